@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help demo test test-all compat rows check format bench chaos gpu-check clean
+.PHONY: help demo test test-all compat clients rows check format bench chaos fuzz gpu-check clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -54,6 +54,25 @@ compat:  ## run the test suite with another release of torch, in an environment 
 	  { rm -rf $(@D); echo "torch $* cannot be installed here with $(PYTHON): what pip says is above" >&2; exit 1; }
 	@touch $@
 
+# Other people's libraries are many: an environment of their own keeps them out of .venv. OPTIONS is for pytest, and with
+# it the page stays as it is: make clients OPTIONS="-k fastai"
+CLIENTS = .venv-clients
+CLIENTS_NEED = tests/clients/requirements.txt tests/clients/constraints.txt
+
+clients: $(CLIENTS)/.ready  ## run other people's libraries on two replicas; writes their table in docs/compatibility.md
+	$(CLIENTS)/bin/python -m pytest tests/clients $(or $(OPTIONS),--table docs/compatibility.md)
+
+$(CLIENTS)/.ready: pyproject.toml constraints.txt $(CLIENTS_NEED)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "unisono needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1). Name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@echo "Setting up $(CLIENTS) (once; the largest part is torch)"
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  -c tests/clients/constraints.txt 'torch==2.13.0' --editable . -r tests/clients/requirements.txt
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -c tests/clients/constraints.txt \
+	  --no-deps fastai timm
+	@touch $@
+
 rows: $(READY)  ## list the tests of each row of docs/behaviour.md
 	@$(BIN)/python -m pytest --rows
 
@@ -77,6 +96,9 @@ bench: $(READY)  ## measure, side by side, on a machine that does nothing else; 
 chaos: $(READY)  ## train under a thousand kills, compare with an undisturbed run; some minutes; writes benchmarks/chaos.md
 	$(BIN)/python benchmarks/chaos.py --output benchmarks/chaos.md
 
+fuzz: $(READY)  ## compare random programs, wrapped and plain; make fuzz OPTIONS=--help says how many, and which
+	PYTHONPATH=tests $(BIN)/python -m fuzz $(OPTIONS)
+
 # Sets up nothing and downloads nothing: a machine with a GPU has a torch of its own.
 GPU_PYTHON = $(if $(filter file,$(origin PYTHON)),$(firstword $(wildcard $(BIN)/python) python3),$(PYTHON))
 
@@ -86,4 +108,4 @@ gpu-check:  ## prove the accelerator paths on this machine's GPU, in ten minutes
 	@PYTHONPATH=src $(GPU_PYTHON) benchmarks/gpu_check.py $(OPTIONS)
 
 clean:  ## remove the environments and what runs leave behind
-	rm -rf .venv .venv-compat-* runs .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-clients .venv-compat-* runs .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -7,15 +7,15 @@
 It needs torch, pytest, numpy and cloudpickle, and psutil for the checks of memory. It downloads and installs nothing.
 Missing packages can be brought along as wheels, which it takes from the folder `wheels`:
 
-    pip download --no-deps -d wheels cloudpickle psutil    where there is a network, with the same Python version
+    pip download -d wheels pytest numpy cloudpickle psutil    where there is a network, with the same Python version
 
 The other packages that the project uses (matplotlib, safetensors, rich, hypothesis, pytest-xdist) may be missing; a
 check that needs one of them is reported as not run.
 
 Every group of checks runs in its own process with a time budget. A check that crashes or hangs becomes a line in the
 report, with the stacks of all threads, and the group goes on after it in a new process. The report is written after
-each group. Exit status: 0 all passed, or there is no GPU (then nothing has been run); 1 a check failed; 2 a needed
-package is missing; 130 after Ctrl-C.
+each group. Exit status: 0 all passed, or there is no GPU (then nothing has been run); 1 a check failed; 2 torch cannot
+use the GPU, or a package cannot be used; 130 after Ctrl-C.
 
 Only the standard library is imported here: torch itself may be what crashes.
 """
@@ -41,11 +41,13 @@ import gpu_report
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent
-NEEDED = ("torch", "pytest", "numpy", "cloudpickle")
+PACKAGES = ("pytest", "numpy", "cloudpickle")
+NEEDED = (*PACKAGES, "iniconfig", "packaging", "pluggy", "pygments")  # the others are what pytest needs
 NEEDED_BY_SOME = ("psutil",)
 BUDGET_S = 550.0
 OVERTIME_S = 30.0  # for the running check, after the time of its group is over
 GRACE_S = 20.0  # for a process to end after that
+DESCRIBE_S = 120.0  # for torch to be imported and to see the GPUs
 MOST_STARTS = 8  # of one group
 
 
@@ -99,10 +101,11 @@ def groups_for(kind: str, count: int) -> list[Group]:
 
 def dry_groups() -> list[Group]:
     """Return a few checks of each kind on the CPU, to show that this program works."""
-    suite = ["tests/contract/test_gradients.py", "-m", "not slow", "-k", "accumulate and threads"]
+    files = [f"tests/contract/test_{name}.py" for name in ("gradients", "training_features", "compile")]
+    suite = [*files, "-m", "not slow", "-k", "(accumulate and threads) or autocast or scaler or the_verbs"]
     return [
         Group("GPU tests", "tests", ["tests/gpu/test_processes.py", MENDED, "-k", "sparse or checkpoints"], 60),
-        Group("engine contract", "tests", suite, 60, {"UNISONO_TEST_DEVICES": "cpu"}),
+        Group("engine contract", "tests", suite, 60, {"UNISONO_TEST_DEVICES": "cpu,cpu"}),  # as if there were GPUs
         Group("figures", "figures", ["cpu", "--dry"], 120),
     ]
 
@@ -166,11 +169,12 @@ def run_group(done: Done, environment: dict[str, str], budget_s: float) -> None:
     deadline = began + budget_s
     with tempfile.TemporaryDirectory() as folder:
         for start in range(MOST_STARTS):
+            ended = [check.name for check in done.checks.values() if check.outcome != "cut"]
             journal, log = Path(folder, f"journal-{start}"), Path(folder, f"log-{start}")
             orders = {
                 "kind": group.kind,
                 "arguments": list(group.arguments),
-                "ended": [check.name for check in done.checks.values() if check.outcome != "cut"],
+                "ended": ended,
                 "seconds": deadline - time.monotonic(),
                 "check_limit_s": group.check_limit_s,
                 "overtime_s": OVERTIME_S,
@@ -186,8 +190,8 @@ def run_group(done: Done, environment: dict[str, str], budget_s: float) -> None:
             text = log.read_text(errors="replace") if log.exists() else ""
             if status == gpu_children.GPU_LOST:
                 continue
-            if done.running is None:
-                done.problem = f"its process ended between two checks ({_how(status)})\n{_tail(text)}"
+            if done.running is None and len(done.checks) - done.count("cut") == len(ended):
+                done.problem = f"its process ended before a check ({_how(status)})\n{_tail(text)}"
                 return
             done.take(_ended_by_itself(done, group, status, text))
             if time.monotonic() > deadline:
@@ -196,7 +200,7 @@ def run_group(done: Done, environment: dict[str, str], budget_s: float) -> None:
 
 
 def _ended_by_itself(done: Done, group: Group, status: int | None, text: str) -> dict[str, Any]:
-    """Return the outcome of the check during which a process ended, with the stacks that it wrote."""
+    """Return the outcome of the check during which a process ended, or after which, with the stacks that it wrote."""
     timed_out = status is None or "Timeout (" in text
     if not timed_out:
         outcome, reason = "crashed", f"its process ended: {_how(status)}"
@@ -207,7 +211,9 @@ def _ended_by_itself(done: Done, group: Group, status: int | None, text: str) ->
     stacks = text[text.rfind("Timeout (") :] if "Timeout (" in text else text
     seconds = done.limit_s if timed_out else 0.0
     report = f"{reason}\n{_tail(stacks)}"
-    return {"event": "ended", "name": done.running, "outcome": outcome, "seconds": seconds, "text": report}
+    ended = [name for name, check in done.checks.items() if check.outcome != "cut"]
+    name = done.running or f"the process, after {ended[-1]}"
+    return {"event": "ended", "name": name, "outcome": outcome, "seconds": seconds, "text": report}
 
 
 def _run_child(orders: dict[str, Any], environment: dict[str, str], log: Path) -> int | None:
@@ -278,19 +284,63 @@ def missing(names: Sequence[str]) -> list[str]:
     return [name for name in names if importlib.util.find_spec(name) is None]
 
 
+class UnusableError(Exception):
+    """Nothing can be checked here; the text says why."""
+
+
 def describe_machine(environment: dict[str, str]) -> dict[str, Any]:
-    """Return a description of the machine from a child process, which imports torch."""
-    asked = subprocess.run(
-        [sys.executable, str(HERE / "gpu_children.py"), json.dumps({"kind": "machine"})],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    """Return a description of the machine from a child process, which imports torch and the packages that are there.
+
+    Raises:
+        UnusableError: torch cannot be imported, or hangs.
+    """
+    orders = {"kind": "machine", "packages": [name for name in NEEDED if not missing([name])]}
+    try:
+        asked = subprocess.run(
+            [sys.executable, str(HERE / "gpu_children.py"), json.dumps(orders)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=DESCRIBE_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        said = (error.stderr or b"").decode(errors="replace")
+        raise UnusableError(f"torch and the GPU's driver did not answer in {DESCRIBE_S:g} s\n{_tail(said)}") from error
     if asked.returncode:
-        raise SystemExit(f"torch cannot be used here:\n{_tail(asked.stderr)}")
-    return json.loads(asked.stdout.splitlines()[-1])
+        raise UnusableError(f"torch cannot be used here:\n{_tail(asked.stderr)}")
+    machine: dict[str, Any] = json.loads(asked.stdout.splitlines()[-1])
+    machine["said"] = "\n".join([*machine["said"], _tail(asked.stderr)]).strip()
+    return machine
+
+
+def expect_usable(machine: dict[str, Any]) -> None:
+    """Check that torch can use the GPU that is there, if one is.
+
+    Raises:
+        UnusableError: there is a driver, and torch sees no GPU.
+    """
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if machine["accelerators"] or hidden or "driver" not in machine["versions"]:
+        return
+    torch, cuda, driver = (machine["versions"].get(name) for name in ("torch", "CUDA", "driver"))
+    raise UnusableError(
+        f"NVIDIA's driver is here ({driver}), but torch {torch} (CUDA: {cuda}) sees no GPU. Most often the driver is "
+        "older than the CUDA of this torch: take a newer driver or a torch for an older CUDA. "
+        f"{'torch says:' if machine['said'] else 'torch does not say why.'}\n{machine['said']}"
+    )
+
+
+def expect_packages(machine: dict[str, Any]) -> None:
+    """Check that the packages that all checks need can be imported.
+
+    Raises:
+        UnusableError: some are missing or broken; says how to bring them along.
+    """
+    absent, broken = missing(NEEDED), machine["unusable"]
+    reasons = [*[f"{name}: missing in {sys.executable}" for name in absent], *[f"{n}: {e}" for n, e in broken.items()]]
+    if reasons:
+        raise UnusableError(gpu_report.MISSING.format(reasons="\n".join(reasons), packages=" ".join(PACKAGES)))
 
 
 def options_from(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -310,15 +360,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run it; return the exit status."""
     options = options_from(arguments)
     with wheels_on_path(options.wheels) as environment:
-        if missing(["torch"]):
-            print(gpu_report.MISSING.format(names="torch", python=sys.executable))
-            return 2
-        machine = describe_machine(environment)
-        if not machine["accelerators"] and not options.dry_run:
-            print("There is no GPU here (torch sees no accelerator): nothing has been run.")
-            return 0
-        if missing(NEEDED):
-            print(gpu_report.MISSING.format(names=", ".join(missing(NEEDED)), python=sys.executable))
+        try:
+            if missing(["torch"]):
+                raise UnusableError(
+                    f"torch: missing in {sys.executable}. Name another Python: make gpu-check PYTHON=..."
+                )
+            machine = describe_machine(environment)
+            if not options.dry_run:
+                expect_usable(machine)
+            if not machine["accelerators"] and not options.dry_run:
+                print("There is no GPU here (torch sees no accelerator): nothing has been run.")
+                return 0
+            expect_packages(machine)
+        except UnusableError as error:
+            print(f"{error}\nNothing has been run.")
             return 2
         machine["missing"] = missing(NEEDED_BY_SOME)
         groups = dry_groups() if options.dry_run else groups_for(machine["kind"], len(machine["accelerators"]))

@@ -9,6 +9,7 @@ after which the GPU can no longer be used in this process, because all later che
 
 import contextlib
 import faulthandler
+import importlib
 import json
 import os
 import platform
@@ -141,7 +142,7 @@ def run_figures(journal: Journal, ended: list[str], arguments: list[str]) -> Non
 
     device, *options = arguments
     bench = gpu_figures.bench_on(device, dry="--dry" in options)
-    names = [name for name in gpu_figures.FIGURES if name not in ended]
+    names = [name for name in gpu_figures.FIGURES if name not in (*gpu_figures.MINUTES_LONG, *ended)]
     journal.write("collected", names=names)
     for name in names:
         if journal.time_is_over():
@@ -168,10 +169,12 @@ def run_check(journal: Journal, name: str, check: Callable[[], None]) -> None:
     journal.end(name, outcome, time.monotonic() - began, text)
 
 
-def machine() -> dict[str, Any]:
-    """Return the accelerators and versions."""
+def machine(packages: list[str]) -> dict[str, Any]:
+    """Return the accelerators and versions, and which of the packages cannot be imported, with the reason."""
     import torch
 
+    if torch.version.cuda:
+        torch.cuda.is_available()  # which warns of a driver that is too old
     kind = torch.accelerator.current_accelerator(check_available=True)
     found: list[dict[str, Any]] = []
     for index in range(torch.accelerator.device_count() if kind else 0):
@@ -191,7 +194,14 @@ def machine() -> dict[str, Any]:
         import unisono
 
         versions["unisono"] = unisono.__version__
+    unusable = {}
+    for name in packages:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # noqa: BLE001 - whatever a package for another Python raises
+            unusable[name] = f"{type(error).__name__}: {error}".splitlines()[0]
     return {
+        "unusable": unusable,
         "kind": kind.type if kind else None,
         "accelerators": found,
         "versions": versions,
@@ -204,9 +214,10 @@ def main() -> None:
     """Run the orders in the only argument."""
     orders = json.loads(sys.argv[1])
     if orders["kind"] == "machine":
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            print(json.dumps(machine()))
+        with warnings.catch_warnings(record=True) as given:
+            warnings.simplefilter("always")
+            found = machine(orders["packages"])
+        print(json.dumps({**found, "said": [str(warning.message) for warning in given]}))
         return
     faulthandler.enable()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # equal bits on whatever stream

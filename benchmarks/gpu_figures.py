@@ -18,7 +18,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.multiprocessing.spawn import start_processes
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -72,11 +73,12 @@ class Sizes(NamedTuple):
     num_forwards: int = 500
     num_blocks: int = 20
     steps_a_block: int = 20
-    max_added_us: float | None = 20.0
     model: str = "resnet18"
+    rows_a_gpu: int = 64
+    width: int = 64
 
 
-DRY = Sizes(4, 8, 2, 1, 1, 1, 1, 32, 2, 5, 1, 1, None, "mlp")  # torch.compile takes seconds for a ResNet
+DRY = Sizes(4, 8, 2, 1, 1, 1, 1, 32, 2, 5, 1, 1, "mlp", 2, 2)  # torch.compile takes seconds for a ResNet
 
 
 class Bench(NamedTuple):
@@ -128,12 +130,11 @@ class Bench(NamedTuple):
 
 
 def wrapper_on_one_device(bench: Bench) -> Iterator[Figure]:
-    """The host time that `DataParallel(model, [device])` adds to a forward; the goal is 20 µs at most."""
+    """The host time that `DataParallel(model, [device])` adds to a forward; a slow host misses the goal."""
     for name in one_device.MODELS:
         added = one_device.added_us(name, bench.device, bench.sizes.num_forwards)
-        yield Figure(f"the wrapper on one device adds, {name}", added, "µs a forward", "goal: 20 or less")
-        if bench.sizes.max_added_us is not None:
-            assert added <= bench.sizes.max_added_us, f"{name}: {added:.1f} µs, and the goal is 20"
+        met = "met" if added <= 20 else "missed"
+        yield Figure(f"the wrapper on one device adds, {name}", added, "µs a forward", f"goal: 20 or less, {met}")
 
 
 def matrix_products(bench: Bench) -> Iterator[Figure]:
@@ -242,6 +243,95 @@ def epoch_on_every_gpu(bench: Bench) -> Iterator[Figure]:
     beside = ", ".join(f"{seconds} s on {where}" for where, seconds in TUTORIALS_S.items())
     note = f"{sizes.batch_rows} rows a device; the tutorials: {beside}"
     yield Figure(name, statistics.median(times_s), "s", note)
+
+
+def every_gpu_side_by_side(bench: Bench) -> Iterator[Figure]:
+    """A step of ResNet-50 on all GPUs: threads and torch's DataParallel in one process, and DDP in one for each GPU."""
+    count = 2 if bench.dry else torch.accelerator.device_count()
+    name = f"a step of ResNet-50 on {count} devices, {bench.sizes.rows_a_gpu} rows each"
+    if count < 2:
+        yield Figure("a step of ResNet-50 on several GPUs", None, "ms", "not run: there is one")
+        return
+    devices = [torch.device("cpu") if bench.dry else torch.device(bench.device.type, i) for i in range(count)]
+    in_one_process: dict[str, Callable[[nn.Module], nn.Module]] = {
+        "unisono.DataParallel": lambda module: DataParallel(module, devices),
+        "torch.nn.DataParallel": nn.DataParallel,
+    }
+    for contender, wrap in in_one_process.items():
+        torch.manual_seed(0)
+        seconds = step_seconds(wrap(resnet50(bench.sizes.width).to(devices[0])), devices, bench.sizes)
+        yield Figure(f"{name}, {contender}", 1e3 * seconds, "ms")
+    with tempfile.TemporaryDirectory() as folder:
+        start_processes(ddp_steps, (devices, bench.sizes, folder), count, start_method="spawn")
+        slowest_s = max(float(file.read_text()) for file in Path(folder).glob("rank-*"))
+    yield Figure(f"{name}, DistributedDataParallel, a process each", 1e3 * slowest_s, "ms")
+
+
+def ddp_steps(rank: int, devices: list[torch.device], sizes: Sizes, folder: str) -> None:
+    """Take a rank's steps, and write how long one took."""
+    device, store = devices[rank], torch.distributed.FileStore(f"{folder}/store", len(devices))
+    on_cpu = device.type == "cpu"
+    if on_cpu:
+        torch.set_num_threads(1)
+    else:
+        torch.accelerator.set_device_index(rank)
+    backend = torch.distributed.get_default_backend_for_device(device)
+    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=len(devices))
+    module = resnet50(sizes.width).to(device)
+    model = nn.parallel.DistributedDataParallel(
+        module, device_ids=None if on_cpu else [rank], gradient_as_bucket_view=True
+    )
+    Path(folder, f"rank-{rank}").write_text(str(step_seconds(model, [device], sizes)))
+    torch.distributed.destroy_process_group()
+
+
+def step_seconds(model: nn.Module, devices: Sequence[torch.device], sizes: Sizes) -> float:
+    """Return how long a training step takes, the median over blocks of steps in which nothing waits."""
+    rows = sizes.rows_a_gpu * len(devices)
+    x, y = torch.randn(rows, 3, 224, 224), torch.randint(1000, (rows,))
+    x, y = x.to(devices[0]), y.to(devices[0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, foreach=True)
+    times = []
+    for _ in range(1 + sizes.num_blocks):
+        began = time.perf_counter()
+        for _ in range(sizes.steps_a_block):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        for device in dict.fromkeys(devices):
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
+        times.append((time.perf_counter() - began) / sizes.steps_a_block)
+    return statistics.median(times[1:])
+
+
+class Bottleneck(nn.Module):
+    """A block of ResNet-50."""
+
+    def __init__(self, channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            *(nn.Conv2d(channels, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()),
+            *(nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()),
+            *(nn.Conv2d(width, 4 * width, 1, bias=False), nn.BatchNorm2d(4 * width)),
+        )
+        self.skip: nn.Module = nn.Identity()
+        if stride > 1 or channels != 4 * width:
+            self.skip = nn.Sequential(nn.Conv2d(channels, 4 * width, 1, stride, bias=False), nn.BatchNorm2d(4 * width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.body(x) + self.skip(x))
+
+
+def resnet50(width: int = 64) -> nn.Module:
+    """Return ResNet-50 for pictures of 224 x 224 and 1,000 classes: 25.6 million parameters with this width."""
+    stem = [nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    blocks, channels = [], width
+    for stage, num_blocks in enumerate((3, 4, 6, 3)):
+        for block in range(num_blocks):
+            blocks.append(Bottleneck(channels, width << stage, 2 if stage and not block else 1))
+            channels = 4 * width << stage
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 1000))
 
 
 def trained(bench: Bench, options: Options, look: Display | None = None) -> list[dict[str, float]]:
@@ -431,13 +521,15 @@ FIGURES: dict[str, Callable[[Bench], Iterator[Figure]]] = {
         epoch_tf32,
         epoch_bf16_compiled,
         epoch_on_every_gpu,
+        every_gpu_side_by_side,
         accuracy_bf16_compiled,
         thin_layers,
         epoch_bf16_weights,
         epoch_without_graphs,
-        epoch_with_autotuning,  # the last: it tries kernels for minutes
+        epoch_with_autotuning,
     )
 }
+MINUTES_LONG = ("epoch_with_autotuning",)  # torch tries kernels: `make gpu-check` leaves it to this program
 
 
 def bench_on(device: str, *, dry: bool, data: Path | None = None) -> Bench:

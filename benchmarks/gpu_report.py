@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-MISSING = """{names}: missing in {python}.
-Install it there, name another Python (make gpu-check PYTHON=...), or bring it along:
-    pip download --no-deps -d wheels {names}      where there is a network, with the same Python version
-and copy the folder `wheels` here. torch itself has to be installed. Nothing has been run."""
+MISSING = """{reasons}
+Install what is missing there, name another Python (make gpu-check PYTHON=...), or bring everything along:
+    pip download -d wheels {packages} psutil      where there is a network, with the same Python version
+and copy the folder `wheels` here: it then also has what these packages need."""
 
 DRY = "**Dry run on the CPU: not a measurement.** It shows that the checks can be run, and nothing about any GPU."
 _FAILED = ("failed", "hung", "crashed")

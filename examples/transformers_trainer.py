@@ -6,7 +6,8 @@ It needs transformers and accelerate (pip install transformers accelerate). A ti
 sequences of different lengths: nothing is downloaded. The same training runs twice, on one device and wrapped, and ends
 with the same parameters.
 
-It uses all GPUs if there are several, and two CPU replicas if there is none.
+It uses all GPUs if there are several, and two CPU replicas if there is none. A script that is started by `unisono run`
+needs none of this: see docs/run.md.
 """
 
 import copy

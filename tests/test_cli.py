@@ -98,8 +98,11 @@ def test_a_run_is_resumed_with_its_own_options_or_overwritten(capsys: pytest.Cap
         (["--resume", "empty"], "--resume empty: no config.json in it"),
         (["--resume", "empty", "--output", "x"], "--resume empty goes on in the same folder: leave out --output"),
         (["--batchsize", "3"], "there is no option --batchsize"),
-        (["--compile", "--engine", "processes"], "what is compiled cannot be sent to other processes; leave one out"),
-        (["--compile", "--devices", "cpu*2"], "take --no-sync-batch-norm or --devices 1, or leave out --compile"),
+        (
+            ["--compile", "--engine", "processes"],
+            "what is compiled cannot be sent to processes; take --no-compile",
+        ),
+        (["--compile", "--devices", "cpu*2"], "take --no-sync-batch-norm or --devices 1, or take --no-compile"),
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_nothing_behind(
@@ -166,7 +169,7 @@ def test_a_missing_compiler_is_one_line(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stdout.splitlines()[1] == "checking that the compiler works ..."
     assert "--compile: torch.compile does not work for cpu here (InvalidCxxCompiler: No working C++" in done.stderr
-    assert done.stderr.endswith("mend that, or leave out --compile\n")
+    assert done.stderr.endswith("mend that, or take --no-compile\n")
     assert done.stderr.count("\n") == 1
 
 

@@ -3,6 +3,7 @@
 The oracles are the plain module on the whole batch, and `unisono.data_parallel`.
 """
 
+import collections
 import copy
 import dataclasses
 import inspect
@@ -268,6 +269,57 @@ def test_output_device_minus_one(sim):
     assert model(numbered(4, 3)).device == CPU
 
 
+# Hooks of others
+
+
+def recorded_by(layer: nn.Module, saved: dict[Any, Any]) -> Any:
+    """Register a hook that keeps outputs as captum's do: by the module that it is registered for, and by device."""
+
+    def wrapper(original: nn.Module) -> Any:
+        def hook(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+            saved[original][output.device] = output
+
+        return hook
+
+    return layer.register_forward_hook(wrapper(layer))
+
+
+@both
+def test_what_a_hook_keeps_by_its_module_is_found_by_it(sim, wrap):
+    """R9: a hook that has a variable for its module had the replica there, so that the caller found nothing.
+
+    What it keeps belongs to the caller's graph: the gradient for it, too.
+    """
+    model, x = wrap(mlp().to("sim:0"), [0, 1]), numbered(5, 3)
+    for layer in (model.module[0], model.module[1]):
+        saved = collections.defaultdict(dict)
+        recorded_by(layer, saved)
+        for _ in range(2):
+            output = model(x)
+            kept = [saved[layer][device] for device in sim[:2]]
+            grads = torch.autograd.grad(output.square().sum(), kept)
+            joined = torch.cat([grad.cpu() for grad in grads])
+            plain = copy.deepcopy(model.module).cpu()
+            for each in plain:
+                each._forward_hooks.clear()
+            plain_layer = plain[1 if layer is model.module[1] else 0]
+            of_plain = []
+            plain_layer.register_forward_hook(lambda module, args, output, kept=of_plain: kept.append(output))
+            torch.testing.assert_close(joined, torch.autograd.grad(plain(x).square().sum(), of_plain)[0])
+    with torch.no_grad():
+        model(x)
+    torch.testing.assert_close(saved[layer][sim[0]], kept[0])
+
+
+@both
+def test_a_hook_that_cannot_tell_replicas_apart_is_warned_about(wrap):
+    """R9: by device, one replica's output took the other one's place, in silence."""
+    model = wrap(mlp(), ["cpu"] * 2)
+    recorded_by(model.module[0], collections.defaultdict(dict))
+    with pytest.warns(UserWarning, match=r"hook .* refers to the module .*\('0', a Linear\).* model\.module"):
+        model(numbered(5, 3))
+
+
 # State dicts
 
 
@@ -519,17 +571,69 @@ def test_wrong_arguments_are_refused_without_accelerators_too(no_accelerators, o
         ("randomness", "one_device", "two_devices", ValueError),
         ("on_worker_loss", "retry", "ignore", ValueError),
         ("rescue", True, 1, TypeError),
+        ("output_device", "cpu", 1.5, TypeError),
+        ("module", nn.Identity(), None, TypeError),
+        ("device_ids", [CPU, "cpu"], ["cpu"], AttributeError),
+        ("engine", ..., "processes", AttributeError),
+        ("loss", ..., "sum", AttributeError),
+        ("process_group", ..., False, AttributeError),
     ],
 )
 def test_options_that_change_later_are_checked_as_at_first(option, good, bad, error):
-    """A13: an option that cannot be used is refused where it is assigned, and stays what it was."""
+    """A13: an option that cannot be used is refused where it is assigned, and stays what it was.
+
+    `engine`, `loss` and `process_group` were accepted, and had no effect; they cannot change (`...`).
+    """
     model = DataParallel(mlp(), ["cpu"] * 2)
-    setattr(model, option, good)
-    before = getattr(model, option)
-    assert before == getattr(DataParallel(mlp(), ["cpu"] * 2, **{option: good}), option)
+    if good is not ...:
+        setattr(model, option, good)
+    before = getattr(model, option, ...)
+    made_with = {"module": mlp(), "device_ids": ["cpu"] * 2, **({} if good is ... else {option: good})}
+    assert before == getattr(DataParallel(**made_with), option, ...)
     with pytest.raises(error, match=option):
         setattr(model, option, bad)
-    assert getattr(model, option) == before
+    assert getattr(model, option, ...) == before
+
+
+def test_every_option_is_checked_when_it_is_assigned():
+    """A13: one that is added later must not be accepted in silence."""
+    assert inspect.signature(DataParallel).parameters.keys() <= DataParallel._options.keys()
+
+
+def test_the_module_of_several_processes_cannot_be_replaced(monkeypatch):
+    """A13, C7: they would begin with different parameters."""
+    model = DataParallel(mlp(), ["cpu"] * 2)
+    monkeypatch.setattr(DataParallel, "spans_processes", True)
+    with pytest.raises(AttributeError, match=r"module is decided .* Wrap it anew, DataParallel\(module\)"):
+        model.module = mlp()
+
+
+def test_an_attribute_of_the_modules_may_have_the_name_of_an_option():
+    """A7: `loss` is an option that the wrapper does not have as an attribute."""
+    model = DataParallel(Calls(lambda self, x: self.loss(x), loss=nn.ReLU()), ["cpu"] * 2)
+    model.loss = nn.Tanh()
+    x = numbered(5, 3)
+    assert torch.equal(model(x), x.tanh())
+
+
+def test_the_output_device_may_change_between_steps(sim):
+    """A6: a subclass assigns it when it is made, as gpytorch's MultiDeviceKernel does: an index, a string, a device."""
+
+    class Own(DataParallel):
+        def __init__(self, module, device_ids, output_device):
+            super().__init__(module, device_ids)
+            self.output_device = output_device
+
+    for wanted in (1, "sim:1", sim[1]):
+        model = Own(mlp().to("sim:0"), [0, 1], wanted)
+        assert model.output_device == 1
+        assert model(numbered(5, 3)).device == sim[1]
+        assert_like_plain(model, numbered(5, 3))
+    model.output_device = None
+    assert model(numbered(5, 3)).device == sim[0]
+    with pytest.raises(ValueError, match="output_device: there is no accelerator 9"):
+        model.output_device = 9
+    assert model(numbered(5, 3)).device == sim[0]
 
 
 def saved_and_loaded(model: DataParallel) -> DataParallel:
@@ -818,7 +922,7 @@ def test_rules_may_be_changed_between_calls():
     model = DataParallel(Fn(lambda x: x.mean()), ["cpu"] * 2)
     model.scalars = "mean"
     torch.testing.assert_close(model(x), x.mean())
-    with pytest.raises(AttributeError, match=r"device_ids is decided when a module is wrapped: wrap model.module anew"):
+    with pytest.raises(AttributeError, match=r"device_ids is decided when a module is wrapped. Wrap it anew"):
         model.device_ids = [0]
 
 

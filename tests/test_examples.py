@@ -147,6 +147,16 @@ def check_transformers_trainer(output: str, devices: tuple[str, ...]) -> None:
     assert difference < 1e-4
 
 
+def check_contrastive(output: str, devices: tuple[str, ...]) -> None:
+    line = r"losses (\d\.\d{4}), (\d\.\d{4}), (\d\.\d{4}); hidden activations of (\d+) rows at most\n"
+    match = re.fullmatch(rf"Plain module: {line}Two replicas, 4 parts each: {line}", output)
+    assert match, output
+    plain, wrapped = [*map(float, match.groups()[:4])], [*map(float, match.groups()[4:])]
+    assert wrapped[:3] == pytest.approx(plain[:3], abs=1.01e-4)  # they are printed with four digits
+    assert plain[3] == 192, "both views of all rows"
+    assert wrapped[3] <= 2 * 12, "a part of each replica"
+
+
 # Of each example: the arguments it is run with, and what reads its output.
 CHECKS = {
     "transcript.py": (["--devices", "8"], check_transcript),
@@ -155,6 +165,7 @@ CHECKS = {
     "half_on_cpu.py": ([], check_half_on_cpu),
     "bce_training.py": (["--devices", "2", "--epochs", "10"], check_bce_training),
     "verbs_by_hand.py": ([], check_verbs_by_hand),
+    "contrastive.py": (["--parts", "4"], check_contrastive),
     "several_processes.py": ([], lambda output, devices: losses_of_several_processes(output, 1)),
     "transformers_trainer.py": ([], check_transformers_trainer),
 }
@@ -231,7 +242,7 @@ def two_accelerators(
 
 
 def test_every_example_has_a_test_a_row_in_the_index_and_its_command() -> None:
-    files = {path.name for path in EXAMPLES.rglob("*.py")}
+    files = {path.name for path in EXAMPLES.glob("*.py")}  # a folder is a project, with a test of its own
     assert files == set(CHECKS)
     assert set(re.findall(r"^\| \[(\w+\.py)\]\(\1\)", (EXAMPLES / "README.md").read_text(), re.MULTILINE)) == files
     for name in files:
@@ -258,7 +269,7 @@ def test_on_accelerators_too(name: str, two_accelerators: tuple[str, ...], monke
     # What the program prints between two calls of the model may come in pieces.
     from_replicas = [text for text in stdout.writes if re.match(r" *In (model|block)", text)]
     assert all(re.fullmatch(r"    In .*\n", text) for text in from_replicas)
-    assert from_replicas or name in ("bce_training.py", "sequences.py", "several_processes.py")
+    assert from_replicas or name in ("bce_training.py", "contrastive.py", "sequences.py", "several_processes.py")
 
 
 def test_several_processes_print_what_one_prints() -> None:

@@ -1,7 +1,7 @@
 """DataParallel: the one line, and its plain composition `data_parallel`.
 
-An engine runs the replicas. If a subclass overrides one of the four verbs, or a mode is active that cannot follow into
-other threads, the plain composition of the verbs runs instead.
+An engine runs the replicas. If a subclass overrides one of the four verbs, if a mode is active that cannot follow into
+other threads, or if a hook keeps tensors of replicas, the plain composition of the verbs runs instead.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from itertools import chain
 from time import monotonic
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from unisono.distributed.environment import devices_of_process, started_by_launc
 from unisono.distributed.gradient_sync import GradientSync
 from unisono.distributed.process_group import communicator_for
 from unisono.distributed.uneven_inputs import even_batches
-from unisono.engines.base import Call, Engine, LaneCall, Lanes, called, check_flag, check_timeout
+from unisono.engines.base import Call, Engine, LaneCall, Lanes, OneGraphNeededError, called, check_flag, check_timeout
 from unisono.engines.distributed import DistributedEngine
 from unisono.engines.threads import ThreadsEngine
 from unisono.inference.map_and_evaluate import Callee, evaluate_batches, map_batches
@@ -32,12 +32,13 @@ from unisono.primitives.measured_shares import MeasuredShares, StepTime
 from unisono.primitives.outputs import gathered
 from unisono.primitives.parallel_apply import parallel_apply
 from unisono.primitives.placements import check_have_data
+from unisono.primitives.reassigned_buffers import buffer_registries, commit_buffers, modules_in_common
 from unisono.primitives.replicate import check_device, replicate, unchanged_on_failure
 from unisono.primitives.scatter_gather import check_kwargs
-from unisono.primitives.split_sizes import MEASURED, Shares, check_shares, split_rows, unequal
+from unisono.primitives.split_sizes import MEASURED, Shares, check_parts, check_shares, split_rows, unequal
 from unisono.profiling.profile import Profile
 from unisono.runtime import devices as _devices
-from unisono.runtime import timeline
+from unisono.runtime import timeline, torch_private
 from unisono.runtime.devices import DeviceLike
 from unisono.runtime.errors import log_once
 from unisono.runtime.interrupts import critical, interruptibly
@@ -85,6 +86,10 @@ _ONE_ROW = (
 )
 _ON_WORKER_LOSS = ("raise", "retry")
 _LOSSES = ("mean", "sum")
+_DECIDED = (
+    "{name}={value!r}, assigned to a wrapper: {name} is decided when a module is wrapped. Wrap it anew, {wrap}. An "
+    "attribute of your own needs another name"
+)
 _VERBS = ("replicate", "scatter", "parallel_apply", "gather")
 
 
@@ -101,6 +106,94 @@ def _engine_of(engine: object) -> Engine:
     from unisono.engines.processes.engine import ProcessesEngine  # only now: it needs more than torch
 
     return ProcessesEngine()
+
+
+def _one_of(words: Sequence[str], value: object, argument: str) -> str:
+    """Return a word; raise TypeError or ValueError for what is not one of `words`."""
+    if not isinstance(value, str) or value not in words:
+        wrong = ValueError if isinstance(value, str) else TypeError
+        raise wrong(f"{argument}={value!r}: expected one of {list(words)}")
+    return value
+
+
+def _check_is_module(module: object) -> nn.Module:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module: expected a torch.nn.Module, got {module!r}")
+    return module
+
+
+def _check_module(wrapper: "DataParallel", value: object) -> nn.Module:
+    module = _check_is_module(value)
+    if wrapper._is_made() and wrapper.spans_processes:
+        raise AttributeError(_DECIDED.format(name="module", value=value, wrap="DataParallel(module)"))
+    return module
+
+
+def _check_device_ids(wrapper: "DataParallel", value: Any) -> Any:
+    if not wrapper._is_made():
+        return value
+    if _devices.resolve(value) != wrapper.devices:
+        wrap = "DataParallel(model.module, device_ids)"
+        raise AttributeError(_DECIDED.format(name="device_ids", value=value, wrap=wrap))
+    return wrapper.device_ids
+
+
+def _check_output_device(wrapper: "DataParallel", value: Any) -> Any:
+    if value is not None and not isinstance(value, int | str | torch.device):
+        raise TypeError(f"output_device: expected an int, a string or a torch.device, got {value!r}")
+    if not wrapper.devices:
+        return None
+    wrapper._gather_on = _devices.resolve_output(value, wrapper.devices)
+    return _devices.public_id(wrapper._gather_on)
+
+
+def _check_sync_batch_norm(wrapper: "DataParallel", value: object) -> bool:
+    flag = check_flag(value, "sync_batch_norm")
+    wrapper._engine.check(wrapper.devices, sync_batch_norm=flag)
+    return flag
+
+
+def _check_randomness(wrapper: "DataParallel", value: object) -> str:
+    randomness, devices = _one_of(_RANDOMNESS, value, "randomness"), wrapper.devices
+    if randomness == _ONE_DEVICE and wrapper._one_of_several:
+        raise ValueError(_IN_ONE_PROCESS_ONLY)
+    if randomness == _ONE_DEVICE and len(devices) > 1 and not _devices.all_on_host(devices):
+        raise ValueError(_ON_THE_CPU_ONLY.format(devices=", ".join(map(str, devices))))
+    return randomness
+
+
+def _decided(name: str, wrap: str) -> Callable[["DataParallel", Any], Any]:
+    """Return the function for what more follows from than can be changed between steps."""
+
+    def check(wrapper: "DataParallel", value: Any) -> Any:
+        if wrapper._is_made():
+            raise AttributeError(_DECIDED.format(name=name, value=value, wrap=wrap))
+        return value
+
+    return check
+
+
+# Every option of the constructor: what it becomes when a value is assigned, to a wrapper that is made or being made.
+_OPTIONS: dict[str, Callable[["DataParallel", Any], Any]] = {
+    "module": _check_module,
+    "device_ids": _check_device_ids,
+    "devices": _decided("devices", "DataParallel(model.module, devices)"),
+    "output_device": _check_output_device,
+    "dim": lambda _, value: check_dim(value),
+    "engine": _decided("engine", "DataParallel(model.module, engine=...)"),
+    "shares": lambda wrapper, value: check_shares(value, len(wrapper.devices) or None),
+    "parts": lambda _, value: check_parts(value),
+    "scalars": lambda _, value: check_scalars(value),
+    "in_dims": lambda _, value: check_dims(value, "in_dims"),
+    "out_dims": lambda _, value: check_dims(value, "out_dims"),
+    "sync_batch_norm": _check_sync_batch_norm,
+    "randomness": _check_randomness,
+    "on_worker_loss": lambda _, value: _one_of(_ON_WORKER_LOSS, value, "on_worker_loss"),
+    "rescue": lambda _, value: check_flag(value, "rescue"),
+    "process_group": _decided("process_group", "DataParallel(model.module, process_group=...)"),
+    "loss": _decided("loss", "DataParallel(model.module, loss=...)"),
+    "timeout": lambda _, value: check_timeout(value),
+}
 
 
 class DataParallel(Wrapper, nn.DataParallel[Any]):
@@ -136,6 +229,10 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             row at most; or one weight a device, where 0 leaves a device idle. "measured": the fastest ones. Some tens
             of steps try a few, one device alone among them; then the fastest are kept, and logged with the line to
             write instead. See docs/usage.md.
+        parts: in how many parts each replica runs its shard, one after the other, each computed once more in backward,
+            so that only one part's activations are in memory. Outputs and gradients are the same within float rounding:
+            for a loss over the whole batch that does not fit, and no batch norm in training. `rescue` finds the number
+            by itself.
         scalars: what becomes of 0-dim outputs (and of numbers), such as a loss. "stack": a vector, one entry a replica,
             torch's rule; "mean": their mean, weighted by rows, which is exact for a mean over rows; "sum". Where rows
             are not what the mean is over, "mean:name" weights by the output of that name:
@@ -194,7 +291,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         RuntimeError: launcher's variables that are incomplete; processes that do not come, or whose models differ.
     """
 
-    _fixed = ("device_ids", "devices", "output_device")
+    _options: ClassVar[Mapping[str, Callable[[Any, Any], Any]]] = _OPTIONS
+    _has_own_verbs: ClassVar[type]  # the class whose verbs a subclass may override
 
     def __init__(
         self,
@@ -205,6 +303,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         *,
         engine: str | Engine = "threads",
         shares: str | Sequence[float] = "chunk",
+        parts: int = 1,
         scalars: Any = "stack",
         in_dims: Any = ...,
         out_dims: Any = ...,
@@ -220,18 +319,19 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         _check_arguments(module, dim)
         self.dim, self.scalars, self.in_dims, self.out_dims = dim, scalars, in_dims, out_dims
         self._engine = _engine_of(engine)
-        if output_device is not None and not isinstance(output_device, int | str | torch.device):
-            raise TypeError(f"output_device: expected an int, a string or a torch.device, got {output_device!r}")
         _one_of(_LOSSES, loss, "loss")
         communicator = communicator_for(process_group)
         one_of_several = communicator is not None or (process_group is None and started_by_launcher())
-        self.devices = (devices_of_process if one_of_several else _devices.resolve)(device_ids)
+        resolve = devices_of_process if one_of_several else _devices.resolve
+        self.devices: list[torch.device] = resolve(device_ids)
         if one_of_several:
             _devices.make_current(self.devices[0])
         self.device_ids: list[Any] = [_devices.public_id(device) for device in self.devices]
-        self.output_device: Any = None
+        gather_on = _devices.resolve_output(output_device, self.devices) if self.devices else output_device
+        self.output_device: Any = gather_on
         self._one_of_several = communicator is not None
         self.shares: Shares = shares
+        self.parts = parts
         self.sync_batch_norm = sync_batch_norm
         self.timeout = timeout
         self.randomness = randomness
@@ -243,8 +343,6 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         self._status = StepStatus()
         self._profile: Profile | None = None
         if self.devices:
-            self._gather_on = _devices.resolve_output(output_device, self.devices)
-            self.output_device = _devices.public_id(self._gather_on)
             self.src_device_obj = self.devices[0]  # torch's, for code that reads it off a wrapper
         self.register_load_state_dict_pre_hook(accept_clean_names)  # type: ignore[no-untyped-call]
         self._engine.claim(self)
@@ -259,11 +357,6 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             gradient_sync = GradientSync(communicator, self.devices[0], loss)
             gradient_sync.sync_module_states(module)
             self._engine = DistributedEngine(self._engine, gradient_sync, self.devices)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Assign an attribute; an option of the wrapper is checked as when it is made, and may change between steps."""
-        check = _CHECKS.get(name)
-        Wrapper.__setattr__(self, name, value if check is None else check(self, value))
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module on every device, each on its share of the rows; return the outputs as one.
@@ -457,7 +550,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             return called(self.module, method)(*inputs, **kwargs)
         module: Any = self._modules["module"]  # `self.module` takes a microsecond
         must_run = self._engine.must_run(module)
-        if not must_run and (len(self.devices) == 1 or self._runs_whole()):
+        if not must_run and ((len(self.devices) == 1 and self.parts == 1) or self._runs_whole()):
             return self._run_on_one_device(method, inputs, kwargs)
         if torch.compiler.is_compiling():  # the wrapper, or a model around it: replicas stay out of its graph
             return torch.compiler.disable(self._run_uncompiled)(must_run, method, inputs, kwargs)  # type: ignore[no-untyped-call]
@@ -493,7 +586,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         if not any(sizes):  # other devices than the wrapper's: torch's rule
             sizes = split_rows(arguments.rows or 0, len(devices))
         used = [0] * len(devices) if arguments.rows is None else [size for size in sizes if size] or [0]
-        shards = scattered(arguments, devices[: len(used)], used)
+        numbers = [number for number, size in enumerate(sizes) if size] or range(len(used))
+        shards = scattered(arguments, devices[: len(used)], used, numbers)
         return [args for args, _ in shards], [kw for _, kw in shards]
 
     def replicate(self, module: nn.Module, device_ids: Sequence[DeviceLike]) -> list[nn.Module]:
@@ -525,8 +619,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         torch.Size([30, 2])
         """
         call = _plain_call.get()
-        sizes = call.sizes if call is not None else None
-        return gathered(outputs, _devices.resolve_output(output_device, ()), self._rules(), sizes)
+        rules, sizes = (call.rules, call.sizes) if call is not None else (self._rules(), None)
+        return gathered(outputs, _devices.resolve_output(output_device, ()), rules, sizes)
 
     def refresh(self) -> None:
         """Have the next forward take the whole module anew, after a change that cannot be seen.
@@ -723,6 +817,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             sync_batch_norm=self.sync_batch_norm,
             one_device_randomness=self.randomness == _ONE_DEVICE,
             retry=self.on_worker_loss == "retry",
+            parts=self.parts,
             rescue=self.rescue,
             row_limits=self._row_limits,
             timeout_s=self.timeout,
@@ -730,7 +825,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         )
 
     def _arguments(self, method: str | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        return Arguments(inputs, kwargs, self.dim, self.in_dims, getattr(self.module, method or "forward"))
+        function = getattr(self.module, method or "forward")
+        return Arguments(inputs, kwargs, self.dim, self.in_dims, function, devices=self.devices)
 
     def _rules(self) -> OutputRules:
         return OutputRules(self.dim, self.out_dims, self.scalars)
@@ -791,7 +887,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         measured.skip -= 1
         if measured.skip < 0:
             return self._run_timed(measured, must_run, method, inputs, kwargs)
-        if measured.on_first_device and not must_run:
+        if measured.on_first_device and not must_run and self.parts == 1:
             return self._run_on_one_device(method, inputs, kwargs)
         return self._run_on_devices(must_run, method, inputs, kwargs, measured)
 
@@ -803,7 +899,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         inputs: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        weights, on_one_device = measured.weights, measured.on_first_device and not must_run
+        weights, on_one_device = measured.weights, measured.on_first_device and not must_run and self.parts == 1
         try:
             rows = self._arguments(method, inputs, kwargs).rows
         except (TypeError, ValueError):  # several devices refuse such inputs, with this error; one takes them
@@ -862,6 +958,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             return self._run_plain_composition(method, inputs, kwargs)
         try:
             return self._engine.forward(self.module, self._plan(method, inputs, kwargs, measured, is_timed))
+        except OneGraphNeededError:
+            return self._run_plain_composition(method, inputs, kwargs)
         except ValueError as error:
             if _TOO_FEW_FOR_BATCH_NORM in str(error) and not self.sync_batch_norm:
                 error.add_note(_ONE_ROW)
@@ -909,7 +1007,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         return False
 
     def _overrides(self, verb: str) -> bool:
-        return verb in self.__dict__ or getattr(type(self), verb) is not getattr(DataParallel, verb)
+        return verb in self.__dict__ or getattr(type(self), verb) is not getattr(self._has_own_verbs, verb)
 
     def _overridden_verb(self) -> str | None:
         if type(self) is DataParallel and self.__dict__.keys().isdisjoint(_VERBS):
@@ -929,62 +1027,32 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         plan = None if own_scatter else self._plan(method, inputs, kwargs)
         device_ids = [here or self.device_ids[i] for i in (plan.replica_numbers if plan else range(len(self.devices)))]
         if plan:
-            shards, shard_kwargs = zip(*scattered(plan.arguments, plan.devices, plan.sizes), strict=True)
+            shards, shard_kwargs = zip(
+                *scattered(plan.arguments, plan.devices, plan.sizes, plan.replica_numbers), strict=True
+            )
         else:
             shards, shard_kwargs = interruptibly(self.scatter, inputs, kwargs, device_ids)
         before = _plain_call.set(plan)
         try:
-            with unchanged_on_failure(self.module.buffers()):
+            with unchanged_on_failure(torch_private.of_one_kind(self.module.buffers())):
                 replicas = interruptibly(self.replicate, self.module, device_ids[: len(shards)])
+                modules, live_modules = modules_in_common(replicas, self.module)
+                registries = buffer_registries(modules)
                 calls: Sequence[Any] = [called(replica, method) for replica in replicas]
                 if self.sync_batch_norm and len(replicas) > 1:
                     calls = run_synchronised(replicas, calls)
                 outputs = interruptibly(self.parallel_apply, calls, shards, shard_kwargs)
-                return interruptibly(self.gather, outputs, here or self.output_device)
+                output = interruptibly(self.gather, outputs, here or self.output_device)
+            commit_buffers(registries.changes(), modules, live_modules, {})
+            return output
         finally:
             _plain_call.reset(before)
 
 
+DataParallel._has_own_verbs = DataParallel
+
 # The call that the plain composition runs: the verbs in it take the replicas' devices and rows from there.
 _plain_call: ContextVar[Call | None] = ContextVar("_plain_call", default=None)
-
-
-def _check_sync_batch_norm(wrapper: DataParallel, value: object) -> bool:
-    flag = check_flag(value, "sync_batch_norm")
-    wrapper._engine.check(wrapper.devices, sync_batch_norm=flag)
-    return flag
-
-
-def _check_randomness(wrapper: DataParallel, value: object) -> str:
-    randomness, devices = _one_of(_RANDOMNESS, value, "randomness"), wrapper.devices
-    if randomness == _ONE_DEVICE and wrapper._one_of_several:
-        raise ValueError(_IN_ONE_PROCESS_ONLY)
-    if randomness == _ONE_DEVICE and len(devices) > 1 and not _devices.all_on_host(devices):
-        raise ValueError(_ON_THE_CPU_ONLY.format(devices=", ".join(map(str, devices))))
-    return randomness
-
-
-def _one_of(words: Sequence[str], value: object, argument: str) -> str:
-    """Return a word; raise TypeError or ValueError for what is not one of `words`."""
-    if not isinstance(value, str) or value not in words:
-        wrong = ValueError if isinstance(value, str) else TypeError
-        raise wrong(f"{argument}={value!r}: expected one of {list(words)}")
-    return value
-
-
-# The options of a wrapper that are attributes: each function returns the value, or raises if it cannot be used.
-_CHECKS: dict[str, Callable[[DataParallel, Any], Any]] = {
-    "dim": lambda _, value: check_dim(value),
-    "scalars": lambda _, value: check_scalars(value),
-    "in_dims": lambda _, value: check_dims(value, "in_dims"),
-    "out_dims": lambda _, value: check_dims(value, "out_dims"),
-    "shares": lambda wrapper, value: check_shares(value, len(wrapper.devices) or None),
-    "sync_batch_norm": _check_sync_batch_norm,
-    "timeout": lambda _, value: check_timeout(value),
-    "randomness": _check_randomness,
-    "on_worker_loss": lambda _, value: _one_of(_ON_WORKER_LOSS, value, "on_worker_loss"),
-    "rescue": lambda _, value: check_flag(value, "rescue"),
-}
 
 
 def _seconds(timing: ReplicaTiming, on_host: bool) -> float:
@@ -1040,6 +1108,5 @@ def data_parallel(
 
 
 def _check_arguments(module: object, dim: object) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module: expected a torch.nn.Module, got {module!r}")
+    _check_is_module(module)
     check_dim(dim)

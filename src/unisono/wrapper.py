@@ -4,6 +4,7 @@ Attributes that only the module has are read, assigned and deleted through the w
 Protocols (names with double underscores) are never the module's: a wrapper has no length because its module has one.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from torch import nn
@@ -12,8 +13,8 @@ from torch import nn
 class Wrapper(nn.Module):
     """A module around another, its attribute `module`, which a subclass assigns last: from then on names are shared."""
 
-    # What cannot be changed by assigning to it, because more than that follows from it.
-    _fixed: ClassVar[tuple[str, ...]] = ()
+    # Options, by name. Each function returns what the attribute becomes when a value is assigned to it, or raises.
+    _options: ClassVar[Mapping[str, Callable[[Any, Any], Any]]] = {}
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -25,11 +26,10 @@ class Wrapper(nn.Module):
         return getattr(module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._fixed and "module" in self.__dict__.get("_modules", ()):
-            raise AttributeError(f"{name} is decided when a module is wrapped: wrap model.module anew")
         owner = self._owner_of(name)
         if owner is self:
-            nn.Module.__setattr__(self, name, value)
+            check = self._options.get(name)
+            nn.Module.__setattr__(self, name, value if check is None else check(self, value))
         else:
             setattr(owner, name, value)
 
@@ -39,6 +39,10 @@ class Wrapper(nn.Module):
             nn.Module.__delattr__(self, name)
         else:
             delattr(owner, name)
+
+    def _is_made(self) -> bool:
+        """Return whether the wrapper has its module, which it is given last."""
+        return "module" in self.__dict__.get("_modules", ())
 
     def _owner_of(self, name: str) -> nn.Module:
         """Return whose attribute is meant by a name: the module's if only it has one, else the wrapper's."""

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from helpers.contract import Wrap, train_both
+from helpers.contract import ON_CPU, Wrap, in_turn, train_both
 from helpers.modules import Calls
 from unisono import DataParallel, data_parallel, replicate
 
@@ -26,7 +26,7 @@ def engine() -> str:
 
 
 pytestmark = [
-    pytest.mark.usefixtures("float64"),
+    pytest.mark.usefixtures("numerics"),
     # torch itself looks at the gradient of an input that is no leaf, where a compiled module follows another
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor"),
 ]
@@ -273,10 +273,9 @@ def test_the_verbs() -> None:
     net = Net()
     compiled = torch.compile(net, backend="aot_eager")
     x = torch.randn(7, 5)
-    torch.testing.assert_close(data_parallel(compiled, x, ["cpu", "cpu"]), net(x))
-    for replica in replicate(compiled, ["cpu", "cpu"]):
+    torch.testing.assert_close(data_parallel(compiled, x, in_turn(2)), net(x))
+    for replica in replicate(compiled, in_turn(2)):
         assert replica._orig_mod is not net
-        assert replica._orig_mod.last.weight is net.last.weight
         torch.testing.assert_close(replica(x), net(x))
         replica.eval()
         assert net.training
@@ -295,6 +294,7 @@ def test_compiled_after_wrapping(way: str, wrap: Wrap, caplog: pytest.LogCapture
     assert "compile the module in it, DataParallel(torch.compile(model))" in caplog.text
 
 
+@pytest.mark.skipif(not ON_CPU, reason="about machines without accelerators")
 @pytest.mark.parametrize("devices", [None, ["cpu"]])
 def test_compiled_where_there_is_one_device(devices: Any, no_accelerators: None) -> None:
     """R13, A2, A3: the plain module, compiled."""
@@ -332,7 +332,7 @@ def test_a_map_compiles_once_for_all_lanes() -> None:
     """R13, I1: whichever lane is first."""
     counter = CompileCounterWithBackend("eager")
     net = Net().eval()
-    model = DataParallel(torch.compile(net, backend=counter), ["cpu"] * 3)
+    model = DataParallel(torch.compile(net, backend=counter), in_turn(3))
     some = [torch.randn(4, 5) for _ in range(9)]
     with torch.no_grad():
         expected = [net(x) for x in some]
@@ -346,7 +346,7 @@ def test_batch_norm_over_all_replicas_inside_what_is_compiled() -> None:
     """R13, N5: torch.compile does not follow the exchange; what is between two batch norms is compiled."""
     plain = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 4), nn.BatchNorm1d(4))
     compiled: Any = torch.compile(copy.deepcopy(plain), backend="aot_eager")
-    model = DataParallel(compiled, ["cpu"] * 2, sync_batch_norm=True)
+    model = DataParallel(compiled, in_turn(2), sync_batch_norm=True)
     for _ in range(2):
         x = torch.randn(8, 5)
         outputs = [each(x) for each in (model, plain)]

@@ -324,6 +324,59 @@ def test_without_grad_and_in_inference_mode(wrap: Wrap) -> None:
     assert_same(model(x).detach(), model.module(x).detach())
 
 
+@pytest.mark.parametrize("how", ["backward", "twice", "grad", "grad of grad"])
+@pytest.mark.parametrize("leaf", ["none", "made", "kept"])
+def test_reentrant_checkpoints(wrap: Wrap, engine: str, leaf: str, how: str) -> None:
+    """N1, R13: torch differentiates such a checkpoint only in a backward that writes `.grad`. Leaves that forward makes
+    kept the replicas from that: RuntimeError. So did `torch.autograd.grad`, which in the plain module does not reach
+    the checkpoint. If forward keeps the leaf, its `grad` is the caller's, who may have one there already."""
+
+    def forward(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        x = x if leaf == "none" else x.detach().requires_grad_()
+        if leaf == "kept":
+            net.kept.append(x)
+        return net.head(checkpoint(net.body, net.foot(x) * 2, use_reentrant=True))
+
+    layers = {name: nn.Linear(3, 3) for name in ("foot", "body", "head")}
+    plain, model = twins(wrap, Calls(forward, kept=[], **layers), 3)
+    x = torch.randn(7, 3)
+    results = []
+    for module, root in ((plain, plain), (model, model.module)):
+        loss = loss_of(module(x))
+        if how.startswith("grad"):
+            found = torch.autograd.grad(loss, [root.head.weight], create_graph=how == "grad of grad")
+            results.append(found)
+            assert all(kept.grad is None for kept in root.kept)
+        else:
+            for again in (True, False) if how == "twice" else (False,):
+                loss.backward(retain_graph=again)
+    if results:
+        assert_all_same(results[1], results[0])
+    assert_same_gradients(model.module, plain)
+    if leaf == "kept" and not results:
+        rows = torch.cat([kept.grad for kept in sorted(model.module.kept, key=lambda kept: row_of(x, kept))])
+        assert_same(rows, plain.kept[0].grad[: len(rows)])
+
+
+def row_of(x: torch.Tensor, shard: torch.Tensor) -> int:
+    """Return the number of the row of `x` with which a shard begins."""
+    return int((x == shard[0]).all(1).nonzero()[0])
+
+
+def test_parameters_that_are_not_leaves(wrap: Wrap) -> None:
+    """N2, N7: `functional_call` with computed values. A parameter that no replica used got zeros, by way of its value's
+    history; the plain module leaves it without a gradient."""
+    net = Calls(lambda net, x: net.linear(x), linear=nn.Linear(3, 2), unused=nn.Parameter(torch.ones(2)))
+    plain, model = twins(wrap, net)
+    x = torch.randn(5, 3)
+    for part in (plain, model):
+        whole = nn.Sequential(part)
+        values = {name: value * 1.1 for name, value in whole.named_parameters()}
+        loss_of(torch.func.functional_call(whole, values, (x,))).backward()
+    assert model.module.unused.grad is None
+    assert_same_gradients(model.module, plain)
+
+
 @in_one_memory
 def test_tensors_from_outside_that_change_from_step_to_step(wrap: Wrap) -> None:
     """N1, N3: not the module's, and another one in each step. (`refresh` sends worker processes what a closure has.)"""

@@ -1,5 +1,6 @@
 """Rows on other axes, numbers and 0-dim outputs, containers, and inputs and outputs that are refused."""
 
+import functools
 from collections import UserList, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -22,7 +23,7 @@ from helpers.contract import (
     same_results,
 )
 from helpers.modules import Calls, Fn
-from unisono import pad
+from unisono import DataParallel, pad
 from unisono.primitives.object_state import state_of
 from unisono.runtime.buckets import LARGE_BYTES
 
@@ -55,6 +56,73 @@ def test_a_large_input_that_goes_whole(wrap: Wrap) -> None:
     plain, x, table = Projected(100, 3), torch.randn(7, 100), torch.randn(100, 100, requires_grad=True)
     assert table.nbytes >= LARGE_BYTES
     same_results(plain, wrap(plain, 3, in_dims={"table": None}), (x, table), [table])
+
+
+@over_engines(
+    "rows, sizes, options",
+    [
+        (8, [4, 4], {}),
+        (5, [2, 2, 1, 0], {}),
+        (5, [2, 0, 3], {"shares": (1.0, 0.0, 2.0)}),
+    ],
+    processes=[(5, [2, 2, 1, 0], {}), (5, [2, 0, 3], {"shares": (1.0, 0.0, 2.0)})],
+    gloo=[(5, [2, 2, 1, 0], {})],
+)
+def test_one_number_a_replica_beside_more_rows(
+    wrap: Wrap, rows: int, sizes: list[int], options: dict[str, Any]
+) -> None:
+    """S5: the Trainer of transformers, for one, repeats a number for each device. A device without rows has one too."""
+
+    def forward(model: nn.Module, x: torch.Tensor, *, factors: list[torch.Tensor]) -> torch.Tensor:
+        return torch.tanh(model.layer(x)) * factors[0] / factors[1].unsqueeze(-1)
+
+    model, num = Calls(forward, layer=nn.Linear(3, 2)), len(sizes)
+    x, column = torch.randn(rows, 3, requires_grad=True), torch.randn(num, 1, requires_grad=True)
+    divisors = torch.rand(num, requires_grad=True)
+    leaves = [x, column, divisors, *model.parameters()]
+
+    def results(output: torch.Tensor) -> list[torch.Tensor]:
+        return [output, *torch.autograd.grad(output.square().sum(), leaves)]
+
+    of_each_row = torch.repeat_interleave(torch.arange(num), torch.tensor(sizes))
+    wrapped = wrap(model, num, **options)
+    actual = results(wrapped(x, factors=[column, divisors]))
+    expected = results(model(x, factors=[column[of_each_row], divisors[of_each_row]]))
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    assert [timing.rows for timing in wrapped.replica_timings] == [size for size in sizes if size]
+
+
+@on_threads
+@pytest.mark.parametrize("rescued", [False, True])
+def test_one_number_a_replica_in_other_ways(wrap: Wrap, rescued: bool) -> None:
+    """S5: verbs of one's own; a replica that runs its rows in parts, each with the replica's number."""
+    model = wrap(Fn(torch.mul), 2, rescue=rescued)
+    if rescued:
+        model._row_limits[0] = 2
+    else:
+        model.gather = functools.partial(DataParallel.gather, model)
+    x, factors = torch.randn(7, 3), torch.randn(2)
+    torch.testing.assert_close(model(x, factors), torch.cat([x[:4] * factors[0], x[4:] * factors[1]]))
+
+
+@on_threads
+@pytest.mark.parametrize(
+    ("shapes", "options", "message"),
+    [
+        ([(8, 3), (2, 2)], {}, r"inputs\[1\] has 2"),  # these may be rows
+        ([(1, 3), (2,)], {}, r"inputs\[0\] has 1, inputs\[1\] has 2"),  # which of them is the batch?
+        ([(8, 3), (7,), (2,)], {}, r"inputs\[0\] has 8, inputs\[1\] has 7, inputs\[2\] has 2"),
+        ([(8, 3), (3,)], {}, r"inputs\[1\] has 3"),
+        ([(8, 3), (2,)], {"in_dims": 0}, r"inputs\[1\] has 2"),  # the caller says what has rows
+        ([(3, 8), (2, 1)], {"dim": 1}, r"inputs\[1\] has 1"),
+    ],
+)
+def test_what_may_be_misplaced_rows_is_an_error(
+    wrap: Wrap, shapes: list[tuple[int, ...]], options: dict[str, Any], message: str
+) -> None:
+    """S5: a number for each replica is told from rows by its size alone, so only where nothing else can be meant."""
+    with pytest.raises(ValueError, match=f"different numbers of rows: .*{message}"):
+        wrap(nn.Identity(), 2, **options)(*map(torch.zeros, shapes))
 
 
 @over_gloo_too

@@ -8,6 +8,7 @@ interrupt swallowed by a finalizer, which also failed for an object whose `__ini
 """
 
 import random
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -47,6 +48,23 @@ def test_an_interrupt_leaves_nothing_behind(case: str, times: int) -> None:
     count, wrong = campaign(case, lambda last: random.Random(times).sample(range(1, last + 1), number))
     assert not wrong
     assert count > number / 2  # where a step waits for others, it may be over before the moment
+
+
+@pytest.mark.parametrize(("case", "every"), [("threads", 7), ("processes", 500), ("map", 500)])
+def test_a_time_limit_that_raises_leaves_nothing_behind(case: str, every: int) -> None:
+    """F3: test runners set time limits by SIGALRM, with a handler that raises.
+
+    Of 2,000 steps with threads that were cut off so, three left gradients off, the number of intra-op threads at a
+    replica's, or raised a KeyError of the thread pool.
+    """
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        count, wrong = campaign(case, lambda last: range(1, last + 1, every), signal.SIGALRM)
+        assert signal.getsignal(signal.SIGALRM) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert not wrong
+    assert count > 2
 
 
 @pytest.mark.parametrize("case", ["threads", pytest.param("threads, sync_batch_norm", marks=pytest.mark.slow)])

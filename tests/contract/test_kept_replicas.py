@@ -216,3 +216,18 @@ def test_memory_that_a_conversion_replaces_is_freed(wrap: Wrap) -> None:
     storage = model.module.weight.untyped_storage()
     model.half()
     assert torch_private.num_references(storage) == 1
+
+
+@on_engines(["threads"])
+@torch.no_grad()
+def test_buffers_are_copied_by_the_list_and_lists_have_one_dtype(wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
+    """N10: batch norm has floats and an integer. Of a list with both, CUDA would copy each tensor by itself."""
+    model = wrap(nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(3))))
+    model(torch.randn(8, 4))
+    lists: list[tuple[torch.Tensor, ...]] = []
+    for name in ("_foreach_clone", "_foreach_copy_"):
+        copy_all = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda own, *others, f=copy_all: lists.append(own) or f(own, *others))
+    model(torch.randn(8, 4))
+    assert sorted(map(len, lists)) == [3, 3, 6, 6]
+    assert all(len({tensor.dtype for tensor in each}) == 1 for each in lists)

@@ -903,6 +903,7 @@ def test_inputs_and_target_of_a_batch(wrap: Wrap) -> None:
         ([(torch.ones(2), 1)], lambda o, t: {"a": "b"}, {}, TypeError, "the metric's 'a' returned str"),
         ([("text", 1)], lambda o, t: 1, {}, ValueError, "the rows of a batch cannot be counted"),
         ([(torch.ones(2), 1)], lambda o, t: 1, {"reduction": "max"}, ValueError, "reduction='max': expected one of"),
+        ([(torch.ones(2), 1)], lambda o, t: 1, {"reduction": {"a": 1}}, TypeError, "reduction={'a': 1}: expected one"),
         ([(torch.ones(2), 1)], lambda o, t: 1, {"reduction": 3}, TypeError, "reduction=3: expected one of"),
         ([(torch.ones(2), 1)], lambda o, t: {"a": 1}, {"reduction": {"b": "sum"}}, ValueError, "reduction names 'b'"),
         ([(torch.ones(2), k) for k in "ab"], lambda o, t: {t: 1}, {}, ValueError, r"for \['a'\] before, and now .*'b'"),

@@ -1,5 +1,6 @@
 """Replicas are as the module is at each call, and gradients arrive however a module refers to its own layers."""
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from helpers.contract import (
+    FailureError,
     Wrap,
     assert_all_same,
     assert_same,
@@ -17,13 +19,14 @@ from helpers.contract import (
     fresh,
     in_one_memory,
     in_processes,
+    in_turn,
     loss_of,
     mlp,
     num_here,
     over_gloo_too,
     twins,
 )
-from helpers.modules import Calls, Fn
+from helpers.modules import Calls, Composed, Fn
 
 
 def test_a_replicas_parameters_are_leaves(wrap: Wrap) -> None:
@@ -140,6 +143,109 @@ def test_buffers_of_the_first_replica_persist(wrap: Wrap) -> None:
         assert rows.item() == 3 * step  # the first replica's rows
     model.module.calls.fill_(10)
     assert model(torch.zeros(7, 2))[-1, 0].item() == 11
+
+
+class ReassignsBuffers(nn.Module):
+    """Its buffers depend on no row, so those of the first replica are the plain module's."""
+
+    def __init__(self, shared: torch.Tensor) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("mean", torch.ones(2))
+        self.register_buffer("late", None)
+        self.register_buffer("early", torch.ones(1), persistent=False)
+        self.register_buffer("shared", shared)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x) * self.mean.sum()
+        self.mean = torch.cat([0.9 * self.mean, self.mean[:1]])
+        self.late, self.early = self.mean if self.late is None else None, None
+        self.register_buffer("extra", self.mean + 1, persistent=len(self.mean) % 2 == 0)
+        if len(self.mean) == 4:
+            del self.extra
+        if x.max() > 50:
+            raise FailureError(1, "after it has reassigned buffers")
+        return y
+
+
+def reassigns_buffers() -> nn.Module:
+    """Return a model of which a part is used twice, and another one shares a buffer with it."""
+    shared = torch.zeros(1)
+    twice = ReassignsBuffers(shared)
+    return nn.Sequential(twice, nn.Sequential(nn.Tanh(), twice, nn.Tanh(), ReassignsBuffers(shared)))
+
+
+def buffers_of(model: nn.Module) -> list[dict[str, torch.Tensor | None]]:
+    return [dict(module._buffers) for module in model.modules()]
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("options", [{}, {"rescue": True}, {"on_worker_loss": "retry"}], ids=str)
+def test_reassigned_buffers_persist(wrap: Wrap, grad: bool, options: dict[str, Any]) -> None:
+    """R5: `self.mean = 0.9 * self.mean` was lost. A buffer may also become None, or a tensor, be registered or
+    deleted. The old tensor is not written into, and a buffer that forward does not reassign is the same object."""
+    plain, model = twins(wrap, reassigns_buffers(), 3, **options)
+    x, shared, root = torch.randn(7, 3), model.module[0].shared, model.module
+    for _ in range(3):
+        old = root[0].mean
+        value = old.clone()
+        for module in (plain, model):
+            module.zero_grad()
+            with torch.set_grad_enabled(grad):
+                output = module(x)
+            if grad:
+                loss_of(output).backward()
+        torch.testing.assert_close(buffers_of(root), buffers_of(plain))
+        assert root.state_dict().keys() == plain.state_dict().keys()
+        assert_same_gradients(root, plain)
+        assert root[0].shared is root[1][3].shared is shared
+        assert torch.equal(old, value)
+
+
+def test_reassigned_buffers_of_what_changes_no_buffer(wrap: Wrap) -> None:
+    """N11, I4: a forward of which a replica fails, `map`, and the plain composition of a step that fails."""
+    model = wrap(reassigns_buffers(), 3)
+    before, x = buffers_of(model.module), torch.ones(6, 3)
+    list(model.map([x, x]))
+    x[5] = 100
+    composed = Composed(model.module, in_turn(3))
+    for call in (model, composed):
+        with pytest.raises(FailureError):
+            call(x)
+    ids = [[(name, id(buffer)) for name, buffer in of_module.items()] for of_module in before]
+    after = [[(name, id(buffer)) for name, buffer in of_module.items()] for of_module in buffers_of(model.module)]
+    assert after == ids
+
+
+def test_reassigned_buffers_in_the_plain_composition(wrap: Wrap) -> None:
+    """R5, A9: the first replica's persist there too."""
+    plain, x = reassigns_buffers(), torch.randn(7, 3)
+    composed = Composed(copy.deepcopy(plain), in_turn(3))
+    for module in (plain, composed, plain, composed):
+        module(x)
+    torch.testing.assert_close(buffers_of(composed.module), buffers_of(plain))
+
+
+def test_a_reassigned_buffer_with_a_history(wrap: Wrap) -> None:
+    """R5, N1: it has the plain module's history, through all replicas' graphs: a later loss may use it, and it may be
+    detached after the backward that frees its graph."""
+
+    def forward(net: nn.Module, x: torch.Tensor, use: bool, detach: bool) -> torch.Tensor:
+        state = net.state.detach() if detach else net.state
+        y = net.linear(x) * state if use else net.linear(x)
+        net.state = state * 0.5 + net.cell.weight.sum(0)
+        return y
+
+    net = Calls(forward, linear=nn.Linear(3, 2), cell=nn.Linear(2, 2), state=nn.Buffer(torch.ones(2)))
+    plain, model = twins(wrap, net, 3)
+    for i, (use, detach) in enumerate([(False, False), (False, False), (True, False), (True, True), (True, True)]):
+        x = torch.randn(5, 3)
+        for module in (plain, model):
+            module.zero_grad()
+            loss_of(module(x, use, detach)).backward(retain_graph=i < 3)
+        assert_same_gradients(model.module, plain)
+        assert_same(model.module.state, plain.state)
+    assert model.module.state.requires_grad
 
 
 def test_assigned_attributes_are_lost_and_lists_persist(wrap: Wrap, engine: str) -> None:
@@ -378,3 +484,26 @@ def test_a_checkpoint_of_a_method_that_is_kept_as_an_attribute(wrap: Wrap, reent
     for module in (plain, model):
         loss_of(module(fresh(x))).backward()
     assert_same_gradients(model.module, plain)
+
+
+def test_a_hook_from_outside_that_sets_an_attribute_of_its_layer(wrap: Wrap) -> None:
+    """R7, R9: it sets that of the replica: weights that a helper scales before each forward, for one."""
+
+    def scaled(layer: nn.Module) -> nn.Module:
+        def hook(module: nn.Module, inputs: Any) -> None:
+            layer.factor = inputs[0].abs().amax(1, keepdim=True) + 1
+
+        layer.register_forward_pre_hook(hook)
+        return layer
+
+    plain = Calls(lambda module, x: module.layer(x) * module.layer.factor, layer=scaled(nn.Linear(3, 2)))
+    plain.layer.factor = torch.ones(1, 1)
+    x = torch.randn(5, 3)
+    output = wrap(plain)(x)
+    output.sum().backward()
+    mine = plain.layer.weight.grad
+    plain.zero_grad()
+    expected = plain(x)
+    expected.sum().backward()
+    torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(mine, plain.layer.weight.grad)

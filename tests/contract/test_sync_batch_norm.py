@@ -143,6 +143,22 @@ def test_one_value_a_channel(wrap: Wrap) -> None:
     assert_unchanged(model.module, before)
 
 
+@pytest.mark.parametrize("in_eval", [False, True])
+def test_a_forward_of_one_row_before_one_of_all_replicas(wrap: Wrap, in_eval: bool) -> None:
+    """N5, N7: one replica runs torch's batch norm, which saves the running statistics for backward. The next forward
+    counted as a write into them, and backward raised; torch's own batch norm does not count."""
+    net = nn.Sequential(nn.Unflatten(1, (3, 4)), nn.BatchNorm1d(3), nn.Conv1d(3, 3, 1))
+    plain, model = twins(wrap, net, sync_batch_norm=True)
+    few, many = torch.randn(1, 12), torch.randn(4, 12)
+    for module in (plain, model):
+        module.train(not in_eval)
+        outputs = [module(few)]
+        module.train()
+        outputs.append(module(many))
+        loss_of(outputs).backward()
+    assert_gradients_and_buffers_near(model.module, plain)
+
+
 def test_one_row_for_a_replica_with_batch_norm_of_its_own(wrap: Wrap) -> None:
     """N5, F1: torch's error says what is wrong; a note says what to do about it here."""
     model = wrap(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)))

@@ -597,6 +597,29 @@ def test_buffers_are_those_of_the_first_process(rank: int, options: dict) -> Non
             torch.testing.assert_close(one, two, rtol=1e-11, atol=1e-13, msg=name)
 
 
+@case(ONE, TWO)
+def test_buffers_that_forward_reassigns(rank: int, options: dict) -> None:
+    """C8, R5, C11: those of the first process persist. If their form depends on the rows, the processes would receive
+    buffers of another size than their own."""
+
+    def forward(net: nn.Module, x: torch.Tensor, keep: bool = False) -> torch.Tensor:
+        net.late = x.sum(0) if net.late is None else torch.cat([net.late, x.sum(0)])
+        if keep:
+            net.rows = x
+        return net.last(x) * net.late.sum()
+
+    module = Calls(forward, last=nn.Linear(5, 3).double(), late=nn.Buffer(None), rows=nn.Buffer(torch.ones(1)))
+    model = unisono.DataParallel(module, **options)
+    for _ in range(2):
+        x, *_ = data(rank, 0, (4, 8))
+        model(x).sum().backward()
+        mine, theirs = communicator_for().all_gather_object(module.late, "comparing buffers")
+        assert torch.equal(mine, theirs)
+    assert len(module.late) == 10
+    with pytest.raises(RuntimeError, match=r"rank 0 has buffer rows .* rank 1 has buffer rows .* should be no buffer"):
+        model(x, keep=True).sum().backward()
+
+
 @case(ONE)
 def test_one_process_evaluates_between_forward_and_backward(rank: int, options: dict) -> None:
     """C8: whether buffers are sent is decided by the mode of the forward, which was the same everywhere."""

@@ -122,6 +122,16 @@ def test_models_that_differ(change, first, second):
         assert f"rank 1 {second}" in message
 
 
+def wrap_on_another_device(rank: int) -> None:
+    wrapped(nn.Linear(2, 2, device="meta"), device_ids=["cpu"] * 2)
+
+
+def test_a_model_that_is_not_on_the_first_device():
+    """C7, A4: with several devices a process it is not moved; the error came out of the backend, and did not say so."""
+    for message in raised_by_all(2, wrap_on_another_device):
+        assert "module must have its parameters and buffers on device cpu (device_ids[0]), but weight is on" in message
+
+
 def differ_in(rank: int, what: str) -> None:
     model = wrapped(loss="sum" if what == "loss" and rank else "mean")
     if what == "order":

@@ -59,7 +59,7 @@ class Host:
     def __init__(self, name: str, folder: Path) -> None:
         self.name = name
         self.namespace = f"unisono-{os.getpid()}-{name}"
-        self.device = f"mh{os.getpid()}{name}"  # 15 letters at most
+        self.device = f"un{os.getpid()}{name}"  # 15 letters at most
         self.folder = folder
         self._started: list[subprocess.Popen] = []
 

@@ -14,7 +14,7 @@ from torch import nn
 import unisono
 from helpers.modules import Calls
 from helpers.ranks import end_ranks, run_ranks
-from helpers.twins import assert_same_gradients, twins
+from helpers.twins import assert_same_gradients, rows_of, twins
 from unisono.distributed.uneven_inputs import empty_batch, even_batches
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -138,6 +138,27 @@ def test_a_module_that_cannot_run_on_zeros_says_why_it_did():
     assert all(end.exit_code for end in ends)
     assert "ValueError: a row of zeros" in ends[0].error
     assert "this process has a batch without rows" in ends[0].error
+
+
+def train_with_input_gradients(rank: int) -> None:
+    """The second process has no rows in the second step, whose rows are float32."""
+    model, oracle = twins(lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2)).double(), sync_batch_norm=True)
+    for dtype, sizes in ((torch.float64, (3, 2)), (torch.float32, (5, 0))):
+        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+        own = x.detach()[rows_of(rank, sizes)].requires_grad_()
+        for module, rows in ((model, own), (oracle, x)):
+            module.to(dtype).zero_grad()
+            output = module(rows)
+            assert output.requires_grad
+            output.square().mean().backward()
+        assert_same_gradients(model.module, oracle, rtol=1e-5, atol=1e-6)
+    if rank == 0:
+        torch.testing.assert_close(own.grad, x.grad)
+
+
+def test_without_rows_the_inputs_need_gradients_and_have_the_dtype_of_this_batch():
+    """C2, C9: with gradients of inputs, batch norm exchanges more in backward, also where the rows are stand-ins."""
+    run_ranks(2, train_with_input_gradients)
 
 
 def test_packed_sequences_cannot_be_empty():

@@ -10,6 +10,9 @@ import hashlib
 import logging
 import os
 import signal
+import sys
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ from helpers.deaths import PLACES, Dies, differences, train, workers_of
 from helpers.modules import Calls, Fn, WithBackward
 from helpers.programs import have_ended
 from helpers.ranks import run_ranks
+from helpers.twins import assert_same_gradients, rows_of, twins
 from unisono import DataParallel, ReplicaDied
 from unisono.engines.processes import fork_server
 from unisono.engines.processes.engine import ProcessesEngine
@@ -399,6 +403,26 @@ def test_a_forward_that_is_not_the_same_a_second_time(wrap: Wrap) -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+OUTPUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "strided": lambda y: y[:, 0],
+    "expanded": lambda y: y[:, :1].expand(-1, 3),
+    "conjugated": lambda y: torch.view_as_complex(y.view(-1, 2, 2)).conj(),
+    "negated": lambda y: torch.view_as_complex(y.view(-1, 2, 2)).conj().imag,
+}
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_outputs_that_are_views(wrap: Wrap, output: str) -> None:
+    """F10: the outputs are compared with the first ones, whatever their strides; those of one feature were refused."""
+    model = wrap(Calls(lambda module, x: OUTPUTS[output](module.layer(x)), layer=nn.Linear(4, 4)), num_replicas=2)
+    x = torch.randn(6, 4)
+    found, expected = model(x), model.module(x)
+    torch.testing.assert_close(found, expected)
+    kill_a_worker(model)
+    grads = [torch.autograd.grad(y.abs().sum(), [*model.parameters()]) for y in (found, expected)]
+    torch.testing.assert_close(*grads)
+
+
 def test_an_error_of_the_module_is_raised_once(wrap: Wrap) -> None:
     """F10, F1: only deaths are survived."""
     calls = [0]
@@ -508,6 +532,25 @@ class Greedy(nn.Module):
         return rows
 
 
+class LiveRows:
+    """Counts the rows of an activation that backward needs and that are in memory at the same time, in any thread."""
+
+    def __init__(self) -> None:
+        self.alive = self.most = 0
+        self._lock = threading.Lock()
+
+    def squared(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        activation: torch.Tensor = layer(x)
+        weakref.finalize(activation, self._add, -len(activation))
+        self._add(len(activation))
+        return activation.square()  # whose backward needs it
+
+    def _add(self, rows: int) -> None:
+        with self._lock:
+            self.alive += rows
+            self.most = max(self.most, self.alive)
+
+
 def rescued(engine: str, module: nn.Module, **options: Any) -> DataParallel:
     return DataParallel(module, ["cpu"] * 2, engine=engine, rescue=True, scalars="mean", **options)
 
@@ -554,6 +597,29 @@ def test_one_replica_that_can_bear_less(engine: str, float64: None) -> None:
     plain(x).sum().backward()
     torch.testing.assert_close(model.module.layer.weight.grad, plain.layer.weight.grad)
     assert model._row_limits == {1: 4}
+    model.close()
+
+
+def test_a_replica_that_is_left_no_memory_by_another_one() -> None:
+    """F11: of replicas that share memory, not the one fails that takes most of it: that one is run in parts, too."""
+    limits: dict[int, int] = {}
+
+    def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if x[0, 0] == 0 and limits.get(1, 8) > 2:
+            raise torch.OutOfMemoryError("the other replica has it all")
+        return module.layer(x)
+
+    model = DataParallel(Calls(forward, layer=nn.Linear(1, 2)), ["cpu"] * 2, rescue=True)
+    model._row_limits = limits
+    x = torch.cat([torch.zeros(8, 1), torch.ones(8, 1)])
+    torch.testing.assert_close(model(x), model.module.layer(x))
+    assert limits == {0: 1, 1: 2}
+
+
+def test_what_parts_take_is_loaded_before_memory_is_short() -> None:
+    """F11: checkpoints load torch's compiler; where that failed for lack of memory, no later one worked."""
+    model = rescued("processes", Fn(lambda x: x * 0 + float("torch._dynamo" in sys.modules)))
+    assert model(torch.ones(2)).tolist() == [1.0, 1.0]
     model.close()
 
 
@@ -617,6 +683,88 @@ def test_outputs_and_buffers_that_parts_would_change(forward: Callable[..., Any]
     assert layer.count == 0
 
 
+def of_whole_batch(output: torch.Tensor) -> torch.Tensor:
+    """A contrastive loss: each row is compared with every other one."""
+    return nn.functional.cross_entropy(output @ output.T, torch.arange(len(output)))
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize("engine", ["threads", "processes"])
+def test_parts_give_the_gradients_of_a_loss_over_the_whole_batch(engine: str, devices: int, float64: None) -> None:
+    """N13: also where parts differ in size, and without gradients; no forward sees more rows than a part has."""
+    plain = Greedy(99, False)
+    model = DataParallel(copy.deepcopy(plain), ["cpu"] * devices, engine=engine, parts=3, scalars="mean")
+    model.module.most = -(-17 // devices // 3) + 1
+    x = torch.randn(17, 20)
+    for _ in range(2):
+        output, expected = model(x), plain(x)
+        (of_whole_batch(output["y"]) + output["loss"]).backward()
+        (of_whole_batch(expected["y"]) + expected["loss"]).backward()
+        for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(own.grad, other.grad)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x)["y"], plain(x)["y"])
+    model.module.most, model.parts = 17, 1
+    torch.testing.assert_close(model(x)["loss"], plain(x)["loss"])
+    model.close()
+
+
+def test_only_one_part_of_each_replica_is_in_memory(float64: None) -> None:
+    """N13: activations are those of one part a replica, in forward and in backward."""
+    rows = LiveRows()
+    model = DataParallel(
+        Calls(lambda module, x: rows.squared(module.layer, x), layer=nn.Linear(4, 4)), ["cpu"] * 2, parts=4
+    )
+    of_whole_batch(model(torch.randn(16, 4))).backward()
+    assert rows.most <= 2 * 2
+    assert rows.alive == 0
+    model.parts = 1
+    of_whole_batch(model(torch.randn(16, 4))).backward()
+    assert rows.most == 16
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "reason"),
+    [
+        (nn.BatchNorm1d(2), {}, r"the model itself \(BatchNorm1d\) normalises over all of its rows"),
+        (nn.Identity(), {"sync_batch_norm": True}, "its replicas wait for each other"),
+        (nn.Identity(), {"randomness": "one_device"}, "its replicas wait for each other"),
+    ],
+)
+def test_parts_that_would_change_numbers(module: nn.Module, options: dict[str, Any], reason: str) -> None:
+    """N13: an error that says why, and batch norm in eval mode works."""
+    model = DataParallel(module, ["cpu"] * 2, parts=2, **options)
+    with pytest.raises(RuntimeError, match=rf"parts=\): {reason}"):
+        model(torch.randn(8, 2))
+    if not options:
+        model.eval()
+        torch.testing.assert_close(model(torch.ones(8, 2)), module(torch.ones(8, 2)))
+
+
+@pytest.mark.parametrize("engine", ["threads", "processes"])
+def test_what_one_part_assigns_the_next_does_not_find(engine: str, float64: None) -> None:
+    """N13, R6: nor does the second computation in backward; each part begins as the replica does."""
+
+    def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        module.factor = module.factor * 0.9 + 1
+        return module.layer(x) * module.factor
+
+    model = DataParallel(Calls(forward, layer=nn.Linear(3, 2)), ["cpu"] * 2, engine=engine, parts=2)
+    model.module.factor = 1.0
+    output = model(torch.ones(8, 3))
+    output.sum().backward()
+    torch.testing.assert_close(output, (model.module.layer(torch.ones(8, 3)) * 1.9).detach())
+    torch.testing.assert_close(model.module.layer.bias.grad, torch.full((2,), 8 * 1.9))
+    model.close()
+
+
+@pytest.mark.parametrize(("parts", "error"), [(0, ValueError), (1.5, TypeError), (True, TypeError), ("two", TypeError)])
+def test_bad_parts(parts: Any, error: type[Exception]) -> None:
+    """A13."""
+    with pytest.raises(error, match=r"parts="):
+        DataParallel(nn.Identity(), ["cpu"] * 2, parts=parts)
+
+
 def test_without_the_option_too_little_memory_is_an_error() -> None:
     """F1: the default."""
     model = DataParallel(Greedy(3, False), ["cpu"] * 2)
@@ -632,3 +780,20 @@ def test_what_counts_as_out_of_memory() -> None:
     assert devices.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
     assert not devices.is_out_of_memory(MemoryError())
     assert not devices.is_out_of_memory(RuntimeError("out of luck"))
+
+
+def train_in_parts(rank: int, num_replicas: int) -> None:
+    model, oracle = twins(lambda: nn.Linear(3, 2).double(), device_ids=["cpu"] * num_replicas, parts=3)
+    x = torch.randn(13, 3, generator=torch.Generator().manual_seed(0)).double()
+    own = rows_of(rank, (8, 5))
+    output, expected = model(x[own]), oracle(x)
+    torch.testing.assert_close(output, expected[own])
+    output.square().mean().backward()
+    expected.square().mean().backward()
+    assert_same_gradients(model.module, oracle)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_ranks_run_their_shards_in_parts(num_replicas: int) -> None:
+    """N13, C1: with one device a process too, whose output is not joined with others, but from its parts."""
+    run_ranks(2, train_in_parts, num_replicas)

@@ -303,13 +303,13 @@ def test_messages_are_progress(wrap, engine):
 @pytest.mark.parametrize(
     ("timeout", "error"),
     [
-        *[(value, ValueError) for value in (0, -1, float("nan"), float("inf"))],
+        *[(value, ValueError) for value in (0, -1, float("nan"), float("inf"), 2**32 / 1000, 1e10)],
         *[(value, TypeError) for value in (True, "60", torch.tensor(1.0))],
     ],
 )
 def test_timeouts_that_are_none(timeout, error):
-    """A13."""
-    with pytest.raises(error, match=r"timeout=.*: expected a number of seconds above 0, or None"):
+    """A13: 2**32 milliseconds are 0 in 32 bits, so a worker was given up at once; larger ones were OverflowErrors."""
+    with pytest.raises(error, match=r"timeout=.*: expected a number of seconds above 0, 2000000 at most .*, or None"):
         DataParallel(nn.Linear(1, 1), ["cpu"] * 2, timeout=timeout)
 
 

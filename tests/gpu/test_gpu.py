@@ -22,11 +22,13 @@ from helpers.in_time import in_time as _in_time
 from helpers.modules import Calls, WithBackward
 from unisono import DataParallel
 from unisono.autograd import broadcast
+from unisono.console.errors import OptionError
 from unisono.engines.processes.engine import ProcessesEngine
 from unisono.engines.processes.reducers.collectives import CollectiveTransport
 from unisono.engines.threads import ThreadsEngine
 from unisono.runtime import devices
 from unisono.runtime.buckets import buckets_of
+from unisono.training.compiling import expect_compiler
 
 WAIT_S = 60.0
 NUM_STRESS_STEPS = 500
@@ -326,6 +328,47 @@ def test_activations_are_freed(placed: Places) -> None:
         gc.enable()
 
 
+@several
+def test_steps_that_nothing_waits_for_need_no_more_memory() -> None:
+    """N10, S11: the host runs ahead, and copies that GPUs wait for must not pile up on the others."""
+    second = devices.accelerators()[1]
+    model = DataParallel(nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(16))).to(devices.accelerators()[0]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=True)
+    x = torch.randn(256 * len(model.device_ids), 1024, device=devices.accelerators()[0])
+
+    def peak_bytes(num_steps: int) -> int:
+        torch.accelerator.synchronize(second)
+        torch.accelerator.reset_peak_memory_stats(second)
+        for _ in range(num_steps):
+            optimizer.zero_grad()
+            model(x).pow(2).mean().backward()
+            optimizer.step()
+        torch.accelerator.synchronize(second)
+        return int(torch.accelerator.max_memory_allocated(second))
+
+    peak_bytes(3)
+    single = peak_bytes(1)
+    assert peak_bytes(50) <= 2 * single
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler
+def test_compiled_by_the_default_compiler(placed: Places) -> None:
+    """R13: code for each device; replicas reach their first backward, which compiles too, at the same time."""
+    try:
+        expect_compiler(placed[0])
+    except OptionError as error:
+        pytest.skip(str(error))
+    torch.compiler.reset()
+    plain = mlp().to(placed[0])
+    model = parallel(cast(nn.Module, torch.compile(copy.deepcopy(plain))), placed)
+    for rows in (24, 24, 12):
+        x = torch.randn(rows, 16, dtype=torch.float64, device=placed[0])
+        for module in (plain, model):
+            module.zero_grad()
+            in_time(lambda module=module, x=x: module(x).pow(2).sum().backward(), limit_s=300)
+        assert_same_gradients(model.module._orig_mod, plain, 1e-8)
+
+
 def graphed(module: nn.Module, x: torch.Tensor) -> nn.Module:
     """Have forward and backward of a module replayed from CUDA graphs."""
     torch.cuda.make_graphed_callables(module, (x.clone(),))
@@ -441,6 +484,21 @@ def test_processes_see_what_is_written(spread, in_processes) -> None:
             module[0].weight.data.mul_(1.5)
             module[1].running_mean.add_(1)
         torch.testing.assert_close(in_time(lambda: model(x)), plain(x.to(spread[0])), rtol=1e-10, atol=1e-10)
+
+
+def test_processes_train_and_then_evaluate(spread, in_processes) -> None:
+    """R5: in eval mode workers use the running statistics that training has left, not those of their first forward."""
+    _, model = in_processes(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(8 * len(spread), 4, dtype=torch.float64)
+    for _ in range(5):
+        for number in range(3):
+            optimizer.zero_grad()
+            in_time(lambda shift=number: model.train()(x + shift).pow(2).mean().backward())
+            optimizer.step()
+        plain = copy.deepcopy(model.module).eval()
+        with torch.no_grad():
+            torch.testing.assert_close(in_time(lambda: model.eval()(x)), plain(x.to(spread[0])), rtol=1e-10, atol=1e-10)
 
 
 def test_processes_double_backward(spread, in_processes) -> None:

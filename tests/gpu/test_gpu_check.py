@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import importlib.metadata
 import json
 import os
 import re
@@ -25,8 +26,12 @@ MACHINE = {
     "versions": {"python": "3.12.1", "torch": "2.13.0", "CUDA": "13.0", "driver": "590.1"},
     "system": "Linux 6 x86_64",
     "cores": 16,
+    "unusable": {},
+    "said": "",
 }
-NOWHERE = {**MACHINE, "kind": None, "accelerators": []}
+NOWHERE = {**MACHINE, "kind": None, "accelerators": [], "versions": {"torch": "2.13.0+cpu", "CUDA": "none"}}
+TOO_OLD = {**MACHINE, "accelerators": [], "said": "The NVIDIA driver on your system is too old (found version 11040)."}
+BROKEN = {**MACHINE, "unusable": {"pytest": "ModuleNotFoundError: No module named 'pluggy'"}}
 
 
 @pytest.fixture(scope="module")
@@ -76,24 +81,46 @@ def test_the_make_target_sets_up_nothing(python: str) -> None:
     assert ("/opt/bin/python benchmarks" in done.stdout) == bool(python)
 
 
+BRING = "pip download -d wheels pytest numpy cloudpickle psutil"
+
+
 @pytest.mark.parametrize(
-    ("machine", "absent", "status", "message"),
+    ("machine", "absent", "status", "messages"),
     [
-        (MACHINE, ["torch"], 2, f"torch: missing in {sys.executable}"),
-        (MACHINE, ["pytest", "cloudpickle"], 2, f"pytest, cloudpickle: missing in {sys.executable}"),
-        (NOWHERE, ["pytest"], 0, "There is no GPU here"),
+        (MACHINE, ["torch"], 2, [f"torch: missing in {sys.executable}"]),
+        (MACHINE, ["numpy", "pluggy"], 2, [f"numpy: missing in {sys.executable}", "pluggy: missing in", BRING]),
+        (BROKEN, [], 2, ["pytest: ModuleNotFoundError: No module named 'pluggy'", BRING]),
+        (TOO_OLD, [], 2, ["driver is here (590.1), but torch 2.13.0 (CUDA: 13.0) sees no GPU", TOO_OLD["said"]]),
+        (NOWHERE, ["pytest"], 0, ["There is no GPU here"]),
     ],
+    ids=["torch", "packages", "broken package", "old driver", "no GPU"],
 )
-def test_missing_packages_are_listed_with_how_to_bring_them(
+def test_a_machine_that_cannot_be_checked(
     gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    machine: dict[str, Any], absent: list[str], status: int, message: str,
+    machine: dict[str, Any], absent: list[str], status: int, messages: list[str],
 ) -> None:  # fmt: skip
+    """It says why before it runs anything, and how to bring every package, with those that it needs in turn."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(gpu_check, "missing", lambda names: [name for name in names if name in absent])
     monkeypatch.setattr(gpu_check, "describe_machine", lambda environment: dict(machine))
     assert gpu_check.main([]) == status
     printed = capsys.readouterr().out
-    assert message in printed
-    assert ("pip download --no-deps -d wheels" in printed) == (status == 2)
+    assert "othing has been run" in printed
+    assert [message for message in messages if message not in printed] == []
+
+
+def test_what_pytest_needs_is_needed(gpu_check: ModuleType) -> None:
+    """Of this Python; a wheel of pytest alone was found, and then every group of tests died."""
+    needed = {re.split(r"[^\w-]", each)[0] for each in importlib.metadata.requires("pytest") or () if ";" not in each}
+    assert needed <= set(gpu_check.NEEDED)
+
+
+def test_a_driver_that_does_not_answer(
+    gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_check, "DESCRIBE_S", 0.01)
+    assert gpu_check.main([]) == 2
+    assert "did not answer in 0.01 s" in capsys.readouterr().out
 
 
 def test_wheels_that_were_brought_along(gpu_check: ModuleType, tmp_path: Path) -> None:
@@ -213,6 +240,21 @@ def test_checks_are_cut_when_the_time_is_over(
     assert [check.outcome for check in done.checks.values()] == [first, "cut", "cut"]
     assert ("in test_a" in next(iter(done.checks.values())).text) == (first == "cut")
     assert not done.failed
+
+
+def test_a_process_that_ends_between_two_checks(gpu_check: ModuleType, tmp_path: Path) -> None:
+    """It costs no other check."""
+    (tmp_path / "conftest.py").write_text(
+        "import os, pytest\n@pytest.hookimpl(trylast=True)\n"
+        "def pytest_runtest_logfinish(nodeid): os._exit(3) if nodeid.endswith('test_a') else None\n"
+    )
+    file = tmp_path / "test_some.py"
+    file.write_text("def test_a(): pass\ndef test_b(): pass\ndef test_c(): pass\n")
+    done = run(gpu_check, [file])
+    outcomes = {name: check.outcome for name, check in done.checks.items()}
+    assert outcomes.pop("the process, after test_some.py::test_a") == "crashed"
+    assert list(outcomes.values()) == ["passed"] * 3
+    assert not done.problem
 
 
 def test_a_group_that_cannot_be_run(gpu_check: ModuleType, tmp_path: Path) -> None:
@@ -391,7 +433,7 @@ def test_a_dry_run_from_end_to_end(tmp_path: Path) -> None:
     """Every figure can be measured, but for what needs a GPU."""
     done = program(tmp_path, "--dry-run", "--output", "results.md")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "Complete: 13 checks passed, 2 not run." in done.stdout
+    assert "Complete: 21 checks passed, 3 not run." in done.stdout
     report = (tmp_path / "results.md").read_text()
     _, _, _, _, *figures = report.split("\n## Figures ")[1].split("\n\n## ")[0].splitlines()
     cells = [[cell.strip() for cell in figure.split("|")[1:-1]] for figure in figures]

@@ -1,8 +1,9 @@
-"""Several processes that share one accelerator, as under torchrun, over gloo: the results are those of one process.
+"""Several processes, as under torchrun, that share an accelerator (gloo) or have one each (NCCL): as one process.
 
 Run by `make gpu-check`. `make test` runs the same steps on the CPU, so that there only the device is new.
 """
 
+import contextlib
 import sys
 from typing import Any
 
@@ -10,10 +11,11 @@ import cloudpickle
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import unisono
 from helpers.ranks import run_ranks
-from helpers.twins import train_twins, twins
+from helpers.twins import assert_same_gradients, rows_of, train_twins, twins
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -25,26 +27,30 @@ def first_accelerator() -> str | None:
     return None if kind is None else f"{kind.type}:0"
 
 
+def only_if(there: bool, reason: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.gpu, pytest.mark.skipif(not there, reason=reason)]
+
+
+ONE = first_accelerator() or "none"
+TWO = torch.accelerator.device_count() > 1 if first_accelerator() else False
+ON_ONE = only_if(ONE != "none", "no accelerator: run `make gpu-check` on a machine with a GPU")
+
+
 @pytest.fixture(
     params=[
-        "cpu",
-        pytest.param(
-            "accelerator",
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.skipif(
-                    first_accelerator() is None, reason="no accelerator: run `make gpu-check` on a machine with a GPU"
-                ),
-            ],
-        ),
+        pytest.param(["cpu", "cpu"], id="cpu"),
+        pytest.param([ONE, ONE], marks=ON_ONE, id="one accelerator"),
+        pytest.param([ONE, ONE.replace("0", "1")], marks=only_if(TWO, "needs two accelerators"), id="two accelerators"),
     ]
 )
-def device(request: pytest.FixtureRequest) -> str:
-    return "cpu" if request.param == "cpu" else first_accelerator() or "none"
+def devices(request: pytest.FixtureRequest) -> list[str]:
+    """That of each process."""
+    return request.param
 
 
-def train(rank: int, device: str, options: dict[str, Any]) -> tuple[tuple[float, ...], str]:
+def train(rank: int, devices: list[str], options: dict[str, Any]) -> tuple[tuple[float, ...], str]:
     """Train beside the plain module on all rows; return the sums of the state at the end, and the backends used."""
+    device = devices[rank]
     group = torch.distributed.group.WORLD
     model, oracle = twins(lambda: net().to(device), device_ids=[device], process_group=group, **options)
     generator = torch.Generator().manual_seed(3)
@@ -62,15 +68,57 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)).double()
 
 
-def test_two_processes_train_as_one(device: str) -> None:
+def test_two_processes_train_as_one(devices: list[str]) -> None:
     """C1, C9: batches of different sizes; batch norm over the rows of both."""
-    (first, backends), (second, _) = run_ranks(2, train, device, {"sync_batch_norm": True})
+    (first, backends), (second, _) = run_ranks(2, train, devices, {"sync_batch_norm": True})
+    assert first == pytest.approx(second, rel=1e-12)
+    assert ("nccl" in backends) == (len(set(devices)) > 1 and devices[0].startswith("cuda"))
+
+
+def accumulate(rank: int, devices: list[str], hooked: bool) -> int:
+    """Take steps of three micro-batches, the last of which sums; return how many buckets a hook has had."""
+    device = devices[rank]
+    model, oracle = twins(
+        lambda: net().to(device), device_ids=[device], process_group=torch.distributed.group.WORLD, sync_batch_norm=True
+    )
+    buckets = []
+    if hooked:
+        gradient_sync = model._gradient_sync()
+        assert gradient_sync is not None
+
+        def hook(group: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+            buckets.append(bucket.buffer().device)
+            return default_hooks.allreduce_hook(group, bucket)
+
+        model.register_comm_hook(gradient_sync.group, hook)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (model, oracle)]
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for number, sizes in enumerate(SIZES[:3]):
+            x = torch.randn(sum(sizes), 6, generator=generator).double().to(device)
+            with model.no_sync() if number < 2 else contextlib.nullcontext():
+                model(x[rows_of(rank, sizes)]).square().mean().backward()
+            oracle(x).square().mean().backward()
+        assert_same_gradients(model.module, oracle, rtol=1e-9, atol=1e-12)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert set(buckets) <= {torch.device(device)}
+    return len(buckets)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_accumulated_gradients_of_two_processes(devices: list[str], hooked: bool) -> None:
+    """C6, C9, C10: no_sync() and a communication hook, with synchronised batch norm, as the plain module."""
+    first, second = run_ranks(2, accumulate, devices, hooked)
     assert first == second
-    assert backends == "gloo"
+    assert (first > 0) == hooked
 
 
-def train_sparse(rank: int, device: str) -> list[float]:
+def train_sparse(rank: int, devices: list[str]) -> list[float]:
     """Train an embedding of which each process uses different rows."""
+    device = devices[rank]
     table = nn.Embedding(20, 3, sparse=True, dtype=torch.float64).to(device)
     model = unisono.DataParallel(table, [device])
     tokens = torch.arange(rank * 4, rank * 4 + 6, device=device)
@@ -79,9 +127,9 @@ def train_sparse(rank: int, device: str) -> list[float]:
     return table.weight.grad.to_dense().flatten().tolist()
 
 
-def test_sparse_gradients_of_two_processes(device: str) -> None:
+def test_sparse_gradients_of_two_processes(devices: list[str]) -> None:
     """C1: gathered, not summed, because each process has different rows."""
-    first, second = run_ranks(2, train_sparse, device)
+    first, second = run_ranks(2, train_sparse, devices)
     assert first == second
     used = torch.tensor(first).view(20, 3).abs().sum(1) > 0
     assert used.tolist() == [True] * 10 + [False] * 10

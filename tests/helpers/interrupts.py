@@ -41,19 +41,20 @@ def _places(code: types.CodeType) -> frozenset[int]:
 
 
 class Moment:
-    """While entered, counts the places where CPython looks for signals in this thread, and trips SIGINT at one.
+    """While entered, counts the places where CPython looks for signals in this thread, and trips a signal at one.
 
     Args:
         number: of the place; None: none.
+        kind: the signal, whose handler raises KeyboardInterrupt.
     """
 
-    def __init__(self, number: int | None = None) -> None:
-        self.number = number
+    def __init__(self, number: int | None = None, kind: signal.Signals = signal.SIGINT) -> None:
+        self.number, self.kind = number, kind
         self.count = 0
         self.where = ""
 
     def __enter__(self) -> "Moment":
-        self._trip = map(_thread.interrupt_main, (signal.SIGINT,))
+        self._trip = map(_thread.interrupt_main, (self.kind,))
         sys.settrace(self._trace)
         return self
 
@@ -216,11 +217,11 @@ def moments_of(step: Step) -> int:
     return moment.count
 
 
-def interrupted_at(step: Step, number: int) -> tuple[str, list[str]]:
+def interrupted_at(step: Step, number: int, kind: signal.Signals = signal.SIGINT) -> tuple[str, list[str]]:
     """Interrupt a step at a moment; return where, and what was wrong after it."""
     step.reset()
     error: BaseException | None = None
-    moment = Moment(number)
+    moment = Moment(number, kind)
     with _unraisable() as unraisable:
         try:
             with moment:
@@ -272,11 +273,14 @@ def _unraisable() -> Iterator[list[BaseException | None]]:
         sys.unraisablehook = before
 
 
-def campaign(case: str, numbers: Callable[[int], Iterable[int]]) -> tuple[int, dict[int, str]]:
+def campaign(
+    case: str, numbers: Callable[[int], Iterable[int]], kind: signal.Signals = signal.SIGINT
+) -> tuple[int, dict[int, str]]:
     """Interrupt a case's step at some of its moments, until one goes wrong.
 
     Args:
         numbers: picks the moments, given how many there are.
+        kind: the signal.
 
     Returns:
         The number of interrupts, and what was wrong, by moment.
@@ -284,7 +288,7 @@ def campaign(case: str, numbers: Callable[[int], Iterable[int]]) -> tuple[int, d
     step, count = Step(case), 0
     try:
         for number in numbers(moments_of(step)):
-            where, wrong = interrupted_at(step, number)
+            where, wrong = interrupted_at(step, number, kind)
             count += bool(where)
             if wrong:
                 return count, {number: f"{where}: {'; '.join(wrong)}"}

@@ -12,7 +12,7 @@ from unisono.training.schedule import epoch_batches
 
 
 def train_plainly(options: Options, dataset: Dataset, device: str | torch.device = "cpu") -> tuple[list[float], float]:
-    """Train in float32, warming up for an epoch, without unisono' loop, wrapper or rates.
+    """Train in float32, warming up for an epoch, without unisono's loop, wrapper or rates.
 
     Returns:
         The loss of each step, and the accuracy on the test pictures.

@@ -186,3 +186,9 @@ def _is_running(pid: int) -> bool:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return False
+
+
+def run_pytest(folder: Path, *arguments: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "pytest", "-p", "pytest_unisono", "-p", "no:cacheprovider", *arguments]
+    done = subprocess.run(command, check=False, cwd=folder, capture_output=True, text=True, timeout=SCRIPT_S)
+    return done.returncode, done.stdout + done.stderr

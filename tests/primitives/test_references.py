@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from unisono import DataParallel
-from unisono.primitives.references import is_inert, rebind, references
+from unisono.primitives.references import is_inert, observes, rebind, references
 
 Pair = namedtuple("Pair", ["first", "second"])
 
@@ -262,3 +262,53 @@ def test_torch_still_makes_graphed_modules_that_can_be_known() -> None:
     assert torch.cuda.graphs.__name__ == "torch.cuda.graphs"
     assert re.search(r"def new_fwd\(", code)
     assert re.search(r"func\.forward = make_graphed_forward\(", code)
+
+
+class OwnHooks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hook = lambda module, args, output: self
+
+
+def captures(module: nn.Module, others: Any = ()) -> Callable[..., Any]:
+    def hook(*_: Any) -> Any:
+        return SAVED[module], others
+
+    return hook
+
+
+def sets(module: nn.Module) -> Callable[..., Any]:
+    def hook(*_: Any) -> None:
+        SAVED[module] = 1
+        module.mult = 2
+
+    return hook
+
+
+SAVED: dict[Any, Any] = {}
+
+
+@pytest.mark.parametrize(
+    ("hook", "expected"),
+    [
+        (captures, True),
+        (lambda m: captures(Live(), captures(m)), True),
+        (lambda m: lambda *_, layer=m: SAVED[layer], True),
+        (lambda m: functools.partial(lambda layer, *_: SAVED[layer], m), True),
+        (sets, False),
+        (lambda m: functools.partial(returns, m), False),
+        (lambda m: captures(Live(), {m: "name"}), False),
+        (lambda m: returns, False),
+        (lambda m: m.hook, False),
+        (lambda m: functools.partial(m.hook, m), False),
+        (lambda m: m.forward, False),
+    ],
+    ids=[
+        *("variable", "function", "default", "partial", "sets", "hands on", "key", "none", "own"),
+        *("own partial", "method"),
+    ],
+)
+def test_a_hook_that_has_its_module_as_a_key_observes_it(hook: Callable[[OwnHooks], Any], expected: bool) -> None:
+    """R9: not one that uses the variable otherwise, nor the model's own code, where it is `self`."""
+    module = OwnHooks()
+    assert observes(hook(module), module, {(OwnHooks.__module__, OwnHooks.__qualname__)}) == expected

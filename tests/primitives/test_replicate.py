@@ -267,7 +267,8 @@ def test_a_subclass_of_parameter_with_attributes() -> None:
     ],
 )
 def test_lazy_modules_before_their_first_input(use: Callable[..., Any]) -> None:
-    """R10: an error that names the layer and the remedy; after the remedy they work."""
+    """R10: an error that has torch's words, for callers that match them, and names the layer and the remedy; after the
+    remedy they work."""
     network = nn.Sequential(nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d()), nn.ReLU(), nn.LazyLinear(2))
     hidden, x = nn.Identity(), torch.randn(6, 3)
     hidden.layers = [nn.LazyLinear(2)]
@@ -277,7 +278,7 @@ def test_lazy_modules_before_their_first_input(use: Callable[..., Any]) -> None:
         (nn.Sequential(nn.LazyBatchNorm1d(affine=False)), r"layer '0' .* 'running_mean'"),
         (hidden, "call the plain module once"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=f"Attempted to use an uninitialized parameter.*{message}"):
             use(module, x)
     with torch.no_grad():
         network(x[:2])

@@ -134,6 +134,19 @@ def test_a_fingerprint_sees_every_bit():
     assert len(seen) == 1 + 9 * 32
 
 
+@pytest.mark.parametrize(
+    "view",
+    [
+        *(torch.t, lambda t: t[:, 0], lambda t: t[:, :1].expand(-1, 4), lambda t: t[0, 0]),
+        *(lambda t: t.to(torch.cfloat).conj(), lambda t: (t * 1j).conj().imag),
+    ],
+)
+def test_a_fingerprint_is_that_of_a_copy_without_strides(view):
+    tensor = view(torch.arange(12.0).view(4, 3))
+    assert torch.equal(fingerprint(tensor), fingerprint(tensor.clone(memory_format=torch.contiguous_format)))
+    assert torch.equal(fingerprint(tensor), fingerprint(torch.tensor(tensor.tolist())))
+
+
 def test_a_fingerprint_of_several_chunks():
     flat = torch.arange((1 << 21) + 5, dtype=torch.int32)
     before = fingerprint(flat)

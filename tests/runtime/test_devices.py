@@ -445,7 +445,8 @@ def test_rows_for_a_device(sim, monkeypatch, numbers, rows):
 
     asked = []
 
-    def empty(*sizes, dtype, pin_memory):
+    def empty(*sizes, dtype, device, pin_memory):
+        assert device == "cpu"  # whatever the default device is
         asked.append(pin_memory)
         return torch.zeros(sizes, dtype=dtype)
 

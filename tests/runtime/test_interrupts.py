@@ -2,6 +2,7 @@
 
 import _thread
 import gc
+import os
 import signal
 import sys
 import threading
@@ -181,6 +182,29 @@ def test_several_interrupts_of_one_section_are_raised_once() -> None:
     critical(lambda: None)()
 
 
+def test_signals_are_handled_in_their_order_after_the_section() -> None:
+    """F3: each by its own handler, and a handler that raises leaves all of the program's in place."""
+    handled: list[int] = []
+    kinds = (signal.SIGUSR1, signal.SIGALRM, signal.SIGINT)
+    before = {kind: signal.signal(kind, lambda number, _: handled.append(number)) for kind in kinds[:2]}
+    own = {kind: signal.getsignal(kind) for kind in kinds}
+
+    @critical
+    def section() -> int:
+        for kind in kinds:
+            signal.raise_signal(kind)
+        return len(handled)
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            section()
+        assert handled == [signal.SIGUSR1, signal.SIGALRM]
+        assert {kind: signal.getsignal(kind) for kind in kinds} == own
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+
+
 def test_a_handler_set_within_a_section_stays(handled: list[int]) -> None:
     """F3: what the user's code sets in forward."""
 
@@ -189,6 +213,71 @@ def test_a_handler_set_within_a_section_stays(handled: list[int]) -> None:
 
     critical(signal.signal)(signal.SIGINT, another)
     assert signal.getsignal(signal.SIGINT) is another
+
+
+def test_a_handler_found_in_a_section_works_when_it_is_put_back_later(handled: list[int]) -> None:
+    """F3: a first forward sets a handler, and the program puts back after it what was there. Ctrl-C was lost for ever.
+
+    Sections go on deferring it.
+    """
+    before = critical(signal.signal)(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, before)
+    ctrl_c()
+    assert len(handled) == 1
+
+    @critical
+    def section() -> int:
+        ctrl_c()
+        return len(handled)
+
+    assert (section(), len(handled)) == (1, 2)
+
+
+def test_a_handler_set_in_a_section_may_call_the_one_before(handled: list[int]) -> None:
+    """F3: what cleans up and then calls the handler that it found. The next step never ended."""
+    cleaned_up: list[int] = []
+
+    @critical
+    def first() -> None:
+        before: Any = signal.getsignal(signal.SIGINT)
+
+        def chained(number: int, frame: FrameType | None) -> None:
+            cleaned_up.append(number)
+            assert len(cleaned_up) < 10, "the signal comes again and again"
+            before(number, frame)
+
+        signal.signal(signal.SIGINT, chained)
+
+    first()
+    ctrl_c()
+    assert (len(cleaned_up), len(handled)) == (1, 1)
+    critical(ctrl_c)()
+    assert (len(cleaned_up), len(handled)) == (2, 2)
+
+
+def test_a_child_that_is_forked_in_a_section_has_the_programs_handlers() -> None:
+    """F3: a forward that starts a process by fork. A signal in it was a KeyError."""
+
+    @interruptible
+    def child() -> int:
+        try:
+            ctrl_c()
+        except KeyboardInterrupt:
+            return 42
+        return 1
+
+    @critical
+    def section() -> int:
+        pid = os.fork()
+        if pid == 0:
+            status = 2
+            try:
+                status = child()
+            finally:
+                os._exit(status)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    assert section() == 42
 
 
 @pytest.mark.parametrize("disposition", [signal.SIG_IGN, signal.SIG_DFL])

@@ -42,7 +42,9 @@ FALLBACKS: list[tuple[Any, str, Callable[[], Any], Any]] = [
     (torch._C._autograd, "_get_current_graph_task_keep_graph", torch_private.backward_keeps_graph, True),
     (torch._C, "_will_engine_execute_node", lambda: torch_private.backward_reaches(None), True),
     (torch._C, "_will_engine_execute_node", lambda: torch_private.backward_runs(None), True),
+    (torch.autograd, "_is_checkpoint_valid", torch_private.backward_is_restricted, False),
     (torch._C, "_functorch", lambda: torch_private.is_batched(torch.ones(3)), False),
+    (torch._C, "_functorch", lambda: torch_private.is_of_transform(torch.ones(3)), False),
     (torch._C, "_get_dispatch_mode", torch_private.is_tracing, False),
     (torch._C, "_storage_Use_Count", lambda: torch_private.owns_its_memory(torch.ones(3)), False),
     (torch._C, "_storage_Use_Count", lambda: torch_private.num_references(torch.ones(3).untyped_storage()), None),
@@ -518,3 +520,11 @@ def test_function_modes_are_those_of_before_after_an_interrupt(monkeypatch: pyte
         gc.collect()  # which frees the errors, and with them torch's generators
         assert torch_private.function_modes() == [mode]
     assert torch_private.function_modes() == []
+
+
+def test_what_checkpoints_load_is_loaded_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F11; without torch's compiler, nothing is."""
+    torch_private.load_checkpoints()
+    assert "torch._dynamo" in sys.modules
+    monkeypatch.setitem(sys.modules, "torch._dynamo", None)  # an import is an ImportError now
+    torch_private.load_checkpoints()

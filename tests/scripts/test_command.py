@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from helpers.commands import assert_misused, run_to_the_end, status_of
+from unisono.scripts import trainer
 from unisono.scripts.command import split
 
 SOURCES = str(Path(__file__).parents[2] / "src")
@@ -46,6 +47,25 @@ def test_words_after_the_script_are_its_own() -> None:
     assert split(["--devices", "cpu*2", "--json", "a.py", *rest]) == (["--devices", "cpu*2", "--json", "a.py"], rest)
     assert split(["--devices=2", "-m", "a.b", *rest]) == (["--devices=2", "-m", "a.b"], rest)
     assert split(["-"]) == (["-"], [])
+
+
+def test_the_closing_line_names_what_was_not_replaced(capsys: pytest.CaptureFixture[str]) -> None:
+    """X5: a class that was kept where `install` does not look, and torch's own wrapper that a script made of it."""
+    name = script(
+        """
+import torch
+(torchs,) = [each for each in torch.nn.DataParallel.__mro__ if each.__module__.startswith("torch.nn.parallel")]
+class Own(torchs):
+    def __init__(self, module):
+        super().__init__(module)
+for _ in range(3):
+    Own(torch.nn.Linear(5, 2))
+"""
+    )
+    assert run_to_the_end("--devices", "cpu*2", name) == 0
+    assert f"not replaced, and torch's own: __main__.Own ({Path(name).absolute()}:6)" in capsys.readouterr().err
+    assert run_to_the_end("--devices", "cpu*2", "--json", name) == 0
+    assert json.loads(capsys.readouterr().err)["not_replaced"] == [f"__main__.Own ({Path(name).absolute()}:6)"]
 
 
 def test_a_script_sees_what_it_would_with_python_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -231,6 +251,7 @@ def test_a_script_without_a_wrapper_is_told_so(
     """X5: and how to have one, if it asks for the number of GPUs. torch itself is told the truth."""
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(trainer, "is_imported", lambda: False)  # other tests of this process import it
     guarded = "import torch\nif torch.cuda.device_count() > 1:" + WRAPPED.replace("\n", "\n    ").rstrip()
     name = script(guarded + "\nprint(torch.cuda.device_count(), torch.cuda.is_available())")
     assert run_to_the_end("--devices", "cpu*2", name) == 0

@@ -16,6 +16,7 @@ import unisono
 from helpers.programs import run_script
 
 TORCHS = torch.nn.DataParallel
+TORCHS_INIT = TORCHS.__init__
 CPUS = ["cpu", "cpu"]
 
 
@@ -24,6 +25,7 @@ def nothing_stays() -> Iterator[None]:
     yield
     unisono.install().uninstall()
     assert torch.nn.DataParallel is TORCHS
+    assert TORCHS.__init__ is TORCHS_INIT
 
 
 def test_names_are_replaced_wherever_they_are_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,6 +47,44 @@ def test_names_are_replaced_wherever_they_are_and_put_back(monkeypatch: pytest.M
     installed.uninstall()
     installed.uninstall()
     assert {name: vars(before)[name] for name in torchs} == torchs
+
+
+def test_what_a_package_took_when_it_was_imported_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """X2: a registry, a default argument, a partial, a class attribute, also of a class that inherits it."""
+    before = ModuleType("imported_before")
+    exec(
+        """
+import functools
+from torch import nn
+from torch.nn.parallel import data_parallel
+WRAPPERS = {"parallel": nn.DataParallel, "functions": [data_parallel]}
+on_axis_1 = functools.partial(nn.DataParallel, dim=1)
+def wrapped(module, wrapper=nn.DataParallel):
+    return wrapper(module)
+class Trainer:
+    wrapper = nn.DataParallel
+class OwnTrainer(Trainer):
+    pass
+""",
+        vars(before),
+    )
+    monkeypatch.setitem(sys.modules, before.__name__, before)
+    module = nn.Linear(5, 2)
+
+    def made() -> list[nn.Module]:
+        makers = [before.WRAPPERS["parallel"], before.wrapped, before.OwnTrainer.wrapper, before.on_axis_1]
+        return [make(module) for make in makers]
+
+    with unisono.install(CPUS) as installed:
+        assert {type(wrapper) for wrapper in made()} == {nn.DataParallel}
+        before.WRAPPERS["functions"][0](module, torch.zeros(4, 5), [0, 1])
+        report = installed.report()
+        assert "imported_before.WRAPPERS['parallel']" in installed.replaced
+    assert report is not None
+    assert len(report.devices) == 4
+    assert report.functions == {"data_parallel": 1}
+    assert report.not_replaced == ()
+    assert {type(wrapper) for wrapper in made()} == {TORCHS}
 
 
 def test_devices_and_options_hold_for_every_wrapper() -> None:
@@ -85,15 +125,71 @@ def test_the_verbs_take_the_numbers_of_the_devices() -> None:
     assert (report.forwards, report.rows) == (1, 30)
 
 
-def test_a_class_that_was_defined_before_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    """X2: it stays torch's."""
+class Before(nn.DataParallel):  # type: ignore[type-arg]
+    """Calls torch's methods by name."""
 
-    class DefinedBefore(TORCHS):  # type: ignore[misc, valid-type]
-        pass
+    def __init__(self, module: nn.Module) -> None:
+        nn.DataParallel.__init__(self, module)
+        self.calls: list[str] = []
 
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        self.calls.append("forward")
+        return nn.DataParallel.forward(self, *inputs, **kwargs)
+
+    def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
+        return nn.DataParallel.scatter(self, inputs, kwargs, device_ids)
+
+
+class BeforeWithSuper(nn.DataParallel):  # type: ignore[type-arg]
+    pass
+
+
+@pytest.mark.parametrize("kind", [Before, BeforeWithSuper])
+def test_a_class_that_was_defined_before_is_named_and_stays_torchs(
+    caplog: pytest.LogCaptureFixture, kind: type[nn.Module]
+) -> None:
+    """X2: also where it calls `DataParallel.__init__(self, ...)` by name, a TypeError before: the name means ours."""
     unisono.install(CPUS)
-    assert not isinstance(DefinedBefore(nn.Linear(5, 2)), unisono.DataParallel)
-    assert "DefinedBefore: defined before unisono.install()" in caplog.text
+    model, x = kind(nn.Linear(5, 2)), torch.randn(4, 5)
+    assert not isinstance(model, unisono.DataParallel)
+    torch.testing.assert_close(model(x), model.module(x))
+    assert getattr(model, "calls", ["forward"]) == ["forward"]
+    assert f"{kind.__name__}" in caplog.text
+    assert "defined before unisono.install()" in caplog.text
+
+
+def test_a_class_whose_verb_calls_torchs_by_name() -> None:
+    """X2: torch's verb, although the name means ours; what that calls is ours."""
+    unisono.install(CPUS)
+    model = Before(nn.Linear(5, 2))
+    model.dim = 0
+    shards, _ = model.scatter((torch.ones(4, 5),), {}, [0, 1])
+    assert [x.shape[0] for (x,) in shards] == [2, 2]
+
+
+def test_a_class_that_is_defined_later_is_ours_by_name_too() -> None:
+    """X2, A9: its verbs are the engine's, unless it overrides one."""
+    with unisono.install(CPUS):
+
+        class Later(nn.DataParallel):  # type: ignore[type-arg]
+            def __init__(self, module: nn.Module) -> None:
+                nn.DataParallel.__init__(self, module)
+                self.loss = nn.MSELoss()  # a name of the script's own
+                self.device_ids, self.output_device = [0, 1], 0  # a script's, as its arguments are
+
+            def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+                return nn.DataParallel.forward(self, *inputs, **kwargs)
+
+        class Overriding(Later):
+            def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
+                return nn.DataParallel.scatter(self, inputs, kwargs, device_ids)
+
+        x = torch.randn(30, 5)
+        for kind, rows in ((Later, [15, 15]), (Overriding, [])):
+            model = kind(nn.Linear(5, 2))
+            torch.testing.assert_close(model(x), model.module(x))
+            assert [timing.rows for timing in model.replica_timings] == rows
+            assert model.device_ids == [torch.device("cpu")] * 2
 
 
 def test_copies_keep_what_the_script_has_set() -> None:
@@ -112,7 +208,7 @@ def test_copies_keep_what_the_script_has_set() -> None:
 
 
 def test_a_pickle_is_torchs_in_both_directions(tmp_path: Path) -> None:
-    """X4: a plain program loads torch's wrapper, without unisono; and what it saves is unisono' here."""
+    """X4: a plain program loads torch's wrapper, without unisono; and what it saves is unisono's here."""
     with unisono.install(CPUS):
         model = nn.DataParallel(nn.Linear(5, 2))
         torch.save(model, tmp_path / "made_here.pt")
@@ -180,3 +276,13 @@ def test_a_stream_of_pickles_needs_no_file() -> None:
         file.seek(0)
         first, second = torch.load(file, weights_only=False)
     assert first is second
+
+
+def test_a_second_installation_ends_with_the_options_of_the_first() -> None:
+    """X2: its end had put torch's names back, in silence, for all that followed."""
+    with unisono.install(["cpu"] * 3):
+        with unisono.install(["cpu"] * 2) as second:
+            assert not second.replaced
+            assert len(torch.nn.DataParallel(nn.Identity()).devices) == 2
+        assert len(torch.nn.DataParallel(nn.Identity()).devices) == 3
+    assert not issubclass(torch.nn.DataParallel, unisono.DataParallel)

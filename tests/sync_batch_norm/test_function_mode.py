@@ -160,6 +160,25 @@ def test_a_backward_inside_forward_runs_checkpoints_over_all_replicas(
     torch.testing.assert_close(over_replicas(gradient, x), whole, rtol=1e-12, atol=1e-12)
 
 
+TRANSFORMS: dict[str, Callable[[Callable[..., torch.Tensor], torch.Tensor], torch.Tensor]] = {
+    "vjp": lambda function, x: torch.func.vjp(function, x)[1](torch.ones_like(x))[0],
+    "jacrev": lambda function, x: torch.func.jacrev(lambda x: function(x).sum(0))(x).sum(0),
+    "vmap of jacrev": lambda function, x: torch.vmap(torch.func.jacrev(function))(x).sum(1),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_beside_a_batch_norm_have_their_own_backward(over_replicas: OverReplicas, name: str) -> None:
+    """N5: a backward in forward is run by gradient edges, so that it sees batch norms. Tensors of a transform have
+    none, also after it has ended: vjp and jacrev returned zeros, jacrev under vmap raised an AttributeError."""
+    x = torch.randn(6, 3)
+
+    def call(x: torch.Tensor, norm: nn.Module) -> torch.Tensor:
+        return TRANSFORMS[name](lambda x: x.pow(3), norm(x).detach())
+
+    torch.testing.assert_close(over_replicas(call, x), call(x, nn.BatchNorm1d(3)), rtol=1e-12, atol=1e-12)
+
+
 def test_mistakes_in_a_backward_inside_forward_raise_what_torch_raises(over_replicas: OverReplicas) -> None:
     with pytest.raises(RuntimeError, match="does not require grad"):
         over_replicas(lambda x, _: torch.ones(2).sum().backward(), ROWS)

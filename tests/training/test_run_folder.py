@@ -53,6 +53,32 @@ def test_a_default_folder_that_another_run_has_just_taken(tmp_path: Path, monkey
         second.make_empty()
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="no pipes of this kind")
+@pytest.mark.parametrize("laid", ["link", "pipe"])
+@pytest.mark.parametrize("name", [".lock", ".config.json.unfinished", ".checkpoint.safetensors.unfinished"])
+def test_links_and_pipes_of_others_are_not_used(tmp_path: Path, name: str, laid: str) -> None:
+    """T10: a link had the file behind it overwritten; a pipe took the checkpoint, and waited for a reader."""
+    path, elsewhere = tmp_path / "run" / name, tmp_path / "elsewhere"
+    path.parent.mkdir()
+    elsewhere.write_text("precious")
+    path.symlink_to(elsewhere) if laid == "link" else os.mkfifo(path)
+    with pytest.raises(FolderError, match=rf"{name}: a link, a pipe .*; remove it .*--output DIR\)"):
+        RunFolder.for_new_run(path.parent).make_empty()
+    if name != ".lock":  # that comes later
+        with pytest.raises(OSError, match="cannot be written"), replaced(path.parent / name[1:-11]):
+            pass
+    assert elsewhere.read_text() == "precious"
+    assert path.is_symlink() == (laid == "link")
+
+
+def test_what_a_killed_run_had_not_finished_is_replaced(tmp_path: Path) -> None:
+    """T1"""
+    (tmp_path / ".config.json.unfinished").write_text("half of")
+    RunFolder(tmp_path).write_config({"unisono": "0.1.0"})
+    assert names_in(tmp_path) == {"config.json"}
+    assert RunFolder(tmp_path).saved_config() == {"unisono": "0.1.0"}
+
+
 IN_USE = r"another run is using {} \(process \d+ on .+\): wait .*--output DIR\)$"
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import random
 import warnings
@@ -54,6 +55,39 @@ class Draws(nn.Module):
         if self.training:
             torch.rand(1)
         return x
+
+
+class Running(nn.Module):
+    """Has numbers in its attributes, as a metric has, which forward updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total, self.steps = torch.zeros(2), 0
+        self.kept: list[torch.Tensor] = []
+        self.settings = {"rate": 0.1, "sizes": [1, 2]}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.total, self.steps = self.total + x.detach().sum(), self.steps + 1
+        self.kept.append(x.detach().mean())
+        return x
+
+
+class Caching(nn.Module):
+    """Fills attributes with what is the same for all rows, and with what is no number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: torch.Tensor | None = None
+        self.by_length: dict[int, torch.Tensor] = {}
+        self.itself: list[Any] = []
+        self.itself.append(self.itself)
+        self.numbers = itertools.count()
+        self.name = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.table, self.by_length[x.shape[1]] = torch.ones(x.shape[1]), torch.ones(x.shape[1])
+        self.function, self.name = lambda: 0, self.name + f"{next(self.numbers)}"
+        return x * self.table
 
 
 def average() -> nn.Module:
@@ -137,7 +171,7 @@ def test_rows_that_do_not_interact_are_the_same(engine: str, num_replicas: int, 
     assert report.differences == ()
     assert (report.first_module, report.cause) == (None, None)
     counts = {kind: sum(row.kind is kind for row in report.rows) for kind in Kind}
-    assert counts == {Kind.OUTPUT: 2, Kind.LOSS: 2, Kind.GRADIENT: 8, Kind.BUFFER: 0}
+    assert counts == {Kind.OUTPUT: 2, Kind.LOSS: 2, Kind.GRADIENT: 8, Kind.BUFFER: 0, Kind.ATTRIBUTE: 0}
     assert ("only one replica had rows" in str(report)) == (rows == 1)
 
 
@@ -279,6 +313,9 @@ CASES = [
     Case(
         nn.Sequential(average(), nn.Linear(5, 2)), ROWS, Cause.FIRST_REPLICAS_BUFFERS, "0.mean is updated in forward",
         "0", TRAINING,
+    ),
+    Case(
+        nn.Sequential(Running(), nn.Linear(5, 2)), ROWS, Cause.ATTRIBUTES_OF_REPLICAS, "updates 0.total, 0.steps", "0"
     ),
     Case(
         nn.Sequential(nn.Conv1d(2, 3, 1), nn.InstanceNorm1d(3, track_running_stats=True)), torch.randn(9, 2, 7),
@@ -672,3 +709,18 @@ def test_with_worker_processes_it_says_that_another_engine_tells_the_cause() -> 
     report = compared(model, torch.randn(9, 4), engine="processes")
     assert not report.same
     assert any('engine="threads" tells' in note for note in report.notes)
+
+
+def test_what_forward_keeps_in_attributes_is_no_difference_unless_it_is_updated() -> None:
+    """R6: caches, functions, iterators; what is lost is named, for those who read it."""
+    report = compared(nn.Sequential(nn.Linear(5, 5), Caching()), ROWS)
+    assert report.same
+    assert {row.name for row in report.rows if row.kind is Kind.ATTRIBUTE} == {"1.by_length[5]"}
+    assert "forward fills 1.table: what a replica assigns" in str(report)
+
+
+def test_a_metric_that_forward_updates_is_a_difference() -> None:
+    """R6: it said "same", and the metric stayed 0."""
+    report = compared(nn.Sequential(Running(), nn.Linear(5, 2)), ROWS)
+    assert {row.name for row in report.differences} == {"0.total", "0.steps", "0.kept"}
+    assert "Update it outside of forward" in " ".join(str(report).split())

@@ -38,10 +38,11 @@ class Alias(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)  # None, where no replica used the tensor, stays None
         return tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
         return grad
 
 
@@ -69,26 +70,30 @@ class _Boundary(torch.autograd.Function):
     @critical
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         graphs: ReplicaGraphs = ctx.graphs
+        has_grads = bool([grad for grad in grads if grad is not None])
         if graphs.released:
+            if not has_grads:  # a later forward has detached the only output that it used, a buffer
+                return (None,) * len(ctx.needs_input_grad)
             raise RuntimeError(
                 "Trying to backward through the replicas a second time: the first backward freed the tensors that they "
                 "had saved. Give the first one retain_graph=True, or add the losses up and call backward once."
             )
         reduction = graphs.begin_sum(ctx)
-        if reduction is None and not [grad for grad in grads if grad is not None]:
+        if reduction is None and not has_grads:
             return (None,) * (1 + len(graphs.live_inputs))
         keep = graphs.keep or torch_private.backward_keeps_graph()
         first = graphs.first_parameter
+        needed = graphs.needed_inputs(ctx) if graphs.has_reentrant_checkpoint else None
         try:
             if torch.is_grad_enabled():
-                joined = _differentiable_backward(graphs, grads)
+                joined = _differentiable_backward(graphs, grads, needed)
                 if reduction is not None:
                     joined[first:] = reduction.differentiable(joined[first:])
                 return (None, *joined)
             if graphs.replay is None:
-                joined = graphs.backward(grads, keep, reduction)
+                joined = graphs.backward(grads, keep, reduction, needed)
             else:
-                joined = graphs.replay.run(graphs, partial(graphs.backward, grads, keep, reduction))
+                joined = graphs.replay.run(graphs, partial(graphs.backward, grads, keep, reduction, needed))
             if reduction is not None:
                 joined[first:] = reduction.finish(joined[first:])
         except BaseException as error:
@@ -142,9 +147,11 @@ def join(
     return joined
 
 
-def _differentiable_backward(graphs: ReplicaGraphs, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+def _differentiable_backward(
+    graphs: ReplicaGraphs, grads: Sequence[torch.Tensor | None], needed: Sequence[bool] | None
+) -> list[torch.Tensor | None]:
     """Return the inputs' gradients as outputs of one more Boundary (4)."""
-    run = partial(_graphs_of_gradients, graphs, grads)
+    run = partial(_graphs_of_gradients, graphs, grads, needed)
     replay = graphs.replay
     higher, gradients = run() if replay is None else replay.run(graphs, run)
     if replay is not None:
@@ -160,11 +167,11 @@ def _differentiable_backward(graphs: ReplicaGraphs, grads: Sequence[torch.Tensor
 
 
 def _graphs_of_gradients(
-    graphs: ReplicaGraphs, grads: Sequence[torch.Tensor | None]
+    graphs: ReplicaGraphs, grads: Sequence[torch.Tensor | None], needed: Sequence[bool] | None
 ) -> tuple[ReplicaGraphs, list[BoundaryTensor | None]]:
     """Return the graphs of the inputs' gradients; and each of these gradients, None where there is none."""
     graphs.keep = True
-    higher, parts = graphs.differentiable_backward(grads)
+    higher, parts = graphs.differentiable_backward(grads, needed)
     gradients = [
         BoundaryTensor(edge.placement, edge.device, edge.with_every_part(of_edge))
         if any(p is not None for p in of_edge)

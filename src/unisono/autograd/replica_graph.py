@@ -14,11 +14,11 @@ The parameters are many, and go through in bulk: as one list a replica, without 
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import chain
+from itertools import chain, compress, repeat
 from typing import Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 import torch
@@ -166,14 +166,21 @@ def backward_of(
 
 
 def gradients_of(
-    graphs: Sequence[ReplicaGraph], grads: Sequence[Sequence[torch.Tensor | None]], **options: bool
+    graphs: Sequence[ReplicaGraph],
+    grads: Sequence[Sequence[torch.Tensor | None]],
+    needed: Sequence[bool] | None = None,
+    **options: bool,
 ) -> list[list[torch.Tensor | None]]:
     """Return the gradients of each graph's `leaves`, from one call, without writing any `.grad`.
 
     A leaf that several graphs share has its gradient in the first.
+
+    Args:
+        needed: for each leaf of a graph, whether its gradient is needed; None: all are.
     """
     ends = [end for graph, of_graph in zip(graphs, grads, strict=True) for end in graph.ends(of_graph)]
-    leaves = {id(leaf): leaf for graph in graphs for leaf in graph.leaves if leaf is not None}
+    wanted = [compress(graph.leaves, repeat(True) if needed is None else needed) for graph in graphs]
+    leaves = {id(leaf): leaf for of_graph in wanted for leaf in of_graph if leaf is not None}
     found: dict[int, torch.Tensor | None] = {}
     if ends and leaves:
         results = torch_private.gradients(
@@ -197,7 +204,9 @@ class ReplicaGraphs:
         leaves: `leaves[i]` are replica i's leaves for the live parameters.
         hooks: on these leaves, one a replica.
         large: the numbers of the parameters whose gradients are summed while backward runs.
-        shared_leaves: whether the graphs share leaves that are the caller's own tensors.
+        callers_leaves: those of the leaves that are the caller's own tensors, or that forward has made.
+        through_grad: whether a backward may use the leaves' `.grad`; see `OutsideLeaves`.
+        has_reentrant_checkpoint: whether a graph has a checkpoint that runs a backward inside backward.
         keep: whether graphs of a higher order share nodes with these, so that a backward must not free them.
         on_release: called when a backward has freed the graphs; keeps alive what they need.
         pass_contexts: entered around a backward in which each replica graph has a thread of its own.
@@ -220,7 +229,9 @@ class ReplicaGraphs:
     leaves: Sequence[Sequence[torch.Tensor]] = ()
     hooks: Sequence[LeafHooks] = ()
     large: Collection[int] = ()
-    shared_leaves: bool = False
+    callers_leaves: Sequence[torch.Tensor] = ()
+    through_grad: bool = True
+    has_reentrant_checkpoint: bool = False
     keep: bool = False
     on_release: Callable[[], object] = lambda: None
     pass_contexts: Sequence[PassContext] = ()
@@ -286,12 +297,14 @@ class ReplicaGraphs:
         return [self.graph(index) for index, _ in enumerate(self.timings)]
 
     def _replicated_inputs(self) -> list[int]:
-        """Return the places of the large inputs that every replica has whole."""
+        """Return the places of the large inputs that every replica has whole, without the caller's own leaves."""
+        callers = set(map(id, self.callers_leaves))
         return [
             k
             for k, edge in enumerate(self.inputs)
             if isinstance(edge.placement, Replicate)
             and any(t is not None and t.nbytes >= LARGE_BYTES for t in edge.tensors)
+            and callers.isdisjoint(map(id, edge.tensors))
         ]
 
     def check_backward_inside_forward(self) -> None:
@@ -326,23 +339,47 @@ class ReplicaGraphs:
         self.check_backward_inside_forward()
         pass_on(live, self._joined([graph.take_gradients() for graph in self.graphs()]))
 
+    def needed_inputs(self, boundary: Any) -> list[bool] | None:
+        """Return which of the boundary's inputs the backward that runs needs gradients of; None: all.
+
+        It matters where there are reentrant checkpoints. A backward for given inputs (`torch.autograd.grad`) cannot run
+        one; so the replicas' must not reach one where the plain module's does not.
+
+        Args:
+            boundary: the node whose backward runs.
+        """
+        if not torch_private.backward_is_restricted():
+            return None
+        return [node is not None and torch_private.backward_reaches(node) for node, _ in boundary.next_functions]
+
     def backward(
-        self, output_grads: Sequence[torch.Tensor | None], keep: bool, reduction: RankReduction | None = None
+        self,
+        output_grads: Sequence[torch.Tensor | None],
+        keep: bool,
+        reduction: RankReduction | None = None,
+        needed: Sequence[bool] | None = None,
     ) -> list[torch.Tensor | None]:
         """Run backward in every replica graph; return the gradient of each of the boundary's inputs.
 
         Gradients that `reduction` has taken meanwhile are missing.
+
+        Args:
+            needed: for each input, whether its gradient is needed; None: all are.
         """
         together = any_batched(output_grads) or modes_that_stay()  # neither can follow into other threads
-        if together or self.shared_leaves or not self._grad_is_free.acquire(blocking=False):
+        into_grad = self.through_grad and needed is None and not together
+        if not into_grad or not self._grad_is_free.acquire(blocking=False):
             # .grad cannot be used: it cannot hold a batch of gradients; that of a shared leaf is the caller's; another
-            # backward of the same graphs may be writing it now. Graphs that share a leaf may share nodes, which the
-            # first replica's backward must not free.
+            # backward of the same graphs may be writing it now; and a backward into it computes all gradients. Graphs
+            # that share a leaf may share nodes, which the first replica's backward must not free.
             keep = keep or (self._one_backward_each and not together)
-            parts = self._gradients(self._parts_of(output_grads), together=together, keep=keep)
+            parts = self._gradients(self._parts_of(output_grads), needed, together=together, keep=keep)
             return [edge.join_gradients(of) for edge, of in zip(self.all_inputs, parts, strict=True)]
         try:
-            return self._backward_into_grad(output_grads, keep, reduction)
+            if not self.callers_leaves:
+                return self._backward_into_grad(output_grads, keep, reduction)
+            with gradients_aside(self.callers_leaves):
+                return self._backward_into_grad(output_grads, keep, reduction)
         finally:
             self._grad_is_free.release()
 
@@ -399,7 +436,7 @@ class ReplicaGraphs:
             wait_for_streams(self.outputs[0].device, homes)
 
     def differentiable_backward(
-        self, output_grads: Sequence[torch.Tensor | None]
+        self, output_grads: Sequence[torch.Tensor | None], needed: Sequence[bool] | None = None
     ) -> tuple[Self, list[list[torch.Tensor | None]]]:
         """Run backward with create_graph=True; return its graphs, without outputs yet, and each input's gradients."""
         incoming: list[BoundaryTensor] = []
@@ -418,14 +455,14 @@ class ReplicaGraphs:
             for i, part in enumerate(parts):
                 end_grads[i].append(part)
         higher = self._higher(incoming)
-        return higher, self._differentiate(end_grads, higher)
+        return higher, self._differentiate(end_grads, higher, needed)
 
     def _differentiate(
-        self, grads: Sequence[Sequence[torch.Tensor | None]], higher: Self
+        self, grads: Sequence[Sequence[torch.Tensor | None]], higher: Self, needed: Sequence[bool] | None
     ) -> list[list[torch.Tensor | None]]:
         """Return each input's gradients, from `grads` of each replica's outputs; their graphs will be in `higher`."""
         together = any_batched(chain.from_iterable(grads)) or modes_that_stay()
-        return self._gradients(grads, together=together, create_graph=True)
+        return self._gradients(grads, needed, together=together, create_graph=True)
 
     def _higher(self, incoming: Sequence[BoundaryTensor], **changes: Any) -> Self:
         """Return the graphs of these graphs' gradients, without outputs yet; `incoming` are their further inputs."""
@@ -445,18 +482,23 @@ class ReplicaGraphs:
         return [self._part_of(index, output_grads) for index, _ in enumerate(self.timings)]
 
     def _gradients(
-        self, grads: Sequence[Sequence[torch.Tensor | None]], *, together: bool, **options: bool
+        self,
+        grads: Sequence[Sequence[torch.Tensor | None]],
+        needed: Sequence[bool] | None,
+        *,
+        together: bool,
+        **options: bool,
     ) -> list[list[torch.Tensor | None]]:
         """Return the gradients of each input without writing any `.grad`: one call a replica, or one for all."""
         graphs = self.graphs()
         found: list[list[torch.Tensor | None]] = [[] for _ in graphs]
 
         def backward_one(index: int) -> None:
-            (found[index],) = gradients_of([graphs[index]], [grads[index]], **options)
+            (found[index],) = gradients_of([graphs[index]], [grads[index]], needed, **options)
 
         if together or not self._one_backward_each:
             with self.backward_context():
-                found = gradients_of(graphs, grads, **options)
+                found = gradients_of(graphs, grads, needed, **options)
         else:
             self._run_together(backward_one)
         return [list(of_input) for of_input in zip(*found, strict=True)]
@@ -474,6 +516,19 @@ class ReplicaGraphs:
         with one_pass(self.pass_contexts) as contexts:
             # No variable may hold the outcomes: an error's traceback refers to this frame.
             values_or_raise(run_together(tasks, devices, contexts, self.timeout_s, self.where), where)
+
+
+@contextlib.contextmanager
+def gradients_aside(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Let leaves have no `.grad` meanwhile."""
+    before = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    try:
+        yield
+    finally:
+        for leaf, grad in zip(leaves, before, strict=True):
+            leaf.grad = grad
 
 
 def pass_on(live: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from unisono.console.errors import FolderError
+from unisono.runtime.regular_files import make_anew
 
 
 def expect_writable(folder: Path) -> None:
@@ -38,10 +39,13 @@ def replaced(path: Path, *, keep_as: Path | None = None) -> Iterator[Path]:
     The bytes are on the disk before the file is renamed; so after a power cut there is the old file or the new one.
     With `keep_as` the old file is kept under that name. Between the two renamings there is no `path`: a reader must
     then use `keep_as`.
+
+    Raises:
+        OSError: the file cannot be written, or someone has laid a link or a pipe under the temporary name.
     """
-    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished = unfinished_name(path)
+    make_anew(unfinished)
     try:
-        unfinished.touch()
         yield unfinished
         with unfinished.open("rb+") as file:
             os.fsync(file.fileno())
@@ -56,6 +60,11 @@ def replaced(path: Path, *, keep_as: Path | None = None) -> Iterator[Path]:
             os.fsync(entries)
         finally:
             os.close(entries)
+
+
+def unfinished_name(path: Path) -> Path:
+    """Return the temporary path to which `replaced` has a file written."""
+    return path.with_name(f".{path.name}.unfinished")
 
 
 def as_typed(path: Path) -> str:

@@ -284,7 +284,7 @@ class BucketedAllReduce:
         self._late = scaled
         if scale is not None:
             placed |= self._placed
-        flags = torch.zeros(3, len(self._tensors), dtype=torch.int32)
+        flags = torch.zeros(3, len(self._tensors), dtype=torch.int32, device="cpu")
         if len(placed) == len(self._plan.bucket_of):
             flags[_PLACED] = 1  # also of tensors that have no place, where nothing reads it
         else:

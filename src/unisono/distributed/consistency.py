@@ -24,6 +24,7 @@ class RankStep(NamedTuple):
         forward: the number of the forward among the model's forwards in training mode with gradients, from 1.
         training: whether that forward was in training mode.
         digest: of the tensors whose gradients are reduced, and of their buckets.
+        buffers: digest of the forms of the buffers that one rank broadcasts; 0 if none does.
         in_no_sync: whether that forward was inside of no_sync().
         weight_given: whether the caller has set the weight.
         is_sum: whether the loss is a sum over rows.
@@ -35,6 +36,7 @@ class RankStep(NamedTuple):
     forward: float
     training: float
     digest: float
+    buffers: float
     in_no_sync: float
     weight_given: float
     is_sum: float
@@ -91,26 +93,27 @@ def check_same_step(
     if rank is None:
         return
     known = {} if module is None else {id(tensor): name for name, tensor in module.named_parameters()}
-    names = [known.get(id(tensor), "?") for tensor in tensors]
-    lists = communicator.all_gather_object(
-        [(name, *description_of(t)) for name, t in zip(names, tensors, strict=True)], doing
-    )
+    parameters = [(known.get(id(tensor), "?"), *description_of(tensor)) for tensor in tensors]
+    named = [] if module is None else module.named_buffers()
+    buffers = [(f"buffer {name}", *description_of(buffer)[:2]) for name, buffer in named]
+    lists = communicator.all_gather_object((parameters, buffers), doing)
     raise RuntimeError(
         f"the processes do not sum the same gradients: {_difference(steps, lists, rank)}. Every process has to run "
         "the same models, in the same order, as often."
     )
 
 
-def _difference(steps: Sequence[RankStep], tensors: Sequence[Sequence[Any]], rank: int) -> str:
-    """Return, in words, the first difference between ranks 0 and `rank`."""
+def _difference(steps: Sequence[RankStep], tensors: Sequence[tuple[Sequence[Any], Sequence[Any]]], rank: int) -> str:
+    """Return, in words, the first difference between ranks 0 and `rank`; `tensors` are their parameters and buffers."""
     first, other = steps[0], steps[rank]
+    (parameters, buffers), (other_parameters, other_buffers) = tensors[0], tensors[rank]
     if first.model != other.model:
         return (
             f"rank 0 is in backward of wrapped model {first.model:.0f}, rank {rank} in that of {other.model:.0f}, in "
             "the order in which they were wrapped"
         )
     if first.digest != other.digest:
-        differences = _differences(tensors[0], tensors[rank])
+        differences = _differences(parameters, other_parameters)
         if not differences:
             return f"ranks 0 and {rank} have seen sparse gradients for different parameters"
         of_first, of_other = differences[0]
@@ -119,6 +122,12 @@ def _difference(steps: Sequence[RankStep], tensors: Sequence[Sequence[Any]], ran
         return (
             f"rank 0 is in backward of its forward {first.forward:.0f}, rank {rank} of its {other.forward:.0f} "
             "(forwards in training mode, with gradients, from 1)"
+        )
+    if first.buffers and other.buffers and first.buffers != other.buffers:
+        of_first, of_other = _differences(buffers, other_buffers)[0]
+        return (
+            f"after a forward, rank 0 has {_shown(of_first)}, rank {rank} has {_shown(of_other)}, and all ranks would "
+            "get those of one. A tensor whose form depends on the rows should be no buffer"
         )
     name, says = next((name, says) for name, says in _SAYS.items() if getattr(first, name) != getattr(other, name))
     return f"of ranks 0 and {rank}, rank {rank if getattr(other, name) else 0} {says}"

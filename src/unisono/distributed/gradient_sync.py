@@ -25,6 +25,8 @@ import weakref
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -35,8 +37,9 @@ from unisono.distributed.bucketed_all_reduce import DOING, BucketedAllReduce, Bu
 from unisono.distributed.comm_hooks import CommHook
 from unisono.distributed.consistency import RankStep, check_same_model, check_same_step
 from unisono.distributed.environment import start_default_group
-from unisono.distributed.process_group import Communicator, broadcast_plan, communicator_for, distributed
+from unisono.distributed.process_group import Communicator, broadcast_plan, communicator_for, digest_of, distributed
 from unisono.primitives.inputs import Arguments
+from unisono.primitives.replicate import check_device
 from unisono.runtime import torch_private
 from unisono.runtime.buckets import Bucket
 
@@ -116,11 +119,12 @@ class GradientSync:
         return self.communicator.group_for(self._device, "gradients")
 
     def sync_module_states(self, module: nn.Module) -> None:
-        """Check that `module` is the same on all ranks, and give all ranks rank 0's parameters and buffers."""
+        """Check that `module` is on the device and the same on all ranks; give all rank 0's parameters and buffers."""
+        tensors = [*module.parameters(), *module.buffers()]
+        check_device(module, tensors, self._device)
         self.communicator.barrier(f"wrapping {type(module).__name__}")
         self._number = self.communicator.next_model_number()
         check_same_model(self.communicator, module)
-        tensors = [*module.parameters(), *module.buffers()]
         self.communicator.broadcast(0, tensors, self.group, "broadcasting rank 0's parameters")()
 
     def sync_context(self, module: nn.Module, rows: int | None) -> "SyncContext":
@@ -143,8 +147,9 @@ class GradientSync:
             self._latest = _Structure(tensors, self._plans[key])
         return self._latest
 
-    def rank_step(self, sync_context: "SyncContext", plan: BucketPlan) -> RankStep:
+    def rank_step(self, sync_context: "SyncContext", structure: "_Structure") -> RankStep:
         """Return this rank's description of the reduction that it starts."""
+        module = sync_context.module_to_broadcast()
         if not self._number:  # a copy, which all ranks start to train now
             self._number = self.communicator.next_model_number()
         return RankStep(
@@ -152,7 +157,8 @@ class GradientSync:
             model=self._number,
             forward=sync_context.number,
             training=sync_context.training,
-            digest=plan.digest,
+            digest=structure.plan.digest,
+            buffers=0 if module is None else structure.buffers(module)[-1],
             in_no_sync=not sync_context.synchronised,
             weight_given=sync_context.weight_given,
             is_sum=self.loss == "sum",
@@ -178,19 +184,24 @@ class _Structure:
 
     def __init__(self, tensors: Sequence[torch.Tensor], plan: BucketPlan) -> None:
         self.tensors, self.plan = tensors, plan
-        self._registries: list[Any] | None = None  # the `_buffers` of the modules that have some
+        self._registries: list[Any] | None = None  # the `_buffers` of the modules
         self._forms: Any = None
         self._buckets: Sequence[Bucket] = ()
+        self._digest = 0
 
-    def buffers(self, module: nn.Module) -> tuple[list[torch.Tensor], Sequence[Bucket]]:
-        """Return the module's buffers, new ones in the place of others too, and the buckets to broadcast them in."""
+    def buffers(self, module: nn.Module) -> tuple[list[torch.Tensor], Sequence[Bucket], int]:
+        """Return the module's buffers, new ones in the place of others too, the buckets to broadcast them in, and a
+        digest that is equal on ranks whose buffers have equal forms.
+        """
         if self._registries is None:
-            self._registries = [registry for each in module.modules() if (registry := each._buffers)]
-        buffers = [b for each in self._registries for b in each.values() if b is not None and not b.is_sparse]
+            self._registries = [each._buffers for each in module.modules()]
+        values = chain.from_iterable(map(methodcaller("values"), self._registries))
+        buffers = [b for b in values if b is not None and not b.is_sparse]
         forms = [(b.dtype, b.device) for b in buffers], [*map(torch.Tensor.size, buffers)]
         if forms != self._forms:
             self._forms, self._buckets = forms, broadcast_plan(buffers)
-        return buffers, self._buckets
+            self._digest = digest_of(repr([(str(b.dtype), tuple(b.shape)) for b in buffers]))
+        return buffers, self._buckets, self._digest
 
 
 @dataclass(frozen=True)
@@ -221,6 +232,10 @@ class SyncContext:
     def weight_of_loss(self) -> float:
         """The weight of this rank's loss in the loss over all rows, relative to the other ranks'."""
         return self.weight if self.gradient_sync.loss == "mean" else float(self.weight > 0)
+
+    def module_to_broadcast(self) -> nn.Module | None:
+        """Return the module whose buffers one rank broadcasts in backward; None if none does."""
+        return self.module() if self.training and self.synchronised else None
 
     def has_run(self) -> None:
         """Count the forward. One that fails, and may be tried again with fewer rows, does not count."""
@@ -253,7 +268,7 @@ class _RankSteps:
     def __init__(self, sync_context: SyncContext, structure: _Structure) -> None:
         self._sync_context, self._structure = sync_context, structure
         gradient_sync = sync_context.gradient_sync
-        mine = gradient_sync.rank_step(sync_context, structure.plan)
+        mine = gradient_sync.rank_step(sync_context, structure)
         self.work = gradient_sync.communicator.all_gather(mine, DOING)
         self._all: list[RankStep] = []
 
@@ -356,12 +371,12 @@ class AllReduce(RankReduction):
         return found
 
     def _broadcast_buffers(self) -> Callable[[], None]:
-        module = self._sync_context.module() if self._sync_context.training else None
+        module = self._sync_context.module_to_broadcast()
         if module is None:
             return lambda: None
         # The buffers of the first rank with rows persist, as those of the first replica do.
         source = next((rank for rank, step in enumerate(self._steps.all) if step.weight), 0)
-        buffers, plan = self._structure.buffers(module)
+        buffers, plan, _ = self._structure.buffers(module)
         doing = "broadcasting one rank's buffers"
         return self._communicator.broadcast(source, buffers, self._gradient_sync.group, doing, plan)
 

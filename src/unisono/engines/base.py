@@ -6,7 +6,6 @@ tests/contract/ is the contract's test suite, and runs over every engine.
 """
 
 import abc
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,9 @@ from unisono.primitives.inputs import Arguments
 from unisono.runtime.errors import ReplicaNames
 from unisono.runtime.timeline import ReplicaTiming
 
+# Waits for a socket are counted in milliseconds, in 32 bits. Python does not check it: a longer one may end at once.
+_MAX_TIMEOUT_S = 2_000_000
+
 
 @dataclass(frozen=True)
 class Call:
@@ -32,13 +34,15 @@ class Call:
         replica_numbers: the replicas' numbers in messages: their places in the wrapper's `device_ids`.
         source: the device of the live module's parameters.
         output_device, rules: where and how outputs are joined.
+        part_rules: how the parts of a replica's shard are joined; None: by `rules`.
         method: the module's method that is called; None: the module itself.
         sync_batch_norm: whether batch norms in training see the rows of all replicas.
         one_device_randomness: whether replicas draw the random numbers of one device.
         sync_context: what this call counts for in sums of gradients over several processes (a `SyncContext` of
             distributed/gradient_sync.py); None: there are no such sums.
         retry: whether the step is run again after a worker's death.
-        rescue: whether it is run again in smaller parts where a replica ran out of memory.
+        parts: in how many parts each replica runs its shard.
+        rescue: whether the step is run again in smaller parts where a replica ran out of memory.
         row_limits: how many rows a replica can bear, by its number, where that is known; the wrapper's.
         cross_process: a `CrossProcess`, which exchanges batch norm's statistics with other processes; None: they stay
             in this one.
@@ -53,10 +57,12 @@ class Call:
     source: torch.device
     output_device: torch.device
     rules: OutputRules
+    part_rules: OutputRules | None = None
     method: str | None = None
     sync_batch_norm: bool = False
     one_device_randomness: bool = False
     retry: bool = False
+    parts: int = 1
     rescue: bool = False
     row_limits: dict[int, int] = field(default_factory=dict)
     sync_context: Any = None
@@ -120,6 +126,13 @@ class LaneOutput:
     value: Any
     drew: bool
     wait: Callable[[], None] = lambda: None
+
+
+class OneGraphNeededError(Exception):
+    """The replicas have to be a part of the caller's graph: a hook keeps tensors of theirs for the caller.
+
+    Raised before anything has run.
+    """
 
 
 class LaneEndedError(Exception):
@@ -193,12 +206,12 @@ def check_flag(value: object, argument: str) -> bool:
 
 def check_timeout(value: object) -> float | None:
     """Return a timeout in seconds, or None; raise TypeError or ValueError for what is neither."""
-    expected = "expected a number of seconds above 0, or None to wait for ever"
+    expected = f"expected a number of seconds above 0, {_MAX_TIMEOUT_S} at most (23 days), or None to wait for ever"
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"timeout={value!r}: {expected}")
-    if not 0 < value < math.inf:
+    if not 0 < value <= _MAX_TIMEOUT_S:
         raise ValueError(f"timeout={value!r}: {expected}")
     return float(value)
 
@@ -221,6 +234,7 @@ class Engine(abc.ABC):
         """Run `module` on every shard of `call` at once; return the gathered output, differentiable.
 
         Raises:
+            OneGraphNeededError: the plain composition has to run instead.
             RuntimeError: parameters or buffers that are not on `call.source`, or that a replica reaches in a way
                 that cannot be followed.
             BaseException: what a replica raised, the same object with a note. Then no buffer has changed.

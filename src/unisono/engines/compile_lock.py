@@ -21,7 +21,7 @@ import torch
 from unisono.primitives import pytree
 from unisono.primitives.blueprint import Blueprint
 from unisono.runtime import devices as _devices
-from unisono.runtime import torch_private
+from unisono.runtime import process_state, torch_private
 from unisono.runtime.interrupts import acquire
 from unisono.runtime.thread_pool import PassContext, ReplicaContext
 
@@ -90,14 +90,15 @@ def kind_of(inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Iterator[Hashable
 @contextlib.contextmanager
 def _one_at_a_time(patience_s: float) -> Iterator[ReplicaContext]:
     lock = threading.Lock()
-    yield lambda index: _held(lock, patience_s)
+    yield lambda index: _held(lock, patience_s, alone=True)
 
 
 @contextlib.contextmanager
-def _held(lock: threading.Lock, patience_s: float) -> Iterator[None]:
+def _held(lock: threading.Lock, patience_s: float, *, alone: bool = False) -> Iterator[None]:
     mine = acquire(lock, patience_s)
     try:
-        yield
+        with process_state.alone() if mine and alone else contextlib.nullcontext():
+            yield
     finally:
         if mine:
             lock.release()

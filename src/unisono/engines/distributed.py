@@ -19,7 +19,7 @@ from torch import nn
 
 from unisono.distributed.gradient_sync import GradientSync, SyncContext, UnboundGradientSync
 from unisono.engines.base import Call, Engine, LaneCall, Lanes
-from unisono.engines.replica import leaves_and_nodes
+from unisono.engines.replica import is_reentrant_checkpoint, leaves_and_nodes
 from unisono.primitives import pytree
 from unisono.primitives.dims import OutputRules
 from unisono.primitives.inputs import scattered
@@ -107,7 +107,8 @@ class DistributedEngine(Engine):
         if sample is None or len(sample.leaves) != len(call.arguments.leaves):
             sample = call.arguments.with_rows(_STAND_IN_ROWS)
         # `call` has one replica, as every call without rows: several might have too few rows each.
-        stand_in = replace(call, arguments=sample, sizes=(_STAND_IN_ROWS,))
+        # Its inputs need gradients as those of `call` do: so does what other ranks exchange in backward.
+        stand_in = replace(call, arguments=call.arguments.with_rows_of(sample), sizes=(_STAND_IN_ROWS,))
         try:
             output = self._run(module, stand_in, gradient_sync.sync_context(module, 0))
         except BaseException as error:
@@ -128,7 +129,9 @@ class DistributedEngine(Engine):
             rules = call.rules
             if len(self._devices) == 1:  # as with one device alone: outputs are not joined, and 0-dim ones stay 0-dim
                 rules = OutputRules(rules.dim, None, rules.scalars)
-            call = replace(call, sync_context=sync_context, cross_process=cross_process, rules=rules)
+            call = replace(
+                call, sync_context=sync_context, cross_process=cross_process, rules=rules, part_rules=call.rules
+            )
             output = self._engine.forward(module, call)
         sync_context.has_run()
         return output
@@ -143,7 +146,7 @@ class DistributedEngine(Engine):
         # As a replica, so that a wrapper inside the module runs its own replicas one after the other.
         [output] = values_or_raise(run_together([lambda: run(*shard)], call.devices[:1]), call.where()[:1])
         reached = leaves_and_nodes([tensor for _, tensor in pytree.tensors(output)])
-        if any("CheckpointFunctionBackward" in str(node) for node in reached if not isinstance(node, torch.Tensor)):
+        if any(is_reentrant_checkpoint(node) for node in reached if not isinstance(node, torch.Tensor)):
             raise RuntimeError(_REENTRANT)
         return pytree.map_tensors(lambda tensor: _devices.copy_to(tensor, call.output_device), output)
 

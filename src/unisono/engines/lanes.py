@@ -26,6 +26,7 @@ from unisono.primitives.blueprint import Blueprint, collector_paused
 from unisono.runtime import devices as _devices
 from unisono.runtime.buckets import is_plain
 from unisono.runtime.interrupts import critical, interruptibly
+from unisono.runtime.process_state import LaneTurns
 from unisono.runtime.rng import SeededDraws
 from unisono.runtime.streams import Copies
 
@@ -62,7 +63,8 @@ def open_local_lanes(
         for i in range(len(call.devices)):
             copies.wait_copies(i)
         lock = compile_lock if blueprint.compiled else None
-        return [LocalLane(i, call, Blueprint(root), lock) for i, root in enumerate(replicas.roots)]
+        turns = LaneTurns()
+        return [LocalLane(i, call, Blueprint(root), lock, turns) for i, root in enumerate(replicas.roots)]
 
 
 class LocalLane(Lane):
@@ -72,12 +74,15 @@ class LocalLane(Lane):
         number: of the lane.
         blueprint: of its own module, which is on its device.
         compile_lock: None if nothing is compiled.
+        turns: of all lanes.
     """
 
-    def __init__(self, number: int, call: LaneCall, blueprint: Blueprint, compile_lock: CompileLock | None) -> None:
+    def __init__(
+        self, number: int, call: LaneCall, blueprint: Blueprint, compile_lock: CompileLock | None, turns: LaneTurns
+    ) -> None:
         self.number, self.device = number, call.devices[number]
         self.name = f"replica {number} on {self.device}"
-        self._call, self._compile_lock = call, compile_lock
+        self._call, self._compile_lock, self._turns = call, compile_lock, turns
         self._pool = ReplicaPool(blueprint, self.device)
         self._queued: list[Callable[[bool], bool]] = []
 
@@ -93,7 +98,7 @@ class LocalLane(Lane):
             with collector_paused:
                 replicas = self._pool.take([self.device], tracked=False, copies=copies, with_live_buffers=False)
             copies.wait_copies(0)
-            with self._turn((args, kwargs)), draws or contextlib.nullcontext():
+            with self._turn((args, kwargs)), self._turns.batch(), draws or contextlib.nullcontext():
                 output = interruptibly(called(replicas.roots[0], self._call.method), *args, **kwargs)
         output = _apart_from(replicas.each[0].own_buffers, output)
         replicas.give_back()

@@ -1,4 +1,4 @@
-"""Running a step again: after a worker's death, and in smaller parts where a replica ran out of memory.
+"""Running a step again: after a worker's death, and in smaller parts where a replica ran out of memory. And parts.
 
 A forward that fails has changed nothing, so it is run again as it was called. A backward that fails leaves the graphs
 of its forward half used. So a forward whose backward may have to be run again keeps what it began with (`Replay`),
@@ -6,9 +6,9 @@ until its graphs are released: the inputs, the random state, the buffers, the mo
 caller's thread. From these its graphs are made anew, and then the backward runs again. All replicas run again, at once:
 that takes no longer than one of them would, and their sums begin anew, too.
 
-A replica that ran out of memory runs the next time in parts of half as many rows, each with an activation checkpoint
-(`run_in_parts`): of one part only, at a time, are activations in memory. The wrapper remembers how many rows a replica
-can bear (`Call.row_limits`).
+A replica runs its shard in parts, each with an activation checkpoint (`run_in_parts`), if the caller says so
+(`Call.parts`), or if it ran out of memory: then in parts of half as many rows. Of one part only, at a time, are
+activations in memory. The wrapper remembers how many rows a replica can bear (`Call.row_limits`).
 
 Guarantees
     - After a death the step ends with exactly the numbers that it would have had: the same rows for each replica, the
@@ -24,7 +24,7 @@ import abc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import compress
+from itertools import chain, compress
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -44,7 +44,7 @@ from unisono.primitives.replicate import unchanged_on_failure, write_values
 from unisono.primitives.split_sizes import split_rows
 from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
-from unisono.runtime.buckets import fingerprint
+from unisono.runtime.buckets import fingerprint, is_plain
 from unisono.runtime.errors import ReplicaLost, log
 from unisono.runtime.thread_state import ThreadState
 
@@ -63,8 +63,12 @@ _OTHER_OUTPUTS = (
     "would not be theirs. The module draws random numbers with `random` or `numpy`, or uses what has changed since."
 )
 _AGAIN = "%s\nThe step was run again, which took %.2f s."
-_NO_PARTS = "rescue=True cannot run the shard of {where} in parts: {reason}"
-_NO_SHARD_IN_PARTS = "rescue=True cannot run the shard of a replica that ran out of memory in parts: {reason}."
+_NO_PARTS = "the shard of {where} cannot be run in parts (rescue=True, parts=): {reason}"
+_NO_SHARD_IN_PARTS = "the shard of a replica cannot be run in parts (rescue=True, parts=): {reason}."
+_OTHER_IN_PARTS = (
+    "a replica on the same device as %s ran out of memory with a single row. From now on this one runs its %d rows in "
+    "parts of %d rows at most, and computes each part again in backward. To give it fewer rows, use shares=."
+)
 _IN_PARTS = (
     "%s ran out of memory with %d rows. From now on it runs them in parts of %d rows at most, and computes each part "
     "again in backward. To give it fewer rows, use shares=."
@@ -83,6 +87,8 @@ def run_recovering(
         run: is told whether it has failed before.
         why_not: tells why it cannot be run again, if that is so.
     """
+    if call.rescue:
+        torch_private.load_checkpoints()  # as long as there is memory
     causes: list[str] = []
     failed_at = 0.0
     while True:
@@ -241,13 +247,13 @@ class Replay(Repeatable):
         """Run the forward again for its graphs, with everything as it was; leave everything else as it is."""
         graphs.drop()
         self._graphs = graphs
-        buffers = self._buffers.buffers
+        buffers = [*chain(*self._buffers.buffers)]
         random, values = _devices.random_states(self._devices), torch_private.clones(buffers)
         flags, attributes = [*map(_requires_grad, self._parameters)], restore(self._dicts, self._attributes)
         try:
             _set_flags(self._parameters, self._flags)
             _devices.set_random_states(self._random, self._devices)
-            write_values(buffers, self._buffers.before)
+            self._buffers.restore()
             with self._thread.applied():
                 run_recovering(self._call, self._module, lambda _: self._forward(self._call, self))
         finally:
@@ -271,8 +277,7 @@ def _set_flags(parameters: Sequence[torch.Tensor], flags: Sequence[bool]) -> Non
 
 
 def _fingerprints(groups: Sequence[Group]) -> list[torch.Tensor]:
-    outputs = [t.detach() for group in groups for t in group.tensors if t is not None and t.layout == torch.strided]
-    return [fingerprint(output.reshape(-1)) for output in outputs if output.numel()]
+    return [fingerprint(t) for group in groups for t in group.tensors if t is not None and is_plain(t) and t.numel()]
 
 
 # ---- a shard in parts -----------------------------------------------------------------------------
@@ -283,34 +288,60 @@ def _lower_limits(call: Call, module: nn.Module, error: Exception) -> str | None
     notes = "\n".join(getattr(error, "__notes__", ()))
     where = call.where()
     failed = [i for i, place in enumerate(where) if place in notes] or range(len(where))
-    named = " and ".join(where[i] for i in failed)
-    if call.sync_batch_norm or call.one_device_randomness:
-        return _NO_PARTS.format(where=named, reason="its replicas wait for each other in forward.")
-    if call.arguments.rows is None:
-        return _NO_PARTS.format(where=named, reason="the inputs have no rows.")
-    if batch_norm := _sees_other_rows(module):
-        return _NO_PARTS.format(where=named, reason=f"{batch_norm!r} normalises over all of its rows.")
-    smaller = {}
-    for i in failed:
-        number, rows = call.replica_numbers[i], call.sizes[i]
-        smaller[number] = min(rows, call.row_limits.get(number, rows)) // 2
-        if not smaller[number]:
-            call.row_limits.pop(number, None)  # parts did not help
+    if reason := _why_no_parts(call, module):
+        return _NO_PARTS.format(where=" and ".join(where[i] for i in failed), reason=reason)
+    limits = [
+        min(-(-rows // call.parts), call.row_limits.get(number, rows))
+        for number, rows in zip(call.replica_numbers, call.sizes, strict=True)
+    ]
+    lowered = {i for i in failed if limits[i] > 1}
+    for i in set(failed) - lowered:
+        # What a single row lacks, another replica on its device may have: not the greediest one fails.
+        others = {j for j, limit in enumerate(limits) if limit > 1 and call.devices[j] == call.devices[i]}
+        if not others:
+            call.row_limits.pop(call.replica_numbers[i], None)  # parts did not help
             return _NO_PARTS.format(where=where[i], reason="a single row needs more memory than there is.")
-    for i in failed:
-        number = call.replica_numbers[i]
-        call.row_limits[number] = smaller[number]
-        log.warning(_IN_PARTS, where[i], call.sizes[i], smaller[number])
+        lowered |= others
+    for i in sorted(lowered):
+        call.row_limits[call.replica_numbers[i]] = limits[i] // 2
+        log.warning(_IN_PARTS if i in failed else _OTHER_IN_PARTS, where[i], call.sizes[i], limits[i] // 2)
     return None
 
 
 def parts_of(call: Call, root: nn.Module, index: int) -> Parts | None:
-    """Return how a replica runs its shard in parts; None: as a whole."""
-    limit = call.row_limits.get(call.replica_numbers[index])
+    """Return how a replica runs its shard in parts; None: as a whole.
+
+    Raises:
+        RuntimeError: the caller wants parts, and its module or the other options do not allow them.
+    """
     rows = call.sizes[index]
-    if limit is None or rows <= limit or _sees_other_rows(root):
+    if rows < 2:
         return None
-    return Parts(tuple(split_rows(rows, -(-rows // limit), "even")), tuple(call.arguments.axes), call.rules)
+    limit = call.row_limits.get(call.replica_numbers[index], rows)
+    number = max(-(-rows // limit), min(call.parts, rows))
+    if number <= 1:
+        return None
+    if reason := _why_no_parts(call, root):
+        if call.parts == 1:
+            return None
+        raise RuntimeError(_NO_PARTS.format(where=call.where()[index], reason=reason))
+    return Parts(tuple(split_rows(rows, number, "even")), tuple(call.arguments.axes), call.part_rules or call.rules)
+
+
+def _why_no_parts(call: Call, root: nn.Module) -> str | None:
+    """Return why no replica of a call can run its shard in parts; None if they can."""
+    if call.sync_batch_norm or call.one_device_randomness:
+        return "its replicas wait for each other in forward."
+    if call.arguments.rows is None:
+        return "the inputs have no rows."
+    if call.rules.amounts is not None:
+        return "of its parts it is not known over how much each one's mean is."
+    of_batch = (
+        f"{name or 'the model itself'} ({type(module).__name__}) normalises over all of its rows."
+        for name, module in root.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and (module.training or not module.track_running_stats)
+    )
+    return next(of_batch, None)
 
 
 def run_in_parts(
@@ -326,6 +357,7 @@ def run_in_parts(
     Raises:
         RuntimeError: it writes buffers, or its outputs are not those of the whole shard: it cannot be run in parts.
     """
+    function = _with_attributes_of_now(root, function)
     arguments = Arguments(args, kwargs, parts.rules.dim, axes=parts.axes)
     shards = scattered(arguments, [device] * len(parts.sizes), parts.sizes)
     buffers = _written(root)
@@ -340,6 +372,27 @@ def run_in_parts(
     if reason := _not_by_rows(matched.groups, parts.sizes) or _other_structure(output, outputs[0]):
         raise RuntimeError(_NO_SHARD_IN_PARTS.format(reason=reason))
     return output
+
+
+def _with_attributes_of_now(root: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function for which the module's attributes are those of now, in each call: of parts, and in backward.
+
+    What a part assigns is lost, as what a replica assigns is; else the next part, and the second computation of each,
+    would find it.
+    """
+    dicts = [module.__dict__ for module in root.modules()]
+    start = [*map(dict, dicts)]
+
+    def part(*args: Any, **kwargs: Any) -> Any:
+        before = restore(dicts, start)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            restore(dicts, start)
+            for target, items in before:
+                fill(target, items)
+
+    return part
 
 
 def _written(root: nn.Module) -> dict[str, tuple[int, int | None]]:
@@ -363,13 +416,3 @@ def _other_structure(output: Any, of_part: Any) -> str | None:
     if [path for path, _ in pytree.leaves(output)] == [path for path, _ in pytree.leaves(of_part)]:
         return None
     return "it returns numbers, which would be one a part"
-
-
-def _sees_other_rows(root: nn.Module) -> str | None:
-    """Return the name of a module whose numbers depend on all rows of the shard; None if there is none."""
-    of_batch = [
-        name
-        for name, module in root.named_modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and (module.training or not module.track_running_stats)
-    ]
-    return of_batch[0] if of_batch else None

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,7 +24,8 @@ from unisono.primitives.batch_types import batch_type_of
 from unisono.primitives.blueprint import Blueprint, unlinked_at_deletion
 from unisono.primitives.change_tracking import ContainerSnapshot, DictSnapshot, TensorSnapshot, fill
 from unisono.primitives.outputs import Group
-from unisono.primitives.placements import Placement
+from unisono.primitives.placements import Placement, Single
+from unisono.primitives.reassigned_buffers import Change, buffer_registries, commit_buffers, histories
 from unisono.primitives.references import INERT
 from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
@@ -73,7 +74,7 @@ class Inputs:
                 placed = [copy if copy is None else copy.requires_grad_() for copy in placed]
             return placed
 
-        self.shards = call.arguments.deal(call.sizes, place)
+        self.shards = call.arguments.deal(call.sizes, place, call.replica_numbers)
 
 
 def _copied(part: torch.Tensor, replica: int, device: torch.device, copies: Copies) -> torch.Tensor:
@@ -92,7 +93,7 @@ def call_replica(
     copies.wait_copies(index)
     args, kwargs = inputs.shards[index]
     function = called(roots[index], call.method)
-    if call.row_limits and (parts := parts_of(call, roots[index], index)):
+    if (call.parts > 1 or call.row_limits) and (parts := parts_of(call, roots[index], index)):
         output = run_in_parts(roots[index], function, args, kwargs, parts, call.devices[index])
     else:
         output = function(*args, **kwargs)
@@ -116,6 +117,7 @@ class Replica:
         hooks: on these leaves.
         modules: its modules, the root first.
         rebound: the values of attributes that refer to its own modules and tensors.
+        registries: its buffers as it was made.
         own_buffers, live_buffers: its own buffers, and the live ones that they are copies of.
         tensors_in_place: its tensors that are not copies on another device.
     """
@@ -140,6 +142,7 @@ class Replica:
         self.hooks = LeafHooks(dict(enumerate(self.leaves)))
         self.copied = [(key, tensors[key]) for key in copied]
         self.modules, links = blueprint.stamp(tensors)
+        self.registries = buffer_registries(self.modules)
         self._unlinked = unlinked_at_deletion(links)
         self.rebound = [module.__dict__[name] for module, name, _ in links]
         self.tensors_in_place = [tensor for key, tensor in tensors.items() if key not in copied]
@@ -154,10 +157,23 @@ class Replica:
         for key, own in self.copied:
             own.data = copied[key]
 
-    def commit_buffers(self) -> None:
-        """Write this replica's buffers into the live ones, unless it uses the live ones themselves."""
+    def commit_buffers(self, pool: "ReplicaPool", changes: Sequence[Change], joined: Sequence[torch.Tensor]) -> None:
+        """Give the live module this replica's buffers, after a forward that has succeeded.
+
+        Args:
+            changes: those that forward has reassigned.
+            joined: for each of their `histories`, the tensor with a history in the caller's graph.
+        """
         for live, own in zip(self.live_buffers, self.own_buffers, strict=True):
             live.data.copy_(own)
+        if not changes:
+            return
+        pairs = [
+            *zip(self.own_buffers, self.live_buffers, strict=True),
+            *zip(self.leaves, pool.live_parameters[: len(self.leaves)], strict=True),
+            *zip(histories(changes)[: len(joined)], joined, strict=True),
+        ]
+        commit_buffers(changes, self.modules, pool.blueprint.modules, {id(own): live for own, live in pairs})
 
     def drop_copies(self) -> None:
         """Free memory of its own, until the next forward."""
@@ -191,8 +207,10 @@ class Replicas:
         self.hooks = [replica.hooks for replica in each]
         self.is_remote = any([replica.is_remote for replica in each])
         self._broadcast, self._returns_to = broadcast, returns_to
-        self._own_buffers = [own for replica in each if not replica.is_remote for own in replica.own_buffers]
-        self._live_buffers = [live for replica in each if not replica.is_remote for live in replica.live_buffers]
+        here = [replica for replica in each if not replica.is_remote]
+        own_buffers = torch_private.of_one_kind([own for replica in here for own in replica.own_buffers])
+        live_buffers = torch_private.of_one_kind([live for replica in here for live in replica.live_buffers])
+        self._buffers = [*zip(own_buffers, live_buffers, strict=True)]
         if returns_to is None:
             return
         self._modules = [module for replica in each for module in replica.modules]
@@ -235,7 +253,8 @@ class Replicas:
     def renew_buffers(self) -> None:
         """Write the live buffers into the replicas' copies."""
         with torch.set_grad_enabled(False):
-            torch_private.copy_all_in_place(self._own_buffers, self._live_buffers)
+            for own, live in self._buffers:
+                torch_private.copy_all_in_place(own, live)
 
     def give_back(self) -> None:
         """Let a later forward use them. To be called when no graph of theirs is left.
@@ -270,7 +289,7 @@ class ReplicaPool:
         source: the live module's device.
         live_parameters: those that need a gradient.
         large: which of them have large gradients.
-        buffers: the live buffers.
+        buffers: the live buffers, in lists of one kind each.
     """
 
     def __init__(self, blueprint: Blueprint, source: torch.device) -> None:
@@ -282,7 +301,7 @@ class ReplicaPool:
             for k, parameter in enumerate(self.live_parameters)
             if parameter.layout == torch.strided and parameter.nbytes >= LARGE_BYTES
         ]
-        self.buffers = list(blueprint.buffers.values())
+        self.buffers = torch_private.of_one_kind(blueprint.buffers.values())
         self._idle: list[Replicas] = []
 
     @cached_property
@@ -323,8 +342,10 @@ class ReplicaPool:
 def own_leaf(parameter: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
     """Return a parameter like the live one in the memory of `data`: the live one itself, or a copy of it."""
     leaf: torch.Tensor
-    if type(parameter) in (nn.Parameter, torch.Tensor):
+    if type(parameter) is nn.Parameter:
         leaf = nn.Parameter(data, parameter.requires_grad)
+    elif type(parameter) is torch.Tensor:  # a buffer, or a value that functional_call has put there
+        leaf = data.detach().requires_grad_(parameter.requires_grad)
     elif isinstance(parameter, nn.Parameter) and type(parameter.detach()) is torch.Tensor:  # a user's subclass of it
         leaf = data.detach().as_subclass(type(parameter)).requires_grad_(parameter.requires_grad)
     else:  # a subclass of Tensor, which detach() keeps
@@ -338,7 +359,8 @@ class GraphSearch:
     """Searches the graphs of replicas with `look_for_live_tensors`, once per structure if nothing is found there."""
 
     def __init__(self) -> None:
-        self._self_contained: set[tuple[Any, ...]] = set()  # structures in whose graphs nothing was found
+        # Structures in whose graphs no leaf was found; whether they have reentrant checkpoints.
+        self._self_contained: dict[tuple[Any, ...], bool] = {}
 
     def outside_leaves(
         self,
@@ -348,7 +370,7 @@ class GraphSearch:
         where: Sequence[str],
         own_leaves: Sequence[torch.Tensor],
         with_objects: bool,
-    ) -> list[torch.Tensor]:
+    ) -> "OutsideLeaves":
         """Return the leaves in the graphs behind `groups` that belong neither to the module nor to a replica.
 
         Args:
@@ -356,17 +378,30 @@ class GraphSearch:
         """
         structure = call.method, call.arguments.flags, pool.blueprint.signature
         if not with_objects and structure in self._self_contained:
-            return []
+            return OutsideLeaves((), self._self_contained[structure])
         outside = look_for_live_tensors(pool.blueprint, groups, where, own_leaves)
-        if not outside and not with_objects:
+        if not outside.leaves and not with_objects:
             if len(self._self_contained) >= MOST_STRUCTURES:
                 self.clear()
-            self._self_contained.add(structure)
+            self._self_contained[structure] = outside.with_reentrant_checkpoint
         return outside
 
     def clear(self) -> None:
         """Search again."""
         self._self_contained.clear()
+
+
+def groups_of_buffers(changes: Sequence[Change], num_replicas: int) -> list[Group]:
+    """Return the buffers that forward has reassigned and that have a history: they are outputs of the first replica."""
+    return [Group((tensor, *[None] * (num_replicas - 1)), Single(0)) for tensor in histories(changes)]
+
+
+def boundary_outputs(call: Call, groups: Sequence[Group], of_buffers: Sequence[Group]) -> list[BoundaryTensor]:
+    """Return the boundary's outputs: those of forward on the output device, then buffers where they are."""
+    outputs = [BoundaryTensor(group.placement, call.output_device, group.tensors) for group in groups]
+    for group in of_buffers:
+        outputs += [BoundaryTensor(group.placement, t.device, group.tensors) for t in group.tensors if t is not None]
+    return outputs
 
 
 def carries_objects(call: Call) -> bool:
@@ -383,21 +418,41 @@ MOST_STRUCTURES = 64
 _CARRIES_NOTHING = INERT | {torch.Tensor}
 
 
+class OutsideLeaves(NamedTuple):
+    """The leaves in replicas' graphs that belong neither to the module nor to a replica: globals, or made by forward.
+
+    Attributes:
+        with_reentrant_checkpoint: whether the graphs have a checkpoint that runs a backward inside backward.
+        are_shared: whether one is in the graphs of several replicas.
+    """
+
+    leaves: Sequence[torch.Tensor]
+    with_reentrant_checkpoint: bool
+    are_shared: bool = False
+
+    @property
+    def through_grad(self) -> bool:
+        """Whether a backward uses the leaves' `.grad`.
+
+        That of an outside leaf is the caller's, who may use it in another thread. But a reentrant checkpoint can be
+        differentiated in no other way. It is done if no leaf is shared: gradients would be added in any order.
+        """
+        return not self.leaves or (self.with_reentrant_checkpoint and not self.are_shared)
+
+
 def look_for_live_tensors(
     blueprint: Blueprint, groups: Sequence[Group], where: Sequence[str], own_leaves: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    """Check that no replica's graph leads to a tensor of the live module.
-
-    Returns:
-        The leaves found that belong neither to the module nor to a replica: tensors from outside.
+) -> OutsideLeaves:
+    """Check that no replica's graph leads to a tensor of the live module; return those from outside.
 
     Raises:
         RuntimeError: one does, and its gradient would be wrong. Names the tensor.
     """
     if not groups:  # outputs without tensors
-        return []
+        return OutsideLeaves((), with_reentrant_checkpoint=False)
     own = set(map(id, own_leaves))
-    outside: dict[int, torch.Tensor] = {}
+    outside: dict[int, tuple[torch.Tensor, set[str]]] = {}  # each with the replicas in whose graphs it is
+    has_reentrant_checkpoint = False
     histories = {tensor.grad_fn: tensor for tensor in blueprint.histories.values()}
     for place, outputs in zip(where, zip(*(group.tensors for group in groups), strict=True), strict=True):
         for reached in leaves_and_nodes([output for output in outputs if output is not None]):
@@ -405,17 +460,27 @@ def look_for_live_tensors(
                 raise RuntimeError(
                     f"{place} used {blueprint.name_of(reached)} of the original module instead of its own: something "
                     "in the module refers to the original in a way that cannot be followed, such as an object that "
-                    "holds the module or one of its methods. Reach it through self, in forward."
+                    "holds the module or one of its methods, or a hook that has a variable for the module that it is "
+                    "given. Reach it through self, in forward; in a hook, through its argument."
                 )
             if isinstance(reached, torch.Tensor) and reached.requires_grad and id(reached) not in own:
-                outside[id(reached)] = reached
-            if not isinstance(reached, torch.Tensor) and reached in histories:
+                outside.setdefault(id(reached), (reached, set()))[1].add(place)
+            if isinstance(reached, torch.Tensor):
+                continue
+            has_reentrant_checkpoint = has_reentrant_checkpoint or is_reentrant_checkpoint(reached)
+            if reached in histories:
                 raise RuntimeError(
                     f"{place} used {blueprint.name_of(histories[reached])}, a tensor that was computed outside "
                     "forward and needs gradients. Pass it to the model as an input, compute it in forward, or "
                     "detach() it."
                 )
-    return list(outside.values())
+    are_shared = any(len(places) > 1 for _, places in outside.values())
+    return OutsideLeaves([leaf for leaf, _ in outside.values()], has_reentrant_checkpoint, are_shared)
+
+
+def is_reentrant_checkpoint(node: Any) -> bool:
+    """Return whether a node of a graph is an activation checkpoint that runs a backward inside backward."""
+    return "CheckpointFunctionBackward" in node.name()
 
 
 def leaves_and_nodes(outputs: Sequence[torch.Tensor]) -> Iterator[Any]:

@@ -9,7 +9,8 @@ One forward, step by step:
     5. match the outputs; if the structure is new, look for live tensors in the replica graphs
     6. join the outputs through the boundary
 
-Buffers: the first replica has the live ones, so its updates persist; the others have copies. If step 4 or 5 fails, the
+Buffers: the first replica has the live ones, so its updates persist; the others have copies. Those that forward has
+reassigned in the first replica are put into the live module at the end. If step 4 or 5 fails, the
 live buffers are restored.
 
 Assumes that the module does not change while a forward runs. Calls from several threads may overlap; each has replicas
@@ -27,12 +28,20 @@ from torch import nn
 
 from unisono.autograd.boundary import join
 from unisono.autograd.replica_graph import BackwardContext, BoundaryTensor, ReplicaGraphs
-from unisono.engines.base import Call, Engine, LaneCall, Lanes, check_flag
+from unisono.engines.base import Call, Engine, LaneCall, Lanes, OneGraphNeededError, check_flag
 from unisono.engines.compile_lock import CompileLock, kind_of, prepare_accelerators
 from unisono.engines.lanes import open_local_lanes
 from unisono.engines.replay import Replay, run_recovering
-from unisono.engines.replica import GraphSearch, Inputs, ReplicaPool, call_replica, carries_objects
-from unisono.primitives.blueprint import Blueprint, collector_paused
+from unisono.engines.replica import (
+    GraphSearch,
+    Inputs,
+    ReplicaPool,
+    boundary_outputs,
+    call_replica,
+    carries_objects,
+    groups_of_buffers,
+)
+from unisono.primitives.blueprint import Blueprint, collector_paused, warn_of_observers
 from unisono.primitives.outputs import Outputs
 from unisono.primitives.parallel_apply import values_or_raise
 from unisono.primitives.placements import Replicate
@@ -98,6 +107,10 @@ class ThreadsEngine(Engine):
                 timeline.mark(timeline.REPLICATE)
             replicas = pool.take(call.devices, tracked, copies, separate_memory=self._separate_memory)
         blueprint, roots = pool.blueprint, replicas.roots
+        if blueprint.observers:
+            if tracked and again is None and call.sync_context is None and not call.one_device_randomness:
+                raise OneGraphNeededError
+            warn_of_observers(blueprint, call.devices)
         if blueprint.compiled:
             prepare_accelerators(blueprint, call.devices, _CUDA_GRAPHS if len(call.devices) > 1 else None)
         if not inside_replica():
@@ -128,25 +141,26 @@ class ThreadsEngine(Engine):
             del outputs
             if replay is not None:
                 replay.see_outputs(matched.groups)
+            changes = replicas.each[0].registries.changes()
+            of_buffers = groups_of_buffers(changes, len(roots)) if changes and tracked else []
             graphs = ReplicaGraphs(
-                timings=timings,
-                where=where,
-                outputs=[
-                    BoundaryTensor(group.placement, call.output_device, group.tensors) for group in matched.groups
-                ],
-                step=step,
+                timings=timings, where=where, outputs=boundary_outputs(call, matched.groups, of_buffers), step=step
             )
             if tracked:
                 own_leaves = [leaf for edge in inputs.edges for leaf in edge.tensors if leaf is not None]
                 own_leaves += chain.from_iterable(replicas.leaves)
                 with_objects = carries_objects(call)
-                outside = self._search.outside_leaves(pool, call, matched.groups, where, own_leaves, with_objects)
+                outside = self._search.outside_leaves(
+                    pool, call, [*matched.groups, *of_buffers], where, own_leaves, with_objects
+                )
                 graphs.inputs = inputs.edges + [
-                    BoundaryTensor(Replicate(), leaf.device, [leaf] * len(roots)) for leaf in outside
+                    BoundaryTensor(Replicate(), leaf.device, [leaf] * len(roots)) for leaf in outside.leaves
                 ]
                 graphs.live_parameters, graphs.large = pool.live_parameters, pool.large
                 graphs.leaves, graphs.hooks = replicas.leaves, replicas.hooks
-                graphs.shared_leaves, graphs.keep = bool(outside), with_objects
+                graphs.callers_leaves, graphs.through_grad = outside.leaves, outside.through_grad
+                graphs.has_reentrant_checkpoint = outside.with_reentrant_checkpoint
+                graphs.keep = with_objects
                 graphs.on_release = replicas.give_back
                 graphs.pass_contexts, graphs.backward_context = contexts, backward_context
                 graphs.sync_context = call.sync_context
@@ -156,11 +170,11 @@ class ThreadsEngine(Engine):
                 if again is not None:
                     return again.take(graphs)
                 graphs.replay = replay
-                joined = join(graphs, [*inputs.live, *outside], own_leaves)  # step 6
+                joined = join(graphs, [*inputs.live, *outside.leaves], own_leaves)  # step 6
             else:
                 joined = graphs.joined_outputs()
             output = matched.put_together(joined)
-        replicas.each[0].commit_buffers()
+        replicas.each[0].commit_buffers(pool, changes, joined[len(matched.groups) :])
         if not tracked:
             replicas.give_back()
         return output

@@ -47,14 +47,13 @@ class Totals:
     """
 
     def __init__(self, reduction: str | Mapping[str, str]) -> None:
-        each = {"reduction": reduction} if isinstance(reduction, str) else reduction
-        if not isinstance(each, Mapping):
-            raise TypeError(
-                f"reduction={reduction!r}: expected one of {list(_REDUCTIONS)}, or a dict from names to these"
+        rules = reduction.values() if isinstance(reduction, Mapping) else [reduction]
+        wrong = [rule for rule in rules if rule not in _REDUCTIONS]
+        if wrong:
+            raise (ValueError if isinstance(wrong[0], str) else TypeError)(
+                f"reduction={reduction!r}: expected one of {list(_REDUCTIONS)}, or a dict from names of the metric's "
+                "numbers to these"
             )
-        for name, rule in each.items():
-            if rule not in _REDUCTIONS:
-                raise ValueError(f"{name}={rule!r}: expected one of {list(_REDUCTIONS)}")
         self._reduction = reduction
         self._sums: dict[str | None, float] | None = None
         self._rows = 0

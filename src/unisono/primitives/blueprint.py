@@ -14,7 +14,7 @@ are the live module's, unless they hold modules, parameters or methods: then eac
 import gc
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, islice
 from operator import setitem
@@ -25,16 +25,22 @@ from torch import nn
 
 from unisono.primitives.change_tracking import ChangeTracker, TensorSnapshot, attribute_dicts
 from unisono.primitives.object_state import slot_names
-from unisono.primitives.references import MODES, is_inert, may_refer_later, rebind, references
+from unisono.primitives.references import MODES, is_inert, may_refer_later, observes, rebind, references
 from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
 from unisono.runtime.buckets import is_plain
+from unisono.runtime.errors import warn_once
 from unisono.runtime.interrupts import at_deletion
 
 # What nn.Module itself keeps in `__dict__`, in the order in which its __init__ puts it there.
 _OWN_ATTRIBUTES = list(nn.Module().__dict__)
 _FIRST_OWN, _LAST_OWN = _OWN_ATTRIBUTES[0], _OWN_ATTRIBUTES[-1]
 _NUM_BEFORE_LAST = len(_OWN_ATTRIBUTES) - 1
+_INDISTINCT = (
+    "the hook {hook} refers to the module that it is registered for ({module}), and several replicas on one device "
+    "({devices}) call it: what it keeps by module, or by device, may be that of one replica only. Use it with the "
+    "plain module, model.module, or with replicas on devices of their own."
+)
 _UNINITIALIZED = {nn.UninitializedParameter, nn.UninitializedBuffer}
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _is_tracked = gc.is_tracked
@@ -171,6 +177,21 @@ class Blueprint:
             return True
         registered = {*map(id, self.root.modules()), *map(id, self.root.parameters())}
         return not any(may_refer_later(value, registered) for _, _, value in self._referring_attributes())
+
+    @cached_property
+    def observers(self) -> dict[int, tuple[nn.Module, Any]]:
+        """By id, each hook that observes its module (see `references.observes`), with that module."""
+        hooks = [
+            (module, hook)
+            for module in (self.modules if self._to_rebind else ())
+            for name in self._to_rebind.get(id(module), ())
+            if name in HOOKS
+            for hook in module.__dict__[name].values()
+        ]
+        if not hooks:
+            return {}
+        own_code = {(cls.__module__, cls.__qualname__) for module in self.modules for cls in type(module).__mro__}
+        return {id(hook): (module, hook) for module, hook in hooks if observes(hook, module, own_code)}
 
     def constants_on(self, source: torch.device) -> dict[int, torch.Tensor]:
         """Return the constants that are copied with a module on `source`; those on other devices stay there."""
@@ -354,7 +375,7 @@ class Blueprint:
                 yield id(module), name, module.__dict__[name]
 
     def _rebind_attributes(self, own: Mapping[int, Any]) -> None:
-        memo: dict[int, Any] = {}
+        memo: dict[int, Any] = {key: hook for key, (_, hook) in self.observers.items()}  # these stay as they are
         for key, name, value in self._referring_attributes():
             own[key].__dict__[name] = rebind(value, own, memo)
         for module in self.modules if self._slots else ():
@@ -363,6 +384,20 @@ class Blueprint:
                     _set(own[id(module)], name, rebind(getattr(module, name), own, memo))
         for key, name, value in self._script_attributes:
             torch_private.set_script_attribute(own[key], name, rebind(value, own, memo))
+
+
+def warn_of_observers(blueprint: Blueprint, devices: Sequence[torch.device]) -> None:
+    """Warn if a hook that observes its module cannot tell replicas apart, because they are on one device."""
+    if len(set(devices)) < len(devices):
+        for module, hook in blueprint.observers.values():
+            name = next((name for name, other in blueprint.root.named_modules() if other is module), "")
+            warn_once(
+                _INDISTINCT.format(
+                    hook=getattr(hook, "__qualname__", type(hook).__name__),
+                    module=f"{name!r}, a {type(module).__name__}" if name else type(module).__name__,
+                    devices=", ".join(map(str, devices)),
+                )
+            )
 
 
 Link: TypeAlias = tuple[nn.Module, str, Any]  # a module of a replica, the name of an attribute, its live value
@@ -379,7 +414,7 @@ def check_initialized(root: nn.Module, tensors: Iterable[torch.Tensor | None]) -
     """Check that all of `tensors`, parameters and buffers of `root`, have a shape; a lazy module's have none at first.
 
     Raises:
-        ValueError: one has none; names the layer and the remedy (the type is torch's).
+        ValueError: one has none; names the layer and the remedy (the type and the first words are torch's).
     """
     if _UNINITIALIZED.isdisjoint(map(type, tensors)):
         return
@@ -392,7 +427,8 @@ def check_initialized(root: nn.Module, tensors: Iterable[torch.Tensor | None]) -
     path, module, name = next(uninitialized, ("", root, "parameters"))  # none if an attribute's module has it
     where = f"layer {path!r} ({type(module).__name__})" if path else type(module).__name__
     raise ValueError(
-        f"{where} does not know the shape of its {name!r} yet: it learns it from its first input. Before it "
-        "runs on several devices, and before the optimizer is made, call the plain module once, such as `with "
-        "torch.no_grad(): model(inputs[:1])`; the plain module of a wrapper is `model.module`."
+        f"Attempted to use an uninitialized parameter: {where} does not know the shape of its {name!r} yet. It learns "
+        "it from its first input. Before it runs on several devices, and before the optimizer is made, call the plain "
+        "module once, such as `with torch.no_grad(): model(inputs[:1])`; the plain module of a wrapper is "
+        "`model.module`."
     )

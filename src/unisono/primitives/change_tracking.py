@@ -49,16 +49,27 @@ class DictSnapshot:
         """Take the items as they are now."""
         self.copies = [*map(dict, self.dicts)]
         self._lengths = [*map(len, self.copies)]
-        self._keys = [*chain.from_iterable(self.copies)]
-        self._values = [*chain.from_iterable(map(_values, self.copies))]
+        self._keys = [*chain(*self.copies)]
+        self._ids = [*map(id, chain(*map(_values, self.copies)))]  # the copies keep the objects: ids stay theirs
 
     def is_current(self) -> bool:
         """Return whether the dicts hold the same objects under the same keys, in the same order."""
         return (
             [*map(len, self.dicts)] == self._lengths  # with equal lengths, no item can have moved to the next dict
-            and [*chain.from_iterable(self.dicts)] == self._keys
-            and all(map(is_, chain.from_iterable(map(_values, self.dicts)), self._values))
+            and [*chain(*self.dicts)] == self._keys
+            and [*map(id, chain(*map(_values, self.dicts)))] == self._ids
         )
+
+    def changes(self) -> list[tuple[int, Any, Any]]:
+        """Return what differs now as (number of the dict, key, value), one `GONE` for what was deleted."""
+        if self.is_current():
+            return []
+        return [
+            (number, key, now.get(key, GONE))
+            for number, (now, before) in enumerate(zip(self.dicts, self.copies, strict=True))
+            for key in {**before, **now}
+            if now.get(key, GONE) is not before.get(key, GONE)
+        ]
 
     def restore(self) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
         """Give the dicts the items that they had; return those that differed, each with what it held."""
@@ -203,15 +214,11 @@ class ChangeTracker:
             return None
         if self._attributes.is_current():
             return []
-        found: list[tuple[int, str, Any]] = []
-        for number, (now, known) in enumerate(zip(self._attributes.dicts, self._attributes.copies, strict=True)):
-            for name in now.keys() | known.keys():
-                value, before = now.get(name, GONE), known.get(name, GONE)
-                if value is before:
-                    continue
-                if name in _REGISTRIES or not (value is GONE or _is_value(value)) or type(before) not in INERT:
-                    return None
-                found.append((number, name, value))
+        found = self._attributes.changes()
+        for number, name, value in found:
+            before = self._attributes.copies[number].get(name, GONE)
+            if name in _REGISTRIES or not (value is GONE or _is_value(value)) or type(before) not in INERT:
+                return None
         self._attributes.take()
         return found
 

@@ -66,11 +66,13 @@ class OutputRules:
         dim: the axis of the rows where `out_dims` has no entry.
         out_dims: `...` (left out), or axes, None and `Padding`s, nested like the output.
         scalars: "stack", "mean", "sum" or "mean:name", or these nested like the output.
+        amounts: over how much each replica's "mean" is; None: over its rows.
     """
 
     dim: int
     out_dims: Any = ...
     scalars: Any = "stack"
+    amounts: Sequence[float] | None = None
 
     def axes(self, output: Any) -> tuple[list[int | None], list[Padding | None]]:
         """Return for every leaf of an output the axis of its rows, None for a whole one, and how it is padded."""

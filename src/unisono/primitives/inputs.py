@@ -1,7 +1,7 @@
 """Inputs: the arguments of one call, leaf by leaf, and each replica's part of them."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -34,6 +34,7 @@ class Arguments:
     Attributes:
         rows: how many rows the call has; None if nothing has rows (no tensors, 0-dim ones, or ones that are not split).
         axes: of each leaf, the axis that holds its rows; None: it has none.
+        entries: of each leaf, by its number, that has one entry for each of the wrapper's `devices`: the axis of these.
         leaves: every leaf of the inputs, positional ones first.
         flags: what `flags_of` returns, but of every leaf: inputs inside lists and dicts are in it too.
 
@@ -50,6 +51,7 @@ class Arguments:
         in_dims: Any = ...,
         function: Callable[..., Any] | None = None,
         axes: Sequence[int | None] | None = None,
+        devices: Sequence[torch.device] | None = None,
     ) -> None:
         self._inputs, self._kwargs = inputs, kwargs
         self._is_flat = pytree.is_flat(inputs) and (not kwargs or pytree.is_flat(kwargs))
@@ -65,6 +67,7 @@ class Arguments:
             self.axes = [dim] * len(self.leaves)
         else:
             self.axes = spread_inputs(in_dims, inputs, kwargs, dim, function)
+        self.entries: dict[int, int] = {}
         counts: list[int] = []
         for number, (leaf, axis) in enumerate(zip(self.leaves, self.axes, strict=True)):
             if isinstance(leaf, torch.Tensor):
@@ -83,9 +86,10 @@ class Arguments:
                     error.add_note(f"while {self._named()[number][0]} was scattered")
                     raise
                 counts += [] if rows is None else [rows]
-        if counts and counts.count(counts[0]) < len(counts):
-            raise self._different_rows()
         self.rows = counts[0] if counts else None
+        if counts and counts.count(counts[0]) < len(counts):
+            self.entries, self.rows = self._entries(devices if in_dims is ... else None)
+            self.axes = [None if number in self.entries else axis for number, axis in enumerate(self.axes)]
 
     def _named(self) -> list[tuple[str, Any]]:
         return [*pytree.leaves(self._inputs, "inputs"), *pytree.leaves(self._kwargs, "kwargs")]
@@ -100,30 +104,65 @@ class Arguments:
         shape = tuple(leaf.shape)
         return ValueError(f"cannot scatter {path} of shape {shape} along dim={axis}: it has no such axis")
 
-    def _different_rows(self) -> ValueError:
-        counts = []
-        for (path, leaf), axis in zip(self._named(), self.axes, strict=True):
+    def _entries(self, devices: Sequence[torch.device] | None) -> tuple[dict[int, int], int]:
+        """Return the leaves with one entry a replica, as `entries` has them, and the rows on which all others agree.
+
+        Programs that know torch's DataParallel repeat a number for each device, as torch's scatter deals it out. So
+        this is a tensor of as many numbers as there are devices, beside a batch of more rows; what holds more numbers
+        may be misplaced rows. Without `devices` no leaf is taken for one.
+
+        Raises:
+            ValueError: the others do not agree, or have fewer rows.
+        """
+        num_replicas = None if devices is None else len(devices)
+        entries = {
+            number: axis
+            for number, (leaf, axis) in enumerate(zip(self.leaves, self.axes, strict=True))
+            if axis is not None and isinstance(leaf, torch.Tensor) and leaf.ndim
+            if leaf.shape[axis] == leaf.numel() == num_replicas
+        }
+        others = {rows for number, rows in self._counts() if number not in entries}
+        if num_replicas is None or len(others) != 1 or min(others) < num_replicas:
+            raise self._different_rows()
+        return entries, others.pop()
+
+    def _counts(self) -> Iterator[tuple[int, int]]:
+        """Yield the number of each leaf that has rows, and how many."""
+        for number, (leaf, axis) in enumerate(zip(self.leaves, self.axes, strict=True)):
             batch_type = batch_type_of(leaf)
             if axis is not None and batch_type is not None:
                 rows = batch_type.rows(leaf)
-                counts += [] if rows is None else [f"{path} has {rows}"]
+                if rows is not None:
+                    yield number, rows
             elif axis is not None and isinstance(leaf, torch.Tensor) and leaf.dim():
-                counts.append(f"{path} has {leaf.size(axis)}")
+                yield number, leaf.size(axis)
+
+    def _different_rows(self) -> ValueError:
+        paths = [path for path, _ in self._named()]
+        counts = [f"{paths[number]} has {rows}" for number, rows in self._counts()]
         return ValueError(
             f"cannot scatter tensors with different numbers of rows: {', '.join(counts)}. Give every tensor the rows "
             "of the batch (tensor.expand), or name the axis of the rows, and None for what every replica gets whole: "
             "DataParallel(..., in_dims={'x': 0, 'table': None})."
         )
 
-    def deal(self, sizes: Sequence[int], place: Place) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    def deal(
+        self, sizes: Sequence[int], place: Place, replica_numbers: Sequence[int]
+    ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Return each replica's positional and keyword inputs: `sizes[i]` rows for replica i; other values unchanged.
 
         Args:
-            sizes: one a replica.
+            sizes: one a replica that has a share.
             place: makes each replica's part from a tensor and its placement.
+            replica_numbers: of the replicas that have a share: which of the `entries` they get.
         """
         sizes = tuple(sizes)
-        dealt = [self._parts(leaf, axis, sizes, place) for leaf, axis in zip(self.leaves, self.axes, strict=True)]
+        dealt = [
+            place(*self._chosen(number, replica_numbers))
+            if number in self.entries
+            else self._parts(leaf, axis, sizes, place)
+            for number, (leaf, axis) in enumerate(zip(self.leaves, self.axes, strict=True))
+        ]
         if self._is_flat:
             num, names = len(self._inputs), list(self._kwargs)
             of_replicas = zip(*dealt, strict=True) if dealt else [()] * len(sizes)
@@ -178,6 +217,20 @@ class Arguments:
 
         return self._mapped(like, rows)
 
+    def with_rows_of(self, other: "Arguments") -> "Arguments":
+        """Return these arguments with the rows of others, in the dtypes of these, and needing gradients as these do."""
+        values = iter(other.leaves)
+
+        def replaced(leaf: Any, axis: int | None) -> Any:
+            value = next(values)
+            if not isinstance(leaf, torch.Tensor):
+                return leaf if batch_type_of(leaf) is None else value
+            if axis is None or not leaf.dim() or not isinstance(value, torch.Tensor):
+                return leaf
+            return value.detach().to(leaf.dtype).requires_grad_(leaf.requires_grad)
+
+        return self._mapped(replaced, other.rows)
+
     def _mapped(self, function: Callable[[Any, int | None], Any], rows: int | None) -> "Arguments":
         """Return arguments whose leaves are `function(leaf, axis)`, with `rows` rows."""
         other = copy.copy(self)
@@ -199,6 +252,13 @@ class Arguments:
                 f"{list(sizes)}: expected one each"
             )
         return [_placed(shard, index, place) for index, shard in enumerate(shards)]
+
+    def _chosen(self, number: int, replica_numbers: Sequence[int]) -> tuple[torch.Tensor, Placement]:
+        """Return the entries of these replicas of a leaf that has one for each, and how they are placed."""
+        leaf, axis = self.leaves[number], self.entries[number]
+        if len(replica_numbers) < leaf.shape[axis]:  # other replicas have no rows; the gradient of their entries is 0
+            leaf = leaf.index_select(axis, torch.tensor(replica_numbers, device=leaf.device))
+        return leaf, Shard(axis, (1,) * len(replica_numbers))
 
     def _with_leaves(
         self, leaves: Sequence[Any], *, rebuild_all: bool = False
@@ -231,15 +291,19 @@ def _placed(shard: Any, index: int, place: Place) -> Any:
 
 
 def scattered(
-    arguments: Arguments, devices: Sequence[torch.device], sizes: Sequence[int]
+    arguments: Arguments,
+    devices: Sequence[torch.device],
+    sizes: Sequence[int],
+    replica_numbers: Sequence[int] | None = None,
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Return the (positional, keyword) inputs of each device: `sizes[i]` rows, copied there; differentiable.
 
     They are copies even where the device is the same, so that a module that writes into its input writes into its own.
+    The devices are those of the replicas `replica_numbers`; None: of the first ones.
     """
 
     def place(tensor: torch.Tensor, placement: Placement) -> list[Any]:
         parts = [placement.part(tensor, i) for i in range(len(devices))]
         return [p if p is None else _devices.copied_to(p, device) for p, device in zip(parts, devices, strict=True)]
 
-    return arguments.deal(sizes, place)
+    return arguments.deal(sizes, place, range(len(sizes)) if replica_numbers is None else replica_numbers)

@@ -58,7 +58,7 @@ class Outputs:
         """Match outputs; `sizes` are the replicas' rows, None if unknown (then there is no "mean")."""
         self.groups: list[Group] = []
         self._first = outputs[0]
-        self._sizes = sizes
+        self._means_over = sizes if rules.amounts is None else rules.amounts
         self._paths, self._given = ["output"], [tuple(outputs)]
         self._is_tensor = _TENSOR.issuperset(map(type, outputs))
         if self._is_tensor and isinstance(rules.scalars, str) and (rules.out_dims is ... or _is_axis(rules.out_dims)):
@@ -181,8 +181,8 @@ class Outputs:
                     "divide outside."
                 )
             amounts = [float(value) for value in given]  # on an accelerator, waits for it
-        elif self._sizes is not None:
-            amounts = [float(size) for size in self._sizes]
+        elif self._means_over is not None:
+            amounts = [float(amount) for amount in self._means_over]
         else:
             raise ValueError(
                 'scalars="mean": the number of rows of each replica is not known here; gather inside forward'

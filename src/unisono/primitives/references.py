@@ -5,6 +5,9 @@ a bound method (`self.op = self._forward_fast`), a list of layers that is no Mod
 closes over `self`, a hook, the flat weights of an RNN. Unchanged, such an attribute would run the live module inside a
 replica: on the wrong device, and its gradients would be lost.
 
+One kind of reference stays: that of a hook to the very module that it is registered for, in code that is not the
+model's own (`observes`).
+
 `references` finds what a value refers to; `rebind` returns the value with each live object replaced by the replica's.
 Both search the same places: containers, bound methods, partials, functions' closures and defaults, weak references and
 proxies. They do not search objects of other classes, containers of more than `LARGE` items (such as a vocabulary), or
@@ -12,11 +15,13 @@ more than `DEEP` levels; what they miss is found in the output's graph (engines/
 """
 
 import copy
+import dis
 import functools
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Container, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -126,6 +131,57 @@ def rebind(value: Any, replacements: Mapping[int, Any], memo: dict[int, Any] | N
         if any(id(reference) in replacements for reference in references(value)):
             memo[id(value)] = _rebuilt(value, replacements, memo)
     return memo[id(value)]
+
+
+def observes(hook: Any, module: nn.Module, own_code: Container[tuple[str, str]]) -> bool:
+    """Return whether a hook of `module`, from outside of the model, has `module` itself as a key.
+
+    A hook is given the module that runs, in a replica the replica's. One that has its module in a variable besides, and
+    uses that only as a key (`saved[layer] = output`), notes what it has seen for a caller that looks it up by the same
+    key (captum's layer methods do). So it has to stay the caller's. One that takes or sets attributes of the variable,
+    or hands it on, means the module that runs. In the model's own code such a reference is `self`, and means that too.
+
+    Args:
+        own_code: module and qualified name of each class of the model.
+    """
+    return any(_has_as_key(part, module) and not _is_within(part, own_code) for part in _reachable(hook))
+
+
+def _has_as_key(function: Any, module: nn.Module) -> bool:
+    """Return whether variables of a function are `module`, and all that it does with them is to use them as a key.
+
+    A variable is one of an enclosing function, a parameter with a default, or one that a partial gives.
+    """
+    values: dict[str, Any] = {}
+    if isinstance(function, functools.partial) and isinstance(function.func, types.FunctionType):
+        values = {**dict(zip(function.func.__code__.co_varnames, function.args, strict=False)), **function.keywords}
+        function = function.func
+    if not isinstance(function, types.FunctionType):
+        return False
+    code, defaults = function.__code__, function.__defaults__ or ()
+    with_default = code.co_varnames[: code.co_argcount][code.co_argcount - len(defaults) :]
+    values = {**dict(zip(with_default, defaults, strict=True)), **(function.__kwdefaults__ or {}), **values}
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    values.update((name, cell.cell_contents) for name, cell in cells if _is_set(cell))
+    names = {name for name, value in values.items() if value is module}
+    uses = [
+        following.opname in _KEY_USES or following.argrepr == "[]"  # the latter: since Python 3.14
+        for instruction, following in pairwise(dis.get_instructions(code))
+        if instruction.opname.startswith("LOAD_") and instruction.argval in names
+    ]
+    return bool(uses) and all(uses)
+
+
+_KEY_USES = {"BINARY_SUBSCR", "STORE_SUBSCR", "DELETE_SUBSCR", "CONTAINS_OP"}
+
+
+def _is_within(function: Any, classes: Container[tuple[str, str]]) -> bool:
+    """Return whether a function, or that of a partial, is defined in a method of one of the classes."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    names = getattr(function, "__qualname__", "").split(".")
+    place = getattr(function, "__module__", "")
+    return any((place, ".".join(names[:end])) in classes for end in range(1, len(names)))
 
 
 def referent(proxy: Any) -> Any:

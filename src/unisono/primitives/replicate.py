@@ -6,7 +6,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from unisono.primitives.blueprint import Blueprint, check_initialized, collector_paused
+from unisono.primitives.blueprint import Blueprint, check_initialized, collector_paused, warn_of_observers
 from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
 from unisono.runtime.devices import DeviceLike
@@ -58,6 +58,7 @@ def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -
                 tensors[key] = _devices.copy_to(constant, device)
             (root, *_), _ = blueprint.stamp(tensors)
             replicas.append(root)
+        warn_of_observers(blueprint, targets)
     return replicas  # type: ignore[return-value]
 
 
@@ -106,21 +107,26 @@ class unchanged_on_failure:  # noqa: N801 - a context manager, as a class becaus
     """Restores the buffers if the block raises: a step that fails changes nothing.
 
     Attributes:
-        buffers: these.
+        buffers: these, in lists of one kind each (`torch_private.of_one_kind`).
         before: copies of them from when the block began.
     """
 
-    before: list[torch.Tensor]
+    before: list[list[torch.Tensor]]
 
-    def __init__(self, buffers: Iterable[torch.Tensor]) -> None:
-        self.buffers = list(buffers)
+    def __init__(self, buffers: Sequence[list[torch.Tensor]]) -> None:
+        self.buffers = buffers
 
     def __enter__(self) -> None:
-        self.before = torch_private.clones(self.buffers)
+        self.before = [*map(torch_private.clones, self.buffers)]
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            write_values(self.buffers, self.before)
+            self.restore()
+
+    def restore(self) -> None:
+        """Write the copies into the buffers."""
+        for buffers, before in zip(self.buffers, self.before, strict=True):
+            write_values(buffers, before)
 
 
 def write_values(tensors: Iterable[torch.Tensor], values: Iterable[torch.Tensor]) -> None:

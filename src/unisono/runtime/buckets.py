@@ -210,17 +210,19 @@ def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(torch.empty_like(tensor, device="meta").stride())
 
 
-def fingerprint(flat: torch.Tensor) -> torch.Tensor:
-    """Return a hash of the bits of `flat`: a change of one entry always changes it, of several almost surely.
+def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a hash of a plain tensor's bits: a change of one entry always changes it, of several almost surely.
 
-    The bits are read as 32-bit integers. Each is multiplied by an odd weight that depends on its position, and the
-    products are summed modulo 2^64; so a change of one of them always shows. The result is on the device of `flat`.
+    The bits are read as 32-bit integers, in the order of the axes, whatever the strides. Each is multiplied by an odd
+    weight that depends on its position, and the products are summed modulo 2^64; so a change of one of them always
+    shows. The result is on the tensor's device.
     """
-    octets = flat.detach().view(torch.uint8)
+    entries = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    octets = entries.view(-1).view(torch.uint8)
     end = len(octets) // 4 * 4
     parts = [*torch.split(octets[:end].view(torch.int32), _CHUNK), octets[end:].to(torch.int32)]
-    weights = _weights(flat.device)
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    weights = _weights(octets.device)
+    total = torch.zeros((), dtype=torch.int64, device=octets.device)
     for part in parts:
         total = total * 0x5851F42D4C957F2D + (part * weights[: len(part)]).sum()
     return total

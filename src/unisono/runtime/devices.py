@@ -647,7 +647,7 @@ def rows_on(
     if tensor.device != _CPU or not has_streams(device):
         there = tensor[rows]
         return there.to(device) if into is None else into.copy_(there)
-    pinned = torch.empty(len(rows), *tensor.shape[1:], dtype=tensor.dtype, pin_memory=True)
+    pinned = torch.empty(len(rows), *tensor.shape[1:], dtype=tensor.dtype, device="cpu", pin_memory=True)
     torch.index_select(tensor, 0, rows, out=pinned)
     return pinned.to(device, non_blocking=True) if into is None else into.copy_(pinned, non_blocking=True)
 
@@ -671,6 +671,11 @@ def has_tf32(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def has_fast_bfloat16(device: torch.device) -> bool:
+    """Return whether a device computes products in bfloat16 faster than in float32: the GPUs that have TF32, too."""
+    return has_tf32(device)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ Guarantees
     - Every replica gets the values of all replicas, in replica order.
     - The replicas request the same all-gathers in the same order. Where the data leads them different ways, the lowest
       replica that waits raises an error that says where each replica is.
+    - Changes of the process's state (process_state.py) need the replicas that still run: the values are theirs.
     - No replica waits for ever. When a replica has failed, every other one goes on to its own end with its own values:
       the caller gets the error, and what the others compute is dropped.
 
@@ -48,6 +49,11 @@ class Purpose(enum.Enum):
         'random numbers of one device (randomness="one_device") need every replica, and the replicas went different '
         "ways: {ways}. Let all replicas draw the same things in the same order, whatever their rows are. Or make the "
         'wrapper with randomness="per_replica".'
+    )
+    PROCESS_STATE = (
+        "torch keeps what forward sets here once a process, so all replicas change it together, and the replicas went "
+        "different ways: {ways}. Let all replicas make the same changes in the same order, whatever their rows are "
+        '(set it around the model, for all of them), or use engine="processes".'
     )
 
 
@@ -94,8 +100,8 @@ class Request(NamedTuple):
     """What a replica submits to take part in an all-gather.
 
     Attributes:
-        name: of the batch norm, or of the operation that draws.
-        value: the replica's value.
+        name: of the batch norm, of the operation that draws, or of the change.
+        value: the replica's value; for a change, whether an exception is on its way through the replica.
         forward: in backward, the number of the all-gather in forward that this is the backward of.
         purpose: what it is for.
     """
@@ -111,7 +117,7 @@ class Request(NamedTuple):
         return self.purpose, self.name, self.forward
 
     def __str__(self) -> str:
-        if self.purpose is Purpose.DRAW:
+        if self.purpose is not Purpose.BATCH_NORM:
             return self.name
         return (
             f"the batch norm of {self.name}"
@@ -192,6 +198,7 @@ class LocalExchange(Exchange):
         self.error: BaseException | None = None
         self._condition = threading.Condition()
         self._withdrawn: set[int] = set()
+        self._cut_off: dict[int, str] = {}  # replicas whose changes of the process's state are not made, and why
         self._present = set(range(num_replicas))  # have not withdrawn
         self._waiting: dict[int, tuple[Request, Callable[[Response], None]]] = {}  # by replica
 
@@ -247,27 +254,43 @@ class LocalExchange(Exchange):
             self._waiting.pop(index, None)
             self.all_withdrawn = not self._present
             self._respond()
+            error = self._cut_off.pop(index, None)
+        if error is not None and not failed:
+            raise RuntimeError(error)  # it went on, under settings that may not be its own
+
+    def is_last(self, index: int) -> bool:
+        """Return whether all other replicas have withdrawn."""
+        return self._present == {index}
 
     def _respond(self) -> None:
         """Respond to the replicas that wait, if all wait that have not withdrawn, or if one has failed."""
         if not self._waiting or not (self.failed or self._present <= self._waiting.keys()):
             return
-        waiting, self._waiting = dict(sorted(self._waiting.items())), {}
-        requests = {index: request for index, (request, _) in waiting.items()}
+        requests = {index: request for index, (request, _) in sorted(self._waiting.items())}
         for index, response in self._responses(requests).items():
-            _, callback = waiting[index]
+            _, callback = self._waiting.pop(index)
             callback(response)
         self._condition.notify_all()
 
     def _responses(self, requests: Mapping[int, Request]) -> dict[int, Response]:
+        changes = {i: request for i, request in requests.items() if request.purpose is Purpose.PROCESS_STATE}
+        if changes and (self.failed or len(changes) == len(requests)):
+            others = {i: request for i, request in requests.items() if i not in changes}
+            return self._changes(changes) if not others else self._responses(others)
         alone: dict[int, Response] = {i: Result({i: request.value}, next(_numbers)) for i, request in requests.items()}
         if self.failed:
             return alone
         if self._withdrawn or len({request.key for request in requests.values()}) > 1:
             self.failed = True
-            lowest = min(requests)
+            lowest = min(requests, key=lambda i: (not (i in changes and requests[i].value), i))
             text = requests[lowest].purpose.value.format(ways=_ways(requests, self._withdrawn))
-            return {**alone, lowest: text}
+            own: Response = text
+            if lowest in changes:
+                self._cut_off[lowest] = text
+                self._present.discard(lowest)
+                if requests[lowest].value:  # it raises already: its own error says more
+                    own = Result({}, next(_numbers))
+            return {i: response for i, response in {**alone, lowest: own}.items() if i not in changes or i == lowest}
         values = {index: request.value for index, request in requests.items()}
         if self._cross_process is not None:
             try:
@@ -277,6 +300,25 @@ class LocalExchange(Exchange):
                 self._condition.notify_all()
                 raise
         return dict.fromkeys(requests, Result(values, next(_numbers)))
+
+    def _changes(self, requests: Mapping[int, Request]) -> dict[int, Response]:
+        """Respond to replicas that wait to change the state of the process, where none waits for anything else.
+
+        If they want different changes, one is cut off: one that raises already, else the lowest, which then does. What
+        it has entered, the other ones leave.
+        """
+        cut_off: dict[int, Response] = {i: Result({}, next(_numbers)) for i in requests if i in self._cut_off}
+        if cut_off or not self._present <= requests.keys():
+            return cut_off
+        if len({request.key for request in requests.values()}) == 1:
+            values = {i: request.value for i, request in requests.items()}
+            return dict.fromkeys(requests, Result(values, next(_numbers)))
+        self.failed = True
+        lowest = min(requests, key=lambda i: (not requests[i].value, i))
+        text = Purpose.PROCESS_STATE.value.format(ways=_ways(requests, self._withdrawn))
+        self._cut_off[lowest] = text
+        self._present.discard(lowest)
+        return {lowest: Result({}, next(_numbers)) if requests[lowest].value else text}
 
 
 def _ways(requests: Mapping[int, Request], ended: Set[int]) -> str:
@@ -327,6 +369,7 @@ def taking_part(exchange: Exchange | None, index: int) -> Iterator[None]:
     _thread.exchange = exchange
     if isinstance(exchange, LocalExchange):
         exchange.threads[index] = threading.get_ident()
+        _thread.outermost = exchange
     failed = True
     try:
         yield
@@ -334,12 +377,18 @@ def taking_part(exchange: Exchange | None, index: int) -> Iterator[None]:
     finally:
         _thread.exchange = before
         if exchange is not None:
+            _thread.outermost = None
             exchange.withdraw(index, failed=failed)
 
 
 def current_exchange() -> Exchange | None:
     """Return the exchange in which the calling thread takes part; None if it takes part in none."""
     return getattr(_thread, "exchange", None)
+
+
+def replica_exchange() -> LocalExchange | None:
+    """Return the exchange of the calling thread's replica, also inside a wrapper within it, which has none."""
+    return getattr(_thread, "outermost", None)
 
 
 _thread = threading.local()

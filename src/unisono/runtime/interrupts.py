@@ -1,25 +1,27 @@
-"""Ctrl-C cannot split a critical section: it is raised when the section ends, or where the section waits or calls back.
+"""A signal's handler cannot split a critical section: it runs at its end, or where the section waits or calls back.
 
-Python raises KeyboardInterrupt in the main thread between any two calls. In code that holds a lock, has borrowed a
+Python runs handlers in the main thread, between any two calls: that of SIGINT raises KeyboardInterrupt, and programs
+set others that raise, such as the time limits of test runners (SIGALRM). In code that holds a lock, has borrowed a
 worker or has set the thread's state, that leaves things half done, and no `finally` helps: it may be interrupted too.
-So a step defers the signal instead, as trio does:
+So a step defers signals instead, as trio does with Ctrl-C:
 
-    forward, backward     @critical           Ctrl-C is noted, and raised at the end
-      the user's module     @interruptible      Ctrl-C is raised at once, as in the plain module
+    forward, backward     @critical           the signal is noted, and handled at the end
+      the user's module     @interruptible      handled at once, as in the plain module
         our own hooks         @uninterruptible    noted again: locks are held here
-      a wait                deliver()           raises what was noted
+      a wait                deliver()           handles what was noted
 
-Whether an interrupt is deferred depends on the functions that are running: the innermost one that is marked decides.
-Marks are on functions, so they cost no call. A section costs four: it puts its own handler of SIGINT in the place of
-the program's, and puts that back.
+Whether a signal is deferred depends on the functions that are running: the innermost one that is marked decides.
+Marks are on functions, so they cost no call. A section costs two for each handled signal: it puts its own handler in
+the place of the program's, and puts that back.
 
 Guarantees
     - What the program's own handler does, it still does, once a signal: default_int_handler raises KeyboardInterrupt,
       another one may only take a note. It is called later, by as much as a section computes.
-    - Where Python does not handle SIGINT (it is ignored, or a C program handles it), and in other threads, where it is
-      never raised, nothing changes.
+    - Where Python does not handle a signal (it is ignored, or a C program handles it), and in other threads, where
+      handlers never run, nothing changes.
 
-Assumes that a wait in a section calls `deliver` several times a second.
+Covers the signals of `_SIGNALS`. Those of sampling profilers (SIGPROF, SIGVTALRM) are left alone: their handlers look
+at the running frame. Assumes that a wait in a section calls `deliver` several times a second.
 """
 
 import functools
@@ -27,10 +29,11 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from signal import SIG_DFL, SIG_IGN, SIGINT
+from collections.abc import Callable, Mapping
+from itertools import repeat
+from signal import SIG_DFL, SIG_IGN, SIGINT, Signals
 from types import CodeType, FrameType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 try:
     from _signal import getsignal, signal  # type: ignore[import-not-found]  # `signal.signal` is three calls around it
@@ -40,27 +43,31 @@ except ImportError:  # another implementation of Python
 P = ParamSpec("P")
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
+Handler: TypeAlias = Callable[[int, FrameType | None], Any]
 
 WAKE_S = 0.1  # how often a wait wakes to deliver: Ctrl-C cannot always wake it (_thread.interrupt_main)
 
-_marked: dict[CodeType, bool] = {}  # whether Ctrl-C may be raised within a function
+# The rest are named where the system has them.
+_SIGNALS = (SIGINT, *(s for s in Signals if s.name in ("SIGALRM", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")))
+
+_marked: dict[CodeType, bool] = {}  # whether a signal may be handled within a function
 
 
 def interruptible(function: F) -> F:
-    """Mark a function of a critical section in which Ctrl-C is raised at once: it calls what the user has written."""
+    """Mark a function of a critical section in which signals are handled at once: it calls the user's code."""
     _marked[function.__code__] = True
     return function
 
 
 def uninterruptible(function: F) -> F:
-    """Mark a function that what the user has written may call, and that Ctrl-C must not split."""
+    """Mark a function that what the user has written may call, and that no signal may split."""
     _marked[function.__code__] = False
     return function
 
 
 @interruptible
 def interruptibly(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call what the user has written, from a critical section: Ctrl-C is raised at once in it."""
+    """Call what the user has written, from a critical section: signals are handled at once in it."""
     return function(*args, **kwargs)
 
 
@@ -69,43 +76,62 @@ def critical(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def section(*args: P.args, **kwargs: P.kwargs) -> T:
-        before = getsignal(SIGINT)
-        if before in _NOT_OURS:
-            return function(*args, **kwargs)
-        if before is _note:  # a section inside another
+        handlers = [*map(getsignal, _SIGNALS)]
+        if _Note in map(type, handlers):  # a section inside another
             try:
                 return function(*args, **kwargs)
             finally:
                 if _state.noted and _is_interruptible(sys._getframe(1)):
                     deliver()
+        ours: dict[int, Any] = {
+            number: handler for number, handler in zip(_SIGNALS, handlers, strict=True) if handler not in _NOT_OURS
+        }
+        if not ours:
+            return function(*args, **kwargs)
+        is_main = True
         try:
-            signal(SIGINT, _note)
-            _state.handler, is_main = before, True
-        except ValueError:  # as every thread but the main one gets
-            is_main = False
+            # In C: between two of them nothing runs but a handler.
+            [*map(signal, ours, map(_Note, repeat(_note), ours.values()))]
+        except BaseException:
+            is_main = threading.current_thread() is threading.main_thread()  # which alone may set handlers
+            if is_main:
+                _restore(ours)
+                raise
+        if not is_main:
+            return function(*args, **kwargs)
         try:
             return function(*args, **kwargs)
         finally:
-            if is_main:
-                inside = signal(SIGINT, before)
-                if inside is not _note:  # the user's code has set another one
-                    signal(SIGINT, inside)
-                if _state.noted:
-                    deliver()
+            _restore(ours)
+            if _state.noted:
+                deliver()
 
     _marked[section.__code__] = False  # type: ignore[attr-defined]  # one code for all sections
     return section
 
 
+def _restore(handlers: Mapping[int, Any]) -> None:
+    """Put the program's handlers back, but where the user's code has set another one meanwhile."""
+    inside: list[Any] = []
+    try:
+        inside += map(signal, handlers, handlers.values())  # in C, as above
+    except BaseException:  # a handler that was back has raised
+        inside += map(signal, [*handlers][len(inside) :], [*handlers.values()][len(inside) :])
+        raise
+    finally:
+        for number, found in zip(handlers, inside, strict=False):
+            if type(found) is not _Note:
+                signal(number, found)
+
+
 def deliver() -> None:
-    """Let the program's handler act on what was noted: KeyboardInterrupt is raised here. To be called while waiting."""
+    """Let the program's handlers act on what was noted: KeyboardInterrupt is raised here. Called while waiting."""
     while _state.noted and threading.get_ident() == _state.main:
-        _state.noted -= 1
-        handler: Any = _state.handler
+        handler, number = _state.noted.pop(0)
         try:
-            handler(SIGINT, sys._getframe(1))
+            handler(number, sys._getframe(1))
         except BaseException:
-            _state.noted = 0  # as where Python finds several at once
+            _state.noted.clear()  # as where Python finds several at once
             raise
 
 
@@ -136,28 +162,36 @@ class at_deletion(zip):  # type: ignore[type-arg]  # noqa: N801 - used like a fu
 
 
 class _State:
-    """What the section of the main thread has noted."""
+    """Of the section of the main thread: the signals that it has noted, each with the program's handler."""
 
-    noted = 0
-    handler: object = None
-    main = 0
+    def __init__(self) -> None:
+        self.noted: list[tuple[Handler, int]] = []
+        self.main = 0
 
 
-def _note(number: int, frame: FrameType | None) -> None:
-    """Handle SIGINT while a section is running."""
+class _Note(functools.partial[None]):
+    """What is in the place of a program's handler while a section is running: `_note` with that handler.
+
+    The user's code may take it for the program's, and put it back, or call it, after the section, or in a forked child.
+    """
+
+
+def _note(handler: Handler, number: int, frame: FrameType | None) -> None:
+    """Note a signal, and handle it if that need not wait."""
     _state.main = threading.get_ident()
-    _state.noted += 1
-    if frame is not None and _is_interruptible(frame):
+    _state.noted.append((handler, number))
+    if _is_interruptible(frame):
         deliver()
 
 
 def _is_interruptible(frame: FrameType | None) -> bool:
+    """Return whether a signal may be handled now: in what is marked so, or where no section is running."""
     while frame is not None:
         mark = _marked.get(frame.f_code)
         if mark is not None:
             return mark
         frame = frame.f_back
-    return False
+    return True
 
 
 _NOT_OURS = (None, SIG_DFL, SIG_IGN)

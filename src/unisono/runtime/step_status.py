@@ -33,6 +33,7 @@ from time import monotonic, time
 import torch
 
 from unisono.runtime import devices as _devices
+from unisono.runtime.regular_files import open_regular
 from unisono.runtime.thread_pool import inside_replica
 from unisono.runtime.timeline import ReplicaTiming
 
@@ -143,7 +144,7 @@ class StepStatus:
         folder.mkdir(mode=0o700, exist_ok=True)
         expect_private(folder)
         path = folder / f"{pid}-{_start_of(pid)}-{_namespace()}-{next(_numbers)}.status"
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        file = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         weakref.finalize(self, _remove, path, file, pid)
         return pid, file
 
@@ -241,10 +242,9 @@ def _read(path: Path) -> Iterator[Published]:
 
 def _content(path: Path) -> bytes:
     """Return the bytes of a file of this user's; those of pipes, links and other users' files are refused."""
-    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    file = open_regular(path, os.O_RDONLY)
     try:
-        found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
+        if os.fstat(file).st_uid != os.getuid():
             raise PermissionError(f"{path} is no file of this user")
         return os.read(file, _MOST_BYTES)
     finally:

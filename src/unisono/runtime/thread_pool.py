@@ -99,6 +99,38 @@ def _all_of(contexts: Sequence[ReplicaContext], index: int) -> Iterator[None]:
         yield
 
 
+class Run:
+    """Replicas that run at the same time, in one call of `run_together`.
+
+    Attributes:
+        num_tasks, timeout_s, names: as they were given.
+        ended: the tasks that have ended, as the keys.
+        on_end: called with the index and the outcome of a task that has ended, in its thread.
+    """
+
+    num_tasks = 0
+    timeout_s: float | None = None
+    names: ReplicaNames | None = None
+    ended: dict[int, bool]
+    on_end: Callable[[int, Outcome[Any]], None] | None = None
+
+
+def before_first_threads(function: Callable[[], None]) -> None:
+    """Call `function` once, before replicas run in threads at the same time for the first time."""
+    _before_first_threads.append(function)
+
+
+_before_first_threads: list[Callable[[], None]] = []
+
+
+def current_run() -> tuple[Run | None, int]:
+    """Return the run in which the calling thread has a task, and which; (None, 0) in none.
+
+    A run inside a task goes on in that task's thread: the outermost one is returned.
+    """
+    return getattr(_thread, "run", (None, 0))
+
+
 def run_together(
     tasks: Sequence[Callable[[], T]],
     devices: Sequence[torch.device],
@@ -122,7 +154,7 @@ def run_together(
         ReplicaTimeout: that time is over. Workers that are still busy are abandoned.
         BaseException: what a task (or Ctrl-C) raised, where that is not an `Exception`.
     """
-    if torch_private.caches_parametrizations():
+    if torch_private.caches_parametrizations() and not inside_replica():
         with torch_private.parametrizations_not_cached():
             return run_together(tasks, devices, around, timeout_s, names)
     if len(tasks) == 1 or inside_replica() or modes_that_stay():
@@ -144,27 +176,44 @@ def _run_in_threads(
     threads_before, threads_each = _thread_counts.begin(devices)
     done: SimpleQueue[tuple[int, Outcome[T]]] = SimpleQueue()
     context = contextvars.copy_context()
+    together = Run()
+    together.num_tasks, together.timeout_s, together.names = len(tasks), timeout_s, names
+    together.ended = {}
 
     def run(index: int) -> Outcome[T]:
         own_context = context.copy()
+        _thread.run = together, index
 
         def in_context() -> T:
             affinity.bind(own_cores[index])
             with around(index), _AsReplica(devices[index], index, threads_each, streams), state.applied():
                 return own_context.run(tasks[index])
 
-        return _outcome(in_context)
+        outcome = _outcome(in_context)
+        try:
+            together.ended[index], _thread.run = True, (None, 0)
+            if together.on_end is not None:
+                together.on_end(index, outcome)
+            return outcome
+        finally:
+            del outcome  # a traceback refers to this frame: nothing in it may refer to an exception
 
     def first() -> T:
+        _thread.run = together, 0
         with around(0), _AsReplica(devices[0], 0, threads_each, streams):
             return tasks[0]()
 
     workers = _pool.borrow(len(tasks) - 1)
     ended: dict[int, Outcome[T]] = {}
+    while _before_first_threads:
+        _before_first_threads.pop()()
     try:
         for i, worker in enumerate(workers, 1):
             worker.inbox.put(_Order(i, [run], done))
         ended[0] = _outcome(first)
+        together.ended[0], _thread.run = True, (None, 0)
+        if together.on_end is not None:
+            together.on_end(0, ended[0])
         _raise_if_urgent(ended[0])
         num_running, progress_at = len(workers), time.monotonic()
         while num_running:
@@ -236,6 +285,8 @@ class Background:
                 self._leave(index)
 
         _backgrounds.add(self)
+        while _before_first_threads:
+            _before_first_threads.pop()()
         num_started = 0
         try:
             for i in range(len(tasks)):
@@ -555,6 +606,7 @@ def _after_fork() -> None:
     _pool.forget()
     _backgrounds.clear()
     _thread_counts.__init__()  # type: ignore[misc]
+    _thread.run = None, 0
     _thread.replica_device, _thread.replica_path = None, ()  # a fork inside a task: the child is no replica
 
 

@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+import torch._functorch.eager_transforms
 import torch.nn.utils.parametrize
 from torch.utils import _python_dispatch
 
@@ -63,6 +64,17 @@ def backward_runs(node: Any) -> bool:
     except AttributeError:
         return True
     except RuntimeError:
+        return False
+
+
+def backward_is_restricted() -> bool:
+    """Return whether the backward pass that is running is for given inputs: then no reentrant checkpoint can run in it.
+
+    Fallback: False. Then such a checkpoint raises torch's error.
+    """
+    try:
+        return not torch.autograd._is_checkpoint_valid()  # type: ignore[no-untyped-call]
+    except AttributeError:
         return False
 
 
@@ -188,6 +200,17 @@ def is_batched(tensor: torch.Tensor) -> bool:
         functorch = torch._C._functorch
         return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
     except (AttributeError, NotImplementedError):
+        return False
+
+
+def is_of_transform(tensor: torch.Tensor) -> bool:
+    """Return whether a `torch.func` transform, active or ended, has made `tensor`: it has no gradient edge then.
+
+    Fallback: False.
+    """
+    try:
+        return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+    except AttributeError:
         return False
 
 
@@ -587,6 +610,150 @@ def flatten_registered(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any
         return None
 
 
+# ---- what torch and Python keep once a process -----------------------------------------------------
+
+# The functions that change it, in the releases of torch that have them: from 2.9 to 2.15 not all do.
+_PROCESS_STATE_SETTERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (
+        torch._C,
+        (
+            *(f"_set_sdp_use_{name}" for name in ("flash", "mem_efficient", "math", "cudnn", "overrideable", "fa3")),
+            *("_set_sdp_priority_order", "_set_math_sdp_allow_fp16_bf16_reduction"),
+            *("_set_default_dtype", "_set_default_tensor_type", "_set_warnAlways", "set_anomaly_enabled"),
+            *("_set_deterministic_algorithms", "_set_deterministic_fill_uninitialized_memory"),
+            *("_set_float32_matmul_precision", "_set_fp32_precision_setter", "_set_check_sparse_tensor_invariants"),
+            *(f"_set_cudnn_{name}" for name in ("enabled", "benchmark", "deterministic", "allow_tf32")),
+            *("_set_cudnn_depthwise_kernel", "_cuda_set_cudnn_benchmark_limit", "_set_miopen_immediate"),
+            *("_set_mkldnn_enabled", "_set_mkldnn_deterministic", "_set_onednn_allow_tf32", "_set_nnpack_enabled"),
+            *(f"_set_cublas_allow_{name}" for name in ("tf32", "fp16_accumulation")),
+            *(f"_set_cublas_allow_{name}_reduced_precision_reduction" for name in ("fp16", "bf16")),
+            "_set_cpu_allow_fp16_reduced_precision_reduction",
+            *(f"_set_{name}_preferred_backend" for name in ("linalg", "blas", "rocm_fa")),
+            "_set_qengine",
+        ),
+    ),
+    (torch, ("set_anomaly_enabled",)),
+    (torch.backends.ContextProp, ("__set__",)),  # torch.backends.cudnn.benchmark = True
+    (torch.autograd.forward_ad, ("enter_dual_level", "exit_dual_level")),
+)
+
+Replacement: TypeAlias = Callable[[str, Callable[..., Any]], Callable[..., Any]]
+
+
+def replace_process_state_setters(replacement: Replacement) -> None:
+    """Replace each function that changes what torch keeps once a process, for good.
+
+    Args:
+        replacement: from a function's name and itself to what is called in its place.
+
+    Fallback: what this release of torch lacks is not replaced.
+    """
+    found = [(owner, name) for owner, names in _PROCESS_STATE_SETTERS for name in names if name in vars(owner)]
+    replacements = [(owner, name, replacement(name, vars(owner)[name])) for owner, name in found]
+    rules: Any = getattr(sys.modules.get("torch._dynamo.trace_rules"), "get_torch_obj_rule_map", None)
+    known = rules() if rules is not None else {}  # what torch.compile knows of functions; else it will learn of ours
+    for owner, name, ours in [*replacements, *_nesting_of_jvp(replacement)]:
+        theirs = vars(owner)[name]
+        if theirs in known:
+            known[ours] = known[theirs]
+        setattr(owner, name, ours)
+
+
+def _nesting_of_jvp(replacement: Replacement) -> Iterator[tuple[Any, str, Any]]:
+    """Yield replacements for the two functions that enter and leave a level of torch.func's forward mode.
+
+    A level is the thread's own, but how many there are is counted once a process.
+    """
+    transforms: Any = torch._functorch.eager_transforms
+    needed = ("enter_jvp_nesting", "exit_jvp_nesting", "_jvp_increment_nesting", "_jvp_decrement_nesting")
+    if not all(hasattr(transforms, name) for name in (*needed, "JVP_NESTING")):
+        return
+
+    def count(by: int) -> None:
+        transforms.JVP_NESTING += by
+
+    count_together = replacement("the nesting of torch.func.jvp", count)
+
+    def enter() -> Any:
+        level = transforms._jvp_increment_nesting()
+        count_together(1)
+        return level
+
+    def leave() -> None:
+        transforms._jvp_decrement_nesting()
+        count_together(-1)
+
+    yield transforms, "enter_jvp_nesting", enter
+    yield transforms, "exit_jvp_nesting", leave
+
+
+def replace_tracing(replacement: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace the method that traces a function with torch.fx, whose state is the process's. Fallback: nothing."""
+    tracer: Any = getattr(getattr(torch, "fx", None), "Tracer", None)
+    if hasattr(tracer, "trace"):
+        original = tracer.trace
+        ours: Any = replacement(original)
+
+        @functools.wraps(original)
+        def trace(self: Any, root: Any, concrete_args: Any = None) -> Any:
+            return ours(self, root, concrete_args)
+
+        tracer.trace = trace
+
+
+def replace_cached_parametrizations(replacement: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace, for good, the generator function behind `torch.nn.utils.parametrize.cached()`.
+
+    So a program that has imported `cached` earlier calls the new one, too. Fallback: nothing happens.
+    """
+    cached: Any = getattr(torch.nn.utils.parametrize, "cached", None)
+    for cell in getattr(cached, "__closure__", None) or ():
+        if cell.cell_contents is cached.__wrapped__:
+            cell.cell_contents = replacement(cached.__wrapped__)
+
+
+@contextlib.contextmanager
+def parametrizations_cached_in(lock: AbstractContextManager[Any], cache_of_thread: Callable[[], Any]) -> Iterator[None]:
+    """Switch the cache of parametrizations on, where each thread may have one of its own.
+
+    Args:
+        cache_of_thread: returns the calling thread's cache: a dict, or None where it has none and uses none. With
+            `NotImplemented` it uses that of the process.
+    """
+    parametrize: Any = torch.nn.utils.parametrize
+    with lock:
+        parametrize._cache_enabled += 1
+        if not isinstance(parametrize._cache, _CacheOfThread):
+            parametrize._cache = _CacheOfThread(parametrize._cache)
+            parametrize._cache.of_thread = cache_of_thread
+    try:
+        yield
+    finally:
+        with lock:
+            parametrize._cache_enabled -= 1
+            if not parametrize._cache_enabled:
+                parametrize._cache = {}
+
+
+class _CacheOfThread(dict[Any, Any]):
+    """The cache of parametrizations, keyed by the live module. Replicas are other modules, so each has its own."""
+
+    of_thread: Callable[[], Any]
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        own = self.of_thread()
+        if own is NotImplemented:
+            return super().get(key, default)
+        return default if own is None else own.get(key, default)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        own = self.of_thread()
+        if own is NotImplemented:
+            super().__setitem__(key, value)
+        elif own is not None:
+            own[key] = value
+
+
 # ---- TorchScript ---------------------------------------------------------------------------------
 #
 # A ScriptModule's state is in a TorchScript object, its `_c`; the Python object around it has views of that state where
@@ -728,12 +895,24 @@ def flattened(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 def clones(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return a clone of each tensor, in one call instead of one for each. Fallback: one for each."""
-    if tensors and {torch.Tensor}.issuperset(map(type, tensors)):
+    if {*map(type, tensors)} == {torch.Tensor}:
         try:
             return list(torch._foreach_clone(tensors))
         except AttributeError:
             pass
     return [tensor.clone() for tensor in tensors]
+
+
+def of_one_kind(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Return tensors in lists of one dtype and device each, in which they keep their order.
+
+    For the functions above: torch's CUDA kernels take one such list at once. Given several dtypes, as those of batch
+    norm's buffers, torch launches a kernel for each tensor.
+    """
+    lists: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        lists.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return list(lists.values())
 
 
 # ---- random numbers ------------------------------------------------------------------------------
@@ -972,6 +1151,16 @@ def default_group_unbound() -> Iterator[None]:
         yield
     finally:
         default.bound_device_id = device
+
+
+def load_checkpoints() -> None:
+    """Load what torch.utils.checkpoint loads when it is first called: torch's compiler, 70 MB of it.
+
+    Where memory is short, that fails in the middle, and modules that are half imported can be used no more. So it is to
+    be called before. Fallback: nothing; then the first checkpoint loads what it needs.
+    """
+    with contextlib.suppress(ImportError):
+        importlib.import_module("torch._dynamo")
 
 
 def abort_group(group: Any) -> None:

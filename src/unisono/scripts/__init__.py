@@ -1,1 +1,1 @@
-"""How does an unmodified script get unisono' replicas: torch's names replaced, the script run, its rows counted."""
+"""How does an unmodified script get unisono's replicas: torch's names replaced, the script run, its rows counted."""

@@ -29,6 +29,8 @@ class Report:
 
     Attributes:
         devices: those of each wrapper, in the order in which they were made.
+        not_replaced: wrappers that stayed torch's own, because they were made through a reference that `install` did
+            not find: their classes, and where they were made.
         functions: how often data_parallel and the verbs were called, by name.
         forwards, rows: of wrappers and of data_parallel, those without gradients too.
         timed_forwards: those of them that an engine ran, on several devices: of these backward is known.
@@ -38,6 +40,7 @@ class Report:
     """
 
     devices: tuple[tuple[torch.device, ...], ...]
+    not_replaced: tuple[str, ...]
     functions: dict[str, int]
     forwards: int
     rows: int
@@ -55,6 +58,7 @@ class Activity:
         self._lock = threading.Lock()
         self._thread = threading.local()
         self._devices: list[tuple[torch.device, ...]] = []
+        self._not_replaced: dict[str, None] = {}  # a set in order
         self._functions: Counter[str] = Counter()
         self._forwards = self._rows = self._timed_forwards = 0
         self._started: float | None = None
@@ -64,6 +68,10 @@ class Activity:
     def add_wrapper(self, devices: list[torch.device]) -> None:
         with self._lock:
             self._devices.append(tuple(devices))
+
+    def add_not_replaced(self, wrapper: str) -> None:
+        with self._lock:
+            self._not_replaced[wrapper] = None
 
     def add_call(self, function: str) -> None:
         with self._lock:
@@ -120,6 +128,7 @@ class Activity:
         with self._lock:
             return Report(
                 devices=tuple(self._devices),
+                not_replaced=tuple(self._not_replaced),
                 functions=dict(self._functions),
                 forwards=self._forwards,
                 rows=self._rows,

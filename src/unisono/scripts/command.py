@@ -16,7 +16,7 @@ from unisono.console.options import shares
 from unisono.distributed.environment import started_by_launcher
 from unisono.primitives.split_sizes import check_shares
 from unisono.runtime import devices as _devices
-from unisono.scripts import summary
+from unisono.scripts import summary, trainer
 from unisono.scripts.gpu_count import counted_as_gpus, counts_gpus
 from unisono.scripts.install import Installation, install
 from unisono.scripts.main_program import ProgramError, find_module, find_script, run_program
@@ -27,7 +27,7 @@ SUMMARY = "run a script of yours with unisono in the place of torch.nn.DataParal
 
 DESCRIPTION = """\
 Run a script that is left as it is: torch.nn.DataParallel, data_parallel, replicate, scatter, parallel_apply and gather
-in it are unisono'. The options come before the script and hold for every wrapper that it makes; what follows the
+in it are unisono's. The options come before the script and hold for every wrapper that it makes; what follows the
 script is its own. At the end one line on standard error says which devices it used, how many rows a second, and where
 the time went.
 """
@@ -184,7 +184,8 @@ class _Ending:
         if self._as_json:
             text = summary.record(report, self._engine, self.status, _world_size())
         else:
-            hidden = not self._counts_replicas and any(map(counts_gpus, self._codes))
+            asks = any(map(counts_gpus, self._codes)) or trainer.is_imported()
+            hidden = asks and not self._counts_replicas
             line = summary.line(report, self._engine, _world_size(), _advice() if hidden else None)
             text = f"unisono run: {line}"
         with contextlib.suppress(AttributeError, ValueError, OSError):

@@ -1,8 +1,9 @@
-"""install: from here on torch's DataParallel, data_parallel and the four verbs are unisono', in the whole program.
+"""install: from here on torch's DataParallel, data_parallel and the four verbs are unisono's, in the whole program.
 
-Names are replaced, not classes changed: in torch's modules that have them, and in the modules of the program that have
-imported them already. `uninstall` puts torch's back in both. What is torch's own use of them (DistributedDataParallel,
-torch.compile) stays as it is.
+References are replaced: the names in torch's modules, and whatever the modules of the program have taken already
+(`replacement`). `uninstall` puts torch's back in both. What is torch's own use of them (DistributedDataParallel,
+torch.compile) stays as it is. Of torch's class only `__init__` changes: it notes who makes torch's own wrapper, through
+a reference that was not found.
 
 Assumes that one thread installs, while no other imports.
 """
@@ -25,6 +26,7 @@ from unisono.primitives.scatter_gather import gather, scatter, scatter_kwargs
 from unisono.runtime import devices as _devices
 from unisono.runtime.devices import DeviceLike
 from unisono.runtime.errors import log_once
+from unisono.scripts import replacement, trainer
 from unisono.scripts.activity import Report
 from unisono.scripts.wrapper import TORCHS_MODULE, DataParallel, Settings, set_settings, settings
 
@@ -52,7 +54,7 @@ def install(
     sync_batch_norm: bool = False,
     randomness: str = "per_replica",
 ) -> "Installation":
-    """Let torch's DataParallel, data_parallel, replicate, scatter, parallel_apply and gather mean unisono'.
+    """Let torch's DataParallel, data_parallel, replicate, scatter, parallel_apply and gather mean unisono's.
 
         >>> with unisono.install(["cpu", "cpu"]):
         ...     model = torch.nn.DataParallel(torch.nn.Linear(5, 2))  # in any module of the program
@@ -61,8 +63,9 @@ def install(
         [15, 15]
 
     `unisono run script.py` does this for a script that is left as it is. Options hold for every wrapper that is made
-    from then on. Names that a module has imported already are replaced too; an object that was made before, and a
-    subclass that was defined before, stay torch's. A second call only changes the options.
+    from then on. What the program's modules have imported already is replaced too, also in containers, default
+    arguments, partials, closures and class attributes; an object that was made before, and a subclass that was defined
+    before, stay torch's. A second call only changes the options.
 
     Args:
         device_ids: the devices of every wrapper, whatever the script names. A device's number, as the verbs take it, is
@@ -86,11 +89,13 @@ def install(
     now = settings()
     if now is not None:
         set_settings(Settings(devices, options, now.activity))
-        return Installation(())
+        return Installation((), now)
     classes = [cls for cls in _torchs["DataParallel"].__subclasses__() if cls is not OwnDataParallel]
     if classes:
         log_once(_DEFINED_BEFORE.format(classes=", ".join(sorted(f"{c.__module__}.{c.__qualname__}" for c in classes))))
     set_settings(Settings(devices, options))
+    type.__setattr__(_torchs["DataParallel"], "__init__", _noted_init)
+    trainer.adapt_when_imported()
     return Installation(_replace(_torchs, _ours))
 
 
@@ -103,16 +108,19 @@ class Installation:
         >>> installed.uninstall()
 
     Attributes:
-        replaced: the names, as `module.name`; none if it was installed already.
+        replaced: what was replaced, as `module.name` or `module.name['key']`; nothing if it was installed already.
     """
 
-    def __init__(self, replaced: tuple[str, ...]) -> None:
+    def __init__(self, replaced: tuple[str, ...], before: Settings | None = None) -> None:
         self.replaced = replaced
+        self._before = before  # what held, if it was installed already
 
     def uninstall(self) -> None:
         """Put torch's names back, in every module; does nothing if they are back already."""
         set_settings(None)
+        type.__setattr__(_torchs["DataParallel"], "__init__", _torchs_init)
         _replace(_ours, _torchs)
+        trainer.stop_waiting()
 
     def report(self) -> Report | None:
         """Return what wrappers have done so far; None after `uninstall`."""
@@ -123,31 +131,38 @@ class Installation:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.uninstall()
+        """Uninstall; or, where unisono was installed already, put the options back that held before."""
+        if self._before is None:
+            self.uninstall()
+        elif settings() is not None:
+            set_settings(self._before)
 
     def __repr__(self) -> str:
         return f"unisono.install: {', '.join(self.replaced) or 'options only, the names were replaced already'}"
 
 
 def _replace(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
-    """Replace what `old` names by what `new` has under the same name, in every module; return where."""
-    replacements = {id(value): new[name] for name, value in old.items()}
+    """Replace what `old` names by what `new` has under the same name; return where.
+
+    In torch's modules these are the names above, in the program's all that refers to one.
+    """
     replaced = []
-    for place, namespace, names in _namespaces():
+    for place, names in _NAMES.items():
+        namespace = vars(sys.modules[place])
         for name in names:
-            if (found := id(namespace.get(name))) in replacements:
-                namespace[name] = replacements[found]
+            if namespace[name] is old[name]:
+                namespace[name] = new[name]
                 replaced.append(f"{place}.{name}")
-    return tuple(replaced)
+    pairs = [(value, new[name]) for name, value in old.items()]
+    return (*replaced, *replacement.replace(pairs, _namespaces()))
 
 
-def _namespaces() -> Iterator[tuple[str, dict[str, Any], list[str]]]:
-    """Yield modules, and the names in them that may be replaced: of torch's those above, of the program's all."""
+def _namespaces() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the modules that are neither torch's nor unisono's nor Python's, and the names in them."""
+    others = sys.stdlib_module_names - {"__main__"} | {"torch", "unisono"}
     for place, module in list(sys.modules.items()):
-        if place in _NAMES:
-            yield place, vars(module), _NAMES[place]
-        elif isinstance(module, ModuleType) and place.partition(".")[0] not in ("torch", "unisono"):
-            yield place, module.__dict__, list(module.__dict__)
+        if isinstance(module, ModuleType) and place.partition(".")[0] not in others:
+            yield place, module.__dict__
 
 
 def _place(device: Any, devices: Sequence[torch.device]) -> Any:
@@ -205,6 +220,22 @@ def _installed_data_parallel(*args: Any, **kwargs: Any) -> Any:
 _torchs: dict[str, Any] = {
     name: vars(sys.modules[place])[name] for place, names in reversed(_NAMES.items()) for name in names
 }
+_torchs_init = _torchs["DataParallel"].__init__
+
+
+@functools.wraps(_torchs_init)
+def _noted_init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Make one of torch's own wrappers, which no name leads to any more, and note where that was."""
+    now = settings()
+    if now is not None:
+        caller = sys._getframe(1)
+        while caller.f_back is not None and caller.f_globals.get("__name__", "").startswith("unisono."):
+            caller = caller.f_back
+        name = f"{type(self).__module__}.{type(self).__qualname__}"
+        now.activity.add_not_replaced(f"{name} ({caller.f_code.co_filename}:{caller.f_lineno})")
+    _torchs_init(self, *args, **kwargs)
+
+
 _ours: dict[str, Any] = {
     "DataParallel": DataParallel,
     "data_parallel": _installed_data_parallel,

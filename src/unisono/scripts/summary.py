@@ -20,7 +20,7 @@ def line(report: Report, engine: str, world_size: int = 1, advice: str | None = 
         world_size: how many processes run the script; the report is that of rank 0.
         advice: for a script that has made no wrapper.
     """
-    if not report.devices and not report.functions:
+    if not report.devices and not report.functions and not report.not_replaced:
         return f"{_NO_WRAPPER}. {advice}" if advice else _NO_WRAPPER
     parts = [f"rank 0 of {world_size}"] if world_size > 1 else []
     if report.devices:
@@ -37,6 +37,8 @@ def line(report: Report, engine: str, world_size: int = 1, advice: str | None = 
             parts.append(", ".join(f"{name} {share:.0%}" for name, share in phases(report).items()))
     elif report.devices:
         parts.append("no forward")
+    if report.not_replaced:
+        parts.append(f"not replaced, and torch's own: {', '.join(report.not_replaced)}")
     return "; ".join(parts)
 
 
@@ -60,6 +62,7 @@ def record(report: Report, engine: str, status: int, world_size: int = 1) -> str
     """Return the same for machines: one line of JSON."""
     content: dict[str, Any] = {
         "wrappers": [[str(device) for device in devices] for devices in report.devices],
+        "not_replaced": list(report.not_replaced),
         "engine": engine,
         "functions": report.functions,
         "forwards": report.forwards,

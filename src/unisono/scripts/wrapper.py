@@ -1,28 +1,37 @@
-"""The class that torch.nn.DataParallel is while unisono is installed: unisono' own, with torch's arguments.
+"""The class that torch.nn.DataParallel is while unisono is installed: unisono's own, with torch's arguments.
 
 What it is pickled as is torch's: the name of torch's class, and the attributes that torch's has. So a plain program
 loads what a program with unisono installed has saved, as torch's wrapper, and the other way round: where unisono
 is installed the name leads here, and the wrapper is made anew, with the options of that program.
+
+A subclass of torch's wrapper that was defined before stays torch's, and may call torch's methods by name,
+`DataParallel.forward(self, x)`. The name means this class now, so these methods are torch's for objects that are not of
+this class.
 """
 
 import copyreg
+import functools
 import importlib
+import sys
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import GenericAlias
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from unisono.data_parallel import DataParallel as OwnDataParallel
+from unisono.engines.base import Call
+from unisono.primitives.measured_shares import MeasuredShares
 from unisono.runtime import devices as _devices
 from unisono.runtime.devices import DeviceLike
 from unisono.scripts.activity import Activity
 from unisono.wrapper import accept_clean_names
 
 TORCHS_MODULE = "torch.nn.parallel.data_parallel"
+_Torchs: Any = vars(sys.modules[TORCHS_MODULE])["DataParallel"]  # before anything is installed
 _GIVEN = "_unisono_given"  # in a pickle, what the wrapper was made with; torch's wrapper does not read it
 
 
@@ -54,9 +63,53 @@ def set_settings(new: Settings | None) -> None:
     _installed[:] = [new] if new is not None else []
 
 
-class DataParallel(OwnDataParallel):
-    """See `unisono.DataParallel`; devices and options are those of `unisono.install`, if they are given there."""
+def _installed_devices() -> tuple[torch.device, ...] | None:
+    now = settings()
+    return None if now is None else now.devices
 
+
+def _device_ids(wrapper: OwnDataParallel, value: Any) -> Any:
+    if wrapper._is_made() and _installed_devices() is not None:  # they hold, whatever the script names
+        return wrapper.device_ids
+    return OwnDataParallel._options["device_ids"](wrapper, value)
+
+
+def _output_device(wrapper: OwnDataParallel, value: Any) -> Any:
+    devices = _installed_devices()
+    if "_given" in wrapper.__dict__:
+        device_ids, _, dim = wrapper._given
+        wrapper.__dict__["_given"] = (device_ids, value, dim)
+    return OwnDataParallel._options["output_device"](wrapper, value if devices is None else _kept(value, devices))
+
+
+# Torch's wrapper has no such options: a script's subclass may have attributes with these names.
+_NOT_TORCHS = ("engine", "loss", "process_group")
+
+
+def _verb(name: str) -> Callable[..., Any]:
+    """Return a verb of ours; for an object of torch's class, torch's."""
+    own, torchs = getattr(OwnDataParallel, name), getattr(_Torchs, name)
+
+    @functools.wraps(own)
+    def verb(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return (own if isinstance(self, DataParallel) else torchs)(self, *args, **kwargs)
+
+    return verb
+
+
+class DataParallel(OwnDataParallel):
+    """See `unisono.DataParallel`; devices and options are those of `unisono.install`, if they are given there.
+
+    Attributes:
+        adjust_plan: from a function that plans a call with the inputs it is given, and the inputs, to a plan in which
+            0-dim outputs are joined in another way; None: they are joined as `scalars` says.
+    """
+
+    _options: ClassVar[Mapping[str, Callable[[Any, Any], Any]]] = {
+        **{name: check for name, check in OwnDataParallel._options.items() if name not in _NOT_TORCHS},
+        "device_ids": _device_ids,
+        "output_device": _output_device,
+    }
     __class_getitem__: Any = classmethod(GenericAlias)  # torch's is generic: `nn.DataParallel[Model]`
 
     def __init__(
@@ -66,22 +119,43 @@ class DataParallel(OwnDataParallel):
         output_device: DeviceLike | None = None,
         dim: int = 0,
     ) -> None:
+        if not isinstance(self, DataParallel):
+            _Torchs.__init__(self, module, device_ids, output_device, dim)
+            return
         before = set(self.__dict__)
         given = (None if device_ids is None else list(device_ids), output_device, dim)
         now = settings() or Settings()
         if now.devices is not None:
             device_ids, output_device = now.devices, _kept(output_device, now.devices)
         super().__init__(module, device_ids, output_device, dim, **now.options)
+        self.adjust_plan: Callable[[Callable[[dict[str, Any]], Call], dict[str, Any]], Call] | None = None
         own = self.__dict__.keys() - before - nn.Module().__dict__.keys()
         self.__dict__["_given"] = given
         self.__dict__["_own_names"] = frozenset({*own, "_given", "_own_names"})
         now.activity.add_wrapper(self.devices)
 
+    scatter, replicate, parallel_apply, gather = map(_verb, ("scatter", "replicate", "parallel_apply", "gather"))
+
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, DataParallel):
+            return _Torchs.forward(self, *inputs, **kwargs)
         now = settings()
         if now is None:
             return super().forward(*inputs, **kwargs)
         return now.activity.measure(super().forward, inputs, kwargs, self.dim, self._engine.timings)
+
+    def _plan(
+        self,
+        method: str | None,
+        inputs: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        measured: MeasuredShares | None = None,
+        is_timed: bool = False,
+    ) -> Call:
+        def plan(kwargs: dict[str, Any]) -> Call:
+            return OwnDataParallel._plan(self, method, inputs, kwargs, measured, is_timed)
+
+        return plan(kwargs) if self.adjust_plan is None else self.adjust_plan(plan, kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in self.__dict__.items() if name not in self._own_names}
@@ -95,7 +169,11 @@ class DataParallel(OwnDataParallel):
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
         module = state["_modules"]["module"]
-        given = state.pop(_GIVEN, None) or (_device_ids(state, module), state.get("output_device"), state.get("dim", 0))
+        given = state.pop(_GIVEN, None) or (
+            _pickled_device_ids(state, module),
+            state.get("output_device"),
+            state.get("dim", 0),
+        )
         DataParallel.__init__(self, module, *given)
         own_hooks = self.__dict__["_load_state_dict_pre_hooks"]
         self.__dict__.update({name: value for name, value in state.items() if name not in self._own_names})
@@ -104,6 +182,9 @@ class DataParallel(OwnDataParallel):
     def __reduce_ex__(self, protocol: Any) -> Any:
         pickled_as = _TorchsClass() if type(self) is DataParallel else type(self)
         return copyreg._reconstructor, (pickled_as, object, None), self.__getstate__()  # type: ignore[attr-defined]
+
+
+DataParallel._has_own_verbs = DataParallel
 
 
 def _kept(output_device: DeviceLike | None, devices: Sequence[torch.device]) -> torch.device | None:
@@ -127,7 +208,7 @@ def _torchs_attributes(
     return {"device_ids": ids, "output_device": output, "dim": dim, "src_device_obj": devices[0]}
 
 
-def _device_ids(state: dict[str, Any], module: nn.Module) -> list[Any] | None:
+def _pickled_device_ids(state: dict[str, Any], module: nn.Module) -> list[Any] | None:
     """Return the devices of torch's wrapper; if it has none, the one on which it runs the plain module."""
     device_ids: list[Any] = state.get("device_ids") or []
     tensor = next(module.parameters(), None)

@@ -524,7 +524,8 @@ class _BatchNormMode(TorchFunctionMode):
         named = kwargs.get("inputs")
         named = list(named.values()) if isinstance(named, dict) else named
         given = (outputs, *inputs, named)
-        if kwargs.get("materialize_grads") or not all(map(_have_edges, given)):  # errors, which torch raises
+        if kwargs.get("materialize_grads") or not all(map(_have_edges, given)):
+            # Errors, which torch raises; or a transform's own backward, in which batch norm is an error.
             return func(outputs, *inputs, **kwargs)
         if func is torch.Tensor.backward:
             func = torch.autograd.backward
@@ -540,7 +541,7 @@ _BACKWARD = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward
 
 def _have_edges(tensors: Any) -> bool:
     if isinstance(tensors, torch.Tensor):
-        return tensors.requires_grad
+        return tensors.requires_grad and not torch_private.is_of_transform(tensors)
     return tensors is None or isinstance(tensors, GradientEdge) or all(map(_have_edges, tensors))
 
 

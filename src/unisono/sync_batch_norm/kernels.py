@@ -109,7 +109,7 @@ class KernelStatistics:
             _gather(mean[None], inverse_std[None], count, self.eps, moved, momentum)
             for running, new in zip((running_mean, running_var), moved, strict=True):
                 if running is not None and new is not None and new is not running:
-                    running.copy_(new)
+                    running.data.copy_(new)
 
     def normalise(
         self,

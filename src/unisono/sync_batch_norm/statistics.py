@@ -82,12 +82,15 @@ class Statistics:
         return Statistics(self.count, mean, var)
 
     def update(self, running_mean: torch.Tensor | None, running_var: torch.Tensor | None, momentum: float) -> None:
-        """Move running statistics towards these, as torch does: the variance as an estimate for the population."""
+        """Move running statistics towards these, as torch does: the variance as an estimate for the population.
+
+        Autograd does not notice, as with torch's kernel: graphs that have saved the statistics stay valid.
+        """
         unbiased = self.var.detach() * (self.count / max(self.count - 1, 1))
         with torch.no_grad():
             for running, new in ((running_mean, self.mean.detach()), (running_var, unbiased)):
                 if running is not None:
-                    running.copy_(running.to(new.dtype) * (1 - momentum) + new * momentum)
+                    running.data.copy_(running.to(new.dtype) * (1 - momentum) + new * momentum)
 
     def normalise(
         self,

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from unisono import __version__, keep_freed_memory
 from unisono.console import files, progress
 from unisono.console.device_option import choose_devices, describe
@@ -18,6 +20,7 @@ from unisono.console.errors import DONE, OptionError, OutputClosedError
 from unisono.console.options import flag, folder
 from unisono.console.targets import TargetError, current_folder_first
 from unisono.training import data, models
+from unisono.training.device_defaults import with_device_defaults
 from unisono.training.display import Display
 from unisono.training.observers import Observer, load
 from unisono.training.options import DEVICE_ORDERS, ENGINES, PRECISIONS, SCHEDULES, Options
@@ -141,14 +144,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         choices=PRECISIONS,
         help="fp32: float32, exact; tf32: float32 whose products GPUs may round to TF32; bf16: torch.autocast to "
         "bfloat16; bf16-weights: also the weights that the model computes with, rounded from float32 ones (default: "
-        f"{default.precision})",
+        f"{default.precision}; bf16 on GPUs of compute capability 8.0 and newer)",
     )
     how.add_argument(
         "--compile",
         action=argparse.BooleanOptionalAction,
         help="compile the model with torch.compile, on one device the whole step; that takes up to some minutes at the "
         "first step of each size, of which there are two at most, and at the first test, and needs a compiler: a C++ "
-        "compiler on the CPU, Triton and a C compiler on GPUs (default: not compiled)",
+        "compiler on the CPU, Triton and a C compiler on GPUs (default: not compiled, but on one GPU of "
+        "compute capability 8.0 or newer, if the compiler works)",
     )
     how.add_argument("--seed", type=int, metavar="N", help=f"for weights and order (default: {default.seed})")
 
@@ -209,11 +213,14 @@ def run(given: dict[str, Any], ranks: Ranks = ALONE) -> int:
     options, run_folder, resume = ranks.from_first(lambda: _plan_run(given))
     options = replace(options, devices=given.get("devices", options.devices))
     os.environ["CUDA_DEVICE_ORDER"] = options.device_order  # read when CUDA is initialised, later than this
-    ranks.together(lambda: _expect_usable(options, ranks))
+    devices = ranks.together(lambda: _expect_usable(options, ranks))
+    decided: list[str] = []
+    if not resume:
+        options, decided = with_device_defaults(options, given, devices, ranks, profile=profile)
     try:
         with current_folder_first() if observed_by else contextlib.nullcontext():  # they may import more while it runs
             observers = ranks.together(lambda: _observers(observed_by, with_tensorboard) if ranks.is_first else {})
-            _train(options, run_folder, resume, ranks, observers, profile=profile)
+            _train(options, decided, run_folder, resume, ranks, observers, profile=profile)
     except BrokenPipeError as error:
         raise OutputClosedError(
             "nothing reads the output any more, so the training has stopped: "
@@ -229,6 +236,7 @@ def run(given: dict[str, Any], ranks: Ranks = ALONE) -> int:
 
 def _train(
     options: Options,
+    decided: Sequence[str],
     run_folder: RunFolder,
     resume: bool,
     ranks: Ranks,
@@ -238,6 +246,8 @@ def _train(
 ) -> None:
     if ranks.is_first:
         print(f"unisono {__version__}: {options}; results in {run_folder}", flush=True)
+        for line in decided:
+            print(line, flush=True)
         if _TENSORBOARD in observers:
             print(f"to see it: tensorboard --logdir {files.as_typed(run_folder.tensorboard)}", flush=True)
 
@@ -261,15 +271,15 @@ def _train(
         print(f"see {run_folder.curves}; the weights are {run_folder.model}", flush=True)
 
 
-def _expect_usable(options: Options, ranks: Ranks) -> None:
-    """Check what the options name, before anything is printed or loaded.
+def _expect_usable(options: Options, ranks: Ranks) -> list[torch.device]:
+    """Check what the options name, before anything is printed or loaded; return the devices of this process.
 
     Raises:
         CommandError: there is no such model, data set or device.
     """
     models.expect_known(options.model, options.init)
     data.expect_known(options.data)
-    choose_devices(options.devices, among_several=ranks.world_size > 1)
+    return choose_devices(options.devices, among_several=ranks.world_size > 1)
 
 
 def _observers(targets: Sequence[str], with_tensorboard: bool) -> dict[str, Observer]:

@@ -78,7 +78,7 @@ class Options:
         )
         if self.compile and self.engine == "processes":
             raise OptionError(
-                "--compile with --engine processes: what is compiled cannot be sent to other processes; leave one out"
+                "--compile with --engine processes: what is compiled cannot be sent to processes; take --no-compile"
             )
 
     def __str__(self) -> str:
@@ -112,7 +112,7 @@ class Options:
             raise OptionError(
                 f"--compile with batch norm synchronised over {len(devices)} replicas ({names}) would be compiled in "
                 "pieces between the batch norms, and be slower than without: take "
-                f"--no-sync-batch-norm{one_device}, or leave out --compile"
+                f"--no-sync-batch-norm{one_device}, or take --no-compile"
             )
 
     @classmethod

@@ -1,7 +1,6 @@
 """A run: how it is set up, resumed, and saved. The training itself is in loop.py."""
 
 import contextlib
-import importlib.metadata
 import random
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from unisono import __version__
 from unisono.console.device_option import choose_devices, describe
 from unisono.console.errors import DivergedError, FolderError
 from unisono.data_parallel import DataParallel
@@ -22,6 +22,7 @@ from unisono.training import checkpoint, data, models
 from unisono.training.checkpoint import Checkpoint, StepCount
 from unisono.training.compiling import compiled_module, expect_compiler
 from unisono.training.computation import Computation
+from unisono.training.device_defaults import advice_on_rows
 from unisono.training.display import Display
 from unisono.training.metrics import Metrics, Record
 from unisono.training.observers import Observer, Observers
@@ -251,6 +252,8 @@ class Run:
             f"{num_parameters:,} parameters on {describe(*self.devices_by_rank)}; "
             f"{self.num_rows:,} pictures to train on, {len(self.dataset.test_labels):,} to test on"
         )
+        if advice := advice_on_rows(self.options, self.devices_by_rank):
+            say(advice)
         if self.options.precision == "tf32" and not _devices.has_tf32(self.devices[0]):
             say(f"{self.devices[0]} has no TF32: float32 stays exact, as with --precision fp32")
         progress = self.progress
@@ -293,7 +296,7 @@ def _config(
 ) -> dict[str, Any]:
     """Return the contents of config.json."""
     return {
-        "unisono": importlib.metadata.version("unisono"),
+        "unisono": __version__,
         "torch": torch.__version__,
         "launch": launch(),
         "options": asdict(options),

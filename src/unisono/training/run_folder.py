@@ -32,12 +32,14 @@ from typing import Any
 
 from unisono.console import files
 from unisono.console.errors import FolderError
+from unisono.runtime.regular_files import NotRegularFileError, expect_regular, open_regular
 
 if sys.platform != "win32":
     import fcntl
 
 
 _MAX_CONFIG_BYTES = 1 << 20
+_LAID = "remove it if you know who has put it there, or name another folder (--output DIR)"
 
 
 class RunFolder:
@@ -145,12 +147,17 @@ class RunFolder:
         """Keep other runs out of the folder, until `release` is called or this process ends.
 
         Raises:
-            FolderError: another run is using it.
+            FolderError: another run is using it; or a link or a pipe is where the run would write.
         """
+        try:
+            for path in (self._lock, *map(files.unfinished_name, self._replaced())):
+                expect_regular(path)
+        except NotRegularFileError as error:
+            raise FolderError(f"{self} cannot be used: {error.filename}: {error.strerror}; {_LAID}") from error
         if sys.platform == "win32":
             return
         try:
-            lock = os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o666)
+            lock = open_regular(self._lock, os.O_RDWR | os.O_CREAT)
         except OSError:  # nothing can be written here: the next write will say so
             return
         claim = weakref.finalize(self, os.close, lock)
@@ -230,17 +237,11 @@ class RunFolder:
         )
 
     def _files(self) -> tuple[Path, ...]:
-        return (
-            self.config,
-            self.metrics,
-            self.curves,
-            self.trace,
-            self.timeline,
-            self.model,
-            self.checkpoint,
-            self.previous_checkpoint,
-            *self.events(),
-        )
+        return (*self._replaced(), self.previous_checkpoint, *self.events())
+
+    def _replaced(self) -> tuple[Path, ...]:
+        """Return the files that are replaced whole."""
+        return self.config, self.metrics, self.curves, self.trace, self.timeline, self.model, self.checkpoint
 
 
 def _digest(config: Mapping[str, Any]) -> str:

@@ -30,6 +30,8 @@ _NOT_THOSE_OF_ONE_DEVICE = (
     "axis that is drawn may have all rows k times, block after block, instead of k entries of each row"
 )
 
+LOST = "what a replica assigns to its attributes is lost when its forward ends"
+
 _UNCERTAIN = (Cause.ROWS_INTERACT, Cause.UNKNOWN)  # repeating the step shows more about these
 
 
@@ -70,7 +72,9 @@ class Comparison:
         divergence = first_divergence(self.one.recorder, self.many.recorder, self.many.rows, self.tolerance)
         if divergence is not None:
             findings += self._submodules(divergence)
-        return findings or [self._other()]
+        if not findings and any(row.differs and row.kind is not Kind.ATTRIBUTE for row in self.rows):
+            findings.append(self._other())
+        return [*findings, *self._attributes()]
 
     def _finding(self, name: str, cause: Cause, text: str, *, explained: bool = False) -> Finding:
         option, value = _ASKS_FOR.get(cause, ("", None))
@@ -205,7 +209,7 @@ class Comparison:
 
     def _other(self) -> Finding:
         """Return the finding if no recorded call differs, not even that of the model itself."""
-        differing = [row for row in self.rows if row.differs]
+        differing = [row for row in self.rows if row.differs and row.kind is not Kind.ATTRIBUTE]
         outputs = {row.name for row in differing if row.kind is Kind.OUTPUT}
         for path, tensor in tensors_in(self.one.output):
             if path in outputs and tensor.dim() == 0:
@@ -220,6 +224,18 @@ class Comparison:
         if not any(row.kind in (Kind.OUTPUT, Kind.LOSS) for row in differing):
             return self._finding("", Cause.UNKNOWN, "outputs and loss are the same, and the backward differs")
         return self._finding("", Cause.UNKNOWN, "no submodule that could be compared differs")
+
+    def _attributes(self) -> Iterator[Finding]:
+        """Yield a finding about the attributes that differ."""
+        names = [row.name for row in self.rows if row.differs and row.kind is Kind.ATTRIBUTE]
+        if names:
+            known = [name for name in self.one.attributes if names[0] == name or names[0].startswith(f"{name}[")]
+            text = (
+                f"forward updates {', '.join(names)}. {LOST[0].upper()}{LOST[1:]}; a list or a tensor that it changes "
+                "in place has the changes of all replicas. Update it outside of forward, from the gathered output; or "
+                "make it a buffer, of which the first replica's updates stay"
+            )
+            yield self._finding(known[0].rpartition(".")[0], Cause.ATTRIBUTES_OF_REPLICAS, text)
 
     def _scalars_for(self, path: str, one: torch.Tensor) -> str:
         """Return the rule of `scalars` that gives the number of one device; "" if none does."""

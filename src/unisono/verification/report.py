@@ -1,7 +1,7 @@
 """The report of `verify`: rows, findings, and the table as which they are printed.
 
-A `Row` is one comparison: an output, the loss, a gradient or a buffer, in one mode. A `Finding` describes the
-differences of one mode: the first submodule whose output differs, and the cause. Nothing here knows of tensors.
+A `Row` is one comparison: an output, the loss, a gradient, a buffer or an attribute, in one mode. A `Finding` describes
+the differences of one mode: the first submodule whose output differs, and the cause. Nothing here knows of tensors.
 """
 
 import enum
@@ -28,6 +28,7 @@ class Cause(enum.StrEnum):
     JOINED_ON_ANOTHER_AXIS = "joined on the wrong axis"
     NONDETERMINISTIC = "nondeterministic"
     FIRST_REPLICAS_BUFFERS = "buffers of the first replica"
+    ATTRIBUTES_OF_REPLICAS = "attributes that forward updates"
     UNKNOWN = "unknown"
 
 
@@ -38,6 +39,7 @@ class Kind(enum.StrEnum):
     LOSS = "loss"
     GRADIENT = "gradient"
     BUFFER = "buffer"
+    ATTRIBUTE = "attribute"
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Row:
 
     Attributes:
         mode: "training" or "eval".
-        name: of the parameter, of the buffer, or the path in the output; "" if there is only one.
+        name: of the parameter, buffer or attribute, or the path in the output; "" if there is only one.
         shape: on one device; None if it is no tensor.
         largest: the largest absolute value, to which the difference is compared.
         difference: the largest absolute difference; infinite where values cannot be compared.

@@ -11,6 +11,7 @@ from unisono.data_parallel import DataParallel
 from unisono.engines.replica import leaves_and_nodes
 from unisono.primitives import pytree
 from unisono.runtime import devices as _devices
+from unisono.verification.attributes import Numbers, numbers_in
 from unisono.verification.call_recorder import CallRecorder
 from unisono.verification.compare import in_one_number, plain, tensors_in
 from unisono.verification.state import Snapshot
@@ -94,6 +95,7 @@ class RecordedStep:
         loss: detached; None if there was none.
         gradients: of each parameter, by name, and of each input that requires one; empty without a backward.
         buffers: after the step, by name.
+        attributes_before, attributes: the numbers in attributes, before and after the step, by name.
         recorder: the calls of every submodule.
         rows: of each replica; one entry on one device, empty if not known.
         error: why the replicas' outputs could not be gathered.
@@ -105,6 +107,8 @@ class RecordedStep:
     loss: torch.Tensor | None = None
     gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    attributes_before: dict[str, Numbers] = field(default_factory=dict)
+    attributes: dict[str, Numbers] = field(default_factory=dict)
     rows: Sequence[int] = ()
     error: ValueError | None = None
     no_gradients: str = ""
@@ -146,6 +150,7 @@ def take_step(
     args, kwargs = example.fresh_inputs(device)
     if nudge:
         _nudge([*module.parameters(), *(tensor for _, tensor in (*tensors_in(args), *tensors_in(kwargs)))], nudge)
+    step.attributes_before = numbers_in(module)
     with step.recorder.attached(module):
         try:
             output = model(*args, **kwargs)
@@ -162,6 +167,7 @@ def take_step(
             _backward(step, loss, state, mode, module, args, kwargs)
         step.loss = None if loss is None else plain(loss)
         step.output = pytree.map_all_tensors(lambda tensor: tensor.detach().clone(), output)
+    step.attributes = numbers_in(module)
     step.buffers = {name: plain(buffer).clone() for name, buffer in module.named_buffers()}
     return step
 

@@ -1,10 +1,10 @@
 """verify: the caller's own model on one device and on several, compared number by number.
 
 In training mode and in eval mode it takes one step on one device and one on several, from the same state, and compares
-outputs, loss, gradients and buffers. If they differ, it finds the first submodule that differs, and the cause. If the
-cause is uncertain, one more step on one device shows whether the step gives the same twice, or how far rounding errors
-move the gradients. That makes at most three steps on one device and two on several, each a forward with its backward.
-At the end, model and random state are as before.
+outputs, loss, gradients, buffers, and the numbers in attributes. If they differ, it finds the first submodule that
+differs, and the cause. If the cause is uncertain, one more step on one device shows whether the step gives the same
+twice, or how far rounding errors move the gradients. That makes at most three steps on one device and two on several,
+each a forward with its backward. At the end, model and random state are as before.
 """
 
 import functools
@@ -25,7 +25,8 @@ from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
 from unisono.runtime.devices import DeviceLike
 from unisono.verification import compare
-from unisono.verification.causes import Comparison, about_repetition, is_uncertain, made_certain
+from unisono.verification.attributes import attribute_rows, filled
+from unisono.verification.causes import LOST, Comparison, about_repetition, is_uncertain, made_certain
 from unisono.verification.compare import Tolerance
 from unisono.verification.report import MODES, Finding, Kind, Report, Row
 from unisono.verification.state import Snapshot
@@ -242,6 +243,7 @@ def _rows(mode: str, one: RecordedStep, many: RecordedStep, tolerance: Tolerance
         nothing: dict[str, torch.Tensor | None] = dict.fromkeys(one.gradients or many.gradients)
         rows += compare.gradient_rows(mode, one.gradients or nothing, many.gradients or nothing, tolerance)
     rows += compare.buffer_rows(mode, one.buffers, many.buffers, tolerance)
+    rows += attribute_rows(mode, one.attributes_before, one.attributes, many.attributes, tolerance)
     return rows
 
 
@@ -260,6 +262,8 @@ def _notes(mode: str, one: RecordedStep, many: RecordedStep) -> Iterator[str]:
         yield f"{mode}: gradients are not compared, because the backward fails on one device: {one.no_gradients}"
     elif not one.gradients:
         yield f"{mode}: there are no gradients to compare: the loss needs none"
+    if names := filled(one.attributes_before, one.attributes, many.attributes):
+        yield f"forward fills {', '.join(names)}: {LOST}. If they are read after forward, return them as outputs"
     if len(many.rows) == 1:
         yield "only one replica had rows: give a batch with more rows"
 

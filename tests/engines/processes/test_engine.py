@@ -13,7 +13,7 @@ import subprocess
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,12 @@ from helpers.modules import Calls, UsesGlobal
 from helpers.programs import Program, have_ended, run_script, until
 from unisono import DataParallel
 from unisono.engines import replica
-from unisono.engines.processes import fork_server, worker, worker_group
+from unisono.engines.processes import fork_server, module_sync, worker, worker_group
 from unisono.engines.processes.channel import _HEADER, Channel
 from unisono.engines.processes.engine import ProcessesEngine
 from unisono.engines.processes.module_sync import ModuleSync
+from unisono.runtime import affinity
+from unisono.runtime.buckets import fingerprint
 from unisono.runtime.errors import log_once
 
 WAIT_S = 60.0
@@ -80,6 +82,10 @@ def gradients(module: nn.Module, *inputs: torch.Tensor) -> list[torch.Tensor | N
     module.zero_grad()
     module(*inputs).square().sum().backward()
     return [parameter.grad for parameter in module.parameters()]
+
+
+def gradients_of_sum(module: nn.Module, losses: Iterable[torch.Tensor]) -> Sequence[torch.Tensor]:
+    return torch.autograd.grad(torch.stack([*losses]).sum(), [*module.parameters()])
 
 
 class Returns(Calls):
@@ -143,20 +149,26 @@ def test_moving_parameters_keeps_ties_strides_and_identities(wrap):
 
 
 @pytest.mark.parametrize("transport", ["gloo"])
-def test_parameters_are_sent_when_they_have_changed(wrap):
-    """N7: by an optimizer, through `.data`, through another tensor; and not when nothing was written."""
+def test_parameters_are_sent_when_they_have_changed(wrap, monkeypatch):
+    """N7: by an optimizer, through `.data`, through another tensor; and not when nothing was written.
+
+    Values are compared only where versions are unchanged. The first time there is nothing to compare with.
+    """
     model = wrap(Returns(lambda module, x: 1, frozen=nn.Parameter(torch.ones(3), requires_grad=False)))
     returned(model)
-    buckets = model._engine._module_sync._buckets
-    assert [len(each.bucket.items) for each in buckets] == [1, 1], "frozen parameters have buckets of their own"
-    sent: list[list[int]] = []
-    for change in (lambda w: None, lambda w: w.add_(1), lambda w: w.data.add_(1), lambda w: w.data.view(1).add_(1)):
-        before = [id(each.fingerprint) for each in buckets]
+    sync = model._engine._module_sync
+    assert [len(each.bucket.items) for each in sync._buckets] == [1, 1], "frozen parameters have buckets of their own"
+    sent, fingerprints, changed = [], [], sync._changed_parameters
+    monkeypatch.setattr(sync, "_changed_parameters", lambda: sent.append(changed()) or sent[-1])
+    monkeypatch.setattr(module_sync, "fingerprint", lambda flat: fingerprints.append(flat) or fingerprint(flat))
+    as_optimizers = [lambda weight: weight.add_(1)] * 2
+    unseen = [lambda weight: weight.data.add_(1), lambda weight: weight.data.view(1).add_(1)]
+    for change in (id, id, *as_optimizers, id, *unseen, id):
         with torch.no_grad():
             change(model.module.weight)
         assert returned(model) == [model.module.weight.item()] * 2
-        sent.append([b for b, each in enumerate(buckets) if id(each.fingerprint) != before[b]])
-    assert sent == [[], [0], [0], [0]]
+    assert sent == [(0, 1), (), (0,), (0,), (0,), (0,), (0,), ()]
+    assert len(fingerprints) == 2 * len(sent) - len(as_optimizers)
 
 
 @both_transports
@@ -254,6 +266,57 @@ def test_a_worker_without_rows_gets_the_updates_that_it_missed(wrap):
     model.module.value = 2.0
     model(torch.zeros(2, 1))
     assert model(torch.zeros(3, 1)).flatten().tolist() == [2.0, 2.0, 2.0]
+
+
+@both_transports
+def test_workers_that_are_added_leave_the_others_and_their_graphs_as_they_are(wrap):
+    """F4, N7: forwards of more and more rows before one backward, which was `ReplicaDied` though none had died."""
+    model = wrap(large(), 4)
+    x = torch.randn(4, 200)
+
+    def losses(module: nn.Module) -> Iterator[torch.Tensor]:
+        for rows in (2, 3, 4, 2):
+            yield module(x[:rows]).square().sum()
+
+    of_model = losses(model)
+    first, [pid] = next(of_model), workers_of(model)
+    expected = gradients_of_sum(model.module, losses(model.module))
+    torch.testing.assert_close(gradients_of_sum(model, [first, *of_model]), expected)
+    assert workers_of(model)[0] == pid
+    assert len(workers_of(model)) == 3
+
+
+def test_a_worker_that_cannot_be_added(wrap, monkeypatch):
+    """F4: none of those that were to be added is left; the others go on, and later they are added."""
+    model, x = wrap(nn.Linear(3, 2), 4), torch.randn(4, 3)
+    output, before = model(x[:2]), workers_of(model)
+    forks = [fork_server.server.fork]
+
+    def fork(*args: Any) -> Any:
+        if not forks:
+            raise BlockingIOError(11, "no further process")
+        return forks.pop()(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fork_server.server, "fork", fork)
+        with pytest.raises(BlockingIOError, match="no further process"):
+            model(x)
+    assert workers_of(model) == before
+    grads = [torch.autograd.grad(y.square().sum(), [*model.parameters()]) for y in (output, model.module(x[:2]))]
+    torch.testing.assert_close(*grads)
+    torch.testing.assert_close(model(x), model.module(x))
+    assert workers_of(model)[:1] == before
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="binds to no cores")
+def test_workers_share_the_cores_anew_when_some_are_added(wrap, monkeypatch):
+    """A worker has the cores that it would have if all of them had been started together."""
+    cores = sorted(os.sched_getaffinity(0))
+    monkeypatch.setattr(affinity, "cores_per_replica", lambda parts: [(cores[parts % len(cores)],)] * parts)
+    model = wrap(Returns(lambda module, x: min(os.sched_getaffinity(0))), 3)
+    for rows in (2, 3):
+        assert returned(model, rows)[1] == cores[rows % len(cores)]
+    assert model(torch.zeros(3, 1)).flatten().tolist()[1:] == [cores[3 % len(cores)]] * 2
 
 
 # ---- the last table of behaviour.md --------------------------------------------------------------
@@ -364,6 +427,28 @@ class LockedError(Exception):
 
     def __reduce__(self) -> Any:
         raise TypeError("no")
+
+
+def test_workers_start_in_the_programs_folder(wrap, tmp_path, monkeypatch):
+    """A file that forward opens by a relative path is the plain module's.
+
+    Workers had the folder in which the first ones were started. Once that was deleted, torch's compiler could not be
+    imported in a worker: it asks for the folder.
+    """
+
+    def forward(module, x):
+        return x * float(Path("factor").read_text())
+
+    for name in ("1", "2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "factor").write_text(name)
+        monkeypatch.chdir(tmp_path / name)
+        model = wrap(Calls(forward))
+        assert model(torch.ones(4)).tolist() == [float(name)] * 4
+        model.close()
+    (tmp_path / "2" / "factor").unlink()
+    (tmp_path / "2").rmdir()  # the program's own folder is gone
+    assert wrap(Calls(lambda module, x: x * 3))(torch.ones(4)).tolist() == [3.0] * 4
 
 
 def test_an_exception_in_a_worker_is_an_equal_one_here(wrap):
@@ -678,7 +763,8 @@ def test_a_forked_child_has_parameters_of_its_own(wrap):
         model(x)
         before = model.module.weight.clone()
     model(x).sum().backward()
-    pid = os.fork()
+    with torch.device("meta"):  # as a default accelerator: the host's memory is not on it
+        pid = os.fork()
     if not pid:
         status = 1
         try:
@@ -739,7 +825,7 @@ def test_ctrl_c_while_the_fork_server_starts(monkeypatch, capfd):
 
     interrupt_next(monkeypatch, "send", send)
     with pytest.raises(KeyboardInterrupt):
-        server.fork([0], seed=0, stack_fd=2)
+        server.fork(seed=0, stack_fd=2)
     assert processes[0].returncode == -signal.SIGKILL, "it was waited for"
     assert capfd.readouterr().err == ""
 
@@ -761,7 +847,7 @@ def test_ctrl_c_before_a_worker_group_has_workers(monkeypatch):
     def interrupted(devices, share_memory):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(worker_group, "_transport_for", interrupted)
+    monkeypatch.setattr(worker_group, "_backend_for", interrupted)
     with pytest.raises(KeyboardInterrupt):
         worker_group.WorkerGroup([torch.device("cpu")] * 2)
     gc.collect()  # pytest reports an error in `__del__`
@@ -772,7 +858,7 @@ def test_a_fork_server_whose_caller_ends_before_the_reply(capfd):
     server = fork_server.ForkServer()
     server._start()
     own, workers = Channel.pair()
-    server._channel.send(pickle.dumps(("fork", dict(os.environ), [0], 0)), [workers.fileno(), 1, 2, 2])
+    server._channel.send(pickle.dumps(("fork", dict(os.environ), os.getcwd(), 0)), [workers.fileno(), 1, 2, 2])
     for end in (own, workers, server._channel):
         end.close()
     assert server._process.wait(WAIT_S) == 0
@@ -973,6 +1059,33 @@ def test_a_fork_does_not_wait_for_threads_that_its_child_lacks():
         """
     done = run_script(script)
     assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
+
+
+@pytest.mark.parametrize(("options", "ran"), [(["-I"], ""), (["-W", "error"], "xx")])
+def test_workers_are_started_with_the_interpreters_options(tmp_path, options, ran):
+    """F9: with `-I` no sitecustomize that a folder of PYTHONPATH has runs, in the fork server neither.
+
+    Where warnings are errors, workers end in silence, too.
+    """
+    (tmp_path / "sitecustomize.py").write_text(
+        f"with open({str(tmp_path / 'ran')!r}, 'a') as file:\n    file.write('x')\n"
+    )
+    (tmp_path / "ran").touch()
+    script = """
+        import sys, torch, unisono
+
+        class Flags(torch.nn.Module):
+            def forward(self, x):
+                return x * 0 + sys.flags.isolated
+
+        print(unisono.DataParallel(Flags(), ["cpu"] * 2, engine="processes")(torch.ones(2)).tolist())
+        """
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, *options, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=WAIT_S)
+    isolated = float("-I" in options)
+    assert (done.stdout, done.stderr, done.returncode) == (f"{[isolated] * 2}\n", "", 0)
+    assert (tmp_path / "ran").read_text() == ran
 
 
 def test_a_script_on_standard_input():

@@ -151,7 +151,7 @@ def request_without_processes(server: fork_server.ForkServer) -> None:
 
     server._request = request  # type: ignore[method-assign]
     try:
-        server.fork([], 0, 1)
+        server.fork(0, 1)
     finally:
         del server._request  # type: ignore[method-assign]
 

@@ -8,6 +8,7 @@ A waiting process polls for a moment first: a message that arrives then costs no
 """
 
 import contextlib
+import errno
 import os
 import select
 import socket
@@ -15,10 +16,12 @@ import struct
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
+from unisono.engines.processes.limits import explained, explanation
 from unisono.runtime.interrupts import WAKE_S, deliver, interruptible
 
 _HEADER = struct.Struct("<QB")  # how many bytes follow; whether this frame carries only file descriptors
 _MAX_FDS = 200  # in one frame; Linux allows 253
+_CUT = int(socket.MSG_CTRUNC)  # the system has closed file descriptors that found no place; an int, which is faster
 
 
 class ChannelClosedError(Exception):
@@ -34,7 +37,8 @@ class Channel:
     @classmethod
     def pair(cls) -> tuple["Channel", "Channel"]:
         """Return the two ends of a new channel."""
-        first, second = socket.socketpair()
+        with explained("a channel to a worker process"):
+            first, second = socket.socketpair()
         return cls(first), cls(second)
 
     def set_timeout(self, seconds: float | None) -> None:
@@ -50,6 +54,7 @@ class Channel:
 
         Raises:
             ChannelClosedError: the other end is closed.
+            OSError: the system lets no further file descriptors be sent.
         """
         try:
             while len(fds) > _MAX_FDS:
@@ -70,22 +75,32 @@ class Channel:
 
         Raises:
             ChannelClosedError: the other end is closed.
+            OSError: this process may not have so many file descriptors. The message is lost; the next one can be read.
         """
         all_fds: list[int] = []
-        while True:
-            try:
-                header, fds, *_ = socket.recv_fds(self._socket, _HEADER.size, _MAX_FDS)
+        is_cut = 0
+        try:
+            while True:
+                header, fds, flags, _ = socket.recv_fds(self._socket, _HEADER.size, _MAX_FDS)
+                all_fds += fds
                 for fd in fds:
                     os.set_inheritable(fd, False)
-                all_fds += fds
                 if not header:
                     raise ChannelClosedError
                 num_bytes, only_fds = _HEADER.unpack(header + self._exactly(_HEADER.size - len(header)))
+                is_cut |= flags & _CUT
                 if only_fds:
                     continue
-                return self._exactly(num_bytes), all_fds
-            except ConnectionResetError:
+                body = self._exactly(num_bytes)
+                if is_cut:
+                    raise explanation(OSError(errno.EMFILE, ""), "memory that another process shares")
+                return body, all_fds
+        except BaseException as error:
+            for fd in all_fds:
+                os.close(fd)
+            if isinstance(error, ConnectionResetError):
                 raise ChannelClosedError from None
+            raise
 
     def _exactly(self, num_bytes: int) -> bytes:
         body = bytearray(num_bytes)

@@ -43,7 +43,17 @@ from unisono.engines.processes.remote_graph import RemoteGraphs
 from unisono.engines.processes.shared_memory import SendBuffer
 from unisono.engines.processes.worker_group import StepLock, WorkerGroup
 from unisono.engines.replay import Replay, parts_of, run_recovering
-from unisono.engines.replica import GraphSearch, Inputs, ReplicaPool, Replicas, call_replica, carries_objects
+from unisono.engines.replica import (
+    GraphSearch,
+    Inputs,
+    OutsideLeaves,
+    ReplicaPool,
+    Replicas,
+    boundary_outputs,
+    call_replica,
+    carries_objects,
+    groups_of_buffers,
+)
 from unisono.engines.threads import ThreadsEngine
 from unisono.primitives.blueprint import HOOKS, Blueprint
 from unisono.primitives.outputs import Group, Outputs
@@ -230,13 +240,13 @@ class ProcessesEngine(Engine):
             del outputs
             if replay is not None:
                 replay.see_outputs(matched.groups)
-            graphs.outputs = [
-                BoundaryTensor(group.placement, call.output_device, group.tensors) for group in matched.groups
-            ]
+            changes = replicas.each[0].registries.changes()
+            of_buffers = groups_of_buffers(changes, len(where)) if changes and tracked else []
+            graphs.outputs = boundary_outputs(call, matched.groups, of_buffers)
             if tracked:
                 own_leaves = [edge.tensors[0] for edge in inputs.edges if edge.tensors[0] is not None]
                 own_leaves += replicas.leaves[0]
-                of_first = [Group(group.tensors[:1], group.placement) for group in matched.groups]
+                of_first = [Group(group.tensors[:1], group.placement) for group in (*matched.groups, *of_buffers)]
                 outside = self._search.outside_leaves(
                     pool, call, of_first, where[:1], own_leaves, carries_objects(call)
                 )
@@ -249,7 +259,7 @@ class ProcessesEngine(Engine):
             else:
                 joined = graphs.joined_outputs()
             output = matched.put_together(joined)
-        replicas.each[0].commit_buffers()
+        replicas.each[0].commit_buffers(pool, changes, joined[len(matched.groups) :])
         if not tracked:
             graphs.release()
         return output
@@ -307,7 +317,8 @@ class ProcessesEngine(Engine):
                 seed=seeds[i + 1],
                 num_threads=num_threads,
                 where=graphs.where[i + 1],
-                parts=parts_of(call, blueprint.root, i + 1) if call.row_limits else None,
+                parts=parts_of(call, blueprint.root, i + 1) if call.parts > 1 or call.row_limits else None,
+                rescue=call.rescue,
                 exchange_rank=(i + 1, num_workers + 1) if call.sync_batch_norm or call.one_device_randomness else None,
                 sync_batch_norm=call.sync_batch_norm,
                 is_recorded=graphs.step is not None,
@@ -341,7 +352,7 @@ class ProcessesEngine(Engine):
         graphs: RemoteGraphs,
         inputs: Inputs,
         objects: list[torch.Tensor],
-        outside_first: list[torch.Tensor],
+        outside_first: OutsideLeaves,
         pool: ReplicaPool,
         replicas: Replicas,
     ) -> list[torch.Tensor]:
@@ -361,8 +372,8 @@ class ProcessesEngine(Engine):
         graphs.keys = [~k for k in range(len(edges))]
         from_outside = module_sync.tensors_from_outside()
         in_workers = {id(tensor): n for n, tensor in enumerate(from_outside, len(pool.live_parameters))}
-        in_first = set(map(id, outside_first))
-        outside = {id(tensor): tensor for tensor in (*from_outside, *outside_first)}
+        in_first = set(map(id, outside_first.leaves))
+        outside = {id(tensor): tensor for tensor in (*from_outside, *outside_first.leaves)}
         for key, tensor in outside.items():
             of_workers = tensor if key in in_workers else None
             of_first = tensor if key in in_first else None
@@ -374,7 +385,8 @@ class ProcessesEngine(Engine):
         graphs.remote_leaves = self._remote_leaves
         graphs.inputs, graphs.live_parameters = edges, pool.live_parameters
         graphs.leaves, graphs.hooks = replicas.leaves * len(graphs.where), replicas.hooks
-        graphs.shared_leaves = bool(outside_first)
+        graphs.callers_leaves, graphs.through_grad = outside_first.leaves, outside_first.through_grad
+        graphs.has_reentrant_checkpoint = outside_first.with_reentrant_checkpoint
         graphs.keep = bool(objects)
         return [*inputs.live, *objects, *outside.values()]
 
@@ -419,18 +431,26 @@ class ProcessesEngine(Engine):
 
     def _worker_group_for(self, devices: Sequence[torch.device], timeout_s: float | None) -> WorkerGroup:
         worker_group = self._worker_group
-        if worker_group is None or worker_group.ended or worker_group.devices[: len(devices)] != list(devices):
-            self._end_worker_group()
-            previous = worker_group
-            worker_group = self._worker_group = WorkerGroup(devices, self._share_memory, timeout_s)
-            if previous is not None:
-                worker_group.transport.succeed(previous.transport)
-        elif worker_group.timeout_s != timeout_s:
+        if worker_group is not None and worker_group.timeout_s != timeout_s:
             worker_group.set_timeout(timeout_s)
+        if worker_group is None or worker_group.ended or worker_group.devices[: len(devices)] != [*devices]:
+            return self._other_worker_group(devices, timeout_s)
+        return worker_group
+
+    def _other_worker_group(self, devices: Sequence[torch.device], timeout_s: float | None) -> WorkerGroup:
+        """Return the worker group with more workers; another one if it has ended, or cannot have them."""
+        previous = self._worker_group
+        if previous is not None and previous.can_grow(devices, self._share_memory):
+            previous.grow(devices)
+            return previous
+        self._end_worker_group()
+        worker_group = self._worker_group = WorkerGroup(devices, self._share_memory, timeout_s)
+        if previous is not None:
+            worker_group.transport.succeed(previous.transport)
         return worker_group
 
     def _end_worker_group(self) -> None:
-        worker_group, self._worker_group = self._worker_group, None
+        worker_group, self._worker_group, self._lanes = self._worker_group, None, None
         self._module_sync.invalidate()
         if worker_group is not None:
             worker_group.end(graceful=True)

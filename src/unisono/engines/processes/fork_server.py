@@ -28,9 +28,9 @@ import traceback
 from collections.abc import Sequence
 
 from unisono.engines.processes.channel import Channel, ChannelClosedError
+from unisono.engines.processes.limits import explained, explanation, share_with
 from unisono.engines.processes.post_mortem import is_stopped, write_stacks_to
 from unisono.engines.processes.worker import Worker
-from unisono.runtime import affinity
 from unisono.runtime.malloc import keep_freed_memory
 
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
@@ -68,9 +68,7 @@ class ForkServer:
     def is_running(self) -> bool:
         return self._channel is not None
 
-    def fork(
-        self, own_cores: Sequence[int], seed: int, stack_fd: int, timeout_s: float | None = None
-    ) -> tuple[int, int, Channel]:
+    def fork(self, seed: int, stack_fd: int, timeout_s: float | None = None) -> tuple[int, int, Channel]:
         """Start a worker; return its process id, that of its fork server, and the channel to it.
 
         Args:
@@ -80,17 +78,17 @@ class ForkServer:
         Raises:
             ForkServerStuckError: that time is over. The fork server is ended, and with it all workers.
             ForkServerDiedError: the fork server has died, and so has the one that was started in its place.
-            OSError: the system allows no further process.
+            OSError: the system allows no further process, or no more file descriptors.
         """
         own, other = Channel.pair()
         fd = other.detach()
         try:
             environment = {name: value for name, value in os.environ.items() if not _is_launcher_variable(name)}
-            request = ("fork", environment, list(own_cores), seed)
+            request = ("fork", environment, _working_folder(), seed)
             fds = [fd, _descriptor(sys.__stdout__, 1), _descriptor(sys.__stderr__, 2), stack_fd]
             pid, server_pid = self._request(request, fds, timeout_s)
             if isinstance(pid, OSError):
-                raise pid
+                raise explanation(pid, "a worker process")
         except BaseException:
             own.close()
             raise
@@ -126,6 +124,7 @@ class ForkServer:
                 self._channel.set_timeout(None if timeout_s is None else max(timeout_s, _START_S if is_new else 0.0))
                 assert self._process is not None
                 pid = self._process.pid
+                share_with(pid)  # and with the workers that are forked from it
                 try:
                     self._channel.send(pickle.dumps(request), fds)
                     body, _ = self._channel.receive()
@@ -152,9 +151,16 @@ class ForkServer:
         )
         try:
             # A process group of its own, so that Ctrl-C in a terminal reaches the caller only.
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", code], pass_fds=[fd], stdin=subprocess.DEVNULL, process_group=0
-            )
+            with explained("the fork server"):
+                self._process = subprocess.Popen(
+                    [sys.executable, *_interpreter_options(), "-c", code],
+                    pass_fds=[fd],
+                    stdin=subprocess.DEVNULL,
+                    process_group=0,
+                )
+        except BaseException:
+            own.close()
+            raise
         finally:
             os.close(fd)
         self._channel = own
@@ -197,6 +203,19 @@ _LAUNCHER_VARIABLES = {
 }
 
 
+def _interpreter_options() -> list[str]:
+    """Return the options with which this interpreter was started: with `-I` no sitecustomize of PYTHONPATH's runs."""
+    options: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # multiprocessing's way
+    return options
+
+
+def _working_folder() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # it has been deleted
+        return os.path.sep
+
+
 def _descriptor(stream: object, otherwise: int) -> int:
     try:
         return int(stream.fileno())  # type: ignore[attr-defined]
@@ -215,8 +234,8 @@ def serve_forks(fd: int, caller_pid: int) -> None:
 
     Requests, each of which gets a reply:
 
-        ("fork", environment, cores, seed), with the file descriptors of the worker's end of a channel, its standard
-            output, its standard error and its `StackFile` -> its process id, or an OSError
+        ("fork", environment, working folder, seed), with the file descriptors of the worker's end of a channel, its
+            standard output, its standard error and its `StackFile` -> its process id, or an OSError
         ("status", process id) -> its exit status, as `os.waitpid` has it
     """
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -237,7 +256,11 @@ def serve_forks(fd: int, caller_pid: int) -> None:
 
 
 def _handle(channel: Channel, fd: int, statuses: dict[int, int]) -> None:
-    body, fds = channel.receive()
+    try:
+        body, fds = channel.receive()
+    except OSError as error:  # the file descriptors that came with it are more than this process may have
+        channel.send(pickle.dumps(error))
+        return
     request, *arguments = pickle.loads(body)
     if request == "fork":
         reply: int | OSError
@@ -268,7 +291,7 @@ def _reap(statuses: dict[int, int]) -> None:
             statuses[pid] = status
 
 
-def _run_worker(fds: Sequence[int], environment: dict[str, str], own_cores: Sequence[int], seed: int) -> None:
+def _run_worker(fds: Sequence[int], environment: dict[str, str], folder: str, seed: int) -> None:
     """Serve the channel until it closes. Does not return."""
     status = 1
     try:
@@ -285,10 +308,12 @@ def _run_worker(fds: Sequence[int], environment: dict[str, str], own_cores: Sequ
         sys.stderr = io.TextIOWrapper(open(2, "wb", closefd=False), line_buffering=True)  # noqa: SIM115
         os.environ.clear()
         os.environ.update(environment)
+        with contextlib.suppress(OSError):  # it is gone, or closed to this user: what looks for it there will say so
+            os.chdir(folder)
         random.seed(seed)
-        affinity.bind(own_cores)
         keep_freed_memory()
-        Worker(Channel(socket.socket(fileno=connection))).serve()
+        with contextlib.closing(Channel(socket.socket(fileno=connection))) as channel:
+            Worker(channel).serve()
     except ChannelClosedError:
         status = 0
     except BaseException:  # noqa: BLE001 - whatever it was, the process ends here

@@ -85,7 +85,11 @@ class WorkerLane(Lane):
                 error = workers_timed_out({0: self._worker}, timeout_s, self.names(), _BATCH_IS_LOST)
                 self._worker.kill()
                 raise self._lost(error) from None
+            except OSError:  # the system refuses what a message takes, perhaps in its middle
+                self.has_ended = True
+                raise
             assert isinstance(reply, Reply)
+            self.has_ended = reply.out_of_step
             repeat_messages(reply)
             if reply.error is not None:
                 raise reply.error.exception()

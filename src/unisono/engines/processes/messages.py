@@ -78,6 +78,7 @@ class Message:
         freed: numbers of segments that are no longer needed.
         released_graphs: graphs that are no longer needed.
         process: the state of the caller's process; None if it is unchanged.
+        cores: those that the worker runs on; None if they are unchanged.
         is_recorded: whether the worker records what it does when.
     """
 
@@ -89,6 +90,7 @@ class Message:
     freed: list[int] = field(default_factory=list)
     released_graphs: list[int] = field(default_factory=list)
     process: ProcessState | None = None
+    cores: tuple[int, ...] | None = None
     is_recorded: bool = False
 
 
@@ -105,6 +107,7 @@ class Forward(Message):
         rendezvous: of the process group over which parameters are sent; None if none are.
         replicas: those that take part.
         parts: how the replica runs its shard in parts; None: as a whole.
+        rescue: whether a later message may have it run in parts.
     """
 
     graph: int
@@ -119,6 +122,7 @@ class Forward(Message):
     sync_batch_norm: bool = False
     rows: tuple[int, ...] | None = None
     parts: Parts | None = None
+    rescue: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -130,6 +134,7 @@ class Backward(Message):
         create_graph_as: the number under which to keep the gradients' own graph; None: they have none.
         placed: the places of small gradients of parameters, by leaf; None if unchanged.
         reducer_config: what the worker's reducer is made of; None if no gradient is reduced.
+        needed: the leaves whose gradients are needed; None: all.
     """
 
     graph: int
@@ -138,6 +143,7 @@ class Backward(Message):
     create_graph_as: int | None
     placed: dict[int, TensorSpec] | None
     reducer_config: SharedMemoryConfig | CollectiveConfig | None
+    needed: frozenset[int] | None
 
 
 @dataclass(slots=True)
@@ -155,7 +161,8 @@ class Reply:
         warnings: (text, class, file, line) of each.
         log_messages: to be logged once.
         spans: what it did when, if that was to be recorded.
-        missed_collective: whether it failed before its part in a collective, for which the others would wait for ever.
+        out_of_step: whether the worker cannot go on: it failed before it had all of a message, or before its part in a
+            collective, for which the others would wait for ever.
         missed_update: whether it failed before it had the module as it is.
     """
 
@@ -170,7 +177,7 @@ class Reply:
     warnings: list[tuple[str, type[Warning], str, int]] = field(default_factory=list)
     log_messages: list[str] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
-    missed_collective: bool = False
+    out_of_step: bool = False
     missed_update: bool = False
 
 

@@ -64,7 +64,7 @@ class TensorRecipe:
         device: the device of the worker's copy; None: the worker's device, as the live tensor is on the module's.
         kind: its class, if that is a subclass of Parameter; else Parameter or Tensor.
         attributes: the tensor's `__dict__`.
-        is_shared: whether it stays in the shared memory at `spec`, rather than being copied from there.
+        may_share: whether a worker may use the shared memory at `spec` itself, if its device can, or has to copy it.
     """
 
     spec: TensorSpec | None
@@ -74,7 +74,7 @@ class TensorRecipe:
     kind: type
     requires_grad: bool
     attributes: dict[str, Any]
-    is_shared: bool
+    may_share: bool
 
 
 @dataclass(frozen=True)
@@ -316,7 +316,7 @@ class ModuleSync:
                     # A tensor with a history in place of a parameter (functional_call) is a leaf in the worker.
                     tensor.requires_grad and (tensor.is_leaf or id(tensor) in blueprint.parameters),
                     tensor.__dict__,
-                    is_shared=id(tensor) in ids or id(tensor) in blueprint.buffers,
+                    may_share=id(tensor) in ids or id(tensor) in blueprint.buffers,
                 )
             )
         self._num_copied_bytes = allocator.num_bytes
@@ -342,7 +342,12 @@ class ModuleSync:
 
 @dataclass(slots=True)
 class _SentBucket:
-    """A bucket of parameters as it was last sent."""
+    """A bucket of parameters as it was last sent.
+
+    Attributes:
+        fingerprint: None if the last call found other versions than the one before. So training, where each step has
+            new versions, computes none; and the first call after it sends the bucket once more.
+    """
 
     bucket: Bucket
     versions: list[tuple[int, int]] = field(default_factory=list)
@@ -353,10 +358,13 @@ class _SentBucket:
         own = [tensors[number] for number, _ in self.bucket.items]
         versions = [(tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version) for tensor in own]
         flat = self.bucket.flat(tensors)
+        if versions != self.versions:
+            self.versions, self.fingerprint = versions, None
+            return flat
         now, before = fingerprint(flat), self.fingerprint
-        if versions == self.versions and before is not None and torch.equal(now, before):
+        if before is not None and torch.equal(now, before):
             return None
-        self.versions, self.fingerprint = versions, now
+        self.fingerprint = now
         return flat
 
 
@@ -443,7 +451,7 @@ def _in_host_memory(tensor: torch.Tensor) -> bool:
 
 def _copy_in_this_thread(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy, made without the threads with which torch copies large tensors: the child of a fork lacks them."""
-    copy = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+    copy = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
     ctypes.memmove(copy.data_ptr(), tensor.data_ptr(), copy.untyped_storage().nbytes())
     return copy
 

@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from types import MappingProxyType
 from typing import Any, Self, TypeAlias, TypeVar
 
@@ -27,6 +28,7 @@ from unisono.autograd.replica_graph import (
     ReplicaGraph,
     ReplicaGraphs,
     any_batched,
+    gradients_aside,
     gradients_of,
     pass_on,
 )
@@ -153,23 +155,34 @@ class RemoteGraphs(ReplicaGraphs):
     # ---- backward ----
 
     def backward(
-        self, output_grads: Sequence[torch.Tensor | None], keep: bool, reduction: RankReduction | None = None
+        self,
+        output_grads: Sequence[torch.Tensor | None],
+        keep: bool,
+        reduction: RankReduction | None = None,
+        needed: Sequence[bool] | None = None,
     ) -> list[torch.Tensor | None]:
         # No gradient goes to the sum over processes early: this process's sums are known only at the end.
         if any_batched(output_grads):
             return self._backward_batch(output_grads)
-        return self._backward(output_grads, keep, into_grad=not self.shared_leaves and not modes_that_stay())
+        into_grad = self.through_grad and needed is None and not modes_that_stay()
+        return self._backward(output_grads, keep, into_grad, needed)
 
     def _backward(
-        self, output_grads: Sequence[torch.Tensor | None], keep: bool, into_grad: bool
+        self,
+        output_grads: Sequence[torch.Tensor | None],
+        keep: bool,
+        into_grad: bool,
+        needed: Sequence[bool] | None = None,
     ) -> list[torch.Tensor | None]:
         graph, grads = self.graph(0), self._parts_of(output_grads)
 
         def backward_own(reducer: WorkerReducer | None) -> tuple[Gradients, Gradients]:
-            return self._backward_own(graph, grads[0], keep, into_grad, reducer)
+            return self._backward_own(graph, grads[0], keep, into_grad, needed, reducer)
 
         with self.step_lock as is_outermost, self._divided_threads(is_outermost) as num_threads, self.worker_group:
-            (of_inputs, of_parameters), replies, sums = self._run_everywhere(grads, backward_own, num_threads, keep)
+            (of_inputs, of_parameters), replies, sums = self._run_everywhere(
+                grads, backward_own, num_threads, keep, needed
+            )
             return self._with_replies(of_inputs, of_parameters, replies, sums)
 
     def _higher(self, incoming: Sequence[BoundaryTensor], **changes: Any) -> Self:
@@ -178,15 +191,17 @@ class RemoteGraphs(ReplicaGraphs):
         kept = self.worker_group.keep_graph(number)
         return super()._higher(incoming, number=number, kept=kept, keys=keys, **changes)
 
-    def _differentiate(self, grads: Sequence[Sequence[torch.Tensor | None]], higher: Self) -> list[Gradients]:
+    def _differentiate(
+        self, grads: Sequence[Sequence[torch.Tensor | None]], higher: Self, needed: Sequence[bool] | None
+    ) -> list[Gradients]:
         graph = self.graph(0)
 
         def backward_own(_: WorkerReducer | None) -> Gradients:
-            (gradients,) = gradients_of([graph], [grads[0]], create_graph=True)
+            (gradients,) = gradients_of([graph], [grads[0]], needed, create_graph=True)
             return gradients
 
         with self.step_lock as is_outermost, self._divided_threads(is_outermost) as num_threads, self.worker_group:
-            own, replies, _ = self._run_everywhere(grads, backward_own, num_threads, keep=True, higher=higher)
+            own, replies, _ = self._run_everywhere(grads, backward_own, num_threads, True, needed, higher)
             parts: list[Gradients] = [[grad, *[None] * (len(self.where) - 1)] for grad in own]
             edge_of, first = self._edge_of, len(self.inputs)
             for i, reply in replies.items():
@@ -203,6 +218,7 @@ class RemoteGraphs(ReplicaGraphs):
         backward_own: Callable[[WorkerReducer | None], T],
         num_threads: int,
         keep: bool,
+        needed: Sequence[bool] | None,
         higher: Self | None = None,
     ) -> tuple[T, dict[int, Reply], dict[int, torch.Tensor]]:
         """Run every replica's backward: the first one's here, and the other ones in the workers; raise what one raised.
@@ -210,6 +226,7 @@ class RemoteGraphs(ReplicaGraphs):
         Args:
             grads: each replica's gradients of its outputs.
             backward_own: the first replica's; it is given what reduces large gradients, None if nothing does.
+            needed: as in `backward`; if not all are, none is reduced.
             higher: the graphs of the gradients, where these are to have any; then none is reduced.
 
         Returns:
@@ -221,7 +238,12 @@ class RemoteGraphs(ReplicaGraphs):
         leaf_of = {id(leaf): key for edge, key in edges for leaf in edge.tensors if leaf is not None}
         asked = {i: sent for i, _ in enumerate(self.where[1:]) if (sent := self._put_grads(i, grads[i + 1], leaf_of))}
         replicas = (0, *[i + 1 for i in asked])
-        has_work = higher is None and bool(asked) and group.transport.begin_backward(self.remote_leaves, replicas)
+        in_workers = None
+        if needed is not None:
+            keys = [*self.keys, *range(len(self.live_parameters))]
+            in_workers = frozenset([key for key in compress(keys, needed) if key is not None])
+        of_all = higher is None and needed is None
+        has_work = of_all and bool(asked) and group.transport.begin_backward(self.remote_leaves, replicas)
         for i, sent in asked.items():
             worker = group.workers[i]
             placed = self._place_gradients(worker) if group.transport.shares_parameters else None
@@ -236,6 +258,7 @@ class RemoteGraphs(ReplicaGraphs):
                 placed=placed,
                 num_threads=num_threads,
                 reducer_config=group.transport.config_for(i + 1) if has_work else None,
+                needed=in_workers,
                 is_recorded=timeline.current_step() is not None,
             )
             segments = [*group.transport.segments] if has_work else []
@@ -314,6 +337,7 @@ class RemoteGraphs(ReplicaGraphs):
         grads: Sequence[torch.Tensor | None],
         keep: bool,
         into_grad: bool,
+        needed: Sequence[bool] | None,
         reducer: WorkerReducer | None,
     ) -> tuple[Gradients, Gradients]:
         """Run the first replica's backward; return the gradients of its leaves, except those that `reducer` took.
@@ -322,11 +346,15 @@ class RemoteGraphs(ReplicaGraphs):
             into_grad: whether gradients go through the leaves' `.grad`, as a module may expect; not where the leaves
                 are the caller's own, nor under a mode.
         """
-        if into_grad:
+        if into_grad and not self.callers_leaves:
             graph.backward(grads, keep, reducer)
             of_inputs, of_parameters = graph.take_gradients()
+        elif into_grad:
+            with gradients_aside(self.callers_leaves):
+                graph.backward(grads, keep, reducer)
+                of_inputs, of_parameters = graph.take_gradients()
         else:
-            (gradients,) = gradients_of([graph], [grads], keep=keep)
+            (gradients,) = gradients_of([graph], [grads], needed, keep=keep)
             of_inputs, of_parameters = gradients[: len(self.inputs)], gradients[len(self.inputs) :]
         for number in reducer.numbers if reducer is not None else ():  # what the hooks could not hand over
             of, place = (of_parameters, number) if number < len(of_parameters) else (of_inputs, self._edge_of[number])

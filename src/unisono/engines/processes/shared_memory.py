@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import torch
 
+from unisono.engines.processes.limits import explained
 from unisono.runtime import torch_private
 from unisono.runtime.buckets import dense_stride, is_plain
 from unisono.runtime.interrupts import at_deletion
@@ -59,7 +60,8 @@ class Segment:
     def __init__(self, fd: int, num_bytes: int, number: int) -> None:
         self.fd, self.num_bytes, self.number = fd, num_bytes, number
         self._closed = at_deletion(map(os.close, [fd]))
-        self._map = mmap.mmap(fd, num_bytes)
+        with explained(f"{num_bytes:,} bytes of memory that processes share"):
+            self._map = mmap.mmap(fd, num_bytes)  # which duplicates the descriptor
         self._whole = self.storage(0, num_bytes)
         self.address = self._whole.data_ptr()
 
@@ -67,9 +69,7 @@ class Segment:
     def create(cls, num_bytes: int) -> "Segment":
         """Return a new segment of at least `num_bytes`, filled with zeros."""
         num_bytes = max(_PAGE, -(-num_bytes // _PAGE) * _PAGE)
-        fd = unnamed_file("unisono")
-        os.ftruncate(fd, num_bytes)
-        return cls(fd, num_bytes, next(_numbers))
+        return cls(unnamed_file("unisono", num_bytes), num_bytes, next(_numbers))
 
     def storage(self, offset: int, num_bytes: int) -> torch.UntypedStorage:
         """Return a new storage over `num_bytes` (at least 1) from `offset`."""
@@ -86,12 +86,24 @@ class Segment:
         return memoryview(self._map).cast("q")
 
 
-def unnamed_file(label: str) -> int:
-    """Return the file descriptor of a new file in memory, without a name; `label` is what /proc calls it."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create(label, os.MFD_CLOEXEC)
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
+def unnamed_file(label: str, num_bytes: int = 0) -> int:
+    """Return the file descriptor of a new file in memory, without a name, of `num_bytes` zeros.
+
+    Args:
+        label: what /proc calls it.
+    """
+    with explained(f"{num_bytes:,} bytes of memory that processes share"):
+        if hasattr(os, "memfd_create"):
+            fd = os.memfd_create(label, os.MFD_CLOEXEC)
+        else:
+            with tempfile.TemporaryFile() as file:
+                fd = os.dup(file.fileno())
+        try:
+            os.ftruncate(fd, num_bytes)
+        except BaseException:
+            os.close(fd)
+            raise
+    return fd
 
 
 def num_bytes(spec: TensorSpec) -> int:

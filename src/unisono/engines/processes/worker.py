@@ -14,12 +14,14 @@ Its module (worker_module.py) has parameters in shared memory, or its own. fork_
 import contextlib
 import importlib
 import logging
+import os
 import pickle
 import sys
 import time
 import traceback
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -32,7 +34,7 @@ from torch import nn
 from unisono.autograd.replica_graph import ReplicaGraph, gradients_of
 from unisono.engines.base import called
 from unisono.engines.processes.channel import Channel
-from unisono.engines.processes.messages import Backward, Forward, Message, RemoteError, Reply, TensorRef
+from unisono.engines.processes.messages import Backward, Forward, RemoteError, Reply, TensorRef
 from unisono.engines.processes.pickling import classes_by_value, dumps, loads
 from unisono.engines.processes.reducers.base import WorkerReducer
 from unisono.engines.processes.reducers.collectives import CollectiveReducer, ProcessGroups, Rendezvous
@@ -46,8 +48,8 @@ from unisono.primitives.blueprint import Blueprint
 from unisono.primitives.inputs import Flags, flags_of
 from unisono.primitives.outputs import Group
 from unisono.primitives.placements import Single
+from unisono.runtime import affinity, timeline, torch_private
 from unisono.runtime import devices as _devices
-from unisono.runtime import timeline, torch_private
 from unisono.runtime.buckets import Bucket
 from unisono.runtime.errors import log
 from unisono.runtime.rng import digest_of_states
@@ -81,6 +83,10 @@ class Graph:
         """The numbers of all its leaves."""
         return [*self.keys, *range(len(self.graph.parameters))]
 
+    def mask_of(self, needed: frozenset[int] | None) -> list[bool] | None:
+        """Return for each of its leaves whether it is one of `needed`, by number; None: all are needed."""
+        return None if needed is None else [key in needed for key in self.all_keys]
+
 
 class Worker:
     """Replies to messages."""
@@ -113,10 +119,12 @@ class Worker:
     def serve(self) -> None:
         while True:
             self._channel.spin(_SPIN_S)
-            body, fds = self._channel.receive()
-            message = pickle.loads(body)
-            del body
-            self._apply_header(message, fds)
+            try:
+                message = self._next_message()
+            except OSError as error:  # no memory, or no file descriptor, for what the caller shares
+                reply = Reply(error=self._remote_error(error), out_of_step=True)
+                self._channel.send(pickle.dumps(reply, protocol=pickle.HIGHEST_PROTOCOL))
+                continue
             with warnings.catch_warnings(record=True) as recorded:
                 warnings.simplefilter("always")
                 reply = self._recorded_reply_to(message) if message.is_recorded else self._reply_to(message)
@@ -141,9 +149,18 @@ class Worker:
             if self._module is not None and not failed:
                 self._module.prepare(tracked)
 
-    def _apply_header(self, message: Message, fds: Sequence[int]) -> None:
-        for (number, num_bytes), fd in zip(message.segments, fds, strict=True):
-            self._segments[number] = Segment(fd, num_bytes, number)
+    def _next_message(self) -> Forward | Backward:
+        """Wait for a message and do what every message asks for.
+
+        Raises:
+            OSError: the system refuses what that takes.
+        """
+        body, fds = self._channel.receive()
+        message: Forward | Backward = pickle.loads(body)
+        if message.cores is not None:
+            affinity.bind(message.cores)
+        if message.segments:
+            self._map_segments(message.segments, deque(fds))
         for number in message.freed:
             del self._segments[number]
         for number in message.released_graphs:
@@ -153,6 +170,15 @@ class Worker:
                 kept.replicas.give_back()
         if message.process is not None:
             message.process.set()
+        return message
+
+    def _map_segments(self, segments: Sequence[tuple[int, int]], fds: deque[int]) -> None:
+        try:
+            for number, num_bytes in segments:
+                self._segments[number] = Segment(fds.popleft(), num_bytes, number)
+        finally:
+            for fd in fds:  # those that were not taken
+                os.close(fd)
 
     def _recorded_reply_to(self, message: Forward | Backward) -> Reply:
         step = Step(self._clocks, torch.device("cpu"))
@@ -187,13 +213,15 @@ class Worker:
             self._send_buffer.clear()
             reply.value, reply.gradients, reply.all_placed = None, [], False
             reply.error = self._remote_error(error)
-            reply.missed_collective, reply.missed_update = self._in_collective, self._in_update
+            reply.out_of_step, reply.missed_update = self._in_collective, self._in_update
             traceback.clear_frames(error.__traceback__)
         return reply
 
     def _forward(self, message: Forward, reply: Reply) -> None:
         update = message.update
         timeline.mark(timeline.REPLICATE)
+        if message.rescue:
+            torch_private.load_checkpoints()
         if update.buckets is not None:
             self._parameter_buckets = update.buckets
         buckets, flats = [self._parameter_buckets[b] for b in update.sent], []
@@ -301,7 +329,7 @@ class Worker:
         self._num_checks[structure] = num_checks + 1
         groups = [Group((tensor,), Single(0)) for tensor in outputs]
         known = [reference for reference in self._outside_leaves if reference() is not None]
-        outside = look_for_live_tensors(self._module.blueprint, groups, [message.where], leaves)
+        outside = look_for_live_tensors(self._module.blueprint, groups, [message.where], leaves).leaves
         self._outside_leaves = [*known, *map(weakref.ref, outside)]
         for tensor in outside:
             if any(reference() is tensor for reference in known):
@@ -346,7 +374,10 @@ class Worker:
         if not message.keep:
             del self._graphs[message.graph]
         reducer = self._new_reducer(message)
+        needed = kept.mask_of(message.needed)
         run = partial(graph.backward, grads, message.keep, reducer)
+        if needed is not None:
+            run = partial(_backward_to, needed, graph, grads, message.keep)
         del graph, grads
         try:
             with message.thread.applied():
@@ -386,9 +417,10 @@ class Worker:
                 their leaves.
         """
         found: list[list[torch.Tensor | None]] = []
+        needed = kept.mask_of(message.needed)
 
         def differentiate() -> None:
-            found.extend(gradients_of([graph], [grads], create_graph=True))
+            found.extend(gradients_of([graph], [grads], needed, create_graph=True))
 
         with message.thread.applied(), torch.enable_grad():
             _run(differentiate, self._device, kept.replica_context)
@@ -457,6 +489,14 @@ class Worker:
             except Exception:  # noqa: BLE001 - whatever its class raises: try the next form
                 continue
         return RemoteError(None, text, where, notes, not isinstance(error, Exception))
+
+
+def _backward_to(needed: Sequence[bool], graph: ReplicaGraph, grads: Sequence[torch.Tensor | None], keep: bool) -> None:
+    """Run a backward to some of a graph's leaves; the gradients are in their `.grad` then."""
+    (gradients,) = gradients_of([graph], [grads], needed, keep=keep)
+    for leaf, grad in zip(graph.leaves, gradients, strict=True):
+        if leaf is not None:
+            leaf.grad = grad
 
 
 class _LogCollector(logging.Handler):

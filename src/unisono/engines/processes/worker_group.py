@@ -1,9 +1,9 @@
 """The workers of one engine, as the caller sees them: started, asked and ended together.
 
-A `WorkerGroup` is never repaired. If a worker dies, or the caller leaves in the middle of a step (Ctrl-C), all workers
-of the group are ended, the graphs that they kept are lost, and the next forward starts another group. The live
-parameters are not lost: they are the caller's. To start a group takes a few forks of the fork server, which all groups
-of the process share.
+A `WorkerGroup` grows when a forward has more replicas than any before, and is never repaired. If a worker dies, or the
+caller leaves in the middle of a step (Ctrl-C), all workers of the group are ended, the graphs that they kept are lost,
+and the next forward starts another group. The live parameters are not lost: they are the caller's. To start a group
+takes a few forks of the fork server, which all groups of the process share.
 """
 
 import atexit
@@ -55,6 +55,7 @@ class WorkerHandle:
         known_segments: numbers of the segments that it has mapped.
         received_segments: the segments that came from it, by number.
         released_graphs: graphs that it is to drop.
+        cores: those that it runs on; None if it has been told.
         stack_file: where it writes its Python stacks.
         placed: the places of its small gradients, by leaf; in the segment `placed_in`, for the leaves `placed_for`.
     """
@@ -73,6 +74,7 @@ class WorkerHandle:
         self.send_buffer = SendBuffer()
         self.known_segments: set[int] = set()
         self.released_graphs: list[int] = []
+        self.cores: tuple[int, ...] | None = None
         self.received_segments: dict[int, Segment] = {}
         self.placed: dict[int, torch.Tensor] = {}
         self.placed_in = Segment.create(0)
@@ -96,6 +98,7 @@ class WorkerHandle:
         new = {segment.number: segment for segment in needed if segment.number not in known}
         message.released_graphs = self.released_graphs[:]
         del self.released_graphs[: len(message.released_graphs)]
+        message.cores, self.cores = self.cores, None
         if process != self._process:
             message.process = self._process = process
         if new:
@@ -135,6 +138,12 @@ class WorkerHandle:
         cause = f"{name}: its {died}."
         message = f"{cause} {lost}" + (f"\nThe worker's Python stack:\n{stack}" if stack else "")
         return ReplicaDied(message, replica=replica, device=device, pid=self.pid, code=code, stack=stack, cause=cause)
+
+    def end(self, graceful: bool = False) -> None:
+        """End the worker: if `graceful`, by closing its channel (for an idle one); else by SIGKILL."""
+        if not graceful:
+            self.kill()
+        self.channel.shut_down()
 
     def kill(self) -> None:
         """End the worker at once."""
@@ -231,39 +240,71 @@ class WorkerGroup:
         self._names: ReplicaNames | None = None  # of the last step
         self._timed_out: ReplicaTimeout | None = None
         self.num_in_sync = 0
-        self.devices = list(devices)
+        self.devices: list[torch.device] = []
         self.graph_numbers = itertools.count()
-        self.transport = _transport_for(devices, share_memory)
-        num_workers = len(devices) - 1
+        self._backend = _backend_for(devices, share_memory)
+        self.transport: Transport = (
+            SharedMemoryTransport() if self._backend is None else CollectiveTransport(devices[0], self._backend)
+        )
         self._awaited: set[int] = set()  # workers that owe a reply
         self._dead: set[int] = set()  # those of them that have died
         self._has_urgent = False  # whether one of them has died, or has replied with an urgent error
-        self._missed_collective: set[int] = set()  # replicas that have not done their part in a collective
-        self.collective = _Collective(self._missed_collective)
+        self._out_of_step: set[int] = set()  # replicas that cannot go on, or have not done their part in a collective
+        self.collective = _Collective(self._out_of_step)
         self._replies: dict[int, Reply] = {}  # of workers that are no longer awaited
         self._exchange: LocalExchange | None = None
-        kills_before = oom_kills()
-        parts = affinity.cores_per_replica(num_workers + 1)
         self.workers: list[WorkerHandle] = []  # last of the attributes that `end` needs
         _groups.add(self)
-        for i in range(num_workers):
-            stack_file = StackFile()
-            seed = (torch.initial_seed() + i + 1) & 0xFFFFFFFF
-            try:
-                pid, server_pid, channel = fork_server.server.fork(parts[i + 1], seed, stack_file.fd, timeout_s)
-            except fork_server.ForkServerDiedError as died:
+        self.grow(devices)
+
+    def can_grow(self, devices: Sequence[torch.device], share_memory: bool) -> bool:
+        """Return whether its workers, and some more, can run replicas on these devices."""
+        begin_alike = [*devices[: len(self.devices)]] == self.devices
+        return not self.ended and begin_alike and _backend_for(devices, share_memory) == self._backend
+
+    def grow(self, devices: Sequence[torch.device]) -> None:
+        """Start workers until there is one for each replica but the first; if one cannot be started, start none.
+
+        Workers that are there already keep their graphs.
+
+        Args:
+            devices: of all replicas; they begin with the group's.
+        """
+        kills_before, num_before = oom_kills(), len(self.workers)
+        try:
+            for replica in range(num_before + 1, len(devices)):
+                self.workers.append(self._started(replica, devices[replica], kills_before))
+        except BaseException:
+            for worker in self.workers[num_before:]:
+                worker.end()
+            del self.workers[num_before:]
+            raise
+        self.devices = [*devices]
+        for worker, cores in zip(self.workers, affinity.cores_per_replica(len(devices))[1:], strict=True):
+            worker.cores = cores
+
+    def _started(self, replica: int, device: torch.device, kills_before: Mapping[str, int]) -> WorkerHandle:
+        stack_file = StackFile()
+        seed = (torch.initial_seed() + replica) & 0xFFFFFFFF
+        try:
+            pid, server_pid, channel = fork_server.server.fork(seed, stack_file.fd, self.timeout_s)
+        except fork_server.ForkServerDiedError as died:
+            self.end()
+            raise _not_started(died, replica, device, kills_before) from None
+        except BaseException as error:
+            if not fork_server.server.is_running:  # it was ended here, and so were the workers of all groups
+                for group in list(_groups):
+                    group.ended = True
+            if isinstance(error, fork_server.ForkServerStuckError):
                 self.end()
-                raise _not_started(died, i + 1, self.devices[i + 1], kills_before) from None
-            except BaseException as error:
-                if not fork_server.server.is_running:  # it was ended here, and so were the workers of all groups
-                    for group in list(_groups):
-                        group.ended = True
-                if isinstance(error, fork_server.ForkServerStuckError):
-                    self.end()
-                    raise _not_started_in_time(error, i + 1, self.devices[i + 1], timeout_s) from None
-                raise
-            channel.set_timeout(timeout_s)
-            self.workers.append(WorkerHandle(pid, server_pid, channel, stack_file, kills_before))
+                raise _not_started_in_time(error, replica, device, self.timeout_s) from None
+            raise
+        try:
+            channel.set_timeout(self.timeout_s)
+            return WorkerHandle(pid, server_pid, channel, stack_file, kills_before)
+        except BaseException:
+            channel.shut_down()  # which ends the worker
+            raise
 
     def set_timeout(self, timeout_s: float | None) -> None:
         """Let waits end in `ReplicaTimeout` after so many seconds without a message; None: let them go on for ever."""
@@ -296,7 +337,7 @@ class WorkerGroup:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and (self._awaited or self._missed_collective):
+        if kind is not None and (self._awaited or self._out_of_step):
             self.end()
         self._replies, self._exchange, self._has_urgent = {}, None, False
 
@@ -369,8 +410,8 @@ class WorkerGroup:
             self._has_urgent = self._has_urgent or _is_urgent(received)
             if received.missed_update:
                 self.num_in_sync = min(self.num_in_sync, index)
-            if received.missed_collective:
-                self._missed_collective.add(index + 1)
+            if received.out_of_step:
+                self._out_of_step.add(index + 1)
             failed = received.error is not None
         if exchange is not None:
             exchange.withdraw(index + 1, failed=failed)
@@ -384,14 +425,14 @@ class WorkerGroup:
         Raises:
             ReplicaTimeout: that, and the time since the last message, is longer than the timeout.
             ReplicaDied: a worker has died. The group is ended.
-            BaseException: the error of a worker that has missed a collective.
+            BaseException: the error of a worker that cannot go on.
         """
         self._receive_ready()
         self._raise_if_died(where)
         if self.timeout_s is not None and waited_s > self.timeout_s:
             self._check_progress()
         for index, reply in sorted(self._replies.items()):
-            if reply.missed_collective and reply.error is not None:
+            if reply.out_of_step and reply.error is not None:
                 # Another worker's death may be the cause. It shows a moment later, and is the error to raise then.
                 until = time.monotonic() + _END_TIMEOUT_S
                 while self._awaited and not self._dead and time.monotonic() < until:
@@ -436,9 +477,7 @@ class WorkerGroup:
         self.ended = True
         _groups.discard(self)
         for worker in self.workers:
-            if not graceful:
-                worker.kill()
-            worker.channel.shut_down()
+            worker.end(graceful)
         self.workers = []
         self.transport.end()
 
@@ -467,10 +506,11 @@ class _Collective:
             self._missed.discard(0)
 
 
-def _transport_for(devices: Sequence[torch.device], share_memory: bool) -> Transport:
+def _backend_for(devices: Sequence[torch.device], share_memory: bool) -> str | None:
+    """Return the backend of torch.distributed that replicas on these devices need; None: they share memory."""
     if share_memory and all(map(_devices.is_cpu, devices)):
-        return SharedMemoryTransport()
-    return CollectiveTransport(devices)
+        return None
+    return _devices.collective_backend(devices)
 
 
 def _is_urgent(reply: Reply) -> bool:

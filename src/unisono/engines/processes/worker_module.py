@@ -14,6 +14,7 @@ from unisono.engines.processes.shared_memory import Segment
 from unisono.engines.replica import ReplicaPool, Replicas
 from unisono.primitives.blueprint import Blueprint
 from unisono.primitives.change_tracking import GONE
+from unisono.primitives.replicate import write_values
 from unisono.runtime import torch_private
 from unisono.runtime.buckets import Bucket
 from unisono.runtime.streams import Copies
@@ -32,12 +33,14 @@ class WorkerModule:
         recipes, pickled, self._num_parameters, outside = loads(update)
         self.tensors = [_tensor(recipe, segments, device) for recipe in recipes]
         self.outside = [self.tensors[number] for number in outside]
-        # Tensors that were copied from shared memory, each with its source: copied again when that is rewritten.
-        self._copied = [
-            (tensor, segments[recipe.spec.segment].view(recipe.spec))
-            for tensor, recipe in zip(self.tensors, recipes, strict=True)
-            if recipe.spec is not None and not recipe.is_shared
+        in_segments = [
+            (own, segments[recipe.spec.segment].view(recipe.spec))
+            for own, recipe in zip(self.tensors, recipes, strict=True)
+            if recipe.spec is not None
         ]
+        # Tensors with memory of their own, each with its source in shared memory: copied again when that is rewritten.
+        # On an accelerator these are all, also those that may share.
+        self._copied = [(own, source) for own, source in in_segments if own.data_ptr() != source.data_ptr()]
         modules, class_attributes = loads(pickled, lambda number: self.tensors[number])
         self.modules = modules[::-1]
         for cls, attributes in class_attributes:
@@ -68,9 +71,8 @@ class WorkerModule:
         if update.requires_grad is not None:
             for tensor, flag in zip(self.tensors, update.requires_grad, strict=False):
                 tensor.requires_grad_(flag)
-        if update.rewritten and self._copied:
-            for tensor, source in self._copied:
-                tensor.data = source.to(tensor.device, copy=True)
+        if update.rewritten:  # in place, because replicas refer to this memory
+            write_values([own for own, _ in self._copied], [source for _, source in self._copied])
         if update.changes or update.requires_grad is not None:
             self._renew_pool()
         if update.rewritten and self._prepared is not None:
@@ -112,9 +114,7 @@ def _tensor(recipe: TensorRecipe, segments: dict[int, Segment], device: torch.de
         assert recipe.inline is not None
         tensor = recipe.inline.to(device)
     else:
-        tensor = segments[recipe.spec.segment].view(recipe.spec).to(device)
-        if not recipe.is_shared:
-            tensor = tensor.clone()
+        tensor = segments[recipe.spec.segment].view(recipe.spec).to(device, copy=not recipe.may_share)
     if recipe.kind is nn.Parameter:
         tensor = nn.Parameter(tensor, recipe.requires_grad)
     elif issubclass(recipe.kind, nn.Parameter):

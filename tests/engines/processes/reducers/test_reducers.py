@@ -46,7 +46,7 @@ def backward(
     return transport.results()
 
 
-@pytest.mark.parametrize("make", [SharedMemoryTransport, lambda: CollectiveTransport([CPU])])
+@pytest.mark.parametrize("make", [SharedMemoryTransport, lambda: CollectiveTransport(CPU, "gloo")])
 def test_gradients_that_are_added_and_those_that_are_not(make):
     transport = make()
     assert transport.begin_backward({0: torch.empty(LARGE), 1: torch.empty(LARGE)}, (0,))
@@ -99,7 +99,7 @@ def test_a_gradient_that_the_caller_has_moved_to_other_memory(is_kept):
 
 
 def test_buckets_follow_the_order_of_the_first_backward():
-    transport = CollectiveTransport([CPU])
+    transport = CollectiveTransport(CPU, "gloo")
     leaves = {number: torch.empty(300) for number in range(4)}
     for order in ([2, 0, 3, 1], range(4)):
         backward(transport, dict.fromkeys(order, torch.ones(300)), leaves)
@@ -123,7 +123,7 @@ def test_buckets_whose_copies_to_the_host_end_out_of_order_are_reduced_in_order(
     monkeypatch.setattr(collectives._devices, "same_device", lambda *_: False)
     monkeypatch.setattr(collectives._devices, "begin_copy_to_host", begin_copy)
     monkeypatch.setattr(collectives.torch_private, "reduce", reduce)
-    transport = CollectiveTransport([CPU])
+    transport = CollectiveTransport(CPU, "gloo")
     assert transport.begin_backward({n: torch.empty(300) for n in range(4)}, (0,))
     reducer = transport.reducer(nothing)
     seen = []
@@ -142,7 +142,7 @@ def test_a_process_group_that_outlives_its_worker_group_writes_into_no_other_fil
     """A store writes to its file's path when the last reference to it goes, which a traceback may keep."""
 
     def make_reducers() -> list[Any]:
-        transport = CollectiveTransport([CPU] * 2)
+        transport = CollectiveTransport(CPU, "gloo")
         assert transport.begin_backward({0: torch.empty(3)}, (0, 1))
         (store,) = transport.segments
         groups = ProcessGroups(store, transport.rendezvous(1), CPU)
@@ -177,7 +177,7 @@ def test_a_process_that_ends_while_groups_connect(monkeypatch):
             raise DiedError
 
     monkeypatch.setattr(collectives.torch_private, "process_group", connect)
-    transport = CollectiveTransport([CPU])
+    transport = CollectiveTransport(CPU, "gloo")
     transport.begin_backward({0: torch.empty(3)}, (0,))
     with pytest.raises(DiedError):
         in_time(lambda: transport.reducer(on_wait))

@@ -15,7 +15,7 @@ The order in which the first replica's gradients were made in its first backward
 
 Guarantees
     - Every replica that takes part reduces the same buckets in the same order, also if its graph fails. A worker that
-      cannot do even that says so (`Reply.missed_collective`), and its group is ended.
+      cannot do even that says so (`Reply.out_of_step`), and its group is ended.
     - The caller, whenever it waits, checks regularly that the workers are alive (`on_wait`).
     - The caller's results have memory of their own.
 
@@ -200,10 +200,10 @@ class CollectiveTransport(Transport):
 
     shares_parameters = False
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._device = devices[0]
+    def __init__(self, device: torch.device, backend: str) -> None:
+        """Connect the caller, whose replica is on `device`, over a backend of torch.distributed."""
+        self._device = device
         self.segments = [_store()]
-        backend = _devices.collective_backend(devices)
         self._rendezvous = Rendezvous(_store().number, secrets.token_hex(8), backend, 0)
         self._groups = ProcessGroups(_store(), self._rendezvous, self._device)
         self._leaves: Mapping[int, torch.Tensor] | None = None  # whose gradients the buckets are for

@@ -1,0 +1,161 @@
+"""Run random programs with the plain module and with the wrapped one, and compare every number.
+
+    python -m fuzz                                       # 200 programs with each engine: some minutes
+    python -m fuzz --engine threads --programs 10000     # more of one engine
+    python -m fuzz --engine processes --seed 123         # one program again, as a finding says
+
+With make: make fuzz OPTIONS="--engine threads --programs 10000". By hand: PYTHONPATH=tests .venv/bin/python -m fuzz.
+
+A program builds a model of random blocks and does random things with it: training of every kind, copies, checkpoints,
+hooks, interrupts. Outputs, gradients, buffers, parameters and the types of errors have to be those of the plain module,
+in double precision. The same seed is the same program. A program that takes longer than the limit is ended, and counts
+as a difference, with the stacks of its threads.
+
+Of each difference the program is made smaller while it still differs, and printed as a script that runs. The exit
+status is 0 if there was no difference.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from multiprocessing.connection import wait
+
+from fuzz.compare import Difference, Outcome
+from fuzz.program import ENGINES, Program
+from fuzz.random_programs import random_program
+from fuzz.servers import ProgramServer
+from fuzz.shrink import shrink
+from unisono.console.progress import Progress, for_stdout
+
+_SHRUNK_OF_A_KIND = 2  # how many differences of one kind are made smaller
+_SCRIPT = """PYTHONPATH=tests .venv/bin/python - <<END
+from fuzz.program import Program, Step
+from fuzz.servers import repeat
+
+repeat({program!r})
+END"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parsed(arguments)
+    progress = for_stdout()
+    try:
+        num_found = sum([hunt(engine, options, progress) for engine in options.engine])
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        progress.close()
+    return 1 if num_found else 0
+
+
+def parsed(arguments: list[str] | None) -> argparse.Namespace:
+    lines = (__doc__ or "").splitlines()
+    parser = argparse.ArgumentParser(
+        prog="fuzz",
+        description=lines[0],
+        epilog="\n".join(lines[1:]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--engine", action="append", choices=ENGINES, help="which engine; may be given several times; default: all"
+    )
+    parser.add_argument("--programs", type=int, default=200, metavar="N", help="with each engine; default: %(default)s")
+    parser.add_argument("--seed", type=int, metavar="N", help="run the program of this seed only")
+    parser.add_argument("--first", type=int, default=0, metavar="N", help="the first seed; default: %(default)s")
+    parser.add_argument(
+        "--without", action="append", default=[], metavar="NAME", help="leave out programs with this block or action"
+    )
+    parser.add_argument("--minutes", type=float, metavar="M", help="begin no program later, with each engine")
+    parser.add_argument("--limit", type=float, default=60.0, metavar="S", help="seconds a program; default: 60")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="programs at once; default: %(default)s"
+    )
+    options = parser.parse_args(arguments)
+    if min(options.programs, options.jobs, options.limit) <= 0:
+        parser.error("--programs, --jobs and --limit: expected more than 0")
+    options.engine = options.engine or list(ENGINES)
+    return options
+
+
+def hunt(engine: str, options: argparse.Namespace, progress: Progress) -> int:
+    """Run the programs of one engine; return how many have shown a difference."""
+    task, began = f"programs with {engine}", time.monotonic()
+    seeds = [options.seed] if options.seed is not None else range(options.first, options.first + options.programs)
+    end = began + options.minutes * 60 if options.minutes is not None else float("inf")
+    kinds: Counter[str] = Counter()
+    seeds_of: dict[str, list[int]] = defaultdict(list)
+    num_programs = num_steps = num_raised = 0
+    progress.begin(task, len(seeds))
+    for seed, program, outcome in run_all(engine, seeds, options, end):
+        num_programs += 1
+        num_steps += outcome.num_steps
+        num_raised += outcome.raised
+        found = outcome.difference
+        if found is not None:
+            kinds[found.kind] += 1
+            seeds_of[found.kind].append(seed)
+            if kinds[found.kind] <= _SHRUNK_OF_A_KIND:
+                progress.say(described(seed, program, found, options.limit))
+        text = f"{num_programs}/{len(seeds)}: {sum(kinds.values())} differences, seed {seed}"
+        progress.update(task, num_programs, len(seeds), text)
+    seconds = time.monotonic() - began
+    progress.say(
+        f"{num_programs} programs with {engine}, {num_steps} steps, {seconds:.0f} s: {sum(kinds.values())} differences"
+        f" (in {num_raised} programs both sides raised the same error)"
+    )
+    for kind, number in kinds.most_common():
+        progress.say(f"  {number} x {kind}: seeds {', '.join(map(str, seeds_of[kind][:12]))}")
+    return sum(kinds.values())
+
+
+def run_all(
+    engine: str, seeds: Iterable[int], options: argparse.Namespace, end: float
+) -> Iterator[tuple[int, Program, Outcome]]:
+    """Run programs, several at once; yield each with its outcome as it ends."""
+    drawn = ((seed, random_program(seed, engine)) for seed in seeds)
+    waiting = ((seed, program) for seed, program in drawn if not set(options.without).intersection(names_in(program)))
+    idle = [ProgramServer(engine, options.limit) for _ in range(options.jobs)]
+    busy: dict[ProgramServer, tuple[int, Program]] = {}
+    try:
+        while True:
+            while idle and time.monotonic() < end and (job := next(waiting, None)) is not None:
+                server = idle.pop()
+                busy[server] = job
+                server.begin(job[1])
+            if not busy:
+                return
+            ready = wait([server.connection for server in busy])
+            for server in [server for server in busy if server.connection in ready]:
+                outcome = server.outcome()
+                if outcome.difference is not None:
+                    server.end()  # the next program begins with a clean process
+                idle.append(server)
+                yield *busy.pop(server), outcome
+    finally:
+        for server in (*idle, *busy):
+            server.end()
+
+
+def names_in(program: Program) -> set[str]:
+    return {*program.blocks, *(step.action for step in program.steps)}
+
+
+def described(seed: int, program: Program, found: Difference, limit_s: float) -> str:
+    """Return what was found, the command that repeats it, and the smallest program that shows it."""
+    said, command = found.text.rstrip(), f"make fuzz OPTIONS=\"--engine '{program.engine}' --seed {seed}\""
+    server = ProgramServer(program.engine, limit_s)
+    try:
+        again = server.run(program).difference
+        if again is None:
+            return f"\n{said}\n\n{command}\nAlone it does not differ: what ran before it matters, or timing.\n"
+        small, found = shrink(program, again, lambda candidate: server.run(candidate).difference, 2 * limit_s)
+    finally:
+        server.end()
+    return f"\n{found.text.rstrip()}\n\n{command}\n{_SCRIPT.format(program=small)}\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

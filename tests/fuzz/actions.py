@@ -1,0 +1,797 @@
+"""What a random program does with its model: training of every kind, and what users change between steps.
+
+Each action gets a side, plain or wrapped, and a step; both sides have to show the same. What one side draws, it draws
+from the step's seed.
+"""
+
+import contextlib
+import copy
+import gc
+import io
+import os
+import pickle
+import random
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+from torch.utils.checkpoint import checkpoint
+
+from fuzz.blocks import WIDTH, linear
+from fuzz.model import NUM_OUTPUTS, tensors_in
+from fuzz.program import Step
+from fuzz.side import OPTIMIZERS, Side, seed_torch
+
+Run = Callable[[Side, Step], None]
+
+
+class Action(NamedTuple):
+    """An action, and how it may be drawn.
+
+    Attributes:
+        weight: how often, compared with others.
+        only: the program needs one of these traits.
+        without: and none of these.
+    """
+
+    run: Run
+    weight: float
+    only: tuple[str, ...]
+    without: tuple[str, ...]
+
+    def suits(self, traits: frozenset[str]) -> bool:
+        return (not self.only or not traits.isdisjoint(self.only)) and traits.isdisjoint(self.without)
+
+
+ACTIONS: dict[str, Action] = {}
+
+
+def action(weight: float = 1, only: tuple[str, ...] = (), without: tuple[str, ...] = ()) -> Callable[[Run], Run]:
+    """Register an action by its function's name."""
+
+    def register(run: Run) -> Run:
+        ACTIONS[run.__name__] = Action(run, weight, only, without)
+        return run
+
+    return register
+
+
+_REMEMBERS_GRAPHS = ("attributes", "normed weight")  # the plain module cannot be copied then
+_SECOND_ORDER = ("sparse", "reentrant", "float64")
+# What a checkpoint around the model runs twice, writes twice.
+_NOT_TWICE = ("reentrant", "buffers", "normed weight", "writes_input", "batch norm", "rescue")
+
+
+def floats_in(output: Any) -> list[Tensor]:
+    """Return the tensors of an output that have gradients."""
+    return [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+
+
+# ---- training ------------------------------------------------------------------------------------
+
+
+@action(weight=6)
+def train(side: Side, step: Step) -> None:
+    side.train(step.rows, step.seed)
+
+
+@action(weight=2)
+def accumulate(side: Side, step: Step) -> None:
+    """One optimizer step for three batches, one row shorter each."""
+    side.optimizer.zero_grad()
+    for number in range(3):
+        rows = max(step.rows - number, 2 if side.has("ranks") else 1)
+        side.backward(side.loss(side.forward(rows, step.seed + number)) / 3)
+    side.optimizer.step()
+
+
+@action(only=("ranks",))
+def accumulate_without_sync(side: Side, step: Step) -> None:
+    side.optimizer.zero_grad()
+    with contextlib.nullcontext() if side.is_plain else next(side.wrappers()).no_sync():
+        side.backward(side.loss(side.forward(step.rows, step.seed)))
+    side.backward(side.loss(side.forward(step.rows, step.seed + 1)))
+    side.optimizer.step()
+
+
+@action(weight=2)
+def two_forwards_one_backward(side: Side, step: Step) -> None:
+    """The second batch is larger, or smaller."""
+    side.optimizer.zero_grad()
+    rows = step.rows + random.Random(step.seed).choice((-1, 0, 1, 5))
+    first = side.forward(step.rows, step.seed)
+    second = side.forward(max(rows, 2 if side.has("ranks") else 1), step.seed + 1)
+    side.backward(side.loss(first) + side.loss(second))
+    side.optimizer.step()
+
+
+@action()
+def two_forwards_two_backwards(side: Side, step: Step) -> None:
+    side.optimizer.zero_grad()
+    losses = [side.loss(side.forward(step.rows + number, step.seed + number)) for number in range(2)]
+    for loss in random.Random(step.seed).sample(losses, 2):
+        side.backward(loss)
+    side.optimizer.step()
+
+
+@action()
+def backward_twice(side: Side, step: Step) -> None:
+    side.optimizer.zero_grad()
+    loss = side.loss(side.forward(step.rows, step.seed))
+    side.backward(loss, retain_graph=True)
+    side.backward(loss * 2)
+    side.optimizer.step()
+
+
+@action()
+def backward_of_each_output(side: Side, step: Step) -> None:
+    side.optimizer.zero_grad()
+    outputs = floats_in(side.forward(step.rows, step.seed))
+    for number, output in enumerate(outputs, 1):
+        side.backward(side.loss(output), retain_graph=number < len(outputs))
+    side.optimizer.step()
+
+
+@action()
+def backward_of_a_part(side: Side, step: Step) -> None:
+    """Of one output, or of some of its rows."""
+    side.optimizer.zero_grad()
+    draw = random.Random(step.seed)
+    outputs = floats_in(side.forward(step.rows, step.seed))
+    if outputs:
+        output = draw.choice(outputs)
+        if output.dim() and not side.has("ranks"):
+            output = output[: max(1, len(output) // 2)]
+        side.backward(side.loss(output))
+    side.optimizer.step()
+
+
+@action(without=("ranks",))
+def gradients_of_some(side: Side, step: Step) -> None:
+    """torch.autograd.grad of half of the parameters, and of the inputs if they require gradients."""
+    x = side.batch(step.rows, step.seed)
+    loss = side.loss(side.run(x))
+    trained = side.trained()
+    wanted: list[Tensor] = random.Random(step.seed).sample(trained, (len(trained) + 1) // 2)
+    wanted += [x] if x.requires_grad else []
+    if loss.requires_grad and wanted:
+        side.observe_all("gradient", torch.autograd.grad(loss, wanted, allow_unused=True))
+
+
+@action(without=(*_SECOND_ORDER, "ranks"))
+def gradient_penalty(side: Side, step: Step) -> None:
+    side.optimizer.zero_grad()
+    x = side.batch(step.rows, step.seed, requires_grad=True)
+    loss = side.loss(side.run(x))
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True, allow_unused=True)
+    side.observe("gradient of the input", grad)
+    if grad is not None:
+        side.backward(loss + grad.square().sum() * 0.1)
+    side.optimizer.step()
+
+
+@action(without=(*_SECOND_ORDER, "ranks"))
+def hessian_product(side: Side, step: Step) -> None:
+    """The product of the Hessian and of the gradient; of the third order, if the seed says so."""
+    loss, trained = side.loss(side.forward(step.rows, step.seed)), side.trained()
+    for order in range(1, 4 if step.seed % 4 == 0 else 3):
+        if not loss.requires_grad or not trained:
+            return
+        grads = torch.autograd.grad(loss, trained, create_graph=True, allow_unused=True)
+        side.observe_all(f"derivative of order {order}", grads)
+        loss = torch.as_tensor(sum((grad * grad.detach()).sum() for grad in grads if grad is not None))
+
+
+@action()
+def penalty_on_parameters(side: Side, step: Step) -> None:
+    """A part of the loss does not go through the model."""
+    weight = side.core.head.weight
+    side.optimizer.zero_grad()
+    side.backward(side.loss(side.forward(step.rows, step.seed)) + weight.square().sum())
+    side.optimizer.step()
+
+
+@action()
+def zeroed_gradients(side: Side, step: Step) -> None:
+    side.optimizer.zero_grad(set_to_none=False)
+    side.backward(side.loss(side.forward(step.rows, step.seed)))
+    side.optimizer.step()
+
+
+@action(without=("sparse",))
+def clipped_gradients(side: Side, step: Step) -> None:
+    side.optimizer.zero_grad()
+    side.backward(side.loss(side.forward(step.rows, step.seed)))
+    side.observe("norm", nn.utils.clip_grad_norm_(list(side.model.parameters()), 1.0))
+    side.optimizer.step()
+
+
+@action(without=("sparse", "float64", "ranks"))
+def lbfgs(side: Side, step: Step) -> None:
+    if not side.trained():
+        return
+    optimizer = torch.optim.LBFGS(side.trained(), lr=1e-3, max_iter=3)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = side.loss(side.forward(step.rows, step.seed))
+        side.backward(loss)
+        return float(loss)
+
+    optimizer.step(closure)
+
+
+@action(without=("sparse", "float64", "ranks"))
+def gradient_scaler(side: Side, step: Step) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    side.optimizer.zero_grad()
+    loss = side.loss(side.forward(step.rows, step.seed))
+    if loss.requires_grad:
+        scaler.scale(loss).backward()
+        if any(parameter.grad is not None for parameter in side.model.parameters()):
+            scaler.step(side.optimizer)
+            scaler.update()
+
+
+@action()
+def another_optimizer(side: Side, step: Step) -> None:
+    side.make_optimizer(None if side.has("sparse") else random.Random(step.seed).choice(list(OPTIMIZERS)))
+    side.train(step.rows, step.seed)
+
+
+@action()
+def gradients_of_ones_own(side: Side, step: Step) -> None:
+    """The caller replaces gradients between two backwards, or removes them."""
+    side.train(step.rows, step.seed)
+    draw = random.Random(step.seed)
+    for _, parameter in side.parameters():
+        if parameter.grad is not None and parameter.grad.layout == torch.strided:
+            parameter.grad = parameter.grad.clone() if draw.random() < 0.5 else None
+    side.backward(side.loss(side.forward(step.rows, step.seed + 1)))
+
+
+@action(without=("writes_input",))
+def writes_into_output(side: Side, step: Step) -> None:
+    side.optimizer.zero_grad()
+    outputs = floats_in(side.forward(step.rows, step.seed))
+    if outputs:
+        outputs[0].mul_(2)
+        side.backward(side.loss(outputs[0]))
+    side.optimizer.step()
+
+
+@action()
+def forward_without_backward(side: Side, step: Step) -> None:
+    side.forward(step.rows, step.seed)
+    side.train(step.rows, step.seed + 1)
+
+
+@action()
+def output_deleted_before_backward(side: Side, step: Step) -> None:
+    output = side.forward(step.rows, step.seed)
+    loss = side.loss(output)
+    del output
+    gc.collect(0)
+    side.optimizer.zero_grad()
+    side.backward(loss)
+    side.optimizer.step()
+
+
+# ---- modes ---------------------------------------------------------------------------------------
+
+
+# Without gradients, outputs of a scripted module may require some: that depends on how often it has run.
+@action(without=("scripted",))
+def eval_between(side: Side, step: Step) -> None:
+    """Forwards in eval mode, without gradients and with them, and between a forward and its backward."""
+    was_training = side.model.training
+    side.optimizer.zero_grad()
+    loss = None
+    if not side.has("batch norm"):  # whose running statistics would change between
+        loss = side.loss(side.forward(step.rows, step.seed))
+    side.model.eval()
+    with torch.no_grad():
+        side.forward(step.rows, step.seed + 1)
+    output = side.forward(step.rows, step.seed + 2)
+    side.model.train(was_training)
+    side.backward(side.loss(output) if loss is None else loss)
+    side.optimizer.step()
+
+
+@action()
+def eval_mode(side: Side, step: Step) -> None:
+    side.model.eval()
+    side.train(step.rows, step.seed)
+
+
+@action()
+def train_mode(side: Side, step: Step) -> None:
+    side.model.train()
+    side.train(step.rows, step.seed)
+
+
+# Under a launcher, a forward without gradients stays in its process: buffers and batch norm would be its own.
+@action(without=("ranks", "scripted"))
+def no_grad(side: Side, step: Step) -> None:
+    with torch.no_grad():
+        side.forward(step.rows, step.seed)
+
+
+@action(without=("ranks", "scripted"))
+def inference_mode(side: Side, step: Step) -> None:
+    with torch.inference_mode():
+        side.forward(step.rows, step.seed, requires_grad=False)
+
+
+@action()
+def anomaly_mode(side: Side, step: Step) -> None:
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        side.train(step.rows, step.seed)
+
+
+@action(without=("ranks", "rescue"))
+def tensors_saved_on_cpu(side: Side, step: Step) -> None:
+    with torch.autograd.graph.save_on_cpu():
+        side.train(step.rows, step.seed)
+
+
+@action(without=(*_NOT_TWICE, "ranks"))
+def checkpoint_around(side: Side, step: Step) -> None:
+    reentrant = step.seed % 3 == 0
+    x = side.batch(step.rows, step.seed, requires_grad=True if reentrant else None)
+    side.optimizer.zero_grad()
+    side.backward(side.loss(checkpoint(side.run, x, use_reentrant=reentrant)))
+    side.optimizer.step()
+
+
+@action(weight=0.05, without=("compiled", "ranks", "scripted"))
+def compiled_around(side: Side, step: Step) -> None:
+    backend = random.Random(step.seed).choice(("eager", "aot_eager"))
+    side.train(step.rows, step.seed, model=torch.compile(side.model, backend=backend))
+    torch.compiler.reset()
+
+
+@contextlib.contextmanager
+def other_dtype(side: Side, dtype: torch.dtype) -> Any:
+    """Let the model have another dtype in the block; afterwards its values are as before, bit for bit."""
+    side.optimizer.zero_grad()
+    values = side.values()
+    module = side.model if side.has_part else random.choice((side.core, side.model))
+    module.to(dtype)
+    side.dtype = dtype
+    try:
+        yield
+    finally:
+        side.optimizer.zero_grad()
+        side.model.double()
+        side.dtype = torch.float64
+        side.restore(values)
+        side.make_optimizer()
+
+
+@action(without=("float64", "scripted", "random", "compiled", "profile"))
+def float32(side: Side, step: Step) -> None:
+    random.seed(step.seed)
+    with other_dtype(side, torch.float32):
+        side.backward(side.loss(side.forward(step.rows, step.seed)))
+        side.observe_all("gradient", [parameter.grad for _, parameter in side.parameters()])
+
+
+@action(without=("float64", "scripted", "random", "compiled", "batch norm", "embedding", "sparse", "by row", "ranks"))
+def autocast(side: Side, step: Step) -> None:
+    random.seed(step.seed)
+    with other_dtype(side, torch.float32):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = side.run(side.batch(step.rows, step.seed, requires_grad=False))
+        side.observe_all("output", [t.bfloat16() for t in tensors_in(output) if t.is_floating_point()])
+        side.backward(side.loss(output))
+
+
+# ---- threads, failures, interrupts ---------------------------------------------------------------
+
+
+def in_threads(*functions: Callable[[], None]) -> None:
+    """Run functions in threads of their own, at the same time; raise what one of them raises."""
+    errors: list[BaseException] = []
+
+    def run(function: Callable[[], None]) -> None:
+        try:
+            function()
+        except BaseException as error:  # noqa: BLE001 - raised again below
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(function,)) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+@action(weight=0.3)
+def another_thread(side: Side, step: Step) -> None:
+    in_threads(lambda: side.train(step.rows, step.seed))
+
+
+@action(without=("ranks", "random", "buffers", "reentrant", "attributes", "normed weight", "parametrized", "compiled"))
+def two_threads(side: Side, step: Step) -> None:
+    """Two threads use the model at the same time."""
+    batches = [side.batch(step.rows + number, step.seed + number) for number in range(2)]
+    results: list[list[Any]] = [[], []]
+
+    def differentiate(number: int) -> None:
+        output = side.run(batches[number])
+        loss, trained = side.loss(output), side.trained()
+        results[number] += tensors_in(output)
+        if loss.requires_grad and trained:
+            results[number] += torch.autograd.grad(loss, trained, allow_unused=True)
+
+    in_threads(lambda: differentiate(0), lambda: differentiate(1))
+    for number, tensors in enumerate(results):
+        side.observe_all(f"of thread {number}, tensor", tensors)
+
+
+class DeliberateError(Exception):
+    """What a hook raises."""
+
+
+def _raise_for_some(module: nn.Module, args: Any) -> None:
+    """Raise in the replicas that have a row of a kind."""
+    if (args[0].detach().sum(1) > 0).any():
+        raise DeliberateError
+
+
+class _Interrupts:
+    """A hook that sends Ctrl-C to the process, when the thread that made it gets there: in forward or backward."""
+
+    def __init__(self, in_backward: bool) -> None:
+        self.in_backward, self.place = in_backward, (os.getpid(), threading.get_ident())
+
+    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        if not self.in_backward:
+            self.interrupt()
+        elif output.requires_grad:
+            output.register_hook(self.interrupt)
+
+    def interrupt(self, _: object = None) -> None:
+        if self.place == (os.getpid(), threading.get_ident()):
+            signal.raise_signal(signal.SIGINT)
+
+
+@action(without=("ranks",))
+def failure_in_forward(side: Side, step: Step) -> None:
+    """A forward that fails leaves buffers as they were, which the plain module's does not."""
+    values = side.values()
+    hook = side.core.head.register_forward_pre_hook(_raise_for_some)
+    try:
+        side.run(side.batch(step.rows, step.seed))
+        side.observe("raises", False)
+    except DeliberateError:
+        side.observe("raises", True)
+        if side.is_plain:
+            side.restore(values)
+    finally:
+        hook.remove()
+    seed_torch(step.seed)
+    side.train(step.rows, step.seed + 1)
+
+
+@action(weight=0.5, without=("ranks", "profile"))
+def interrupt(side: Side, step: Step) -> None:
+    """Ctrl-C in forward or in backward; then gradients are zeroed, and the training goes on."""
+    values, in_backward = side.values(), step.seed % 2 == 0
+    hook = side.core.head.register_forward_hook(_Interrupts(in_backward))
+    output = None
+    try:
+        side.optimizer.zero_grad()
+        output = side.run(side.batch(step.rows, step.seed, requires_grad=False))
+        side.backward(side.loss(output))
+        side.observe("interrupted", False)
+    except KeyboardInterrupt:
+        side.observe("interrupted", True)
+        if side.is_plain and output is None:
+            side.restore(values)
+    finally:
+        hook.remove()
+    seed_torch(step.seed)
+    side.train(step.rows, step.seed + 1)
+
+
+# ---- changes of the model ------------------------------------------------------------------------
+
+
+def _draw_parameter(side: Side, step: Step) -> nn.Parameter:
+    return random.Random(step.seed).choice(side.parameters())[1]
+
+
+@action()
+def freeze(side: Side, step: Step) -> None:
+    parameter = _draw_parameter(side, step)
+    parameter.requires_grad_(False)
+    if step.seed % 2:
+        parameter.grad = None
+    side.train(step.rows, step.seed)
+
+
+@action()
+def unfreeze(side: Side, step: Step) -> None:
+    for _, parameter in side.parameters():
+        parameter.requires_grad_(True)
+    side.train(step.rows, step.seed)
+
+
+@action(without=("ranks",))
+def freeze_all(side: Side, step: Step) -> None:
+    side.model.requires_grad_(False)
+    side.backward(side.loss(side.forward(step.rows, step.seed)))
+    side.model.requires_grad_(True)
+    side.train(step.rows, step.seed + 1)
+
+
+@action()
+def replace_parameter(side: Side, step: Step) -> None:
+    layers = [m for m in side.core.modules() if type(m) in (nn.Linear, nn.LayerNorm, nn.Conv1d, nn.BatchNorm1d)]
+    layer = random.Random(step.seed).choice(layers)
+    for name, parameter in list(layer.named_parameters(recurse=False)):
+        if "_" not in name:  # weight_g, weight_v
+            setattr(layer, name, nn.Parameter(parameter.detach() * 0.9, parameter.requires_grad))
+    side.make_optimizer()
+    side.train(step.rows, step.seed)
+
+
+@action()
+def register_or_remove(side: Side, step: Step) -> None:
+    """A parameter and a buffer that nothing uses."""
+    if hasattr(side.core, "extra"):
+        del side.core.extra, side.core.extra_buffer
+    else:
+        side.core.register_parameter("extra", nn.Parameter(torch.ones(5)))
+        side.core.register_buffer("extra_buffer", torch.ones(5))
+    side.make_optimizer()
+    side.train(step.rows, step.seed)
+
+
+@action()
+def swap_layer(side: Side, step: Step) -> None:
+    if len(side.core.blocks):
+        side.core.blocks[step.seed % len(side.core.blocks)] = linear()
+    side.make_optimizer()
+    side.train(step.rows, step.seed)
+
+
+@action()
+def tie_layers(side: Side, step: Step) -> None:
+    side.core.head = nn.Linear(WIDTH, NUM_OUTPUTS)
+    side.core.blocks.append(linear())
+    side.core.blocks.append(side.core.blocks[-1])
+    side.core.head_again = side.core.head
+    side.make_optimizer()
+    side.train(step.rows, step.seed)
+
+
+@action()
+def change_attribute(side: Side, step: Step) -> None:
+    side.core.residual = not side.core.residual
+    side.train(step.rows, step.seed)
+
+
+@action()
+def change_values(side: Side, step: Step) -> None:
+    parameter = _draw_parameter(side, step)
+    if step.seed % 2:
+        parameter.data = parameter.data * 0.9
+    else:
+        with torch.no_grad():
+            parameter.mul_(0.95)
+    side.train(step.rows, step.seed)
+
+
+@action(only=("buffers",))
+def change_buffers(side: Side, step: Step) -> None:
+    """In place, or by assigning other tensors."""
+    for module in side.core.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if not buffer.is_floating_point():
+                continue
+            if step.seed % 2:
+                setattr(module, name, buffer.clone() * 0.9)
+            else:
+                buffer.mul_(0.9)
+    side.train(step.rows, step.seed)
+
+
+@action()
+def overlapping_buffers(side: Side, step: Step) -> None:
+    whole = torch.ones(WIDTH)
+    side.core.register_buffer("whole", whole)
+    side.core.register_buffer("part", whole[:3])
+    side.train(step.rows, step.seed)
+
+
+def _double_output(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output * 2
+
+
+def _halve_gradient(grad: Tensor) -> Tensor:
+    return grad * 0.5
+
+
+@action()
+def hooks_for_a_while(side: Side, step: Step) -> None:
+    hook = side.core.head.register_forward_hook(_double_output)
+    side.train(step.rows, step.seed)
+    hook.remove()
+    if side.core.head.weight.requires_grad:
+        hook = side.core.head.weight.register_hook(_halve_gradient)
+        side.train(step.rows, step.seed + 1)
+        hook.remove()
+    side.train(step.rows, step.seed + 2)
+
+
+def _double_output_of_linear(module: nn.Module, args: Any, output: Any) -> Any:
+    return output * 2 if type(module) is nn.Linear else None
+
+
+@action(without=("compiled", "scripted", "checkpoint", "reentrant"))
+def hook_of_all_modules(side: Side, step: Step) -> None:
+    hook = nn.modules.module.register_module_forward_hook(_double_output_of_linear)
+    try:
+        side.train(step.rows, step.seed)
+    finally:
+        hook.remove()
+
+
+# ---- copies and checkpoints ----------------------------------------------------------------------
+
+
+@action(without=_REMEMBERS_GRAPHS)
+def deepcopy(side: Side, step: Step) -> None:
+    side.model.zero_grad()
+    side.use(copy.deepcopy(side.model))
+    side.train(step.rows, step.seed)
+
+
+@action(without=(*_REMEMBERS_GRAPHS, "scripted", "compiled", "parametrized", "containers"))
+def unpickle(side: Side, step: Step) -> None:
+    side.model.zero_grad()
+    side.use(pickle.loads(pickle.dumps(side.model)))
+    side.train(step.rows, step.seed)
+
+
+@action(without=("ranks",))
+def load_state_dict(side: Side, step: Step) -> None:
+    values = {name: v * 0.9 if v.is_floating_point() else v.clone() for name, v in side.core.state_dict().items()}
+    side.core.load_state_dict(values, assign=step.seed % 3 == 0)
+    side.make_optimizer()
+    side.train(step.rows, step.seed)
+
+
+@action()
+def checkpoint_and_resume(side: Side, step: Step) -> None:
+    """Two steps, of which the second is undone, by way of a file."""
+    side.train(step.rows, step.seed)
+    file = io.BytesIO()
+    torch.save({"model": side.model.state_dict(), "optimizer": side.optimizer.state_dict()}, file)
+    side.train(step.rows, step.seed + 1)
+    file.seek(0)
+    loaded = torch.load(file)
+    side.model.load_state_dict(loaded["model"])
+    side.optimizer.load_state_dict(loaded["optimizer"])
+    side.train(step.rows, step.seed + 2)
+
+
+@action(without=(*_REMEMBERS_GRAPHS, "scripted", "float64", "compiled", "ranks"))
+def moving_average(side: Side, step: Step) -> None:
+    average = AveragedModel(side.model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=step.seed % 2 == 0)
+    for number in range(2):
+        side.train(step.rows, step.seed + number)
+        average.update_parameters(side.model)
+    average.eval()
+    with torch.no_grad():
+        side.forward(step.rows, step.seed + 3, model=average)
+    side.use(average.module)
+    side.model.train()
+
+
+@action(weight=4, only=("batch norm",), without=("inputs: keyword", "wraps: part", "wraps: both", "ranks"))
+def update_batch_norm(side: Side, step: Step) -> None:
+    if side.program.inputs == "tensor":
+        batches = [side.batch(step.rows + number, step.seed + number, requires_grad=False) for number in range(3)]
+        update_bn(batches, side.model)
+
+
+# A checkpoint would run again with the module's own parameters.
+@action(
+    only=("wraps: part", "wraps: model"), without=("ranks", *_NOT_TWICE, "checkpoint", "random", "tied", "containers")
+)
+def functional_call(side: Side, step: Step) -> None:
+    """With leaves in place of the parameters, or with other tensors that have a history."""
+    outer = nn.Sequential(side.model) if side.has("inputs: tensor") and side.has("wraps: model") else side.model
+    if outer is side.model and side.has("wraps: model"):
+        return  # torch refuses a DataParallel that is no part of another module
+    as_leaves = step.seed % 2 == 0
+    given = {}
+    for name, parameter in outer.named_parameters():
+        value = parameter * 1.1
+        given[name] = value.detach().requires_grad_(parameter.requires_grad) if as_leaves else value
+    side.optimizer.zero_grad()
+    output = side.run(
+        side.batch(step.rows, step.seed), lambda *args, **kwargs: torch.func.functional_call(outer, given, args, kwargs)
+    )
+    side.backward(side.loss(output))
+    if as_leaves:
+        side.observe_all("gradient", [value.grad for value in given.values()])
+
+
+# ---- what only wrappers have ---------------------------------------------------------------------
+
+
+@action()
+def close(side: Side, step: Step) -> None:
+    for wrapper in side.wrappers():
+        wrapper.close()
+    side.train(step.rows, step.seed)
+
+
+@action()
+def refresh(side: Side, step: Step) -> None:
+    for wrapper in side.wrappers():
+        wrapper.refresh()
+    side.train(step.rows, step.seed)
+
+
+@action(weight=2)
+def other_shares(side: Side, step: Step) -> None:
+    for wrapper in side.wrappers():
+        num_replicas = len(wrapper.devices)
+        last = [0] * (num_replicas - 1) + [1]
+        wrapper.shares = random.Random(step.seed).choice(("chunk", "even", "measured", [1] * num_replicas, last))
+    side.train(step.rows, step.seed)
+    side.train(step.rows, step.seed + 1)
+
+
+@action(only=("wraps: model",))
+def call_by_name(side: Side, step: Step) -> None:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return side.model(*args, **kwargs) if side.is_plain else side.model.call("forward", *args, **kwargs)
+
+    side.train(step.rows, step.seed, model=forward)
+
+
+_BATCHES_OF_TENSORS = ("wraps: part", "wraps: both", "random", "writes_input", "ranks")
+
+
+@action(only=("inputs: tensor",), without=_BATCHES_OF_TENSORS)
+def map_batches(side: Side, step: Step) -> None:
+    was_training = side.model.training
+    side.model.eval()
+    batches = [side.batch(step.rows + number, step.seed + number, requires_grad=False) for number in range(4)]
+    with torch.no_grad():
+        outputs = map(side.model, batches) if side.is_plain else side.model.map(batches)
+        for output in outputs:
+            side.observe_all("output", tensors_in(output))
+    side.model.train(was_training)
+
+
+@action(only=("inputs: tensor",), without=(*_BATCHES_OF_TENSORS, "outputs: column", "outputs: narrow dtypes"))
+def evaluate(side: Side, step: Step) -> None:
+    def metric(output: Any, target: Tensor) -> float:
+        return float((next(tensors_in(output)).sum(1) - target).square().mean())
+
+    was_training = side.model.training
+    side.model.eval()
+    batches = [side.batch(step.rows + 1 + number, step.seed + number, requires_grad=False) for number in range(3)]
+    pairs = [(batch, batch[:, 0]) for batch in batches]
+    if side.is_plain:
+        with torch.no_grad():
+            total = sum(metric(side.model(x), target) * len(x) for x, target in pairs)
+        value = total / sum(map(len, batches))
+    else:
+        value = side.model.evaluate(pairs, metric)
+    side.observe("metric", torch.tensor(value))
+    side.model.train(was_training)

@@ -1,0 +1,229 @@
+"""Run a program twice, with the plain module and with the wrapped one, and compare what both have shown."""
+
+import contextlib
+import logging
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import unisono
+from fuzz.actions import ACTIONS
+from fuzz.model import INPUTS, OUTPUTS
+from fuzz.program import Program
+from fuzz.side import ONE_PROCESS, Observed, Rank, Side
+
+# Of the plain side's largest number, in a tensor: rounding, some layers deep.
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+TOLERANCE = 1e-8
+# Gradients that pass through float32 are rounded to it, one way or the other.
+TOLERANCE_OF_NARROW_DTYPES = 1e-5
+
+EngineFor = Callable[[list[str]], Any]  # the argument `engine`, for the replicas' devices
+
+
+class Difference(NamedTuple):
+    """What the two sides do not agree on.
+
+    Attributes:
+        kind: what two differences of one cause have in common.
+        text: where, and what each side has.
+    """
+
+    kind: str
+    text: str
+
+
+class Outcome(NamedTuple):
+    """How a program has ended.
+
+    Attributes:
+        difference: None if both sides have shown the same.
+        num_steps: after how many steps: both sides can fail in the same way, or diverge.
+        raised: whether they failed.
+    """
+
+    difference: Difference | None
+    num_steps: int = 0
+    raised: bool = False
+
+
+def run(
+    program: Program, engine_for: EngineFor, timeout_s: float, rank: Rank = ONE_PROCESS, agree: Any = None
+) -> Outcome:
+    """Run a program until its end, or until its two sides differ.
+
+    Args:
+        engine_for: makes the engine of the outermost wrapper.
+        timeout_s: of wrappers.
+        rank: the process's, if several run the program together.
+        agree: then: is given this rank's difference after each step; returns that of the lowest rank that has one.
+    """
+
+    def wrapped(module: nn.Module, outermost: bool) -> nn.Module:
+        return wrap(program, module, outermost, engine_for, timeout_s)
+
+    with quiet():
+        before, sides = process_state(), []
+        try:
+            sides.append(Side(program, rank, None))
+            sides.append(Side(program, rank, wrapped))
+            outcome = _run_steps(program, sides[0], sides[1], agree)
+        finally:
+            for side in sides:
+                side.close()
+            if "compiled" in program.traits:
+                torch.compiler.reset()
+        after = process_state()
+        restore_process_state(before)
+        if outcome.difference is None and after != before:
+            changed = [name for name in before if before[name] != after[name]]
+            text = f"after the program these are not as before: {', '.join(changed)}"
+            outcome = outcome._replace(difference=Difference("state of the process", text))
+        return outcome
+
+
+def _run_steps(program: Program, plain: Side, wrapped: Side, agree: Any) -> Outcome:
+    with next(wrapped.wrappers()).profile() if program.profile else contextlib.nullcontext():
+        for number, step in enumerate(program.steps):
+            errors: list[BaseException | None] = []
+            for side in (plain, wrapped):
+                side.begin_step(step.seed)
+                try:
+                    ACTIONS[step.action].run(side, step)
+                    side.end_step()
+                    errors.append(None)
+                except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - compared below
+                    errors.append(error)
+            found = _compared(program, plain.observed, wrapped.observed, *errors)
+            if found is not None:
+                found = Difference(found.kind, f"step {number}, {step!r}: {found.text}")
+            if agree is not None:
+                found = agree(found)
+            is_finite = all(bool(parameter.isfinite().all()) for parameter in plain.core.parameters())
+            if found is not None or errors[0] is not None or not is_finite:
+                return Outcome(found, number, errors[0] is not None)
+    return Outcome(None, len(program.steps))
+
+
+def wrap(program: Program, module: nn.Module, outermost: bool, engine_for: EngineFor, timeout_s: float) -> nn.Module:
+    """Return a module wrapped as a program says.
+
+    Args:
+        outermost: whether no other wrapper will be around it.
+    """
+    devices = ["cpu"] * (program.num_replicas if outermost else 2)
+    options: dict[str, Any] = {**INPUTS[program.inputs].options, **OUTPUTS[program.outputs].options}
+    if outermost and program.wraps == "both":
+        options["in_dims"] = (0, None)
+    if "batch norm" in program.traits:
+        options["sync_batch_norm"] = True
+    if "random" in program.traits:
+        options["randomness"] = "one_device"
+    if outermost:
+        options["engine"] = engine_for(devices)
+        options["on_worker_loss"] = "retry" if program.retry else "raise"
+        options["shares"] = program.shares
+        options["parts"] = program.parts
+    options["loss"] = program.loss
+    return unisono.DataParallel(module, devices, rescue=program.rescue, timeout=timeout_s, **options)
+
+
+def _compared(
+    program: Program,
+    plain: list[Observed],
+    wrapped: list[Observed],
+    plain_error: BaseException | None,
+    error: BaseException | None,
+) -> Difference | None:
+    if type(plain_error) is not type(error):
+        raised = error or plain_error
+        assert raised is not None
+        words = " ".join(str(raised).split()[:6])
+        kind = f"{'wrapped' if error else 'plain'} raises {type(raised).__name__}: {words}"
+        other = "" if None in (plain_error, error) else f"plain raises {plain_error!r}\n"
+        return Difference(kind, f"{kind}\n{other}{_traceback_of(raised)}")
+    if error is not None:
+        return None
+    names, others = [[observed.what for observed in side] for side in (plain, wrapped)]
+    if names != others:
+        return Difference("names", f"plain has {names}, wrapped has {others}")
+    for one, two in zip(plain, wrapped, strict=True):
+        apart = _apart(program, one.value, two.value)
+        if apart:
+            return Difference(one.kind, f"{one.what}: {apart}")
+    return None
+
+
+def _traceback_of(error: BaseException) -> str:
+    """Return the innermost frames of a traceback, and the error."""
+    lines = "".join(traceback.format_exception(error)[-8:]).splitlines()
+    return "\n".join(line for line in lines if line.strip(" ^~"))[-3000:]
+
+
+def _apart(program: Program, plain: Any, wrapped: Any) -> str | None:
+    """Return how far two values are apart, in words; None if they agree."""
+    if not (isinstance(plain, Tensor) and isinstance(wrapped, Tensor)):
+        is_same = type(plain) is type(wrapped) and plain == wrapped
+        return None if is_same else f"{_brief(plain)}, wrapped {_brief(wrapped)}"
+    if plain.shape != wrapped.shape or plain.dtype != wrapped.dtype:
+        return f"{_brief(plain)}, wrapped {_brief(wrapped)}"
+    if torch.equal(plain, wrapped) or plain.numel() == 0:
+        return None
+    is_exact = not (plain.is_floating_point() or plain.is_complex())
+    usual = TOLERANCE_OF_NARROW_DTYPES if program.outputs == "narrow dtypes" else TOLERANCE
+    tolerance = 0.0 if is_exact else TOLERANCES.get(plain.dtype, usual)
+    size = max(1.0, float(plain.abs().nan_to_num(0, 0, 0).max())) if not is_exact else 1.0
+    if torch.allclose(plain, wrapped, rtol=tolerance, atol=tolerance * size, equal_nan=True):
+        return None
+    distance = (plain.to(torch.complex128) - wrapped.to(torch.complex128)).abs().max()
+    return f"{float(distance):.2g} apart, of numbers up to {size:.2g}"
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, Tensor):
+        zeros = ", all zero" if value.numel() and not value.any() else ""
+        return f"a tensor {tuple(value.shape)} of {value.dtype}{zeros}"
+    return repr(value)
+
+
+# ---- the process ---------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def quiet() -> Any:
+    """Run programs in double precision, and without what they would warn of."""
+    level, dtype = logging.root.manager.disable, torch.get_default_dtype()
+    logging.disable(logging.WARNING)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
+        torch.set_default_dtype(dtype)
+
+
+def process_state() -> dict[str, Any]:
+    """Return the settings that a program must leave as they were."""
+    return {
+        "the number of threads": torch.get_num_threads(),
+        "the grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "anomaly mode": torch.is_anomaly_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "the default dtype": torch.get_default_dtype(),
+        "the kernels of attention": torch.backends.cuda.flash_sdp_enabled(),
+    }
+
+
+def restore_process_state(state: dict[str, Any]) -> None:
+    torch.set_num_threads(state["the number of threads"])
+    torch.set_grad_enabled(state["the grad mode"])
+    torch.autograd.set_detect_anomaly(state["anomaly mode"])
+    torch.set_autocast_enabled("cpu", state["autocast"])
+    torch.backends.cuda.enable_flash_sdp(state["the kernels of attention"])

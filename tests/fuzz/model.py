@@ -1,0 +1,150 @@
+"""A random module: blocks one after the other, a head, and inputs and outputs in one of many forms."""
+
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fuzz.blocks import WIDTH, make_block
+
+NUM_OUTPUTS = 5
+
+
+@dataclass
+class Bundle:
+    first: Any
+    second: Any
+    name: str = "bundle"
+
+
+Triple = namedtuple("Triple", "a b c")
+
+
+class InputForm(NamedTuple):
+    """How rows, and something that has no rows, reach the module.
+
+    Attributes:
+        pack: returns the positional and keyword inputs.
+        unpack: the inverse: returns the rows, and what is added to them.
+        options: of the wrapper.
+    """
+
+    pack: Callable[[Tensor, Tensor], tuple[tuple[Any, ...], dict[str, Any]]]
+    unpack: Callable[..., tuple[Tensor, Any]]
+    options: Mapping[str, Any] = {}
+
+
+INPUTS = {
+    "tensor": InputForm(lambda x, _: ((x,), {}), lambda x: (x, 0)),
+    "keyword": InputForm(lambda x, _: ((), {"x": x}), lambda x: (x, 0)),
+    "nested": InputForm(
+        lambda x, _: (({"pair": (0.5, [x]), "none": None, "text": "a"},), {}),
+        lambda given: (given["pair"][1][0], given["pair"][0]),
+    ),
+    "with a 0-dim tensor": InputForm(lambda x, table: ((x, table.sum()), {}), lambda x, scalar: (x, scalar)),
+    "with a table": InputForm(
+        lambda x, table: ((x,), {"table": table}), lambda x, table: (x, table.sum(0)[0]), {"in_dims": {"table": None}}
+    ),
+    "on axis 1": InputForm(lambda x, _: ((x.t(),), {}), lambda x: (x.t(), 0), {"in_dims": 1}),
+    "list": InputForm(lambda x, _: (([x[:, :5], x[:, 5:]],), {}), lambda parts: (torch.cat(parts, 1), 0)),
+    "dataclass": InputForm(
+        lambda x, _: ((Bundle(x, {"z": x[:, :2] * 2}),), {}), lambda b: (b.first, b.second["z"].mean(1, keepdim=True))
+    ),
+}
+
+
+class OutputForm(NamedTuple):
+    """What the module returns.
+
+    Attributes:
+        pack: makes it of the head's output and of the rows before.
+        options: of the wrapper.
+        axis: of the rows, of the last tensor in it; of all others it is 0.
+    """
+
+    pack: Callable[[Tensor, Tensor], Any]
+    options: Mapping[str, Any] = {}
+    axis: int = 0
+
+
+OUTPUTS = {
+    "tensor": OutputForm(lambda y, x: y),
+    "tuple": OutputForm(lambda y, x: (y, x, None)),
+    "dict": OutputForm(lambda y, x: {"y": y, "x": [x, (y * 2,)], "none": None}),
+    "dataclass": OutputForm(lambda y, x: Bundle(y, {"x": x, "same": y})),
+    "namedtuple": OutputForm(lambda y, x: Triple(y, x.detach(), "text")),
+    "0-dim": OutputForm(lambda y, x: {"y": y, "loss": y.square().mean()}, {"scalars": "mean"}),
+    "integers": OutputForm(lambda y, x: (y, y.argmax(1), y > 0)),
+    "column": OutputForm(lambda y, x: (x[:, 0], y[:, 0])),
+    "strided": OutputForm(lambda y, x: OrderedDict(a=y, b=y.t().contiguous().t(), c=x.unsqueeze(1).expand(-1, 2, -1))),
+    "on axis 1": OutputForm(lambda y, x: (y, x.unsqueeze(0)), {"out_dims": (0, 1)}, axis=1),
+    "narrow dtypes": OutputForm(lambda y, x: (y.float(), x.to(torch.bfloat16).detach(), y)),
+}
+
+
+class Model(nn.Module):
+    """The module of a program.
+
+    Args:
+        blocks: their names.
+        inputs, outputs: the names of their forms.
+        residual: whether each block's output is averaged with its input.
+        writes_input: whether forward writes into its input.
+    """
+
+    def __init__(self, blocks: Sequence[str], inputs: str, outputs: str, residual: bool, writes_input: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(make_block(name) for name in blocks)
+        self.head = nn.Linear(WIDTH, NUM_OUTPUTS)
+        self.inputs, self.outputs, self.residual, self.writes_input = inputs, outputs, residual, writes_input
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        x, offset = INPUTS[self.inputs].unpack(*args, **kwargs)
+        if self.writes_input:
+            x.mul_(2)
+        x = x + offset
+        for block in self.blocks:
+            y = block(x)
+            x = (x + y) * 0.5 if self.residual else y
+        return OUTPUTS[self.outputs].pack(self.head(x), x)
+
+
+class Outer(nn.Module):
+    """A model of which another is a part, between a layer of its own and nothing."""
+
+    def __init__(self, inner: nn.Module, inputs: str) -> None:
+        super().__init__()
+        self.before, self.inner, self.inputs = nn.Linear(WIDTH, WIDTH), inner, inputs
+
+    def forward(self, x: Tensor, table: Tensor) -> Any:
+        args, kwargs = INPUTS[self.inputs].pack(self.before(x).tanh() + x, table)
+        return self.inner(*args, **kwargs)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in an output."""
+    if isinstance(value, Tensor):
+        yield value
+    for child in _children(value):
+        yield from tensors_in(child)
+
+
+def form_of(value: Any) -> Any:
+    """Return all of an output but the tensors' values, to be compared."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.requires_grad
+    children = _children(value)
+    if isinstance(value, Mapping):
+        return type(value).__name__, list(value), [form_of(child) for child in children]
+    return (type(value).__name__, [form_of(child) for child in children]) if children else value
+
+
+def _children(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, list | tuple):
+        return list(value)
+    return [getattr(value, field.name) for field in fields(value)] if is_dataclass(value) else []

@@ -1,0 +1,87 @@
+"""What a random program is, as data: it can be printed as Python, and made smaller.
+
+The defaults of the fields are the simplest program that there is; a program is printed as what differs from them.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from fuzz.blocks import traits_of
+
+ENGINES = ("threads", "separate memory", "processes", "gloo", "ranks")
+
+
+def _as_python(name: str, values: Iterable[tuple[str, Any, Any]]) -> str:
+    """Return a call of a class with the arguments that differ from the defaults."""
+    given = [f"{argument}={value!r}" for argument, value, default in values if value != default]
+    return f"{name}({', '.join(given)})"
+
+
+@dataclass(frozen=True)
+class Step:
+    """An action, the rows of its batch, and the seed of all that it draws."""
+
+    action: str = "train"
+    rows: int = 4
+    seed: int = 0
+
+    def __repr__(self) -> str:
+        return _as_python("Step", [(f.name, getattr(self, f.name), f.default) for f in fields(self)])
+
+
+@dataclass(frozen=True)
+class Program:
+    """A model, how it is wrapped, and what is done with it.
+
+    Attributes:
+        blocks: names of its layers, "family/variant".
+        steps: what is done, one after the other.
+        engine: one of ENGINES.
+        num_replicas: on the CPU; of each rank, if there are several.
+        shares: of the wrapper.
+        wraps: "model"; "part": the wrapped model is a part of another; "twice": it is a wrapper in a wrapper; "both":
+            the wrapped model is part of another, which is wrapped.
+        inputs, outputs: names of forms, see `model`.
+        optimizer: its name, see `actions`.
+        loss: "sum" or "mean": whether a loss is divided by the number of rows.
+        input_gradients: whether inputs require a gradient.
+        residual, writes_input: of the model.
+        profile: whether all of it is recorded.
+        retry, rescue, parts: of the wrapper.
+        seed: of the parameters.
+        traits: words by which actions say what they cannot be done with: families and traits of the blocks, the flags
+            that are set, and the forms.
+    """
+
+    blocks: tuple[str, ...] = ()
+    steps: tuple[Step, ...] = (Step(),)
+    engine: str = "threads"
+    num_replicas: int = 2
+    shares: str | tuple[float, ...] = "chunk"
+    wraps: str = "model"
+    inputs: str = "tensor"
+    outputs: str = "tensor"
+    optimizer: str = "SGD"
+    loss: str = "sum"
+    input_gradients: bool = False
+    residual: bool = False
+    writes_input: bool = False
+    profile: bool = False
+    retry: bool = False
+    rescue: bool = False
+    parts: int = 1
+    seed: int = 0
+    traits: frozenset[str] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        of_blocks = {trait for block in self.blocks for trait in (block.partition("/")[0], *traits_of(block))}
+        flags = {name for name in ("writes_input", "rescue", "profile", "input_gradients") if getattr(self, name)}
+        words = {f"inputs: {self.inputs}", f"outputs: {self.outputs}", f"wraps: {self.wraps}", f"loss: {self.loss}"}
+        more = {"ranks"} if self.engine == "ranks" else {"one process"}
+        more |= {"processes"} if self.engine in ("processes", "gloo") else set()
+        more |= {"one replica"} if self.num_replicas == 1 else set()
+        object.__setattr__(self, "traits", frozenset(of_blocks | flags | words | more))
+
+    def __repr__(self) -> str:
+        return _as_python("Program", [(f.name, getattr(self, f.name), f.default) for f in fields(self) if f.init])

@@ -1,0 +1,387 @@
+"""State that torch and Python keep once a process, changed inside replicas that run at the same time."""
+
+import contextlib
+import functools
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrize import cached
+from torch.utils.checkpoint import checkpoint
+
+from helpers.in_time import WAIT_S, in_time
+from helpers.modules import Calls
+from unisono import DataParallel
+from unisono.runtime import process_state, torch_private
+
+TWO = ["cpu"] * 2
+TIMES = 30  # replicas overlap in another way each time
+
+
+def meeting(num_replicas: int = 2) -> Callable[[], None]:
+    """Return a function in which replicas wait for each other."""
+    barrier = threading.Barrier(num_replicas)
+    return lambda: barrier.wait(WAIT_S) and None
+
+
+def two_rows() -> torch.Tensor:
+    return torch.tensor([[1.0], [-2.0]])
+
+
+FORWARD_MODE: dict[str, Callable[[Callable[..., Any], torch.Tensor], torch.Tensor]] = {
+    "jvp": lambda cube, x: torch.func.jvp(cube, (x,), (torch.ones_like(x),))[1],
+    "hessian": lambda cube, x: torch.func.hessian(lambda z: cube(z).sum())(x).sum((2, 3)),
+    "linearize": lambda cube, x: torch.func.linearize(lambda z: z**3, x)[1](torch.ones_like(x)),
+    "jvp of jvp": lambda cube, x: torch.func.jvp(
+        lambda z: torch.func.jvp(cube, (z,), (torch.ones_like(z),))[1], (x,), (torch.ones_like(x),)
+    )[1],
+}
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # linearize, in the plain module too
+@pytest.mark.parametrize("way", FORWARD_MODE)
+def test_forward_mode(way: str) -> None:
+    """R16: torch has one level of forward-mode differentiation for all threads. What left it first took the tangents
+    of the other replica along, which then got zeros."""
+    meet = meeting()
+
+    def forward(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        def cube(z: torch.Tensor) -> torch.Tensor:
+            meet()
+            return z**3
+
+        return torch.stack([FORWARD_MODE[way](cube, x) for _ in range(TIMES)], 1)
+
+    net = Calls(forward)
+    found = DataParallel(net, TWO)(two_rows())
+    meet = lambda: None  # noqa: E731 - the plain module is alone
+    torch.testing.assert_close(found, net(two_rows()))
+
+
+@contextlib.contextmanager
+def set_and_reset(get: Callable[[], Any], set_to: Callable[[Any], None], value: Any) -> Iterator[None]:
+    before = get()
+    set_to(value)
+    try:
+        yield
+    finally:
+        set_to(before)
+
+
+def set_benchmark(value: bool) -> None:
+    torch.backends.cudnn.benchmark = value
+
+
+# A context in which the state is another one, and what tells the state.
+SETTINGS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], Callable[[], Any]]] = {
+    "sdpa": (lambda: sdpa_kernel(SDPBackend.MATH), torch.backends.cuda.flash_sdp_enabled),
+    "anomaly": (lambda: torch.autograd.set_detect_anomaly(True), torch.is_anomaly_enabled),
+    "flags": (
+        lambda: torch.backends.cudnn.flags(enabled=False),
+        lambda: torch.backends.cudnn.enabled,
+    ),
+    "flag": (
+        lambda: set_and_reset(lambda: torch.backends.cudnn.benchmark, set_benchmark, True),
+        lambda: torch.backends.cudnn.benchmark,
+    ),
+    "default dtype": (
+        lambda: set_and_reset(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
+        torch.get_default_dtype,
+    ),
+    "precision": (
+        lambda: set_and_reset(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"),
+        torch.get_float32_matmul_precision,
+    ),
+    "deterministic": (
+        lambda: set_and_reset(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True),
+        torch.are_deterministic_algorithms_enabled,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("options", [{}, {"sync_batch_norm": True}], ids=["", "sync_batch_norm"])
+def test_a_setting_in_forward(name: str, options: dict[str, Any]) -> None:
+    """R16: contexts of two replicas overlapped, and an inner value stayed for good."""
+    context, state = SETTINGS[name]
+    meet, seen, before = meeting(), [], state()
+
+    def forward(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(TIMES):
+            seen.append(state() == before)
+            with context():
+                meet()
+                seen.append(state() != before)
+                x = net.norm(x)
+        return x
+
+    DataParallel(Calls(forward, norm=nn.BatchNorm1d(1)), TWO, **options)(torch.rand(4, 1))
+    assert all(seen)
+    assert state() == before
+
+
+def test_a_setting_in_backward() -> None:
+    """R16: where a checkpoint runs forward again, in each replica's backward."""
+    meet, seen = meeting(), []
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(TIMES):
+            seen.append(torch.backends.cuda.flash_sdp_enabled())
+            with sdpa_kernel(SDPBackend.MATH):
+                meet()
+                seen.append(not torch.backends.cuda.flash_sdp_enabled())
+                x = x * 2
+        return x
+
+    net = Calls(lambda net, x: checkpoint(part, net.linear(x), use_reentrant=False), linear=nn.Linear(1, 1))
+    DataParallel(net, TWO)(two_rows()).sum().backward()
+    assert all(seen)
+    assert torch.backends.cuda.flash_sdp_enabled()
+
+
+def test_cached_parametrizations_in_forward() -> None:
+    """R16, R10: the cache was keyed by the live module, so a replica got the value of another one, with its graph."""
+    meet = meeting()
+    linear = nn.Linear(1, 1)
+    calls: list[None] = []
+
+    class Doubled(nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            calls.append(None)
+            return 2 * weight
+
+    def forward(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(TIMES):
+            with cached():
+                meet()
+                x = (x + net.linear(x) + net.linear(x)).tanh()
+        return x
+
+    parametrize.register_parametrization(linear, "weight", Doubled())
+    net = Calls(forward, linear=linear)
+    calls.clear()
+    DataParallel(net, TWO)(two_rows()).sum().backward()
+    assert len(calls) == 2 * TIMES
+    found = [parameter.grad for parameter in net.parameters()]
+    net.zero_grad()
+    meet = lambda: None  # noqa: E731 - the plain module is alone
+    net(two_rows()).sum().backward()
+    torch.testing.assert_close(found, [parameter.grad for parameter in net.parameters()])
+    assert not torch_private.caches_parametrizations()
+
+
+def test_warnings_are_caught_in_forward() -> None:
+    """R16: the filters of the replica that entered second stayed; one context inside another restores its own."""
+    meet, before, seen = meeting(), list(warnings.filters), []
+
+    def forward(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(TIMES):
+            meet()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                meet()
+                warnings.warn("in both", stacklevel=1)
+        return x
+
+    def alone(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if x[0, 0] > 0:
+            with warnings.catch_warnings():
+                outer = list(warnings.filters)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                seen.append(list(warnings.filters) == outer)
+        return x
+
+    for each in (forward, alone):
+        DataParallel(Calls(each), TWO)(two_rows())
+        assert list(warnings.filters) == before
+    assert seen == [True]
+
+
+# ---- replicas that the data leads different ways -----------------------------------------------------
+
+
+def states() -> list[Any]:
+    return [state() for _, state in SETTINGS.values()]
+
+
+def enter(name: str) -> AbstractContextManager[Any]:
+    return SETTINGS[name][0]()
+
+
+def different(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with enter("sdpa" if x[0, 0] > 0 else "precision"), enter("flags"):
+        return x * 1
+
+
+def one_is_ahead(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with enter("sdpa"):
+        try:
+            with enter("flags"):
+                if x[0, 0] > 0:
+                    raise ValueError("the user's")
+                with enter("precision"):
+                    return x * 1
+        except ValueError:
+            return x * 3
+
+
+@pytest.mark.parametrize("forward", [different, one_is_ahead])
+@pytest.mark.parametrize("rows", [two_rows(), -two_rows()], ids=["first", "second"])
+def test_different_changes(forward: Callable[..., torch.Tensor], rows: torch.Tensor) -> None:
+    """R16: are an error, also for a replica that catches its own, and all is as before."""
+    before = states()
+    with pytest.raises(RuntimeError, match=r"different ways: replica 0 called _set_.*, replica 1 called _set_"):
+        DataParallel(Calls(forward), TWO)(rows)
+    assert states() == before
+
+
+@pytest.mark.parametrize("rows", [two_rows(), -two_rows()], ids=["first", "second"])
+def test_a_change_and_a_batch_norm(rows: torch.Tensor) -> None:
+    """R16, N5: a replica that waits to change the state, and one that waits for statistics."""
+
+    def forward(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if x[0, 0] > 0:
+            with enter("sdpa"):
+                return x * 1
+        return net.norm(x)
+
+    before = states()
+    with pytest.raises(RuntimeError, match="went different ways"):
+        DataParallel(Calls(forward, norm=nn.BatchNorm1d(1)), TWO, sync_batch_norm=True)(rows)
+    assert states() == before
+
+
+@pytest.mark.parametrize("rows", [two_rows(), -two_rows()], ids=["first", "second"])
+def test_a_change_of_one_replica(rows: torch.Tensor) -> None:
+    """R16: it waits until the other one has ended."""
+    seen: list[bool] = []
+
+    def forward(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if x[0, 0] > 0:
+            with enter("sdpa"):
+                seen.append(torch.backends.cuda.flash_sdp_enabled())
+        else:
+            seen.append(torch.backends.cuda.flash_sdp_enabled())
+        return x * 1
+
+    assert DataParallel(Calls(forward), TWO)(rows).tolist() == rows.tolist()
+    assert seen == [True, False]
+    assert torch.backends.cuda.flash_sdp_enabled()
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("rows", [two_rows(), -two_rows()], ids=["first", "second"])
+def test_a_replica_that_fails_in_a_context(error: type[BaseException], rows: torch.Tensor) -> None:
+    """R16, F1, F3: its exception is the one that is raised, and the other replica leaves what both have entered."""
+    before, ended = states(), threading.Event()
+
+    def forward(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        try:
+            with enter("sdpa"):
+                if x[0, 0] > 0:
+                    raise error("the user's")
+                with enter("flags"):
+                    return x * 1
+        finally:
+            if x[0, 0] < 0:
+                ended.set()
+
+    with pytest.raises(error, match="the user's"):
+        DataParallel(Calls(forward), TWO)(rows)
+    assert ended.wait(WAIT_S)
+    assert states() == before
+
+
+def test_a_wrapper_inside_a_replica() -> None:
+    """R16, A10: its replicas run in turn, so the outer ones make the changes of all of them together."""
+    inner = DataParallel(Calls(lambda net, x: FORWARD_MODE["jvp"](lambda z: z**3, x)), TWO)
+    x = torch.rand(4, 1)
+    torch.testing.assert_close(DataParallel(Calls(lambda net, x: net.inner(x), inner=inner), TWO)(x), 3 * x**2)
+
+
+def test_a_compiled_module() -> None:
+    """R16, R13: while one replica compiles, the others wait for it, and it changes the state alone."""
+
+    def forward(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return net.linear(x)
+
+    net = Calls(forward, linear=nn.Linear(1, 1))
+    model = DataParallel(torch.compile(net, backend="eager"), TWO)
+    for _ in range(3):
+        torch.testing.assert_close(model(two_rows()), net(two_rows()))
+    assert torch.backends.cuda.flash_sdp_enabled()
+
+
+# ---- a map -------------------------------------------------------------------------------------------
+
+
+def test_lanes_take_turns() -> None:
+    """R16, I1: lanes compute different batches, so a lane that changes the state runs the rest of its batch alone."""
+    started = threading.Event()
+    seen: list[bool] = []
+
+    def forward(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if x[0, 0] == 1:  # goes on while the other lane wants to change the state
+            assert started.wait(WAIT_S)
+        seen.append(torch.get_default_dtype() is torch.float32)
+        if x[0, 0] != 1:
+            started.set()
+            with enter("default dtype"):
+                seen.append(torch.ones(()).dtype is torch.float64)
+        seen.append(torch.ones(()).dtype is torch.float32)
+        return torch.func.jvp(lambda z: z * z, (x,), (torch.ones_like(x),))[1]
+
+    batches = [torch.full((2, 1), float(i)) for i in range(12)]
+    with DataParallel(Calls(forward), ["cpu"] * 3).map(batches) as outputs:
+        assert [output[0, 0].item() for output in outputs] == [2.0 * i for i in range(12)]
+    assert all(seen)
+    assert torch.get_default_dtype() is torch.float32
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # linearize, in the plain module too
+def test_lanes_trace_in_turns() -> None:
+    """R16, I1: `torch.func.linearize` traces with torch.fx, whose state is the process's."""
+    net = Calls(lambda net, x: FORWARD_MODE["linearize"](lambda z: z**3, x))
+    batches = [torch.full((2, 1), float(i)) for i in range(12)]
+    with DataParallel(net, ["cpu"] * 3).map(batches) as outputs:
+        assert [output[0, 0].item() for output in outputs] == [3.0 * i**2 for i in range(12)]
+
+
+# ---- what is replaced ----------------------------------------------------------------------------------
+
+
+def test_outside_of_replicas() -> None:
+    """R16: the functions that are replaced do what torch's do, and what is replaced knows its name."""
+    assert process_state.change("anything", lambda: "done") == "done"
+    for context, state in SETTINGS.values():
+        before = state()
+        with context():
+            assert state() != before
+        assert state() == before
+    assert torch.set_default_dtype.__module__ == "torch"
+    assert torch._C._set_default_dtype.__name__ == "_set_default_dtype"
+
+
+def test_a_cached_property_whose_value_needs_a_change() -> None:
+    """R16: until Python 3.12 it holds a lock of its class, for which the other replica waits."""
+
+    class Cached(nn.Linear):
+        @functools.cached_property
+        def slope(self) -> torch.Tensor:
+            return torch.func.jvp(torch.sin, (torch.zeros(()),), (torch.ones(()),))[1]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * self.slope
+
+    plain = Cached(3, 2)
+    x = torch.randn(4, 3)
+    torch.testing.assert_close(in_time(lambda: DataParallel(plain, ["cpu"] * 2)(x)), plain(x))
