@@ -431,7 +431,7 @@ class DrawingFrom:
 
 def current_stream() -> Stream | None:
     """Return the stream from which the calling thread draws; None: it draws from torch's generator."""
-    return getattr(_thread, "stream", None)
+    return _thread.stream
 
 
 def _generator_of_thread() -> torch.Generator:
@@ -606,6 +606,10 @@ def move_to(state: torch.Tensor) -> None:
     _process.move_to(state)
 
 
-_thread = threading.local()
+class _ThreadLocal(threading.local):
+    stream: Stream | None = None  # from which the thread draws; None: from torch's generator
+
+
+_thread = _ThreadLocal()
 _process = _Process()
 os.register_at_fork(after_in_child=_process.after_fork)

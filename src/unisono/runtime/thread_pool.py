@@ -128,7 +128,7 @@ def current_run() -> tuple[Run | None, int]:
 
     A run inside a task goes on in that task's thread: the outermost one is returned.
     """
-    return getattr(_thread, "run", (None, 0))
+    return _thread.run
 
 
 def run_together(
@@ -172,12 +172,13 @@ def _run_in_threads(
     state = ThreadState.capture()
     on_host = _devices.all_on_host(devices)
     streams = None if on_host else _devices.current_streams(devices)
-    own_cores = affinity.cores_per_replica(len(tasks)) if on_host else [()] * len(tasks)
+    num_tasks = len(tasks)
+    own_cores = affinity.cores_per_replica(num_tasks) if on_host else [()] * num_tasks
     threads_before, threads_each = _thread_counts.begin(devices)
     done: SimpleQueue[tuple[int, Outcome[T]]] = SimpleQueue()
     context = contextvars.copy_context()
     together = Run()
-    together.num_tasks, together.timeout_s, together.names = len(tasks), timeout_s, names
+    together.num_tasks, together.timeout_s, together.names = num_tasks, timeout_s, names
     together.ended = {}
 
     def run(index: int) -> Outcome[T]:
@@ -203,7 +204,7 @@ def _run_in_threads(
         with around(0), _AsReplica(devices[0], 0, threads_each, streams):
             return tasks[0]()
 
-    workers = _pool.borrow(len(tasks) - 1)
+    workers = _pool.borrow(num_tasks - 1)
     ended: dict[int, Outcome[T]] = {}
     while _before_first_threads:
         _before_first_threads.pop()()
@@ -215,7 +216,7 @@ def _run_in_threads(
         if together.on_end is not None:
             together.on_end(0, ended[0])
         _raise_if_urgent(ended[0])
-        num_running, progress_at = len(workers), time.monotonic()
+        num_running, progress_at = num_tasks - 1, time.monotonic()
         while num_running:
             try:
                 index, ended_now = done.get(timeout=WAKE_S)
@@ -229,7 +230,7 @@ def _run_in_threads(
             ended[index] = ended_now
             del ended_now
             _raise_if_urgent(ended[index])
-        return [ended[i] for i in range(len(tasks))]
+        return [ended[i] for i in range(num_tasks)]
     finally:
         _pool.give_back([worker for i, worker in enumerate(workers, 1) if i in ended])
         _pool.abandon([worker for i, worker in enumerate(workers, 1) if i not in ended])
@@ -360,12 +361,12 @@ class divided_intra_op_threads:  # noqa: N801 - a context manager, as a class be
 
 def inside_replica() -> bool:
     """Return whether the calling thread is running a replica's task."""
-    return getattr(_thread, "replica_device", None) is not None
+    return _thread.replica_device is not None
 
 
 def replica_device() -> torch.device | None:
     """Return the device of the replica whose task the calling thread is running; None outside of one."""
-    return getattr(_thread, "replica_device", None)
+    return _thread.replica_device
 
 
 def replica_path() -> tuple[int, ...]:
@@ -373,7 +374,7 @@ def replica_path() -> tuple[int, ...]:
 
     () outside of a replica. Paths in sorted order are the replicas in the order of their rows.
     """
-    return getattr(_thread, "replica_path", ())
+    return _thread.replica_path
 
 
 def _outcome(task: Callable[[], T]) -> Outcome[T]:
@@ -610,7 +611,15 @@ def _after_fork() -> None:
     _thread.replica_device, _thread.replica_path = None, ()  # a fork inside a task: the child is no replica
 
 
-_thread = threading.local()
+class _ThreadLocal(threading.local):
+    """What the calling thread runs: outside of a replica's task what a new thread starts with."""
+
+    replica_device: torch.device | None = None
+    replica_path: tuple[int, ...] = ()
+    run: tuple[Run | None, int] = (None, 0)
+
+
+_thread = _ThreadLocal()
 _thread_counts = _ThreadCounts()
 _backgrounds: set[Background] = set()  # those that run
 _pool = _Pool()
