@@ -551,7 +551,8 @@ def _native_dropout(keys: Any, tensor: torch.Tensor, p: float, train: bool | Non
     """
     generator = _own_generator(None, (tensor,), {})
     if generator is not None and train is not False and not tensor.is_nested:
-        if _thread.stream.draw is not None:
+        stream = current_stream()
+        if stream is not None and stream.draw is not None:
             generator = None  # so that `bernoulli_` is intercepted
         kept = torch.empty_like(tensor, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
         return tensor * kept * (1 / (1 - p) if p < 1 else 0.0), kept
