@@ -34,7 +34,7 @@ from helpers.contract import (
     twins,
 )
 from helpers.modules import Calls, Fn
-from unisono import data_parallel
+from unisono import DataParallel, data_parallel
 
 SPLITS = [(2, 7), (4, 6), (2, 1)]  # replicas, rows; (4, 6) leaves one idle, (2, 1) runs one replica
 
@@ -356,6 +356,39 @@ def test_reentrant_checkpoints(wrap: Wrap, engine: str, leaf: str, how: str) -> 
     if leaf == "kept" and not results:
         rows = torch.cat([kept.grad for kept in sorted(model.module.kept, key=lambda kept: row_of(x, kept))])
         assert_same(rows, plain.kept[0].grad[: len(rows)])
+
+
+def test_a_reentrant_checkpoint_behind_a_wrapper_inside_the_module(wrap: Wrap) -> None:
+    """N1: the outer wrapper sees the leaf of the inner one's forward, and did not see that its checkpoint has to be
+    differentiated through `.grad`: RuntimeError."""
+
+    def forward(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        leaf = x.detach().requires_grad_()
+        return net.head(checkpoint(net.body, leaf * 2, use_reentrant=True))
+
+    plain = Calls(forward, body=nn.Linear(3, 3), head=nn.Linear(3, 3))
+    inner = copy.deepcopy(plain)
+    model = wrap(DataParallel(inner, ["cpu"] * 2), 2)
+    x = torch.randn(7, 3)
+    for module in (plain, model):
+        loss_of(module(x)).backward()
+    assert_same_gradients(inner, plain)
+
+
+def test_a_gradient_inside_forward_in_a_checkpoint_around_the_wrapper(wrap: Wrap) -> None:
+    """R13: the gradient makes torch compute the checkpoint's function again, up to the tensors that it has so far.
+    Replica 1 was run after replica 0 had come to that end: CheckpointError."""
+
+    def forward(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        leaf = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(net.body(leaf).tanh().sum(), leaf)
+        return net.head(x + slope)
+
+    plain, model = twins(wrap, Calls(forward, body=nn.Linear(3, 3), head=nn.Linear(3, 3)), 3)
+    x = torch.randn(7, 3)
+    for module in (plain, model):
+        loss_of(checkpoint(module, x, use_reentrant=False)).backward()
+    assert_same_gradients(model.module, plain)
 
 
 def row_of(x: torch.Tensor, shard: torch.Tensor) -> int:

@@ -15,6 +15,7 @@ _BLOCKS_REFUSED: Mapping[str, tuple[str, ...]] = {
     "gloo": ("scripted", "sparse", "compiled"),
     "ranks": ("random",),
 }
+_ERRORS_IN_PARTS = ("batch norm", "buffers", "random", "writes_input", "torch.func")
 _ROWS = (0, 1, 2, 3, 4, 5, 6, 6, 7, 8, 11, 17)
 _WRAPS = ("model", "model", "part", "twice", "both")  # over ranks, layers around a "part" are not synchronised
 _WEIGHTS = (0, 1, 2, 3, 1.5)
@@ -64,6 +65,6 @@ def random_program(seed: int, engine: str) -> Program:
         Step(draw.choices(allowed, weights)[0], draw.choice(rows), draw.randrange(1000))
         for _ in range(draw.choice((1, 2, 3, 5)))
     ]
-    can_have_parts = traits.isdisjoint(("batch norm", "buffers", "random", "writes_input"))  # else it is an error
+    can_have_parts = traits.isdisjoint(_ERRORS_IN_PARTS)
     parts = draw.choice((1, 1, 1, 2, 3)) if can_have_parts else 1
     return Program(steps=tuple(steps), parts=parts, **options)

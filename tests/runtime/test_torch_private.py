@@ -43,6 +43,7 @@ FALLBACKS: list[tuple[Any, str, Callable[[], Any], Any]] = [
     (torch._C, "_will_engine_execute_node", lambda: torch_private.backward_reaches(None), True),
     (torch._C, "_will_engine_execute_node", lambda: torch_private.backward_runs(None), True),
     (torch.autograd, "_is_checkpoint_valid", torch_private.backward_is_restricted, False),
+    (torch.utils.checkpoint, "_StopRecomputationError", lambda: torch_private.stops_recomputation(Exception()), False),
     (torch._C, "_functorch", lambda: torch_private.is_batched(torch.ones(3)), False),
     (torch._C, "_functorch", lambda: torch_private.is_of_transform(torch.ones(3)), False),
     (torch._C, "_get_dispatch_mode", torch_private.is_tracing, False),

@@ -17,7 +17,7 @@ from torch import nn
 
 from unisono.autograd.broadcast import CoalescedBroadcast, ReduceBuckets
 from unisono.autograd.reducer import LeafHooks
-from unisono.autograd.replica_graph import BoundaryTensor
+from unisono.autograd.replica_graph import BoundaryTensor, ReplicaGraphs
 from unisono.engines.base import Call, called
 from unisono.engines.replay import parts_of, run_in_parts
 from unisono.primitives.batch_types import batch_type_of
@@ -479,7 +479,13 @@ def look_for_live_tensors(
 
 
 def is_reentrant_checkpoint(node: Any) -> bool:
-    """Return whether a node of a graph is an activation checkpoint that runs a backward inside backward."""
+    """Return whether a node of a graph runs a backward inside backward for an activation checkpoint.
+
+    The checkpoint may be in the replicas of a wrapper inside the module, behind the node of its boundary.
+    """
+    inner = getattr(node, "graphs", None)
+    if isinstance(inner, ReplicaGraphs):
+        return inner.has_reentrant_checkpoint
     return "CheckpointFunctionBackward" in node.name()
 
 

@@ -401,13 +401,16 @@ def _run_here(
 
 
 def _raise_if_urgent(outcome: Outcome[T]) -> None:
+    error = outcome.error
     try:
-        if outcome.error is not None and (
-            isinstance(outcome.error, ReplicaTimeout) or not isinstance(outcome.error, Exception)
+        if error is not None and (
+            isinstance(error, ReplicaTimeout)
+            or not isinstance(error, Exception)
+            or torch_private.stops_recomputation(error)
         ):
-            raise outcome.error
+            raise error
     finally:
-        del outcome  # as above
+        del outcome, error  # as above
 
 
 def _set_intra_op_threads(count: int) -> None:

@@ -312,6 +312,15 @@ def end_checkpoints(error: BaseException) -> None:
                             local.close()
 
 
+def stops_recomputation(error: BaseException) -> bool:
+    """Return whether `error` is how an activation checkpoint ends what it computes again, once it has enough.
+
+    Whatever saved tensors after it would be one tensor too many. Fallback: False; then that is an error of torch's.
+    """
+    kind = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())
+    return isinstance(error, kind)
+
+
 def saved_tensor_hooks_disabled() -> str | None:
     """Return the message of `torch.autograd.graph.disable_saved_tensors_hooks` where that is active, else None."""
     try:
