@@ -19,6 +19,9 @@ if num_processes := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
     if num_processes > 1:
         os.environ.setdefault("UNISONO_BIND_CORES", "0")
 
+# Where it is set, print writes a line and its end apart, and what another process prints may go between them.
+os.environ.pop("PYTHONUNBUFFERED", None)
+
 import torch
 
 from helpers.rows import find_tests_by_row, rows_named, rows_of_behaviour
