@@ -280,6 +280,28 @@ def test_hooks_run_once_a_replica_and_parameter_hooks_once(wrap: Wrap, engine: s
     assert_same(model.module[2].weight.grad, plain[2].weight.grad)
 
 
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_a_parameter_that_no_replica_used(wrap: Wrap, register: str) -> None:
+    """R9: they are not called, then as later once the parameter is used; one that clamps got None, a TypeError."""
+
+    def forward(net: nn.Module, x: torch.Tensor, use: torch.Tensor) -> torch.Tensor:
+        hidden = net.first(x)
+        return net.second(hidden if bool(use.all()) else hidden.detach())
+
+    plain, model = twins(wrap, Calls(forward, first=nn.Linear(3, 3), second=nn.Linear(3, 3)), 2)
+    x = torch.randn(6, 3)
+    calls: list[list[bool]] = []
+    for module, root in ((plain, plain), (model, model.module)):
+        seen: list[bool] = []
+        getattr(root.first.weight, register)(lambda given, seen=seen: seen.append(given is not None))
+        for used in (False, True, False):
+            root.zero_grad()
+            loss_of(module(x, torch.full((6,), used))).backward()
+        calls.append(seen)
+        assert (root.first.weight.grad is None) == (not used)
+    assert calls[1] == calls[0] == [True]
+
+
 def test_hooks_of_the_wrapper_run_once(wrap: Wrap) -> None:
     """R9: a hook on the wrapper sees the whole batch."""
     model = wrap(mlp())

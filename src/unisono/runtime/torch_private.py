@@ -312,6 +312,38 @@ def end_checkpoints(error: BaseException) -> None:
                             local.close()
 
 
+class _IfGiven:
+    """A hook on a leaf that is called only where there is a gradient."""
+
+    def __init__(self, hook: Callable[[torch.Tensor], Any], of: Callable[[Any], torch.Tensor | None]) -> None:
+        self.hook, self._of = hook, of
+
+    def __call__(self, given: Any) -> Any:
+        return None if self._of(given) is None else self.hook(given)
+
+
+def call_no_hooks_without_gradient(leaves: Iterable[torch.Tensor]) -> None:
+    """Let the hooks on `leaves` be called only with a gradient, from now on.
+
+    torch calls a leaf's hooks with None if a node was to give it a gradient and had none; of a leaf that no node leads
+    to, it calls none. Fallback: nothing; then a hook is called with None.
+    """
+    for leaf in leaves:
+        for name, of in (("_backward_hooks", _itself), ("_post_accumulate_grad_hooks", _grad)):
+            hooks = getattr(leaf, name, None) or {}
+            for key, hook in [*hooks.items()]:
+                if not isinstance(hook, _IfGiven):
+                    hooks[key] = _IfGiven(hook, of)
+
+
+def _itself(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return gradient
+
+
+def _grad(leaf: torch.Tensor) -> torch.Tensor | None:
+    return leaf.grad
+
+
 def stops_recomputation(error: BaseException) -> bool:
     """Return whether `error` is how an activation checkpoint ends what it computes again, once it has enough.
 
