@@ -13,6 +13,7 @@ import torch
 from helpers.in_time import in_time
 from unisono.runtime.exchange import Exchange, LocalExchange, Request, Response
 from unisono.runtime.thread_pool import run_together
+from unisono.sync_batch_norm.function_mode import StatisticsOfBatchNorm
 
 CPU = torch.device("cpu")
 
@@ -41,7 +42,8 @@ def gathers(*names: str | tuple[str, int]) -> Script:
     """A replica that all-gathers its own number, for batch norms or (name, number) their backward, one by one."""
     pairs = [(name, None) if isinstance(name, str) else name for name in names]
     return lambda exchange, index: [
-        exchange.all_gather(index, Request(name, index, forward)).values for name, forward in pairs
+        exchange.all_gather(index, Request(StatisticsOfBatchNorm, name, index, forward)).values
+        for name, forward in pairs
     ]
 
 
@@ -102,7 +104,7 @@ def test_after_a_failure_the_others_go_on_with_their_own_values() -> None:
     """Those that wait, and those that come later."""
 
     def fails(exchange: Exchange, index: int) -> None:
-        exchange.all_gather(index, Request("a", index))
+        exchange.all_gather(index, Request(StatisticsOfBatchNorm, "a", index))
         raise MemoryError
 
     first, failure, last = run(gathers("a", "b", "c"), fails, gathers("a", "d"))
@@ -114,8 +116,8 @@ def test_a_replica_that_ends_while_it_waits_submits_nothing() -> None:
     """Ctrl-C interrupts replica 0; its request must not complete an all-gather."""
     responses: list[Response] = []
     exchange = LocalExchange(3)
-    exchange.submit(0, Request("a", 0), responses.append)
+    exchange.submit(0, Request(StatisticsOfBatchNorm, "a", 0), responses.append)
     exchange.withdraw(0, failed=True)
-    exchange.submit(1, Request("a", 1), responses.append)
+    exchange.submit(1, Request(StatisticsOfBatchNorm, "a", 1), responses.append)
     assert exchange.failed
     assert [response.values for response in responses if not isinstance(response, str)] == [{1: 1}]

@@ -10,7 +10,7 @@ Guarantees
     - Every replica gets the values of all replicas, in replica order.
     - The replicas request the same all-gathers in the same order. Where the data leads them different ways, the lowest
       replica that waits raises an error that says where each replica is.
-    - Changes of the process's state (process_state.py) need the replicas that still run: the values are theirs.
+    - A purpose may not need replicas that have withdrawn: the values are then those of the replicas that still run.
     - No replica waits for ever. When a replica has failed, every other one goes on to its own end with its own values:
       the caller gets the error, and what the others compute is dropped.
 
@@ -19,13 +19,12 @@ Assumes that every replica withdraws, however it ends, and that the replicas do 
 
 import abc
 import contextlib
-import enum
 import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from unisono.runtime import timeline
 from unisono.runtime.errors import ReplicaNames, log, threads_timed_out
@@ -36,25 +35,22 @@ from unisono.runtime.thread_pool import PassContext, ReplicaContext, inside_repl
 T = TypeVar("T")
 
 
-class Purpose(enum.Enum):
-    """What an all-gather is for; the value is the error where the replicas went different ways."""
+class Purpose(abc.ABC):
+    """What an all-gather is for. Whoever exchanges has a subclass, and requests carry it as a class.
 
-    BATCH_NORM = (
-        "batch norm over all replicas (sync_batch_norm=True) needs every replica, and the replicas went different "
-        "ways: {ways}. Let all replicas call the same batch norms in the same order, whatever their rows and random "
-        "numbers are, and let the output of each depend on all of them (output + 0 * unused.sum() does). Or make the "
-        "wrapper with sync_batch_norm=False."
-    )
-    DRAW = (
-        'random numbers of one device (randomness="one_device") need every replica, and the replicas went different '
-        "ways: {ways}. Let all replicas draw the same things in the same order, whatever their rows are. Or make the "
-        'wrapper with randomness="per_replica".'
-    )
-    PROCESS_STATE = (
-        "torch keeps what forward sets here once a process, so all replicas change it together, and the replicas went "
-        "different ways: {ways}. Let all replicas make the same changes in the same order, whatever their rows are "
-        '(set it around the model, for all of them), or use engine="processes".'
-    )
+    Attributes:
+        went_different_ways: the error where the data leads the replicas different ways; {ways} is where each one is.
+        needs_withdrawn: whether replicas that have withdrawn are missed. Otherwise the values are those of the others,
+            and a request's value is whether an exception is on its way through the replica.
+    """
+
+    went_different_ways: ClassVar[str]
+    needs_withdrawn: ClassVar[bool] = True
+
+    @staticmethod
+    def describe(request: "Request") -> str:
+        """Return what a replica called, in words."""
+        return request.name
 
 
 @dataclass(frozen=True)
@@ -84,14 +80,14 @@ class Result:
 
 
 class CrossProcess(Protocol):
-    """From the name of a batch norm and the values of this process's replicas to the value of each process, by rank.
+    """From the name of a request and the values of this process's replicas to the value of each process, by rank.
 
     Attributes:
-        kernels: as in `Exchange`.
+        one_kind_of_device: as in `Exchange`.
     """
 
     @property
-    def kernels(self) -> bool: ...
+    def one_kind_of_device(self) -> bool: ...
 
     def __call__(self, name: str, values: Mapping[int, Any], /) -> dict[int, Any]: ...
 
@@ -100,30 +96,24 @@ class Request(NamedTuple):
     """What a replica submits to take part in an all-gather.
 
     Attributes:
-        name: of the batch norm, of the operation that draws, or of the change.
-        value: the replica's value; for a change, whether an exception is on its way through the replica.
-        forward: in backward, the number of the all-gather in forward that this is the backward of.
         purpose: what it is for.
+        name: of what is exchanged.
+        value: the replica's value.
+        forward: in backward, the number of the all-gather in forward that this is the backward of.
     """
 
+    purpose: type[Purpose]
     name: str
     value: Any
     forward: int | None = None
-    purpose: Purpose = Purpose.BATCH_NORM
 
     @property
-    def key(self) -> tuple[Purpose, str, int | None]:
+    def key(self) -> tuple[type[Purpose], str, int | None]:
         """What the requests of all replicas have in common."""
         return self.purpose, self.name, self.forward
 
     def __str__(self) -> str:
-        if self.purpose is not Purpose.BATCH_NORM:
-            return self.name
-        return (
-            f"the batch norm of {self.name}"
-            if self.forward is None
-            else f"the backward of the batch norm of {self.name}"
-        )
+        return self.purpose.describe(self)
 
 
 # What a request gets: its result, or why the replicas cannot go on.
@@ -136,12 +126,12 @@ class Exchange(abc.ABC):
     Attributes:
         failed: whether some replica is known to have failed, so that results are of the replica's own values.
         all_withdrawn: whether all replicas are known to have withdrawn.
-        kernels: whether all whose values meet here have the same statistics, so that those of kernels.py can be used.
+        one_kind_of_device: whether all whose values meet here compute on devices of one kind.
     """
 
     failed = False
     all_withdrawn = False
-    kernels = True
+    one_kind_of_device = True
 
     def all_gather(self, index: int, request: Request) -> Result:
         """Submit replica `index`'s request; wait for the other replicas' and return all values.
@@ -174,7 +164,7 @@ class LocalExchange(Exchange):
         num_replicas: how many replicas take part.
         serve: receives the requests of replicas in other processes, until the function that it is given returns True.
             A replica of this process calls it while it waits. None: it sleeps until another thread wakes it.
-        cross_process: takes the name of a batch norm and the values of this process's replicas; returns the values of
+        cross_process: takes the name of a request and the values of this process's replicas; returns the values of
             all processes, which become the result. None: there are no other processes.
         timeout_s: for how long a replica waits while none submits or withdraws; None: for ever. Then every replica that
             waits raises `ReplicaTimeout`, and so does one that comes later. Where replica 0 is the one that does not
@@ -194,11 +184,11 @@ class LocalExchange(Exchange):
         self._timeout_s, self._names, self._progress_at = timeout_s, names, time.monotonic()
         self.threads: dict[int, int] = {}
         self._cross_process = cross_process
-        self.kernels = cross_process is None or cross_process.kernels
+        self.one_kind_of_device = cross_process is None or cross_process.one_kind_of_device
         self.error: BaseException | None = None
         self._condition = threading.Condition()
         self._withdrawn: set[int] = set()
-        self._cut_off: dict[int, str] = {}  # replicas whose changes of the process's state are not made, and why
+        self._cut_off: dict[int, str] = {}  # replicas whose requests have no result, and why
         self._present = set(range(num_replicas))  # have not withdrawn
         self._waiting: dict[int, tuple[Request, Callable[[Response], None]]] = {}  # by replica
 
@@ -273,7 +263,7 @@ class LocalExchange(Exchange):
         self._condition.notify_all()
 
     def _responses(self, requests: Mapping[int, Request]) -> dict[int, Response]:
-        changes = {i: request for i, request in requests.items() if request.purpose is Purpose.PROCESS_STATE}
+        changes = {i: request for i, request in requests.items() if not request.purpose.needs_withdrawn}
         if changes and (self.failed or len(changes) == len(requests)):
             others = {i: request for i, request in requests.items() if i not in changes}
             return self._changes(changes) if not others else self._responses(others)
@@ -283,7 +273,7 @@ class LocalExchange(Exchange):
         if self._withdrawn or len({request.key for request in requests.values()}) > 1:
             self.failed = True
             lowest = min(requests, key=lambda i: (not (i in changes and requests[i].value), i))
-            text = requests[lowest].purpose.value.format(ways=_ways(requests, self._withdrawn))
+            text = requests[lowest].purpose.went_different_ways.format(ways=_ways(requests, self._withdrawn))
             own: Response = text
             if lowest in changes:
                 self._cut_off[lowest] = text
@@ -302,10 +292,10 @@ class LocalExchange(Exchange):
         return dict.fromkeys(requests, Result(values, next(_numbers)))
 
     def _changes(self, requests: Mapping[int, Request]) -> dict[int, Response]:
-        """Respond to replicas that wait to change the state of the process, where none waits for anything else.
+        """Respond to requests that do not need withdrawn replicas, where no replica waits for anything else.
 
-        If they want different changes, one is cut off: one that raises already, else the lowest, which then does. What
-        it has entered, the other ones leave.
+        If they differ, one replica is cut off: one that raises already, else the lowest, which then does. The others
+        go on without it.
         """
         cut_off: dict[int, Response] = {i: Result({}, next(_numbers)) for i in requests if i in self._cut_off}
         if cut_off or not self._present <= requests.keys():
@@ -315,7 +305,7 @@ class LocalExchange(Exchange):
             return dict.fromkeys(requests, Result(values, next(_numbers)))
         self.failed = True
         lowest = min(requests, key=lambda i: (not requests[i].value, i))
-        text = Purpose.PROCESS_STATE.value.format(ways=_ways(requests, self._withdrawn))
+        text = requests[lowest].purpose.went_different_ways.format(ways=_ways(requests, self._withdrawn))
         self._cut_off[lowest] = text
         self._present.discard(lowest)
         return {lowest: Result({}, next(_numbers)) if requests[lowest].value else text}
@@ -323,7 +313,7 @@ class LocalExchange(Exchange):
 
 def _ways(requests: Mapping[int, Request], ended: Set[int]) -> str:
     """Return in words at which request each replica is, and which replicas have ended."""
-    replicas_at: dict[tuple[Purpose, str, int | None], list[int]] = {}
+    replicas_at: dict[tuple[type[Purpose], str, int | None], list[int]] = {}
     for index, request in requests.items():
         replicas_at.setdefault(request.key, []).append(index)
     ways = [f"{_replicas(at)} called {requests[at[0]]}" for at in replicas_at.values()]

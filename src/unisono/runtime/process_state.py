@@ -39,6 +39,17 @@ from unisono.runtime.interrupts import WAKE_S, acquire, deliver, uninterruptible
 T = TypeVar("T")
 
 
+class StateChange(Purpose):
+    """A change of the process's state, which the replicas make together that still run."""
+
+    went_different_ways = (
+        "torch keeps what forward sets here once a process, so all replicas change it together, and the replicas went "
+        "different ways: {ways}. Let all replicas make the same changes in the same order, whatever their rows are "
+        '(set it around the model, for all of them), or use engine="processes".'
+    )
+    needs_withdrawn = False
+
+
 def change(name: str, make: Callable[[], T]) -> T | None:
     """Change the state of the process by `make`, together with the other replicas; return its result."""
     run, index = thread_pool.current_run()
@@ -52,7 +63,7 @@ def change(name: str, make: Callable[[], T]) -> T | None:
         exchange.withdraw(index, failed=True)
         return None
     exchange.threads[index] = threading.get_ident()
-    request = Request(name, error is not None, purpose=Purpose.PROCESS_STATE)
+    request = Request(StateChange, name, error is not None)
     result = exchange.all_gather(index, request)
     return result.once(lambda _: make()) if result.values else None
 

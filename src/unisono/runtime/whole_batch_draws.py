@@ -78,6 +78,15 @@ _ROWS_INTERACT = "because the numbers for one row depend on the other rows: the 
 _SEEDS_OF_INDUCTOR = (-(2**63), 2**63 - 1)  # the bounds of the seeds that code compiled by Inductor draws
 
 
+class WholeBatchDraw(Purpose):
+    """A draw for the whole batch, of which each replica takes its rows."""
+
+    went_different_ways = (
+        _OPTION + " need every replica, and the replicas went different ways: {ways}. Let all replicas draw the same "
+        'things in the same order, whatever their rows are. Or make the wrapper with randomness="per_replica".'
+    )
+
+
 class one_stream:  # noqa: N801 - a context manager
     """The context of one pass in which all replicas draw what one device would draw for the whole batch.
 
@@ -251,7 +260,7 @@ def _draw_part(
     _check(operation, arguments, generator)
     given = {name: _given(drawn_by, name, value) for name, value in arguments.items() if _is_given(name, value)}
     all_given = exchange.all_gather(
-        part.index, Request(drawn_by.name().removeprefix("aten::"), given, purpose=Purpose.DRAW)
+        part.index, Request(WholeBatchDraw, drawn_by.name().removeprefix("aten::"), given)
     ).values
     rows_axis = None
     of_arguments: dict[str, _RowsAxis] = {}

@@ -59,7 +59,7 @@ class CrossProcessAllGather:
     """All-gathers the combined values of this process's replicas over the processes, in one pass.
 
     Attributes:
-        kernels: whether all processes compute on devices of one kind, and so have the same statistics.
+        one_kind_of_device: whether all processes compute on devices of one kind, and so have the same statistics.
 
     Args:
         communicator: the processes.
@@ -70,9 +70,9 @@ class CrossProcessAllGather:
     def __init__(self, communicator: Communicator, device: torch.device, weight: float) -> None:
         self._communicator, self._weight, self._device = communicator, weight, device
         self._group = communicator.group_for(device, "batch norm")
-        self.kernels = communicator.has_one_kind_of_device(device)
+        self.one_kind_of_device = communicator.has_one_kind_of_device(device)
         self._numbers = itertools.count()
-        self._has_kernels = self.kernels and _devices.has_batch_norm_kernels(device)
+        self._has_kernels = self.one_kind_of_device and _devices.has_batch_norm_kernels(device)
         self._host_waits = communicator.waits_on_host(self._group) or not self._has_kernels
         self._unchecked: list[tuple[str, _Step, AllGatherWork]] = []  # at most one
 

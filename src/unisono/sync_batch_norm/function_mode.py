@@ -48,6 +48,7 @@ from unisono.runtime import torch_private
 from unisono.runtime.exchange import (
     Exchange,
     LocalExchange,
+    Purpose,
     Request,
     Result,
     current_exchange,
@@ -82,6 +83,22 @@ _TRANSFORM = (
 )
 
 Tensors: TypeAlias = Sequence[torch.Tensor | None]
+
+
+class StatisticsOfBatchNorm(Purpose):
+    """The statistics of a batch norm in forward, and their gradients in backward."""
+
+    went_different_ways = (
+        "batch norm over all replicas (sync_batch_norm=True) needs every replica, and the replicas went different "
+        "ways: {ways}. Let all replicas call the same batch norms in the same order, whatever their rows and random "
+        "numbers are, and let the output of each depend on all of them (output + 0 * unused.sum() does). Or make the "
+        "wrapper with sync_batch_norm=False."
+    )
+
+    @staticmethod
+    def describe(request: Request) -> str:
+        of = "" if request.forward is None else "the backward of "
+        return f"{of}the batch norm of {request.name}"
 
 
 class BackwardMode(enum.Enum):
@@ -280,7 +297,7 @@ class _ReplicaPass:
     def gather_statistics(self, x: torch.Tensor, tensors: Tensors, eps: float) -> "_Gathered":
         """Return every replica's statistics of the batch norm of `x` that has `tensors`, and those of all rows."""
         name = self.batch_norm.name_of(self.index, tensors) or f"{x.size(1)} channels"
-        mine = statistics_of(x, eps, kernels=self.exchange.kernels)
+        mine = statistics_of(x, eps, kernels=self.exchange.one_kind_of_device)
         if self.batch_norm.backward_mode is BackwardMode.PER_REPLICA:
             result = self._all_gather(name, mine, x)
             forward = _ForwardExchange(self.batch_norm.identity, name, result.number)
@@ -314,7 +331,9 @@ class _ReplicaPass:
     def _all_gather(
         self, name: str, statistics: Statistics | KernelStatistics, x: torch.Tensor, stream: torch.Stream | None = None
     ) -> Result:
-        return self.exchange.all_gather(self.index, Request(name, ReplicaStatistics(statistics, x.size(0), stream)))
+        return self.exchange.all_gather(
+            self.index, Request(StatisticsOfBatchNorm, name, ReplicaStatistics(statistics, x.size(0), stream))
+        )
 
 
 class _Recomputation:
@@ -441,7 +460,7 @@ class _AllReduce(torch.autograd.Function):
             replica_pass = of.identity.single
         if replica_pass is None:
             raise RuntimeError(_NOT_RUNNING_TOGETHER)
-        request = Request(of.name, Gradients(tensor.detach(), of.weighted), of.number)
+        request = Request(StatisticsOfBatchNorm, of.name, Gradients(tensor.detach(), of.weighted), of.number)
         result = replica_pass.exchange.all_gather(replica_pass.index, request)
         ctx.of = _ForwardExchange(of.identity, of.name, result.number, not of.weighted)
         return sum_gradients(result.values, tensor.device)
