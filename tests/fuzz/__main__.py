@@ -31,12 +31,14 @@ from fuzz.shrink import shrink
 from unisono.console.progress import Progress, for_stdout
 
 _SHRUNK_OF_A_KIND = 2  # how many differences of one kind are made smaller
-_SCRIPT = """PYTHONPATH=tests .venv/bin/python - <<END
+# With -c, because processes that a script on stdin starts look for a file of its name.
+_SCRIPT = """PYTHONPATH=tests .venv/bin/python -c "$(cat <<'END'
 from fuzz.program import Program, Step
 from fuzz.servers import repeat
 
 repeat({program!r})
-END"""
+END
+)\""""
 
 
 def main(arguments: list[str] | None = None) -> int:
