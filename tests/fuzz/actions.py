@@ -89,7 +89,8 @@ def accumulate(side: Side, step: Step) -> None:
     side.optimizer.step()
 
 
-@action(only=("ranks",))
+# Until the last backward, buffers and what hooks see are each rank's own: behaviour.md, C6 and C8.
+@action(only=("ranks",), without=("hooked", "buffers of ranks"))
 def accumulate_without_sync(side: Side, step: Step) -> None:
     side.optimizer.zero_grad()
     with contextlib.nullcontext() if side.is_plain else next(side.wrappers()).no_sync():
@@ -98,7 +99,7 @@ def accumulate_without_sync(side: Side, step: Step) -> None:
     side.optimizer.step()
 
 
-@action(weight=2)
+@action(weight=2, without=("buffers of ranks",))
 def two_forwards_one_backward(side: Side, step: Step) -> None:
     """The second batch is larger, or smaller."""
     side.optimizer.zero_grad()
@@ -109,7 +110,7 @@ def two_forwards_one_backward(side: Side, step: Step) -> None:
     side.optimizer.step()
 
 
-@action()
+@action(without=("buffers of ranks",))
 def two_forwards_two_backwards(side: Side, step: Step) -> None:
     side.optimizer.zero_grad()
     losses = [side.loss(side.forward(step.rows + number, step.seed + number)) for number in range(2)]
@@ -287,7 +288,8 @@ def output_deleted_before_backward(side: Side, step: Step) -> None:
 
 
 # Without gradients, outputs of a scripted module may require some: that depends on how often it has run.
-@action(without=("scripted",))
+# Under a launcher, forwards without gradients stay in their process, also in one that has no rows: C15.
+@action(without=("scripted", "ranks"))
 def eval_between(side: Side, step: Step) -> None:
     """Forwards in eval mode, without gradients and with them, and between a forward and its backward."""
     was_training = side.model.training

@@ -99,6 +99,8 @@ def _run_steps(program: Program, plain: Side, wrapped: Side, agree: Any) -> Outc
                 except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - compared below
                     errors.append(error)
             found = _compared(program, plain.observed, wrapped.observed, *errors)
+            if found is not None and not all(map(_is_finite, plain.observed)):
+                found = None  # the training has diverged: beyond the largest number, rounding decides
             if found is not None:
                 found = Difference(found.kind, f"step {number}, {step!r}: {found.text}")
             if agree is not None:
@@ -107,6 +109,11 @@ def _run_steps(program: Program, plain: Side, wrapped: Side, agree: Any) -> Outc
             if found is not None or errors[0] is not None or not is_finite:
                 return Outcome(found, number, errors[0] is not None)
     return Outcome(None, len(program.steps))
+
+
+def _is_finite(observed: Observed) -> bool:
+    value = observed.value
+    return not isinstance(value, torch.Tensor) or bool(value.isfinite().all())
 
 
 def wrap(program: Program, module: nn.Module, outermost: bool, engine_for: EngineFor, timeout_s: float) -> nn.Module:

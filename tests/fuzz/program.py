@@ -80,6 +80,8 @@ class Program:
         words = {f"inputs: {self.inputs}", f"outputs: {self.outputs}", f"wraps: {self.wraps}", f"loss: {self.loss}"}
         more = {"ranks"} if self.engine == "ranks" else {"one process"}
         more |= {"processes"} if self.engine in ("processes", "gloo") else set()
+        if self.engine == "ranks" and not of_blocks.isdisjoint(("batch norm", "buffers", "normed weight")):
+            more |= {"buffers of ranks"}
         more |= {"one replica"} if self.num_replicas == 1 else set()
         object.__setattr__(self, "traits", frozenset(of_blocks | flags | words | more))
 
