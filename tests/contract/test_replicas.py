@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.checkpoint import checkpoint
 
 from helpers.contract import (
@@ -280,9 +281,9 @@ def test_hooks_run_once_a_replica_and_parameter_hooks_once(wrap: Wrap, engine: s
     assert_same(model.module[2].weight.grad, plain[2].weight.grad)
 
 
-@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_hooks_of_a_parameter_that_no_replica_used(wrap: Wrap, register: str) -> None:
-    """R9: they are not called, then as later once the parameter is used; one that clamps got None, a TypeError."""
+def test_tensor_hooks_of_a_parameter_that_no_replica_used(wrap: Wrap) -> None:
+    """R9: they are not called, and later they are; one that clamps got None: TypeError. torch's own, which wait for
+    the gradients of several parameters, count their calls."""
 
     def forward(net: nn.Module, x: torch.Tensor, use: torch.Tensor) -> torch.Tensor:
         hidden = net.first(x)
@@ -290,16 +291,19 @@ def test_hooks_of_a_parameter_that_no_replica_used(wrap: Wrap, register: str) ->
 
     plain, model = twins(wrap, Calls(forward, first=nn.Linear(3, 3), second=nn.Linear(3, 3)), 2)
     x = torch.randn(6, 3)
-    calls: list[list[bool]] = []
+    calls: list[tuple[list[bool], list[list[bool]]]] = []
     for module, root in ((plain, plain), (model, model.module)):
         seen: list[bool] = []
-        getattr(root.first.weight, register)(lambda given, seen=seen: seen.append(given is not None))
+        together: list[list[bool]] = []
+        root.first.weight.register_hook(lambda grad, seen=seen: seen.append(grad is not None))
+        weights = [root.first.weight, root.second.weight]
+        register_multi_grad_hook(weights, lambda grads, all=together: all.append([grad is not None for grad in grads]))
         for used in (False, True, False):
             root.zero_grad()
             loss_of(module(x, torch.full((6,), used))).backward()
-        calls.append(seen)
-        assert (root.first.weight.grad is None) == (not used)
-    assert calls[1] == calls[0] == [True]
+            assert (root.first.weight.grad is not None) == used
+        calls.append((seen, together))
+    assert calls[1] == calls[0] == ([True], [[False, True], [True, True], [False, True]])
 
 
 def test_hooks_of_the_wrapper_run_once(wrap: Wrap) -> None:

@@ -529,3 +529,8 @@ def test_what_checkpoints_load_is_loaded_before(monkeypatch: pytest.MonkeyPatch)
     assert "torch._dynamo" in sys.modules
     monkeypatch.setitem(sys.modules, "torch._dynamo", None)  # an import is an ImportError now
     torch_private.load_checkpoints()
+
+
+def test_leaves_of_a_torch_without_hooks_to_be_found() -> None:
+    """The fallback: nothing is done."""
+    torch_private.skip_hooks_without_gradient([SimpleNamespace()])  # type: ignore[list-item]

@@ -80,6 +80,7 @@ class _Boundary(torch.autograd.Function):
             )
         reduction = graphs.begin_sum(ctx)
         if reduction is None and not has_grads:
+            _skip_hooks_without_gradient(graphs, [None] * len(graphs.live_inputs))
             return (None,) * (1 + len(graphs.live_inputs))
         keep = graphs.keep or torch_private.backward_keeps_graph()
         first = graphs.first_parameter
@@ -89,7 +90,7 @@ class _Boundary(torch.autograd.Function):
                 joined = _differentiable_backward(graphs, grads, needed)
                 if reduction is not None:
                     joined[first:] = reduction.differentiable(joined[first:])
-                _expect_no_gradients_for(graphs, joined)
+                _skip_hooks_without_gradient(graphs, joined)
                 return (None, *joined)
             if graphs.replay is None:
                 joined = graphs.backward(grads, keep, reduction, needed)
@@ -103,17 +104,17 @@ class _Boundary(torch.autograd.Function):
             if reduction is not None:
                 reduction.failed(error)
             raise
-        _expect_no_gradients_for(graphs, joined)
+        _skip_hooks_without_gradient(graphs, joined)
         graphs.let_outputs_stream_wait()
         if not keep:
             graphs.release()
         return (None, *joined)
 
 
-def _expect_no_gradients_for(graphs: ReplicaGraphs, joined: Sequence[torch.Tensor | None]) -> None:
-    """No replica used some of the parameters: their hooks are not called, as those of the plain module would not be."""
+def _skip_hooks_without_gradient(graphs: ReplicaGraphs, joined: Sequence[torch.Tensor | None]) -> None:
+    """Let hooks of leaves that no replica used not be called, as without a wrapper: no node would lead to the leaf."""
     if without := [n for n, gradient in enumerate(joined) if gradient is None]:
-        torch_private.call_no_hooks_without_gradient([graphs.live_inputs[n] for n in without])
+        torch_private.skip_hooks_without_gradient([graphs.live_inputs[n] for n in without])
 
 
 class _RecordedBoundary(_Boundary):

@@ -218,7 +218,7 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     shows. The result is on the tensor's device.
     """
     entries = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    octets = entries.as_strided((entries.numel(),), (1,)).view(torch.uint8)  # of one entry, torch keeps any stride
+    octets = entries.as_strided((entries.numel(),), (1,)).view(torch.uint8)  # a view(-1) of one entry keeps its stride
     end = len(octets) // 4 * 4
     parts = [*torch.split(octets[:end].view(torch.int32), _CHUNK), octets[end:].to(torch.int32)]
     weights = _weights(octets.device)

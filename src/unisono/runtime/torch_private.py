@@ -313,41 +313,35 @@ def end_checkpoints(error: BaseException) -> None:
 
 
 class _IfGiven:
-    """A hook on a leaf that is called only where there is a gradient."""
+    """A tensor hook on a leaf that is called only where there is a gradient."""
 
-    def __init__(self, hook: Callable[[torch.Tensor], Any], of: Callable[[Any], torch.Tensor | None]) -> None:
-        self.hook, self._of = hook, of
+    def __init__(self, hook: Callable[[torch.Tensor], Any]) -> None:
+        functools.update_wrapper(self, hook)
+        self._hook = hook
 
-    def __call__(self, given: Any) -> Any:
-        return None if self._of(given) is None else self.hook(given)
+    def __call__(self, gradient: torch.Tensor | None) -> Any:
+        return None if gradient is None else self._hook(gradient)
 
 
-def call_no_hooks_without_gradient(leaves: Iterable[torch.Tensor]) -> None:
-    """Let the hooks on `leaves` be called only with a gradient, from now on.
+def skip_hooks_without_gradient(leaves: Iterable[torch.Tensor]) -> None:
+    """Let tensor hooks that `leaves` have now be called only with a gradient, in this backward and in later ones.
 
-    torch calls a leaf's hooks with None if a node was to give it a gradient and had none; of a leaf that no node leads
-    to, it calls none. Fallback: nothing; then a hook is called with None.
+    torch calls a leaf's tensor hooks with None where a node leads to the leaf and has no gradient for it. Those of
+    torch itself (`register_multi_grad_hook`) count their calls and expect None: they stay as they are.
+    Fallback: nothing; then a hook is called with None.
     """
     for leaf in leaves:
-        for name, of in (("_backward_hooks", _itself), ("_post_accumulate_grad_hooks", _grad)):
-            hooks = getattr(leaf, name, None) or {}
-            for key, hook in [*hooks.items()]:
-                if not isinstance(hook, _IfGiven):
-                    hooks[key] = _IfGiven(hook, of)
-
-
-def _itself(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    return gradient
-
-
-def _grad(leaf: torch.Tensor) -> torch.Tensor | None:
-    return leaf.grad
+        hooks: dict[int, Any] = getattr(leaf, "_backward_hooks", None) or {}
+        for key, hook in [*hooks.items()]:
+            is_torchs = getattr(hook, "__module__", None) == "torch.autograd.graph"
+            if key in hooks and not is_torchs and not isinstance(hook, _IfGiven):
+                hooks[key] = _IfGiven(hook)
 
 
 def stops_recomputation(error: BaseException) -> bool:
     """Return whether `error` is how an activation checkpoint ends what it computes again, once it has enough.
 
-    Whatever saved tensors after it would be one tensor too many. Fallback: False; then that is an error of torch's.
+    A tensor that is saved after it is one too many: CheckpointError. Fallback: False; then that is raised.
     """
     kind = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())
     return isinstance(error, kind)
