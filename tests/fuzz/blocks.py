@@ -274,7 +274,8 @@ def _double_and_shift(grad: Tensor) -> Tensor:
 
 
 def _halve(parameter: Tensor) -> None:
-    parameter.grad.mul_(0.5)
+    if parameter.grad is not None:  # behaviour.md, R9
+        parameter.grad.mul_(0.5)
 
 
 class Hooked(nn.Module):
