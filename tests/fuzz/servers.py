@@ -75,7 +75,10 @@ class ProgramServer:
     def outcome(self) -> Outcome:
         """Wait for the program's end."""
         try:
-            outcome: Outcome = self.connection.recv()
+            outcome: Outcome
+            outcome, *_ = [
+                connection.recv() for connection in self._connections
+            ]  # of all: a pipe that nobody reads fills
         except (EOFError, ConnectionResetError):
             outcome = Outcome(self._how_it_ended())
             self.end()
