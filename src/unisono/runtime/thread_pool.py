@@ -615,7 +615,7 @@ def _after_fork() -> None:
 
 
 class _ThreadLocal(threading.local):
-    """What the calling thread runs: outside of a replica's task what a new thread starts with."""
+    """Which replica's task the calling thread runs. The defaults are those of a thread that runs none."""
 
     replica_device: torch.device | None = None
     replica_path: tuple[int, ...] = ()
