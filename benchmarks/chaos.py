@@ -43,7 +43,7 @@ from torch import nn
 import unisono
 from unisono.console.progress import for_stderr
 from unisono.engines.processes import fork_server
-from unisono.engines.processes.engine import ProcessesEngine
+from unisono.engines.processes.engine import Processes
 
 NUM_REPLICAS, ROWS, WIDTH = 3, 17, 200
 HANG_S = 60.0
@@ -213,10 +213,8 @@ def train(
     model = unisono.DataParallel(
         module,
         ["cpu"] * NUM_REPLICAS,
-        engine="processes",
+        engine=Processes(on_worker_loss="retry", timeout=STUCK_S),
         sync_batch_norm=True,
-        on_worker_loss="retry",
-        timeout=STUCK_S,
     )
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
     usual_s = statistics.median(calm.seconds) if calm is not None else 0.0
@@ -282,7 +280,7 @@ def from_outside(model: Any, kind: str, after_s: float) -> Iterator[threading.Ev
 
     def strike() -> None:
         time.sleep(after_s)
-        engine: ProcessesEngine = model._engine
+        engine: Processes = model._engine
         group = engine._worker_group
         with contextlib.suppress(ProcessLookupError):
             if kind.startswith("Ctrl-C"):

@@ -21,13 +21,13 @@ from torch import nn
 
 import unisono
 from unisono.engines.base import Engine
-from unisono.engines.processes.engine import ProcessesEngine
-from unisono.engines.threads import ThreadsEngine
+from unisono.engines.processes.engine import Processes
+from unisono.engines.threads import Threads
 
 ENGINES: dict[str, Callable[[], Engine]] = {
-    "threads": ThreadsEngine,
-    "separate memory": functools.partial(ThreadsEngine, separate_memory=True),
-    "processes": ProcessesEngine,
+    "threads": Threads,
+    "separate memory": functools.partial(Threads, separate_memory=True),
+    "processes": Processes,
 }
 REPLICAS = (1, 2, 4, 8)
 _NUM_LAYERS = (20, 60)

@@ -33,6 +33,9 @@ PACKAGES = [
     "inference",
     "profiling",
     "wrapper",
+    "options",
+    "ways",
+    "measured_calls",
     "data_parallel",
     "scripts",
     "verification",
@@ -100,8 +103,10 @@ def dotted(node: ast.AST) -> str:
 def test_public_names():
     assert unisono.__all__ == [
         "DataParallel",
+        "Processes",
         "ReplicaDied",
         "ReplicaTimeout",
+        "Threads",
         "data_parallel",
         "gather",
         "install",

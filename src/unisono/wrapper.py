@@ -4,19 +4,24 @@ Attributes that only the module has are read, assigned and deleted through the w
 Protocols (names with double underscores) are never the module's: a wrapper has no length because its module has one.
 """
 
-from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from torch import nn
 
 
 class Wrapper(nn.Module):
-    """A module around another, its attribute `module`, which a subclass assigns last: from then on names are shared."""
+    """A module around another, its attribute `module`, which a subclass assigns last: from then on names are shared.
 
-    # Options, by name. Each function returns what the attribute becomes when a value is assigned to it, or raises.
-    _options: ClassVar[Mapping[str, Callable[[Any, Any], Any]]] = {}
+    Its options are attributes of `_options`, an object of the subclass's, and are read and assigned through the wrapper
+    too.
+    """
+
+    _option_names: ClassVar[frozenset[str]] = frozenset()
+    _options: Any
 
     def __getattr__(self, name: str) -> Any:
+        if self._has_option(name):
+            return getattr(self._options, name)
         try:
             return nn.Module.__getattr__(self, name)
         except AttributeError:
@@ -27,11 +32,12 @@ class Wrapper(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         owner = self._owner_of(name)
-        if owner is self:
-            check = self._options.get(name)
-            nn.Module.__setattr__(self, name, value if check is None else check(self, value))
-        else:
+        if owner is not self:
             setattr(owner, name, value)
+        elif name in self._option_names:
+            setattr(self._options, name, value)
+        else:
+            nn.Module.__setattr__(self, name, value)
 
     def __delattr__(self, name: str) -> None:
         owner = self._owner_of(name)
@@ -40,6 +46,9 @@ class Wrapper(nn.Module):
         else:
             delattr(owner, name)
 
+    def _has_option(self, name: str) -> bool:
+        return name in self._option_names and hasattr(self.__dict__.get("_options"), name)
+
     def _is_made(self) -> bool:
         """Return whether the wrapper has its module, which it is given last."""
         return "module" in self.__dict__.get("_modules", ())
@@ -47,7 +56,7 @@ class Wrapper(nn.Module):
     def _owner_of(self, name: str) -> nn.Module:
         """Return whose attribute is meant by a name: the module's if only it has one, else the wrapper's."""
         module = self.__dict__.get("_modules", {}).get("module")
-        if module is None or _has(self, name):
+        if module is None or _has(self, name) or self._has_option(name):
             return self
         if _has(module, name) or (isinstance(module, Wrapper) and module._owner_of(name) is not module):
             return module  # type: ignore[no-any-return]

@@ -17,7 +17,7 @@ from helpers.twins import assert_same_gradients
 from unisono import DataParallel
 from unisono.autograd import broadcast
 from unisono.autograd.reducer import LeafHooks
-from unisono.engines.threads import ThreadsEngine
+from unisono.engines.threads import Threads
 from unisono.runtime.buckets import buckets_of
 from unisono.runtime.streams import Copies
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def wrap(module: nn.Module, num_replicas: int) -> DataParallel:
-    return DataParallel(module, ["cpu"] * num_replicas, engine=ThreadsEngine(separate_memory=True))
+    return DataParallel(module, ["cpu"] * num_replicas, engine=Threads(separate_memory=True))
 
 
 @pytest.fixture

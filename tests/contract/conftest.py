@@ -45,11 +45,15 @@ def engine_for(workers_of_this_file: KeptWorkers, monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture
 def wrap(engine: str, numerics: None, engine_for: EngineFor) -> Wrap:
-    """Wrap a module for some replicas on the engine under test."""
+    """Wrap a module for some replicas on the engine under test; options may be the wrapper's and the engine's."""
 
     def wrap(module: nn.Module, num_replicas: int = 2, **options: Any) -> DataParallel:
         devices = in_turn(num_replicas)
-        return DataParallel(module, devices, engine=engine_for(engine, devices), **options)
+        of_engine = {name: options.pop(name) for name in ("rescue", "on_worker_loss") if name in options}
+        model = DataParallel(module, devices, engine=engine_for(engine, devices), **options)
+        for name, value in of_engine.items():
+            setattr(model.engine, name, value)
+        return model
 
     return wrap
 

@@ -48,7 +48,7 @@ def speeds(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Sizes]]:
 
 
 def frozen(model: DataParallel) -> bool:
-    return any(measured.is_frozen for measured in model._measured.values())
+    return any(measured.is_frozen for measured in model._measured.by_kind.values())
 
 
 def train(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -131,7 +131,7 @@ def test_training_and_inference_are_measured_apart(wrap: Wrap, speeds: Callable[
         with torch.no_grad():
             assert_same(model(x), plain(x))
             assert_same(model.call("forward", x), plain(x))
-    assert {kind: measured.is_frozen for kind, measured in model._measured.items()} == {
+    assert {kind: measured.is_frozen for kind, measured in model._measured.by_kind.items()} == {
         (True, None): True,
         (False, None): False,
         (False, "forward"): False,
@@ -238,7 +238,7 @@ def test_a_replica_that_ran_out_of_memory_gets_no_more_than_it_can_bear(
     """S16, F5: the limits that rescue=True has found."""
     speeds(1, 3)
     model = wrap(mlp(), shares="measured", rescue=True)
-    model._row_limits[0] = 10
+    model.engine.row_limits[0] = 10
     until_frozen(model)
     train(model, torch.randn(ROWS, 5))
     assert [timing.rows for timing in model.replica_timings] == [10, 6]
@@ -262,4 +262,4 @@ def test_a_failing_step_is_not_counted(wrap: Wrap, speeds: Callable[..., list[Si
             model(torch.randn(ROWS, 4))
     assert tried == []
     until_frozen(model)
-    assert model._measured[True, None].weights == (3, 1)
+    assert model._measured.by_kind[True, None].weights == (3, 1)

@@ -9,11 +9,11 @@ from torch import nn
 
 from unisono import DataParallel
 from unisono.engines.distributed import DistributedEngine
-from unisono.engines.processes.engine import ProcessesEngine
-from unisono.engines.threads import ThreadsEngine
+from unisono.engines.processes.engine import Processes
+from unisono.engines.threads import Threads
 
 
-@pytest.mark.parametrize("make", [ThreadsEngine, ProcessesEngine])
+@pytest.mark.parametrize("make", [Threads, Processes])
 def test_an_engine_object_belongs_to_one_wrapper_as_long_as_that_lives(make) -> None:
     """A13: it keeps what it knows about one module."""
     engine, x = make(), torch.randn(6, 4)
@@ -34,8 +34,8 @@ def test_an_engine_object_belongs_to_one_wrapper_as_long_as_that_lives(make) -> 
     [
         ("fibres", ValueError, r"expected one of \['threads', 'processes'\], or an Engine"),
         (3, TypeError, "expected one of"),
-        (ThreadsEngine, TypeError, r"make one, ThreadsEngine\(\)"),
-        (DistributedEngine(ThreadsEngine(), None, []), ValueError, "DataParallel makes this engine itself"),
+        (Threads, TypeError, r"make one, Threads\(\)"),
+        (DistributedEngine(Threads(), None, []), ValueError, "DataParallel makes this engine itself"),
     ],
     ids=["another name", "a number", "a class", "an engine of DataParallel's own"],
 )
@@ -47,19 +47,19 @@ def test_anything_else_is_refused(engine: object, error: type[Exception], messag
 
 def test_flags_of_engines_are_flags() -> None:
     with pytest.raises(TypeError, match="separate_memory='no': expected True or False"):
-        ThreadsEngine(separate_memory="no")
+        Threads(separate_memory="no")
     with pytest.raises(TypeError, match="share_memory=0: expected True or False"):
-        ProcessesEngine(share_memory=0)
+        Processes(share_memory=0)
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copied_wrapper_has_an_engine_of_the_same_kind(again) -> None:
     """A14: with the same arguments."""
-    model = DataParallel(nn.Linear(4, 2), ["cpu", "cpu"], engine=ThreadsEngine(separate_memory=True))
+    model = DataParallel(nn.Linear(4, 2), ["cpu", "cpu"], engine=Threads(separate_memory=True))
     copied = again(model)
     assert copied._engine is not model._engine
     assert copied._engine._separate_memory
     x = torch.randn(6, 4)
     assert torch.equal(copied(x), model(x))
-    over_gloo = again(DataParallel(nn.Linear(1, 1), ["cpu"] * 2, engine=ProcessesEngine(share_memory=False)))
+    over_gloo = again(DataParallel(nn.Linear(1, 1), ["cpu"] * 2, engine=Processes(share_memory=False)))
     assert not over_gloo._engine._share_memory

@@ -29,7 +29,8 @@ from helpers.ranks import run_ranks
 from helpers.twins import assert_same_gradients, rows_of, twins
 from unisono import DataParallel, ReplicaDied
 from unisono.engines.processes import fork_server
-from unisono.engines.processes.engine import ProcessesEngine
+from unisono.engines.processes.engine import Processes
+from unisono.engines.threads import Threads
 from unisono.runtime import devices
 
 Wrap = Callable[..., DataParallel]
@@ -41,8 +42,8 @@ def wrap() -> Iterator[Wrap]:
     models: list[DataParallel] = []
 
     def wrap(module: nn.Module, num_replicas: int = 3, share_memory: bool = True, **options: Any) -> DataParallel:
-        options.setdefault("engine", ProcessesEngine(share_memory=share_memory))
-        options.setdefault("on_worker_loss", "retry")
+        on_worker_loss = options.pop("on_worker_loss", "retry")
+        options.setdefault("engine", Processes(share_memory=share_memory, on_worker_loss=on_worker_loss))
         models.append(DataParallel(module, ["cpu"] * num_replicas, **options))
         return models[-1]
 
@@ -449,10 +450,10 @@ def test_without_the_option_a_death_is_an_error(wrap: Wrap, tmp_path: Path) -> N
 def test_bad_options(value: Any, error: type[Exception]) -> None:
     """F10: refused, with what was expected."""
     with pytest.raises(error, match=r"on_worker_loss=.*: expected one of \['raise', 'retry'\]"):
-        DataParallel(nn.Linear(1, 1), ["cpu"] * 2, on_worker_loss=value)
+        Processes(on_worker_loss=value)
     if value is not True:
         with pytest.raises(TypeError, match="rescue="):
-            DataParallel(nn.Linear(1, 1), ["cpu"] * 2, rescue=value)
+            Threads(rescue=value)
 
 
 # ---- forwards without gradients, maps, several processes -----------------------------------------
@@ -491,7 +492,7 @@ def rank_with_deaths(rank: int, folder: Path, deaths: dict[int, str]) -> list[tu
     found = []
     for name, dying in (("none", {}), ("some", deaths if rank == 1 else {})):
         module = module_in(folder / f"{name} {rank}")
-        with contextlib.closing(DataParallel(module, ["cpu"] * 2, engine="processes", on_worker_loss="retry")) as model:
+        with contextlib.closing(DataParallel(module, ["cpu"] * 2, engine=Processes(on_worker_loss="retry"))) as model:
             losses, state = train(model, dying, steps=5)
         found.append((losses, {key: hashlib.sha256(t.numpy().tobytes()).digest() for key, t in state.items()}))
     return found
@@ -552,7 +553,8 @@ class LiveRows:
 
 
 def rescued(engine: str, module: nn.Module, **options: Any) -> DataParallel:
-    return DataParallel(module, ["cpu"] * 2, engine=engine, rescue=True, scalars="mean", **options)
+    with_rescue = {"threads": Threads, "processes": Processes}[engine](rescue=True)
+    return DataParallel(module, ["cpu"] * 2, engine=with_rescue, scalars="mean", **options)
 
 
 @pytest.mark.parametrize("engine", ["threads", "processes"])
@@ -596,21 +598,20 @@ def test_one_replica_that_can_bear_less(engine: str, float64: None) -> None:
     model(x).sum().backward()
     plain(x).sum().backward()
     torch.testing.assert_close(model.module.layer.weight.grad, plain.layer.weight.grad)
-    assert model._row_limits == {1: 4}
+    assert model.engine.row_limits == {1: 4}
     model.close()
 
 
 def test_a_replica_that_is_left_no_memory_by_another_one() -> None:
     """F11: of replicas that share memory, not the one fails that takes most of it: that one is run in parts, too."""
-    limits: dict[int, int] = {}
 
     def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         if x[0, 0] == 0 and limits.get(1, 8) > 2:
             raise torch.OutOfMemoryError("the other replica has it all")
         return module.layer(x)
 
-    model = DataParallel(Calls(forward, layer=nn.Linear(1, 2)), ["cpu"] * 2, rescue=True)
-    model._row_limits = limits
+    model = DataParallel(Calls(forward, layer=nn.Linear(1, 2)), ["cpu"] * 2, engine=Threads(rescue=True))
+    limits = model.engine.row_limits
     x = torch.cat([torch.zeros(8, 1), torch.ones(8, 1)])
     torch.testing.assert_close(model(x), model.module.layer(x))
     assert limits == {0: 1, 1: 2}
@@ -626,7 +627,7 @@ def test_what_parts_take_is_loaded_before_memory_is_short() -> None:
 def test_dropout_in_parts_has_the_same_masks_in_backward(float64: None) -> None:
     """F11: each part is computed again with its own random numbers."""
     model = rescued("threads", Fn(nn.functional.dropout, Greedy(3, False).net[0]))
-    model._row_limits.update({0: 3, 1: 2})
+    model.engine.row_limits.update({0: 3, 1: 2})
     x = torch.randn(12, 20, requires_grad=True)
     output = model(x)
     output.sum().backward()
@@ -654,7 +655,7 @@ def test_what_cannot_be_run_in_parts(module: nn.Module, rows: int, options: dict
     with pytest.raises(torch.OutOfMemoryError, match="simulated") as raised:
         model(torch.ones(rows, 2))
     assert any(reason in note for note in raised.value.__notes__)
-    assert not model._row_limits
+    assert not model.engine.row_limits
 
 
 def counted(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -676,8 +677,8 @@ def test_outputs_and_buffers_that_parts_would_change(forward: Callable[..., Any]
     """F11: an error, not other numbers than those of the whole shard."""
     layer = nn.Linear(2, 2)
     layer.register_buffer("count", torch.zeros(()))
-    model = DataParallel(Calls(forward, layer=layer), ["cpu"] * 2, rescue=True)
-    model._row_limits.update({0: 4, 1: 4})
+    model = DataParallel(Calls(forward, layer=layer), ["cpu"] * 2, engine=Threads(rescue=True))
+    model.engine.row_limits.update({0: 4, 1: 4})
     with pytest.raises(RuntimeError, match=reason):
         model(torch.ones(16, 2))
     assert layer.count == 0

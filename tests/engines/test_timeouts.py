@@ -17,9 +17,11 @@ from helpers.in_time import in_time
 from helpers.programs import have_ended, run_script, until
 from unisono import DataParallel, ReplicaTimeout
 from unisono.engines.processes import fork_server
-from unisono.engines.processes.engine import ProcessesEngine
+from unisono.engines.processes.engine import Processes
 from unisono.engines.processes.post_mortem import is_stopped
+from unisono.engines.threads import Threads
 
+engine_named = {"threads": Threads, "processes": Processes}
 both_engines = pytest.mark.parametrize("engine", ["threads", "processes"])
 TIMEOUT_S = 0.4
 released = threading.Event()  # lets stuck threads of this process end
@@ -107,7 +109,7 @@ def test_a_stuck_replica(wrap, engine, place, sync_batch_norm):
     step(model, x)
     model.module.actor, model.module.place = 1, place
     plain = copy.deepcopy(model.module)
-    before, model.timeout = state_of(model), TIMEOUT_S
+    before, model.engine.timeout = state_of(model), TIMEOUT_S
     if place == "backward":  # the forward has updated the running statistics
         output = model(x)
         before[: len(model.state_dict())] = map(torch.clone, model.state_dict().values())
@@ -121,7 +123,7 @@ def test_a_stuck_replica(wrap, engine, place, sync_batch_norm):
     assert "in gets_stuck" in raised.value.stack
     assert raised.value.stack in str(raised.value)
     assert_same(state_of(model), before)
-    model.timeout, model.module.actor, plain.actor = None, -1, -1
+    model.engine.timeout, model.module.actor, plain.actor = None, -1, -1
     plain.load_state_dict(model.module.state_dict())
     torch.testing.assert_close(step(model, x), step(plain, x), rtol=1e-4, atol=1e-4)
 
@@ -132,11 +134,11 @@ def test_a_stuck_replica(wrap, engine, place, sync_batch_norm):
 )
 def test_a_stopped_worker(wrap, place, share_memory):
     """F7: it cannot answer, and the error says that it was stopped, and where."""
-    model = wrap(Stuck().eval(), 3, engine=ProcessesEngine(share_memory=share_memory))
+    model = wrap(Stuck().eval(), 3, engine=Processes(share_memory=share_memory))
     x = rows(3)
     step(model, x)
     model.module.actor, model.module.place, model.module.act = 1, place, stops
-    before, model.timeout = state_of(model), TIMEOUT_S
+    before, model.engine.timeout = state_of(model), TIMEOUT_S
     with pytest.raises(ReplicaTimeout, match=r"was stopped \(SIGSTOP, or a debugger\)") as raised:
         in_time(lambda: model(x).square().sum().backward())
     assert raised.value.replica == 1
@@ -144,7 +146,7 @@ def test_a_stopped_worker(wrap, place, share_memory):
     assert raised.value.pid is not None
     assert have_ended([raised.value.pid])
     assert_same(state_of(model), before)
-    model.timeout, model.module.actor = None, -1
+    model.engine.timeout, model.module.actor = None, -1
     torch.testing.assert_close(step(model, x), step(copy.deepcopy(model.module), x), rtol=1e-4, atol=1e-4)
 
 
@@ -156,10 +158,10 @@ def test_a_stopped_worker_that_does_not_take_a_message(wrap):
     [worker] = model._engine._worker_group.workers
     os.kill(worker.pid, signal.SIGSTOP)
     assert until(lambda: is_stopped(worker.pid))
-    model.timeout = TIMEOUT_S
+    model.engine.timeout = TIMEOUT_S
     with pytest.raises(ReplicaTimeout, match="was stopped"):
         in_time(lambda: model(x, "x" * (1 << 22)))
-    model.timeout = None
+    model.engine.timeout = None
     torch.testing.assert_close(step(model, x), expected)
 
 
@@ -173,11 +175,11 @@ def test_a_stopped_fork_server(wrap):
     assert process is not None
     process.send_signal(signal.SIGSTOP)
     assert until(lambda: is_stopped(process.pid))
-    other.timeout = TIMEOUT_S
+    other.engine.timeout = TIMEOUT_S
     with pytest.raises(ReplicaTimeout, match=r"could not be started: the fork server .* was stopped for 0.4 s"):
         in_time(lambda: other(x))
     assert process.returncode == -signal.SIGKILL
-    other.timeout = None
+    other.engine.timeout = None
     torch.testing.assert_close(step(model, x), expected)
     torch.testing.assert_close(step(other, x), expected)
 
@@ -194,12 +196,12 @@ def test_draws_of_one_device(wrap, engine):
     x = rows(3)[:-1]
     expected = model(x)
     model.module.actor = 1
-    before, model.timeout = state_of(model), TIMEOUT_S
+    before, model.engine.timeout = state_of(model), TIMEOUT_S
     with pytest.raises(ReplicaTimeout, match="replica 1") as raised:
         in_time(lambda: model(x))
     assert "in gets_stuck" in raised.value.stack
     assert_same(state_of(model), before)
-    model.timeout, model.module.actor = None, -1
+    model.engine.timeout, model.module.actor = None, -1
     torch.manual_seed(0)
     torch.testing.assert_close(model(x), expected)
 
@@ -220,7 +222,7 @@ def test_a_lane_of_a_map(wrap, engine, actor):
     model = wrap(Lane(), engine=engine)
     batches = [torch.full((2, 1), float(k)) for k in range(6)]
     assert len(list(model.map(batches))) == 6
-    model.module.stuck_at, model.timeout = actor, TIMEOUT_S
+    model.module.stuck_at, model.engine.timeout = actor, TIMEOUT_S
     outputs = model.map(batches)
     for k in range(6):
         if k == actor:
@@ -231,7 +233,7 @@ def test_a_lane_of_a_map(wrap, engine, actor):
         else:
             assert int(in_time(lambda: next(outputs))[0, 0]) == k + 1
     in_time(outputs.close)
-    model.module.stuck_at, model.timeout = -1, None
+    model.module.stuck_at, model.engine.timeout = -1, None
     assert [int(output[0, 0]) for output in model.map(batches)] == [1, 2, 3, 4, 5, 6]
 
 
@@ -243,7 +245,7 @@ def test_all_lanes_of_a_map_are_stuck(wrap):
             gets_stuck()
             return x
 
-    model = wrap(Lane(), timeout=TIMEOUT_S)
+    model = wrap(Lane(), engine=Threads(timeout=TIMEOUT_S))
     outputs = model.map([torch.zeros(2, 1)] * 4)
     for _ in range(2):
         with pytest.raises(ReplicaTimeout):
@@ -267,14 +269,14 @@ def test_the_first_replica_is_stuck_and_others_wait_for_it(wrap, caplog):
     x = rows(2)
     model(x)
     before = state_of(model)
-    model.module.actor, model.timeout = 0, TIMEOUT_S
+    model.module.actor, model.engine.timeout = 0, TIMEOUT_S
     with caplog.at_level("ERROR", "unisono"):
         threading.Thread(target=lambda: until(lambda: "logged.wait(100)" in caplog.text) and logged.set()).start()
         with pytest.raises(ReplicaTimeout, match="replica 0 on cpu, rows 0 to 1 of 4"):
             in_time(lambda: model(x))
     assert "logged.wait(100)" in caplog.text
     assert_same(state_of(model), before)
-    model.module.actor, model.timeout = -1, None
+    model.module.actor, model.engine.timeout = -1, None
     assert model(x).shape == (4, 200)
 
 
@@ -295,7 +297,7 @@ def test_messages_are_progress(wrap, engine):
                 x = norm(x)
             return x
 
-    model = wrap(Slow(), engine=engine, sync_batch_norm=True, timeout=2.0, shares=[3, 2])
+    model = wrap(Slow(), engine=engine_named[engine](timeout=2.0), sync_batch_norm=True, shares=[3, 2])
     x = torch.randn(5, 1)
     torch.testing.assert_close(model(x), copy.deepcopy(model.module)(x), rtol=1e-4, atol=1e-4)
 
@@ -310,7 +312,7 @@ def test_messages_are_progress(wrap, engine):
 def test_timeouts_that_are_none(timeout, error):
     """A13: 2**32 milliseconds are 0 in 32 bits, so a worker was given up at once; larger ones were OverflowErrors."""
     with pytest.raises(error, match=r"timeout=.*: expected a number of seconds above 0, 2000000 at most .*, or None"):
-        DataParallel(nn.Linear(1, 1), ["cpu"] * 2, timeout=timeout)
+        Threads(timeout=timeout)
 
 
 @pytest.mark.slow
@@ -327,7 +329,7 @@ def test_a_program_with_an_abandoned_thread_ends():
                     time.sleep(0.01)
                 return x
 
-        model = unisono.DataParallel(Stuck(), ["cpu"] * 2, timeout=0.2)
+        model = unisono.DataParallel(Stuck(), ["cpu"] * 2, engine=unisono.Threads(timeout=0.2))
         try:
             model(torch.tensor([[0.0], [1.0]]))
         except unisono.ReplicaTimeout as error:

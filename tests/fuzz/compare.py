@@ -15,6 +15,8 @@ from fuzz.actions import ACTIONS
 from fuzz.model import INPUTS, OUTPUTS
 from fuzz.program import Program
 from fuzz.side import ONE_PROCESS, Observed, Rank, Side
+from unisono.engines.processes.engine import Processes
+from unisono.engines.threads import Threads
 
 # Of the plain side's largest number, in a tensor: rounding, some layers deep.
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
@@ -22,7 +24,7 @@ TOLERANCE = 1e-8
 # Gradients that pass through float32 are rounded to it, one way or the other.
 TOLERANCE_OF_NARROW_DTYPES = 1e-5
 
-EngineFor = Callable[[list[str]], Any]  # the argument `engine`, for the replicas' devices
+EngineFor = Callable[[list[str]], Threads | Processes]  # for the replicas' devices
 
 
 class Difference(NamedTuple):
@@ -130,13 +132,15 @@ def wrap(program: Program, module: nn.Module, outermost: bool, engine_for: Engin
         options["sync_batch_norm"] = True
     if "random" in program.traits:
         options["randomness"] = "one_device"
+    engine: Threads | Processes = Threads()
     if outermost:
-        options["engine"] = engine_for(devices)
-        options["on_worker_loss"] = "retry" if program.retry else "raise"
+        engine = engine_for(devices)
+        if isinstance(engine, Processes):
+            engine.on_worker_loss = "retry" if program.retry else "raise"
         options["shares"] = program.shares
         options["parts"] = program.parts
-    options["loss"] = program.loss
-    return unisono.DataParallel(module, devices, rescue=program.rescue, timeout=timeout_s, **options)
+    engine.rescue, engine.timeout = program.rescue, timeout_s
+    return unisono.DataParallel(module, devices, engine=engine, loss=program.loss, **options)
 
 
 def _compared(

@@ -24,7 +24,7 @@ from fuzz.program import Program
 from fuzz.side import ONE_PROCESS, Rank
 from helpers.forked import context
 from helpers.kept_workers import KeptWorkers
-from unisono.engines.threads import ThreadsEngine
+from unisono.engines.threads import Threads
 
 NUM_RANKS = 2
 _MOST_TEXT = 6000  # of the stacks of a program that hangs
@@ -33,13 +33,13 @@ _END_S = 1.0
 
 
 def engine_maker(engine: str, workers: KeptWorkers) -> EngineFor:
-    """Return what makes the argument `engine` of a wrapper."""
+    """Return what makes the engine of a wrapper."""
     makers: dict[str, EngineFor] = {
-        "threads": lambda _: "threads",
-        "separate memory": lambda _: ThreadsEngine(separate_memory=True),
+        "threads": lambda _: Threads(),
+        "separate memory": lambda _: Threads(separate_memory=True),
         "processes": workers.engine,
         "gloo": lambda devices: workers.engine(devices, share_memory=False),
-        "ranks": lambda _: "threads",
+        "ranks": lambda _: Threads(),
     }
     return makers[engine]
 

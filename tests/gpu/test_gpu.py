@@ -23,9 +23,9 @@ from helpers.modules import Calls, WithBackward
 from unisono import DataParallel
 from unisono.autograd import broadcast
 from unisono.console.errors import OptionError
-from unisono.engines.processes.engine import ProcessesEngine
+from unisono.engines.processes.engine import Processes
 from unisono.engines.processes.reducers.collectives import CollectiveTransport
-from unisono.engines.threads import ThreadsEngine
+from unisono.engines.threads import Threads
 from unisono.runtime import devices
 from unisono.runtime.buckets import buckets_of
 from unisono.training.compiling import expect_compiler
@@ -121,7 +121,7 @@ def wrapped(plain: nn.Module, placed: Places, **options: Any) -> tuple[nn.Module
 
 
 def parallel(module: nn.Module, placed: Places, **options: Any) -> DataParallel:
-    return DataParallel(module, placed, **{"engine": ThreadsEngine(separate_memory=placed.separate_memory), **options})
+    return DataParallel(module, placed, **{"engine": Threads(separate_memory=placed.separate_memory), **options})
 
 
 def test_each_replica_stands_on_its_device(placed: Places) -> None:
@@ -438,7 +438,7 @@ def in_processes(spread: Places) -> Iterator[Callable[..., tuple[nn.Module, Data
 
 
 def backend_of(model: DataParallel) -> str:
-    group = cast(ProcessesEngine, model._engine)._worker_group
+    group = cast(Processes, model._engine)._worker_group
     assert group is not None
     return cast(CollectiveTransport, group.transport)._rendezvous.backend
 

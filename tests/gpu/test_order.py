@@ -17,7 +17,7 @@ from torch import nn
 from helpers.modules import Fn
 from unisono import DataParallel
 from unisono.autograd import broadcast
-from unisono.engines.threads import ThreadsEngine
+from unisono.engines.threads import Threads
 from unisono.runtime.buckets import buckets_of
 
 pytestmark = [
@@ -107,7 +107,7 @@ def test_gradients_travel_while_backward_runs(tmp_path: Path, monkeypatch: pytes
     layer_bytes = (WIDTH + 1) * WIDTH * 4
     monkeypatch.setattr(broadcast, "buckets_of", functools.partial(buckets_of, full_bytes=layer_bytes))
     num_layers = 8
-    engine = ThreadsEngine(separate_memory=True)
+    engine = Threads(separate_memory=True)
     model = DataParallel(layers(num_layers).cuda(), ["cuda:0", "cuda:0"], engine=engine)
     x = torch.randn(ROWS // 8, WIDTH, device="cuda:0")
     losses: list[torch.Tensor] = []

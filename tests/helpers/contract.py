@@ -20,7 +20,7 @@ from helpers.late_copies import send_late
 from helpers.twins import assert_same_gradients as _assert_same_gradients
 from unisono import DataParallel
 from unisono.autograd import broadcast
-from unisono.engines.threads import ThreadsEngine
+from unisono.engines.threads import Threads
 from unisono.primitives import pytree
 from unisono.runtime.buckets import buckets_of
 
@@ -41,7 +41,7 @@ def threads_with_separate_memory(monkeypatch: pytest.MonkeyPatch) -> Any:
     if ON_CPU:
         send_late(monkeypatch)
     monkeypatch.setattr(broadcast, "buckets_of", functools.partial(buckets_of, full_bytes=300))
-    return ThreadsEngine(separate_memory=True)
+    return Threads(separate_memory=True)
 
 
 # Name of an engine -> the argument `engine` of DataParallel, for replicas on these devices.

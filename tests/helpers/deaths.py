@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from unisono import DataParallel
-from unisono.engines.processes.engine import ProcessesEngine
+from unisono.engines.processes.engine import Processes
 
 PLACES = ("before", "forward", "batch norm", "between", "backward", "batch norm's backward")
 
@@ -57,7 +57,7 @@ class Dies(nn.Module):
 def workers_of(model: DataParallel) -> list[int]:
     """Return the process ids of a model's workers."""
     engine = model._engine
-    while not isinstance(engine, ProcessesEngine):
+    while not isinstance(engine, Processes):
         engine = engine._engine  # type: ignore[attr-defined]
     return [handle.pid for handle in engine._worker_group.workers] if engine._worker_group is not None else []
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from unisono.engines.processes.engine import ProcessesEngine
+from unisono.engines.processes.engine import Processes
 from unisono.engines.processes.worker_group import WorkerGroup
 
 
@@ -19,12 +19,12 @@ class KeptWorkers:
         self._idle: dict[tuple[tuple[str, ...], bool], list[WorkerGroup]] = defaultdict(list)
         self._lent: list[tuple[WorkerGroup, list[WorkerGroup]]] = []
 
-    def engine(self, devices: Sequence[str], share_memory: bool = True) -> ProcessesEngine:
+    def engine(self, devices: Sequence[str], share_memory: bool = True) -> Processes:
         """Return a new engine for replicas on these devices, with workers that are idle, or new ones."""
         idle = self._idle[tuple(devices), share_memory]
         group = idle.pop() if idle else WorkerGroup([*map(torch.device, devices)], share_memory)
         self._lent.append((group, idle))
-        engine = ProcessesEngine(share_memory=share_memory)
+        engine = Processes(share_memory=share_memory)
         engine._worker_group, group.num_in_sync = group, 0
         return engine
 

@@ -95,7 +95,7 @@ def test_one_sample_finds_the_straggler_and_says_why(
     shown = capsys.readouterr().out
     assert shown.isascii()
     lines = [line.strip() for line in shown.splitlines()]
-    assert any(line.startswith(f"process {training}: Slow, ThreadsEngine; ") for line in lines)
+    assert any(line.startswith(f"process {training}: Slow, Threads; ") for line in lines)
     marked = next(line for line in lines if line.endswith("<- slowest"))
     assert marked.split()[:4] == ["0", "cpu", "6", "75%"]
     assert any(line.startswith(WHY) for line in lines)  # other programs may be a cause, too
@@ -236,7 +236,7 @@ def on_gpu(steps: int, *rows: int, module: str = "Net", age_s: float = 0.0) -> P
     replicas = [
         ReplicaStatus(i, count, 1e-4, 2e-4, False, f"cuda:{i}", f"0000:0{5 + i}:00") for i, count in enumerate(rows)
     ]
-    return Published("a", os.getpid(), steps, time.time() - age_s, 0.5, module, "ThreadsEngine", tuple(replicas))
+    return Published("a", os.getpid(), steps, time.time() - age_s, 0.5, module, "Threads", tuple(replicas))
 
 
 def lines_of(taken: Sample, width: int | None = None) -> list[str]:
@@ -294,7 +294,7 @@ def test_means_are_of_steps_with_the_same_rows(published: list[Published]) -> No
 def test_text_of_other_programs_cannot_command_the_terminal(published: list[Published]) -> None:
     """M4: escape sequences and letters that a terminal may lack are question marks."""
     published.append(on_gpu(1, 8, module="N\x1b[2Jet\u00e9"))
-    assert any("N?[2Jet?, ThreadsEngine" in line for line in lines_of(Sampler(GpuReader()).take(), 20 * 5))
+    assert any("N?[2Jet?, Threads" in line for line in lines_of(Sampler(GpuReader()).take(), 20 * 5))
 
 
 def test_what_is_left_out_is_said(published: list[Published], monkeypatch: pytest.MonkeyPatch) -> None:

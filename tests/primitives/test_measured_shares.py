@@ -55,8 +55,7 @@ class Machine:
         """Take a step, timed if that is due."""
         sizes = measured.sizes(rows)
         self.borne.append(sizes)
-        measured.skip -= 1
-        if measured.skip >= 0:
+        if not measured.should_time_next():
             return
         factor = self.numbers.lognormvariate(0, self.noise)
         if self.interrupted and self.numbers.random() < self.interrupted:

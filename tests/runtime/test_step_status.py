@@ -70,7 +70,7 @@ def test_each_replica_is_published_and_the_file_goes_with_the_wrapper(folder: Pa
     model = wrapper()
     publish(model, clock)
     (found,) = own()
-    assert (found.module, found.engine, found.steps, found.step_s) == ("Linear", "ThreadsEngine", 2, 0.5)
+    assert (found.module, found.engine, found.steps, found.step_s) == ("Linear", "Threads", 2, 0.5)
     assert [(each.number, each.device, each.rows, each.on_host) for each in found.replicas] == [
         (0, "cpu", 4, True),
         (1, "cpu", 2, True),

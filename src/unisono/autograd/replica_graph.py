@@ -215,9 +215,9 @@ class ReplicaGraphs:
         sync_context: what these graphs count for when several processes sum the parameters' gradients; None: they do
             not.
         buckets: those in which gradients come home; None where no replica's parameters are in memory of their own.
-        separate_memory: as in `ThreadsEngine`.
+        separate_memory: as in `Threads`.
         replay: runs a backward of these graphs, again after a failure; None: a failure is final.
-        timeout_s: as in `Call`.
+        timeout_s: for how long the caller waits for a replica without progress; None: for ever.
         step: the one that these graphs are part of, if it is recorded.
     """
 

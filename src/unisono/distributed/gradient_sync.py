@@ -21,8 +21,10 @@ Training", VLDB 2020.
 """
 
 import abc
+import contextlib
+import math
 import weakref
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -48,6 +50,18 @@ _OF_A_GROUP = (
     "anew, DataParallel(loaded.module, process_group=...)."
 )
 _MOST_PLANS = 8  # models whose parts are frozen in turn have several
+
+
+def checked_weight(weight: object) -> float:
+    """Return the weight of a batch; raise TypeError or ValueError for what is none."""
+    expected = "expected a number from 0, such as how many tokens the batch has"
+    try:
+        number = float(weight)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):  # the last: a tensor of several
+        raise TypeError(f"weight={weight!r}: {expected}") from None
+    if not 0 <= number < math.inf:
+        raise ValueError(f"weight={weight!r}: {expected}")
+    return number
 
 
 class UnboundGradientSync(NamedTuple):
@@ -104,6 +118,15 @@ class GradientSync:
         self.num_forwards = 0
         self._plans: dict[Any, BucketPlan] = {}
         self._latest: _Structure | None = None
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Keep gradients to this process meanwhile."""
+        before, self.synchronised = self.synchronised, False
+        try:
+            yield
+        finally:
+            self.synchronised = before
 
     def __deepcopy__(self, memo: object) -> "GradientSync":
         copied = GradientSync(self.communicator, self._device, self.loss)  # without the original's state

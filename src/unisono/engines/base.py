@@ -7,8 +7,8 @@ tests/contract/ is the contract's test suite, and runs over every engine.
 
 import abc
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +18,6 @@ from unisono.primitives.dims import OutputRules
 from unisono.primitives.inputs import Arguments
 from unisono.runtime.errors import ReplicaNames
 from unisono.runtime.timeline import ReplicaTiming
-
-# Waits for a socket are counted in milliseconds, in 32 bits. Python does not check it: a longer one may end at once.
-_MAX_TIMEOUT_S = 2_000_000
 
 
 @dataclass(frozen=True)
@@ -40,13 +37,9 @@ class Call:
         one_device_randomness: whether replicas draw the random numbers of one device.
         sync_context: what this call counts for in sums of gradients over several processes (a `SyncContext` of
             distributed/gradient_sync.py); None: there are no such sums.
-        retry: whether the step is run again after a worker's death.
         parts: in how many parts each replica runs its shard.
-        rescue: whether the step is run again in smaller parts where a replica ran out of memory.
-        row_limits: how many rows a replica can bear, by its number, where that is known; the wrapper's.
         cross_process: a `CrossProcess`, which exchanges batch norm's statistics with other processes; None: they stay
             in this one.
-        timeout_s: for how long the caller, or a replica, waits for others without progress; None: for ever.
         is_timed: whether a replica on an accelerator waits for its forward's end, so that `forward_s` is all of it.
     """
 
@@ -61,13 +54,9 @@ class Call:
     method: str | None = None
     sync_batch_norm: bool = False
     one_device_randomness: bool = False
-    retry: bool = False
     parts: int = 1
-    rescue: bool = False
-    row_limits: dict[int, int] = field(default_factory=dict)
     sync_context: Any = None
     cross_process: Any = None
-    timeout_s: float | None = None
     is_timed: bool = False
 
     def where(self) -> ReplicaNames:
@@ -102,15 +91,13 @@ class LaneCall:
 
     Attributes:
         devices: one a lane.
-        source, output_device, method, retry, timeout_s: as in `Call`; a lost worker's batch goes to another lane.
+        source, output_device, method: as in `Call`.
     """
 
     devices: Sequence[torch.device]
     source: torch.device
     output_device: torch.device
     method: str | None = None
-    retry: bool = False
-    timeout_s: float | None = None
 
 
 @dataclass
@@ -183,7 +170,7 @@ class Lanes:
 
     Attributes:
         each: one a device.
-        timeout_s: as in `Call`.
+        timeout_s: for how long the caller waits for a batch without progress; None: for ever.
     """
 
     def __init__(self, each: Sequence[Lane], timeout_s: float | None = None) -> None:
@@ -195,25 +182,6 @@ class Lanes:
     def close(self) -> None:
         """Give back what the lanes hold; called after `stop`, when none computes any more. From any thread."""
         self.each = []
-
-
-def check_flag(value: object, argument: str) -> bool:
-    """Return a flag; raise TypeError for anything but True and False."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{argument}={value!r}: expected True or False")
-    return value
-
-
-def check_timeout(value: object) -> float | None:
-    """Return a timeout in seconds, or None; raise TypeError or ValueError for what is neither."""
-    expected = f"expected a number of seconds above 0, {_MAX_TIMEOUT_S} at most (23 days), or None to wait for ever"
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"timeout={value!r}: {expected}")
-    if not 0 < value <= _MAX_TIMEOUT_S:
-        raise ValueError(f"timeout={value!r}: {expected}")
-    return float(value)
 
 
 def called(module: nn.Module, method: str | None) -> Callable[..., Any]:
@@ -268,6 +236,11 @@ class Engine(abc.ABC):
         Raises:
             ValueError: it cannot; says what was given and what to use instead.
         """
+
+    @property
+    def row_limits(self) -> Mapping[int, int]:
+        """How many rows a replica can bear, by its number, where that is known."""
+        return {}
 
     @property
     def spans_processes(self) -> bool:

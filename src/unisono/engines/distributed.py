@@ -10,7 +10,7 @@ the gradients over the processes. Two cases are special:
                                              before that); the output is cut to no rows, and the gradients are ignored
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -79,6 +79,10 @@ class DistributedEngine(Engine):
     def spans_processes(self) -> bool:
         """Whether several processes train together. A loaded model that has not run yet answers for its old group."""
         return self._gradient_sync is not None
+
+    @property
+    def row_limits(self) -> Mapping[int, int]:
+        return self._engine.row_limits
 
     def gradient_sync(self, module: nn.Module) -> GradientSync | None:
         """Return what sums the gradients of `module`; None if a loaded model has this process to itself."""

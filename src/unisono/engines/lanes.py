@@ -49,7 +49,7 @@ def open_local_lanes(
     Args:
         blueprint: of the live module.
         compile_lock: of the wrapper.
-        separate_memory: as in `ThreadsEngine`.
+        separate_memory: as in `Threads`.
 
     Raises:
         RuntimeError: the module replays CUDA graphs.

@@ -8,7 +8,7 @@ that takes no longer than one of them would, and their sums begin anew, too.
 
 A replica runs its shard in parts, each with an activation checkpoint (`run_in_parts`), if the caller says so
 (`Call.parts`), or if it ran out of memory: then in parts of half as many rows. Of one part only, at a time, are
-activations in memory. The wrapper remembers how many rows a replica can bear (`Call.row_limits`).
+activations in memory. The engine remembers how many rows a replica can bear (`FailurePolicy.row_limits`).
 
 Guarantees
     - After a death the step ends with exactly the numbers that it would have had: the same rows for each replica, the
@@ -22,7 +22,7 @@ are not repeated.
 
 import abc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, compress
 from operator import attrgetter
@@ -34,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 from unisono.autograd.replica_graph import ReplicaGraphs
 from unisono.engines.base import Call, Parts
+from unisono.engines.failure_policy import FailurePolicy
 from unisono.primitives import pytree
 from unisono.primitives.blueprint import Blueprint
 from unisono.primitives.change_tracking import fill, restore
@@ -79,15 +80,19 @@ _IN_PARTS = (
 
 
 def run_recovering(
-    call: Call, module: nn.Module, run: Callable[[bool], T], why_not: Callable[[], str | None] = lambda: None
+    policy: FailurePolicy,
+    call: Call,
+    module: nn.Module,
+    run: Callable[[bool], T],
+    why_not: Callable[[], str | None] = lambda: None,
 ) -> T:
-    """Run a forward or a backward, again after each failure from which the call recovers.
+    """Run a forward or a backward, again after each failure from which the engine recovers.
 
     Args:
         run: is told whether it has failed before.
         why_not: tells why it cannot be run again, if that is so.
     """
-    if call.rescue:
+    if policy.rescue:
         torch_private.load_checkpoints()  # as long as there is memory
     causes: list[str] = []
     failed_at = 0.0
@@ -95,7 +100,7 @@ def run_recovering(
         try:
             result = run(bool(causes))
         except Exception as error:
-            cause = _cause(call, module, error, causes, why_not)
+            cause = _cause(policy, call, module, error, causes, why_not)
             if cause is None:
                 raise
             failed_at = failed_at or time.perf_counter()
@@ -107,17 +112,24 @@ def run_recovering(
 
 
 def _cause(
-    call: Call, module: nn.Module, error: Exception, causes: Sequence[str], why_not: Callable[[], str | None]
+    policy: FailurePolicy,
+    call: Call,
+    module: nn.Module,
+    error: Exception,
+    causes: Sequence[str],
+    why_not: Callable[[], str | None],
 ) -> str | None:
     """Return why a step that raised `error` is run again; None, with a note on the error, if it is not."""
-    if call.retry and isinstance(error, ReplicaLost) and error.pid is not None:  # a thread that is stuck has no process
+    if (
+        policy.retries and isinstance(error, ReplicaLost) and error.pid is not None
+    ):  # a thread that is stuck has no process
         reason = _OTHER_PROCESSES if call.cross_process is not None else why_not()
         if reason is None and len(causes) >= _MOST_DEATHS:
             reason = _TOO_MANY
         if reason is None:
             return error.cause
-    elif call.rescue and _devices.is_out_of_memory(error):
-        reason = why_not() or _lower_limits(call, module, error)
+    elif policy.rescue and _devices.is_out_of_memory(error):
+        reason = why_not() or _lower_limits(policy.row_limits, call, module, error)
         if reason is None:
             return f"{type(error).__name__}: {error}"
     else:
@@ -132,22 +144,22 @@ def _cause(
 class Repeatable(abc.ABC):
     """Graphs that can be made anew, and whose backward can therefore be run again."""
 
-    def __init__(self, call: Call, module: nn.Module) -> None:
-        self._call, self._module = call, module
+    def __init__(self, policy: FailurePolicy, call: Call, module: nn.Module) -> None:
+        self._policy, self._call, self._module = policy, call, module
 
     def run(self, graphs: ReplicaGraphs, backward: Callable[[], T]) -> T:
-        """Run a backward of the graphs, again after each failure from which the call recovers."""
+        """Run a backward of the graphs, again after each failure from which the engine recovers."""
 
         def run(has_failed: bool) -> T:
             if has_failed:
                 self.renew(graphs)
             return backward()
 
-        return run_recovering(self._call, self._module, run, self.why_not)
+        return run_recovering(self._policy, self._call, self._module, run, self.why_not)
 
     def of_gradients(self, graphs: ReplicaGraphs, make: Callable[[], ReplicaGraphs]) -> "ReplayOfGradients":
         """Return that of the graphs of the gradients of `graphs`, which `make` makes."""
-        return ReplayOfGradients(self._call, self._module, self, graphs, make)
+        return ReplayOfGradients(self._policy, self._call, self._module, self, graphs, make)
 
     @abc.abstractmethod
     def renew(self, graphs: ReplicaGraphs) -> None:
@@ -163,13 +175,14 @@ class ReplayOfGradients(Repeatable):
 
     def __init__(
         self,
+        policy: FailurePolicy,
         call: Call,
         module: nn.Module,
         below: Repeatable,
         graphs_below: ReplicaGraphs,
         make: Callable[[], ReplicaGraphs],
     ) -> None:
-        super().__init__(call, module)
+        super().__init__(policy, call, module)
         self._below, self._graphs_below, self._make = below, graphs_below, make
 
     def renew(self, graphs: ReplicaGraphs) -> None:
@@ -186,6 +199,7 @@ class Replay(Repeatable):
     """What a forward began with, and how to make its graphs anew.
 
     Args:
+        policy: the engine's.
         call: the forward's; its inputs are copied.
         blueprint: the live module's.
         buffers: those of the live module, and what they were when the forward began.
@@ -195,13 +209,14 @@ class Replay(Repeatable):
 
     def __init__(
         self,
+        policy: FailurePolicy,
         call: Call,
         blueprint: Blueprint,
         buffers: unchanged_on_failure,
         devices: Sequence[torch.device],
         forward: Callable[[Call, "Replay"], object],
     ) -> None:
-        super().__init__(replace(call, arguments=call.arguments.copied()), blueprint.root)
+        super().__init__(policy, replace(call, arguments=call.arguments.copied()), blueprint.root)
         self._forward = forward
         self._thread = ThreadState.capture()
         self._devices, self._random = devices, _devices.random_states(devices)
@@ -212,7 +227,7 @@ class Replay(Repeatable):
         self._attributes = [*map(dict, blueprint.attribute_dicts)]
         self._versions: list[Any] = []  # after the forward
         self._buffers = buffers
-        self._limits = dict(call.row_limits)
+        self._limits = dict(policy.row_limits)
         self._outputs: list[torch.Tensor] | None = None  # their fingerprints
         self._graphs: ReplicaGraphs | None = None  # those that failed
 
@@ -223,7 +238,9 @@ class Replay(Repeatable):
             RuntimeError: it was run again, and gave others than the first time.
         """
         self._versions = _versions(self._trained)
-        if not self._call.retry or self._limits != self._call.row_limits:  # in parts, others within float rounding
+        if (
+            not self._policy.retries or self._limits != self._policy.row_limits
+        ):  # in parts, others within float rounding
             return
         outputs, before = _fingerprints(groups), self._outputs
         if before is not None and not all(map(torch.equal, outputs, before)):
@@ -255,7 +272,7 @@ class Replay(Repeatable):
             _devices.set_random_states(self._random, self._devices)
             self._buffers.restore()
             with self._thread.applied():
-                run_recovering(self._call, self._module, lambda _: self._forward(self._call, self))
+                run_recovering(self._policy, self._call, self._module, lambda _: self._forward(self._call, self))
         finally:
             self._graphs = None
             write_values(buffers, values)
@@ -283,7 +300,7 @@ def _fingerprints(groups: Sequence[Group]) -> list[torch.Tensor]:
 # ---- a shard in parts -----------------------------------------------------------------------------
 
 
-def _lower_limits(call: Call, module: nn.Module, error: Exception) -> str | None:
+def _lower_limits(row_limits: dict[int, int], call: Call, module: nn.Module, error: Exception) -> str | None:
     """Halve the rows of the replica that raised an error, or of all if that is not known; return why not, if so."""
     notes = "\n".join(getattr(error, "__notes__", ()))
     where = call.where()
@@ -291,7 +308,7 @@ def _lower_limits(call: Call, module: nn.Module, error: Exception) -> str | None
     if reason := _why_no_parts(call, module):
         return _NO_PARTS.format(where=" and ".join(where[i] for i in failed), reason=reason)
     limits = [
-        min(-(-rows // call.parts), call.row_limits.get(number, rows))
+        min(-(-rows // call.parts), row_limits.get(number, rows))
         for number, rows in zip(call.replica_numbers, call.sizes, strict=True)
     ]
     lowered = {i for i in failed if limits[i] > 1}
@@ -299,17 +316,21 @@ def _lower_limits(call: Call, module: nn.Module, error: Exception) -> str | None
         # What a single row lacks, another replica on its device may have: not the greediest one fails.
         others = {j for j, limit in enumerate(limits) if limit > 1 and call.devices[j] == call.devices[i]}
         if not others:
-            call.row_limits.pop(call.replica_numbers[i], None)  # parts did not help
+            row_limits.pop(call.replica_numbers[i], None)  # parts did not help
             return _NO_PARTS.format(where=where[i], reason="a single row needs more memory than there is.")
         lowered |= others
     for i in sorted(lowered):
-        call.row_limits[call.replica_numbers[i]] = limits[i] // 2
+        row_limits[call.replica_numbers[i]] = limits[i] // 2
         log.warning(_IN_PARTS if i in failed else _OTHER_IN_PARTS, where[i], call.sizes[i], limits[i] // 2)
     return None
 
 
-def parts_of(call: Call, root: nn.Module, index: int) -> Parts | None:
+def parts_of(row_limits: Mapping[int, int], call: Call, root: nn.Module, index: int) -> Parts | None:
     """Return how a replica runs its shard in parts; None: as a whole.
+
+    Args:
+        row_limits: how many rows each replica can bear, by its number, where that is known.
+        index: of the replica in the call.
 
     Raises:
         RuntimeError: the caller wants parts, and its module or the other options do not allow them.
@@ -317,7 +338,7 @@ def parts_of(call: Call, root: nn.Module, index: int) -> Parts | None:
     rows = call.sizes[index]
     if rows < 2:
         return None
-    limit = call.row_limits.get(call.replica_numbers[index], rows)
+    limit = row_limits.get(call.replica_numbers[index], rows)
     number = max(-(-rows // limit), min(call.parts, rows))
     if number <= 1:
         return None

@@ -86,14 +86,20 @@ def _copied(part: torch.Tensor, replica: int, device: torch.device, copies: Copi
 
 @interruptible
 def call_replica(
-    call: Call, inputs: Inputs, roots: Sequence[nn.Module], copies: Copies, timings: Sequence[ReplicaTiming], index: int
+    call: Call,
+    row_limits: Mapping[int, int],
+    inputs: Inputs,
+    roots: Sequence[nn.Module],
+    copies: Copies,
+    timings: Sequence[ReplicaTiming],
+    index: int,
 ) -> Any:
     """Call a replica with its inputs, in its thread; note how long it took."""
     started = time.perf_counter()
     copies.wait_copies(index)
     args, kwargs = inputs.shards[index]
     function = called(roots[index], call.method)
-    if (call.parts > 1 or call.row_limits) and (parts := parts_of(call, roots[index], index)):
+    if (call.parts > 1 or row_limits) and (parts := parts_of(row_limits, call, roots[index], index)):
         output = run_in_parts(roots[index], function, args, kwargs, parts, call.devices[index])
     else:
         output = function(*args, **kwargs)

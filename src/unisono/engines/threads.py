@@ -28,8 +28,9 @@ from torch import nn
 
 from unisono.autograd.boundary import join
 from unisono.autograd.replica_graph import BackwardContext, BoundaryTensor, ReplicaGraphs
-from unisono.engines.base import Call, Engine, LaneCall, Lanes, OneGraphNeededError, check_flag
+from unisono.engines.base import Call, LaneCall, Lanes, OneGraphNeededError
 from unisono.engines.compile_lock import CompileLock, kind_of, prepare_accelerators
+from unisono.engines.failure_policy import FailureOptions, FailurePolicy
 from unisono.engines.lanes import open_local_lanes
 from unisono.engines.replay import Replay, run_recovering
 from unisono.engines.replica import (
@@ -42,6 +43,7 @@ from unisono.engines.replica import (
     groups_of_buffers,
 )
 from unisono.primitives.blueprint import Blueprint, collector_paused, warn_of_observers
+from unisono.primitives.checks import check_flag
 from unisono.primitives.outputs import Outputs
 from unisono.primitives.parallel_apply import values_or_raise
 from unisono.primitives.placements import Replicate
@@ -67,24 +69,49 @@ _TOO_MANY_ACCELERATORS = (
 )
 
 
-class ThreadsEngine(Engine):
-    """See the module's docstring.
+class Threads(FailureOptions):
+    """Run each replica in a thread of this process: `engine="threads"`, or this class, where it needs options.
+
+        >>> engine = unisono.Threads(rescue=True, timeout=60)
+        >>> model = unisono.DataParallel(torch.nn.Linear(5, 2), ["cpu", "cpu"], engine=engine)
+        >>> model(torch.zeros(30, 5)).shape
+        torch.Size([30, 2])
+
+    `model.engine.timeout = None` changes an option between steps. Each wrapper needs an engine of its own.
 
     Args:
+        rescue: whether a step in which a replica runs out of memory is run again with that replica's shard in parts,
+            each computed once more in backward, so that only one part's activations are in memory. Gradients are the
+            same within float rounding. What the replica can bear is logged and remembered.
+        timeout: after how many seconds without progress a wait for a replica ends in `ReplicaTimeout`, which has the
+            Python stack of the stuck replica; progress is any message of a replica, and any part that one has finished.
+            None: never. So it has to be longer than a replica's whole forward, or backward, may take after the first
+            replica's. The first replica runs in the calling thread: where it is stuck itself, nothing is raised.
         separate_memory: give every replica but the first its own copies of parameters and buffers even where it could
             share the module's, as if each were on a device of its own: to try on one device what several do.
+
+    Raises:
+        TypeError, ValueError: options that cannot be used, with what was expected; also when one is assigned.
     """
 
-    def __init__(self, *, separate_memory: bool = False) -> None:
+    def __init__(self, *, rescue: bool = False, timeout: float | None = None, separate_memory: bool = False) -> None:
+        super().__init__(FailurePolicy(rescue=rescue, timeout=timeout))
         self._separate_memory = check_flag(separate_memory, "separate_memory")
         self._search = GraphSearch()
         self._pool: ReplicaPool | None = None
         self._timings: list[ReplicaTiming] = []
         self._compile_lock = CompileLock()
 
+    @classmethod
+    def with_policy(cls, policy: FailurePolicy) -> "Threads":
+        """Return an engine whose options are those of another engine, also when they change."""
+        engine = cls()
+        engine._policy = policy
+        return engine
+
     def forward(self, module: nn.Module, call: Call) -> Any:
-        if call.retry or call.rescue:
-            return run_recovering(call, module, lambda _: self._forward(module, call))
+        if self._policy.recovers:
+            return run_recovering(self._policy, call, module, lambda _: self._forward(module, call))
         return self._forward(module, call)
 
     def _forward(self, module: nn.Module, call: Call, again: Replay | None = None) -> Any:
@@ -93,7 +120,7 @@ class ThreadsEngine(Engine):
             return self._run(module, call, copies, again)
 
     def _run(self, module: nn.Module, call: Call, copies: Copies, again: Replay | None) -> Any:
-        tracked = torch.is_grad_enabled()
+        tracked, policy = torch.is_grad_enabled(), self._policy
         where = call.where()
         timings = [ReplicaTiming(device, size) for device, size in zip(call.devices, call.sizes, strict=True)]
         with collector_paused:  # steps 1 to 3
@@ -119,22 +146,22 @@ class ThreadsEngine(Engine):
         contexts: list[PassContext] = [partial(own_streams, type(module).__name__, call.devices)]
         backward_context: BackwardContext = nullcontext
         if call.sync_batch_norm or call.one_device_randomness:
-            contexts, backward_context = _contexts_with_exchange(type(module).__name__, call, roots)
+            contexts, backward_context = _contexts_with_exchange(type(module).__name__, call, roots, policy.timeout)
         elif blueprint.compiled:  # not where replicas wait for each other: then no replica may wait for a lock
             contexts += self._compile_lock.if_new(
-                [(tracked, module.training, *kind_of(shard)) for shard in inputs.shards], call.timeout_s
+                [(tracked, module.training, *kind_of(shard)) for shard in inputs.shards], policy.timeout
             )
 
         step = timeline.current_step() if timeline.recording else None
         if step is not None:
             contexts += timeline.contexts(call.replica_numbers, timings)
         replay, buffers = again, unchanged_on_failure(pool.buffers)
-        if call.rescue and tracked and again is None and not inside_replica():
-            replay = Replay(call, pool.blueprint, buffers, call.devices, partial(self._forward, module))
+        if policy.rescue and tracked and again is None and not inside_replica():
+            replay = Replay(policy, call, pool.blueprint, buffers, call.devices, partial(self._forward, module))
         with buffers, one_pass(contexts) as replica_context:
-            run = partial(call_replica, call, inputs, roots, copies, timings)
+            run = partial(call_replica, call, policy.row_limits, inputs, roots, copies, timings)
             tasks = [partial(run, i) for i, _ in enumerate(call.devices)]  # step 4
-            outputs = values_or_raise(run_together(tasks, call.devices, replica_context, call.timeout_s, where), where)
+            outputs = values_or_raise(run_together(tasks, call.devices, replica_context, policy.timeout, where), where)
             if timeline.recording:
                 timeline.mark(timeline.GATHER)
             matched = Outputs(outputs, call.rules, call.sizes)  # step 5
@@ -164,7 +191,7 @@ class ThreadsEngine(Engine):
                 graphs.on_release = replicas.give_back
                 graphs.pass_contexts, graphs.backward_context = contexts, backward_context
                 graphs.sync_context = call.sync_context
-                graphs.separate_memory, graphs.timeout_s = self._separate_memory, call.timeout_s
+                graphs.separate_memory, graphs.timeout_s = self._separate_memory, policy.timeout
                 if replicas.is_remote:
                     graphs.buckets = pool.reduce_buckets
                 if again is not None:
@@ -182,7 +209,7 @@ class ThreadsEngine(Engine):
     def open_lanes(self, module: nn.Module, call: LaneCall) -> Lanes:
         pool = self._pool_for(module, call.source)
         lanes = open_local_lanes(pool.blueprint, call, self._compile_lock, separate_memory=self._separate_memory)
-        return Lanes(lanes, call.timeout_s)
+        return Lanes(lanes, self._policy.timeout)
 
     def _pool_for(self, module: nn.Module, source: torch.device) -> ReplicaPool:
         """Return the replicas of `module` as it is now: those of the last forward, if nothing has changed."""
@@ -207,11 +234,11 @@ class ThreadsEngine(Engine):
         self._pool = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(type(self), separate_memory=self._separate_memory), ()
+        return partial(type(self), separate_memory=self._separate_memory), (), vars(self._policy)
 
 
 def _contexts_with_exchange(
-    name: str, call: Call, roots: Sequence[nn.Module]
+    name: str, call: Call, roots: Sequence[nn.Module], timeout_s: float | None
 ) -> tuple[list[PassContext], BackwardContext]:
     """Return the contexts of each pass over the replicas, and that of one backward through all graphs.
 
@@ -219,6 +246,7 @@ def _contexts_with_exchange(
 
     Args:
         name: what messages call the model.
+        timeout_s: for how long a replica waits for others without progress; None: for ever.
 
     Raises:
         RuntimeError: replicas on accelerators would have to wait for other processes in backward.
@@ -230,7 +258,7 @@ def _contexts_with_exchange(
     if call.one_device_randomness and not alone:
         contexts = [partial(one_stream, name, call.sizes)]
     new_exchange: Callable[[int], Exchange] = partial(
-        LocalExchange, cross_process=call.cross_process, timeout_s=call.timeout_s, names=call.where()
+        LocalExchange, cross_process=call.cross_process, timeout_s=timeout_s, names=call.where()
     )
     contexts.append(exchanging(len(roots), new_exchange))
     on_host = all(map(_devices.computes_on_host, call.devices))

@@ -163,7 +163,7 @@ class MeasuredShares:
     Attributes:
         weights: of the next step.
         on_first_device: whether that is the first device alone.
-        skip: how many of the next steps need not be timed, minus 1. Whoever takes a step counts it down.
+        skip: how many of the next steps need not be timed, minus 1.
         is_frozen: whether the weights are chosen.
     """
 
@@ -177,6 +177,11 @@ class MeasuredShares:
         self._patience = _PATIENCE
         self._lock = threading.Lock()
         self._begin(0)
+
+    def should_time_next(self) -> bool:
+        """Return whether the next step is to be timed and recorded; to be asked once a step."""
+        self.skip -= 1
+        return self.skip < 0
 
     def sizes(self, rows: int) -> list[int]:
         """Return the rows of each replica with the weights as they are."""

@@ -9,7 +9,11 @@ weights by measuring (measured_shares.py):
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import torch
+
+from unisono.runtime.errors import log_once
 
 Shares = str | Sequence[float]
 MEASURED = "measured"
@@ -101,3 +105,42 @@ def split_rows(rows: int, num_replicas: int, shares: Shares = "chunk") -> list[i
     for i in by_remainder[: rows - sum(sizes)]:
         sizes[i] += 1
     return sizes
+
+
+class IdleDevices:
+    """Says once if full batches leave a device without rows; a short last batch may."""
+
+    def __init__(self) -> None:
+        self._most_rows = 0.0
+
+    def say_nothing(self) -> None:
+        self._most_rows = math.inf
+
+    def see(
+        self,
+        sizes: Sequence[int],
+        devices: Sequence[torch.device],
+        has_share: Callable[[], Sequence[bool]],
+        *,
+        unequal: bool,
+    ) -> None:
+        """Look at the sizes of one batch.
+
+        Args:
+            has_share: tells for each device whether its share is more than 0.
+            unequal: whether two replicas must have different numbers of rows.
+        """
+        rows = sum(sizes)
+        if rows < self._most_rows:
+            return
+        self._most_rows = rows
+        if all(sizes):
+            return
+        idle = [str(d) for d, size, share in zip(devices, sizes, has_share(), strict=True) if share > size]
+        if idle:
+            needed = len(sizes) + unequal
+            better = 'shares="even"' if rows >= needed else f"batches of {needed} rows or more"
+            log_once(
+                f"a batch of {rows} rows gives {list(sizes)} rows to the {len(sizes)} devices: {len(idle)} of them "
+                f"({', '.join(dict.fromkeys(idle))}) stay idle. Use {better}."
+            )

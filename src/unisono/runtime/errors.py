@@ -89,7 +89,7 @@ class ReplicaDied(ReplicaLost):
 class ReplicaTimeout(ReplicaLost):
     """A replica has made no progress for the `timeout` of its `DataParallel`, and others waited for it.
 
-        >>> model = unisono.DataParallel(torch.nn.Linear(5, 2), ["cpu", "cpu"], timeout=60)
+        >>> model = unisono.DataParallel(torch.nn.Linear(5, 2), ["cpu", "cpu"], engine=unisono.Threads(timeout=60))
         >>> try:
         ...     output = model(torch.zeros(30, 5))
         ... except unisono.ReplicaTimeout as stuck:

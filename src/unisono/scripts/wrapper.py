@@ -14,8 +14,8 @@ import functools
 import importlib
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from types import GenericAlias
 from typing import Any, ClassVar
 
@@ -24,10 +24,10 @@ from torch import nn
 
 from unisono.data_parallel import DataParallel as OwnDataParallel
 from unisono.engines.base import Call
-from unisono.primitives.measured_shares import MeasuredShares
 from unisono.runtime import devices as _devices
 from unisono.runtime.devices import DeviceLike
 from unisono.scripts.activity import Activity
+from unisono.ways import Request, plan_of
 from unisono.wrapper import accept_clean_names
 
 TORCHS_MODULE = "torch.nn.parallel.data_parallel"
@@ -63,27 +63,8 @@ def set_settings(new: Settings | None) -> None:
     _installed[:] = [new] if new is not None else []
 
 
-def _installed_devices() -> tuple[torch.device, ...] | None:
-    now = settings()
-    return None if now is None else now.devices
-
-
-def _device_ids(wrapper: OwnDataParallel, value: Any) -> Any:
-    if wrapper._is_made() and _installed_devices() is not None:  # they hold, whatever the script names
-        return wrapper.device_ids
-    return OwnDataParallel._options["device_ids"](wrapper, value)
-
-
-def _output_device(wrapper: OwnDataParallel, value: Any) -> Any:
-    devices = _installed_devices()
-    if "_given" in wrapper.__dict__:
-        device_ids, _, dim = wrapper._given
-        wrapper.__dict__["_given"] = (device_ids, value, dim)
-    return OwnDataParallel._options["output_device"](wrapper, value if devices is None else _kept(value, devices))
-
-
 # Torch's wrapper has no such options: a script's subclass may have attributes with these names.
-_NOT_TORCHS = ("engine", "loss", "process_group")
+_NOT_TORCHS = {"engine", "loss", "process_group"}
 
 
 def _verb(name: str) -> Callable[..., Any]:
@@ -105,11 +86,7 @@ class DataParallel(OwnDataParallel):
             0-dim outputs are joined in another way; None: they are joined as `scalars` says.
     """
 
-    _options: ClassVar[Mapping[str, Callable[[Any, Any], Any]]] = {
-        **{name: check for name, check in OwnDataParallel._options.items() if name not in _NOT_TORCHS},
-        "device_ids": _device_ids,
-        "output_device": _output_device,
-    }
+    _option_names: ClassVar[frozenset[str]] = OwnDataParallel._option_names - _NOT_TORCHS
     __class_getitem__: Any = classmethod(GenericAlias)  # torch's is generic: `nn.DataParallel[Model]`
 
     def __init__(
@@ -134,6 +111,16 @@ class DataParallel(OwnDataParallel):
         self.__dict__["_own_names"] = frozenset({*own, "_given", "_own_names"})
         now.activity.add_wrapper(self.devices)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        now = settings()
+        devices = now.devices if now is not None and self._is_made() else None
+        if name == "device_ids" and devices is not None:  # they hold, whatever the script names
+            return
+        if name == "output_device" and "_given" in self.__dict__:
+            device_ids, _, dim = self._given
+            self.__dict__["_given"] = (device_ids, value, dim)
+        super().__setattr__(name, value if name != "output_device" or devices is None else _kept(value, devices))
+
     scatter, replicate, parallel_apply, gather = map(_verb, ("scatter", "replicate", "parallel_apply", "gather"))
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -144,18 +131,10 @@ class DataParallel(OwnDataParallel):
             return super().forward(*inputs, **kwargs)
         return now.activity.measure(super().forward, inputs, kwargs, self.dim, self._engine.timings)
 
-    def _plan(
-        self,
-        method: str | None,
-        inputs: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        measured: MeasuredShares | None = None,
-        is_timed: bool = False,
-    ) -> Call:
-        def plan(kwargs: dict[str, Any]) -> Call:
-            return OwnDataParallel._plan(self, method, inputs, kwargs, measured, is_timed)
-
-        return plan(kwargs) if self.adjust_plan is None else self.adjust_plan(plan, kwargs)
+    def _plan(self, request: Request) -> Call:
+        if self.adjust_plan is None:
+            return plan_of(self, request)
+        return self.adjust_plan(lambda kwargs: plan_of(self, replace(request, kwargs=kwargs)), request.kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in self.__dict__.items() if name not in self._own_names}

@@ -16,6 +16,7 @@ from unisono import __version__
 from unisono.console.device_option import choose_devices, describe
 from unisono.console.errors import DivergedError, FolderError
 from unisono.data_parallel import DataParallel
+from unisono.engines.processes.engine import Processes
 from unisono.profiling.profile import Profile
 from unisono.runtime import devices as _devices
 from unisono.training import checkpoint, data, models
@@ -127,10 +128,9 @@ class Run:
         model = DataParallel(
             compiled_module(live) if options.compile and not whole else live,
             device_ids=devices,
-            engine=options.engine,
+            engine=Processes(on_worker_loss="retry") if options.engine == "processes" else options.engine,
             shares="even",
             sync_batch_norm=synchronised,
-            on_worker_loss="retry",
             loss="sum",
         )
 

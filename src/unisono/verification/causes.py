@@ -140,7 +140,7 @@ class Comparison:
 
     def _joined_on(self, path: str, tensor: torch.Tensor) -> int | None:
         """Return the axis on which the wrapper's options join an output; None if they do not join it."""
-        axes, _ = self.wrapped._rules().axes(self.one.output)
+        axes, _ = self.wrapped._options.rules().axes(self.one.output)
         paths = [where for where, _ in pytree.leaves(self.one.output)]
         axis = axes[paths.index(path)] if path in paths else None
         return axis if axis is None else axis % max(1, tensor.dim())
@@ -180,10 +180,10 @@ class Comparison:
         return self._finding(name, Cause.PER_SHARD_BATCH_NORM, text)
 
     def _synchronised(self) -> bool:
-        return bool(vars(self.wrapped).get("sync_batch_norm", False))
+        return bool(self.wrapped.sync_batch_norm)
 
     def _random_numbers(self, divergence: Divergence) -> Finding:
-        if vars(self.wrapped).get("randomness") == "one_device":
+        if self.wrapped.randomness == "one_device":
             return self._finding(divergence.name, Cause.RANDOM_NUMBERS, _NOT_THOSE_OF_ONE_DEVICE)
         class_name = type(self.wrapped.module.get_submodule(divergence.name)).__name__
         dropout = divergence.inputs_same and "dropout" in class_name.lower()

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from unisono.data_parallel import DataParallel
-from unisono.engines.threads import ThreadsEngine
+from unisono.engines.threads import Threads
 from unisono.primitives.blueprint import check_initialized
 from unisono.primitives.placements import check_have_data
 from unisono.primitives.replicate import check_device
@@ -125,7 +125,7 @@ def verify(
                         found = spare.allow_jumps(found, step, one, tolerance)
                     compared = Comparison(mode, wrapped, options, one, many, found, tolerance)
                     rows += compared.rows
-                    if compared.differs() and not isinstance(wrapped._engine, ThreadsEngine):
+                    if compared.differs() and not isinstance(wrapped._engine, Threads):
                         notes.append(_WORKERS_NOT_RECORDED)
                     if compared.differs():
                         findings += spare.make_certain(compared.find(), step, one, tolerance)

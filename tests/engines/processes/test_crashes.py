@@ -229,7 +229,7 @@ def test_what_goes_wrong_in_a_message(place: str, action: str, tmp_path: Path) -
     run = fail(model, place, action, x, tmp_path / "acted")
     before = state_of(model, optimizers[0])
     if action == "SIGSTOP":
-        model.timeout = TIMEOUT_S
+        model.engine.timeout = TIMEOUT_S
         model._engine._worker_group.set_timeout(TIMEOUT_S)  # a backward has that of its forward
     error, message = EXPECTED[action]
     if (place, action) == ("pickling the output", "raise"):
@@ -241,7 +241,7 @@ def test_what_goes_wrong_in_a_message(place: str, action: str, tmp_path: Path) -
     for found, expected in zip(state_of(model, optimizers[0]), before, strict=True):
         assert torch.equal(found, expected)
 
-    module, model.timeout = model.module, None
+    module, model.engine.timeout = model.module, None
     module.place, module.action, module.payload, module.acted = "", "", None, None
     states = torch.get_rng_state()
     output = train_step(model, optimizers[0], x)
@@ -294,13 +294,13 @@ def test_what_goes_wrong_in_a_fork_request(
         return original(self, (*message[:-1], _ActsInServer(action)), fds, timeout_s, start)
 
     error = ReplicaTimeout if action == "SIGSTOP" else ReplicaDied
-    model.timeout = TIMEOUT_S if action == "SIGSTOP" else None
+    model.engine.timeout = TIMEOUT_S if action == "SIGSTOP" else None
     with monkeypatch.context() as patch:
         patch.setattr(fork_server.ForkServer, "_request", request)
         with pytest.raises(error, match="could not be started: the fork server .* " + IN_SERVER[action]):
             in_time(lambda: model(x))
     assert not fork_server.server.is_running
-    model.timeout = None
+    model.engine.timeout = None
     torch.testing.assert_close(model(x), model.module(x))
     model.close()
     until(lambda: leftovers.num_workers() == 0)

@@ -32,7 +32,7 @@ from unisono import DataParallel
 from unisono.engines import replica
 from unisono.engines.processes import fork_server, module_sync, worker, worker_group
 from unisono.engines.processes.channel import _HEADER, Channel
-from unisono.engines.processes.engine import ProcessesEngine
+from unisono.engines.processes.engine import Processes
 from unisono.engines.processes.module_sync import ModuleSync
 from unisono.runtime import affinity
 from unisono.runtime.buckets import fingerprint
@@ -54,7 +54,7 @@ def wrap(transport: str) -> Iterator[Callable[..., DataParallel]]:
     models: list[DataParallel] = []
 
     def wrap(module: nn.Module, num_replicas: int = 2, **options: Any) -> DataParallel:
-        engine = ProcessesEngine(share_memory=transport == "shared memory")
+        engine = Processes(share_memory=transport == "shared memory")
         models.append(DataParallel(module, ["cpu"] * num_replicas, engine=engine, **options))
         return models[-1]
 

@@ -32,8 +32,9 @@ from torch import nn
 
 from unisono.autograd.boundary import join
 from unisono.autograd.replica_graph import BoundaryTensor
-from unisono.engines.base import Call, Engine, LaneCall, Lanes, check_flag
+from unisono.engines.base import Call, LaneCall, Lanes
 from unisono.engines.compile_lock import CompileLock
+from unisono.engines.failure_policy import FailureOptions, FailurePolicy
 from unisono.engines.lanes import open_local_lanes
 from unisono.engines.processes.lanes import WorkerLanes, send_update
 from unisono.engines.processes.messages import Forward, TensorRef
@@ -54,8 +55,9 @@ from unisono.engines.replica import (
     carries_objects,
     groups_of_buffers,
 )
-from unisono.engines.threads import ThreadsEngine
+from unisono.engines.threads import Threads
 from unisono.primitives.blueprint import HOOKS, Blueprint
+from unisono.primitives.checks import check_flag
 from unisono.primitives.outputs import Group, Outputs
 from unisono.primitives.parallel_apply import values_or_raise
 from unisono.primitives.placements import Replicate
@@ -87,18 +89,43 @@ _WORKERS_OF_A_MAP = (
 )
 
 
-class ProcessesEngine(Engine):
-    """See the module's docstring."""
+class Processes(FailureOptions):
+    """Run each replica but the first in a process of its own: `engine="processes"`, or this class with options.
 
-    def __init__(self, *, share_memory: bool = True) -> None:
-        """Make an engine without workers; they start with the first forward.
+        >>> engine = unisono.Processes(on_worker_loss="retry", timeout=60)
+        >>> model = unisono.DataParallel(torch.nn.Linear(5, 2), ["cpu", "cpu"], engine=engine)
+        >>> model(torch.zeros(30, 5)).shape
+        torch.Size([30, 2])
+        >>> model.close()
 
-        Args:
-            share_memory: whether replicas on the CPU share parameters in memory. If not, torch.distributed sends
-                parameters and reduces gradients, as on other devices.
-        """
+    Workers start with the first forward, and end with the wrapper or with `close()`. Each wrapper needs an engine of
+    its own.
+
+    Args:
+        on_worker_loss: what becomes of a step whose worker process dies. "raise": `ReplicaDied`; parameters, gradients
+            and buffers are as before the step, and the next forward starts other workers. "retry": the step is run
+            again on other workers, from the same inputs, buffers and random state, so it ends with exactly the numbers
+            that it would have had. Its inputs are copied for that. Other effects of the module's forward happen twice.
+            See docs/reliability.md.
+        rescue, timeout: as in `Threads`.
+        share_memory: whether replicas on the CPU share parameters in memory. If not, torch.distributed sends parameters
+            and reduces gradients, as on other devices.
+
+    Raises:
+        TypeError, ValueError: options that cannot be used, with what was expected; also when one is assigned.
+    """
+
+    def __init__(
+        self,
+        *,
+        on_worker_loss: str = "raise",
+        rescue: bool = False,
+        timeout: float | None = None,
+        share_memory: bool = True,
+    ) -> None:
+        super().__init__(FailurePolicy(on_worker_loss, rescue, timeout))
         self._share_memory = check_flag(share_memory, "share_memory")
-        self._threads_engine = ThreadsEngine()  # for calls that cannot leave this thread
+        self._threads_engine = Threads.with_policy(self._policy)  # for calls that cannot leave this thread
         self._step_lock = StepLock()
         self._module_sync = ModuleSync()
         self._worker_group: WorkerGroup | None = None
@@ -110,14 +137,23 @@ class ProcessesEngine(Engine):
         self._leaf_forms: list[tuple[Any, ...]] = []
         self._search = GraphSearch()
 
+    @property
+    def on_worker_loss(self) -> str:
+        """What becomes of a step whose worker process dies: "raise" or "retry"."""
+        return self._policy.on_worker_loss
+
+    @on_worker_loss.setter
+    def on_worker_loss(self, value: str) -> None:
+        self._policy.on_worker_loss = value
+
     def forward(self, module: nn.Module, call: Call) -> Any:
         if inside_replica() or len(call.devices) == 1 or self._workers_belong_to_lanes():
             return self._threads_engine.forward(module, call)
         with self._step_lock as is_outermost:
             if self._runs_here(is_outermost):
                 return self._threads_engine.forward(module, call)
-            if call.retry or call.rescue:
-                return run_recovering(call, module, lambda _: self._forward(module, call))
+            if self._policy.recovers:
+                return run_recovering(self._policy, call, module, lambda _: self._forward(module, call))
             return self._forward(module, call)
 
     def open_lanes(self, module: nn.Module, call: LaneCall) -> Lanes:
@@ -133,7 +169,7 @@ class ProcessesEngine(Engine):
                 with torch.no_grad():
                     send_update(worker_group, self._module_sync, update, call)
             self._module_sync.commit()
-            self._lanes = WorkerLanes(worker_group, self._step_lock, call, here)
+            self._lanes = WorkerLanes(worker_group, self._step_lock, call, here, retries=self._policy.retries)
             return self._lanes
 
     def _runs_here(self, is_outermost: bool) -> bool:
@@ -145,7 +181,7 @@ class ProcessesEngine(Engine):
 
     def _prepared(self, module: nn.Module, call: Call | LaneCall) -> tuple[WorkerGroup, ReplicaPool]:
         """Return the workers for a call, and the first replicas of the module as it is now (step 1)."""
-        worker_group = self._worker_group_for(call.devices, call.timeout_s)
+        worker_group = self._worker_group_for(call.devices)
         if len(call.devices) - 1 > worker_group.num_in_sync:
             self._module_sync.invalidate()  # some workers have missed an update
         return worker_group, self._pool_of(self._module_sync.diff(module), call.source)
@@ -173,8 +209,10 @@ class ProcessesEngine(Engine):
             timeline.mark(timeline.REPLICATE)
         worker_group, pool = self._prepared(module, call)
         replay, buffers = again, unchanged_on_failure(pool.buffers)
-        if again is None and tracked and (call.retry or call.rescue):
-            replay = Replay(call, pool.blueprint, buffers, call.devices[:1], partial(self._forward_again, module))
+        if again is None and tracked and self._policy.recovers:
+            replay = Replay(
+                self._policy, call, pool.blueprint, buffers, call.devices[:1], partial(self._forward_again, module)
+            )
         number = next(worker_group.graph_numbers)
         graphs = RemoteGraphs(
             timings,
@@ -217,7 +255,7 @@ class ProcessesEngine(Engine):
             if recorded:
                 graphs.pass_contexts = [*graphs.pass_contexts, *recorded]
             with streams as of_streams, one_pass([*of_streams, *graphs.pass_contexts]) as replica_context:
-                run = partial(call_replica, call, inputs, replicas.roots, copies, timings, 0)
+                run = partial(call_replica, call, self._policy.row_limits, inputs, replicas.roots, copies, timings, 0)
                 outcomes = run_together([run], call.devices[:1], replica_context)
                 try:
                     self._module_sync.commit()
@@ -284,7 +322,7 @@ class ProcessesEngine(Engine):
     ) -> list[torch.Tensor]:
         """Send every worker its forward; return the tensors inside objects in the inputs that need a gradient."""
         worker_group, module_sync = graphs.worker_group, self._module_sync
-        num_workers = len(call.devices) - 1
+        num_workers, limits = len(call.devices) - 1, self._policy.row_limits
         update = self._pack(blueprint, call.source, worker_group, num_workers)
         thread, process = ThreadState.capture(), ProcessState.capture()
         tracked = thread.grad_enabled
@@ -317,8 +355,8 @@ class ProcessesEngine(Engine):
                 seed=seeds[i + 1],
                 num_threads=num_threads,
                 where=graphs.where[i + 1],
-                parts=parts_of(call, blueprint.root, i + 1) if call.parts > 1 or call.row_limits else None,
-                rescue=call.rescue,
+                parts=parts_of(limits, call, blueprint.root, i + 1) if call.parts > 1 or limits else None,
+                rescue=self._policy.rescue,
                 exchange_rank=(i + 1, num_workers + 1) if call.sync_batch_norm or call.one_device_randomness else None,
                 sync_batch_norm=call.sync_batch_norm,
                 is_recorded=graphs.step is not None,
@@ -413,7 +451,7 @@ class ProcessesEngine(Engine):
         return 'engine="processes" does not call it: replicas are in other processes. Use engine="threads".'
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(type(self), share_memory=self._share_memory), ()
+        return partial(type(self), share_memory=self._share_memory), (), vars(self._policy)
 
     def timings(self) -> list[ReplicaTiming]:
         return self._timings or self._threads_engine.timings()
@@ -429,22 +467,22 @@ class ProcessesEngine(Engine):
             self._threads_engine.close()
             self._end_worker_group()
 
-    def _worker_group_for(self, devices: Sequence[torch.device], timeout_s: float | None) -> WorkerGroup:
-        worker_group = self._worker_group
+    def _worker_group_for(self, devices: Sequence[torch.device]) -> WorkerGroup:
+        worker_group, timeout_s = self._worker_group, self._policy.timeout
         if worker_group is not None and worker_group.timeout_s != timeout_s:
             worker_group.set_timeout(timeout_s)
         if worker_group is None or worker_group.ended or worker_group.devices[: len(devices)] != [*devices]:
-            return self._other_worker_group(devices, timeout_s)
+            return self._other_worker_group(devices)
         return worker_group
 
-    def _other_worker_group(self, devices: Sequence[torch.device], timeout_s: float | None) -> WorkerGroup:
+    def _other_worker_group(self, devices: Sequence[torch.device]) -> WorkerGroup:
         """Return the worker group with more workers; another one if it has ended, or cannot have them."""
         previous = self._worker_group
         if previous is not None and previous.can_grow(devices, self._share_memory):
             previous.grow(devices)
             return previous
         self._end_worker_group()
-        worker_group = self._worker_group = WorkerGroup(devices, self._share_memory, timeout_s)
+        worker_group = self._worker_group = WorkerGroup(devices, self._share_memory, self._policy.timeout)
         if previous is not None:
             worker_group.transport.succeed(previous.transport)
         return worker_group

@@ -37,13 +37,17 @@ class WorkerLanes(Lanes):
 
     Args:
         here: the lane in this process.
+        retries: whether another lane computes the batch of a worker that is lost.
     """
 
-    def __init__(self, worker_group: WorkerGroup, step_lock: StepLock, call: LaneCall, here: Lane) -> None:
+    def __init__(
+        self, worker_group: WorkerGroup, step_lock: StepLock, call: LaneCall, here: Lane, *, retries: bool
+    ) -> None:
         self._worker_group = worker_group
         self._is_stopped = False
-        self._of_workers = [WorkerLane(worker_group, step_lock, call, number) for number in range(1, len(call.devices))]
-        super().__init__([here, *self._of_workers], call.timeout_s)
+        numbers = range(1, len(call.devices))
+        self._of_workers = [WorkerLane(worker_group, step_lock, call, number, retries) for number in numbers]
+        super().__init__([here, *self._of_workers], worker_group.timeout_s)
 
     @property
     def are_open(self) -> bool:
@@ -61,15 +65,18 @@ class WorkerLane(Lane):
 
     Args:
         number: of the replica.
+        retries: as in `WorkerLanes`.
     """
 
     has_own_timeout = True  # the channel's, which has that of the group
 
-    def __init__(self, worker_group: WorkerGroup, step_lock: StepLock, call: LaneCall, number: int) -> None:
+    def __init__(
+        self, worker_group: WorkerGroup, step_lock: StepLock, call: LaneCall, number: int, retries: bool
+    ) -> None:
         self.number, self.device = number, call.devices[number]
         self.name = f"replica {number} on {self.device}"
         self._group, self._step_lock, self._call = worker_group, step_lock, call
-        self._worker = worker_group.workers[number - 1]
+        self._worker, self._retries = worker_group.workers[number - 1], retries
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int | None) -> LaneOutput:
         with self._step_lock.share():
@@ -81,8 +88,7 @@ class WorkerLane(Lane):
             except ChannelClosedError:
                 raise self._lost(self._worker.death(self.name, self.number, self.device, _BATCH_IS_LOST)) from None
             except TimeoutError:
-                timeout_s = self._call.timeout_s or 0.0
-                error = workers_timed_out({0: self._worker}, timeout_s, self.names(), _BATCH_IS_LOST)
+                error = workers_timed_out({0: self._worker}, self._group.timeout_s or 0.0, self.names(), _BATCH_IS_LOST)
                 self._worker.kill()
                 raise self._lost(error) from None
             except OSError:  # the system refuses what a message takes, perhaps in its middle
@@ -98,7 +104,7 @@ class WorkerLane(Lane):
     def _lost(self, error: ReplicaLost) -> Exception:
         """Return what to raise when the worker is lost."""
         self.has_ended = True
-        if not self._call.retry:
+        if not self._retries:
             return error
         log.warning("%s Another replica computes its batch.", error.cause)
         return LaneEndedError()

@@ -1,0 +1,188 @@
+"""The options of a wrapper: what it was told once, each checked whenever it is assigned."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from unisono.engines.base import Engine
+from unisono.engines.threads import Threads
+from unisono.primitives.checks import check_flag, check_word
+from unisono.primitives.dims import OutputRules, check_dim, check_dims, check_scalars
+from unisono.primitives.split_sizes import MEASURED, Shares, check_parts, check_shares, split_rows, unequal
+from unisono.runtime import devices as _devices
+
+_ENGINES = ("threads", "processes")
+_RANDOMNESS = ("per_replica", "one_device")
+_ONE_DEVICE = "one_device"
+_ON_THE_CPU_ONLY = (
+    'randomness="one_device" on {devices}: replicas can draw as one device on the CPU only, as yet. Use '
+    'randomness="per_replica".'
+)
+_IN_ONE_PROCESS_ONLY = (
+    'randomness="one_device" in one of several processes: how many rows the other processes have is not known when '
+    'numbers are drawn. Use randomness="per_replica", or keep the model to this process with process_group=False.'
+)
+_DECIDED = (
+    "{name}={value!r}, assigned to a wrapper: {name} is decided when a module is wrapped. Wrap it anew, {wrap}. An "
+    "attribute of your own needs another name"
+)
+
+
+def engine_of(engine: object) -> Engine:
+    """Return the engine that the argument `engine` names or is."""
+    if isinstance(engine, Engine):
+        return engine
+    if not isinstance(engine, str) or engine not in _ENGINES:
+        wrong = ValueError if isinstance(engine, str) else TypeError
+        remedy = f": make one, {engine.__name__}()" if isinstance(engine, type) and issubclass(engine, Engine) else ""
+        raise wrong(f"engine={engine!r}: expected one of {list(_ENGINES)}, or an Engine{remedy}")
+    if engine == "threads":
+        return Threads()
+    from unisono.engines.processes.engine import Processes  # only now: it needs more than torch
+
+    return Processes()
+
+
+def decided(name: str, value: object, wrap: str) -> AttributeError:
+    """Return the error for an assignment to what more follows from than can be changed between steps.
+
+    Args:
+        wrap: how to wrap the module anew.
+    """
+    return AttributeError(_DECIDED.format(name=name, value=value, wrap=wrap))
+
+
+class Split(Protocol):
+    """How the rows of a batch are split."""
+
+    def sizes(self, rows: int) -> list[int]:
+        """Return how many of `rows` rows each device gets."""
+
+
+class Options:
+    """See the module's docstring; `unisono.DataParallel` says what each option means.
+
+    Args:
+        engine, devices: as in the attributes.
+        is_one_of_several: whether other processes train the module with this one.
+        options: the other options, by name.
+
+    Attributes:
+        engine: runs the replicas of this process.
+        devices: one a replica; empty where the plain module runs.
+        device_ids, output_device: as torch has them: indices for accelerators, else `torch.device`s.
+        gather_on: the device of `output_device`.
+        draws_as_one_device: whether `randomness` asks for the random numbers of one device.
+
+    Raises:
+        TypeError, ValueError: a value that cannot be used, with what was expected.
+        AttributeError: one is assigned that is decided when a module is wrapped.
+    """
+
+    names: ClassVar[frozenset[str]]
+
+    engine: Engine
+    devices: list[torch.device]
+    device_ids: list[Any]
+    output_device: Any
+    gather_on: torch.device
+    dim: int
+    shares: Shares
+    parts: int
+    scalars: Any
+    in_dims: Any
+    out_dims: Any
+    sync_batch_norm: bool
+    randomness: str
+    draws_as_one_device: bool
+
+    def __init__(
+        self, engine: Engine, devices: Sequence[torch.device], *, is_one_of_several: bool, **options: Any
+    ) -> None:
+        self.__dict__.update(
+            engine=engine,
+            devices=[*devices],
+            device_ids=[*map(_devices.public_id, devices)],
+            is_one_of_several=is_one_of_several,
+        )
+        for name, value in options.items():
+            setattr(self, name, value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.__dict__[name] = _CHECKS[name](self, value)
+
+    def rules(self) -> OutputRules:
+        """Return how outputs are joined."""
+        return OutputRules(self.dim, self.out_dims, self.scalars)
+
+    def exact_sizes(self, rows: int, split: Split | None = None) -> list[int]:
+        """Return how many rows each device gets by `split`; None: by `shares`."""
+        sizes = (split or self).sizes(rows)
+        return unequal(sizes) if self.draws_as_one_device else sizes
+
+    def sizes(self, rows: int) -> list[int]:
+        """Return how many rows each device gets by `shares`; measured shares have weights of their own."""
+        return split_rows(rows, len(self.devices), "even" if self.shares == MEASURED else self.shares)
+
+    def has_share(self) -> list[bool]:
+        """Return for each device whether its share is more than 0."""
+        return [True] * len(self.devices) if isinstance(self.shares, str) else [weight > 0 for weight in self.shares]
+
+
+def _check_device_ids(options: Options, value: Any) -> Any:
+    if _devices.resolve(value) != options.devices:
+        raise decided("device_ids", value, "DataParallel(model.module, device_ids)")
+    return options.device_ids
+
+
+def _check_output_device(options: Options, value: Any) -> Any:
+    if value is not None and not isinstance(value, int | str | torch.device):
+        raise TypeError(f"output_device: expected an int, a string or a torch.device, got {value!r}")
+    if not options.devices:
+        return None
+    options.__dict__["gather_on"] = _devices.resolve_output(value, options.devices)
+    return _devices.public_id(options.gather_on)
+
+
+def _check_sync_batch_norm(options: Options, value: object) -> bool:
+    flag = check_flag(value, "sync_batch_norm")
+    options.engine.check(options.devices, sync_batch_norm=flag)
+    return flag
+
+
+def _check_randomness(options: Options, value: object) -> str:
+    randomness, devices = check_word(_RANDOMNESS, value, "randomness"), options.devices
+    if randomness == _ONE_DEVICE and options.__dict__["is_one_of_several"]:
+        raise ValueError(_IN_ONE_PROCESS_ONLY)
+    if randomness == _ONE_DEVICE and len(devices) > 1 and not _devices.all_on_host(devices):
+        raise ValueError(_ON_THE_CPU_ONLY.format(devices=", ".join(map(str, devices))))
+    options.__dict__["draws_as_one_device"] = randomness == _ONE_DEVICE
+    return randomness
+
+
+def _decided(name: str, wrap: str) -> Callable[[Options, Any], Any]:
+    def check(_: Options, value: object) -> Any:
+        raise decided(name, value, wrap)
+
+    return check
+
+
+# What each option becomes when a value is assigned to it.
+_CHECKS: Mapping[str, Callable[[Options, Any], Any]] = {
+    "device_ids": _check_device_ids,
+    "devices": _decided("devices", "DataParallel(model.module, devices)"),
+    "output_device": _check_output_device,
+    "dim": lambda _, value: check_dim(value),
+    "engine": _decided("engine", "DataParallel(model.module, engine=...)"),
+    "shares": lambda options, value: check_shares(value, len(options.devices) or None),
+    "parts": lambda _, value: check_parts(value),
+    "scalars": lambda _, value: check_scalars(value),
+    "in_dims": lambda _, value: check_dims(value, "in_dims"),
+    "out_dims": lambda _, value: check_dims(value, "out_dims"),
+    "sync_batch_norm": _check_sync_batch_norm,
+    "randomness": _check_randomness,
+    "process_group": _decided("process_group", "DataParallel(model.module, process_group=...)"),
+    "loss": _decided("loss", "DataParallel(model.module, loss=...)"),
+}
+Options.names = frozenset(_CHECKS)

@@ -1,0 +1,392 @@
+"""The ways that a call of a wrapper can go; `run` chooses one.
+
+    plain module        the wrapper has no devices
+    one device          one replica with the whole batch needs no graph of its own
+    plain composition   the four verbs one after the other, in the caller's thread and graph: a subclass has a verb of
+                        its own, a mode is active that cannot follow into other threads, or a hook observes its module
+    all devices         the engine runs the replicas
+
+`map` and `evaluate` give whole batches to lanes of the engine's instead (`whole_batches`). With shares="measured"
+(measured_calls.py), and while a profile is recorded, something is done around the way.
+"""
+
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from itertools import chain
+from time import monotonic
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from unisono.distributed.gradient_sync import GradientSync
+from unisono.engines.base import Call, Engine, LaneCall, Lanes, OneGraphNeededError, called
+from unisono.inference.map_and_evaluate import Callee
+from unisono.options import Options, Split
+from unisono.primitives import pytree
+from unisono.primitives.inputs import Arguments, scattered
+from unisono.primitives.placements import check_have_data
+from unisono.primitives.reassigned_buffers import buffer_registries, commit_buffers, modules_in_common
+from unisono.primitives.replicate import check_device, unchanged_on_failure
+from unisono.primitives.split_sizes import MEASURED, IdleDevices, split_rows
+from unisono.profiling.profile import Profile
+from unisono.runtime import devices as _devices
+from unisono.runtime import timeline, torch_private
+from unisono.runtime.errors import log_once
+from unisono.runtime.interrupts import critical, interruptibly
+from unisono.runtime.step_status import StepStatus
+from unisono.runtime.thread_pool import inside_replica, replica_device
+from unisono.runtime.thread_state import modes_that_stay
+from unisono.runtime.timeline import ReplicaTiming
+from unisono.runtime.whole_batch_draws import draws_for_whole_batch
+from unisono.sync_batch_norm.function_mode import inside_synchronised_replica, run_synchronised
+
+VERBS = ("replicate", "scatter", "parallel_apply", "gather")
+_RUNS_WHOLE = (
+    "DataParallel with {option} runs the whole batch on its first device while a mode is active that cannot follow "
+    "into other threads: a dispatch or function mode, a torch.func transform, saved-tensor hooks. In one thread "
+    "replicas cannot wait for each other."
+)
+_NO_VERBS = (
+    '{name}.{verb} is overridden, and with randomness="one_device" the rows of every replica have to be known: leave '
+    'it as it is, or use randomness="per_replica".'
+)
+_COMPILED_OUTSIDE = (
+    "torch.compile stops at a DataParallel: to have its replicas compiled, compile the module in it, "
+    "DataParallel(torch.compile(model))."
+)
+_TOO_FEW_FOR_BATCH_NORM = "Expected more than 1 value per channel"  # torch's words
+_ONE_ROW = (
+    "batch norm in training needs more than one row, and each replica normalises its own rows. With "
+    "sync_batch_norm=True it normalises the rows of all replicas. Or leave a short last batch out (drop_last=True)."
+)
+_APPLIED_ONE_BY_ONE = (
+    "sync_batch_norm=True with a parallel_apply of your own: replicas wait for each other in batch norm, for ever if "
+    "yours runs them one after the other. Leave one of the two out."
+)
+
+
+@dataclass(slots=True)
+class Request:
+    """One call of a wrapper, as its caller made it.
+
+    Attributes:
+        method: the method of the module; None: the module itself.
+        inputs, kwargs: what it is called with.
+        split: how its rows are split; None: as the options say.
+        is_timed: as in `Call`.
+    """
+
+    method: str | None
+    inputs: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    split: Split | None = None
+    is_timed: bool = False
+
+
+class Way(Protocol):
+    """Runs a request; returns the output."""
+
+    def __call__(self, wrapper: "Runnable", request: Request, /) -> Any: ...
+
+
+class Measured(Protocol):
+    """Runs requests with measured shares; see measured_calls.py."""
+
+    def run(self, wrapper: "Runnable", request: Request, way: Way, *, may_use_one_device: bool) -> Any: ...
+
+
+class Runnable(Protocol):
+    """What a way knows of a wrapper.
+
+    Attributes:
+        module: the live module.
+        _options, _engine, _status, _measured, _profile: see `DataParallel.__init__`.
+    """
+
+    module: nn.Module
+    _modules: Any
+    _options: Options
+    _engine: Engine
+    _status: StepStatus
+    _idle_devices: IdleDevices
+    _profile: Profile | None
+
+    @property
+    def _measured(self) -> Measured: ...
+
+    def scatter(self, inputs: Any, kwargs: Any, device_ids: Any, /) -> Any: ...
+    def replicate(self, module: nn.Module, device_ids: Any, /) -> list[nn.Module]: ...
+    def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any, /) -> list[Any]: ...
+    def gather(self, outputs: Any, output_device: Any, /) -> Any: ...
+
+    def _plan(self, request: Request, /) -> Call:
+        """Return what `plan_of` returns."""
+
+    def _gradient_sync(self) -> GradientSync | None:
+        """Return what sums the gradients over several processes; None where this process trains alone."""
+
+    def _overrides(self, verb: str, /) -> bool:
+        """Return whether a verb is a subclass's, or was assigned."""
+
+    def _overridden_verb(self) -> str | None:
+        """Return a verb that is overridden; None if none is."""
+
+
+# ---- the choice -----------------------------------------------------------------------------------
+
+
+def run(wrapper: Runnable, request: Request) -> Any:
+    """Run a call of the wrapper, whichever way it goes."""
+    options = wrapper._options
+    if not options.devices:
+        return called(wrapper.module, request.method)(*request.inputs, **request.kwargs)
+    must_run = wrapper._engine.must_run(wrapper._modules["module"])  # `wrapper.module` takes a microsecond
+    is_alone = len(options.devices) == 1 and options.parts == 1
+    if not must_run and (is_alone or _runs_whole(options)):
+        return on_one_device(wrapper, request)
+    if torch.compiler.is_compiling():  # the wrapper, or a model around it: replicas stay out of its graph
+        return torch.compiler.disable(_run_uncompiled)(wrapper, request, must_run)  # type: ignore[no-untyped-call]
+    return _run_replicas(wrapper, request, must_run)
+
+
+def _run_uncompiled(wrapper: Runnable, request: Request, must_run: bool) -> Any:
+    if not inside_replica():
+        log_once(_COMPILED_OUTSIDE)
+    return _run_replicas(wrapper, request, must_run)
+
+
+def _run_replicas(wrapper: Runnable, request: Request, must_run: bool) -> Any:
+    """Run a call on several devices.
+
+    Args:
+        must_run: whether the engine has to run it.
+    """
+    verb = wrapper._overridden_verb()
+    if verb is not None:
+        _check_verb(wrapper, verb)
+    in_one_graph = not must_run and (verb is not None or modes_that_stay())
+    way = plain_composition if in_one_graph else on_all_devices
+    if wrapper._options.shares == MEASURED and not inside_replica():  # there replicas run one after the other
+        return wrapper._measured.run(wrapper, request, way, may_use_one_device=not must_run)
+    return way(wrapper, request)
+
+
+def _runs_whole(options: Options) -> bool:
+    """Return whether batch norm or draws need all rows but the replicas would run one after the other."""
+    one_device = options.draws_as_one_device
+    if inside_replica():
+        return options.sync_batch_norm or one_device or inside_synchronised_replica() or draws_for_whole_batch()
+    if (options.sync_batch_norm or one_device) and modes_that_stay():
+        log_once(_RUNS_WHOLE.format(option='randomness="one_device"' if one_device else "sync_batch_norm=True"))
+        return True
+    return False
+
+
+def _check_verb(wrapper: Runnable, verb: str) -> None:
+    """Raise RuntimeError if a verb of a subclass's own cannot be called."""
+    name = type(wrapper).__name__
+    if reason := wrapper._engine.why_no_verbs(wrapper.module):
+        raise RuntimeError(f"{name}.{verb} is overridden, and {reason}")
+    if wrapper._options.draws_as_one_device:
+        raise RuntimeError(_NO_VERBS.format(name=name, verb=verb))
+
+
+def run_recorded(wrapper: Runnable, request: Request) -> Any:
+    """Do what `run` does, as a step of this model's profile, or in none: another model's is being recorded."""
+    if torch.compiler.is_compiling():
+        return run(wrapper, request)
+    profile = wrapper._profile  # read once: another thread may end it
+    if profile is None or inside_replica():
+        with timeline.in_no_step():
+            return run(wrapper, request)
+    step = profile.new_step()
+    with step.recorded(timeline.FORWARD, timeline.SCATTER):
+        output = run(wrapper, request)
+    if not step.replicas:
+        step.watch_backward([tensor for _, tensor in pytree.tensors(output)])
+    return output
+
+
+# ---- the plan -------------------------------------------------------------------------------------
+
+
+def plan_of(wrapper: Runnable, request: Request) -> Call:
+    """Decide which rows each replica gets. Without rows there is one replica, on the first device."""
+    options, arguments = wrapper._options, arguments_of(wrapper, request)
+    sizes = options.exact_sizes(arguments.rows or 0, request.split)
+    used = [i for i, size in enumerate(sizes) if size] or [options.has_share().index(True)]
+    here = device_of_replica(wrapper)
+    if arguments.rows and here is None and request.split is None:
+        wrapper._idle_devices.see(sizes, options.devices, options.has_share, unequal=options.draws_as_one_device)
+    return Call(
+        arguments=arguments,
+        sizes=tuple([sizes[i] for i in used]),
+        devices=[here or options.devices[i] for i in used],
+        replica_numbers=used,
+        source=here or options.devices[0],
+        output_device=here or options.gather_on,
+        rules=options.rules(),
+        method=request.method,
+        sync_batch_norm=options.sync_batch_norm,
+        one_device_randomness=options.draws_as_one_device,
+        parts=options.parts,
+        is_timed=request.is_timed,
+    )
+
+
+def arguments_of(wrapper: Runnable, request: Request) -> Arguments:
+    """Return the inputs, leaf by leaf; raise TypeError or ValueError for what cannot be split."""
+    options, function = wrapper._options, getattr(wrapper.module, request.method or "forward")
+    return Arguments(request.inputs, request.kwargs, options.dim, options.in_dims, function, devices=options.devices)
+
+
+def shards_for(wrapper: Runnable, request: Request, devices: Sequence[torch.device]) -> list[tuple[Any, Any]]:
+    """Return the (positional, keyword) inputs of each device that has rows, as the verb `scatter` splits them."""
+    options, arguments = wrapper._options, arguments_of(wrapper, request)
+    sizes = options.exact_sizes(arguments.rows or 0) if len(devices) == len(options.devices) else []
+    if not any(sizes):  # other devices than the wrapper's: torch's rule
+        sizes = split_rows(arguments.rows or 0, len(devices))
+    used = [0] * len(devices) if arguments.rows is None else [size for size in sizes if size] or [0]
+    numbers = [number for number, size in enumerate(sizes) if size] or range(len(used))
+    return scattered(arguments, devices[: len(used)], used, numbers)
+
+
+def whole_batches(wrapper: Runnable, method: str | None) -> Callee:
+    """Return what `map` and `evaluate` call for each batch: a replica, on whichever device is free."""
+    if verb := wrapper._overridden_verb():
+        raise RuntimeError(
+            f"{type(wrapper).__name__}.{verb} is overridden, and whole batches go through no verb: call the model "
+            "batch by batch instead"
+        )
+    here, options = device_of_replica(wrapper), wrapper._options
+    gradient_sync = None if here else wrapper._gradient_sync()
+    devices = [here] if here else options.devices or [torch.device("cpu")]
+    output_device = options.gather_on if options.devices and not here else devices[0]
+
+    def open_lanes(devices: Sequence[torch.device]) -> Lanes:
+        return wrapper._engine.open_lanes(wrapper.module, LaneCall(devices, devices[0], output_device, method))
+
+    return Callee(
+        open_lanes=open_lanes,
+        devices=devices,
+        output_device=output_device,
+        function=getattr(wrapper.module, method or "forward"),
+        in_dims=options.in_dims,
+        rules=options.rules(),
+        communicator=gradient_sync.communicator if gradient_sync is not None else None,
+    )
+
+
+# ---- the ways -------------------------------------------------------------------------------------
+
+
+def on_one_device(wrapper: Runnable, request: Request) -> Any:
+    """Run the module on the whole batch, on the first device."""
+    # The cost of this is mostly code that is in no cache, so it calls few functions.
+    if not torch.compiler.is_compiling():
+        _count_step(wrapper, list)
+    inputs, kwargs, options = request.inputs, request.kwargs, wrapper._options
+    if wrapper._overrides("scatter"):
+        (inputs, *_), (kwargs, *_) = wrapper.scatter(inputs, kwargs, options.device_ids[:1])
+    first, inside = options.devices[0], inside_replica()
+    device = (device_of_replica(wrapper) or first) if inside else first
+    module: Any = wrapper._modules["module"]
+    try:
+        output = called(module, request.method)(
+            *[_moved(value, device) for value in inputs],
+            **(kwargs and {name: _moved(value, device) for name, value in kwargs.items()}),
+        )
+    except RuntimeError as error:
+        check_have_data("scatter", inputs, "inputs")
+        check_have_data("scatter", kwargs, "kwargs")
+        named = chain(wrapper.module.named_parameters(), wrapper.module.named_buffers())
+        elsewhere = next((name for name, t in named if not _devices.same_device(t.device, device)), None)
+        if elsewhere is not None:
+            error.add_note(f"{elsewhere!r} is not on {device}, the wrapper's device: model.to('{device}')")
+        raise
+    return output if inside or options.gather_on == first else _moved(output, options.gather_on)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """Return a value with its tensors on `device`, each itself if it is there already."""
+    if isinstance(value, torch.Tensor):  # the common case, without pytree's cost
+        return value if value.device == device else _devices.copy_to(value, device)
+    return pytree.map_tensors(lambda tensor: _devices.copy_to(tensor, device), value)
+
+
+@critical
+def on_all_devices(wrapper: Runnable, request: Request) -> Any:
+    """Have the engine run a replica on every device."""
+    _count_step(wrapper, wrapper._engine.timings)
+    try:
+        return wrapper._engine.forward(wrapper.module, wrapper._plan(request))
+    except OneGraphNeededError:
+        return _composed(wrapper, request)
+    except ValueError as error:
+        if _TOO_FEW_FOR_BATCH_NORM in str(error) and not wrapper._options.sync_batch_norm:
+            error.add_note(_ONE_ROW)
+        raise
+
+
+@critical
+def plain_composition(wrapper: Runnable, request: Request) -> Any:
+    """Run the four verbs one after the other."""
+    _count_step(wrapper, wrapper._engine.timings)
+    return _composed(wrapper, request)
+
+
+def _composed(wrapper: Runnable, request: Request) -> Any:
+    module, options, here = wrapper.module, wrapper._options, device_of_replica(wrapper)
+    check_device(module, chain(module.parameters(), module.buffers()), here or options.devices[0])
+    if options.sync_batch_norm and wrapper._overrides("parallel_apply"):
+        raise RuntimeError(_APPLIED_ONE_BY_ONE)
+    # A user's own scatter may find rows where ours sees none.
+    plan = None if wrapper._overrides("scatter") else wrapper._plan(request)
+    numbers = plan.replica_numbers if plan else range(len(options.devices))
+    device_ids = [here or options.device_ids[i] for i in numbers]
+    if plan:
+        shards, shard_kwargs = zip(*scattered(plan.arguments, plan.devices, plan.sizes, numbers), strict=True)
+    else:
+        shards, shard_kwargs = interruptibly(wrapper.scatter, request.inputs, request.kwargs, device_ids)
+    before = call_of_verbs.set(plan)
+    try:
+        with unchanged_on_failure(torch_private.of_one_kind(module.buffers())):
+            replicas = interruptibly(wrapper.replicate, module, device_ids[: len(shards)])
+            modules, live_modules = modules_in_common(replicas, module)
+            registries = buffer_registries(modules)
+            calls: Sequence[Any] = [called(replica, request.method) for replica in replicas]
+            if options.sync_batch_norm and len(replicas) > 1:
+                calls = run_synchronised(replicas, calls)
+            outputs = interruptibly(wrapper.parallel_apply, calls, shards, shard_kwargs)
+            output = interruptibly(wrapper.gather, outputs, here or options.output_device)
+        commit_buffers(registries.changes(), modules, live_modules, {})
+        return output
+    finally:
+        call_of_verbs.reset(before)
+
+
+# The call that the plain composition runs: the verbs in it take the replicas' devices and rows from there.
+call_of_verbs: ContextVar[Call | None] = ContextVar("call_of_verbs", default=None)
+
+
+def device_of_replica(wrapper: Runnable) -> torch.device | None:
+    """Return the device of all replicas if the wrapper is inside a replica itself; None if it is not."""
+    if not inside_replica():
+        return None
+    tensor = next(chain(wrapper.module.parameters(), wrapper.module.buffers()), None)
+    return tensor.device if tensor is not None else replica_device()
+
+
+def _count_step(wrapper: Runnable, timings: Callable[[], Sequence[ReplicaTiming]]) -> None:
+    """Count a step, and let `unisono watch` see the one before it.
+
+    Args:
+        timings: gives those of the step before.
+    """
+    status = wrapper._status
+    if monotonic() >= status.due:
+        engine = type(wrapper._engine).__name__
+        status.publish(type(wrapper.module).__name__, engine, wrapper._options.devices, timings())
+    status.steps += 1
