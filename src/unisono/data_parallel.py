@@ -6,16 +6,16 @@ other threads, or if a hook keeps tensors of replicas, the plain composition of 
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from unisono import ways
 from unisono.distributed.comm_hooks import CommHook
 from unisono.distributed.environment import devices_of_process, started_by_launcher
 from unisono.distributed.gradient_sync import GradientSync, checked_weight
-from unisono.distributed.process_group import communicator_for
+from unisono.distributed.process_group import Communicator, communicator_for
 from unisono.distributed.uneven_inputs import even_batches
 from unisono.engines.base import Call, Engine
 from unisono.engines.distributed import DistributedEngine
@@ -38,18 +38,6 @@ from unisono.runtime.errors import log_once
 from unisono.runtime.interrupts import critical
 from unisono.runtime.step_status import StepStatus
 from unisono.runtime.timeline import ReplicaTiming
-from unisono.ways import (
-    VERBS,
-    Request,
-    call_of_verbs,
-    on_one_device,
-    plain_composition,
-    plan_of,
-    run,
-    run_recorded,
-    shards_for,
-    whole_batches,
-)
 from unisono.wrapper import Wrapper, accept_clean_names
 
 _NO_ACCELERATOR = (
@@ -85,18 +73,15 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         dim: the axis of the rows, in every input and output tensor that is not 0-dim.
         engine: what runs the replicas. "threads": threads of this process. "processes": the first replica in this
             process, each other in a worker process that is started and stopped for you, where Python's interpreter
-            lock does not slow it down. On the CPU parameters lie in memory that all of them share; GPUs have their
-            own, and torch.distributed takes them there and gradients back. With options, such as what becomes of a step
-            in which a replica fails, it is an object: `unisono.Threads(rescue=True)`,
+            lock does not slow it down. With options an object: `unisono.Threads(rescue=True)`,
             `unisono.Processes(on_worker_loss="retry", timeout=60)`, or an `unisono.engines.base.Engine` of one's own.
         shares: how many rows each replica gets. "chunk": ceil(rows / n) each, torch's rule; "even": differing by one
             row at most; or one weight a device, where 0 leaves a device idle. "measured": the fastest ones. Some tens
             of steps try a few, one device alone among them; then the fastest are kept, and logged with the line to
             write instead. See docs/usage.md.
-        parts: in how many parts each replica runs its shard, one after the other, each computed once more in backward,
-            so that only one part's activations are in memory. Outputs and gradients are the same within float rounding:
-            for a loss over the whole batch that does not fit, and no batch norm in training. An engine with
-            `rescue=True` finds the number by itself.
+        parts: in how many parts each replica runs its shard, each computed once more in backward, so that only one
+            part's activations are in memory. For a loss over the whole batch that does not fit, and no batch norm in
+            training; the same numbers within float rounding. An engine with `rescue=True` finds the number by itself.
         scalars: what becomes of 0-dim outputs (and of numbers), such as a loss. "stack": a vector, one entry a replica,
             torch's rule; "mean": their mean, weighted by rows, which is exact for a mean over rows; "sum". Where rows
             are not what the mean is over, "mean:name" weights by the output of that name:
@@ -113,11 +98,9 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             batch norm, forward and backward; where they do not all call the same ones, an error says so.
         randomness: which random numbers dropout and all other draws have. "per_replica": each replica has a stream of
             its own; equal seeds give equal runs. "one_device": those of one device with the same seed, for any number
-            of replicas; afterwards torch's random state is that of one device, too. Each replica draws for the whole
-            batch and takes its own rows, and waits for the other replicas at every draw. An even split gives one row
-            of the last replica to the first: by the shapes of replicas with different numbers of rows it is known
-            which axis of a draw has the rows. What cannot be told is an error that names the operation. On the CPU
-            only, and within one process.
+            of replicas. Each replica draws for the whole batch and takes its own rows, and waits for the others at
+            every draw. Shards must then differ in size, which shows the axis of the rows in a draw: if shares are even,
+            one row moves. What cannot be told is an error that names the operation. On the CPU, in one process.
         process_group: which processes train the model together, where a launcher such as torchrun has started several.
             None: all of them, or this one alone if there is no launcher and no default process group; a
             `torch.distributed.ProcessGroup`: those in it; False: this one alone.
@@ -165,16 +148,13 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         loss: str = "mean",
     ) -> None:
         nn.Module.__init__(self)  # not that of torch.nn.DataParallel, which knows GPUs only
-        check_dim(dim)
-        self._engine: Engine = engine_of(engine)
+        _check_is_module(module)
         check_word(_LOSSES, loss, "loss")
         communicator = communicator_for(process_group)
-        one_of_several = communicator is not None or (process_group is None and started_by_launcher())
-        devices: list[torch.device] = (devices_of_process if one_of_several else _devices.resolve)(device_ids)
-        if one_of_several:
-            _devices.make_current(devices[0])
+        is_launched = communicator is not None or (process_group is None and started_by_launcher())
+        devices = (devices_of_process if is_launched else _devices.resolve)(device_ids)
         self._options = Options(
-            self._engine,
+            engine_of(engine),
             devices,
             is_one_of_several=communicator is not None,
             dim=dim,
@@ -187,13 +167,17 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             sync_batch_norm=sync_batch_norm,
             randomness=randomness,
         )
-        self._measured, self._idle_devices = MeasuredCalls(), IdleDevices()
-        self._status = StepStatus()
+        self._engine: Engine = self._options.engine
+        self._measured, self._idle_devices, self._status = MeasuredCalls(), IdleDevices(), StepStatus()
         self._profile: Profile | None = None
-        if devices:
-            self.src_device_obj = devices[0]  # torch's, for code that reads it off a wrapper
         self.register_load_state_dict_pre_hook(accept_clean_names)  # type: ignore[no-untyped-call]
         self._engine.claim(self)
+        self._wrap(module, communicator, loss)
+
+    def _wrap(self, module: nn.Module, communicator: Communicator | None, loss: str) -> None:
+        devices = self._options.devices
+        if devices:
+            self.src_device_obj = devices[0]  # torch's, for code that reads it off a wrapper
         self.module = module  # the last one: from here on, what is assigned and only the module has is the module's
         if not devices:
             log_once(_NO_ACCELERATOR)
@@ -230,7 +214,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             ReplicaTimeout: a replica that has made no progress for `timeout`.
             BaseException: what a replica raised, the same object, with a note that names the replica.
         """
-        return (run_recorded if timeline.recording else run)(self, Request(None, inputs, kwargs))
+        return (ways.run_recorded if timeline.recording else ways.run)(self, ways.Request(None, inputs, kwargs))
 
     def call(self, method: str, /, *inputs: Any, **kwargs: Any) -> Any:
         """Call another method of the module on every device, its inputs scattered and outputs gathered as forward's.
@@ -246,8 +230,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         Raises:
             AttributeError: the module has no such method. Else as forward.
         """
-        self._check_method(method)
-        return (run_recorded if timeline.recording else run)(self, Request(method, inputs, kwargs))
+        ways.check_method(self.module, method)
+        return (ways.run_recorded if timeline.recording else ways.run)(self, ways.Request(method, inputs, kwargs))
 
     def map(
         self,
@@ -298,8 +282,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         Under a launcher every process is given the same batches and computes its part of them. The first process gets
         all outputs; the others get none, and help until it has all. There an error ends the iteration in all of them.
         """
-        self._check_method(method)
-        callee = whole_batches(self, method)
+        callee = ways.whole_batches(self, method)
         return map_batches(callee, batches, batch_size, out, check_flag(progress, "progress"))
 
     def evaluate(
@@ -343,17 +326,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             TypeError, ValueError: arguments that cannot be used; batches without a target or without rows.
             BaseException: what the module raised, or the metric.
         """
-        self._check_method(method)
-        callee = whole_batches(self, method)
+        callee = ways.whole_batches(self, method)
         return evaluate_batches(callee, batches, metric, batch_size, reduction, check_flag(progress, "progress"))
-
-    def _check_method(self, method: str | None) -> None:
-        if method is None:
-            return
-        if not isinstance(method, str):
-            raise TypeError(f"method={method!r}: expected the name of a method")
-        if not callable(getattr(self.module, method, None)):
-            raise AttributeError(f"method: {type(self.module).__name__} has no method {method!r}")
 
     def _gradient_sync(self) -> GradientSync | None:
         """Return what sums the gradients over several processes; None where this process trains alone."""
@@ -378,7 +352,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             Two sequences with one entry a shard: tuples of positional inputs, and dicts of keyword inputs.
         """
         devices = _devices.resolve_each(device_ids, "device_ids")
-        shards = shards_for(self, Request(None, tuple(inputs), kwargs or {}), devices)
+        shards = ways.shards_for(self, ways.Request(None, tuple(inputs), kwargs or {}), devices)
         return [args for args, _ in shards], [kw for _, kw in shards]
 
     def replicate(self, module: nn.Module, device_ids: Sequence[DeviceLike]) -> list[nn.Module]:
@@ -398,7 +372,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         >>> [output.shape for output in model.parallel_apply(replicas, torch.zeros(30, 5).chunk(2), [{}, {}])]
         [torch.Size([15, 2]), torch.Size([15, 2])]
         """
-        call = call_of_verbs.get()
+        call = ways.call_of_verbs.get()
         devices = call.devices if call is not None and len(call.devices) == len(replicas) else None
         return parallel_apply(replicas, inputs, kwargs, devices)
 
@@ -409,7 +383,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         >>> model.gather([torch.zeros(15, 2), torch.zeros(15, 2)], "cpu").shape
         torch.Size([30, 2])
         """
-        call = call_of_verbs.get()
+        call = ways.call_of_verbs.get()
         rules, sizes = (call.rules, call.sizes) if call is not None else (self._options.rules(), None)
         return gathered(outputs, _devices.resolve_output(output_device, ()), rules, sizes)
 
@@ -564,24 +538,15 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             raise RuntimeError("this model is being profiled already: use that profile, or leave its block first")
         gradient_sync = self._gradient_sync()
         rank = gradient_sync.communicator.rank if gradient_sync is not None else 0
-        where = next(chain(self.module.parameters(), self.module.buffers()), torch.empty(0)).device
-        profile = self._profile = Profile(type(self.module).__name__, [*self._options.devices, where][0], rank)
+        profile = self._profile = Profile(type(self.module).__name__, ways.main_device(self), rank)
         try:
             with profile.recording():
                 yield profile
         finally:
             self._profile = None
 
-    def _plan(self, request: Request) -> Call:
-        return plan_of(self, request)
-
-    def _overrides(self, verb: str) -> bool:
-        return verb in self.__dict__ or getattr(type(self), verb) is not getattr(self._has_own_verbs, verb)
-
-    def _overridden_verb(self) -> str | None:
-        if type(self) is DataParallel and self.__dict__.keys().isdisjoint(VERBS):
-            return None
-        return next(filter(self._overrides, VERBS), None)
+    def _plan(self, request: ways.Request) -> Call:
+        return ways.plan_of(self, request)
 
 
 DataParallel._has_own_verbs = DataParallel
@@ -625,8 +590,8 @@ def data_parallel(
         return module(*inputs, **kwargs)
     wrapper = DataParallel(module, devices, output_device, dim, process_group=False)
     wrapper._idle_devices.say_nothing()  # a single call cannot tell a short last batch from a full one
-    way = on_one_device if len(devices) == 1 else plain_composition
-    return way(wrapper, Request(None, inputs, kwargs))
+    way = ways.on_one_device if len(devices) == 1 else ways.plain_composition
+    return way(wrapper, ways.Request(None, inputs, kwargs))
 
 
 def _check_is_module(module: object) -> None:

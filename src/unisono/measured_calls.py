@@ -17,7 +17,7 @@ from unisono.runtime import devices as _devices
 from unisono.runtime.step_timer import StepTimer
 from unisono.runtime.thread_state import modes_that_stay
 from unisono.runtime.timeline import ReplicaTiming
-from unisono.ways import Request, Runnable, Way, arguments_of, on_all_devices, on_one_device
+from unisono.ways import Request, Runnable, Way, arguments_of, on_all_devices, on_one_device, overridden_verb
 
 
 class MeasuredCalls:
@@ -61,7 +61,7 @@ def _run_timed(wrapper: Runnable, request: Request, way: Way, shares: MeasuredSh
         rows = arguments_of(wrapper, request).rows
     except (TypeError, ValueError):  # several devices refuse such inputs, with this error; one takes them
         rows = None
-    if not rows or wrapper._overridden_verb():
+    if not rows or overridden_verb(wrapper):
         return way(wrapper, request)
     engine, devices, weights, sizes = wrapper._engine, wrapper._options.devices, shares.weights, shares.sizes(rows)
     timings: list[ReplicaTiming] = []

@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import chain
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -42,7 +42,7 @@ from unisono.runtime.timeline import ReplicaTiming
 from unisono.runtime.whole_batch_draws import draws_for_whole_batch
 from unisono.sync_batch_norm.function_mode import inside_synchronised_replica, run_synchronised
 
-VERBS = ("replicate", "scatter", "parallel_apply", "gather")
+_VERBS = ("replicate", "scatter", "parallel_apply", "gather")
 _RUNS_WHOLE = (
     "DataParallel with {option} runs the whole batch on its first device while a mode is active that cannot follow "
     "into other threads: a dispatch or function mode, a torch.func transform, saved-tensor hooks. In one thread "
@@ -102,11 +102,13 @@ class Runnable(Protocol):
 
     Attributes:
         module: the live module.
-        _options, _engine, _status, _measured, _profile: see `DataParallel.__init__`.
+        _has_own_verbs: the class whose verbs a subclass may override.
+        _options, _engine, _status, _measured, _idle_devices, _profile: see `DataParallel.__init__`.
     """
 
     module: nn.Module
     _modules: Any
+    _has_own_verbs: ClassVar[type]
     _options: Options
     _engine: Engine
     _status: StepStatus
@@ -127,11 +129,34 @@ class Runnable(Protocol):
     def _gradient_sync(self) -> GradientSync | None:
         """Return what sums the gradients over several processes; None where this process trains alone."""
 
-    def _overrides(self, verb: str, /) -> bool:
-        """Return whether a verb is a subclass's, or was assigned."""
 
-    def _overridden_verb(self) -> str | None:
-        """Return a verb that is overridden; None if none is."""
+def check_method(module: nn.Module, method: str | None) -> None:
+    """Raise TypeError or AttributeError if a module has no such method; None stands for its forward."""
+    if method is None:
+        return
+    if not isinstance(method, str):
+        raise TypeError(f"method={method!r}: expected the name of a method")
+    if not callable(getattr(module, method, None)):
+        raise AttributeError(f"method: {type(module).__name__} has no method {method!r}")
+
+
+def _overrides(wrapper: Runnable, verb: str) -> bool:
+    """Return whether a verb is a subclass's, or was assigned."""
+    return verb in wrapper.__dict__ or getattr(type(wrapper), verb) is not getattr(wrapper._has_own_verbs, verb)
+
+
+def overridden_verb(wrapper: Runnable) -> str | None:
+    """Return a verb that is overridden; None if none is."""
+    if type(wrapper) is wrapper._has_own_verbs and wrapper.__dict__.keys().isdisjoint(_VERBS):
+        return None
+    return next((verb for verb in _VERBS if _overrides(wrapper, verb)), None)
+
+
+def main_device(wrapper: Runnable) -> torch.device:
+    """Return the first device; where the plain module runs, the module's."""
+    devices: list[torch.device] = wrapper._options.devices
+    tensors = chain(wrapper.module.parameters(), wrapper.module.buffers())
+    return devices[0] if devices else next(tensors, torch.empty(0)).device
 
 
 # ---- the choice -----------------------------------------------------------------------------------
@@ -163,7 +188,7 @@ def _run_replicas(wrapper: Runnable, request: Request, must_run: bool) -> Any:
     Args:
         must_run: whether the engine has to run it.
     """
-    verb = wrapper._overridden_verb()
+    verb = overridden_verb(wrapper)
     if verb is not None:
         _check_verb(wrapper, verb)
     in_one_graph = not must_run and (verb is not None or modes_that_stay())
@@ -255,7 +280,8 @@ def shards_for(wrapper: Runnable, request: Request, devices: Sequence[torch.devi
 
 def whole_batches(wrapper: Runnable, method: str | None) -> Callee:
     """Return what `map` and `evaluate` call for each batch: a replica, on whichever device is free."""
-    if verb := wrapper._overridden_verb():
+    check_method(wrapper.module, method)
+    if verb := overridden_verb(wrapper):
         raise RuntimeError(
             f"{type(wrapper).__name__}.{verb} is overridden, and whole batches go through no verb: call the model "
             "batch by batch instead"
@@ -288,7 +314,7 @@ def on_one_device(wrapper: Runnable, request: Request) -> Any:
     if not torch.compiler.is_compiling():
         _count_step(wrapper, list)
     inputs, kwargs, options = request.inputs, request.kwargs, wrapper._options
-    if wrapper._overrides("scatter"):
+    if _overrides(wrapper, "scatter"):
         (inputs, *_), (kwargs, *_) = wrapper.scatter(inputs, kwargs, options.device_ids[:1])
     first, inside = options.devices[0], inside_replica()
     device = (device_of_replica(wrapper) or first) if inside else first
@@ -340,10 +366,10 @@ def plain_composition(wrapper: Runnable, request: Request) -> Any:
 def _composed(wrapper: Runnable, request: Request) -> Any:
     module, options, here = wrapper.module, wrapper._options, device_of_replica(wrapper)
     check_device(module, chain(module.parameters(), module.buffers()), here or options.devices[0])
-    if options.sync_batch_norm and wrapper._overrides("parallel_apply"):
+    if options.sync_batch_norm and _overrides(wrapper, "parallel_apply"):
         raise RuntimeError(_APPLIED_ONE_BY_ONE)
     # A user's own scatter may find rows where ours sees none.
-    plan = None if wrapper._overrides("scatter") else wrapper._plan(request)
+    plan = None if _overrides(wrapper, "scatter") else wrapper._plan(request)
     numbers = plan.replica_numbers if plan else range(len(options.devices))
     device_ids = [here or options.device_ids[i] for i in numbers]
     if plan:

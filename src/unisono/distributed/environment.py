@@ -79,10 +79,14 @@ def local_device() -> torch.device:
 def devices_of_process(device_ids: Sequence[_devices.DeviceLike] | None) -> list[torch.device]:
     """Return the devices of a process that a launcher has started: `device_ids`, or `local_device()`.
 
+    The first becomes the current one.
+
     Raises:
         TypeError, ValueError: as `devices.resolve` and `local_device`.
     """
-    return (_devices.resolve(device_ids) if device_ids is not None else []) or [local_device()]
+    devices = (_devices.resolve(device_ids) if device_ids is not None else []) or [local_device()]
+    _devices.make_current(devices[0])
+    return devices
 
 
 def start_default_group() -> bool:
