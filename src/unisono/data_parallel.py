@@ -173,6 +173,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         self.register_load_state_dict_pre_hook(accept_clean_names)  # type: ignore[no-untyped-call]
         self._engine.claim(self)
         self._wrap(module, communicator, loss)
+        if devices:
+            _devices.warn_if_unequal(devices)
 
     def _wrap(self, module: nn.Module, communicator: Communicator | None, loss: str) -> None:
         devices = self._options.devices
@@ -182,7 +184,6 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         if not devices:
             log_once(_NO_ACCELERATOR)
             return
-        _devices.warn_if_unequal(devices)
         if len(devices) == 1:
             module.to(devices[0])
         if communicator is not None:

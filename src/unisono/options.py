@@ -116,14 +116,13 @@ class Options:
         """Return how outputs are joined."""
         return OutputRules(self.dim, self.out_dims, self.scalars)
 
-    def exact_sizes(self, rows: int, split: Split | None = None) -> list[int]:
+    def sizes(self, rows: int, split: Split | None = None) -> list[int]:
         """Return how many rows each device gets by `split`; None: by `shares`."""
-        sizes = (split or self).sizes(rows)
+        if split is not None:
+            sizes = split.sizes(rows)
+        else:  # measured shares have weights of their own
+            sizes = split_rows(rows, len(self.devices), "even" if self.shares == MEASURED else self.shares)
         return unequal(sizes) if self.draws_as_one_device else sizes
-
-    def sizes(self, rows: int) -> list[int]:
-        """Return how many rows each device gets by `shares`; measured shares have weights of their own."""
-        return split_rows(rows, len(self.devices), "even" if self.shares == MEASURED else self.shares)
 
     def has_share(self) -> list[bool]:
         """Return for each device whether its share is more than 0."""

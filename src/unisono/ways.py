@@ -101,7 +101,7 @@ class Runnable(Protocol):
     """What a way knows of a wrapper.
 
     Attributes:
-        module: the live module.
+        module: the live module; `_modules["module"]`, where each call counts.
         _has_own_verbs: the class whose verbs a subclass may override.
         _options, _engine, _status, _measured, _idle_devices, _profile: see `DataParallel.__init__`.
     """
@@ -167,7 +167,7 @@ def run(wrapper: Runnable, request: Request) -> Any:
     options = wrapper._options
     if not options.devices:
         return called(wrapper.module, request.method)(*request.inputs, **request.kwargs)
-    must_run = wrapper._engine.must_run(wrapper._modules["module"])  # `wrapper.module` takes a microsecond
+    must_run = wrapper._engine.must_run(wrapper._modules["module"])
     is_alone = len(options.devices) == 1 and options.parts == 1
     if not must_run and (is_alone or _runs_whole(options)):
         return on_one_device(wrapper, request)
@@ -240,7 +240,7 @@ def run_recorded(wrapper: Runnable, request: Request) -> Any:
 def plan_of(wrapper: Runnable, request: Request) -> Call:
     """Decide which rows each replica gets. Without rows there is one replica, on the first device."""
     options, arguments = wrapper._options, arguments_of(wrapper, request)
-    sizes = options.exact_sizes(arguments.rows or 0, request.split)
+    sizes = options.sizes(arguments.rows or 0, request.split)
     used = [i for i, size in enumerate(sizes) if size] or [options.has_share().index(True)]
     here = device_of_replica(wrapper)
     if arguments.rows and here is None and request.split is None:
@@ -263,14 +263,14 @@ def plan_of(wrapper: Runnable, request: Request) -> Call:
 
 def arguments_of(wrapper: Runnable, request: Request) -> Arguments:
     """Return the inputs, leaf by leaf; raise TypeError or ValueError for what cannot be split."""
-    options, function = wrapper._options, getattr(wrapper.module, request.method or "forward")
+    options, function = wrapper._options, getattr(wrapper._modules["module"], request.method or "forward")
     return Arguments(request.inputs, request.kwargs, options.dim, options.in_dims, function, devices=options.devices)
 
 
 def shards_for(wrapper: Runnable, request: Request, devices: Sequence[torch.device]) -> list[tuple[Any, Any]]:
     """Return the (positional, keyword) inputs of each device that has rows, as the verb `scatter` splits them."""
     options, arguments = wrapper._options, arguments_of(wrapper, request)
-    sizes = options.exact_sizes(arguments.rows or 0) if len(devices) == len(options.devices) else []
+    sizes = options.sizes(arguments.rows or 0) if len(devices) == len(options.devices) else []
     if not any(sizes):  # other devices than the wrapper's: torch's rule
         sizes = split_rows(arguments.rows or 0, len(devices))
     used = [0] * len(devices) if arguments.rows is None else [size for size in sizes if size] or [0]
@@ -312,7 +312,7 @@ def on_one_device(wrapper: Runnable, request: Request) -> Any:
     """Run the module on the whole batch, on the first device."""
     # The cost of this is mostly code that is in no cache, so it calls few functions.
     if not torch.compiler.is_compiling():
-        _count_step(wrapper, list)
+        count_step(wrapper, list)
     inputs, kwargs, options = request.inputs, request.kwargs, wrapper._options
     if _overrides(wrapper, "scatter"):
         (inputs, *_), (kwargs, *_) = wrapper.scatter(inputs, kwargs, options.device_ids[:1])
@@ -345,9 +345,9 @@ def _moved(value: Any, device: torch.device) -> Any:
 @critical
 def on_all_devices(wrapper: Runnable, request: Request) -> Any:
     """Have the engine run a replica on every device."""
-    _count_step(wrapper, wrapper._engine.timings)
+    count_step(wrapper, wrapper._engine.timings)
     try:
-        return wrapper._engine.forward(wrapper.module, wrapper._plan(request))
+        return wrapper._engine.forward(wrapper._modules["module"], wrapper._plan(request))
     except OneGraphNeededError:
         return _composed(wrapper, request)
     except ValueError as error:
@@ -359,7 +359,7 @@ def on_all_devices(wrapper: Runnable, request: Request) -> Any:
 @critical
 def plain_composition(wrapper: Runnable, request: Request) -> Any:
     """Run the four verbs one after the other."""
-    _count_step(wrapper, wrapper._engine.timings)
+    count_step(wrapper, wrapper._engine.timings)
     return _composed(wrapper, request)
 
 
@@ -405,7 +405,7 @@ def device_of_replica(wrapper: Runnable) -> torch.device | None:
     return tensor.device if tensor is not None else replica_device()
 
 
-def _count_step(wrapper: Runnable, timings: Callable[[], Sequence[ReplicaTiming]]) -> None:
+def count_step(wrapper: Runnable, timings: Callable[[], Sequence[ReplicaTiming]]) -> None:
     """Count a step, and let `unisono watch` see the one before it.
 
     Args:

@@ -20,11 +20,11 @@ class Wrapper(nn.Module):
     _options: Any
 
     def __getattr__(self, name: str) -> Any:
-        if self._has_option(name):
-            return getattr(self._options, name)
         try:
             return nn.Module.__getattr__(self, name)
         except AttributeError:
+            if self._has_option(name):
+                return getattr(self._options, name)
             module = self.__dict__.get("_modules", {}).get("module")
             if module is None or hasattr(type(self), name) or (name.startswith("__") and name.endswith("__")):
                 raise  # unfinished, as while unpickling; a property of the wrapper's that failed; a protocol

@@ -78,13 +78,13 @@ class _Boundary(torch.autograd.Function):
                 "Trying to backward through the replicas a second time: the first backward freed the tensors that they "
                 "had saved. Give the first one retain_graph=True, or add the losses up and call backward once."
             )
-        reduction = graphs.begin_sum(ctx)
+        reduction = None if graphs.sync_context is None else graphs.begin_sum(ctx)
         if reduction is None and not has_grads:
             _skip_hooks_without_gradient(graphs, [None] * len(graphs.live_inputs))
             return (None,) * (1 + len(graphs.live_inputs))
         keep = graphs.keep or torch_private.backward_keeps_graph()
-        first = graphs.first_parameter
-        needed = graphs.needed_inputs(ctx) if graphs.has_reentrant_checkpoint else None
+        first = len(graphs.inputs)
+        needed = graphs.needed_inputs(ctx) if graphs.outside.with_reentrant_checkpoint else None
         try:
             if torch.is_grad_enabled():
                 joined = _differentiable_backward(graphs, grads, needed)
@@ -145,7 +145,7 @@ def join(
         live_inputs: the caller's tensors behind `graphs.inputs`.
         own_leaves: the replicas' leaves, without those that are the caller's own tensors.
     """
-    live = [*live_inputs, *graphs.live_parameters]
+    live = [*live_inputs, *graphs.parameters.live]
     if [leaf for leaf in own_leaves if leaf.grad is not None]:
         graphs.pass_on_gradients(live)
     if not [edge for edge in graphs.outputs if edge.requires_grad]:
@@ -167,7 +167,7 @@ def _differentiable_backward(
         higher.replay = replay.of_gradients(graphs, lambda: run()[0])
     if not higher.outputs:
         return [None] * len(gradients)
-    first = graphs.first_parameter
+    first = len(graphs.inputs)
     incoming = [grad for grad in grads if grad is not None]
     live_inputs = (*graphs.live_inputs[:first], *incoming, *graphs.live_inputs[first:])
     apply = _apply if higher.step is None else _apply_recorded

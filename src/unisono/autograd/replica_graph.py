@@ -190,6 +190,64 @@ def gradients_of(
     return [[found.pop(id(leaf), None) for leaf in graph.leaves] for graph in graphs]
 
 
+class ParameterLeaves(NamedTuple):
+    """The leaves that replicas have for the parameters.
+
+    Attributes:
+        live: the live parameters that need a gradient.
+        leaves: `leaves[i]` are replica i's, one for each of `live`.
+        hooks: on these leaves, one object a replica.
+        large: the numbers of the parameters whose gradients are summed while backward runs.
+        buckets: those in which gradients come home; None where no replica's parameters are in memory of their own.
+    """
+
+    live: Sequence[torch.Tensor] = ()
+    leaves: Sequence[Sequence[torch.Tensor]] = ()
+    hooks: Sequence[LeafHooks] = ()
+    large: Collection[int] = ()
+    buckets: ReduceBuckets | None = None
+
+
+class OutsideLeaves(NamedTuple):
+    """The leaves in replicas' graphs that belong neither to the module nor to a replica: globals, or made by forward.
+
+    Attributes:
+        leaves: they are the caller's own tensors, or forward has made them.
+        with_reentrant_checkpoint: whether the graphs have a checkpoint that runs a backward inside backward.
+        are_shared: whether one is in the graphs of several replicas.
+    """
+
+    leaves: Sequence[torch.Tensor] = ()
+    with_reentrant_checkpoint: bool = False
+    are_shared: bool = False
+
+    @property
+    def through_grad(self) -> bool:
+        """Whether a backward uses the leaves' `.grad`.
+
+        That of an outside leaf is the caller's, who may use it in another thread. But a reentrant checkpoint can be
+        differentiated in no other way. It is done if no leaf is shared: gradients would be added in any order.
+        """
+        return not self.leaves or (self.with_reentrant_checkpoint and not self.are_shared)
+
+
+class Passes(NamedTuple):
+    """How backwards of the graphs run.
+
+    Attributes:
+        contexts: entered around a backward in which each replica graph has a thread of its own.
+        one_call: entered around a backward that runs all replica graphs in one call.
+        timeout_s: for how long the caller waits for a replica without progress; None: for ever.
+    """
+
+    contexts: Sequence[PassContext] = ()
+    one_call: BackwardContext = nullcontext
+    timeout_s: float | None = None
+
+
+_NO_PARAMETERS, _NO_LEAVES, _PLAIN_PASSES = ParameterLeaves(), OutsideLeaves(), Passes()
+
+
 @dataclass
 class ReplicaGraphs:
     """The replica graphs of one forward, and the boundary's inputs and outputs.
@@ -200,24 +258,16 @@ class ReplicaGraphs:
         timings: one a replica; `timings[i].device` is its device.
         where: each replica's name in messages.
         inputs, outputs: the boundary's tensors, without the parameters.
-        live_parameters: those that need a gradient.
-        leaves: `leaves[i]` are replica i's leaves for the live parameters.
-        hooks: on these leaves, one a replica.
-        large: the numbers of the parameters whose gradients are summed while backward runs.
-        callers_leaves: those of the leaves that are the caller's own tensors, or that forward has made.
-        through_grad: whether a backward may use the leaves' `.grad`; see `OutsideLeaves`.
-        has_reentrant_checkpoint: whether a graph has a checkpoint that runs a backward inside backward.
+        parameters: the replicas' leaves for the live parameters.
+        outside: the other leaves.
         keep: whether graphs of a higher order share nodes with these, so that a backward must not free them.
         on_release: called when a backward has freed the graphs; keeps alive what they need.
-        pass_contexts: entered around a backward in which each replica graph has a thread of its own.
-        backward_context: entered around a backward that runs all replica graphs in one call.
+        passes: how backwards run.
         live_inputs: the caller's tensors, one for each of the boundary's inputs.
         sync_context: what these graphs count for when several processes sum the parameters' gradients; None: they do
             not.
-        buckets: those in which gradients come home; None where no replica's parameters are in memory of their own.
         separate_memory: as in `Threads`.
         replay: runs a backward of these graphs, again after a failure; None: a failure is final.
-        timeout_s: for how long the caller waits for a replica without progress; None: for ever.
         step: the one that these graphs are part of, if it is recorded.
     """
 
@@ -225,23 +275,15 @@ class ReplicaGraphs:
     where: ReplicaNames
     inputs: list[BoundaryTensor] = field(default_factory=list)
     outputs: list[BoundaryTensor] = field(default_factory=list)
-    live_parameters: Sequence[torch.Tensor] = ()
-    leaves: Sequence[Sequence[torch.Tensor]] = ()
-    hooks: Sequence[LeafHooks] = ()
-    large: Collection[int] = ()
-    callers_leaves: Sequence[torch.Tensor] = ()
-    through_grad: bool = True
-    has_reentrant_checkpoint: bool = False
+    parameters: ParameterLeaves = _NO_PARAMETERS
+    outside: OutsideLeaves = _NO_LEAVES
     keep: bool = False
     on_release: Callable[[], object] = lambda: None
-    pass_contexts: Sequence[PassContext] = ()
-    backward_context: BackwardContext = nullcontext
+    passes: Passes = _PLAIN_PASSES
     live_inputs: tuple[torch.Tensor, ...] = ()
     sync_context: SyncContext | None = None
-    buckets: ReduceBuckets | None = None
     separate_memory: bool = False
     replay: "Replay | None" = None
-    timeout_s: float | None = None
     step: Step | None = None
     released: bool = field(default=False, init=False)
     _grad_is_free: threading.Lock = field(default_factory=threading.Lock, init=False)
@@ -261,8 +303,7 @@ class ReplicaGraphs:
     def drop(self) -> None:
         """Drop what refers to the replica graphs."""
         self.on_release = lambda: None
-        self.inputs, self.outputs, self.leaves, self.hooks = [], [], (), ()
-        self.pass_contexts, self.backward_context = (), nullcontext
+        self.inputs, self.outputs, self.parameters, self.passes = [], [], _NO_PARAMETERS, _PLAIN_PASSES
 
     def take_from(self, other: Self) -> None:
         """Take the replica graphs of another object, which has none after it: the same forward's, run again."""
@@ -273,24 +314,20 @@ class ReplicaGraphs:
         other.drop()
 
     @property
-    def first_parameter(self) -> int:
-        """The place of the first parameter among the boundary's inputs."""
-        return len(self.inputs)
-
-    @property
     def all_inputs(self) -> list[BoundaryTensor]:
         """The boundary's inputs, with one object for each parameter too: for what is not done in bulk."""
-        pairs = zip(self.live_parameters, zip(*self.leaves, strict=True), strict=True)
+        pairs = zip(self.parameters.live, zip(*self.parameters.leaves, strict=True), strict=True)
         return [*self.inputs, *(BoundaryTensor(Replicate(), live.device, of_live) for live, of_live in pairs)]
 
     def graph(self, index: int) -> ReplicaGraph:
         """Return the graph of a replica in this process."""
         inputs = [edge.tensors[index] for edge in self.inputs]
-        hooks = [self.hooks[index]] if self.hooks else []
+        of = self.parameters
+        hooks = [of.hooks[index]] if of.hooks else []
         if self.inputs and (replicated := self._replicated_inputs()):
             hooks.append(LeafHooks({~k: leaf for k in replicated if (leaf := inputs[k]) is not None}))
         outputs = [edge.tensors[index] for edge in self.outputs]
-        return ReplicaGraph(inputs, self.leaves[index] if self.leaves else [], outputs, hooks)
+        return ReplicaGraph(inputs, of.leaves[index] if of.leaves else [], outputs, hooks)
 
     def graphs(self) -> list[ReplicaGraph]:
         """Return the graphs of all replicas in this process."""
@@ -298,7 +335,7 @@ class ReplicaGraphs:
 
     def _replicated_inputs(self) -> list[int]:
         """Return the places of the large inputs that every replica has whole, without the caller's own leaves."""
-        callers = set(map(id, self.callers_leaves))
+        callers = set(map(id, self.outside.leaves))
         return [
             k
             for k, edge in enumerate(self.inputs)
@@ -321,10 +358,10 @@ class ReplicaGraphs:
         if self.sync_context is None:
             return None
         # The nodes that receive the gradients of the parameters.
-        nodes = [node for node, _ in boundary.next_functions[self.first_parameter :]]
+        nodes = [node for node, _ in boundary.next_functions[len(self.inputs) :]]
         if not any(map(torch_private.backward_reaches, nodes)):
             return None
-        return self.sync_context.begin(self.live_parameters, nodes)
+        return self.sync_context.begin(self.parameters.live, nodes)
 
     def joined_outputs(self) -> list[torch.Tensor]:
         """Return the joined outputs where no backward will follow."""
@@ -367,7 +404,7 @@ class ReplicaGraphs:
             needed: for each input, whether its gradient is needed; None: all are.
         """
         together = any_batched(output_grads) or modes_that_stay()  # neither can follow into other threads
-        into_grad = self.through_grad and needed is None and not together
+        into_grad = self.outside.through_grad and needed is None and not together
         if not into_grad or not self._grad_is_free.acquire(blocking=False):
             # .grad cannot be used: it cannot hold a batch of gradients; that of a shared leaf is the caller's; another
             # backward of the same graphs may be writing it now; and a backward into it computes all gradients. Graphs
@@ -376,9 +413,9 @@ class ReplicaGraphs:
             parts = self._gradients(self._parts_of(output_grads), needed, together=together, keep=keep)
             return [edge.join_gradients(of) for edge, of in zip(self.all_inputs, parts, strict=True)]
         try:
-            if not self.callers_leaves:
+            if not self.outside.leaves:
                 return self._backward_into_grad(output_grads, keep, reduction)
-            with gradients_aside(self.callers_leaves):
+            with gradients_aside(self.outside.leaves):
                 return self._backward_into_grad(output_grads, keep, reduction)
         finally:
             self._grad_is_free.release()
@@ -400,14 +437,14 @@ class ReplicaGraphs:
             if self._one_backward_each:
                 self._run_together(lambda index: backward_some([index]))
             else:
-                with self.backward_context(), timeline.one_backward_of(self.timings):
+                with self.passes.one_call(), timeline.one_backward_of(self.timings):
                     backward_some(range(len(graphs)))
             if timeline.recording:
                 timeline.mark(timeline.REDUCE)
             totals = {} if sums is None else sums.end()
         joined = self._joined([graph.take_gradients() for graph in graphs])
         for number, total in totals.items():
-            joined[~number if number < 0 else self.first_parameter + number] = total
+            joined[~number if number < 0 else len(self.inputs) + number] = total
         return joined
 
     def _joined(
@@ -421,18 +458,20 @@ class ReplicaGraphs:
     def _sums(self, reduction: RankReduction | None) -> AbstractContextManager[RunningSums | CoalescedReduce | None]:
         """Return the context in which gradients are summed while backward runs."""
         emit, emitted = (reduction.add, reduction.early) if reduction is not None else (None, ())
-        if self.buckets is not None:
+        if self.parameters.buckets is not None:
             devices = [timing.device for timing in self.timings]
-            return CoalescedReduce(self.buckets, devices, emit, emitted, separate_memory=self.separate_memory)
+            return CoalescedReduce(
+                self.parameters.buckets, devices, emit, emitted, separate_memory=self.separate_memory
+            )
         numbers = set(emitted)
         if self._one_backward_each and len(self.timings) > 1:
-            numbers.update(self.large, [~k for k in self._replicated_inputs()])
+            numbers.update(self.parameters.large, [~k for k in self._replicated_inputs()])
         return nullcontext(RunningSums(len(self.timings), numbers, emit, emitted) if numbers else None)
 
     def let_outputs_stream_wait(self) -> None:
         """Make the stream of the boundary's first output, which autograd uses, wait for the inputs' gradients."""
         if not self._one_backward_each:
-            homes = [edge.device for edge in self.inputs] + [live.device for live in self.live_parameters]
+            homes = [edge.device for edge in self.inputs] + [live.device for live in self.parameters.live]
             wait_for_streams(self.outputs[0].device, homes)
 
     def differentiable_backward(
@@ -497,7 +536,7 @@ class ReplicaGraphs:
             (found[index],) = gradients_of([graphs[index]], [grads[index]], needed, **options)
 
         if together or not self._one_backward_each:
-            with self.backward_context():
+            with self.passes.one_call():
                 found = gradients_of(graphs, grads, needed, **options)
         else:
             self._run_together(backward_one)
@@ -513,9 +552,9 @@ class ReplicaGraphs:
         tasks = [partial(backward_one, i) for i, _ in enumerate(self.timings)]
         devices = [timing.device for timing in self.timings]
         where = [f"the backward of {place}" for place in self.where]
-        with one_pass(self.pass_contexts) as contexts:
+        with one_pass(self.passes.contexts) as contexts:
             # No variable may hold the outcomes: an error's traceback refers to this frame.
-            values_or_raise(run_together(tasks, devices, contexts, self.timeout_s, self.where), where)
+            values_or_raise(run_together(tasks, devices, contexts, self.passes.timeout_s, self.where), where)
 
 
 @contextlib.contextmanager

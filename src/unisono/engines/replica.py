@@ -10,21 +10,21 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from unisono.autograd.broadcast import CoalescedBroadcast, ReduceBuckets
 from unisono.autograd.reducer import LeafHooks
-from unisono.autograd.replica_graph import BoundaryTensor, ReplicaGraphs
+from unisono.autograd.replica_graph import BoundaryTensor, OutsideLeaves, ReplicaGraphs
 from unisono.engines.base import Call, called
 from unisono.engines.replay import parts_of, run_in_parts
 from unisono.primitives.batch_types import batch_type_of
 from unisono.primitives.blueprint import Blueprint, unlinked_at_deletion
 from unisono.primitives.change_tracking import ContainerSnapshot, DictSnapshot, TensorSnapshot, fill
 from unisono.primitives.outputs import Group
-from unisono.primitives.placements import Placement, Single
+from unisono.primitives.placements import Placement
 from unisono.primitives.reassigned_buffers import Change, buffer_registries, commit_buffers, histories
 from unisono.primitives.references import INERT
 from unisono.runtime import devices as _devices
@@ -376,7 +376,7 @@ class GraphSearch:
         where: Sequence[str],
         own_leaves: Sequence[torch.Tensor],
         with_objects: bool,
-    ) -> "OutsideLeaves":
+    ) -> OutsideLeaves:
         """Return the leaves in the graphs behind `groups` that belong neither to the module nor to a replica.
 
         Args:
@@ -397,19 +397,6 @@ class GraphSearch:
         self._self_contained.clear()
 
 
-def groups_of_buffers(changes: Sequence[Change], num_replicas: int) -> list[Group]:
-    """Return the buffers that forward has reassigned and that have a history: they are outputs of the first replica."""
-    return [Group((tensor, *[None] * (num_replicas - 1)), Single(0)) for tensor in histories(changes)]
-
-
-def boundary_outputs(call: Call, groups: Sequence[Group], of_buffers: Sequence[Group]) -> list[BoundaryTensor]:
-    """Return the boundary's outputs: those of forward on the output device, then buffers where they are."""
-    outputs = [BoundaryTensor(group.placement, call.output_device, group.tensors) for group in groups]
-    for group in of_buffers:
-        outputs += [BoundaryTensor(group.placement, t.device, group.tensors) for t in group.tensors if t is not None]
-    return outputs
-
-
 def carries_objects(call: Call) -> bool:
     """Return whether the inputs hold objects of unknown classes.
 
@@ -424,28 +411,6 @@ MOST_STRUCTURES = 64
 _CARRIES_NOTHING = INERT | {torch.Tensor}
 
 
-class OutsideLeaves(NamedTuple):
-    """The leaves in replicas' graphs that belong neither to the module nor to a replica: globals, or made by forward.
-
-    Attributes:
-        with_reentrant_checkpoint: whether the graphs have a checkpoint that runs a backward inside backward.
-        are_shared: whether one is in the graphs of several replicas.
-    """
-
-    leaves: Sequence[torch.Tensor]
-    with_reentrant_checkpoint: bool
-    are_shared: bool = False
-
-    @property
-    def through_grad(self) -> bool:
-        """Whether a backward uses the leaves' `.grad`.
-
-        That of an outside leaf is the caller's, who may use it in another thread. But a reentrant checkpoint can be
-        differentiated in no other way. It is done if no leaf is shared: gradients would be added in any order.
-        """
-        return not self.leaves or (self.with_reentrant_checkpoint and not self.are_shared)
-
-
 def look_for_live_tensors(
     blueprint: Blueprint, groups: Sequence[Group], where: Sequence[str], own_leaves: Sequence[torch.Tensor]
 ) -> OutsideLeaves:
@@ -455,7 +420,7 @@ def look_for_live_tensors(
         RuntimeError: one does, and its gradient would be wrong. Names the tensor.
     """
     if not groups:  # outputs without tensors
-        return OutsideLeaves((), with_reentrant_checkpoint=False)
+        return OutsideLeaves()
     own = set(map(id, own_leaves))
     outside: dict[int, tuple[torch.Tensor, set[str]]] = {}  # each with the replicas in whose graphs it is
     has_reentrant_checkpoint = False
@@ -491,7 +456,7 @@ def is_reentrant_checkpoint(node: Any) -> bool:
     """
     inner = getattr(node, "graphs", None)
     if isinstance(inner, ReplicaGraphs):
-        return inner.has_reentrant_checkpoint
+        return inner.outside.with_reentrant_checkpoint
     return "CheckpointFunctionBackward" in node.name()
 
 

@@ -1,24 +1,19 @@
 """The threads engine: one replica a thread, all in this process.
 
-One forward, step by step:
+Its part of a forward (step.py):
 
     1. take a blueprint of the live module and check where its tensors are
     2. split the inputs into shards; they are leaves of the replica graphs
     3. stamp one replica a shard, with leaves of its own for the parameters
     4. call the replicas in parallel; the caller's thread runs the first
-    5. match the outputs; if the structure is new, look for live tensors in the replica graphs
-    6. join the outputs through the boundary
-
-Buffers: the first replica has the live ones, so its updates persist; the others have copies. Those that forward has
-reassigned in the first replica are put into the live module at the end. If step 4 or 5 fails, the
-live buffers are restored.
+    5. if the structure is new, look for live tensors in the replica graphs
 
 Assumes that the module does not change while a forward runs. Calls from several threads may overlap; each has replicas
 of its own.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -26,25 +21,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from unisono.autograd.boundary import join
-from unisono.autograd.replica_graph import BackwardContext, BoundaryTensor, ReplicaGraphs
+from unisono.autograd.replica_graph import BackwardContext, BoundaryTensor, ParameterLeaves, Passes, ReplicaGraphs
 from unisono.engines.base import Call, LaneCall, Lanes, OneGraphNeededError
 from unisono.engines.compile_lock import CompileLock, kind_of, prepare_accelerators
 from unisono.engines.failure_policy import FailureOptions, FailurePolicy
 from unisono.engines.lanes import open_local_lanes
 from unisono.engines.replay import Replay, run_recovering
-from unisono.engines.replica import (
-    GraphSearch,
-    Inputs,
-    ReplicaPool,
-    boundary_outputs,
-    call_replica,
-    carries_objects,
-    groups_of_buffers,
-)
+from unisono.engines.replica import GraphSearch, Inputs, ReplicaPool, call_replica, carries_objects
+from unisono.engines.step import Step
 from unisono.primitives.blueprint import Blueprint, collector_paused, warn_of_observers
 from unisono.primitives.checks import check_flag
-from unisono.primitives.outputs import Outputs
+from unisono.primitives.outputs import Group
 from unisono.primitives.parallel_apply import values_or_raise
 from unisono.primitives.placements import Replicate
 from unisono.primitives.replicate import check_device, unchanged_on_failure
@@ -53,7 +40,7 @@ from unisono.runtime import timeline
 from unisono.runtime.exchange import Exchange, LocalExchange, exchanging
 from unisono.runtime.rng import own_streams
 from unisono.runtime.streams import Copies
-from unisono.runtime.thread_pool import PassContext, inside_replica, one_pass, run_together
+from unisono.runtime.thread_pool import PassContext, ReplicaContext, inside_replica, one_pass, run_together
 from unisono.runtime.timeline import ReplicaTiming
 from unisono.runtime.whole_batch_draws import no_draws, one_stream
 from unisono.sync_batch_norm.function_mode import BackwardMode, BatchNormOverReplicas
@@ -117,94 +104,10 @@ class Threads(FailureOptions):
     def _forward(self, module: nn.Module, call: Call, again: Replay | None = None) -> Any:
         """Run a forward and return its output; where it is run `again`, its graphs are all that is wanted."""
         with Copies(call.devices) as copies:
-            return self._run(module, call, copies, again)
-
-    def _run(self, module: nn.Module, call: Call, copies: Copies, again: Replay | None) -> Any:
-        tracked, policy = torch.is_grad_enabled(), self._policy
-        where = call.where()
-        timings = [ReplicaTiming(device, size) for device, size in zip(call.devices, call.sizes, strict=True)]
-        with collector_paused:  # steps 1 to 3
-            if timeline.recording:
-                timeline.mark(timeline.REPLICATE)
-            pool = self._pool_for(module, call.source)
-            if timeline.recording:
-                timeline.mark(timeline.SCATTER)
-            inputs = Inputs(call, tracked, copies)
-            if timeline.recording:
-                timeline.mark(timeline.REPLICATE)
-            replicas = pool.take(call.devices, tracked, copies, separate_memory=self._separate_memory)
-        blueprint, roots = pool.blueprint, replicas.roots
-        if blueprint.observers:
-            if tracked and again is None and call.sync_context is None and not call.one_device_randomness:
-                raise OneGraphNeededError
-            warn_of_observers(blueprint, call.devices)
-        if blueprint.compiled:
-            prepare_accelerators(blueprint, call.devices, _CUDA_GRAPHS if len(call.devices) > 1 else None)
-        if not inside_replica():
-            self._timings = timings
-
-        contexts: list[PassContext] = [partial(own_streams, type(module).__name__, call.devices)]
-        backward_context: BackwardContext = nullcontext
-        if call.sync_batch_norm or call.one_device_randomness:
-            contexts, backward_context = _contexts_with_exchange(type(module).__name__, call, roots, policy.timeout)
-        elif blueprint.compiled:  # not where replicas wait for each other: then no replica may wait for a lock
-            contexts += self._compile_lock.if_new(
-                [(tracked, module.training, *kind_of(shard)) for shard in inputs.shards], policy.timeout
-            )
-
-        step = timeline.current_step() if timeline.recording else None
-        if step is not None:
-            contexts += timeline.contexts(call.replica_numbers, timings)
-        replay, buffers = again, unchanged_on_failure(pool.buffers)
-        if policy.rescue and tracked and again is None and not inside_replica():
-            replay = Replay(policy, call, pool.blueprint, buffers, call.devices, partial(self._forward, module))
-        with buffers, one_pass(contexts) as replica_context:
-            run = partial(call_replica, call, policy.row_limits, inputs, roots, copies, timings)
-            tasks = [partial(run, i) for i, _ in enumerate(call.devices)]  # step 4
-            outputs = values_or_raise(run_together(tasks, call.devices, replica_context, policy.timeout, where), where)
-            if timeline.recording:
-                timeline.mark(timeline.GATHER)
-            matched = Outputs(outputs, call.rules, call.sizes)  # step 5
-            del outputs
-            if replay is not None:
-                replay.see_outputs(matched.groups)
-            changes = replicas.each[0].registries.changes()
-            of_buffers = groups_of_buffers(changes, len(roots)) if changes and tracked else []
-            graphs = ReplicaGraphs(
-                timings=timings, where=where, outputs=boundary_outputs(call, matched.groups, of_buffers), step=step
-            )
-            if tracked:
-                own_leaves = [leaf for edge in inputs.edges for leaf in edge.tensors if leaf is not None]
-                own_leaves += chain.from_iterable(replicas.leaves)
-                with_objects = carries_objects(call)
-                outside = self._search.outside_leaves(
-                    pool, call, [*matched.groups, *of_buffers], where, own_leaves, with_objects
-                )
-                graphs.inputs = inputs.edges + [
-                    BoundaryTensor(Replicate(), leaf.device, [leaf] * len(roots)) for leaf in outside.leaves
-                ]
-                graphs.live_parameters, graphs.large = pool.live_parameters, pool.large
-                graphs.leaves, graphs.hooks = replicas.leaves, replicas.hooks
-                graphs.callers_leaves, graphs.through_grad = outside.leaves, outside.through_grad
-                graphs.has_reentrant_checkpoint = outside.with_reentrant_checkpoint
-                graphs.keep = with_objects
-                graphs.on_release = replicas.give_back
-                graphs.pass_contexts, graphs.backward_context = contexts, backward_context
-                graphs.sync_context = call.sync_context
-                graphs.separate_memory, graphs.timeout_s = self._separate_memory, policy.timeout
-                if replicas.is_remote:
-                    graphs.buckets = pool.reduce_buckets
-                if again is not None:
-                    return again.take(graphs)
-                graphs.replay = replay
-                joined = join(graphs, [*inputs.live, *outside.leaves], own_leaves)  # step 6
-            else:
-                joined = graphs.joined_outputs()
-            output = matched.put_together(joined)
-        replicas.each[0].commit_buffers(pool, changes, joined[len(matched.groups) :])
-        if not tracked:
-            replicas.give_back()
-        return output
+            step = _ThreadsStep(self, module, call, copies, again)
+            if not inside_replica():
+                self._timings = step.graphs.timings
+            return step.forward()
 
     def open_lanes(self, module: nn.Module, call: LaneCall) -> Lanes:
         pool = self._pool_for(module, call.source)
@@ -235,6 +138,83 @@ class Threads(FailureOptions):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(type(self), separate_memory=self._separate_memory), (), vars(self._policy)
+
+
+class _ThreadsStep(Step[ReplicaContext]):
+    """One forward; made, it has its inputs and its replicas, whose copies may still be in flight.
+
+    Raises:
+        OneGraphNeededError: a hook keeps tensors of replicas for the caller.
+    """
+
+    def __init__(self, engine: Threads, module: nn.Module, call: Call, copies: Copies, again: Replay | None) -> None:
+        self.call, self.tracked, self.is_again = call, torch.is_grad_enabled(), again is not None
+        self._engine, self._copies = engine, copies
+        timings = [ReplicaTiming(device, size) for device, size in zip(call.devices, call.sizes, strict=True)]
+        self.graphs = ReplicaGraphs(timings, call.where())
+        with collector_paused:
+            if timeline.recording:
+                timeline.mark(timeline.REPLICATE)
+            pool = self.pool = engine._pool_for(module, call.source)
+            if timeline.recording:
+                timeline.mark(timeline.SCATTER)
+            self._inputs = Inputs(call, self.tracked, copies)
+            if timeline.recording:
+                timeline.mark(timeline.REPLICATE)
+            separate_memory = engine._separate_memory
+            self.replicas = pool.take(call.devices, self.tracked, copies, separate_memory=separate_memory)
+        if pool.blueprint.observers:
+            if self.tracked and again is None and call.sync_context is None and not call.one_device_randomness:
+                raise OneGraphNeededError
+            warn_of_observers(pool.blueprint, call.devices)
+        if pool.blueprint.compiled:
+            prepare_accelerators(pool.blueprint, call.devices, _CUDA_GRAPHS if len(call.devices) > 1 else None)
+        self.buffers = unchanged_on_failure(pool.buffers)
+        policy, self.replay = engine._policy, again
+        if policy.rescue and self.tracked and again is None and not inside_replica():
+            forward = partial(engine._forward, module)
+            self.replay = Replay(policy, call, pool.blueprint, self.buffers, call.devices, forward)
+        self.graphs.passes = self._passes(module)
+
+    def _passes(self, module: nn.Module) -> Passes:
+        """Return what is around each pass over the replicas."""
+        call, timeout_s, name = self.call, self._engine._policy.timeout, type(module).__name__
+        contexts: list[PassContext] = [partial(own_streams, name, call.devices)]
+        one_call: BackwardContext = nullcontext
+        if call.sync_batch_norm or call.one_device_randomness:
+            contexts, one_call = _contexts_with_exchange(name, call, self.replicas.roots, timeout_s)
+        elif self.pool.blueprint.compiled:  # not where replicas wait for each other: then none may wait for a lock
+            kinds = [(self.tracked, module.training, *kind_of(shard)) for shard in self._inputs.shards]
+            contexts += self._engine._compile_lock.if_new(kinds, timeout_s)
+        if timeline.recording and (step := timeline.current_step()) is not None:
+            self.graphs.step = step
+            contexts += timeline.contexts(call.replica_numbers, self.graphs.timings)
+        return Passes(contexts, one_call, timeout_s)
+
+    def opened(self) -> AbstractContextManager[ReplicaContext]:
+        return one_pass(self.graphs.passes.contexts)
+
+    def run(self, opened: ReplicaContext) -> list[Any]:
+        call, graphs, policy = self.call, self.graphs, self._engine._policy
+        of_call = call, policy.row_limits, self._inputs, self.replicas.roots, self._copies, graphs.timings
+        tasks = [partial(call_replica, *of_call, i) for i, _ in enumerate(call.devices)]
+        # No variable may hold the outcomes: an error's traceback refers to this frame.
+        return values_or_raise(run_together(tasks, call.devices, opened, policy.timeout, graphs.where), graphs.where)
+
+    def link(self, groups: Sequence[Group]) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        call, graphs, pool, replicas, inputs = self.call, self.graphs, self.pool, self.replicas, self._inputs
+        own_leaves = [leaf for given in inputs.edges for leaf in given.tensors if leaf is not None]
+        own_leaves += chain.from_iterable(replicas.leaves)
+        graphs.keep = carries_objects(call)
+        graphs.outside = self._engine._search.outside_leaves(pool, call, groups, graphs.where, own_leaves, graphs.keep)
+        outside = graphs.outside.leaves
+        of_all = len(call.devices)
+        graphs.inputs = inputs.edges + [BoundaryTensor(Replicate(), leaf.device, [leaf] * of_all) for leaf in outside]
+        buckets = pool.reduce_buckets if replicas.is_remote else None
+        graphs.parameters = ParameterLeaves(pool.live_parameters, replicas.leaves, replicas.hooks, pool.large, buckets)
+        graphs.on_release = replicas.give_back
+        graphs.sync_context, graphs.separate_memory = call.sync_context, self._engine._separate_memory
+        return [*inputs.live, *outside], own_leaves
 
 
 def _contexts_with_exchange(

@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -165,6 +166,10 @@ def same_device(a: torch.device, b: torch.device) -> bool:
     return a == b or a.type == b.type == "cpu"
 
 
+_ONLY_CPU = frozenset({"cpu"})
+_type_of = attrgetter("type")  # in C, as each call of Python code counts in every step
+
+
 def is_cpu(device: torch.device) -> bool:
     """Return whether a device is the CPU, whose memory is the host's: other processes can map it."""
     return device.type == "cpu"
@@ -172,7 +177,7 @@ def is_cpu(device: torch.device) -> bool:
 
 def are_cpu(devices: Sequence[torch.device]) -> bool:
     """Return whether all of `devices` are the CPU."""
-    return {device.type for device in devices} == {"cpu"}
+    return _ONLY_CPU.issuperset(map(_type_of, devices))
 
 
 def copies_on_cpu(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -260,7 +265,7 @@ _accelerator_types: set[str] = set()  # those found so far: torch takes microsec
 
 def all_on_host(devices: Sequence[torch.device]) -> bool:
     """Return whether work on all of `devices` runs in the calling threads."""
-    return all(map(computes_on_host, {*devices}))
+    return _ONLY_CPU.issuperset(map(_type_of, devices)) or all(map(computes_on_host, {*devices}))
 
 
 def has_streams(device: torch.device) -> bool:

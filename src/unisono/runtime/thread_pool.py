@@ -73,9 +73,11 @@ class one_pass:  # noqa: N801 - a context manager, as a class because a step ent
         self._contexts = contexts
 
     def __enter__(self) -> ReplicaContext:
-        if len(self._contexts) <= 1:
-            context = self._contexts[0] if self._contexts else _no_context
-            self._entered: AbstractContextManager[Any] = context()
+        self._entered: AbstractContextManager[Any] = _NOTHING
+        if not self._contexts:
+            return _no_context
+        if len(self._contexts) == 1:
+            self._entered = self._contexts[0]()
             only: ReplicaContext = self._entered.__enter__()
             return only
         with contextlib.ExitStack() as stack:
@@ -87,8 +89,11 @@ class one_pass:  # noqa: N801 - a context manager, as a class because a step ent
         self._entered.__exit__(*error)
 
 
-def _no_context() -> AbstractContextManager[ReplicaContext]:
-    return nullcontext(lambda index: nullcontext())
+_NOTHING = nullcontext()
+
+
+def _no_context(index: int) -> AbstractContextManager[None]:
+    return _NOTHING
 
 
 @contextlib.contextmanager
@@ -134,7 +139,7 @@ def current_run() -> tuple[Run | None, int]:
 def run_together(
     tasks: Sequence[Callable[[], T]],
     devices: Sequence[torch.device],
-    around: ReplicaContext = lambda index: nullcontext(),
+    around: ReplicaContext = _no_context,
     timeout_s: float | None = None,
     names: ReplicaNames | None = None,
 ) -> list[Outcome[T]]:

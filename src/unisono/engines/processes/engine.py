@@ -22,7 +22,8 @@ Guarantees
 Assumes, as the threads engine does, that the module does not change while a forward runs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,35 +31,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from unisono.autograd.boundary import join
-from unisono.autograd.replica_graph import BoundaryTensor
+from unisono.autograd.replica_graph import BoundaryTensor, ParameterLeaves, Passes
 from unisono.engines.base import Call, LaneCall, Lanes
 from unisono.engines.compile_lock import CompileLock
 from unisono.engines.failure_policy import FailureOptions, FailurePolicy
 from unisono.engines.lanes import open_local_lanes
 from unisono.engines.processes.lanes import WorkerLanes, send_update
-from unisono.engines.processes.messages import Forward, TensorRef
+from unisono.engines.processes.messages import Forward, Reply, TensorRef
 from unisono.engines.processes.module_sync import ModuleSync, Update
 from unisono.engines.processes.pickling import dumps
 from unisono.engines.processes.remote_graph import RemoteGraphs
 from unisono.engines.processes.shared_memory import SendBuffer
 from unisono.engines.processes.worker_group import StepLock, WorkerGroup
 from unisono.engines.replay import Replay, parts_of, run_recovering
-from unisono.engines.replica import (
-    GraphSearch,
-    Inputs,
-    OutsideLeaves,
-    ReplicaPool,
-    Replicas,
-    boundary_outputs,
-    call_replica,
-    carries_objects,
-    groups_of_buffers,
-)
+from unisono.engines.replica import GraphSearch, Inputs, ReplicaPool, call_replica, carries_objects
+from unisono.engines.step import Step
 from unisono.engines.threads import Threads
 from unisono.primitives.blueprint import HOOKS, Blueprint
 from unisono.primitives.checks import check_flag
-from unisono.primitives.outputs import Group, Outputs
+from unisono.primitives.outputs import Group
 from unisono.primitives.parallel_apply import values_or_raise
 from unisono.primitives.placements import Replicate
 from unisono.primitives.replicate import check_device, check_layouts, unchanged_on_failure
@@ -69,6 +60,7 @@ from unisono.runtime.rng import SeededStreams
 from unisono.runtime.streams import Copies
 from unisono.runtime.thread_pool import (
     PassContext,
+    ReplicaContext,
     divided_intra_op_threads,
     inside_replica,
     one_pass,
@@ -201,106 +193,9 @@ class Processes(FailureOptions):
 
     def _forward(self, module: nn.Module, call: Call, again: Replay | None = None) -> Any:
         """Run a forward and return its output; where it is run `again`, its graphs are all that is wanted."""
-        tracked = torch.is_grad_enabled()
-        where = call.where()
-        timings = [ReplicaTiming(device, size) for device, size in zip(call.devices, call.sizes, strict=True)]
-        self._timings = timings
-        if timeline.recording:
-            timeline.mark(timeline.REPLICATE)
-        worker_group, pool = self._prepared(module, call)
-        replay, buffers = again, unchanged_on_failure(pool.buffers)
-        if again is None and tracked and self._policy.recovers:
-            replay = Replay(
-                self._policy, call, pool.blueprint, buffers, call.devices[:1], partial(self._forward_again, module)
-            )
-        number = next(worker_group.graph_numbers)
-        graphs = RemoteGraphs(
-            timings,
-            where,
-            worker_group=worker_group,
-            step_lock=self._step_lock,
-            new_streams=(
-                partial(SharedStream, type(module).__name__, call.sizes)
-                if call.one_device_randomness
-                else partial(SeededStreams, len(where))
-            ),
-            number=number,
-            kept=worker_group.keep_graph(number),
-        )
-        with (
-            divided_intra_op_threads(call.devices) as num_threads,
-            buffers,
-            worker_group,
-            Copies(call.devices[:1]) as copies,
-        ):
-            recorded: list[PassContext] = []
-            if timeline.recording:
-                timeline.mark(timeline.SCATTER)
-                recorded += timeline.contexts(call.replica_numbers, timings)
-                graphs.step = timeline.current_step()
-            inputs = Inputs(call, tracked, copies, num_here=1)  # step 2
-            streams = graphs.new_streams()
-            objects = self._send(graphs, pool.blueprint, call, inputs, num_threads, streams.seeds)
-            if timeline.recording:
-                timeline.mark(timeline.REPLICATE)
-            replicas = pool.take(call.devices[:1], tracked, copies)  # step 3
-            graphs.on_release = replicas.give_back
-            graphs.sync_context = call.sync_context
-            if call.sync_batch_norm or call.one_device_randomness:
-                graphs.pass_contexts = exchange_contexts(
-                    [*replicas.roots, *[None] * (len(where) - 1)],
-                    partial(worker_group.open_exchange, cross_process=call.cross_process),
-                    sync_batch_norm=call.sync_batch_norm,
-                )
-            if recorded:
-                graphs.pass_contexts = [*graphs.pass_contexts, *recorded]
-            with streams as of_streams, one_pass([*of_streams, *graphs.pass_contexts]) as replica_context:
-                run = partial(call_replica, call, self._policy.row_limits, inputs, replicas.roots, copies, timings, 0)
-                outcomes = run_together([run], call.devices[:1], replica_context)
-                try:
-                    self._module_sync.commit()
-                    if not worker_group.transport.shares_parameters:
-                        with worker_group.collective:
-                            worker_group.transport.end_sending(lambda waited_s: worker_group.poll(where, waited_s))
-                    replies = graphs.take_replies(streams)  # step 4
-                    for i, reply in replies.items():
-                        timings[i + 1].forward_s = reply.seconds
-                        if timeline.recording:
-                            timings[i + 1].record(reply.spans)
-                    outcomes += graphs.outcomes(replies)
-                    outputs = values_or_raise(outcomes, [where[0], *(where[i + 1] for i in replies)])
-                finally:
-                    outcomes.clear()  # a traceback refers to this frame: nothing in it may refer to an exception
-            del replica_context  # it may refer to the replica
-            if timeline.recording:
-                timeline.mark(timeline.GATHER)
-            matched = Outputs(outputs, call.rules, call.sizes)  # step 5
-            del outputs
-            if replay is not None:
-                replay.see_outputs(matched.groups)
-            changes = replicas.each[0].registries.changes()
-            of_buffers = groups_of_buffers(changes, len(where)) if changes and tracked else []
-            graphs.outputs = boundary_outputs(call, matched.groups, of_buffers)
-            if tracked:
-                own_leaves = [edge.tensors[0] for edge in inputs.edges if edge.tensors[0] is not None]
-                own_leaves += replicas.leaves[0]
-                of_first = [Group(group.tensors[:1], group.placement) for group in (*matched.groups, *of_buffers)]
-                outside = self._search.outside_leaves(
-                    pool, call, of_first, where[:1], own_leaves, carries_objects(call)
-                )
-                live = self._link(graphs, inputs, objects, outside, pool, replicas)
-                if again is not None:
-                    return again.take(graphs)
-                graphs.replay = replay
-                graphs.pass_on_gradients_of_forward([*live, *pool.live_parameters], replies)
-                joined = join(graphs, live, ())
-            else:
-                joined = graphs.joined_outputs()
-            output = matched.put_together(joined)
-        replicas.each[0].commit_buffers(pool, changes, joined[len(matched.groups) :])
-        if not tracked:
-            graphs.release()
-        return output
+        step = _ProcessesStep(self, module, call, again)
+        self._timings = step.graphs.timings
+        return step.forward()
 
     def _pool_of(self, blueprint: Blueprint, source: torch.device) -> ReplicaPool:
         """Return the pool of the first replicas; those of other blueprints are dropped, with what they refer to."""
@@ -311,71 +206,6 @@ class Processes(FailureOptions):
             self._threads_engine.refresh()
         return self._pool
 
-    def _send(
-        self,
-        graphs: RemoteGraphs,
-        blueprint: Blueprint,
-        call: Call,
-        inputs: Inputs,
-        num_threads: int,
-        seeds: Sequence[int | bytes],
-    ) -> list[torch.Tensor]:
-        """Send every worker its forward; return the tensors inside objects in the inputs that need a gradient."""
-        worker_group, module_sync = graphs.worker_group, self._module_sync
-        num_workers, limits = len(call.devices) - 1, self._policy.row_limits
-        update = self._pack(blueprint, call.source, worker_group, num_workers)
-        thread, process = ThreadState.capture(), ProcessState.capture()
-        tracked = thread.grad_enabled
-        leaves = {id(leaf): ~k for k, edge in enumerate(inputs.edges) for leaf in edge.tensors if leaf is not None}
-        objects: list[torch.Tensor] = []
-        replicas = tuple(range(num_workers + 1))
-        for i in range(num_workers):
-            send_buffer = worker_group.workers[i].send_buffer
-
-            def to_reference(
-                tensor: torch.Tensor, send_buffer: SendBuffer = send_buffer, device: torch.device = call.devices[i + 1]
-            ) -> TensorRef:
-                leaf = None
-                if tracked and tensor.requires_grad:
-                    leaf = leaves.get(id(tensor))
-                    if leaf is None:  # not one of the inputs' leaves: it was inside an object
-                        leaf = leaves[id(tensor)] = ~(len(inputs.edges) + len(objects))
-                        objects.append(tensor)
-                target = device if id(tensor) in inputs.parts_elsewhere else tensor.device
-                return TensorRef.put(send_buffer, tensor, leaf=leaf, requires_grad=tensor.requires_grad, device=target)
-
-            shard = dumps(inputs.shards[i + 1], to_reference)
-            message = Forward(
-                specs=send_buffer.flush(),
-                thread=thread,
-                graph=graphs.number,
-                update=update,
-                method=call.method,
-                shard=shard,
-                seed=seeds[i + 1],
-                num_threads=num_threads,
-                where=graphs.where[i + 1],
-                parts=parts_of(limits, call, blueprint.root, i + 1) if call.parts > 1 or limits else None,
-                rescue=self._policy.rescue,
-                exchange_rank=(i + 1, num_workers + 1) if call.sync_batch_norm or call.one_device_randomness else None,
-                sync_batch_norm=call.sync_batch_norm,
-                is_recorded=graphs.step is not None,
-                rows=call.sizes if call.one_device_randomness else None,
-                device=call.devices[i + 1],
-                rendezvous=worker_group.transport.rendezvous(i + 1) if update.sent else None,
-                replicas=replicas,
-            )
-            segments = (
-                [*module_sync.segments, *worker_group.transport.segments] if update.sent else module_sync.segments
-            )
-            worker_group.send(i, message, segments, process, graphs.where)
-        if not worker_group.transport.shares_parameters:
-            with worker_group.collective:
-                worker_group.transport.begin_sending(
-                    module_sync.take_flats(), replicas, lambda waited_s: worker_group.poll(graphs.where, waited_s)
-                )
-        return objects
-
     def _pack(self, blueprint: Blueprint, source: torch.device, worker_group: WorkerGroup, num_workers: int) -> Update:
         """Return what the first workers have to be sent so that they have the module as it is, and take it as sent."""
         update = self._module_sync.pack(blueprint, source, worker_group.transport.shares_parameters)
@@ -385,55 +215,20 @@ class Processes(FailureOptions):
             worker_group.num_in_sync = num_workers
         return update
 
-    def _link(
-        self,
-        graphs: RemoteGraphs,
-        inputs: Inputs,
-        objects: list[torch.Tensor],
-        outside_first: OutsideLeaves,
-        pool: ReplicaPool,
-        replicas: Replicas,
-    ) -> list[torch.Tensor]:
-        """Give the boundary its inputs; return the live tensors behind them, without the parameters.
-
-        A worker's leaf cannot be seen from here, only that there is one: any tensor of its size represents it.
+    def _leaves_of(self, pool: ReplicaPool, from_outside: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Return a tensor like each leaf that workers have; the same object, if they are of the same forms as before.
 
         Args:
-            outside_first: leaves of the first replica's graph that are not its own: globals, say.
+            from_outside: what the module refers to, and is no parameter.
         """
-        num_workers = len(graphs.where) - 1
-        module_sync = self._module_sync
-        replicate = Replicate()
-        edges = [*inputs.edges]
-        for tensor in objects:  # the first replica's graph contains it already
-            edges.append(BoundaryTensor(replicate, tensor.device, [None, *[tensor.detach()] * num_workers]))
-        graphs.keys = [~k for k in range(len(edges))]
-        from_outside = module_sync.tensors_from_outside()
-        in_workers = {id(tensor): n for n, tensor in enumerate(from_outside, len(pool.live_parameters))}
-        in_first = set(map(id, outside_first.leaves))
-        outside = {id(tensor): tensor for tensor in (*from_outside, *outside_first.leaves)}
-        for key, tensor in outside.items():
-            of_workers = tensor if key in in_workers else None
-            of_first = tensor if key in in_first else None
-            edges.append(BoundaryTensor(replicate, tensor.device, [of_first, *[of_workers] * num_workers]))
-            graphs.keys.append(in_workers.get(key))
-        if self._linked_pool is not pool:
-            self._linked_pool = pool
-            self._describe_leaves([*pool.live_parameters, *from_outside])
-        graphs.remote_leaves = self._remote_leaves
-        graphs.inputs, graphs.live_parameters = edges, pool.live_parameters
-        graphs.leaves, graphs.hooks = replicas.leaves * len(graphs.where), replicas.hooks
-        graphs.callers_leaves, graphs.through_grad = outside_first.leaves, outside_first.through_grad
-        graphs.has_reentrant_checkpoint = outside_first.with_reentrant_checkpoint
-        graphs.keep = bool(objects)
-        return [*inputs.live, *objects, *outside.values()]
-
-    def _describe_leaves(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Describe the leaves that workers have; by the same object, if they are of the same forms as before."""
+        if self._linked_pool is pool:
+            return self._remote_leaves
+        self._linked_pool, leaves = pool, [*pool.live_parameters, *from_outside]
         forms = [(leaf.dtype, leaf.size(), leaf.stride(), leaf.layout, type(leaf)) for leaf in leaves]
         if forms != self._leaf_forms:
             self._leaf_forms, self._remote_leaves = forms, {}
         self._remote_leaves.update(enumerate(leaves))
+        return self._remote_leaves
 
     def check(self, devices: Sequence[torch.device], *, sync_batch_norm: bool) -> None:
         named = ", ".join(map(str, devices))
@@ -492,6 +287,202 @@ class Processes(FailureOptions):
         self._module_sync.invalidate()
         if worker_group is not None:
             worker_group.end(graceful=True)
+
+
+class _ProcessesStep(Step[int]):
+    """One forward; made, it has its workers."""
+
+    graphs: RemoteGraphs
+
+    def __init__(self, engine: Processes, module: nn.Module, call: Call, again: Replay | None) -> None:
+        self.call, self.tracked, self.is_again = call, torch.is_grad_enabled(), again is not None
+        self._engine, self.replay = engine, again
+        self._objects: list[torch.Tensor] = []  # tensors inside objects in the inputs
+        self._replies: dict[int, Reply] = {}
+        where = call.where()
+        timings = [ReplicaTiming(device, size) for device, size in zip(call.devices, call.sizes, strict=True)]
+        if timeline.recording:
+            timeline.mark(timeline.REPLICATE)
+        worker_group, self.pool = engine._prepared(module, call)
+        policy, self.buffers = engine._policy, unchanged_on_failure(self.pool.buffers)
+        if again is None and self.tracked and policy.recovers:
+            forward = partial(engine._forward_again, module)
+            self.replay = Replay(policy, call, self.pool.blueprint, self.buffers, call.devices[:1], forward)
+        number = next(worker_group.graph_numbers)
+        self.graphs = RemoteGraphs(
+            timings,
+            where,
+            worker_group=worker_group,
+            step_lock=engine._step_lock,
+            new_streams=(
+                partial(SharedStream, type(module).__name__, call.sizes)
+                if call.one_device_randomness
+                else partial(SeededStreams, len(where))
+            ),
+            number=number,
+            kept=worker_group.keep_graph(number),
+        )
+
+    @contextmanager
+    def opened(self) -> Iterator[int]:
+        devices = self.call.devices
+        with (
+            divided_intra_op_threads(devices) as num_threads,
+            self.graphs.worker_group,
+            Copies(devices[:1]) as self._copies,
+        ):
+            yield num_threads
+
+    def run(self, opened: int) -> list[Any]:
+        call, graphs = self.call, self.graphs
+        if timeline.recording:
+            timeline.mark(timeline.SCATTER)
+            graphs.step = timeline.current_step()
+        self._inputs = Inputs(call, self.tracked, self._copies, num_here=1)
+        streams = graphs.new_streams()
+        self._send(streams.seeds, num_threads=opened)
+        if timeline.recording:
+            timeline.mark(timeline.REPLICATE)
+        self.replicas = self.pool.take(call.devices[:1], self.tracked, self._copies)
+        graphs.on_release = self.replicas.give_back
+        graphs.passes = Passes(self._contexts())
+        with streams as of_streams, one_pass([*of_streams, *graphs.passes.contexts]) as replica_context:
+            return self._outputs(streams, replica_context)
+
+    def _contexts(self) -> list[PassContext]:
+        """Return what is around each pass of this process's replica, beside the random streams."""
+        call, graphs = self.call, self.graphs
+        contexts: list[PassContext] = []
+        if call.sync_batch_norm or call.one_device_randomness:
+            contexts += exchange_contexts(
+                [*self.replicas.roots, *[None] * (len(graphs.where) - 1)],
+                partial(graphs.worker_group.open_exchange, cross_process=call.cross_process),
+                sync_batch_norm=call.sync_batch_norm,
+            )
+        if timeline.recording:
+            contexts += timeline.contexts(call.replica_numbers, graphs.timings)
+        return contexts
+
+    def _outputs(self, streams: SeededStreams | SharedStream, replica_context: ReplicaContext) -> list[Any]:
+        """Run this process's replica, and wait for the workers' replies; return all outputs."""
+        call, graphs, timings = self.call, self.graphs, self.graphs.timings
+        group, where, limits = graphs.worker_group, graphs.where, self._engine._policy.row_limits
+        run = partial(call_replica, call, limits, self._inputs, self.replicas.roots, self._copies, timings, 0)
+        outcomes = run_together([run], call.devices[:1], replica_context)
+        try:
+            self._engine._module_sync.commit()
+            if not group.transport.shares_parameters:
+                with group.collective:
+                    group.transport.end_sending(lambda waited_s: group.poll(where, waited_s))
+            self._replies = replies = graphs.take_replies(streams)
+            for i, reply in replies.items():
+                timings[i + 1].forward_s = reply.seconds
+                if timeline.recording:
+                    timings[i + 1].record(reply.spans)
+            outcomes += graphs.outcomes(replies)
+            return values_or_raise(outcomes, [where[0], *(where[i + 1] for i in replies)])
+        finally:
+            outcomes.clear()  # a traceback refers to this frame: nothing in it may refer to an exception
+
+    def release(self) -> None:
+        self.graphs.release()
+
+    def _send(self, seeds: Sequence[int | bytes], num_threads: int) -> None:
+        """Send every worker its forward; note the tensors inside objects in the inputs that need a gradient."""
+        call, graphs, inputs, blueprint = self.call, self.graphs, self._inputs, self.pool.blueprint
+        worker_group, module_sync, policy = graphs.worker_group, self._engine._module_sync, self._engine._policy
+        num_workers, limits = len(call.devices) - 1, policy.row_limits
+        update = self._engine._pack(blueprint, call.source, worker_group, num_workers)
+        thread, process = ThreadState.capture(), ProcessState.capture()
+        tracked = thread.grad_enabled
+        leaves = {id(leaf): ~k for k, edge in enumerate(inputs.edges) for leaf in edge.tensors if leaf is not None}
+        objects = self._objects
+        replicas = tuple(range(num_workers + 1))
+        for i in range(num_workers):
+            send_buffer = worker_group.workers[i].send_buffer
+
+            def to_reference(
+                tensor: torch.Tensor, send_buffer: SendBuffer = send_buffer, device: torch.device = call.devices[i + 1]
+            ) -> TensorRef:
+                leaf = None
+                if tracked and tensor.requires_grad:
+                    leaf = leaves.get(id(tensor))
+                    if leaf is None:  # not one of the inputs' leaves: it was inside an object
+                        leaf = leaves[id(tensor)] = ~(len(inputs.edges) + len(objects))
+                        objects.append(tensor)
+                target = device if id(tensor) in inputs.parts_elsewhere else tensor.device
+                return TensorRef.put(send_buffer, tensor, leaf=leaf, requires_grad=tensor.requires_grad, device=target)
+
+            shard = dumps(inputs.shards[i + 1], to_reference)
+            message = Forward(
+                specs=send_buffer.flush(),
+                thread=thread,
+                graph=graphs.number,
+                update=update,
+                method=call.method,
+                shard=shard,
+                seed=seeds[i + 1],
+                num_threads=num_threads,
+                where=graphs.where[i + 1],
+                parts=parts_of(limits, call, blueprint.root, i + 1) if call.parts > 1 or limits else None,
+                rescue=policy.rescue,
+                exchange_rank=(i + 1, num_workers + 1) if call.sync_batch_norm or call.one_device_randomness else None,
+                sync_batch_norm=call.sync_batch_norm,
+                is_recorded=graphs.step is not None,
+                rows=call.sizes if call.one_device_randomness else None,
+                device=call.devices[i + 1],
+                rendezvous=worker_group.transport.rendezvous(i + 1) if update.sent else None,
+                replicas=replicas,
+            )
+            segments = (
+                [*module_sync.segments, *worker_group.transport.segments] if update.sent else module_sync.segments
+            )
+            worker_group.send(i, message, segments, process, graphs.where)
+        if not worker_group.transport.shares_parameters:
+            with worker_group.collective:
+                worker_group.transport.begin_sending(
+                    module_sync.take_flats(), replicas, lambda waited_s: worker_group.poll(graphs.where, waited_s)
+                )
+
+    def link(self, groups: Sequence[Group]) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        call, graphs, pool, replicas, inputs = self.call, self.graphs, self.pool, self.replicas, self._inputs
+        own_leaves = [given.tensors[0] for given in inputs.edges if given.tensors[0] is not None]
+        own_leaves += replicas.leaves[0]
+        of_first = [Group(group.tensors[:1], group.placement) for group in groups]
+        search, with_objects = self._engine._search, carries_objects(call)
+        graphs.outside = search.outside_leaves(pool, call, of_first, graphs.where[:1], own_leaves, with_objects)
+        live = self._link_inputs()
+        leaves = replicas.leaves * len(graphs.where)
+        graphs.parameters = ParameterLeaves(pool.live_parameters, leaves, replicas.hooks)
+        graphs.sync_context, graphs.keep = call.sync_context, bool(self._objects)
+        if not self.is_again:
+            graphs.pass_on_gradients_of_forward([*live, *pool.live_parameters], self._replies)
+        return live, ()
+
+    def _link_inputs(self) -> list[torch.Tensor]:
+        """Give the graphs the boundary's inputs; return the live tensors behind them.
+
+        Workers own their leaves. Here a same-shaped stand-in marks that one exists.
+        """
+        graphs, pool, objects = self.graphs, self.pool, self._objects
+        num_workers = len(graphs.where) - 1
+        replicate = Replicate()
+        edges = [*self._inputs.edges]
+        for tensor in objects:  # the first replica's graph contains it already
+            edges.append(BoundaryTensor(replicate, tensor.device, [None, *[tensor.detach()] * num_workers]))
+        graphs.keys = [~k for k in range(len(edges))]
+        from_outside = self._engine._module_sync.tensors_from_outside()
+        in_workers = {id(tensor): n for n, tensor in enumerate(from_outside, len(pool.live_parameters))}
+        in_first = set(map(id, graphs.outside.leaves))
+        outside = {id(tensor): tensor for tensor in (*from_outside, *graphs.outside.leaves)}
+        for key, tensor in outside.items():
+            of_workers = tensor if key in in_workers else None
+            of_first = tensor if key in in_first else None
+            edges.append(BoundaryTensor(replicate, tensor.device, [of_first, *[of_workers] * num_workers]))
+            graphs.keys.append(in_workers.get(key))
+        graphs.remote_leaves = self._engine._leaves_of(pool, from_outside)
+        graphs.inputs = edges
+        return [*self._inputs.live, *objects, *outside.values()]
 
 
 def _log_if_hooks(blueprint: Blueprint) -> None:

@@ -68,7 +68,7 @@ class RemoteGraphs(ReplicaGraphs):
     """See the module's docstring.
 
     In an output edge, a worker's output is a view of memory that its next reply overwrites. In an input edge, and in
-    `leaves`, a worker's leaf is any tensor of its size.
+    `parameters`, a worker's leaf is any tensor of its size.
 
     Attributes:
         worker_group, step_lock: the engine's.
@@ -128,7 +128,7 @@ class RemoteGraphs(ReplicaGraphs):
         """Pass on the gradients that a backward inside the module's forward has left in the replicas' leaves."""
         of_caller = set(map(id, live))
         own = [edge.tensors[0] for edge in self.inputs if id(edge.tensors[0]) not in of_caller]
-        gradients = [leaf for leaf in (*own, *self.leaves[0]) if leaf is not None and leaf.grad is not None]
+        gradients = [leaf for leaf in (*own, *self.parameters.leaves[0]) if leaf is not None and leaf.grad is not None]
         if not gradients and not any([reply.gradients for reply in replies.values()]):
             return
         self.check_backward_inside_forward()
@@ -164,7 +164,7 @@ class RemoteGraphs(ReplicaGraphs):
         # No gradient goes to the sum over processes early: this process's sums are known only at the end.
         if any_batched(output_grads):
             return self._backward_batch(output_grads)
-        into_grad = self.through_grad and needed is None and not modes_that_stay()
+        into_grad = self.outside.through_grad and needed is None and not modes_that_stay()
         return self._backward(output_grads, keep, into_grad, needed)
 
     def _backward(
@@ -240,7 +240,7 @@ class RemoteGraphs(ReplicaGraphs):
         replicas = (0, *[i + 1 for i in asked])
         in_workers = None
         if needed is not None:
-            keys = [*self.keys, *range(len(self.live_parameters))]
+            keys = [*self.keys, *range(len(self.parameters.live))]
             in_workers = frozenset([key for key in compress(keys, needed) if key is not None])
         of_all = higher is None and needed is None
         has_work = of_all and bool(asked) and group.transport.begin_backward(self.remote_leaves, replicas)
@@ -275,7 +275,7 @@ class RemoteGraphs(ReplicaGraphs):
             self.timings[0].backward_s = time.perf_counter() - started
             return result
 
-        with streams as contexts, one_pass([*contexts, *self.pass_contexts]) as replica_context:
+        with streams as contexts, one_pass([*contexts, *self.passes.contexts]) as replica_context:
             reducer = None
             if has_work:
                 with group.collective:  # workers that are connected already may come to a batch norm meanwhile
@@ -321,7 +321,7 @@ class RemoteGraphs(ReplicaGraphs):
         if worker.placed_for is self.remote_leaves:
             return None
         allocator = BumpAllocator()
-        leaves = [live.detach() for live in self.live_parameters]
+        leaves = [live.detach() for live in self.parameters.live]
         small = [leaf.nbytes < LARGE_BYTES and is_plain_strided(leaf) for leaf in leaves]
         specs = {k: allocator.allocate(leaves[k]) for k, is_small in enumerate(small) if is_small}
         if allocator.num_bytes > worker.placed_in.num_bytes:
@@ -346,11 +346,11 @@ class RemoteGraphs(ReplicaGraphs):
             into_grad: whether gradients go through the leaves' `.grad`, as a module may expect; not where the leaves
                 are the caller's own, nor under a mode.
         """
-        if into_grad and not self.callers_leaves:
+        if into_grad and not self.outside.leaves:
             graph.backward(grads, keep, reducer)
             of_inputs, of_parameters = graph.take_gradients()
         elif into_grad:
-            with gradients_aside(self.callers_leaves):
+            with gradients_aside(self.outside.leaves):
                 graph.backward(grads, keep, reducer)
                 of_inputs, of_parameters = graph.take_gradients()
         else:
@@ -401,7 +401,7 @@ class RemoteGraphs(ReplicaGraphs):
                 # What is received is in memory that the next message overwrites.
                 grad = self._received(i, tensor_ref, reply)
                 if 0 <= key < num_parameters:
-                    of_worker[key] = _devices.copy_to(grad, self.live_parameters[key].device)
+                    of_worker[key] = _devices.copy_to(grad, self.parameters.live[key].device)
                 else:
                     parts[edge_of[key]][i + 1] = grad.clone()
             for k in [k for k, grad in enumerate(of_worker) if grad is not None and of_parameters[k] is None]:
