@@ -215,7 +215,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             ReplicaTimeout: a replica that has made no progress for `timeout`.
             BaseException: what a replica raised, the same object, with a note that names the replica.
         """
-        return (ways.run_recorded if timeline.recording else ways.run)(self, ways.Request(None, inputs, kwargs))
+        return (ways.run_recorded if timeline.recording else ways.run)(self, ways.Invocation(None, inputs, kwargs))
 
     def call(self, method: str, /, *inputs: Any, **kwargs: Any) -> Any:
         """Call another method of the module on every device, its inputs scattered and outputs gathered as forward's.
@@ -232,7 +232,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             AttributeError: the module has no such method. Else as forward.
         """
         ways.check_method(self.module, method)
-        return (ways.run_recorded if timeline.recording else ways.run)(self, ways.Request(method, inputs, kwargs))
+        return (ways.run_recorded if timeline.recording else ways.run)(self, ways.Invocation(method, inputs, kwargs))
 
     def map(
         self,
@@ -353,7 +353,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             Two sequences with one entry a shard: tuples of positional inputs, and dicts of keyword inputs.
         """
         devices = _devices.resolve_each(device_ids, "device_ids")
-        shards = ways.shards_for(self, ways.Request(None, tuple(inputs), kwargs or {}), devices)
+        shards = ways.shards_for(self, ways.Invocation(None, tuple(inputs), kwargs or {}), devices)
         return [args for args, _ in shards], [kw for _, kw in shards]
 
     def replicate(self, module: nn.Module, device_ids: Sequence[DeviceLike]) -> list[nn.Module]:
@@ -546,8 +546,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         finally:
             self._profile = None
 
-    def _plan(self, request: ways.Request) -> Call:
-        return ways.plan_of(self, request)
+    def _plan(self, invocation: ways.Invocation) -> Call:
+        return ways.plan_of(self, invocation)
 
 
 DataParallel._has_own_verbs = DataParallel
@@ -592,7 +592,7 @@ def data_parallel(
     wrapper = DataParallel(module, devices, output_device, dim, process_group=False)
     wrapper._idle_devices.say_nothing()  # a single call cannot tell a short last batch from a full one
     way = ways.on_one_device if len(devices) == 1 else ways.plain_composition
-    return way(wrapper, ways.Request(None, inputs, kwargs))
+    return way(wrapper, ways.Invocation(None, inputs, kwargs))
 
 
 def _check_is_module(module: object) -> None:

@@ -17,7 +17,7 @@ from unisono.runtime import devices as _devices
 from unisono.runtime.step_timer import StepTimer
 from unisono.runtime.thread_state import modes_that_stay
 from unisono.runtime.timeline import ReplicaTiming
-from unisono.ways import Request, Runnable, Way, arguments_of, on_all_devices, on_one_device, overridden_verb
+from unisono.ways import Invocation, Runnable, Way, arguments_of, on_all_devices, on_one_device, overridden_verb
 
 
 class MeasuredCalls:
@@ -30,23 +30,23 @@ class MeasuredCalls:
     def __init__(self) -> None:
         self.by_kind: dict[tuple[bool, str | None], MeasuredShares] = {}
 
-    def run(self, wrapper: Runnable, request: Request, way: Way, *, may_use_one_device: bool) -> Any:
+    def run(self, wrapper: Runnable, invocation: Invocation, way: Way, *, may_use_one_device: bool) -> Any:
         """Run a call with the shares of its kind; time it while they are measured.
 
         Args:
             way: how it is run on several devices.
             may_use_one_device: whether the module may run outside of the engine where one device is fastest.
         """
-        shares = self._shares_of(wrapper, request)
+        shares = self._shares_of(wrapper, invocation)
         if shares.on_first_device and may_use_one_device and wrapper._options.parts == 1:
             way = on_one_device
-        request.split = shares
+        invocation.split = shares
         if shares.should_time_next() and way in (on_one_device, on_all_devices) and not modes_that_stay():
-            return _run_timed(wrapper, request, way, shares)
-        return way(wrapper, request)
+            return _run_timed(wrapper, invocation, way, shares)
+        return way(wrapper, invocation)
 
-    def _shares_of(self, wrapper: Runnable, request: Request) -> MeasuredShares:
-        with_gradients, method = kind = torch.is_grad_enabled(), request.method
+    def _shares_of(self, wrapper: Runnable, invocation: Invocation) -> MeasuredShares:
+        with_gradients, method = kind = torch.is_grad_enabled(), invocation.method
         shares = self.by_kind.get(kind)
         if shares is None:
             name = ("training" if with_gradients else "forwards without gradients") + (f", {method}" if method else "")
@@ -55,21 +55,21 @@ class MeasuredCalls:
         return shares
 
 
-def _run_timed(wrapper: Runnable, request: Request, way: Way, shares: MeasuredShares) -> Any:
+def _run_timed(wrapper: Runnable, invocation: Invocation, way: Way, shares: MeasuredShares) -> Any:
     """Run a call and have its step recorded in `shares`."""
     try:
-        rows = arguments_of(wrapper, request).rows
+        rows = arguments_of(wrapper, invocation).rows
     except (TypeError, ValueError):  # several devices refuse such inputs, with this error; one takes them
         rows = None
     if not rows or overridden_verb(wrapper):
-        return way(wrapper, request)
+        return way(wrapper, invocation)
     engine, devices, weights, sizes = wrapper._engine, wrapper._options.devices, shares.weights, shares.sizes(rows)
     timings: list[ReplicaTiming] = []
     step, bytes_before = StepTime(weights, sizes, (), 0.0, ()), [*map(_devices.allocated_bytes, devices)]
     record = partial(_record, shares, step, devices, timings, engine.row_limits, bytes_before)
     before, timer = engine.timings(), StepTimer(devices, record)
-    request.is_timed = True
-    output = way(wrapper, request)
+    invocation.is_timed = True
+    output = way(wrapper, invocation)
     now = engine.timings()
     if now is not before and [timing.rows for timing in now] == [size for size in sizes if size]:
         timings += now

@@ -68,7 +68,7 @@ _APPLIED_ONE_BY_ONE = (
 
 
 @dataclass(slots=True)
-class Request:
+class Invocation:
     """One call of a wrapper, as its caller made it.
 
     Attributes:
@@ -86,15 +86,15 @@ class Request:
 
 
 class Way(Protocol):
-    """Runs a request; returns the output."""
+    """Runs a invocation; returns the output."""
 
-    def __call__(self, wrapper: "Runnable", request: Request, /) -> Any: ...
+    def __call__(self, wrapper: "Runnable", invocation: Invocation, /) -> Any: ...
 
 
 class Measured(Protocol):
     """Runs requests with measured shares; see measured_calls.py."""
 
-    def run(self, wrapper: "Runnable", request: Request, way: Way, *, may_use_one_device: bool) -> Any: ...
+    def run(self, wrapper: "Runnable", invocation: Invocation, way: Way, *, may_use_one_device: bool) -> Any: ...
 
 
 class Runnable(Protocol):
@@ -123,7 +123,7 @@ class Runnable(Protocol):
     def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any, /) -> list[Any]: ...
     def gather(self, outputs: Any, output_device: Any, /) -> Any: ...
 
-    def _plan(self, request: Request, /) -> Call:
+    def _plan(self, invocation: Invocation, /) -> Call:
         """Return what `plan_of` returns."""
 
     def _gradient_sync(self) -> GradientSync | None:
@@ -162,27 +162,27 @@ def main_device(wrapper: Runnable) -> torch.device:
 # ---- the choice -----------------------------------------------------------------------------------
 
 
-def run(wrapper: Runnable, request: Request) -> Any:
+def run(wrapper: Runnable, invocation: Invocation) -> Any:
     """Run a call of the wrapper, whichever way it goes."""
     options = wrapper._options
     if not options.devices:
-        return called(wrapper.module, request.method)(*request.inputs, **request.kwargs)
+        return called(wrapper.module, invocation.method)(*invocation.inputs, **invocation.kwargs)
     must_run = wrapper._engine.must_run(wrapper._modules["module"])
     is_alone = len(options.devices) == 1 and options.parts == 1
     if not must_run and (is_alone or _runs_whole(options)):
-        return on_one_device(wrapper, request)
+        return on_one_device(wrapper, invocation)
     if torch.compiler.is_compiling():  # the wrapper, or a model around it: replicas stay out of its graph
-        return torch.compiler.disable(_run_uncompiled)(wrapper, request, must_run)  # type: ignore[no-untyped-call]
-    return _run_replicas(wrapper, request, must_run)
+        return torch.compiler.disable(_run_uncompiled)(wrapper, invocation, must_run)  # type: ignore[no-untyped-call]
+    return _run_replicas(wrapper, invocation, must_run)
 
 
-def _run_uncompiled(wrapper: Runnable, request: Request, must_run: bool) -> Any:
+def _run_uncompiled(wrapper: Runnable, invocation: Invocation, must_run: bool) -> Any:
     if not inside_replica():
         log_once(_COMPILED_OUTSIDE)
-    return _run_replicas(wrapper, request, must_run)
+    return _run_replicas(wrapper, invocation, must_run)
 
 
-def _run_replicas(wrapper: Runnable, request: Request, must_run: bool) -> Any:
+def _run_replicas(wrapper: Runnable, invocation: Invocation, must_run: bool) -> Any:
     """Run a call on several devices.
 
     Args:
@@ -194,8 +194,8 @@ def _run_replicas(wrapper: Runnable, request: Request, must_run: bool) -> Any:
     in_one_graph = not must_run and (verb is not None or modes_that_stay())
     way = plain_composition if in_one_graph else on_all_devices
     if wrapper._options.shares == MEASURED and not inside_replica():  # there replicas run one after the other
-        return wrapper._measured.run(wrapper, request, way, may_use_one_device=not must_run)
-    return way(wrapper, request)
+        return wrapper._measured.run(wrapper, invocation, way, may_use_one_device=not must_run)
+    return way(wrapper, invocation)
 
 
 def _runs_whole(options: Options) -> bool:
@@ -218,17 +218,17 @@ def _check_verb(wrapper: Runnable, verb: str) -> None:
         raise RuntimeError(_NO_VERBS.format(name=name, verb=verb))
 
 
-def run_recorded(wrapper: Runnable, request: Request) -> Any:
+def run_recorded(wrapper: Runnable, invocation: Invocation) -> Any:
     """Do what `run` does, as a step of this model's profile, or in none: another model's is being recorded."""
     if torch.compiler.is_compiling():
-        return run(wrapper, request)
+        return run(wrapper, invocation)
     profile = wrapper._profile  # read once: another thread may end it
     if profile is None or inside_replica():
         with timeline.in_no_step():
-            return run(wrapper, request)
+            return run(wrapper, invocation)
     step = profile.new_step()
     with step.recorded(timeline.FORWARD, timeline.SCATTER):
-        output = run(wrapper, request)
+        output = run(wrapper, invocation)
     if not step.replicas:
         step.watch_backward([tensor for _, tensor in pytree.tensors(output)])
     return output
@@ -237,13 +237,13 @@ def run_recorded(wrapper: Runnable, request: Request) -> Any:
 # ---- the plan -------------------------------------------------------------------------------------
 
 
-def plan_of(wrapper: Runnable, request: Request) -> Call:
+def plan_of(wrapper: Runnable, invocation: Invocation) -> Call:
     """Decide which rows each replica gets. Without rows there is one replica, on the first device."""
-    options, arguments = wrapper._options, arguments_of(wrapper, request)
-    sizes = options.sizes(arguments.rows or 0, request.split)
+    options, arguments = wrapper._options, arguments_of(wrapper, invocation)
+    sizes = options.sizes(arguments.rows or 0, invocation.split)
     used = [i for i, size in enumerate(sizes) if size] or [options.has_share().index(True)]
     here = device_of_replica(wrapper)
-    if arguments.rows and here is None and request.split is None:
+    if arguments.rows and here is None and invocation.split is None:
         wrapper._idle_devices.see(sizes, options.devices, options.has_share, unequal=options.draws_as_one_device)
     return Call(
         arguments=arguments,
@@ -253,23 +253,25 @@ def plan_of(wrapper: Runnable, request: Request) -> Call:
         source=here or options.devices[0],
         output_device=here or options.gather_on,
         rules=options.rules(),
-        method=request.method,
+        method=invocation.method,
         sync_batch_norm=options.sync_batch_norm,
         one_device_randomness=options.draws_as_one_device,
         parts=options.parts,
-        is_timed=request.is_timed,
+        is_timed=invocation.is_timed,
     )
 
 
-def arguments_of(wrapper: Runnable, request: Request) -> Arguments:
+def arguments_of(wrapper: Runnable, invocation: Invocation) -> Arguments:
     """Return the inputs, leaf by leaf; raise TypeError or ValueError for what cannot be split."""
-    options, function = wrapper._options, getattr(wrapper._modules["module"], request.method or "forward")
-    return Arguments(request.inputs, request.kwargs, options.dim, options.in_dims, function, devices=options.devices)
+    options, function = wrapper._options, getattr(wrapper._modules["module"], invocation.method or "forward")
+    return Arguments(
+        invocation.inputs, invocation.kwargs, options.dim, options.in_dims, function, devices=options.devices
+    )
 
 
-def shards_for(wrapper: Runnable, request: Request, devices: Sequence[torch.device]) -> list[tuple[Any, Any]]:
+def shards_for(wrapper: Runnable, invocation: Invocation, devices: Sequence[torch.device]) -> list[tuple[Any, Any]]:
     """Return the (positional, keyword) inputs of each device that has rows, as the verb `scatter` splits them."""
-    options, arguments = wrapper._options, arguments_of(wrapper, request)
+    options, arguments = wrapper._options, arguments_of(wrapper, invocation)
     sizes = options.sizes(arguments.rows or 0) if len(devices) == len(options.devices) else []
     if not any(sizes):  # other devices than the wrapper's: torch's rule
         sizes = split_rows(arguments.rows or 0, len(devices))
@@ -308,19 +310,19 @@ def whole_batches(wrapper: Runnable, method: str | None) -> Callee:
 # ---- the ways -------------------------------------------------------------------------------------
 
 
-def on_one_device(wrapper: Runnable, request: Request) -> Any:
+def on_one_device(wrapper: Runnable, invocation: Invocation) -> Any:
     """Run the module on the whole batch, on the first device."""
     # The cost of this is mostly code that is in no cache, so it calls few functions.
     if not torch.compiler.is_compiling():
         count_step(wrapper, list)
-    inputs, kwargs, options = request.inputs, request.kwargs, wrapper._options
+    inputs, kwargs, options = invocation.inputs, invocation.kwargs, wrapper._options
     if _overrides(wrapper, "scatter"):
         (inputs, *_), (kwargs, *_) = wrapper.scatter(inputs, kwargs, options.device_ids[:1])
     first, inside = options.devices[0], inside_replica()
     device = (device_of_replica(wrapper) or first) if inside else first
     module: Any = wrapper._modules["module"]
     try:
-        output = called(module, request.method)(
+        output = called(module, invocation.method)(
             *[_moved(value, device) for value in inputs],
             **(kwargs and {name: _moved(value, device) for name, value in kwargs.items()}),
         )
@@ -343,13 +345,13 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 @critical
-def on_all_devices(wrapper: Runnable, request: Request) -> Any:
+def on_all_devices(wrapper: Runnable, invocation: Invocation) -> Any:
     """Have the engine run a replica on every device."""
     count_step(wrapper, wrapper._engine.timings)
     try:
-        return wrapper._engine.forward(wrapper._modules["module"], wrapper._plan(request))
+        return wrapper._engine.forward(wrapper._modules["module"], wrapper._plan(invocation))
     except OneGraphNeededError:
-        return _composed(wrapper, request)
+        return _composed(wrapper, invocation)
     except ValueError as error:
         if _TOO_FEW_FOR_BATCH_NORM in str(error) and not wrapper._options.sync_batch_norm:
             error.add_note(_ONE_ROW)
@@ -357,32 +359,32 @@ def on_all_devices(wrapper: Runnable, request: Request) -> Any:
 
 
 @critical
-def plain_composition(wrapper: Runnable, request: Request) -> Any:
+def plain_composition(wrapper: Runnable, invocation: Invocation) -> Any:
     """Run the four verbs one after the other."""
     count_step(wrapper, wrapper._engine.timings)
-    return _composed(wrapper, request)
+    return _composed(wrapper, invocation)
 
 
-def _composed(wrapper: Runnable, request: Request) -> Any:
+def _composed(wrapper: Runnable, invocation: Invocation) -> Any:
     module, options, here = wrapper.module, wrapper._options, device_of_replica(wrapper)
     check_device(module, chain(module.parameters(), module.buffers()), here or options.devices[0])
     if options.sync_batch_norm and _overrides(wrapper, "parallel_apply"):
         raise RuntimeError(_APPLIED_ONE_BY_ONE)
     # A user's own scatter may find rows where ours sees none.
-    plan = None if _overrides(wrapper, "scatter") else wrapper._plan(request)
+    plan = None if _overrides(wrapper, "scatter") else wrapper._plan(invocation)
     numbers = plan.replica_numbers if plan else range(len(options.devices))
     device_ids = [here or options.device_ids[i] for i in numbers]
     if plan:
         shards, shard_kwargs = zip(*scattered(plan.arguments, plan.devices, plan.sizes, numbers), strict=True)
     else:
-        shards, shard_kwargs = interruptibly(wrapper.scatter, request.inputs, request.kwargs, device_ids)
+        shards, shard_kwargs = interruptibly(wrapper.scatter, invocation.inputs, invocation.kwargs, device_ids)
     before = call_of_verbs.set(plan)
     try:
         with unchanged_on_failure(torch_private.of_one_kind(module.buffers())):
             replicas = interruptibly(wrapper.replicate, module, device_ids[: len(shards)])
             modules, live_modules = modules_in_common(replicas, module)
             registries = buffer_registries(modules)
-            calls: Sequence[Any] = [called(replica, request.method) for replica in replicas]
+            calls: Sequence[Any] = [called(replica, invocation.method) for replica in replicas]
             if options.sync_batch_norm and len(replicas) > 1:
                 calls = run_synchronised(replicas, calls)
             outputs = interruptibly(wrapper.parallel_apply, calls, shards, shard_kwargs)

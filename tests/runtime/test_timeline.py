@@ -9,7 +9,7 @@ import torch
 
 from unisono.runtime import devices, timeline
 from unisono.runtime.devices import DeviceClock
-from unisono.runtime.timeline import Span, Step, Track
+from unisono.runtime.timeline import Span, StepRecording, Track
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_marks_outside_of_a_step_do_nothing() -> None:
 
 def test_a_replica_has_no_step() -> None:
     """P3: what a wrapper inside a replica would record is part of the replica's phase."""
-    step = Step(DeviceClock, torch.device("cpu"))
+    step = StepRecording(DeviceClock, torch.device("cpu"))
     timings = [timeline.ReplicaTiming(torch.device("cpu"), 1) for _ in range(2)]
     with timeline.while_recording(), step.recorded("forward", "replicate"):
         [passes] = timeline.contexts([0, 1], timings)
@@ -73,7 +73,7 @@ def test_a_replica_has_no_step() -> None:
 
 def test_a_thread_is_left_as_it_was() -> None:
     """P3: after a pass inside another one, and after one that fails."""
-    outer, inner = (Step(DeviceClock, torch.device("cpu")) for _ in range(2))
+    outer, inner = (StepRecording(DeviceClock, torch.device("cpu")) for _ in range(2))
     found = []
 
     def fail() -> None:
@@ -155,7 +155,7 @@ def test_times_of_an_accelerator_stay_exact(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.usefixtures("events", "clock")
 def test_one_accelerator_has_its_own_times() -> None:
     """P4: where no engine runs, too: the host only queues the work."""
-    step = Step(DeviceClock, torch.device("cuda", 0))
+    step = StepRecording(DeviceClock, torch.device("cuda", 0))
     weight = torch.ones(2, requires_grad=True)
     with step.recorded("forward", "scatter"):
         output = weight * 2

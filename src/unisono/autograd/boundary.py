@@ -56,12 +56,12 @@ class _Boundary(torch.autograd.Function):
         graphs.live_inputs = live_inputs
         joined = []
         constant = []
-        for edge in graphs.outputs:
-            result = edge.join(edge.tensors)
-            if [tensor for tensor in edge.tensors if tensor is result]:
+        for each in graphs.outputs:
+            result = each.join(each.tensors)
+            if [tensor for tensor in each.tensors if tensor is result]:
                 result = result.clone()  # it would be a replica's own tensor, and the caller may write into it
             joined.append(result)
-            if not edge.requires_grad:
+            if not each.requires_grad:
                 constant.append(result)
         ctx.mark_non_differentiable(*constant)
         return tuple(joined)
@@ -148,7 +148,7 @@ def join(
     live = [*live_inputs, *graphs.parameters.live]
     if [leaf for leaf in own_leaves if leaf.grad is not None]:
         graphs.pass_on_gradients(live)
-    if not [edge for edge in graphs.outputs if edge.requires_grad]:
+    if not [each for each in graphs.outputs if each.requires_grad]:
         return graphs.joined_outputs()
     aliases = [tensor if tensor.is_leaf else Alias.apply(tensor) for tensor in live]  # type: ignore[no-untyped-call]
     apply = _apply if graphs.step is None else _apply_recorded
@@ -172,7 +172,7 @@ def _differentiable_backward(
     live_inputs = (*graphs.live_inputs[:first], *incoming, *graphs.live_inputs[first:])
     apply = _apply if higher.step is None else _apply_recorded
     results = iter(apply(higher, *live_inputs))
-    return [next(results) if edge is not None else None for edge in gradients]
+    return [next(results) if each is not None else None for each in gradients]
 
 
 def _graphs_of_gradients(
@@ -182,10 +182,10 @@ def _graphs_of_gradients(
     graphs.keep = True
     higher, parts = graphs.differentiable_backward(grads, needed)
     gradients = [
-        BoundaryTensor(edge.placement, edge.device, edge.with_every_part(of_edge))
-        if any(p is not None for p in of_edge)
+        BoundaryTensor(each.placement, each.device, each.with_every_part(of_input))
+        if any(p is not None for p in of_input)
         else None
-        for edge, of_edge in zip(graphs.all_inputs, parts, strict=True)
+        for each, of_input in zip(graphs.all_inputs, parts, strict=True)
     ]
-    higher.outputs = [edge for edge in gradients if edge is not None]
+    higher.outputs = [each for each in gradients if each is not None]
     return higher, gradients

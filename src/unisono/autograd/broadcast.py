@@ -21,7 +21,7 @@ from functools import partial
 
 import torch
 
-from unisono.autograd.reducer import Emit, Part, Reducer, sum_in_place, sums_of
+from unisono.autograd.reducer import Emit, PartialSums, Reducer, sum_in_place, sums_of
 from unisono.runtime import devices as _devices
 from unisono.runtime.buckets import Bucket, Form, buckets_of, is_plain
 from unisono.runtime.streams import Copies
@@ -136,7 +136,7 @@ class CoalescedReduce:
 
     def of(self, replica: int) -> Reducer:
         """Return a replica's part."""
-        return Part(range(len(self._plan.bucket_of)), partial(self._take, replica))
+        return PartialSums(range(len(self._plan.bucket_of)), partial(self._take, replica))
 
     def __enter__(self) -> "CoalescedReduce":
         self._copies.__enter__()

@@ -26,6 +26,19 @@ from unisono.runtime.streams import current_stream, queued_on
 Emit: TypeAlias = Callable[[int, torch.Tensor], None]
 
 
+# Leaves have numbers: those of parameters count up from 0, those of a call's inputs down from -1.
+
+
+def number_of_input(k: int) -> int:
+    """Return the number of the leaf for the k-th input."""
+    return ~k
+
+
+def place_of(number: int, num_inputs: int) -> int:
+    """Return the place of a leaf among those of all inputs and, behind them, of all parameters."""
+    return ~number if number < 0 else num_inputs + number
+
+
 class Reducer(abc.ABC):
     """One replica's part in reducing the gradients of one backward."""
 
@@ -39,7 +52,7 @@ class Reducer(abc.ABC):
         """Add a leaf's gradient; return False, and do nothing, if it cannot be reduced, such as a second one."""
 
 
-class Part(Reducer):
+class PartialSums(Reducer):
     """A replica's part in a sum in this process: the numbers, and what `add` calls."""
 
     def __init__(self, numbers: Collection[int], add: Callable[[int, torch.Tensor], bool]) -> None:
@@ -53,7 +66,7 @@ class Part(Reducer):
         return self._add(number, gradient)
 
 
-class _RecordedReducer(Part):
+class _RecordedReducer(PartialSums):
     """A reducer whose work is recorded."""
 
     def __init__(self, reducer: Reducer) -> None:
@@ -150,7 +163,7 @@ class RunningSums:
 
     def of(self, replica: int) -> Reducer:
         """Return a replica's part."""
-        return Part(self._sums.keys(), partial(self._add, replica))
+        return PartialSums(self._sums.keys(), partial(self._add, replica))
 
     def _add(self, replica: int, number: int, gradient: torch.Tensor) -> bool:
         if number in self._sums:

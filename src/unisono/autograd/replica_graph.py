@@ -24,7 +24,15 @@ from typing import Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 import torch
 
 from unisono.autograd.broadcast import CoalescedReduce, ReduceBuckets
-from unisono.autograd.reducer import LeafHooks, Reducer, RunningSums, sum_in_place, sums_of
+from unisono.autograd.reducer import (
+    LeafHooks,
+    Reducer,
+    RunningSums,
+    number_of_input,
+    place_of,
+    sum_in_place,
+    sums_of,
+)
 from unisono.distributed.gradient_sync import RankReduction, SyncContext
 from unisono.primitives.parallel_apply import values_or_raise
 from unisono.primitives.placements import Placement, Replicate
@@ -35,7 +43,7 @@ from unisono.runtime.errors import ReplicaNames
 from unisono.runtime.streams import wait_for_streams
 from unisono.runtime.thread_pool import PassContext, one_pass, run_together
 from unisono.runtime.thread_state import modes_that_stay
-from unisono.runtime.timeline import ReplicaTiming, Step
+from unisono.runtime.timeline import ReplicaTiming, StepRecording
 
 T = TypeVar("T")
 
@@ -45,12 +53,12 @@ _BACKWARD_INSIDE = (
 )
 
 
-class Replay(Protocol):
+class Repeater(Protocol):
     """Runs a backward of `graphs`, again after a failure from which it recovers; engines/replay.py has it."""
 
     def run(self, graphs: "ReplicaGraphs", backward: Callable[[], T]) -> T: ...
 
-    def of_gradients(self, graphs: "ReplicaGraphs", make: Callable[[], "ReplicaGraphs"]) -> "Replay":
+    def of_gradients(self, graphs: "ReplicaGraphs", make: Callable[[], "ReplicaGraphs"]) -> "Repeater":
         """Return that of the graphs of the gradients of `graphs`, which `make` makes."""
 
 
@@ -283,8 +291,8 @@ class ReplicaGraphs:
     live_inputs: tuple[torch.Tensor, ...] = ()
     sync_context: SyncContext | None = None
     separate_memory: bool = False
-    replay: "Replay | None" = None
-    step: Step | None = None
+    replay: "Repeater | None" = None
+    step: StepRecording | None = None
     released: bool = field(default=False, init=False)
     _grad_is_free: threading.Lock = field(default_factory=threading.Lock, init=False)
 
@@ -321,12 +329,12 @@ class ReplicaGraphs:
 
     def graph(self, index: int) -> ReplicaGraph:
         """Return the graph of a replica in this process."""
-        inputs = [edge.tensors[index] for edge in self.inputs]
+        inputs = [each.tensors[index] for each in self.inputs]
         of = self.parameters
         hooks = [of.hooks[index]] if of.hooks else []
         if self.inputs and (replicated := self._replicated_inputs()):
-            hooks.append(LeafHooks({~k: leaf for k in replicated if (leaf := inputs[k]) is not None}))
-        outputs = [edge.tensors[index] for edge in self.outputs]
+            hooks.append(LeafHooks({number_of_input(k): leaf for k in replicated if (leaf := inputs[k]) is not None}))
+        outputs = [each.tensors[index] for each in self.outputs]
         return ReplicaGraph(inputs, of.leaves[index] if of.leaves else [], outputs, hooks)
 
     def graphs(self) -> list[ReplicaGraph]:
@@ -338,10 +346,10 @@ class ReplicaGraphs:
         callers = set(map(id, self.outside.leaves))
         return [
             k
-            for k, edge in enumerate(self.inputs)
-            if isinstance(edge.placement, Replicate)
-            and any(t is not None and t.nbytes >= LARGE_BYTES for t in edge.tensors)
-            and callers.isdisjoint(map(id, edge.tensors))
+            for k, each in enumerate(self.inputs)
+            if isinstance(each.placement, Replicate)
+            and any(t is not None and t.nbytes >= LARGE_BYTES for t in each.tensors)
+            and callers.isdisjoint(map(id, each.tensors))
         ]
 
     def check_backward_inside_forward(self) -> None:
@@ -365,7 +373,7 @@ class ReplicaGraphs:
 
     def joined_outputs(self) -> list[torch.Tensor]:
         """Return the joined outputs where no backward will follow."""
-        return [edge.join(edge.tensors) for edge in self.outputs]
+        return [each.join(each.tensors) for each in self.outputs]
 
     def pass_on_gradients(self, live: Sequence[torch.Tensor]) -> None:
         """Pass on gradients that the module's own call of backward, inside forward, has left in the replicas' leaves.
@@ -411,7 +419,7 @@ class ReplicaGraphs:
             # that share a leaf may share nodes, which the first replica's backward must not free.
             keep = keep or (self._one_backward_each and not together)
             parts = self._gradients(self._parts_of(output_grads), needed, together=together, keep=keep)
-            return [edge.join_gradients(of) for edge, of in zip(self.all_inputs, parts, strict=True)]
+            return [each.join_gradients(of) for each, of in zip(self.all_inputs, parts, strict=True)]
         try:
             if not self.outside.leaves:
                 return self._backward_into_grad(output_grads, keep, reduction)
@@ -444,7 +452,7 @@ class ReplicaGraphs:
             totals = {} if sums is None else sums.end()
         joined = self._joined([graph.take_gradients() for graph in graphs])
         for number, total in totals.items():
-            joined[~number if number < 0 else len(self.inputs) + number] = total
+            joined[place_of(number, len(self.inputs))] = total
         return joined
 
     def _joined(
@@ -452,7 +460,7 @@ class ReplicaGraphs:
     ) -> list[torch.Tensor | None]:
         """Return the gradient of each of the boundary's inputs, from those of each replica's leaves."""
         of_inputs = zip(*(of_inputs for of_inputs, _ in gradients), strict=True)
-        joined = [edge.join_gradients(of) for edge, of in zip(self.inputs, of_inputs, strict=True)]
+        joined = [each.join_gradients(of) for each, of in zip(self.inputs, of_inputs, strict=True)]
         return joined + sums_of([of_parameters for _, of_parameters in gradients])
 
     def _sums(self, reduction: RankReduction | None) -> AbstractContextManager[RunningSums | CoalescedReduce | None]:
@@ -465,13 +473,13 @@ class ReplicaGraphs:
             )
         numbers = set(emitted)
         if self._one_backward_each and len(self.timings) > 1:
-            numbers.update(self.parameters.large, [~k for k in self._replicated_inputs()])
+            numbers.update(self.parameters.large, map(number_of_input, self._replicated_inputs()))
         return nullcontext(RunningSums(len(self.timings), numbers, emit, emitted) if numbers else None)
 
     def let_outputs_stream_wait(self) -> None:
         """Make the stream of the boundary's first output, which autograd uses, wait for the inputs' gradients."""
         if not self._one_backward_each:
-            homes = [edge.device for edge in self.inputs] + [live.device for live in self.parameters.live]
+            homes = [each.device for each in self.inputs] + [live.device for live in self.parameters.live]
             wait_for_streams(self.outputs[0].device, homes)
 
     def differentiable_backward(
@@ -480,17 +488,17 @@ class ReplicaGraphs:
         """Run backward with create_graph=True; return its graphs, without outputs yet, and each input's gradients."""
         incoming: list[BoundaryTensor] = []
         end_grads: list[list[torch.Tensor | None]] = [[] for _ in self.timings]
-        for edge, grad in zip(self.outputs, output_grads, strict=True):
+        for each, grad in zip(self.outputs, output_grads, strict=True):
             parts: list[torch.Tensor | None] = [None for _ in self.timings]
             if grad is not None:
                 devices = [
                     timing.device if end is None else end.device
-                    for end, timing in zip(edge.tensors, self.timings, strict=True)
+                    for end, timing in zip(each.tensors, self.timings, strict=True)
                 ]
-                parts = [edge.part(grad.detach(), i, device) for i, device in enumerate(devices)]
+                parts = [each.part(grad.detach(), i, device) for i, device in enumerate(devices)]
                 parts = [None if p is None else p.detach().requires_grad_(grad.requires_grad) for p in parts]
                 tensors = parts if grad.requires_grad else [None] * len(parts)
-                incoming.append(BoundaryTensor(edge.placement.of_gradients(), grad.device, tensors))
+                incoming.append(BoundaryTensor(each.placement.of_gradients(), grad.device, tensors))
             for i, part in enumerate(parts):
                 end_grads[i].append(part)
         higher = self._higher(incoming)
@@ -511,9 +519,9 @@ class ReplicaGraphs:
     def _part_of(self, index: int, output_grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Return a replica's part of the output gradients; None for an output that needs none."""
         return [
-            edge.part(grad, index, end.device) if grad is not None and end is not None and end.requires_grad else None
-            for edge, grad in zip(self.outputs, output_grads, strict=True)
-            for end in (edge.tensors[index],)
+            each.part(grad, index, end.device) if grad is not None and end is not None and end.requires_grad else None
+            for each, grad in zip(self.outputs, output_grads, strict=True)
+            for end in (each.tensors[index],)
         ]
 
     def _parts_of(self, output_grads: Sequence[torch.Tensor | None]) -> list[list[torch.Tensor | None]]:

@@ -41,7 +41,7 @@ class Inputs:
     Attributes:
         shards: (positional, keyword) inputs, one a replica. The first `num_here` replicas run in this process, and
             their shards are on their devices. The other shards hold the caller's rows or leaves, not copied yet.
-        live, edges: the caller's tensors that need a gradient, and the boundary's inputs made of them.
+        live, of_boundary: the caller's tensors that need a gradient, and the boundary's inputs made of them.
         parts_elsewhere: ids of the tensors in the other shards that have to go to the replica's device.
     """
 
@@ -49,7 +49,7 @@ class Inputs:
         num_replicas = len(call.devices)
         num_here = num_replicas if num_here is None else num_here
         self.live: list[torch.Tensor] = []
-        self.edges: list[BoundaryTensor] = []
+        self.of_boundary: list[BoundaryTensor] = []
         self.parts_elsewhere: set[int] = set()
         all_on_cpu = _devices.are_cpu(call.devices)
 
@@ -59,7 +59,7 @@ class Inputs:
             if tracked and tensor.requires_grad:
                 parts = [part if part is None else part.detach().requires_grad_() for part in parts]
                 self.live.append(tensor)
-                self.edges.append(BoundaryTensor(placement, tensor.device, parts))
+                self.of_boundary.append(BoundaryTensor(placement, tensor.device, parts))
             # A copy even on the same device, so that a module that writes into its input writes into its own; and
             # made in the replica's graph, because writing into a leaf is forbidden.
             if num_here < num_replicas:

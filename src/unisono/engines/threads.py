@@ -203,13 +203,15 @@ class _ThreadsStep(Step[ReplicaContext]):
 
     def link(self, groups: Sequence[Group]) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         call, graphs, pool, replicas, inputs = self.call, self.graphs, self.pool, self.replicas, self._inputs
-        own_leaves = [leaf for given in inputs.edges for leaf in given.tensors if leaf is not None]
+        own_leaves = [leaf for given in inputs.of_boundary for leaf in given.tensors if leaf is not None]
         own_leaves += chain.from_iterable(replicas.leaves)
         graphs.keep = carries_objects(call)
         graphs.outside = self._engine._search.outside_leaves(pool, call, groups, graphs.where, own_leaves, graphs.keep)
         outside = graphs.outside.leaves
         of_all = len(call.devices)
-        graphs.inputs = inputs.edges + [BoundaryTensor(Replicate(), leaf.device, [leaf] * of_all) for leaf in outside]
+        graphs.inputs = inputs.of_boundary + [
+            BoundaryTensor(Replicate(), leaf.device, [leaf] * of_all) for leaf in outside
+        ]
         buckets = pool.reduce_buckets if replicas.is_remote else None
         graphs.parameters = ParameterLeaves(pool.live_parameters, replicas.leaves, replicas.hooks, pool.large, buckets)
         graphs.on_release = replicas.give_back

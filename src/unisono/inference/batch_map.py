@@ -49,7 +49,7 @@ _FORKED = (
 _NO_LANE_LEFT = "no lane is left that could compute the remaining batches: each of them has ended. Call map again."
 
 
-class Outputs(Iterator[Any]):
+class OutputIterator(Iterator[Any]):
     """The outputs of some batches, in order.
 
     It is an iterator, which ends early with `close()`, at the end of a `with` block, or when it is deleted.
@@ -66,7 +66,7 @@ class Outputs(Iterator[Any]):
         self.close()
 
 
-class BatchMap(Outputs):
+class BatchMap(OutputIterator):
     """The outputs of one process's batches. See the module's docstring.
 
     Args:

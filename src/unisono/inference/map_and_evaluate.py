@@ -10,7 +10,7 @@ import torch
 
 from unisono.distributed.process_group import Communicator
 from unisono.engines.base import Lanes
-from unisono.inference.batch_map import BatchMap, Outputs
+from unisono.inference.batch_map import BatchMap, OutputIterator
 from unisono.inference.batches import batches_of
 from unisono.inference.metrics import Totals, check_metric, inputs_and_target
 from unisono.inference.out import OutFiller
@@ -72,7 +72,7 @@ def map_batches(callee: Callee, batches: Iterable[Any], batch_size: int | None, 
     """Return an iterator over the outputs of all batches; or `out`, when they are in it."""
     batches = batches_of(batches, batch_size, callee.rules.dim)
     filler = None if out is None else OutFiller(out, callee.rules)
-    outputs: Outputs
+    outputs: OutputIterator
     communicator = callee.communicator
     if communicator is None:
         outputs = callee.outputs(batches)
@@ -91,7 +91,7 @@ def map_batches(callee: Callee, batches: Iterable[Any], batch_size: int | None, 
 
 
 @critical
-def _fill(filler: OutFiller, outputs: Outputs) -> None:
+def _fill(filler: OutFiller, outputs: OutputIterator) -> None:
     with outputs, torch.no_grad():
         filler.fill(outputs)
 
@@ -140,7 +140,7 @@ def _add_all(
             yield kwargs or args
 
     device = callee.output_device
-    outputs: Outputs = callee.outputs(inputs())
+    outputs: OutputIterator = callee.outputs(inputs())
     if progress:
         outputs = WithProgress(outputs, "evaluate", _length_of(batches))
     with outputs, torch.no_grad():

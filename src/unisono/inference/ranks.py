@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from unisono.distributed.process_group import Communicator
-from unisono.inference.batch_map import Outputs
+from unisono.inference.batch_map import OutputIterator
 from unisono.inference.batches import SampleBatches
 from unisono.inference.metrics import Totals
 from unisono.primitives import pytree
@@ -100,7 +100,7 @@ def _sample(batch: Any) -> bytes:
     return repr(seen).encode()
 
 
-class RankMap(Outputs):
+class RankMap(OutputIterator):
     """The outputs of all processes' batches, on rank 0. See the module's docstring.
 
     Args:
@@ -110,7 +110,7 @@ class RankMap(Outputs):
     """
 
     def __init__(
-        self, outputs: Outputs, own_batches: RankBatches, communicator: Communicator, device: torch.device
+        self, outputs: OutputIterator, own_batches: RankBatches, communicator: Communicator, device: torch.device
     ) -> None:
         self._outputs, self._own_batches = outputs, own_batches
         self._communicator, self._device = communicator, device

@@ -5,12 +5,12 @@ import time
 from typing import Any
 
 from unisono.console import progress
-from unisono.inference.batch_map import Outputs
+from unisono.inference.batch_map import OutputIterator
 
 _NO_RICH = "progress=True shows a bar with rich, which is not installed: pip install rich, or leave progress out"
 
 
-class WithProgress(Outputs):
+class WithProgress(OutputIterator):
     """Outputs, with a bar on the terminal while they are iterated over.
 
     Args:
@@ -22,7 +22,7 @@ class WithProgress(Outputs):
         ModuleNotFoundError: rich is missing.
     """
 
-    def __init__(self, outputs: Outputs, task: str, total: int | None) -> None:
+    def __init__(self, outputs: OutputIterator, task: str, total: int | None) -> None:
         if importlib.util.find_spec("rich") is None:
             raise ModuleNotFoundError(_NO_RICH)
         self._outputs, self._task, self._total = outputs, task, total

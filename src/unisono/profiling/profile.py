@@ -16,7 +16,7 @@ from unisono.profiling import chrome_trace
 from unisono.profiling.steps import PHASES, ProfiledStep, divided, filled, grouped, lanes_of
 from unisono.runtime import devices, timeline
 from unisono.runtime.devices import DeviceClock
-from unisono.runtime.timeline import Span, Step
+from unisono.runtime.timeline import Span, StepRecording
 
 _MOST_STEPS = 1000  # the last ones are kept
 _NOTHING = "nothing was profiled: the model was not called, or only inside torch.compile"
@@ -49,7 +49,7 @@ class Profile:
         self.model, self.rank = model, rank
         self._device = device
         self._clock_of = cache(DeviceClock)
-        self._steps: deque[Step] = deque(maxlen=_MOST_STEPS)
+        self._steps: deque[StepRecording] = deque(maxlen=_MOST_STEPS)
         self._ended: float | None = None
 
     @contextlib.contextmanager
@@ -63,9 +63,9 @@ class Profile:
             for step in list(self._steps):
                 step.is_open = False
 
-    def new_step(self) -> Step:
+    def new_step(self) -> StepRecording:
         """Return the step that begins with a forward."""
-        step = Step(self._clock_of, self._device)
+        step = StepRecording(self._clock_of, self._device)
         self._steps.append(step)
         return step
 
@@ -174,7 +174,7 @@ class Profile:
         seconds = statistics.median(step.seconds for step in steps)
         return f"{self.model}: {len(steps)} step{'s' * (len(steps) > 1)}, {1000 * seconds:.3g} ms a step"
 
-    def _of_thread(self, recorded: Sequence[Step], thread: int, now: float) -> list[ProfiledStep]:
+    def _of_thread(self, recorded: Sequence[StepRecording], thread: int, now: float) -> list[ProfiledStep]:
         """Return the steps of one thread, which its forwards and their backwards divide among them."""
         groups = grouped(recorded)
         passes = [each for step in recorded for each in step.passes]
@@ -202,7 +202,7 @@ class Profile:
             for number in range(len(groups))
         ]
 
-    def _lanes(self, step: Step) -> dict[str, tuple[list[Span], int]]:
+    def _lanes(self, step: StepRecording) -> dict[str, tuple[list[Span], int]]:
         """Return what was recorded of a forward and its backwards by lane, and the lane's rows."""
         replicas = sorted(step.replicas.items())
         if not replicas and devices.computes_on_host(self._device):

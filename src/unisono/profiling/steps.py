@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from unisono.runtime import timeline
-from unisono.runtime.timeline import WAIT, Span, Step
+from unisono.runtime.timeline import WAIT, Span, StepRecording
 
 OUTSIDE = "outside"  # the model: the loss, the optimizer, the data
 PHASES = (
@@ -40,13 +40,13 @@ class ProfiledStep:
         return self.ended - self.began
 
 
-def grouped(recorded: Sequence[Step]) -> list[list[Step]]:
+def grouped(recorded: Sequence[StepRecording]) -> list[list[StepRecording]]:
     """Return the forwards of one thread, each with its backwards, as steps.
 
     A forward that begins before all backwards of those before it have ended is part of the same step: a loss is that of
     two forwards, say.
     """
-    found: list[list[Step]] = []
+    found: list[list[StepRecording]] = []
     ended = 0.0
     for step in recorded:
         if not found or step.passes[0].began >= ended:

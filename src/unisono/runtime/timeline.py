@@ -1,11 +1,11 @@
 """What each thread and each process of a step does when: recorded while a profile is open, else nothing is.
 
-    Step     one forward of a wrapper and the backwards that belong to it: its passes, and a track for each replica
-    Track    what one replica, or the caller's thread, does: spans, each with one phase, which never overlap
+    StepRecording   one forward of a wrapper and its backwards: its passes, and a track for each replica
+    Track           what one replica, or the caller's thread, does: spans, each with one phase, which never overlap
 
-The caller's thread is recorded from the beginning of a pass to its end (`Step.recorded`); `mark` says what it goes on
-with. Where a replica's part of the pass begins, and ends, is known from the context that goes around it (`contexts`).
-A phase inside another one interrupts it: a replica that waits for others in the middle of its forward does not compute
+The caller's thread is recorded from the beginning of a pass to its end (`StepRecording.recorded`); `mark` says what it
+goes on with. Where a replica's part of the pass begins, and ends, is known from the context that goes around it
+(`contexts`). A phase inside another one interrupts it: a replica that waits for others in its forward does not compute
 meanwhile. A worker process records its own track, and sends it with its reply.
 
 On an accelerator a replica's spans are those of the work that it queues, by events on its stream: nothing waits.
@@ -140,7 +140,7 @@ class ReplicaTiming:
             self.track.add(spans)
 
 
-class Step:
+class StepRecording:
     """One forward of a wrapper, and the backwards that belong to it.
 
     Args:
@@ -234,9 +234,9 @@ class Step:
 # ---- what the engines call ----
 
 
-def current_step() -> Step | None:
+def current_step() -> StepRecording | None:
     """Return the step whose pass the calling thread runs; None in a replica, and while nothing is recorded."""
-    step: Step | None = getattr(_thread, "step", None)
+    step: StepRecording | None = getattr(_thread, "step", None)
     return step
 
 
@@ -263,7 +263,7 @@ def contexts(numbers: Sequence[int], timings: Sequence[ReplicaTiming]) -> list["
 class RecordedPasses:
     """Makes the context of each pass over the replicas, in which each of them is recorded, in its own thread."""
 
-    def __init__(self, step: Step, timings: Sequence[ReplicaTiming]) -> None:
+    def __init__(self, step: StepRecording, timings: Sequence[ReplicaTiming]) -> None:
         self._step, self._timings = step, timings
 
     def __call__(self) -> AbstractContextManager[Callable[[int], AbstractContextManager[None]]]:
@@ -347,7 +347,7 @@ def while_recording() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _in_thread(step: Step | None, track: Track | None) -> Iterator[None]:
+def _in_thread(step: StepRecording | None, track: Track | None) -> Iterator[None]:
     """Let the calling thread run a pass of a step, and be recorded on a track, until the block ends."""
     before = getattr(_thread, "step", None), getattr(_thread, "track", None)
     _thread.step, _thread.track = step, track

@@ -120,7 +120,7 @@ class one_stream:  # noqa: N801 - a context manager
         return self._context_of
 
     def _context_of(self, index: int) -> AbstractContextManager[None]:
-        stream = Stream(partial(_with_state, self._state), partial(_draw_part, Part(index, self._sizes)))
+        stream = Stream(partial(_with_state, self._state), partial(_draw_part, ReplicaRows(index, self._sizes)))
         self._streams.append(stream)
         return DrawingFrom(stream, self._caught)
 
@@ -150,7 +150,7 @@ def no_draws() -> Iterator[None]:
     if caught is None:
         yield
         return
-    stream = Stream(partial(_with_state, torch.default_generator.get_state()), partial(_draw_part, Part(0, ())))
+    stream = Stream(partial(_with_state, torch.default_generator.get_state()), partial(_draw_part, ReplicaRows(0, ())))
     with taking_part(None, 0), DrawingFrom(stream, caught):
         yield
 
@@ -190,7 +190,7 @@ def _with_state(state: torch.Tensor) -> torch.Generator:
 
 
 @dataclass(frozen=True)
-class Part:
+class ReplicaRows:
     """A replica's part of the batch: its index, and the rows of every replica, in order."""
 
     index: int
@@ -230,7 +230,7 @@ class _RowsAxis(NamedTuple):
 
 
 def _draw_part(
-    part: Part,
+    part: ReplicaRows,
     drawn_by: Any,
     num_before: int,
     args: Sequence[Any],
@@ -347,7 +347,7 @@ def _reads(drawn_by: Any, name: str) -> bool:
     return name != "self" or packet.startswith(_READ_SELF) or (packet == "bernoulli" and overload in ("default", "out"))
 
 
-def _rows_axes(operation: str, of_replicas: Sequence[Mapping[str, _Given]], part: Part) -> dict[str, _RowsAxis]:
+def _rows_axes(operation: str, of_replicas: Sequence[Mapping[str, _Given]], part: ReplicaRows) -> dict[str, _RowsAxis]:
     """Return the axis of the rows of each argument that has one; it is the same in all of them.
 
     Raises:
@@ -384,12 +384,12 @@ def _axes_that_differ(shapes: Sequence[tuple[int, ...]]) -> list[int]:
     return [axis for axis, lengths in enumerate(zip(*shapes, strict=True)) if len(set(lengths)) > 1]
 
 
-def _in_words(shapes: Sequence[tuple[int, ...]], part: Part) -> str:
+def _in_words(shapes: Sequence[tuple[int, ...]], part: ReplicaRows) -> str:
     return ", ".join(f"{shape} for {rows} rows" for shape, rows in zip(shapes, part.sizes, strict=True))
 
 
 def _whole(
-    name: str, value: Any, all_given: Mapping[int, Mapping[str, _Given]], rows_axis: _RowsAxis, part: Part
+    name: str, value: Any, all_given: Mapping[int, Mapping[str, _Given]], rows_axis: _RowsAxis, part: ReplicaRows
 ) -> Any:
     """Return what one device would give as an argument."""
     axis, per_row = rows_axis
@@ -436,6 +436,6 @@ def _strides_like(given: _Given, shape: Sequence[int]) -> list[int]:
     return strides
 
 
-def _own_part(whole: torch.Tensor, rows_axis: _RowsAxis, part: Part) -> torch.Tensor:
+def _own_part(whole: torch.Tensor, rows_axis: _RowsAxis, part: ReplicaRows) -> torch.Tensor:
     axis, per_row = rows_axis
     return whole.narrow(axis, per_row * part.start, per_row * part.sizes[part.index])

@@ -27,7 +27,7 @@ from unisono.engines.base import Call
 from unisono.runtime import devices as _devices
 from unisono.runtime.devices import DeviceLike
 from unisono.scripts.activity import Activity
-from unisono.ways import Request, plan_of
+from unisono.ways import Invocation, plan_of
 from unisono.wrapper import accept_clean_names
 
 TORCHS_MODULE = "torch.nn.parallel.data_parallel"
@@ -131,10 +131,10 @@ class DataParallel(OwnDataParallel):
             return super().forward(*inputs, **kwargs)
         return now.activity.measure(super().forward, inputs, kwargs, self.dim, self._engine.timings)
 
-    def _plan(self, request: Request) -> Call:
+    def _plan(self, invocation: Invocation) -> Call:
         if self.adjust_plan is None:
-            return plan_of(self, request)
-        return self.adjust_plan(lambda kwargs: plan_of(self, replace(request, kwargs=kwargs)), request.kwargs)
+            return plan_of(self, invocation)
+        return self.adjust_plan(lambda kwargs: plan_of(self, replace(invocation, kwargs=kwargs)), invocation.kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in self.__dict__.items() if name not in self._own_names}

@@ -27,7 +27,7 @@ Tensors: TypeAlias = list[tuple[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class Call:
+class RecordedCall:
     """One call of one submodule: its inputs and outputs, as copies on the host.
 
     Attributes:
@@ -57,7 +57,7 @@ class CallRecorder:
     """
 
     has_drawn: Callable[[], bool]
-    calls: list[Call] = field(default_factory=list)
+    calls: list[RecordedCall] = field(default_factory=list)
     _running: dict[Path, list[tuple[str, Tensors]]] = field(default_factory=lambda: defaultdict(list))
     _num_calls: dict[tuple[Path, str], int] = field(default_factory=lambda: defaultdict(int))
     _copies: dict[tuple[Path, int], tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = field(default_factory=dict)
@@ -79,16 +79,16 @@ class CallRecorder:
                 handle.remove()
             self._copies.clear()
 
-    def grouped(self) -> dict[tuple[str, int], list[Call]]:
+    def grouped(self) -> dict[tuple[str, int], list[RecordedCall]]:
         """Return the calls by name and number, in the order of execution; for each, the replicas in row order."""
-        grouped: dict[tuple[str, int], list[Call]] = defaultdict(list)
+        grouped: dict[tuple[str, int], list[RecordedCall]] = defaultdict(list)
         for call in self.calls:
             grouped[call.name, call.number].append(call)
         for replicas in grouped.values():
             replicas.sort(key=lambda call: call.path)
         return grouped
 
-    def root_calls(self) -> list[Call]:
+    def root_calls(self) -> list[RecordedCall]:
         """Return the root's first call in each replica, in row order."""
         return self.grouped().get(("", 0), [])
 
@@ -108,7 +108,7 @@ class CallRecorder:
         number = self._num_calls[path, name]
         self._num_calls[path, name] += 1
         outputs = self._copied(output, path)
-        self.calls.append(Call(name, number, path, inputs, outputs, module.training, self.has_drawn()))
+        self.calls.append(RecordedCall(name, number, path, inputs, outputs, module.training, self.has_drawn()))
 
     def _copied(self, value: Any, path: Path) -> Tensors:
         return [(where, self._copy(tensor, path)) for where, tensor in tensors_in(value)]

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from unisono.autograd.reducer import number_of_input
 from unisono.autograd.replica_graph import BoundaryTensor, ParameterLeaves, Passes
 from unisono.engines.base import Call, LaneCall, Lanes
 from unisono.engines.compile_lock import CompileLock
@@ -395,7 +396,8 @@ class _ProcessesStep(Step[int]):
         update = self._engine._pack(blueprint, call.source, worker_group, num_workers)
         thread, process = ThreadState.capture(), ProcessState.capture()
         tracked = thread.grad_enabled
-        leaves = {id(leaf): ~k for k, edge in enumerate(inputs.edges) for leaf in edge.tensors if leaf is not None}
+        numbered = [(leaf, number_of_input(k)) for k, each in enumerate(inputs.of_boundary) for leaf in each.tensors]
+        leaves = {id(leaf): number for leaf, number in numbered if leaf is not None}
         objects = self._objects
         replicas = tuple(range(num_workers + 1))
         for i in range(num_workers):
@@ -408,7 +410,7 @@ class _ProcessesStep(Step[int]):
                 if tracked and tensor.requires_grad:
                     leaf = leaves.get(id(tensor))
                     if leaf is None:  # not one of the inputs' leaves: it was inside an object
-                        leaf = leaves[id(tensor)] = ~(len(inputs.edges) + len(objects))
+                        leaf = leaves[id(tensor)] = number_of_input(len(inputs.of_boundary) + len(objects))
                         objects.append(tensor)
                 target = device if id(tensor) in inputs.parts_elsewhere else tensor.device
                 return TensorRef.put(send_buffer, tensor, leaf=leaf, requires_grad=tensor.requires_grad, device=target)
@@ -446,7 +448,7 @@ class _ProcessesStep(Step[int]):
 
     def link(self, groups: Sequence[Group]) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         call, graphs, pool, replicas, inputs = self.call, self.graphs, self.pool, self.replicas, self._inputs
-        own_leaves = [given.tensors[0] for given in inputs.edges if given.tensors[0] is not None]
+        own_leaves = [given.tensors[0] for given in inputs.of_boundary if given.tensors[0] is not None]
         own_leaves += replicas.leaves[0]
         of_first = [Group(group.tensors[:1], group.placement) for group in groups]
         search, with_objects = self._engine._search, carries_objects(call)
@@ -467,10 +469,10 @@ class _ProcessesStep(Step[int]):
         graphs, pool, objects = self.graphs, self.pool, self._objects
         num_workers = len(graphs.where) - 1
         replicate = Replicate()
-        edges = [*self._inputs.edges]
+        boundary_inputs = [*self._inputs.of_boundary]
         for tensor in objects:  # the first replica's graph contains it already
-            edges.append(BoundaryTensor(replicate, tensor.device, [None, *[tensor.detach()] * num_workers]))
-        graphs.keys = [~k for k in range(len(edges))]
+            boundary_inputs.append(BoundaryTensor(replicate, tensor.device, [None, *[tensor.detach()] * num_workers]))
+        graphs.keys = [*map(number_of_input, range(len(boundary_inputs)))]
         from_outside = self._engine._module_sync.tensors_from_outside()
         in_workers = {id(tensor): n for n, tensor in enumerate(from_outside, len(pool.live_parameters))}
         in_first = set(map(id, graphs.outside.leaves))
@@ -478,10 +480,10 @@ class _ProcessesStep(Step[int]):
         for key, tensor in outside.items():
             of_workers = tensor if key in in_workers else None
             of_first = tensor if key in in_first else None
-            edges.append(BoundaryTensor(replicate, tensor.device, [of_first, *[of_workers] * num_workers]))
+            boundary_inputs.append(BoundaryTensor(replicate, tensor.device, [of_first, *[of_workers] * num_workers]))
             graphs.keys.append(in_workers.get(key))
         graphs.remote_leaves = self._engine._leaves_of(pool, from_outside)
-        graphs.inputs = edges
+        graphs.inputs = boundary_inputs
         return [*self._inputs.live, *objects, *outside.values()]
 
 

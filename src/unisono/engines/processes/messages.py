@@ -3,8 +3,8 @@
 Before its reply a worker may send requests of the replicas' batch norms, any number of them (remote_exchange.py).
 
 A tensor in a message is a spec in the sender's buffer. Leaves are named by numbers that both sides know: n from 0 for
-the parameters that need a gradient, then for tensors from outside the module; ~k for the k-th tensor of a call that
-needs a gradient.
+the parameters that need a gradient, then for tensors from outside the module; `number_of_input(k)` for
+the k-th tensor of a call that needs a gradient.
 """
 
 import contextlib

@@ -22,7 +22,7 @@ from typing import Any, Self, TypeAlias, TypeVar
 
 import torch
 
-from unisono.autograd.reducer import sums_of
+from unisono.autograd.reducer import number_of_input, sums_of
 from unisono.autograd.replica_graph import (
     BoundaryTensor,
     ReplicaGraph,
@@ -67,7 +67,7 @@ def repeat_messages(reply: Reply) -> None:
 class RemoteGraphs(ReplicaGraphs):
     """See the module's docstring.
 
-    In an output edge, a worker's output is a view of memory that its next reply overwrites. In an input edge, and in
+    Among the outputs, a worker's is a view of memory that its next reply overwrites. Among the inputs, and in
     `parameters`, a worker's leaf is any tensor of its size.
 
     Attributes:
@@ -87,7 +87,7 @@ class RemoteGraphs(ReplicaGraphs):
     kept: at_deletion | None = field(kw_only=True)
     keys: list[int | None] = field(default_factory=list, kw_only=True)
     remote_leaves: Mapping[int, torch.Tensor] = field(default_factory=dict, kw_only=True)
-    _output_numbers: dict[int, int] = field(default_factory=dict, init=False)  # by id of an output edge's tensor
+    _output_numbers: dict[int, int] = field(default_factory=dict, init=False)  # by id of an output
 
     def drop(self) -> None:
         self.kept = None
@@ -95,7 +95,7 @@ class RemoteGraphs(ReplicaGraphs):
         ReplicaGraphs.drop(self)
 
     @property
-    def _edge_of(self) -> dict[int, int]:
+    def _place_of(self) -> dict[int, int]:
         """The place in `inputs` of each leaf in the workers that is no parameter's, by its number."""
         return {key: e for e, key in enumerate(self.keys) if key is not None}
 
@@ -127,7 +127,7 @@ class RemoteGraphs(ReplicaGraphs):
     def pass_on_gradients_of_forward(self, live: Sequence[torch.Tensor], replies: dict[int, Reply]) -> None:
         """Pass on the gradients that a backward inside the module's forward has left in the replicas' leaves."""
         of_caller = set(map(id, live))
-        own = [edge.tensors[0] for edge in self.inputs if id(edge.tensors[0]) not in of_caller]
+        own = [each.tensors[0] for each in self.inputs if id(each.tensors[0]) not in of_caller]
         gradients = [leaf for leaf in (*own, *self.parameters.leaves[0]) if leaf is not None and leaf.grad is not None]
         if not gradients and not any([reply.gradients for reply in replies.values()]):
             return
@@ -186,7 +186,7 @@ class RemoteGraphs(ReplicaGraphs):
             return self._with_replies(of_inputs, of_parameters, replies, sums)
 
     def _higher(self, incoming: Sequence[BoundaryTensor], **changes: Any) -> Self:
-        keys = [*self.keys, *[~(len(self.keys) + k) for k, _ in enumerate(incoming)]]
+        keys = [*self.keys, *[number_of_input(len(self.keys) + k) for k, _ in enumerate(incoming)]]
         number = next(self.worker_group.graph_numbers)
         kept = self.worker_group.keep_graph(number)
         return super()._higher(incoming, number=number, kept=kept, keys=keys, **changes)
@@ -203,12 +203,12 @@ class RemoteGraphs(ReplicaGraphs):
         with self.step_lock as is_outermost, self._divided_threads(is_outermost) as num_threads, self.worker_group:
             own, replies, _ = self._run_everywhere(grads, backward_own, num_threads, True, needed, higher)
             parts: list[Gradients] = [[grad, *[None] * (len(self.where) - 1)] for grad in own]
-            edge_of, first = self._edge_of, len(self.inputs)
+            place_of, first = self._place_of, len(self.inputs)
             for i, reply in replies.items():
                 for key, tensor_ref in reply.gradients:
                     tensor = self._received(i, tensor_ref, reply).clone()
                     higher._output_numbers[id(tensor)] = tensor_ref.output
-                    place = edge_of[key] if key in edge_of else first + key
+                    place = place_of[key] if key in place_of else first + key
                     parts[place][i + 1] = tensor.requires_grad_(tensor_ref.requires_grad)
         return parts
 
@@ -234,8 +234,8 @@ class RemoteGraphs(ReplicaGraphs):
         """
         group, thread, process = self.worker_group, ThreadState.capture(), ProcessState.capture()
         streams = self.new_streams()
-        edges = [] if higher is None else zip(higher.inputs, higher.keys, strict=True)
-        leaf_of = {id(leaf): key for edge, key in edges for leaf in edge.tensors if leaf is not None}
+        of_boundary = [] if higher is None else zip(higher.inputs, higher.keys, strict=True)
+        leaf_of = {id(leaf): key for each, key in of_boundary for leaf in each.tensors if leaf is not None}
         asked = {i: sent for i, _ in enumerate(self.where[1:]) if (sent := self._put_grads(i, grads[i + 1], leaf_of))}
         replicas = (0, *[i + 1 for i in asked])
         in_workers = None
@@ -309,7 +309,7 @@ class RemoteGraphs(ReplicaGraphs):
             leaf_of: the number of the leaf of each gradient that needs one itself, by its id.
         """
         send_buffer = self.worker_group.workers[index].send_buffer
-        ends = [edge.tensors[index + 1] for edge in self.outputs]
+        ends = [each.tensors[index + 1] for each in self.outputs]
         return [
             (self._output_numbers[id(end)], TensorRef.put(send_buffer, grad, leaf=leaf_of.get(id(grad))))
             for end, grad in zip(ends, grads, strict=True)
@@ -357,7 +357,7 @@ class RemoteGraphs(ReplicaGraphs):
             (gradients,) = gradients_of([graph], [grads], needed, keep=keep)
             of_inputs, of_parameters = gradients[: len(self.inputs)], gradients[len(self.inputs) :]
         for number in reducer.numbers if reducer is not None else ():  # what the hooks could not hand over
-            of, place = (of_parameters, number) if number < len(of_parameters) else (of_inputs, self._edge_of[number])
+            of, place = (of_parameters, number) if number < len(of_parameters) else (of_inputs, self._place_of[number])
             if (grad := of[place]) is not None and reducer is not None and reducer.add(number, grad):
                 of[place] = None
         return of_inputs, of_parameters
@@ -390,7 +390,7 @@ class RemoteGraphs(ReplicaGraphs):
         """
         num_parameters = len(of_parameters)
         parts: list[Gradients] = [[grad, *[None] * (len(self.where) - 1)] for grad in of_inputs]
-        edge_of = self._edge_of
+        place_of = self._place_of
         of_replicas: list[Gradients] = [of_parameters]
         for i, reply in replies.items():
             of_worker: Gradients = [None] * num_parameters
@@ -403,15 +403,15 @@ class RemoteGraphs(ReplicaGraphs):
                 if 0 <= key < num_parameters:
                     of_worker[key] = _devices.copy_to(grad, self.parameters.live[key].device)
                 else:
-                    parts[edge_of[key]][i + 1] = grad.clone()
+                    parts[place_of[key]][i + 1] = grad.clone()
             for k in [k for k, grad in enumerate(of_worker) if grad is not None and of_parameters[k] is None]:
                 of_worker[k] = of_worker[k].clone()  # type: ignore[union-attr]
             of_replicas.append(of_worker)
         with torch.set_grad_enabled(False):
             totals = sums_of(of_replicas)
-            joined = [edge.join_gradients(of) for edge, of in zip(self.inputs, parts, strict=True)]
+            joined = [each.join_gradients(of) for each, of in zip(self.inputs, parts, strict=True)]
             for key, summed in sums.items():
-                gradients, place = (totals, key) if key < num_parameters else (joined, edge_of[key])
+                gradients, place = (totals, key) if key < num_parameters else (joined, place_of[key])
                 before = gradients[place]
                 gradients[place] = summed if before is None else summed.add_(before)
         return joined + totals

@@ -54,7 +54,7 @@ from unisono.runtime.buckets import Bucket
 from unisono.runtime.errors import log
 from unisono.runtime.rng import digest_of_states
 from unisono.runtime.thread_pool import PassContext, ReplicaContext, one_pass, run_together
-from unisono.runtime.timeline import Step
+from unisono.runtime.timeline import StepRecording
 from unisono.runtime.whole_batch_draws import one_stream
 from unisono.sync_batch_norm.function_mode import exchange_contexts
 
@@ -181,7 +181,7 @@ class Worker:
                 os.close(fd)
 
     def _recorded_reply_to(self, message: Forward | Backward) -> Reply:
-        step = Step(self._clocks, torch.device("cpu"))
+        step = StepRecording(self._clocks, torch.device("cpu"))
         phase = timeline.FORWARD if isinstance(message, Forward) else timeline.BACKWARD
         with timeline.while_recording(), step.recorded(phase, timeline.SCATTER):
             reply = self._reply_to(message)
