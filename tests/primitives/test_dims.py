@@ -5,7 +5,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from unisono.primitives import pytree
 from unisono.primitives.dims import check_dims, check_scalars, spread, spread_inputs
+
+
+def structure(value):
+    return pytree.flatten(value)[1]
 
 
 class Pair(NamedTuple):
@@ -36,7 +41,7 @@ class Record:
     ids=repr,
 )
 def test_an_entry_applies_to_everything_below_it(rule, value, entries):
-    assert spread(rule, value, 7, "rule") == entries
+    assert spread(rule, structure(value), 7, "rule") == entries
 
 
 @pytest.mark.parametrize(
@@ -50,7 +55,7 @@ def test_an_entry_applies_to_everything_below_it(rule, value, entries):
 )
 def test_a_rule_that_does_not_fit_is_named(rule, value, message):
     with pytest.raises(ValueError, match=message):
-        spread(rule, value, 7, "rule")
+        spread(rule, structure(value), 7, "rule")
 
 
 def forward(x, mask=None, *, table=None):
@@ -72,7 +77,7 @@ def forward(x, mask=None, *, table=None):
     ids=repr,
 )
 def test_in_dims_name_inputs_by_position_and_name(in_dims, inputs, kwargs, axes):
-    assert spread_inputs(in_dims, inputs, kwargs, 0, forward) == axes
+    assert spread_inputs(in_dims, structure(inputs), structure(kwargs), 0, forward) == axes
 
 
 def test_in_dims_of_a_function_that_takes_any_number():
@@ -80,9 +85,14 @@ def test_in_dims_of_a_function_that_takes_any_number():
         """Stands for a forward."""
 
     inputs = (1, 2, 3)
-    assert spread_inputs({"others": 1}, inputs, {}, 0, many) == [0, 1, 1]
-    assert spread_inputs({"mask": None}, inputs, {}, 0, many) == [0, 0, 0]
-    assert spread_inputs({"mask": None, "first": 2}, inputs, {"mask": 4}, 0, many) == [2, 0, 0, None]
+    assert spread_inputs({"others": 1}, structure(inputs), structure({}), 0, many) == [0, 1, 1]
+    assert spread_inputs({"mask": None}, structure(inputs), structure({}), 0, many) == [0, 0, 0]
+    assert spread_inputs({"mask": None, "first": 2}, structure(inputs), structure({"mask": 4}), 0, many) == [
+        2,
+        0,
+        0,
+        None,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -95,7 +105,7 @@ def test_in_dims_of_a_function_that_takes_any_number():
 )
 def test_in_dims_that_name_no_input(in_dims, message):
     with pytest.raises(ValueError, match=message):
-        spread_inputs(in_dims, (1,), {}, 0, forward)
+        spread_inputs(in_dims, structure((1,)), structure({}), 0, forward)
 
 
 @pytest.mark.parametrize("dims", ["0", 1.5, True, (0, "x"), {"a": True}], ids=repr)

@@ -153,9 +153,10 @@ def test_paths_read_like_the_code_that_reaches_the_leaf():
     ]
 
 
-def test_leaves_together_walks_in_the_order_of_the_first():
-    pairs = list(pytree.leaves_together([{"a": 1, "b": (2,)}, {"b": (20,), "a": 10}], "output"))
-    assert pairs == [("output['a']", (1, 10)), ("output['b'][0]", (2, 20))]
+def test_values_are_flattened_together_in_the_order_of_the_first():
+    leaves, spec = pytree.flatten_together([{"a": 1, "b": (2,)}, {"b": (20,), "a": 10}], "output")
+    assert leaves == [(1, 10), (2, 20)]
+    assert list(spec.paths("output")) == ["output['a']", "output['b'][0]"]
 
 
 @pytest.mark.parametrize(
@@ -174,4 +175,4 @@ def test_leaves_together_walks_in_the_order_of_the_first():
 def test_structures_that_differ_are_named_with_their_path(values, message):
     """G5: the path, the replicas and what each gave."""
     with pytest.raises(ValueError, match=message):
-        list(pytree.leaves_together(values, "output"))
+        pytree.flatten_together(values, "output")

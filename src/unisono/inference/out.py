@@ -48,13 +48,14 @@ class OutFiller:
 
     def __init__(self, out: Any, rules: OutputRules) -> None:
         try:
-            axes, paddings = rules.axes(out)
+            leaves, spec = pytree.flatten(out)
+            axes, paddings = rules.axes(spec)
         except ValueError as error:
             error.add_note("out has to have a form like the output's")
             raise
         self._targets = {
             path: _Target(_tensor_over(leaf, f"out{path}"), axis, padding)
-            for (path, leaf), axis, padding in zip(pytree.leaves(out), axes, paddings, strict=True)
+            for path, leaf, axis, padding in zip(spec.paths(), leaves, axes, paddings, strict=True)
         }
 
     def fill(self, outputs: Iterable[Any]) -> None:

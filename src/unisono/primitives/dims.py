@@ -6,7 +6,7 @@ it, as in `torch.func.vmap`. `spread` turns such a rule into one entry a leaf.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +74,7 @@ class OutputRules:
     scalars: Any = "stack"
     amounts: Sequence[float] | None = None
 
-    def axes(self, output: Any) -> tuple[list[int | None], list[Padding | None]]:
+    def axes(self, output: pytree.Spec) -> tuple[list[int | None], list[Padding | None]]:
         """Return for every leaf of an output the axis of its rows, None for a whole one, and how it is padded."""
         entries = spread(self.out_dims, output, self.dim, "out_dims")
         paddings = [entry if isinstance(entry, Padding) else None for entry in entries]
@@ -123,11 +123,12 @@ def check_scalars(scalars: object) -> Any:
 
 
 def spread_inputs(
-    in_dims: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any], dim: int, function: Callable[..., Any] | None = None
+    in_dims: Any, inputs: pytree.Spec, kwargs: pytree.Spec, dim: int, function: Callable[..., Any] | None = None
 ) -> list[int | None]:
     """Return the axis of the rows for every leaf of a call's inputs, positional ones first.
 
     Args:
+        inputs, kwargs: the structures of the positional and the keyword inputs.
         in_dims: `...` for `dim` everywhere; an int or None for all inputs; a tuple with one entry a positional input
             (keyword inputs then have `dim`); or a dict with inputs' names as keys, or the positions of positional
             ones (all others have `dim`).
@@ -138,24 +139,25 @@ def spread_inputs(
     """
     if not isinstance(in_dims, tuple | list | Mapping):
         axis = dim if in_dims is ... else in_dims
-        return [axis for _ in pytree.leaves((inputs, kwargs))]
+        return [axis] * (inputs.num_leaves() + kwargs.num_leaves())
+    num_inputs = len(inputs.specs)
     if isinstance(in_dims, Mapping):
-        entries = _by_position(in_dims, len(inputs), kwargs, function)
-    elif len(in_dims) == len(inputs):
+        entries = _by_position(in_dims, num_inputs, kwargs.keys or (), function)
+    elif len(in_dims) == num_inputs:
         entries = dict(enumerate(in_dims))
     else:
         raise ValueError(
-            f"in_dims={in_dims!r} has {len(in_dims)} entries for {len(inputs)} positional inputs: give one each, or a "
+            f"in_dims={in_dims!r} has {len(in_dims)} entries for {num_inputs} positional inputs: give one each, or a "
             "dict of names"
         )
     axes: list[int | None] = []
-    for key, value in (*enumerate(inputs), *kwargs.items()):
-        axes += spread(entries.get(key, ...), value, dim, f"in_dims[{key!r}]")
+    for key, spec in zip((*range(num_inputs), *(kwargs.keys or ())), (*inputs.specs, *kwargs.specs), strict=True):
+        axes += spread(entries.get(key, ...), spec, dim, f"in_dims[{key!r}]")
     return axes
 
 
 def _by_position(
-    in_dims: Mapping[Any, Any], num_inputs: int, kwargs: dict[str, Any], function: Callable[..., Any] | None
+    in_dims: Mapping[Any, Any], num_inputs: int, kwargs: Collection[Any], function: Callable[..., Any] | None
 ) -> dict[Any, Any]:
     """Return `in_dims` with the names of inputs that were given by position replaced by these positions."""
     try:
@@ -184,37 +186,32 @@ def _by_position(
     return entries
 
 
-def spread(rule: Any, value: Any, default: Any, argument: str) -> list[Any]:
-    """Return one entry for every leaf of `value`, in order, from a rule that is nested like it or stops earlier.
+def spread(rule: Any, spec: pytree.Spec, default: Any, argument: str) -> list[Any]:
+    """Return one entry for every leaf of a structure, in order, from a rule that is nested like it or stops earlier.
 
-    >>> spread({"x": 1, "state": (0, None)}, {"x": "leaf", "state": ("leaf", ["leaf", "leaf"]), "y": "leaf"}, 7, "rule")
+    >>> _, spec = pytree.flatten({"x": "leaf", "state": ("leaf", ["leaf", "leaf"]), "y": "leaf"})
+    >>> spread({"x": 1, "state": (0, None)}, spec, 7, "rule")
     [1, 0, None, None, 7]
 
     Raises:
-        ValueError: a rule that names an entry that the value lacks, or is nested further than the value.
+        ValueError: a rule that names an entry that the structure lacks, or is nested further.
     """
-    return list(_spread(rule, value, default, argument))
+    return list(_spread(rule, spec, default, argument))
 
 
-def _spread(rule: Any, value: Any, default: Any, argument: str) -> Iterator[Any]:
+def _spread(rule: Any, spec: pytree.Spec, default: Any, argument: str) -> Iterator[Any]:
     entries = pytree.children(rule)
-    inside = pytree.children(value)
     if entries is None:
-        for _ in pytree.leaves(value):
-            yield default if rule is ... else rule
+        yield from [default if rule is ... else rule] * spec.num_leaves()
         return
-    if inside is None:
-        raise ValueError(f"{argument}={rule!r} is nested further than what it describes, a {type(value).__name__}")
+    kind = type(spec.value).__name__
+    if spec.keys is None:
+        raise ValueError(f"{argument}={rule!r} is nested further than what it describes, a {kind}")
     if isinstance(rule, Sequence):
-        if len(entries) != len(inside):
-            raise ValueError(
-                f"{argument}={rule!r} has {len(entries)} entries for a {type(value).__name__} of {len(inside)}"
-            )
-        entries = dict(zip(inside, entries.values(), strict=True))
-    unknown = [key for key in entries if key not in inside]
-    if unknown:
-        raise ValueError(
-            f"{argument} names {unknown[0]!r}, which is not there: a {type(value).__name__} of {list(inside)}"
-        )
-    for key, child in inside.items():
+        if len(entries) != len(spec.keys):
+            raise ValueError(f"{argument}={rule!r} has {len(entries)} entries for a {kind} of {len(spec.keys)}")
+        entries = dict(zip(spec.keys, entries.values(), strict=True))
+    if unknown := [key for key in entries if key not in spec.keys]:
+        raise ValueError(f"{argument} names {unknown[0]!r}, which is not there: a {kind} of {[*spec.keys]}")
+    for key, child in zip(spec.keys, spec.specs, strict=True):
         yield from _spread(entries.get(key, ...), child, default, f"{argument}[{key!r}]")

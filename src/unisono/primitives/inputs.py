@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import torch
 
 from unisono.primitives import pytree
-from unisono.primitives.batch_types import batch_type_of
+from unisono.primitives.batch_types import BatchType, batch_type_of
 from unisono.primitives.dims import spread_inputs
 from unisono.primitives.placements import Placement, Replicate, Shard, Single, can_be_placed, cannot_be_placed
 from unisono.primitives.references import MODES
@@ -55,10 +55,13 @@ class Arguments:
     ) -> None:
         self._inputs, self._kwargs = inputs, kwargs
         self._is_flat = pytree.is_flat(inputs) and (not kwargs or pytree.is_flat(kwargs))
+        self._specs: tuple[pytree.Spec, pytree.Spec] | None = None
         if self._is_flat:  # the common case, without pytree's cost
             self.leaves = [*inputs, *kwargs.values()]
+            self._batch_types: list[BatchType | None] = [None] * len(self.leaves)
         else:
-            self.leaves = [leaf for _, leaf in self._named()]
+            self.leaves = self._flatten()
+            self._batch_types = [*map(batch_type_of, self.leaves)]
         # Written out, because a call of `flags_of` would be one more Python call in every step.
         self.flags: Flags = tuple([each if type(each) in MODES else type(each) for each in self.leaves]), (*kwargs,)
         if axes is not None:
@@ -66,24 +69,24 @@ class Arguments:
         elif in_dims is ... and self._is_flat:
             self.axes = [dim] * len(self.leaves)
         else:
-            self.axes = spread_inputs(in_dims, inputs, kwargs, dim, function)
+            self.axes = spread_inputs(in_dims, *self._structure(), dim, function)
         self.entries: dict[int, int] = {}
         counts: list[int] = []
-        for number, (leaf, axis) in enumerate(zip(self.leaves, self.axes, strict=True)):
+        for number, (leaf, axis, batch_type) in enumerate(zip(self.leaves, self.axes, self._batch_types, strict=True)):
             if isinstance(leaf, torch.Tensor):
                 if not can_be_placed(leaf):
-                    raise cannot_be_placed("scatter", self._named()[number][0], leaf)
+                    raise cannot_be_placed("scatter", self._paths()[number], leaf)
                 if axis is None:
                     continue
                 if leaf.is_nested or (leaf.ndim and not -leaf.ndim <= axis < leaf.ndim):
                     raise self._cannot_be_split(number, leaf, axis)
                 if leaf.ndim:
                     counts.append(leaf.shape[axis])
-            elif axis is not None and (batch_type := batch_type_of(leaf)) is not None:
+            elif axis is not None and batch_type is not None:
                 try:
                     rows = batch_type.rows(leaf)
                 except Exception as error:
-                    error.add_note(f"while {self._named()[number][0]} was scattered")
+                    error.add_note(f"while {self._paths()[number]} was scattered")
                     raise
                 counts += [] if rows is None else [rows]
         self.rows = counts[0] if counts else None
@@ -91,11 +94,27 @@ class Arguments:
             self.entries, self.rows = self._entries(devices if in_dims is ... else None)
             self.axes = [None if number in self.entries else axis for number, axis in enumerate(self.axes)]
 
-    def _named(self) -> list[tuple[str, Any]]:
-        return [*pytree.leaves(self._inputs, "inputs"), *pytree.leaves(self._kwargs, "kwargs")]
+    def _flatten(self) -> list[Any]:
+        """Take the structures of the inputs; return their leaves."""
+        leaves, of_inputs = pytree.flatten(self._inputs, "inputs")
+        more, of_kwargs = pytree.flatten(self._kwargs, "kwargs")
+        self._specs = of_inputs, of_kwargs
+        return leaves + more
+
+    def _structure(self) -> tuple[pytree.Spec, pytree.Spec]:
+        """Return the structures of the positional and the keyword inputs."""
+        if self._specs is None:
+            self._flatten()
+        assert self._specs is not None
+        return self._specs
+
+    def _paths(self) -> list[str]:
+        """Return how messages name each leaf."""
+        of_inputs, of_kwargs = self._structure()
+        return [*of_inputs.paths("inputs"), *of_kwargs.paths("kwargs")]
 
     def _cannot_be_split(self, number: int, leaf: torch.Tensor, axis: int) -> TypeError | ValueError:
-        path, _ = self._named()[number]
+        path = self._paths()[number]
         if leaf.is_nested:
             return TypeError(
                 f"cannot scatter {path}, a nested tensor: it has no axis along which it could be split. Give it padded "
@@ -128,8 +147,7 @@ class Arguments:
 
     def _counts(self) -> Iterator[tuple[int, int]]:
         """Yield the number of each leaf that has rows, and how many."""
-        for number, (leaf, axis) in enumerate(zip(self.leaves, self.axes, strict=True)):
-            batch_type = batch_type_of(leaf)
+        for number, (leaf, axis, batch_type) in enumerate(zip(self.leaves, self.axes, self._batch_types, strict=True)):
             if axis is not None and batch_type is not None:
                 rows = batch_type.rows(leaf)
                 if rows is not None:
@@ -138,7 +156,7 @@ class Arguments:
                 yield number, leaf.size(axis)
 
     def _different_rows(self) -> ValueError:
-        paths = [path for path, _ in self._named()]
+        paths = self._paths()
         counts = [f"{paths[number]} has {rows}" for number, rows in self._counts()]
         return ValueError(
             f"cannot scatter tensors with different numbers of rows: {', '.join(counts)}. Give every tensor the rows "
@@ -160,8 +178,10 @@ class Arguments:
         dealt = [
             place(*self._chosen(number, replica_numbers))
             if number in self.entries
-            else self._parts(leaf, axis, sizes, place)
-            for number, (leaf, axis) in enumerate(zip(self.leaves, self.axes, strict=True))
+            else _parts(leaf, axis, batch_type, sizes, place)
+            for number, (leaf, axis, batch_type) in enumerate(
+                zip(self.leaves, self.axes, self._batch_types, strict=True)
+            )
         ]
         if self._is_flat:
             num, names = len(self._inputs), list(self._kwargs)
@@ -175,8 +195,7 @@ class Arguments:
         None if inputs of a registered class have fewer: their rows cannot be repeated here.
         """
 
-        def first(leaf: Any, axis: int | None) -> Any:
-            batch_type = batch_type_of(leaf)
+        def first(leaf: Any, axis: int | None, batch_type: BatchType | None) -> Any:
             if axis is not None and batch_type is not None:
                 own_rows = batch_type.rows(leaf)
                 return next(iter(batch_type.scatter(leaf, [rows, (rows if own_rows is None else own_rows) - rows])))
@@ -184,7 +203,7 @@ class Arguments:
                 return leaf
             return leaf.detach().index_select(axis, torch.arange(rows, device=leaf.device) % leaf.size(axis))
 
-        if (self.rows or 0) < rows and any(batch_type_of(leaf) is not None for leaf in self.leaves):
+        if (self.rows or 0) < rows and any(batch_type is not None for batch_type in self._batch_types):
             return None
         return self._mapped(first, rows)
 
@@ -194,8 +213,7 @@ class Arguments:
         def copied(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
-        def copied_leaf(leaf: Any, _: int | None) -> Any:
-            batch_type = batch_type_of(leaf)
+        def copied_leaf(leaf: Any, _: int | None, batch_type: BatchType | None) -> Any:
             if batch_type is None:
                 return copied(leaf) if isinstance(leaf, torch.Tensor) else leaf
             tensors, rebuild = batch_type.parts(leaf)
@@ -203,12 +221,13 @@ class Arguments:
 
         other = self._mapped(copied_leaf, self.rows)
         other._inputs, other._kwargs = self._with_leaves(other.leaves, rebuild_all=True)
+        other._flatten()
         return other
 
     def with_rows(self, rows: int) -> "Arguments":
         """Return arguments like these with `rows` rows of zeros."""
 
-        def like(leaf: Any, axis: int | None) -> Any:
+        def like(leaf: Any, axis: int | None, _: BatchType | None) -> Any:
             if not isinstance(leaf, torch.Tensor) or axis is None or not leaf.dim():
                 return leaf
             shape = list(leaf.shape)
@@ -221,37 +240,22 @@ class Arguments:
         """Return these arguments with the rows of others, in the dtypes of these, and needing gradients as these do."""
         values = iter(other.leaves)
 
-        def replaced(leaf: Any, axis: int | None) -> Any:
+        def replaced(leaf: Any, axis: int | None, batch_type: BatchType | None) -> Any:
             value = next(values)
             if not isinstance(leaf, torch.Tensor):
-                return leaf if batch_type_of(leaf) is None else value
+                return leaf if batch_type is None else value
             if axis is None or not leaf.dim() or not isinstance(value, torch.Tensor):
                 return leaf
             return value.detach().to(leaf.dtype).requires_grad_(leaf.requires_grad)
 
         return self._mapped(replaced, other.rows)
 
-    def _mapped(self, function: Callable[[Any, int | None], Any], rows: int | None) -> "Arguments":
-        """Return arguments whose leaves are `function(leaf, axis)`, with `rows` rows."""
+    def _mapped(self, function: Callable[[Any, int | None, BatchType | None], Any], rows: int | None) -> "Arguments":
+        """Return arguments whose leaves are `function(leaf, axis, batch_type)`, with `rows` rows."""
         other = copy.copy(self)
-        other.leaves = [function(leaf, axis) for leaf, axis in zip(self.leaves, self.axes, strict=True)]
+        other.leaves = [*map(function, self.leaves, self.axes, self._batch_types)]
         other.rows = rows
         return other
-
-    def _parts(self, leaf: Any, axis: int | None, sizes: tuple[int, ...], place: Place) -> Sequence[Any]:
-        """Return what each replica gets for a leaf."""
-        if isinstance(leaf, torch.Tensor):
-            return place(leaf, Shard(axis, sizes) if axis is not None and leaf.dim() else Replicate())
-        batch_type = batch_type_of(leaf)
-        if batch_type is None:
-            return [leaf] * len(sizes)
-        shards = list(batch_type.scatter(leaf, list(sizes))) if axis is not None else [leaf] * len(sizes)
-        if len(shards) != len(sizes):
-            raise ValueError(
-                f"the registered scatter of {type(leaf).__name__} returned {len(shards)} batches for the row counts "
-                f"{list(sizes)}: expected one each"
-            )
-        return [_placed(shard, index, place) for index, shard in enumerate(shards)]
 
     def _chosen(self, number: int, replica_numbers: Sequence[int]) -> tuple[torch.Tensor, Placement]:
         """Return the entries of these replicas of a leaf that has one for each, and how they are placed."""
@@ -268,13 +272,27 @@ class Arguments:
         Args:
             rebuild_all: make new containers also where no leaf is another.
         """
+        of_inputs, of_kwargs = self._structure()
         following = iter(leaves)
+        inputs = pytree.unflatten(of_inputs, following, rebuild_all=rebuild_all)
+        return inputs, pytree.unflatten(of_kwargs, following, rebuild_all=rebuild_all)
 
-        def fill(_: Any) -> Any:
-            return next(following)
 
-        inputs = pytree.map_leaves(fill, self._inputs, "inputs", rebuild_all=rebuild_all)
-        return inputs, pytree.map_leaves(fill, self._kwargs, "kwargs", rebuild_all=rebuild_all)
+def _parts(
+    leaf: Any, axis: int | None, batch_type: BatchType | None, sizes: tuple[int, ...], place: Place
+) -> Sequence[Any]:
+    """Return what each replica gets for a leaf."""
+    if isinstance(leaf, torch.Tensor):
+        return place(leaf, Shard(axis, sizes) if axis is not None and leaf.dim() else Replicate())
+    if batch_type is None:
+        return [leaf] * len(sizes)
+    shards = list(batch_type.scatter(leaf, list(sizes))) if axis is not None else [leaf] * len(sizes)
+    if len(shards) != len(sizes):
+        raise ValueError(
+            f"the registered scatter of {type(leaf).__name__} returned {len(shards)} batches for the row counts "
+            f"{list(sizes)}: expected one each"
+        )
+    return [_placed(shard, index, place) for index, shard in enumerate(shards)]
 
 
 def _placed(shard: Any, index: int, place: Place) -> Any:

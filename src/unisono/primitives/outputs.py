@@ -57,7 +57,6 @@ class Outputs:
     def __init__(self, outputs: Sequence[Any], rules: OutputRules, sizes: Sequence[int] | None) -> None:
         """Match outputs; `sizes` are the replicas' rows, None if unknown (then there is no "mean")."""
         self.groups: list[Group] = []
-        self._first = outputs[0]
         self._means_over = sizes if rules.amounts is None else rules.amounts
         self._paths, self._given = ["output"], [tuple(outputs)]
         self._is_tensor = _TENSOR.issuperset(map(type, outputs))
@@ -66,14 +65,13 @@ class Outputs:
             self._makers = [self._joined(self._tensors("output", self._given[0], axis, None, rules.scalars))]
             return
         self._is_tensor = False
-        pairs = [*pytree.leaves_together(outputs, "output")]
-        if objects := [given for _, given in pairs if _is_object(given[0])]:
+        self._given, self._spec = pytree.flatten_together(outputs, "output")
+        if objects := [given for given in self._given if _is_object(given[0])]:
             outputs = _with_objects_taken_apart(outputs, objects)
-            pairs = [*pytree.leaves_together(outputs, "output")]
-            self._first = outputs[0]
-        self._paths, self._given = [path for path, _ in pairs], [given for _, given in pairs]
-        axes, paddings = rules.axes(self._first)
-        scalars = spread(rules.scalars, self._first, "stack", "scalars")
+            self._given, self._spec = pytree.flatten_together(outputs, "output")
+        self._paths = [*self._spec.paths("output")]
+        axes, paddings = rules.axes(self._spec)
+        scalars = spread(rules.scalars, self._spec, "stack", "scalars")
         leaves = zip(self._paths, self._given, axes, paddings, scalars, strict=True)
         # For each leaf a function that makes its gathered value from the joined tensors.
         self._makers = [self._match(*leaf) for leaf in leaves]
@@ -82,8 +80,7 @@ class Outputs:
         """Return the gathered output, from one joined tensor a group."""
         if self._is_tensor:
             return joined[0]
-        makers = iter(self._makers)
-        return pytree.map_leaves(lambda _: next(makers)(joined), self._first, "output")
+        return pytree.unflatten(self._spec, [make(joined) for make in self._makers])
 
     def _match(
         self, path: str, given: tuple[Any, ...], axis: int | None, padding: Padding | None, rule: str
@@ -332,12 +329,11 @@ def _common_value(path: str, given: tuple[Any, ...], whole: bool) -> Any:
 
 def without_rows(output: Any, rules: OutputRules) -> Any:
     """Return an output with 0 rows: tensors narrowed along the axis that the rules name, differentiable."""
-    axes = iter(rules.axes(output)[0])
 
-    def cut(leaf: Any) -> Any:
-        axis = next(axes)
+    def cut(leaf: Any, axis: int | None) -> Any:
         if not isinstance(leaf, torch.Tensor) or axis is None or not -leaf.dim() <= axis < leaf.dim():
             return leaf
         return leaf.narrow(axis, 0, 0)
 
-    return pytree.map_leaves(cut, output)
+    leaves, spec = pytree.flatten(output, "output")
+    return pytree.unflatten(spec, map(cut, leaves, rules.axes(spec)[0]))

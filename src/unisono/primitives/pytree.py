@@ -1,5 +1,7 @@
 """Nested inputs and outputs: tuples, lists, dicts and dataclasses, to any depth, with their types kept.
 
+`flatten` walks a value once; what is to be known about its leaves is then in lists beside them.
+
 Everything that is not one of these containers is a *leaf*: tensors, numbers, strings, None, batches of a registered
 class (batch_types.py), and objects of unknown classes. Containers of other libraries are containers if they are in
 torch's pytree registry. Leaves are visited in order; a container is rebuilt as its own type, and only where
@@ -9,6 +11,7 @@ something inside it changed: a container without changes stays the object it was
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,59 +56,101 @@ def children(value: object) -> dict[Any, Any] | None:
     return dict(enumerate(registered[0])) if registered is not None else None
 
 
-def leaves(value: object, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (path, leaf) for every leaf of `value`, in order; a path reads like `[0]['mask'].lengths`.
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """The structure of a value.
+
+    Attributes:
+        value: the container, like which another one is made; or the leaf.
+        keys: of its children: indices, keys or field names; None for a leaf.
+        specs: of its children.
+    """
+
+    value: Any
+    keys: tuple[Any, ...] | None = None
+    specs: tuple["Spec", ...] = ()
+
+    def paths(self, path: str = "") -> Iterator[str]:
+        """Yield the path to each leaf, in order; it reads like `[0]['mask'].lengths`."""
+        if self.keys is None:
+            yield path
+        for key, spec in zip(self.keys or (), self.specs, strict=True):
+            yield from spec.paths(path + _step(self.value, key))
+
+    def num_leaves(self) -> int:
+        return 1 if self.keys is None else sum([spec.num_leaves() for spec in self.specs])
+
+
+def flatten(value: Any, path: str = "") -> tuple[list[Any], Spec]:
+    """Return the leaves of a value, in order, and its structure.
+
+    >>> leaves, spec = flatten({"a": [1, 2], "b": (3,)})
+    >>> leaves, [*spec.paths("x")], unflatten(spec, [leaf * 2 for leaf in leaves])
+    ([1, 2, 3], ["x['a'][0]", "x['a'][1]", "x['b'][0]"], {'a': [2, 4], 'b': (6,)})
 
     Raises:
         ValueError: containers that contain themselves, or are nested beyond Python's recursion limit; names the path.
     """
+    leaves: list[Any] = []
     try:
-        yield from _leaves(value, path)
+        return leaves, _flattened(value, leaves)
     except RecursionError:
         raise _too_deep(value, path) from None
 
 
-def _leaves(value: object, path: str) -> Iterator[tuple[str, Any]]:
+def _flattened(value: Any, leaves: list[Any]) -> Spec:
     inside = children(value)
     if inside is None:
-        yield path, value
-    else:
-        for key, child in inside.items():
-            yield from _leaves(child, path + _step(value, key))
+        leaves.append(value)
+        return Spec(value)
+    return Spec(value, (*inside,), tuple([_flattened(child, leaves) for child in inside.values()]))
+
+
+def unflatten(spec: Spec, leaves: Iterable[Any], *, rebuild_all: bool = False) -> Any:
+    """Return a value of a structure from its leaves.
+
+    A container in which nothing has changed is not rebuilt, unless `rebuild_all`.
+    """
+    return _unflattened(spec, iter(leaves), rebuild_all)
+
+
+def _unflattened(spec: Spec, leaves: Iterator[Any], rebuild_all: bool) -> Any:
+    if spec.keys is None:
+        return next(leaves)
+    new = [_unflattened(child, leaves, rebuild_all) for child in spec.specs]
+    if isinstance(spec.value, Items):
+        return spec.value.cls(iter(new))
+    if not rebuild_all and all(value is child.value for value, child in zip(new, spec.specs, strict=True)):
+        return spec.value
+    return _rebuild(spec.value, new)
+
+
+def leaves(value: object, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Return (path, leaf) for every leaf of `value`, in order.
+
+    Raises:
+        ValueError: as `flatten`.
+    """
+    found, spec = flatten(value, path)
+    return zip(spec.paths(path), found, strict=True)
 
 
 def tensors(value: object, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (path, tensor) for every tensor in `value`, in order."""
+    """Return (path, tensor) for every tensor in `value`, in order."""
     return ((where, leaf) for where, leaf in leaves(value, path) if isinstance(leaf, torch.Tensor))
 
 
-def map_leaves(function: Callable[[Any], Any], value: Any, path: str = "", *, rebuild_all: bool = False) -> Any:
-    """Return `value` with `function` applied to every leaf, in order.
-
-    A container in which nothing changes is not rebuilt, unless `rebuild_all`.
+def map_leaves(function: Callable[[Any], Any], value: Any, path: str = "") -> Any:
+    """Return `value` with `function` applied to every leaf, in order; see `unflatten`.
 
     >>> map_leaves(lambda leaf: leaf * 2, {"a": [1, 2], "b": (3,)})
     {'a': [2, 4], 'b': (6,)}
 
     Raises:
-        ValueError: as `leaves`.
+        ValueError: as `flatten`.
     """
-    try:
-        return _mapped(function, value, rebuild_all)
-    except RecursionError:
-        raise _too_deep(value, path) from None
-
-
-def _mapped(function: Callable[[Any], Any], value: Any, rebuild_all: bool) -> Any:
-    inside = children(value)
-    if inside is None:
-        return function(value)
-    new = [_mapped(function, child, rebuild_all) for child in inside.values()]
-    if isinstance(value, Items):
-        return value.cls(iter(new))
-    if not rebuild_all and all(a is b for a, b in zip(new, inside.values(), strict=True)):
-        return value
-    return _rebuild(value, new)
+    found, spec = flatten(value, path)
+    return unflatten(spec, map(function, found))
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
@@ -128,37 +173,36 @@ def map_all_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any
     return map_leaves(of_leaf, value)
 
 
-def leaves_together(values: Sequence[Any], path: str = "") -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Yield (path, the leaf of each value) for several values of one structure, in the first one's order.
+def flatten_together(values: Sequence[Any], path: str = "") -> tuple[list[tuple[Any, ...]], Spec]:
+    """Flatten values of one structure: return the leaves of all at each place, in the first one's order, and its spec.
 
     Raises:
-        ValueError: the structures differ; names the path, and what each of the values has at that path. Or as `leaves`.
+        ValueError: the structures differ; names the path, and what each of the values has there. Or as `flatten`.
     """
-    try:
-        yield from _leaves_together(values, path)
-    except RecursionError:
-        raise _too_deep(values[0], path) from None
+    specs = [flatten(value, path)[1] for value in values]
+    return [*_matched(specs, path)], specs[0]
 
 
-def _leaves_together(values: Sequence[Any], path: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    inside = [children(value) for value in values]
-    if all(other is None for other in inside):
-        yield path, tuple(values)
+def _matched(specs: Sequence[Spec], path: str) -> Iterator[tuple[Any, ...]]:
+    """Yield the leaves of all specs at each place of the first; raise ValueError where they differ."""
+    if all(spec.keys is None for spec in specs):
+        yield tuple([spec.value for spec in specs])
         return
-    kinds = [value.cls if isinstance(value, Items) else type(value) for value in values]
-    if any(other is None or kind is not kinds[0] for kind, other in zip(kinds, inside, strict=True)):
+    first = specs[0]
+    kinds = [spec.value.cls if isinstance(spec.value, Items) else type(spec.value) for spec in specs]
+    all_keys = [spec.keys for spec in specs if spec.keys is not None]
+    if len(all_keys) < len(specs) or any(kind is not kinds[0] for kind in kinds):
         raise disagreement(path, "types", [kind.__name__ for kind in kinds])
-    containers = [container for container in inside if container is not None]
-    if any(container.keys() != containers[0].keys() for container in containers):
-        if isinstance(values[0], tuple | list):
-            raise disagreement(path, "lengths", [len(container) for container in containers])
-        raise disagreement(path, "keys", [list(container) for container in containers])
-    contexts = [taken[2] for value in values if (taken := _registered(value)) is not None]
+    if any({*keys} != {*all_keys[0]} for keys in all_keys):
+        if isinstance(first.value, tuple | list):
+            raise disagreement(path, "lengths", [*map(len, all_keys)])
+        raise disagreement(path, "keys", [[*keys] for keys in all_keys])
+    contexts = [taken[2] for spec in specs if (taken := _registered(spec.value)) is not None]
     if any(context != contexts[0] for context in contexts):
-        raise disagreement(path, f"{type(values[0]).__name__}s", contexts)
-    for key in containers[0]:
-        where = path + _step(values[0], key)
-        yield from _leaves_together([container[key] for container in containers], where)
+        raise disagreement(path, f"{type(first.value).__name__}s", contexts)
+    by_key = [dict(zip(keys, spec.specs, strict=True)) for keys, spec in zip(all_keys, specs, strict=True)]
+    for key in all_keys[0]:
+        yield from _matched([below[key] for below in by_key], path + _step(first.value, key))
 
 
 def _registered(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any], Any] | None:

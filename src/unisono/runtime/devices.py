@@ -265,7 +265,7 @@ _accelerator_types: set[str] = set()  # those found so far: torch takes microsec
 
 def all_on_host(devices: Sequence[torch.device]) -> bool:
     """Return whether work on all of `devices` runs in the calling threads."""
-    return _ONLY_CPU.issuperset(map(_type_of, devices)) or all(map(computes_on_host, {*devices}))
+    return all(map(computes_on_host, {*devices}))
 
 
 def has_streams(device: torch.device) -> bool:

@@ -116,8 +116,8 @@ class Comparison:
                 )
                 yield self._finding("", Cause.ROWS_INTERACT, text)
         if wrong:
-            paths = iter([path for path, _ in pytree.leaves(self.one.output)])
-            dims = pytree.map_leaves(lambda _: axes.get(next(paths), self.wrapped.dim), self.one.output)
+            _, spec = pytree.flatten(self.one.output)
+            dims = pytree.unflatten(spec, [axes.get(path, self.wrapped.dim) for path in spec.paths()])
             text = f"{wrong[0]}. out_dims={dims!r} says where they are"
             yield self._finding("", Cause.JOINED_ON_ANOTHER_AXIS, text)
 
@@ -140,8 +140,9 @@ class Comparison:
 
     def _joined_on(self, path: str, tensor: torch.Tensor) -> int | None:
         """Return the axis on which the wrapper's options join an output; None if they do not join it."""
-        axes, _ = self.wrapped._options.rules().axes(self.one.output)
-        paths = [where for where, _ in pytree.leaves(self.one.output)]
+        _, spec = pytree.flatten(self.one.output)
+        axes, _ = self.wrapped._options.rules().axes(spec)
+        paths = [*spec.paths()]
         axis = axes[paths.index(path)] if path in paths else None
         return axis if axis is None else axis % max(1, tensor.dim())
 
