@@ -195,19 +195,39 @@ def test_ranks_that_wait_at_different_places(function, timeout_s, expected):
     assert all(text in messages for text in ("rank 0", "rank 1", *expected)), messages
 
 
-def one_batch_norm_more(rank: int) -> None:
+def one_batch_norm_more(rank: int, synchronised: bool) -> None:
     model = wrapped(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), sync_batch_norm=True)
     if rank == 0:
         model(ROWS)
-    step(model)
+    with contextlib.nullcontext() if synchronised else model.no_sync():
+        step(model)
 
 
 def test_several_exchanges_begun_before_it_is_noticed():
     """C11, C9: the rank that notices it first reports it until all have noticed."""
-    for message in raised_by_all(2, one_batch_norm_more):
+    for message in raised_by_all(2, one_batch_norm_more, False):
         assert "the processes do not do the same" in message
         assert "reporting a mismatch" not in message
         assert "at a batch norm over all processes" in message
+
+
+def test_a_batch_norm_in_forward_and_one_in_backward():
+    """C11, C9"""
+    for message in raised_by_all(2, one_batch_norm_more, True):
+        assert "rank 0 at batch norm 1 of its forward" in message
+        assert "rank 1 at batch norm 2 of its backward" in message
+
+
+def sums_or_takes_a_batch(rank: int) -> None:
+    model = wrapped()
+    list(model.batches([ROWS]))
+    step(model) if rank else list(model.batches([ROWS]))
+
+
+def test_a_sum_that_meets_an_all_gather():
+    """C11: they are in different process groups, so the store says that both wait for the other."""
+    for message in raised_by_all(2, sums_or_takes_a_batch):
+        assert "the processes do not do the same: rank 0 is at taking the next batch, rank 1 at summing" in message
 
 
 def waits_alone(rank: int, steps: bool) -> str:

@@ -1,10 +1,12 @@
 """Checks that all ranks have the same model and take the same steps, and errors that name the first difference.
 
-Ranks that wait for each other have to do the same things in the same order. Before a reduction, each rank all-gathers
-a few numbers that describe it (`RankStep`). If they differ, the ranks all-gather the descriptions behind the numbers,
-and every rank raises an error that names the first difference and the ranks.
+Ranks that wait for each other have to do the same things in the same order. With a reduction, each rank sends a few
+numbers that describe it (`RankStep`): in its first bucket (`SlotWork`), or in an all-gather before that. If they
+differ, the ranks all-gather the descriptions behind the numbers, and every rank raises an error that names the first
+difference and the ranks.
 """
 
+import struct
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -12,7 +14,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from unisono.distributed.process_group import Communicator, digest_of, ranks_of
+from unisono.distributed.process_group import (
+    AllReduceWork,
+    Communicator,
+    GatheredElsewhereError,
+    digest_of,
+    ranks_of,
+)
+
+SLOT_BYTES = 64  # of a rank, at the end of the first bucket
+_WORDS = 4  # of 16 bits: a weight has so many, and the digest of all else
 
 
 class RankStep(NamedTuple):
@@ -41,6 +52,65 @@ class RankStep(NamedTuple):
     weight_given: float
     is_sum: float
     has_hook: float
+
+
+class SlotWork:
+    """The ranks' steps, as they come with the sum of the first bucket.
+
+    At the end of the bucket each rank has a slot, where the others have zeros. In it are the bits of the rank's weight
+    and a digest of the rest of its step, in words that are exact in float32. The first bucket of every reduction has as
+    many bytes, so that ranks that reduce different models can still sum it, and see by the digests that they do.
+
+    Args:
+        step: of this rank.
+    """
+
+    def __init__(self, communicator: Communicator, step: RankStep, doing: str) -> None:
+        self.number = communicator.next_comparison()
+        self._communicator, self._step, self._doing = communicator, step, doing
+        # The digest has 48 bits, the weight 64.
+        bits = struct.pack("<dQ", step.weight, digest_of(repr(step[1:])))
+        self._own = [float(word) for word in struct.unpack(f"<{2 * _WORDS}H", bits)]
+        self._work: AllReduceWork | None = None
+
+    def write(self, flat: torch.Tensor) -> None:
+        """Write this rank's slot; those of the others are zeros."""
+        slot = SLOT_BYTES // flat.itemsize
+        start = len(flat) - (self._communicator.world_size - self._communicator.rank) * slot
+        flat[start : start + len(self._own)] = torch.tensor(self._own, dtype=flat.dtype)
+
+    def sent(self, work: AllReduceWork) -> None:
+        """Note that the first bucket is on its way."""
+        self._work = work
+
+    def is_completed(self) -> bool:
+        """Return whether `wait` would return at once."""
+        return self._work is not None and self._work.is_completed()
+
+    def wait(self) -> Sequence[Sequence[float]]:
+        """Wait until the first bucket is summed; return each rank's step, in rank order.
+
+        Raises:
+            RuntimeError: some rank has all-gathered its step, and yet it is equal to this one.
+        """
+        assert self._work is not None
+        try:
+            flat = self._work.wait()
+        except GatheredElsewhereError:
+            steps = self._all_gather()
+            if all([step[1:] == steps[0][1:] for step in steps]):
+                raise RuntimeError(f"the processes are at {self._doing}, but not in the same way") from None
+            return steps
+        slot, size = SLOT_BYTES // flat.itemsize, self._communicator.world_size
+        table = flat[-slot * size :].tolist()
+        words = [table[i : i + len(self._own)] for i in range(0, len(table), slot)]
+        if any([each[_WORDS:] != self._own[_WORDS:] for each in words]):
+            return self._all_gather()
+        weights = [struct.unpack("<d", struct.pack(f"<{_WORDS}H", *map(int, each[:_WORDS])))[0] for each in words]
+        return [(weight, *self._step[1:]) for weight in weights]
+
+    def _all_gather(self) -> Sequence[Sequence[float]]:
+        return self._communicator.all_gather(self._step, self._doing).wait()
 
 
 _SAYS = {  # of the one of two ranks for which it is true

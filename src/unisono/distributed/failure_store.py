@@ -62,6 +62,15 @@ class FailureStore:
             self._is_lost = True
             return ""
 
+    def delete(self, key: str) -> None:
+        """Remove a key, if it is there."""
+        if self._is_lost or os.getpid() != self.pid:
+            return
+        try:
+            self._store.delete_key(key)
+        except STORE_ERRORS:
+            self._is_lost = True
+
     def has_exited(self, rank: int) -> bool:
         """Return whether another rank has exited; on another host, only if it has published that."""
         location = self.locations[rank] if self.locations else self.get(f"process/{rank}")

@@ -5,10 +5,11 @@
                                               ▼
               all-reduced over the ranks ──► gradient of the one loss over all rows
 
-The weight of a rank is its number of rows (or what the caller sets), so that nothing is averaged per process. When
-backward starts, the ranks all-gather their weights, and with them what they are about to reduce (consistency.py). A
-rank whose weight is 0 contributes zeros: its own gradients, which may be NaN, are never read. bucketed_all_reduce.py
-all-reduces while backward still runs.
+The weight of a rank is its number of rows (or what the caller sets), so that nothing is averaged per process. The
+ranks' weights, and what they are about to reduce (consistency.py), come with the first bucket of gradients; where a
+hook or an accelerator has the buckets, the ranks all-gather them when backward starts. A rank whose weight is 0
+contributes zeros: its own gradients, which may be NaN, are never read. bucketed_all_reduce.py all-reduces while
+backward still runs.
 
 A backward that leads to no parameter, such as `torch.autograd.grad` for inputs, reduces nothing and waits for no rank.
 
@@ -37,7 +38,7 @@ from torch.func import functional_call
 
 from unisono.distributed.bucketed_all_reduce import DOING, BucketedAllReduce, BucketPlan
 from unisono.distributed.comm_hooks import CommHook
-from unisono.distributed.consistency import RankStep, check_same_model, check_same_step
+from unisono.distributed.consistency import RankStep, SlotWork, check_same_model, check_same_step
 from unisono.distributed.environment import start_default_group
 from unisono.distributed.process_group import Communicator, broadcast_plan, communicator_for, digest_of, distributed
 from unisono.primitives.inputs import Arguments
@@ -113,6 +114,7 @@ class GradientSync:
         self.sample: Arguments | None = None  # some rows, to run on for a batch without rows
         # Weak references: a tensor has only one, so that it can be looked up in a set.
         self.own_grads: set[Any] = set()  # to tensors whose `grad` is this rank's own, since a backward in no_sync()
+        self.accumulates = False  # whether there has been a backward in no_sync(), on all ranks
         self._sparse: set[Any] = set()  # to tensors that have had sparse gradients
         self._number = 0  # of the model, in the order of wrapping
         self.num_forwards = 0
@@ -159,16 +161,23 @@ class GradientSync:
 
     def structure(self, tensors: Sequence[torch.Tensor]) -> "_Structure":
         """Return what is known about a module with these parameters; see `_Structure`."""
-        if self._latest is None or self._latest.tensors is not tensors:
+        # A hook, and an accelerator, keep their buckets to gradients; and what no_sync() has left in `grad` has to be
+        # multiplied by what is not known before the first bucket is summed.
+        has_slots = self.hook is None and not self.accumulates and self.communicator.waits_on_host(self.group)
+        latest = self._latest
+        if latest is None or latest.tensors is not tensors or latest.plan.has_slots is not has_slots:
             dtypes = [tensor.dtype for tensor in tensors]
             # By `map`, without Python code for each tensor.
-            key = (*map(id, tensors), *dtypes, *map(torch.Tensor.size, tensors), *map(torch.Tensor.stride, tensors))
+            forms = *map(torch.Tensor.size, tensors), *map(torch.Tensor.stride, tensors)
+            key = (has_slots, *map(id, tensors), *dtypes, *forms)
             if key not in self._plans:
                 if len(self._plans) >= _MOST_PLANS:
                     self._plans.clear()
-                self._plans[key] = BucketPlan.of(tensors, without=lambda tensor: weakref.ref(tensor) in self._sparse)
-            self._latest = _Structure(tensors, self._plans[key])
-        return self._latest
+                self._plans[key] = BucketPlan.of(
+                    tensors, without=lambda tensor: weakref.ref(tensor) in self._sparse, has_slots=has_slots
+                )
+            self._latest = latest = _Structure(tensors, self._plans[key])
+        return latest
 
     def rank_step(self, sync_context: "SyncContext", structure: "_Structure") -> RankStep:
         """Return this rank's description of the reduction that it starts."""
@@ -253,7 +262,7 @@ class SyncContext:
 
     @property
     def weight_of_loss(self) -> float:
-        """The weight of this rank's loss in the loss over all rows, relative to the other ranks'."""
+        """The weight of this rank's loss in the loss over all rows, relative to the other ranks'; 0 without rows."""
         return self.weight if self.gradient_sync.loss == "mean" else float(self.weight > 0)
 
     def module_to_broadcast(self) -> nn.Module | None:
@@ -283,16 +292,22 @@ class SyncContext:
 
 
 class _RankSteps:
-    """What all ranks do in one reduction; it is gathered while backward runs.
+    """What all ranks do in one reduction: it comes with the first bucket, or is gathered while backward runs.
 
     Not a part of the reduction, whose buckets would be kept by the reference cycle after the gradients are gone.
+
+    Attributes:
+        own_weight: of this rank's gradients; 0 if they must not be read.
+        work: what waits for each rank's step.
     """
 
-    def __init__(self, sync_context: SyncContext, structure: _Structure) -> None:
+    def __init__(self, sync_context: SyncContext, structure: _Structure, *, in_bucket: bool) -> None:
         self._sync_context, self._structure = sync_context, structure
         gradient_sync = sync_context.gradient_sync
+        self.own_weight = sync_context.weight_of_loss
         mine = gradient_sync.rank_step(sync_context, structure)
-        self.work = gradient_sync.communicator.all_gather(mine, DOING)
+        communicator = gradient_sync.communicator
+        self.work = SlotWork(communicator, mine, DOING) if in_bucket else communicator.all_gather(mine, DOING)
         self._all: list[RankStep] = []
 
     @property
@@ -309,12 +324,16 @@ class _RankSteps:
             self._all = steps
         return self._all
 
-    def scale(self) -> float | None:
-        """Return the factor for this rank's gradients; None if they must not be read."""
-        steps, context = self.all, self._sync_context
-        if context.weight == 0:
-            return None
-        return 1.0 if context.gradient_sync.loss == "sum" else context.weight / sum(step.weight for step in steps)
+    def total_weight(self) -> float:
+        """Return what the sum of the ranks' weighted gradients has to be divided by."""
+        steps = self.all
+        if self._sync_context.gradient_sync.loss == "sum":
+            return 1.0
+        return sum(step.weight for step in steps) or 1.0
+
+    def scale(self) -> float:
+        """Return the factor for this rank's gradients; 0 if they must not be read."""
+        return self.own_weight / self.total_weight()
 
 
 class RankReduction(abc.ABC):
@@ -335,7 +354,8 @@ class RankReduction(abc.ABC):
         self._gradient_sync = sync_context.gradient_sync
         self._communicator = self._gradient_sync.communicator
         self._structure = self._gradient_sync.structure(tensors)
-        self._steps = _RankSteps(sync_context, self._structure)
+        in_bucket = sync_context.synchronised and self._structure.plan.has_slots
+        self._steps = _RankSteps(sync_context, self._structure, in_bucket=in_bucket)
 
     def add(self, number: int, gradient: torch.Tensor) -> None:
         """Add to the gradient of tensor `number`, which is one of `early`. To be called with gradients off."""
@@ -395,11 +415,11 @@ class AllReduce(RankReduction):
 
     def _broadcast_buffers(self) -> Callable[[], None]:
         module = self._sync_context.module_to_broadcast()
-        if module is None:
+        buffers, plan, _ = ([], (), 0) if module is None else self._structure.buffers(module)
+        if not plan:
             return lambda: None
         # The buffers of the first rank with rows persist, as those of the first replica do.
         source = next((rank for rank, step in enumerate(self._steps.all) if step.weight), 0)
-        buffers, plan, _ = self._structure.buffers(module)
         doing = "broadcasting one rank's buffers"
         return self._communicator.broadcast(source, buffers, self._gradient_sync.group, doing, plan)
 
@@ -408,7 +428,8 @@ class LocalAccumulation(RankReduction):
     """In no_sync(): this rank's own gradients, multiplied by the number of ranks."""
 
     def finish(self, rest: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        self.derivative = scale = (self._steps.scale() or 0.0) * self._communicator.world_size
+        self._gradient_sync.accumulates = True
+        self.derivative = scale = self._steps.scale() * self._communicator.world_size
         self._gradient_sync.own_grads.update(weakref.ref(self._tensors[n]) for n in self._accumulated())
         with torch.no_grad():
             return [grad * scale if scale and grad is not None else None for grad in rest]

@@ -116,7 +116,7 @@ class Communicator:
         self._store = distributed.PrefixStore("unisono", torch_private.store_of_group(process_group))
         self._failure_store = FailureStore(self._store, self.rank)
         self._check_every_s = max(_CHECK_EVERY_S, self.world_size / 500)
-        self._num_barriers = self._num_models = 0
+        self._num_barriers = self._num_models = self._num_comparisons = 0
         self._groups: dict[tuple[str, str], Any] = {}
         self._kinds: dict[str, set[str]] = {}  # by device of this rank: the kinds of all ranks' devices
         self._broken: str | None = None
@@ -139,6 +139,11 @@ class Communicator:
         """Return how many models have been wrapped for these processes, this one included."""
         self._num_models += 1
         return self._num_models
+
+    def next_comparison(self) -> int:
+        """Return how often the ranks have compared what they do, now included; equal on ranks that do the same."""
+        self._num_comparisons += 1
+        return self._num_comparisons
 
     def __deepcopy__(self, memo: object) -> "Communicator":
         return self  # a copied model belongs to the same processes
@@ -195,19 +200,19 @@ class Communicator:
         before, after = self.rank, self.world_size - self.rank - 1
         table = array("d", bytes(8 * _NUM_GATHERED * before)) + own + array("d", bytes(8 * _NUM_GATHERED * after))
         tensor = torch.frombuffer(table, dtype=torch.float64)
+        number = self.next_comparison()
         work = self.start(lambda: distributed.all_reduce(tensor, group=self._control, async_op=True))
-        return AllGatherWork(self, work, table, len(values), doing)
+        return AllGatherWork(self, work, table, len(values), doing, number)
 
-    def all_reduce(self, tensor: torch.Tensor, doing: str, group: Any = None) -> Callable[[], torch.Tensor]:
-        """Start to sum a tensor, a small one if no group is given; return a function that waits and returns it."""
+    def all_reduce(self, tensor: torch.Tensor, doing: str, group: Any = None, comparison: int = 0) -> "AllReduceWork":
+        """Start to sum a tensor, a small one if no group is given.
+
+        Args:
+            comparison: its number, if the ranks compare what they do by this sum; see `AllReduceWork.wait`.
+        """
         group = self._control if group is None else group
         work = self.start(lambda: distributed.all_reduce(tensor, group=group, async_op=True))
-
-        def wait() -> torch.Tensor:
-            self.wait(work, doing, group)
-            return tensor
-
-        return wait
+        return AllReduceWork(self, work, tensor, doing, group, comparison)
 
     def all_reduce_sparse(self, tensor: torch.Tensor, group: Any, doing: str) -> torch.Tensor:
         """Return the sum of the ranks' sparse tensors; each is coalesced."""
@@ -331,14 +336,24 @@ class Communicator:
         """Return whether `wait` returns only when work of this group is done, because its backend is gloo."""
         return group is None or distributed.get_backend(group) == "gloo"
 
-    def wait(self, work: Any, doing: str, group: Any = None) -> None:
+    def wait(
+        self,
+        work: Any,
+        doing: str,
+        group: Any = None,
+        check: Callable[[], None] | None = None,
+        key: str = "",
+    ) -> None:
         """Wait for `work`, done in `group`; on an accelerator's own backend, have the current stream wait.
+
+        Args:
+            check, key: as in `_wait_until`.
 
         Raises:
             RuntimeError: it failed, another rank failed, or the timeout has passed. Says which.
         """
         if self.waits_on_host(group):
-            self._wait_until(work.is_completed, doing, block=partial(_block, work))
+            self._wait_until(work.is_completed, doing, check=check, block=partial(_block, work), key=key)
         try:
             work.wait()
         except RuntimeError as error:
@@ -360,6 +375,7 @@ class Communicator:
         missing: Callable[[], str] = lambda: "",
         check: Callable[[], None] | None = None,
         block: Callable[[float], None] | None = None,
+        key: str = "",
     ) -> None:
         """Wait; now and then check the store for failures.
 
@@ -367,6 +383,7 @@ class Communicator:
             missing: says, for the timeout's message, which ranks are missing.
             check: a further check, for an `is_done` that asks the store too, which should not be asked too often.
             block: waits for at most so many seconds, less if it is done before; None: sleep instead.
+            key: is in the store while this waits for long.
         """
         started = last_check = time.monotonic()
         num_checks = 0
@@ -383,6 +400,8 @@ class Communicator:
                 if not published:
                     published = True
                     self._failure_store.set(f"at/{self.rank}", doing)
+                    if key:
+                        self._failure_store.set(key, doing)
                 if now - started > self.timeout_s:
                     self._raise_timeout(doing, missing())
             if block is not None:
@@ -393,6 +412,8 @@ class Communicator:
             deliver()
         if published:
             self._failure_store.set(f"at/{self.rank}", "")
+            if key:
+                self._failure_store.delete(key)
 
     def _raise_timeout(self, doing: str, missing: str) -> None:
         others = {rank: self._failure_store.get(f"at/{rank}") for rank in range(self.world_size) if rank != self.rank}
@@ -440,6 +461,10 @@ class Communicator:
         )
         self.abort(error)
         raise error
+
+    def is_known(self, key: str) -> bool:
+        """Return whether some rank has put a key into the store."""
+        return bool(self._failure_store.get(key))
 
     # ---- failures ------------------------------------------------------------------------------------
 
@@ -501,10 +526,10 @@ class AllGatherWork:
     """An all-gather of numbers that has started."""
 
     def __init__(
-        self, communicator: Communicator, work: Any, table: "array[float]", num_values: int, doing: str
+        self, communicator: Communicator, work: Any, table: "array[float]", num_values: int, doing: str, number: int
     ) -> None:
         self._communicator, self._work, self._table = communicator, work, table
-        self._num_values, self._doing = num_values, doing
+        self._num_values, self._doing, self._key = num_values, doing, _gathering(number)
 
     def is_completed(self) -> bool:
         """Return whether `wait` would return at once."""
@@ -516,13 +541,51 @@ class AllGatherWork:
         Raises:
             RuntimeError: some rank does something else.
         """
-        self._communicator.wait(self._work, self._doing)
+        self._communicator.wait(self._work, self._doing, key=self._key)
         rows = [self._table[i : i + _NUM_GATHERED].tolist() for i in range(0, len(self._table), _NUM_GATHERED)]
         if len({row[0] for row in rows}) > 1:
             if self._doing == _REPORTING_MISMATCH:
                 raise _NotNoticedError
             self._communicator.raise_mismatch(self._doing)
         return [row[1 : 1 + self._num_values] for row in rows]
+
+
+class GatheredElsewhereError(Exception):
+    """Some rank all-gathers numbers, where this one compares what the ranks do by a sum."""
+
+
+class AllReduceWork:
+    """A sum of tensors that has started."""
+
+    def __init__(
+        self, communicator: Communicator, work: Any, tensor: torch.Tensor, doing: str, group: Any, comparison: int
+    ) -> None:
+        self._communicator, self._work, self._tensor, self._doing = communicator, work, tensor, doing
+        self._group, self._comparison = group, comparison
+
+    def is_completed(self) -> bool:
+        """Return whether `wait` would return at once."""
+        return bool(self._work.is_completed())
+
+    def wait(self) -> torch.Tensor:
+        """Wait; return the sum.
+
+        Raises:
+            GatheredElsewhereError: the ranks compare what they do by this sum, and some rank does so, for as many times
+                as this one, in an all-gather of numbers. The sum would never end.
+        """
+        check = self._check if self._comparison else None
+        self._communicator.wait(self._work, self._doing, self._group, check)
+        return self._tensor
+
+    def _check(self) -> None:
+        if self._communicator.is_known(_gathering(self._comparison)):
+            raise GatheredElsewhereError
+
+
+def _gathering(number: int) -> str:
+    """Return the key that is in the store while some rank waits for long in its all-gather of that number."""
+    return f"gathering/{number}"
 
 
 def _padded(tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
