@@ -49,15 +49,16 @@ class DictSnapshot:
         """Take the items as they are now."""
         self.copies = [*map(dict, self.dicts)]
         self._lengths = [*map(len, self.copies)]
+        self._filled = [items for items in self.dicts if items]  # most of a module's own registries are empty
         self._keys = [*chain(*self.copies)]
-        self._ids = [*map(id, chain(*map(_values, self.copies)))]  # the copies keep the objects: ids stay theirs
+        self._objects = [*chain(*map(_values, self.copies))]
 
     def is_current(self) -> bool:
         """Return whether the dicts hold the same objects under the same keys, in the same order."""
         return (
             [*map(len, self.dicts)] == self._lengths  # with equal lengths, no item can have moved to the next dict
-            and [*chain(*self.dicts)] == self._keys
-            and [*map(id, chain(*map(_values, self.dicts)))] == self._ids
+            and [*chain(*self._filled)] == self._keys
+            and all(map(is_, chain(*map(_values, self._filled)), self._objects))
         )
 
     def changes(self) -> list[tuple[int, Any, Any]]:
