@@ -1,18 +1,25 @@
-"""Every source gives a Dataset that fits the models; an error is one line."""
+"""Every source gives a Dataset that fits the models; an error is one line that names the file or the address."""
 
 import functools
+import gc
 import gzip
 import hashlib
-import sys
+import importlib.util
+import socket
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from helpers.commands import NAMES, idx_bytes, serving, write_idx
+from unisono.console.errors import CommandError
 from unisono.training import data
-from unisono.training.data import DataError, load
+from unisono.training.data import DataError, load, read_idx
+
+# pooch leaves the connection of a download that fails to the garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 
 
 def pictures(rows, height=5, width=4):
@@ -42,7 +49,7 @@ def gzip_in_place(path):
 
 
 def error_of(source, **kwargs):
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(CommandError) as caught:
         load(str(source), **kwargs)
     message = str(caught.value)
     assert "\n" not in message
@@ -66,16 +73,18 @@ def test_digits_are_all_there_once_and_split_alike_everywhere():
     assert digits.test_images.double().sum().item() * 16 == 112357
 
 
-def test_digits_without_scikit_learn_say_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    assert "pip install 'unisono[train]'" in error_of("digits")
+@pytest.mark.parametrize(("source", "package"), [("digits", "sklearn"), ("fashion-mnist", "pooch")])
+def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch, source, package):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find_spec(name))
+    assert error_of(source) == f"{package} not installed: pip install 'unisono[train]'"
 
 
-# --- folders
+# ---- folders -------------------------------------------------------------------------------------
 
 
-def check_tiny(dataset):
-    assert (dataset.name, dataset.num_classes, dataset.image_shape) == ("tiny", 3, (1, 5, 4))
+def check_tiny(dataset, name="tiny"):
+    assert (dataset.name, dataset.num_classes, dataset.image_shape) == (name, 3, (1, 5, 4))
     assert dataset.train_images.equal(pictures(6).unsqueeze(1) / 255)
     assert dataset.train_labels.tolist() == [0, 1, 2, 0, 1, 2]
     assert dataset.test_images.equal(pictures(3).unsqueeze(1) / 255)
@@ -99,7 +108,7 @@ def test_a_folder_is_named_after_itself_but_a_data_set_goes_before_a_folder_of_i
     folder.rename(folder.with_name("digits"))
     monkeypatch.chdir(folder.parent)
     assert load("digits").image_shape == (1, 8, 8)
-    assert load("./digits").image_shape == (1, 5, 4)
+    check_tiny(load("./digits"), name="digits")
 
 
 def test_a_class_that_only_the_test_rows_have_counts(folder):
@@ -107,53 +116,114 @@ def test_a_class_that_only_the_test_rows_have_counts(folder):
     assert load(str(folder)).num_classes == 7
 
 
-@pytest.mark.parametrize("missing", [NAMES[:1], [NAMES[0], NAMES[3]], NAMES])
-def test_missing_files_are_all_named(folder, missing):
-    """A folder with the name of a file is not the file."""
-    for name in missing:
-        (folder / name).unlink()
-    (folder / NAMES[0]).mkdir()
-    assert error_of(folder) == f"{folder} lacks {', '.join(missing)} (plain, or gzipped with .gz at the end)"
-
-
-def test_a_source_that_is_no_folder(tmp_path):
-    file = tmp_path / "file"
-    file.write_bytes(b"")
-    expected = "expected digits, fashion-mnist, or a folder of IDX files"
-    assert error_of(file) == f"--data {file} is not a folder; {expected}"
-    assert error_of("cifar-10") == f"--data cifar-10 does not exist; {expected}"
-    assert "File name too long" in error_of("x" * 5000)
-    assert "cannot be read" in error_of("~no-such-user-here/data")
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("file", "is not a folder"),
+        ("cifar-10", "does not exist"),
+        ("x" * 5000, "File name too long"),
+        ("~no-such-user/data", "cannot be read"),
+    ],
+)
+def test_a_source_that_is_no_folder(tmp_path, monkeypatch, source, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    error = error_of(source)
+    assert error.startswith(f"--data {source} ")
+    assert message in error
+    assert error.endswith("; expected digits, fashion-mnist, or a folder of IDX files")
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({1: pictures(6)}, "{1} has 3 dimension(s) (pictures) where 1 (labels) were expected"),
-        ({1: labels(*range(7))}, "{0} has 6 pictures, {1} has 7 labels; expected as many"),
-        ({3: labels(*range(4))}, "{2} has 3 pictures, {3} has 4 labels; expected as many"),
-        ({2: pictures(3, 5, 5)}, "{0} has pictures of 5 x 4, {2} of 5 x 5; expected one size"),
-        ({0: pictures(6, 1, 1025)}, "{0} has pictures of 1 x 1025; expected at most 1024 a side"),
-        ({1: labels(*[0] * 6), 3: labels(0, 0, 0)}, "{1}: every label is 0; expected at least 2 classes"),
+        ({0: None}, "{folder} lacks train-images-idx3-ubyte (plain, or gzipped with .gz at the end)"),
+        ({1: pictures(6)}, "{folder}/train-labels-idx1-ubyte is not an IDX file of unsigned bytes in 1 dimension(s)"),
+        ({1: labels(*range(7))}, "{folder} has 6 train pictures and 7 labels; expected as many"),
+        ({3: labels(*range(4))}, "{folder} has 3 t10k pictures and 4 labels; expected as many"),
+        ({2: pictures(3, 5, 5)}, "{folder} has training pictures of 5 x 4 and test pictures of 5 x 5; expected one"),
+        ({1: labels(*[0] * 6), 3: labels(0, 0, 0)}, "{folder}: every label is 0; expected at least 2 classes"),
     ],
 )
 def test_files_that_do_not_fit_together_are_named(folder, changes, message):
-    write_idx(folder, [changes.get(i, array) for i, array in enumerate(ARRAYS)])
-    assert error_of(folder).startswith(message.format(*(folder / name for name in NAMES)))
+    """A folder with the name of a file is not the file."""
+    for i, array in changes.items():
+        (folder / NAMES[i]).unlink()
+        (folder / NAMES[i]).mkdir() if array is None else (folder / NAMES[i]).write_bytes(idx_bytes(array))
+    assert error_of(folder).startswith(message.format(folder=folder))
 
 
-# --- Fashion-MNIST, with the tiny files in its place
+# ---- IDX files -----------------------------------------------------------------------------------
+
+PICTURES = pictures(2, 3, 4)
+GOOD = idx_bytes(PICTURES)
+ZIPPED = gzip.compress(GOOD, mtime=0)
+
+
+@pytest.mark.parametrize("array", [PICTURES, labels(3, 0, 255)], ids=["pictures", "labels"])
+@pytest.mark.parametrize("pack", [bytes, gzip.compress, lambda c: gzip.compress(c[:9]) + gzip.compress(c[9:])])
+@pytest.mark.parametrize("name", ["idx-ubyte", "idx-ubyte.gz"])
+def test_an_idx_file_is_read_as_it_was_written(tmp_path, array, pack, name):
+    """Gzip is seen from the content, not the name: a browser may unpack a download and keep its name."""
+    (tmp_path / name).write_bytes(pack(idx_bytes(array)))
+    read = read_idx(tmp_path / name, dims=array.dim())
+    assert read.dtype == torch.uint8
+    assert read.equal(array)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is not an IDX file .* begins with nothing, expected 00 00 08 03 and 3 sizes"),
+        (b"<!DOCTYPE html>", "is not an IDX file .* begins with 3c 21 44 4f"),
+        (GOOD[:2] + b"\x0d" + GOOD[3:], "is not an IDX file of unsigned bytes .* begins with 00 00 0d 03"),
+        (GOOD[:14], "is not an IDX file"),
+        (GOOD[:-1], "is damaged: its header promises 2 x 3 x 4 = 24 bytes, 23 follow it"),
+        (GOOD + b"\0", "is damaged: .* 25 follow it"),
+        (GOOD[:4] + b"\xff" * 12 + GOOD[16:], "promises 4294967295 x 4294967295 x 4294967295 = "),
+        (GOOD[:4] + bytes(4) + GOOD[8:], "is damaged: its header promises 0 x 3 x 4"),
+    ],
+)
+def test_damage_is_one_line_that_names_the_file(tmp_path, content, message):
+    """T4"""
+    for pack in (bytes, gzip.compress):
+        path = tmp_path / "images"
+        path.write_bytes(pack(content))
+        with pytest.raises(DataError, match=message) as caught:
+            read_idx(path, dims=3)
+        assert str(caught.value).startswith(f"{path} ")
+        assert "\n" not in str(caught.value)
+
+
+@given(at=st.integers(0, len(ZIPPED) - 1), bit=st.integers(0, 7), zipped=st.booleans(), cut=st.booleans())
+def test_a_cut_or_a_flipped_bit_is_an_error_or_a_pixel(tmp_path_factory, at, bit, zipped, cut):
+    """T4: gzip has a checksum, so there a bit that was flipped changes nothing or is an error."""
+    content = bytearray(ZIPPED if zipped else GOOD)
+    at %= len(content)
+    content[at] ^= 1 << bit
+    path = tmp_path_factory.getbasetemp() / "flipped"
+    path.write_bytes(content[:at] if cut else content)
+    try:
+        read = read_idx(path, dims=3)
+    except DataError:
+        return
+    assert not cut
+    assert read.shape == PICTURES.shape
+    assert (read != PICTURES).sum() == (0 if zipped else 1)
+
+
+# ---- Fashion-MNIST, with the tiny files in its place ---------------------------------------------
 
 
 @pytest.fixture
-def mirror(folder, monkeypatch):
-    """A server of the tiny files, gzipped, which the table of checksums knows."""
+def mirror(folder, monkeypatch, tmp_path):
+    """A server of the tiny files, gzipped, which the table of checksums knows; the cache is in a folder of its own."""
     for name in NAMES:
         gzip_in_place(folder / name)
     md5 = {f"{name}.gz": hashlib.md5((folder / f"{name}.gz").read_bytes()).hexdigest() for name in NAMES}
     monkeypatch.setattr(data, "FASHION_MNIST_MD5", md5)
-    monkeypatch.delenv("http_proxy", raising=False)
-    monkeypatch.delenv("HTTP_PROXY", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
     class Handler(SimpleHTTPRequestHandler):
         def log_message(self, *args):
@@ -162,40 +232,89 @@ def mirror(folder, monkeypatch):
     server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=folder))
     with serving(server):
         yield f"http://127.0.0.1:{server.server_address[1]}"
+    gc.collect()
 
 
-def test_fashion_mnist_is_downloaded_once_into_the_cache(mirror, tmp_path, monkeypatch):
+@pytest.fixture
+def cache(tmp_path):
+    return tmp_path / "cache" / "unisono" / "fashion-mnist"
+
+
+def cached(cache):
+    return sorted(path.name for path in cache.iterdir())
+
+
+def test_fashion_mnist_is_downloaded_once_into_the_cache(mirror, cache, capfd):
+    """What is damaged there is downloaded again; nothing is printed but what `progress` shows."""
     seen = []
-    cache = tmp_path / "cache"
-    first = load("fashion-mnist", mirror=mirror, cache=cache, progress=lambda name, *_: seen.append(name))
-    assert (first.name, first.num_classes, first.image_shape) == ("fashion-mnist", 3, (1, 5, 4))
-    assert list(dict.fromkeys(seen)) == [f"{name}.gz" for name in NAMES]
-    assert sorted(path.name for path in (cache / "fashion-mnist").iterdir()) == sorted(set(seen))
+    check_tiny(load("fashion-mnist", mirror=mirror, progress=lambda *call: seen.append(call)), name="fashion-mnist")
+    sizes = {path.name: path.stat().st_size for path in cache.iterdir()}
+    assert list(sizes) != []
+    assert dict.fromkeys(name for name, _, _ in seen).keys() == sizes.keys() == data.FASHION_MNIST_MD5.keys()
+    assert all(done == total == sizes[name] for name, done, total in seen)  # each is smaller than a chunk
 
-    again = load("fashion-mnist", mirror="http://127.0.0.1:1", cache=cache)
-    assert again.train_images.equal(first.train_images)
-
-
-def test_the_cache_follows_xdg_and_else_lies_at_home_if_there_is_one(mirror, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    load("fashion-mnist", mirror=mirror)
-    assert (tmp_path / "xdg/unisono/fashion-mnist" / f"{NAMES[0]}.gz").is_file()
-
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    for unusable in ("", "relative/path"):
-        monkeypatch.setenv("XDG_CACHE_HOME", unusable)
-        assert data.default_cache() == tmp_path / "home/.cache/unisono"
-
-    def no_home():
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(Path, "home", no_home)
-    assert "set XDG_CACHE_HOME" in error_of("fashion-mnist")
+    check_tiny(load("fashion-mnist", mirror="http://127.0.0.1:1"), name="fashion-mnist")
+    (cache / f"{NAMES[0]}.gz").write_bytes(b"half of")
+    check_tiny(load("fashion-mnist", mirror=f"{mirror}/"), name="fashion-mnist")
+    assert cached(cache) == sorted(sizes)
+    assert capfd.readouterr() == ("", "")
 
 
-def test_a_failed_download_names_address_reason_and_remedy(mirror, folder, tmp_path):
+def not_found(folder, monkeypatch):
     (folder / f"{NAMES[2]}.gz").unlink()
-    message = error_of("fashion-mnist", mirror=f"{mirror}/", cache=tmp_path / "cache")
-    assert message.startswith(f"{mirror}/{NAMES[2]}.gz: the server answered 404 File not found (")
-    assert "--mirror URL" in message
-    assert "--data DIR" in message
+
+
+def another_file(folder, monkeypatch):
+    (folder / f"{NAMES[2]}.gz").write_bytes(b"<html>Please log in</html>")
+
+
+def cut_off(folder, monkeypatch):
+    """The server promises more than it sends."""
+    end_headers = SimpleHTTPRequestHandler.end_headers
+
+    def promising(handler):
+        if NAMES[2] in handler.path:
+            handler._headers_buffer = [b"HTTP/1.0 200 OK\r\nContent-Length: 1000000\r\n"]
+        end_headers(handler)
+
+    monkeypatch.setattr(SimpleHTTPRequestHandler, "end_headers", promising)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"), [(not_found, "404"), (another_file, "MD5 hash of downloaded file"), (cut_off, "Incomplete")]
+)
+def test_a_download_that_fails_is_one_line_and_leaves_no_half_file(mirror, folder, cache, monkeypatch, spoil, message):
+    spoil(folder, monkeypatch)
+    error = error_of("fashion-mnist", mirror=mirror)
+    assert error.startswith(f"{mirror}/{NAMES[2]}.gz cannot be downloaded to {cache} (")
+    assert message in error
+    assert "; --mirror URL takes another address, --data DIR a folder" in error
+    assert cached(cache) == sorted(f"{name}.gz" for name in NAMES[:2])
+
+
+@pytest.mark.parametrize("mirror_url", ["file:///etc", "nowhere", "http://", "http://127.0.0.1:{port}"])
+def test_an_address_that_does_not_answer_is_one_line(cache, monkeypatch, tmp_path, mirror_url):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    assert " cannot be downloaded to " in error_of("fashion-mnist", mirror=mirror_url.format(port=port))
+    assert cached(cache) == []
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, BrokenPipeError])
+def test_a_download_that_is_stopped_leaves_no_half_file(mirror, cache, error):
+    """Ctrl-C, and a reader of the output that has gone, end the command as anywhere else."""
+
+    def stop(name, done, total):
+        raise error
+
+    with pytest.raises(error):
+        load("fashion-mnist", mirror=mirror, progress=stop)
+    assert cached(cache) == []
+
+
+def test_a_cache_that_cannot_be_written_is_named(mirror, cache):
+    cache.parent.mkdir(parents=True)
+    cache.touch()
+    assert f"cannot be downloaded to {cache} (" in error_of("fashion-mnist", mirror=mirror)

@@ -1,30 +1,26 @@
 """The data sets of `unisono train`, loaded into memory.
 
-Three sources: the digits that scikit-learn carries (no network), Fashion-MNIST (downloaded once), and any
+Three sources: the digits that scikit-learn carries (no network), Fashion-MNIST (downloaded once, by pooch), and any
 folder with four IDX files. Pictures are float32, scaled to [0, 1] and not normalised further, as in the tutorials
 that the project starts from: the ResNet has batch norm after its first layer, the perceptron trains well without,
 and so no mean and deviation need to be saved with a model.
-
-Every problem with the data is raised as a DataError: one line that says which file or address, why, and what to do.
 """
 
 import dataclasses
-import os
-from dataclasses import dataclass, field
+import gzip
+import math
+import struct
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from unisono.console.errors import CommandError
-from unisono.training.download import DownloadError, OnBytes, download_files
-from unisono.training.idx import IdxError, read_idx
-
-SOURCES = {
-    "digits": "8x8 digits that scikit-learn carries; no network needed",
-    "fashion-mnist": "28x28 pictures of clothes; 30 MB, downloaded once",
-    "DIR": "a folder with four IDX files, gzipped or not, named like those of MNIST",
-}
+from unisono.console.options import expect_installed
 
 FASHION_MNIST_URL = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
 FASHION_MNIST_MD5 = {
@@ -34,78 +30,28 @@ FASHION_MNIST_MD5 = {
     "t10k-labels-idx1-ubyte.gz": "bb300cfdad3c16e7a12a480ee83cd310",
 }
 
-_FILES = (
-    "train-images-idx3-ubyte",
-    "train-labels-idx1-ubyte",
-    "t10k-images-idx3-ubyte",
-    "t10k-labels-idx1-ubyte",
-)
-
-_MAX_SIDE = 1024  # of a picture, in pixels: a model for more would be larger than the data
-
-_DIGITS_SPLIT_SEED = 0
+_PACKAGES = {"digits": "sklearn", "fashion-mnist": "pooch"}
+_GZIP_MAGIC = b"\x1f\x8b"
 _DIGITS_MAX = 16  # each pixel counts the inked dots of a 4x4 block
+
+OnBytes: TypeAlias = Callable[[str, int, int | None], None]
+"""Called as a download arrives: the file's name, the bytes so far, and the bytes in all (None: unknown)."""
 
 
 class DataError(CommandError):
-    """The data cannot be loaded; the message is one line that says which, why, and what to do."""
+    """The data cannot be loaded; one line that says which file or address, why, and what to do."""
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Pictures and their labels, for training and for testing.
-
-    Example:
-        >>> pictures, labels = torch.rand(6, 1, 8, 8), torch.tensor([0, 1, 2, 0, 1, 2])
-        >>> Dataset("mine", pictures[:4], labels[:4], pictures[4:], labels[4:], num_classes=3)
-        Dataset(name='mine', num_classes=3)
-
-    Args:
-        name: for summaries.
-        train_images: float32 (rows, channels, height, width); from `load`, scaled to [0, 1].
-        train_labels: int64 (rows,), from 0 to num_classes - 1.
-        test_images: like train_images.
-        test_labels: like train_labels.
-        num_classes: at least 2.
-
-    Raises:
-        DataError: shapes, types or labels are not as above, or do not fit each other.
-    """
+    """Pictures, float32 (rows, channels, height, width) in [0, 1], and their labels, int64 (rows,) from 0 on."""
 
     name: str
-    train_images: Tensor = field(repr=False)
-    train_labels: Tensor = field(repr=False)
-    test_images: Tensor = field(repr=False)
-    test_labels: Tensor = field(repr=False)
+    train_images: Tensor
+    train_labels: Tensor
+    test_images: Tensor
+    test_labels: Tensor
     num_classes: int
-
-    def __post_init__(self) -> None:
-        if self.num_classes < 2:
-            raise DataError(f"{self.name}: a classifier needs at least 2 classes, got {self.num_classes}")
-        self._check_split("train", self.train_images, self.train_labels)
-        self._check_split("test", self.test_images, self.test_labels)
-        if self.train_images.shape[1:] != self.test_images.shape[1:]:
-            raise DataError(
-                f"{self.name}: train images are {_by(self.train_images.shape[1:])}, "
-                f"test images are {_by(self.test_images.shape[1:])}; expected one size"
-            )
-
-    def _check_split(self, split: str, images: Tensor, labels: Tensor) -> None:
-        if images.dtype != torch.float32 or images.dim() != 4 or images.numel() == 0:
-            raise DataError(
-                f"{self.name}: expected {split} images as float32 (rows, channels, height, width), none of them "
-                f"0, got {images.dtype} {tuple(images.shape)}"
-            )
-        if labels.dtype != torch.int64 or labels.shape != images.shape[:1]:
-            raise DataError(
-                f"{self.name}: expected {split} labels as int64 ({len(images)},), one for each image, "
-                f"got {labels.dtype} {tuple(labels.shape)}"
-            )
-        if labels.min() < 0 or labels.max() >= self.num_classes:
-            raise DataError(
-                f"{self.name}: expected {split} labels from 0 to {self.num_classes - 1}, "
-                f"got {int(labels.min())} to {int(labels.max())}"
-            )
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -114,24 +60,23 @@ class Dataset:
         return channels, height, width
 
     @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Pictures and labels, by the names of their fields."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in fields.items() if isinstance(value, Tensor)}
+
+    @property
     def num_bytes(self) -> int:
         """How much memory pictures and labels take."""
-        return sum(t.nbytes for t in (self.train_images, self.train_labels, self.test_images, self.test_labels))
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def on(self, device: torch.device) -> "Dataset":
         """Return the same data on a device."""
-        return dataclasses.replace(
-            self,
-            train_images=self.train_images.to(device),
-            train_labels=self.train_labels.to(device),
-            test_images=self.test_images.to(device),
-            test_labels=self.test_labels.to(device),
-        )
+        there = {name: tensor.to(device) for name, tensor in self.tensors.items()}
+        return dataclasses.replace(self, **there)  # type: ignore[arg-type]
 
 
-def load(
-    source: str, *, mirror: str | None = None, cache: Path | None = None, progress: OnBytes | None = None
-) -> Dataset:
+def load(source: str, *, mirror: str | None = None, progress: OnBytes | None = None) -> Dataset:
     """Load a data set by name, or from a folder.
 
     Example:
@@ -144,132 +89,177 @@ def load(
             and so on), each plain, or gzipped with .gz at the end of its name; if both exist, the gzipped one is
             read. Write ./digits for a folder that has the name of a data set.
         mirror: where to download Fashion-MNIST from; its own address if None. Only for "fashion-mnist".
-        cache: the folder for downloads, `default_cache()` if None. Fashion-MNIST is saved to `fashion-mnist` in it.
-        progress: called as bytes arrive with the file's name, the bytes so far, and the bytes in all or None.
+        progress: called as bytes arrive.
 
     Returns:
-        The data set, named like `source`, or like the folder. A folder's highest label says how many classes it
-        has.
+        The data set. A folder's highest label says how many classes it has.
 
     Raises:
-        DataError: the data is missing, damaged or cannot be downloaded, or `mirror` does not go with `source`.
+        CommandError: the data is missing, damaged or cannot be downloaded, a package is not installed, or `mirror`
+            does not go with `source`.
     """
+    expect_known(source)
     if mirror is not None and source != "fashion-mnist":
         raise DataError(f"--mirror {mirror} goes with --data fashion-mnist only; --data is {source}: leave it out")
     if source == "digits":
         return _load_digits()
     if source == "fashion-mnist":
-        return _load_fashion_mnist(mirror or FASHION_MNIST_URL, cache or default_cache(), progress)
-    folder = _find_folder(source)
+        return _load_folder(_downloaded(mirror or FASHION_MNIST_URL, progress), source)
+    folder = Path(source).expanduser()
     return _load_folder(folder, folder.resolve().name or source)
 
 
 def expect_known(source: str) -> None:
-    """Check that there is such a data set, or such a folder; nothing is loaded.
+    """Check that there is such a data set, and what loads it, or such a folder; nothing is loaded.
 
     Raises:
-        DataError: there is not.
+        CommandError: there is not.
     """
-    if source not in ("digits", "fashion-mnist"):
-        _find_folder(source)
-
-
-def default_cache() -> Path:
-    """Return the folder for downloads: $XDG_CACHE_HOME/unisono, or ~/.cache/unisono."""
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if base.is_absolute():  # a relative one is to be ignored, says the XDG base directory specification
-        return base / "unisono"
+    if source in _PACKAGES:
+        expect_installed({"train": [_PACKAGES[source]]})
+        return
     try:
-        return Path.home() / ".cache" / "unisono"
-    except RuntimeError as error:
-        raise DataError("no home folder to keep downloads in; set XDG_CACHE_HOME to a folder") from error
+        folder = Path(source).expanduser()
+        problem = None if folder.is_dir() else "is not a folder" if folder.exists() else "does not exist"
+    except (OSError, RuntimeError) as error:  # no permission, too long a name; ~user without such a user
+        problem = f"cannot be read ({error})"
+    if problem is not None:
+        raise DataError(f"--data {source} {problem}; expected digits, fashion-mnist, or a folder of IDX files")
 
 
 def _load_digits() -> Dataset:
     """Load scikit-learn's digits; one in five rows of each class is for testing (360 of 1,797)."""
-    try:
-        import numpy as np
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise DataError(
-            f"--data digits needs scikit-learn ({error}); to install it: pip install 'unisono[train]'"
-        ) from error
+    import numpy as np
+    from sklearn.datasets import load_digits
+
     bunch = load_digits()
     images = torch.from_numpy(bunch.images).float().div_(_DIGITS_MAX).unsqueeze(1)
     labels = torch.from_numpy(bunch.target).long()
     # RandomState's streams are frozen: the split is the same with every release of numpy.
-    shuffled = torch.from_numpy(np.random.RandomState(_DIGITS_SPLIT_SEED).permutation(len(labels)))
+    shuffled = torch.from_numpy(np.random.RandomState(0).permutation(len(labels)))
     by_class = shuffled[labels[shuffled].argsort(stable=True)]
     is_test = torch.zeros(len(labels), dtype=torch.bool)
     is_test[by_class[::5]] = True
     return Dataset("digits", images[~is_test], labels[~is_test], images[is_test], labels[is_test], num_classes=10)
 
 
-def _load_fashion_mnist(base_url: str, cache: Path, progress: OnBytes | None) -> Dataset:
-    folder = cache / "fashion-mnist"
-    try:
-        download_files(base_url, folder, FASHION_MNIST_MD5, progress=progress)
-    except DownloadError as error:
-        raise DataError(
-            f"{error} (--mirror URL takes another address, --data DIR a folder with the files, XDG_CACHE_HOME "
-            "another cache)"
-        ) from error
-    return _load_folder(folder, "fashion-mnist")
+# ---- Fashion-MNIST -------------------------------------------------------------------------------
 
 
-def _find_folder(source: str) -> Path:
-    expected = "expected digits, fashion-mnist, or a folder of IDX files"
-    try:
-        folder = Path(source).expanduser()
-        if folder.is_dir():
-            return folder
-        problem = "is not a folder" if folder.exists() else "does not exist"
-    except (OSError, RuntimeError) as error:  # no permission, too long a name; ~user without such a user
-        raise DataError(f"--data {source} cannot be read ({error}); {expected}") from error
-    raise DataError(f"--data {source} {problem}; {expected}")
+def _downloaded(base_url: str, progress: OnBytes | None) -> Path:
+    """Return the folder of Fashion-MNIST's files; those that are missing or damaged are downloaded first.
+
+    pooch writes to a temporary file, and renames it once its MD5 is right; proxies are those of the environment.
+    """
+    import pooch
+
+    pooch.get_logger().setLevel("WARNING")  # `progress` says what is downloaded
+    folder = Path(pooch.os_cache("unisono")) / "fashion-mnist"
+    for name, md5 in FASHION_MNIST_MD5.items():
+        url = f"{base_url.rstrip('/')}/{name}"
+        download = pooch.HTTPDownloader(progressbar=_Arriving(name, progress) if progress else False)
+        try:
+            pooch.retrieve(url, f"md5:{md5}", fname=name, path=folder, downloader=download)
+        except BrokenPipeError:  # of `progress`: nothing reads the output any more
+            raise
+        except (OSError, ValueError) as error:  # no connection, no such file, no room; another MD5
+            raise DataError(
+                f"{url} cannot be downloaded to {folder} ({' '.join(str(error).split())}); --mirror URL takes another "
+                "address, --data DIR a folder with the files, XDG_CACHE_HOME another cache"
+            ) from error
+    return folder
+
+
+class _Arriving:
+    """Passes on what pooch tells a progress bar: `total` is set, then `update` is called with each chunk's bytes."""
+
+    def __init__(self, name: str, progress: OnBytes) -> None:
+        self._name, self._progress = name, progress
+        self.total = self._done = 0
+
+    def update(self, num_bytes: int) -> None:
+        self._done += num_bytes  # pooch counts the last chunk as a whole one
+        self._progress(self._name, min(self._done, self.total or self._done), self.total or None)
+
+    def reset(self) -> None:
+        self._done = 0
+
+    def close(self) -> None:
+        pass
+
+
+# ---- IDX files -----------------------------------------------------------------------------------
 
 
 def _load_folder(folder: Path, name: str) -> Dataset:
-    train_images_path, train_labels_path, test_images_path, test_labels_path = _find_files(folder)
-    train_images, train_labels = _load_split(train_images_path, train_labels_path)
-    test_images, test_labels = _load_split(test_images_path, test_labels_path)
+    train_images, train_labels = _load_split(folder, "train")
+    test_images, test_labels = _load_split(folder, "t10k")
     if train_images.shape[1:] != test_images.shape[1:]:
         raise DataError(
-            f"{train_images_path} has pictures of {_by(train_images.shape[2:])}, "
-            f"{test_images_path} of {_by(test_images.shape[2:])}; expected one size"
+            f"{folder} has training pictures of {_by(train_images.shape[2:])} and test pictures of "
+            f"{_by(test_images.shape[2:])}; expected one size"
         )
     num_classes = 1 + int(max(train_labels.max(), test_labels.max()))
     if num_classes < 2:
-        raise DataError(f"{train_labels_path}: every label is 0; expected at least 2 classes")
+        raise DataError(f"{folder}: every label is 0; expected at least 2 classes")
     return Dataset(name, train_images, train_labels, test_images, test_labels, num_classes)
 
 
-def _find_files(folder: Path) -> list[Path]:
-    """Return the paths of the four files, in the order of `_FILES`."""
-    try:
-        found = {name: path for name in _FILES for path in (folder / name, folder / f"{name}.gz") if path.is_file()}
-    except OSError as error:
-        raise DataError(f"{folder} cannot be read: {error.strerror or error}") from error
-    if missing := [name for name in _FILES if name not in found]:
-        raise DataError(f"{folder} lacks {', '.join(missing)} (plain, or gzipped with .gz at the end)")
-    return [found[name] for name in _FILES]
-
-
-def _load_split(images_path: Path, labels_path: Path) -> tuple[Tensor, Tensor]:
+def _load_split(folder: Path, split: str) -> tuple[Tensor, Tensor]:
     """Read one pair of files: pictures (rows, 1, height, width) in [0, 1], and labels (rows,)."""
-    try:
-        images = read_idx(images_path, dims=3)
-        labels = read_idx(labels_path, dims=1)
-    except IdxError as error:
-        raise DataError(str(error)) from error
-    if max(images.shape[1:]) > _MAX_SIDE:
-        raise DataError(f"{images_path} has pictures of {_by(images.shape[1:])}; expected at most {_MAX_SIDE} a side")
+    images = read_idx(_find(folder, f"{split}-images-idx3-ubyte"), dims=3)
+    labels = read_idx(_find(folder, f"{split}-labels-idx1-ubyte"), dims=1)
     if len(images) != len(labels):
-        raise DataError(
-            f"{images_path} has {len(images)} pictures, {labels_path} has {len(labels)} labels; expected as many"
-        )
+        raise DataError(f"{folder} has {len(images)} {split} pictures and {len(labels)} labels; expected as many")
     return images.unsqueeze(1).float().div_(255), labels.long()
 
 
-def _by(sizes: torch.Size) -> str:
+def _find(folder: Path, name: str) -> Path:
+    for path in (folder / f"{name}.gz", folder / name):
+        if path.is_file():
+            return path
+    raise DataError(f"{folder} lacks {name} (plain, or gzipped with .gz at the end)")
+
+
+def read_idx(path: Path, *, dims: int) -> Tensor:
+    """Read an IDX file of unsigned bytes, the format of MNIST and its relatives, gzipped or not.
+
+    Its header is big-endian: 00 00 08 (unsigned bytes), the number of dimensions in a byte, each dimension in 4.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "labels-idx1-ubyte"
+        >>> _ = path.write_bytes(bytes([0, 0, 8, 1, 0, 0, 0, 3]) + bytes([7, 0, 2]))
+        >>> read_idx(path, dims=1)
+        tensor([7, 0, 2], dtype=torch.uint8)
+
+    Args:
+        path: the file. Its content says whether it is gzipped: browsers unpack files and keep the name.
+        dims: 3 for pictures (rows, height, width), 1 for labels (rows,).
+
+    Raises:
+        DataError: it cannot be read, is damaged, shorter or longer than its header says, or holds something else.
+    """
+    try:
+        content = path.read_bytes()
+        if content.startswith(_GZIP_MAGIC):
+            content = gzip.decompress(content)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    expected, header_bytes = bytes([0, 0, 8, dims]), 4 + 4 * dims
+    if content[:4] != expected or len(content) < header_bytes:
+        raise DataError(
+            f"{path} is not an IDX file of unsigned bytes in {dims} dimension(s): it begins with "
+            f"{content[:header_bytes].hex(' ') or 'nothing'}, expected {expected.hex(' ')} and {dims} sizes"
+        )
+    shape = struct.unpack_from(f">{dims}I", content, offset=4)
+    if math.prod(shape) == 0 or len(content) != header_bytes + math.prod(shape):
+        raise DataError(
+            f"{path} is damaged: its header promises {_by(shape)} = {math.prod(shape)} bytes, "
+            f"{len(content) - header_bytes} follow it"
+        )
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=header_bytes).view(shape)
+
+
+def _by(sizes: tuple[int, ...]) -> str:
     return " x ".join(map(str, sizes))
