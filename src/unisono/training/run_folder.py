@@ -45,6 +45,8 @@ _LAID = "remove it if you know who has put it there, or name another folder (--o
 class RunFolder:
     """The folder of one run, and the paths in it."""
 
+    EVENTS_SUFFIX = ".unisono"  # of the names of our event files
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self.must_be_new = False
@@ -124,11 +126,7 @@ class RunFolder:
 
     def events(self) -> list[Path]:
         """Return the event files that runs in this folder have written; there may be files of other programs too."""
-        return sorted(self.tensorboard.glob("events.out.tfevents.*.unisono"))
-
-    def new_events(self) -> Path:
-        """Return the path of a new event file, which TensorBoard reads after the earlier ones."""
-        return self.tensorboard / f"events.out.tfevents.{time.time():.6f}.unisono"
+        return sorted(self.tensorboard.glob(f"events.out.tfevents.*{self.EVENTS_SUFFIX}"))
 
     def has_checkpoint(self) -> bool:
         """Return whether there is a checkpoint."""
