@@ -37,11 +37,10 @@ from unisono.console.errors import OptionError
 from unisono.runtime.devices import float32_products
 from unisono.training import compiling, data, loop, models, schedule
 from unisono.training.compiling import expect_compiler
-from unisono.training.display import Display
+from unisono.training.display import Display, StepReport
 from unisono.training.options import Options
 from unisono.training.run import Run
 from unisono.training.run_folder import RunFolder
-from unisono.training.work import StepReport
 
 TUTORIALS_S = {"1 GPU": 14.0, "2 GPUs": 9.3}  # an epoch in the tutorials that the project starts from
 NUM_CLASSES = 10

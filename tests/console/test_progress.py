@@ -8,9 +8,8 @@ import torch
 
 from unisono.console import progress
 from unisono.console.progress import Bar, Lines, Task
-from unisono.training.display import Display
+from unisono.training.display import Display, Share, StepReport
 from unisono.training.metrics import StepRecord
-from unisono.training.work import Share, StepReport
 
 CPU = torch.device("cpu")
 
@@ -29,7 +28,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 def report(step: int) -> StepReport:
     record = StepRecord(step, 1, loss=0.54321, learning_rate=0.1, rows=120, seconds=0.1)
-    return StepReport(record, 3, step, 12, [Share(CPU, 60, 0.05), Share(CPU, 60, 0.06)])
+    return StepReport(record, 3, 12, [Share(CPU, 60, 0.05), Share(CPU, 60, 0.06)])
 
 
 def test_lines_show_that_a_task_begins_and_its_parts_after_some_seconds() -> None:

@@ -19,12 +19,11 @@ from unisono.console.errors import OptionError
 from unisono.runtime.devices import float32_products
 from unisono.training import data
 from unisono.training.compiling import expect_compiler
-from unisono.training.display import Display
+from unisono.training.display import Display, StepReport
 from unisono.training.loop import train
 from unisono.training.options import Options
 from unisono.training.run import Run
 from unisono.training.run_folder import RunFolder
-from unisono.training.work import StepReport
 
 pytestmark = [
     pytest.mark.gpu,

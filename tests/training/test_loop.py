@@ -29,13 +29,13 @@ from unisono.engines.processes import worker_group
 from unisono.profiling.profile import Profile
 from unisono.training import checkpoint, compiling, data, loop, models, pending_steps
 from unisono.training import run as run_module
-from unisono.training.display import Display
+from unisono.training.display import Display, StepReport
 from unisono.training.interrupts import StopRequest
 from unisono.training.loop import evaluate, train
 from unisono.training.options import Options
+from unisono.training.ranks import ALONE
 from unisono.training.run import Run
 from unisono.training.run_folder import RunFolder
-from unisono.training.work import StepReport
 
 SMALL = Options(model="mlp", devices="cpu*2", epochs=2)  # 12 steps an epoch
 # Of 360 test rows: where two answers of a row are equal within rounding, either may win.
@@ -97,6 +97,15 @@ def train_on(folder: RunFolder, *, resume: bool = False, stop_after: int = 0, **
     with patch.object(Run, "draw"), ends:
         train(replace(SMALL, **changes), folder, display, resume=resume)
     return display
+
+
+@contextlib.contextmanager
+def begun(folder: RunFolder, **changes: Any) -> Iterator[Run]:
+    options = replace(SMALL, **changes)
+    with contextlib.closing(folder):
+        run = Run.begin(options, folder, Recorder(), ALONE, {}, resume=False, profile=False)
+        with contextlib.closing(run):
+            yield run
 
 
 def test_a_run_leaves_its_results(folder: RunFolder) -> None:
@@ -206,9 +215,9 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_numbers(
 def test_a_stop_during_the_evaluation_evaluates_again(
     uninterrupted: RunFolder, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stopped(run: Run, display: Display, stop: StopRequest) -> tuple[float, float]:
+    def stopped(run: Run, stop: StopRequest) -> tuple[float, float]:
         signal.raise_signal(signal.SIGTERM)
-        return evaluate(run, display, stop)
+        return evaluate(run, stop)
 
     monkeypatch.setattr(loop, "evaluate", stopped)
     with pytest.raises(Interrupted) as caught:
@@ -270,7 +279,7 @@ def test_a_loss_that_is_no_number_stops_the_run(
         train_on(folder, stop_after=stop_after)
     assert len(losses_of(folder)) == spoilt
     if folder.checkpoint.exists():
-        saved = checkpoint.read(folder, pytest.fail).tensors
+        saved = checkpoint.read(folder, pytest.fail)
         assert all(tensor.isfinite().all() for tensor in saved.values())
 
 
@@ -285,7 +294,8 @@ def test_long_epochs_are_saved_in_between_with_all_steps(
 
     def note(run: Run) -> None:
         save(run)
-        saved.append((checkpoint.read(run.folder, pytest.fail).progress.steps, len(run.metrics.steps)))
+        lines = checkpoint.metrics_in(checkpoint.read(run.folder, pytest.fail))
+        saved.append((lines.count(b'"kind": "step"'), len(run.metrics.steps)))
 
     monkeypatch.setattr(Run, "save", note)
     train_on(folder, epochs=1)
@@ -300,7 +310,7 @@ def test_data_that_fit_are_trained_on_where_the_model_is(
 ) -> None:
     """On a simulated accelerator: nothing is copied from the host within an epoch but the order of the rows."""
     monkeypatch.setattr("unisono.runtime.devices.has_room_for", lambda device, num_bytes: True)
-    with contextlib.closing(Run.begin(replace(SMALL, devices="1"), folder, Recorder())) as run:
+    with begun(folder, devices="1") as run:
         assert {tensor.device for tensor in (run.dataset.train_images, run.dataset.test_labels)} == {sim[0]}
     train_on(folder, devices="1")
     records.assert_same_metrics(folder.metrics, uninterrupted.metrics, rel=1e-4)
@@ -324,14 +334,13 @@ class Waits(TorchDispatchMode):
 
 
 def test_a_step_reads_its_loss_and_nothing_else(folder: RunFolder) -> None:
-    run = Run.begin(replace(SMALL, devices="1", accumulate=3), folder, Recorder())
-    with contextlib.closing(run), StopRequest() as stop:
-        steps = pending_steps.PendingSteps(run, Recorder())
+    with begun(folder, devices="1", accumulate=3) as run, StopRequest() as stop:
+        steps = pending_steps.PendingSteps(run)
         with Waits() as waits:
-            loop._train_epoch(run, 0, steps, Recorder(), stop)
+            loop._train_epoch(run, 0, steps, stop)
         assert waits.names == ["_local_scalar_dense"] * 12
         with Waits() as waits:
-            evaluate(run, Recorder(), stop)
+            evaluate(run, stop)
         assert waits.names == []
 
 
@@ -518,7 +527,7 @@ def test_a_profiled_run_has_the_same_numbers(
     events = json.loads(folder.trace.read_text())["traceEvents"]
     assert {event["args"]["step"] for event in events if event["ph"] == "X"} == set(range(12))
     assert folder.timeline.read_bytes().startswith(b"\x89PNG")
-    folder.release()
+    folder.close()
     RunFolder.for_new_run(folder.path, overwrite=True).make_empty()
     assert not folder.trace.exists()
     assert not folder.timeline.exists()

@@ -1,21 +1,22 @@
 import dataclasses
+import json
+import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from unisono.console.device_option import choose_devices
-from unisono.console.errors import CommandError, OptionError
-from unisono.training import data, models
-from unisono.training.options import Options
-from unisono.training.schedule import learning_rate, num_steps
+from unisono.cli import main
+from unisono.console.errors import OptionError
+from unisono.runtime import devices
+from unisono.training import options as options_module
+from unisono.training.options import Options, advice_on_rows, with_device_defaults
+from unisono.training.ranks import ALONE
 
 CPU = torch.device("cpu")
-CUDA = [torch.device("cuda", 0), torch.device("cuda", 1)]
+CUDA = [torch.device("cuda", index) for index in range(8)]
 
 
 @pytest.mark.parametrize(
@@ -44,8 +45,8 @@ def test_a_value_out_of_range_is_named_as_it_is_typed(name: str, values: list[ob
 @pytest.mark.parametrize(
     ("changes", "devices_by_rank", "synchronised", "message"),
     [
-        ({"engine": "processes"}, [CUDA], True, r"--devices auto is cuda:0, cuda:1, .*or take --no-sync-batch-norm$"),
-        ({"engine": "processes"}, [CUDA], False, None),
+        ({"engine": "processes"}, [CUDA[:2]], True, r"--devices auto is cuda:0, cuda:1, .*take --no-sync-batch-norm$"),
+        ({"engine": "processes"}, [CUDA[:2]], False, None),
         ({"engine": "processes"}, [[CPU] * 3], True, None),
         ({"compile": True}, [[CPU] * 2], True, r"over 2 replicas \(cpu, cpu\).* --no-sync-batch-norm or --devices 1"),
         ({"compile": True}, [[CPU], [CPU]], True, "over 2 replicas"),
@@ -80,46 +81,12 @@ def test_resuming_may_change_devices_and_length_but_not_the_recipe(
         assert Options.from_saved(dataclasses.asdict(Options(**saved)), given) == Options(**(saved | given))
 
 
-JSON_VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.integers(-(10**400), 10**400)
-    | st.floats()
-    | st.text(max_size=8)
-    | st.sampled_from(["cpu*9999", "cpu*1024,cpu", "\0", "/dev/zero", "processes", "threads", "cosine"]),
-    lambda values: st.lists(values, max_size=3) | st.dictionaries(st.text(max_size=3), values, max_size=3),
-    max_leaves=4,
-)
-OPTION_NAMES = [field.name for field in dataclasses.fields(Options)]
-
-
-@pytest.mark.property
-@given(changes=st.dictionaries(st.sampled_from([*OPTION_NAMES, "more"]), JSON_VALUES, min_size=1, max_size=3))
-def test_options_from_a_config_that_someone_wrote_are_an_error_or_can_be_used(changes: dict[str, Any]) -> None:
-    """T5: a rate of 400 digits was an OverflowError, such a batch size a division by zero."""
-    try:
-        options = Options.from_saved({**dataclasses.asdict(Options()), **changes}, {})
-        models.expect_known(options.model, options.init)
-        data.expect_known(options.data)
-        devices = choose_devices(options.devices)
-    except CommandError:
-        return
-    assert len(devices) <= 1024
-    steps = num_steps(1437, options.batch_size)
-    warmup = round(options.warmup_epochs * steps)
-    last = learning_rate(
-        steps - 1, peak=options.lr, schedule=options.schedule, warmup_steps=warmup, total_steps=options.epochs * steps
-    )
-    assert 0 <= last <= 1.01 * options.lr
-
-
 @pytest.mark.parametrize("name", ["lr", "sync_batch_norm"])
 def test_an_option_that_is_missing_from_a_config_is_an_error(name: str) -> None:
     """T4: nothing is added in its place."""
     saved = dataclasses.asdict(Options())
     del saved[name]
-    with pytest.raises(OptionError, match=f"config.json of the run to resume has '{name}': 'nothing'"):
+    with pytest.raises(OptionError, match=f"another version of unisono: {name} is not in both"):
         Options.from_saved(saved, {})
 
 
@@ -140,3 +107,105 @@ def test_device_order_is_that_of_nvidia_smi_by_default(monkeypatch: pytest.Monke
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
     assert Options.from_given({}).device_order == "FASTEST_FIRST"
     assert Options.from_given({"device_order": "PCI_BUS_ID"}).device_order == "PCI_BUS_ID"
+
+
+# ---- what depends on the devices, on some that count as GPUs -------------------------------------
+
+BF16 = {"precision": "bf16"}
+COMPILED = {**BF16, "compile": True}
+
+
+@pytest.fixture
+def compiler_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options_module, "expect_compiler", lambda device: None)
+
+
+def say_capability_is(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int]) -> None:
+    monkeypatch.setattr(torch.version, "hip", None, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device.index])
+
+
+@pytest.mark.usefixtures("compiler_works")
+@pytest.mark.parametrize(
+    ("capabilities", "given", "expected"),
+    [
+        ([(9, 0)], {}, COMPILED),
+        ([(8, 0)], {}, COMPILED),
+        ([(7, 5)], {}, {}),
+        ([(9, 0)] * 2, {}, BF16),
+        ([(9, 0), (7, 5)], {}, {}),
+        ([(9, 0)], {"precision": "fp32"}, {"compile": True}),
+        ([(9, 0)], {"compile": False}, BF16),
+        ([(9, 0)], {"precision": "fp32", "compile": False}, {}),
+        ([(9, 0)], {"engine": "processes"}, BF16),
+    ],
+)
+def test_capable_gpus_use_bfloat16_and_a_single_one_compiles(
+    monkeypatch: pytest.MonkeyPatch,
+    capabilities: list[tuple[int, int]],
+    given: dict[str, Any],
+    expected: dict[str, Any],
+) -> None:
+    """T11"""
+    say_capability_is(monkeypatch, *capabilities)
+    options, lines = with_device_defaults(Options(**given), given, CUDA[: len(capabilities)], ALONE)
+    assert options == Options(**{**given, **expected})
+    assert bool(lines) == bool(expected)
+    profiled, _ = with_device_defaults(Options(**given), given, CUDA[: len(capabilities)], ALONE, profile=True)
+    assert profiled == dataclasses.replace(options, compile=False)
+    assert with_device_defaults(Options(), {}, [torch.device("cpu")], ALONE) == (Options(), [])
+
+
+def test_a_compiler_that_does_not_work_is_named_and_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """T11"""
+
+    def fails(device: torch.device) -> None:
+        raise OptionError("no Triton")
+
+    monkeypatch.setattr(options_module, "expect_compiler", fails)
+    say_capability_is(monkeypatch, (9, 0))
+    options, lines = with_device_defaults(Options(), {}, CUDA[:1], ALONE)
+    assert options == Options(precision="bf16")
+    assert lines[1] == "not compiled: no Triton"
+
+
+@pytest.mark.usefixtures("compiler_works")
+def test_what_was_decided_is_printed_recorded_and_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """T11: the run goes on as it began on a machine where the default is another; on the CPU nothing is decided."""
+    monkeypatch.chdir(tmp_path)
+    small = ["train", "--model", "mlp", "--epochs", "1", "--devices", "1", "--no-compile"]
+    monkeypatch.setattr(options_module, "has_fast_bfloat16", lambda device: True)
+    assert main([*small, "--output", "out"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "mlp on digits, in bf16; results in out" in lines[0]
+    assert lines[1] == "on cpu the default is --precision bf16; exact float32: --precision fp32 --no-compile"
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--resume", "out", "--epochs", "2"]) == 0
+    assert json.loads(Path("out/config.json").read_text())["options"]["precision"] == "bf16"
+    assert main([*small, "--output", "exact"]) == 0
+    assert json.loads(Path("exact/config.json").read_text())["options"]["precision"] == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("devices_by_rank", "options", "said"),
+    [
+        ([CUDA], {}, "16 rows for each of 8 devices are few: .* --batch-size 512 gives each 64$"),
+        ([CUDA[:2]], {"accumulate": 2}, "32 rows for each of 2 devices .* --batch-size 256 "),
+        ([CUDA[:2]], {}, None),
+        ([CUDA[:1]], {"batch_size": 8}, None),
+        ([[device] for device in CUDA], {}, None),
+        ([[torch.device("cpu")] * 8], {}, None),
+    ],
+)
+def test_few_rows_for_each_of_several_gpus_of_a_process_are_advised_against(
+    monkeypatch: pytest.MonkeyPatch,
+    devices_by_rank: list[list[torch.device]],
+    options: dict[str, Any],
+    said: str | None,
+) -> None:
+    monkeypatch.setattr(devices, "_accelerator_types", {"cuda"})
+    advice = advice_on_rows(Options(**options), devices_by_rank)
+    assert advice is None if said is None else re.search(said, advice or "")

@@ -141,7 +141,9 @@ def test_event_files_of_other_programs_stay(tmp_path: Path) -> None:
     other = tmp_path / "tensorboard" / "events.out.tfevents.1.host.2.0"
     other.touch()
     for _ in range(2):
-        TensorBoard().started(tmp_path, {"options": {}}, ())
+        board = TensorBoard()
+        board.started(tmp_path, {"options": {}}, ())
+        board.ended(None)
         assert other in event_files(tmp_path)
         assert len(event_files(tmp_path)) == 2
 

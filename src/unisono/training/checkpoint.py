@@ -1,127 +1,62 @@
 """The checkpoint: all that a run needs to be resumed as if it had not stopped.
 
-That is the weights, their momenta, the states of the random number generators, the numbers of finished steps and
-epochs, and how far metrics.jsonl, which has the history, belongs to it. The learning rate and the order of the rows
-follow from the number of steps.
+That is the weights, their momenta, the states of the random number generators, and the lines of metrics.jsonl, which
+say how far the run was. The learning rate and the order of the rows follow from the number of steps.
 
-A checkpoint is a safetensors file, so nothing in it can be code, and no size in it is believed that the file does not
-have. Its tensors are
+A checkpoint is a safetensors file, so nothing in it can be code. Its tensors are
 
     model.NAME      the weights and buffers, by their names in the module
     momentum.NUMBER the momenta, in the order of the parameters
-    random.DEVICE   the states of torch's generators
-    run             the rest, as JSON
+    random.NUMBER   the states of torch's generators: the host's, then those of the accelerators in use
+    metrics         the bytes of metrics.jsonl
     sha256          the digest of all of these, so that damage anywhere is an error
-
-A digest does not stop someone who writes a file on purpose. So what is read is also compared with what the run expects
-before anything is loaded.
 """
 
 import hashlib
-import json
-import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from unisono.console import files
 from unisono.console.errors import FolderError
-from unisono.runtime import devices, torch_private
-from unisono.training.metrics import Written
+from unisono.runtime import devices
 from unisono.training.run_folder import RunFolder, replaced
 from unisono.training.weights import Weights
 
-_FORMAT = 1
-_MAX_TEXT_BYTES = 1 << 20  # of the header, and of "run": a ResNet-18's are 20 KB and 8 KB
 
-
-@dataclass(frozen=True)
-class StepCount:
-    """How far a run is.
+def save(folder: RunFolder, weights: Weights, metrics: bytes | bytearray, on: Sequence[torch.device]) -> None:
+    """Write the checkpoint; the earlier one is kept under another name.
 
     Args:
-        steps: finished optimizer steps.
-        epochs: finished epochs, including their evaluation.
+        folder, weights: of the run.
+        metrics: the lines of metrics.jsonl.
+        on: the devices of the run's replicas.
     """
+    import numpy as np  # here: `make gpu-check`, which saves nothing, runs without numpy and safetensors
 
-    steps: int = 0
-    epochs: int = 0
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """What a checkpoint holds, on the CPU.
-
-    Args:
-        progress: how far the run was.
-        metrics: how much of metrics.jsonl there was.
-        tensors: by the names above, without "run" and "sha256".
-        python_random: the state of Python's generator, as JSON has it.
-    """
-
-    progress: StepCount
-    metrics: Written
-    tensors: Mapping[str, Tensor]
-    python_random: Any
-
-
-def save(
-    folder: RunFolder,
-    weights: Weights,
-    progress: StepCount,
-    metrics: Written,
-    on: Sequence[torch.device],
-) -> None:
-    """Write the checkpoint; the earlier one is kept under another name."""
-    import safetensors.torch  # here: `make gpu-check`, which saves nothing, runs without it
-
-    rest = {
-        "format": _FORMAT,
-        "progress": asdict(progress),
-        "metrics": asdict(metrics),
-        "python_random": random.getstate(),
-    }
     tensors = {
-        **_state_of(weights),
-        **{f"random.{device}": state for device, state in _random_states(on).items()},
-        "run": torch.frombuffer(bytearray(json.dumps(rest).encode()), dtype=torch.uint8),
+        **{f"model.{name}": tensor for name, tensor in weights.state_dict().items()},
+        **{f"momentum.{i}": momentum for i, momentum in enumerate(weights.momenta)},
+        **{f"random.{i}": state for i, state in enumerate(devices.random_states(on))},
+        "metrics": torch.from_numpy(np.frombuffer(bytearray(metrics), dtype=np.uint8)),
     }
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    tensors["sha256"] = _digest(tensors)
-    with replaced(folder.checkpoint, keep_as=folder.previous_checkpoint) as unfinished:
+    write_tensors(folder.checkpoint, {**tensors, "sha256": _digest(tensors)}, keep_as=folder.previous_checkpoint)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], *, keep_as: Path | None = None) -> None:
+    """Write a safetensors file; with `keep_as`, the one before is kept under that name."""
+    import safetensors.torch
+
+    with replaced(path, keep_as=keep_as) as unfinished:
         # Not save_file: it makes a file that only its owner can read.
-        unfinished.write_bytes(safetensors.torch.save(tensors))
+        unfinished.write_bytes(safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()}))
 
 
-def restore(saved: Checkpoint, folder: RunFolder, weights: Weights, on: Sequence[torch.device]) -> StepCount:
-    """Load what `read` has returned into weights and generators; return how far the run was.
-
-    Args:
-        saved: the checkpoint.
-        folder: where it was read from.
-        weights: of the run.
-        on: the devices of the run's replicas. A device without a random state in the checkpoint keeps its own.
-
-    Raises:
-        FolderError: it does not fit.
-    """
-    try:
-        _expect_same_form(saved.tensors, _state_of(weights))
-        momenta = [saved.tensors[f"momentum.{i}"] for i in range(len(weights.momenta))]
-        weights.load({name: saved.tensors[f"model.{name}"] for name in weights.state_dict()}, momenta)
-        _set_random_states(saved, on)
-    except (ArithmeticError, LookupError, TypeError, ValueError, RuntimeError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise FolderError(f"the checkpoint in {folder} does not fit the run in its config.json: {reason}") from error
-    return saved.progress
-
-
-def read(folder: RunFolder, say: Callable[[str], None]) -> Checkpoint:
-    """Return the last checkpoint; if it is damaged, the one before.
+def read(folder: RunFolder, say: Callable[[str], None]) -> dict[str, Tensor]:
+    """Return what the last checkpoint holds, on the CPU; if it is damaged, what the one before holds.
 
     Args:
         folder: of the run.
@@ -130,57 +65,61 @@ def read(folder: RunFolder, say: Callable[[str], None]) -> Checkpoint:
     Raises:
         FolderError: no checkpoint can be used.
     """
+    import safetensors.torch
+
     problems = []
     for path in (folder.checkpoint, folder.previous_checkpoint):
         try:
-            found = _read(path)
-        except _UnusableError as error:
-            problems.append(f"{path.name} {error}")
+            tensors: dict[str, Tensor] = safetensors.torch.load(files.contents(path))
+            if not torch.equal(tensors.pop("sha256"), _digest(tensors)):
+                raise ValueError("its contents do not have the digest that is in it")
+            if "metrics" not in tensors:
+                raise ValueError("it is not a checkpoint of this version of unisono")
+        except Exception as error:  # noqa: BLE001  damage can make reading fail in any way
+            reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+            problems.append(f"{path.name} cannot be read ({reason})")
             continue
         if problems:
-            say(f"{problems[0]}; using {path.name}, of step {found.progress.steps}")
+            say(f"{problems[0]}; using {path.name}")
             path.replace(folder.checkpoint)  # else the next save would keep the damaged one and drop this one
-        return found
+        return tensors
     raise FolderError(
         f"no checkpoint in {folder} can be used: {'; '.join(problems)}; put one back, or start again (--output {folder}"
         " --overwrite)"
     )
 
 
-class _UnusableError(Exception):
-    """A checkpoint cannot be read; says why."""
+def metrics_in(saved: Mapping[str, Tensor]) -> bytes:
+    """Return the lines of metrics.jsonl up to a checkpoint."""
+    return saved["metrics"].numpy().tobytes()
 
 
-def _read(path: Path) -> Checkpoint:
-    import safetensors.torch  # here: as above
+def restore(saved: Mapping[str, Tensor], folder: RunFolder, weights: Weights, on: Sequence[torch.device]) -> None:
+    """Load what `read` has returned into weights and generators.
 
+    Args:
+        saved: the checkpoint.
+        folder: where it was read from.
+        weights: of the run.
+        on: the devices of the run's replicas. Other accelerators than the run had keep their own random states.
+
+    Raises:
+        FolderError: it does not fit.
+    """
+    model = {name.removeprefix("model."): tensor for name, tensor in saved.items() if name.startswith("model.")}
     try:
-        content = files.contents(path)
-    except FileNotFoundError:
-        raise _UnusableError("is missing") from None
-    except OSError as error:
-        raise _UnusableError(f"cannot be read ({error.strerror})") from error
-    try:
-        if int.from_bytes(content[:8], "little") > _MAX_TEXT_BYTES:  # begins with the size of the header
-            raise ValueError
-        tensors = safetensors.torch.load(content)
-        digest, run = tensors.pop("sha256", None), tensors.get("run", torch.empty(0))
-        rest = json.loads(run.numpy().tobytes()) if run.dtype == torch.uint8 and len(run) <= _MAX_TEXT_BYTES else {}
-    except Exception as error:  # damage can make reading fail in any way
-        raise _UnusableError(f"is damaged ({type(error).__name__})") from error
-    if not isinstance(rest, dict) or rest.get("format") != _FORMAT or digest is None:
-        raise _UnusableError("is not a checkpoint of this version of unisono")
-    if not torch.equal(digest, _digest(tensors)):
-        raise _UnusableError("is damaged (its contents do not have the digest that is in it)")
-    del tensors["run"]
-    try:
-        progress, metrics = StepCount(**rest["progress"]), Written(**rest["metrics"])
-        for number in (progress.steps, progress.epochs, metrics.num_bytes):
-            if type(number) is not int or number < 0:
-                raise ValueError(number)
-        return Checkpoint(progress, metrics, tensors, rest["python_random"])
-    except (LookupError, TypeError, ValueError) as error:
-        raise _UnusableError(f"is damaged ({type(error).__name__})") from error
+        weights.load(model, _numbered("momentum", saved))
+    except (LookupError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise FolderError(f"the checkpoint in {folder} does not fit the run in its config.json: {reason}") from error
+    states = _numbered("random", saved)
+    as_many = len(states) == len(devices.random_states(on))
+    devices.set_random_states(states if as_many else states[:1], on if as_many else ())
+
+
+def _numbered(name: str, saved: Mapping[str, Tensor]) -> list[Tensor]:
+    names = [each for each in saved if each.startswith(f"{name}.")]
+    return [saved[f"{name}.{number}"] for number in range(len(names))]
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> Tensor:
@@ -189,46 +128,4 @@ def _digest(tensors: Mapping[str, Tensor]) -> Tensor:
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name!r} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
-
-
-def _state_of(weights: Weights) -> dict[str, Tensor]:
-    return {
-        **{f"model.{name}": tensor for name, tensor in weights.state_dict().items()},
-        **{f"momentum.{i}": momentum for i, momentum in enumerate(weights.momenta)},
-    }
-
-
-def _expect_same_form(saved: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-    """Check that a checkpoint has the weights and momenta that the run has, and no others.
-
-    Raises:
-        ValueError: it has not; names the first that differs.
-    """
-
-    def form(tensors: Mapping[str, Tensor], name: str) -> str:
-        return f"{tuple(tensors[name].shape)} {tensors[name].dtype}" if name in tensors else "nothing"
-
-    for name in {**own, **saved}:
-        if not name.startswith("random.") and form(saved, name) != form(own, name):
-            raise ValueError(f"{name} is {form(saved, name)} in it, and {form(own, name)} in the run")
-
-
-def _random_states(on: Sequence[torch.device]) -> dict[str, Tensor]:
-    """Return the states of torch's generators: that of the CPU, and those of the accelerators in use."""
-    accelerators = _accelerators_in(on)
-    states = {str(device): torch.get_device_module(device).get_rng_state(device) for device in accelerators}
-    return {"cpu": torch.get_rng_state(), **states}
-
-
-def _set_random_states(saved: Checkpoint, on: Sequence[torch.device]) -> None:
-    version, numbers, gauss = saved.python_random
-    random.setstate((version, tuple(numbers), gauss))
-    torch_private.set_cpu_rng_state(saved.tensors["random.cpu"])
-    for device in _accelerators_in(on):
-        if f"random.{device}" in saved.tensors:
-            torch.get_device_module(device).set_rng_state(saved.tensors[f"random.{device}"], device)
-
-
-def _accelerators_in(on: Sequence[torch.device]) -> list[torch.device]:
-    return [device for device in dict.fromkeys(on) if not devices.computes_on_host(device)]
+    return torch.tensor([*digest.digest()], dtype=torch.uint8)

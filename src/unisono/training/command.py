@@ -20,10 +20,9 @@ from unisono.console.errors import DONE, OptionError, OutputClosedError
 from unisono.console.options import flag, folder
 from unisono.console.targets import TargetError, current_folder_first
 from unisono.training import data, models
-from unisono.training.device_defaults import with_device_defaults
 from unisono.training.display import Display
 from unisono.training.observers import Observer, load
-from unisono.training.options import DEVICE_ORDERS, ENGINES, PRECISIONS, SCHEDULES, Options
+from unisono.training.options import DEVICE_ORDERS, ENGINES, PRECISIONS, SCHEDULES, Options, with_device_defaults
 from unisono.training.ranks import ALONE, Ranks, launch
 from unisono.training.run_folder import RunFolder
 
@@ -313,5 +312,5 @@ def _plan_run(given: dict[str, Any]) -> tuple[Options, RunFolder, bool]:
         raise OptionError(f"--resume {resume} goes on in the same folder: leave out --output and --overwrite")
     begun = RunFolder.of_launch(launch(), output) if resume is None else RunFolder.reopen(resume)
     if begun is not None:
-        return Options.from_saved(begun.saved_options(), given), begun, True
+        return Options.from_saved(begun.saved_config()["options"], given), begun, True
     return Options.from_given(given), RunFolder.for_new_run(output, overwrite=overwrite), False

@@ -18,7 +18,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
@@ -31,7 +31,7 @@ from unisono.profiling.profile import Profile
 from unisono.runtime import devices, torch_private
 from unisono.training.compiling import cannot_compile
 from unisono.training.computation import IGNORED
-from unisono.training.display import Display
+from unisono.training.display import Display, Share
 from unisono.training.interrupts import StopRequest
 from unisono.training.metrics import EpochRecord
 from unisono.training.observers import Observer
@@ -41,7 +41,6 @@ from unisono.training.ranks import ALONE, Ranks
 from unisono.training.run import Run
 from unisono.training.run_folder import RunFolder
 from unisono.training.schedule import epoch_batches, learning_rate, num_steps
-from unisono.training.work import Share, Work
 
 
 @dataclass(frozen=True)
@@ -86,22 +85,28 @@ def train(
         CommandError: it cannot start or go on; the message is one line for the user.
         Interrupted: a signal asked it to stop, and the last finished step has been saved.
     """
-    run = Run.begin(options, folder, display, resume=resume, ranks=ranks, observers=observers, profile=profile)
-    products = devices.float32_products(run.devices[0], rounded=options.precision != "fp32")
-    with contextlib.closing(run), products, StopRequest(ranks) as stop, run.observers:
-        pending = PendingSteps(run, display)
-        if run.saved is not None:  # the run may have ended after its checkpoint, and before these
+    with (
+        contextlib.closing(folder),  # which other runs may use then
+        contextlib.closing(
+            Run.begin(options, folder, display, ranks, observers, resume=resume, profile=profile)
+        ) as run,
+        devices.float32_products(run.devices[0], rounded=options.precision != "fp32"),
+        StopRequest(ranks) as stop,
+        run.observers,
+    ):
+        pending = PendingSteps(run)
+        if run.saved_steps is not None:  # the run may have ended after its checkpoint, and before these
             run.write_model()
             run.draw()
         try:
-            for epoch in range(run.progress.epochs, options.epochs):
+            for epoch in range(len(run.metrics.epochs), options.epochs):
                 with run.profiled():
-                    _train_epoch(run, epoch, pending, display, stop)
-                _finish_epoch(run, epoch, display, stop)
+                    _train_epoch(run, epoch, pending, stop)
+                _finish_epoch(run, epoch, stop)
         except Interrupted:
             pending.record()
             run.save()
-            display.say(f"stopped after step {run.progress.steps}; to go on: unisono train --resume {folder}")
+            display.say(f"stopped after step {len(run.metrics.steps)}; to go on: unisono train --resume {folder}")
             raise
         except torch_private.compiler_errors() as error:
             if stop.received is None:
@@ -109,10 +114,12 @@ def train(
             # A signal from the terminal also ends the processes of the compiler, in the middle of a step.
             display.say(f"stopped while compiling; what had been saved stays in {folder}")
             raise Interrupted(stop.received) from error
-    return _outcome(run)
+    epochs = run.metrics.epochs
+    seconds = statistics.median_low(record.train_seconds for record in epochs)  # the first one may include compiling
+    return Outcome(epochs[-1].test_accuracy, seconds, run.devices_by_rank, run.profile)
 
 
-def _train_epoch(run: Run, epoch: int, pending: PendingSteps, display: Display, stop: StopRequest) -> None:
+def _train_epoch(run: Run, epoch: int, pending: PendingSteps, stop: StopRequest) -> None:
     """Take the steps of an epoch that are not finished yet."""
     options = run.options
     where = run.dataset.train_labels.device
@@ -121,7 +128,7 @@ def _train_epoch(run: Run, epoch: int, pending: PendingSteps, display: Display, 
 
     run.model.train()
     pending.start_clock()
-    for step in range(run.progress.steps, first_step + run.steps_per_epoch):
+    for step in range(len(run.metrics.steps), first_step + run.steps_per_epoch):
         stop.check()
 
         rate = learning_rate(
@@ -132,7 +139,7 @@ def _train_epoch(run: Run, epoch: int, pending: PendingSteps, display: Display, 
             total_steps=options.epochs * run.steps_per_epoch,
         )
         rows = batches[step - first_step]
-        with _compilation_shown(run, f"steps of {len(rows)} rows", display):
+        with _compilation_shown(run, f"steps of {len(rows)} rows"):
             loss, shares = _take_step(run, rows, rate)
 
         pending.add(PendingStep(step, epoch, rate, len(rows), loss, shares))
@@ -154,41 +161,52 @@ def _take_step(run: Run, rows: Tensor, rate: float) -> tuple[Callable[[], float]
     # shards are uneven.
     images, labels = run.dataset.train_images, run.dataset.train_labels
     batch_loss = torch.zeros((), device=run.devices[0])
-    work = Work(run.devices)
+    shares = [Share(device) for device in run.devices]
+    micro_batches = rows.tensor_split(min(run.options.accumulate, len(rows)))
     run.computation.begin_step()
-    for micro_batch, is_last in _micro_batches(rows, run.options.accumulate):
+    for number, micro_batch in enumerate(micro_batches, start=1):
         shard = run.ranks.shard_of(micro_batch)
         # Gradients are all-reduced once, with the last micro-batch.
-        sync = contextlib.nullcontext() if is_last else run.model.no_sync()
-        with _explained(run), sync, work.measured(run.model, len(shard)):
+        sync = contextlib.nullcontext() if number == len(micro_batches) else run.model.no_sync()
+        began = time.perf_counter()
+        with _explained(run), sync:
             micro_batch_loss = run.computation.training_loss(images, labels, shard, len(rows))
             micro_batch_loss.backward()  # type: ignore[no-untyped-call]
         batch_loss += micro_batch_loss.detach()
+        _add_work(run, shares, len(shard), time.perf_counter() - began)
     loss = devices.begin_to_read(batch_loss)
     run.computation.update(rate)
-    return loss, work.shares
+    return loss, shares
 
 
-def _finish_epoch(run: Run, epoch: int, display: Display, stop: StopRequest) -> None:
+def _add_work(run: Run, shares: Sequence[Share], num_rows: int, seconds: float) -> None:
+    """Add a micro-batch to the shares of the replicas; a single one, which no engine runs, had all rows."""
+    timings = [(timing.rows, timing.forward_s + timing.backward_s) for timing in run.model.replica_timings]
+    # Replicas without rows are left out; as shares are even, these are the last ones.
+    for share, (rows, took) in zip(shares, [(num_rows, seconds)] if len(shares) == 1 else timings, strict=False):
+        share.rows += rows
+        share.seconds += took
+
+
+def _finish_epoch(run: Run, epoch: int, stop: StopRequest) -> None:
     """Evaluate; record, save and draw the results of the epoch."""
     began = time.perf_counter()
-    test_loss, test_accuracy = evaluate(run, display, stop)
+    test_loss, test_accuracy = evaluate(run, stop)
     test_seconds = time.perf_counter() - began
     if not math.isfinite(test_loss):
         raise run.diverged(f"the test loss is {test_loss} after epoch {epoch + 1}", run.options.lr)
 
     record = EpochRecord(
         epoch=epoch + 1,
-        step=run.progress.steps,
+        step=len(run.metrics.steps),
         train_loss=run.metrics.train_loss(epoch + 1),
         test_loss=test_loss,
         test_accuracy=test_accuracy,
         train_seconds=run.metrics.train_seconds(epoch + 1),
         test_seconds=test_seconds,
     )
-    run.progress = replace(run.progress, epochs=epoch + 1)
     run.metrics.add(record)
-    display.say(
+    run.display.say(
         f"epoch {record.epoch}/{run.options.epochs}: train loss {record.train_loss:.4f}, "
         f"test accuracy {record.test_accuracy:.4f}, {record.train_seconds:.1f} s of training"
     )
@@ -198,7 +216,7 @@ def _finish_epoch(run: Run, epoch: int, display: Display, stop: StopRequest) -> 
     run.observers.epoch(record)
 
 
-def evaluate(run: Run, display: Display, stop: StopRequest) -> tuple[float, float]:
+def evaluate(run: Run, stop: StopRequest) -> tuple[float, float]:
     """Return the mean loss and the accuracy over all test rows, computed on all replicas of all processes."""
     images, labels = run.dataset.test_images, run.dataset.test_labels
     # All batches have one size; rows beyond the last picture, of which there are few, have a label that does not count.
@@ -212,7 +230,7 @@ def evaluate(run: Run, display: Display, stop: StopRequest) -> tuple[float, floa
             rows = run.ranks.shard_of(torch.arange(first, first + size, device=labels.device))
             if not len(rows):
                 continue
-            with _compilation_shown(run, f"tests of {size} rows", display):
+            with _compilation_shown(run, f"tests of {size} rows"):
                 run.computation.begin_step()
                 totals.append(run.computation.test_totals(images, padded_labels, rows))
     # Read once: each reading waits for the device. Added up in Python, whose numbers have 64 bits on every machine.
@@ -220,24 +238,17 @@ def evaluate(run: Run, display: Display, stop: StopRequest) -> tuple[float, floa
     return total_loss / len(labels), num_correct / len(labels)
 
 
-def _micro_batches(rows: Tensor, number: int) -> Iterator[tuple[Tensor, bool]]:
-    """Yield the micro-batches of a batch, none of them empty, and whether each is the last."""
-    micro_batches = rows.tensor_split(min(number, len(rows)))
-    for i, micro_batch in enumerate(micro_batches, start=1):
-        yield micro_batch, i == len(micro_batches)
-
-
 @contextlib.contextmanager
-def _compilation_shown(run: Run, what_for: str, display: Display) -> Iterator[None]:
+def _compilation_shown(run: Run, what_for: str) -> Iterator[None]:
     """Show that the block compiles, which may take minutes, and then how long it took: at its first time in a run."""
     if not run.options.compile or what_for in run.compiled:
         yield
         return
-    display.begin(f"compiling the model for {what_for}")
+    run.display.begin(f"compiling the model for {what_for}")
     began = time.perf_counter()
     yield
     run.compiled.add(what_for)
-    display.say(f"compiled the model for {what_for} in {time.perf_counter() - began:.1f} s")
+    run.display.say(f"compiled the model for {what_for} in {time.perf_counter() - began:.1f} s")
 
 
 @contextlib.contextmanager
@@ -263,9 +274,3 @@ def _explained(run: Run) -> Iterator[None]:
             f"--batch-size {options.batch_size} on {describe(*run.devices_by_rank)} leaves {each} a single row, "
             f"which it cannot train on: take {remedy}"
         ) from error
-
-
-def _outcome(run: Run) -> Outcome:
-    epochs = run.metrics.epochs
-    seconds = statistics.median_low(record.train_seconds for record in epochs)  # the first one may include compiling
-    return Outcome(epochs[-1].test_accuracy, seconds, run.devices_by_rank, run.profile)

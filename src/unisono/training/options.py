@@ -1,4 +1,7 @@
-"""The options of a training: their defaults, their checks, and how they are saved in config.json."""
+"""The options of a training: their defaults, some of which depend on the devices, and their checks.
+
+config.json has all of them, with what was decided for the devices: a run that is resumed decides nothing.
+"""
 
 import dataclasses
 import math
@@ -6,18 +9,23 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
 from unisono.console.errors import OptionError
 from unisono.console.options import flag
+from unisono.runtime.devices import are_cpu, computes_on_host, has_fast_bfloat16
+from unisono.training.compiling import expect_compiler
+from unisono.training.ranks import Ranks
 
 SCHEDULES = ("constant", "cosine")
 PRECISIONS = ("fp32", "tf32", "bf16", "bf16-weights")
 ENGINES = ("threads", "processes")
 DEVICE_ORDERS = ("PCI_BUS_ID", "FASTEST_FIRST")
 _MAX_WHOLE = 2**31 - 1
+
+FEW_ROWS = 64  # of a device and step: the host's work for a replica then takes longer than the GPU's
 
 # A run can be resumed on other devices and for more epochs; any other change makes it another run.
 MAY_CHANGE_ON_RESUME = ("devices", "engine", "compile", "device_order", "epochs", "mirror")
@@ -102,7 +110,7 @@ class Options:
         """
         devices = [device for of_rank in devices_by_rank for device in of_rank]
         names = ", ".join(map(str, devices))
-        if self.engine == "processes" and synchronised and any(device.type != "cpu" for device in devices):
+        if self.engine == "processes" and synchronised and not are_cpu(devices):
             raise OptionError(
                 f"--engine processes on accelerators, and --devices {self.devices} is {names}, cannot synchronise "
                 "batch norm: leave out --engine, or take --no-sync-batch-norm"
@@ -130,18 +138,12 @@ class Options:
         Raises:
             OptionError: an option was given that would make it another run, or `saved` is not what was saved.
         """
-        types: dict[str, tuple[type, ...]] = {
-            field.name: get_args(field.type) or (field.type,)  # a union of types, or a type
-            for field in dataclasses.fields(cls)
-        }
-        for name in (*saved, *types):
-            known, value = types.get(name, ()), saved.get(name, "nothing")
-            is_whole = float in known and type(value) is int and abs(value) < _MAX_WHOLE
-            if not (name in saved and (type(value) in known or is_whole)):
-                raise OptionError(
-                    f"config.json of the run to resume has {name!r:.40}: {value!r:.40}, which cannot be used; put the "
-                    "file back as it was, or start another run"
-                )
+        names = {field.name for field in dataclasses.fields(cls)}
+        if different := names ^ saved.keys():
+            raise OptionError(
+                f"config.json of the run to resume is of another version of unisono: {min(different)} is not in both; "
+                "start another run"
+            )
         begun = cls(**saved)
         given = _with_absolute_folder(given)
         for name, value in given.items():
@@ -152,6 +154,47 @@ class Options:
                     f"out, or start another run (what may change on resuming: {may_change})"
                 )
         return dataclasses.replace(begun, **given)
+
+
+def with_device_defaults(
+    options: Options, given: Mapping[str, Any], devices: Sequence[torch.device], ranks: Ranks, *, profile: bool = False
+) -> tuple[Options, list[str]]:
+    """Return the options of a new run on these devices of this process, and what was decided, in lines for the user.
+
+    bfloat16 is the default where all devices of all processes are fast in it. There the step is also compiled, if it
+    has one replica in all, no `profile` is wanted (a step that is compiled as a whole has none) and the compiler works.
+    What was `given` stays.
+    """
+    found = ranks.all_gather([has_fast_bfloat16(device) for device in devices])
+    fast = [of_device for of_rank in found for of_device in of_rank]
+    if not all(fast):
+        return options, []
+    decided, lines = dict[str, Any](), []
+    if "precision" not in given:
+        decided["precision"] = "bf16"
+    if "compile" not in given and len(fast) == 1 and options.engine == "threads" and not profile:
+        try:
+            expect_compiler(devices[0])
+            decided["compile"] = True
+        except OptionError as error:
+            lines.append(f"not compiled: {error}")
+    if decided:
+        typed = " ".join({"precision": "--precision bf16", "compile": "--compile"}[name] for name in decided)
+        lines.insert(0, f"on {devices[0]} the default is {typed}; exact float32: --precision fp32 --no-compile")
+    return dataclasses.replace(options, **decided), lines
+
+
+def advice_on_rows(options: Options, devices_by_rank: Sequence[Sequence[torch.device]]) -> str | None:
+    """Return a line of advice if the replicas of a process on several accelerators have few rows a step."""
+    devices = [device for of_rank in devices_by_rank for device in of_rank]
+    rows = options.batch_size // (len(devices) * options.accumulate)
+    if rows >= FEW_ROWS or max(map(len, devices_by_rank)) == 1 or any(map(computes_on_host, devices)):
+        return None
+    enough = FEW_ROWS * len(devices) * options.accumulate
+    return (
+        f"{rows} rows for each of {len(devices)} devices are few: one device is likely to be as fast (--devices 1); "
+        f"--batch-size {enough} gives each {FEW_ROWS}"
+    )
 
 
 def _typed(name: str, value: object) -> str:

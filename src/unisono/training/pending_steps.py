@@ -5,7 +5,7 @@ step has been queued: the device always has work, and the numbers are the same. 
 step is recorded at once.
 
 Guarantees
-    - Steps are recorded in order, each when its loss is known to be finite; `run.progress` is the last recorded one.
+    - Steps are recorded in order, each when its loss is known to be finite.
     - All steps are recorded before a checkpoint is saved: a checkpoint is finite, and is the state after the step that
       it names.
     - All processes record the same steps at the same moments, so that their exchanges stay in order.
@@ -17,11 +17,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from unisono.training.checkpoint import StepCount
-from unisono.training.display import Display
+from unisono.training.display import Share, StepReport
 from unisono.training.metrics import StepRecord
 from unisono.training.run import Run
-from unisono.training.work import Share, StepReport
 
 _SAVE_EVERY_S = 300.0  # within an epoch; each epoch ends with a checkpoint anyway
 
@@ -53,8 +51,8 @@ class PendingSteps:
         should_save: whether the last checkpoint is some minutes old.
     """
 
-    def __init__(self, run: Run, display: Display) -> None:
-        self._run, self._display = run, display
+    def __init__(self, run: Run) -> None:
+        self._run = run
         self._steps: deque[PendingStep] = deque()
         self.start_clock()
 
@@ -70,18 +68,15 @@ class PendingSteps:
             DivergedError: a loss is infinite or not a number.
         """
         self._steps.append(step)
-        self._record_all_but(self._run.steps_ahead)
+        self.record(all_but=self._run.steps_ahead)
 
-    def record(self) -> None:
-        """Wait for all steps, and record them.
+    def record(self, all_but: int = 0) -> None:
+        """Wait for the steps but the last ones, and record them.
 
         Raises:
             DivergedError: a loss is infinite or not a number.
         """
-        self._record_all_but(0)
-
-    def _record_all_but(self, num_steps: int) -> None:
-        while len(self._steps) > num_steps:
+        while len(self._steps) > all_but:
             self._record(self._steps.popleft())
 
     def _record(self, step: PendingStep) -> None:
@@ -97,8 +92,6 @@ class PendingSteps:
         now = time.perf_counter()
         seconds, self._recorded_at = now - self._recorded_at, now
         record = StepRecord(step.number + 1, step.epoch + 1, mean_loss, step.learning_rate, step.rows, seconds)
-        run.progress = StepCount(steps=step.number + 1, epochs=step.epoch)
         run.metrics.add(record)
         run.observers.step(record)
-        step_in_epoch = step.number + 1 - step.epoch * run.steps_per_epoch
-        self._display.step(StepReport(record, run.options.epochs, step_in_epoch, run.steps_per_epoch, step.shares))
+        run.display.step(StepReport(record, run.options.epochs, run.steps_per_epoch, step.shares))

@@ -1,15 +1,13 @@
 """A run: how it is set up, resumed, and saved. The training itself is in loop.py."""
 
 import contextlib
-import random
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from unisono import __version__
@@ -20,15 +18,13 @@ from unisono.engines.processes.engine import Processes
 from unisono.profiling.profile import Profile
 from unisono.runtime import devices as _devices
 from unisono.training import checkpoint, data, models
-from unisono.training.checkpoint import Checkpoint, StepCount
 from unisono.training.compiling import compiled_module, expect_compiler
 from unisono.training.computation import Computation
-from unisono.training.device_defaults import advice_on_rows
 from unisono.training.display import Display
-from unisono.training.metrics import Metrics, Record
+from unisono.training.metrics import Metrics
 from unisono.training.observers import Observer, Observers
-from unisono.training.options import Options
-from unisono.training.ranks import ALONE, Ranks, is_first_of_its_host, launch
+from unisono.training.options import Options, advice_on_rows
+from unisono.training.ranks import Ranks, is_first_of_its_host, launch
 from unisono.training.run_folder import RunFolder, replaced
 from unisono.training.schedule import num_steps
 from unisono.training.weights import Weights
@@ -38,41 +34,39 @@ from unisono.training.weights import Weights
 class Run:
     """A training in progress.
 
-    Args:
-        options, folder: what to train and how, and where the results go.
-        dataset: on the first device, if that is an accelerator and has room for it.
+    Attributes:
+        options, folder, display: what to train and how, where the results go, and what shows them.
         ranks: the processes that train together; the first one writes.
         devices: one for each replica of this process; the first one holds `live`, and each batch before it is split.
         devices_by_rank: the devices of each process.
+        dataset: on the first device, if that is an accelerator and has room for it.
         live: the module that is trained.
         model: `live` on every device.
         weights: those of `live`, and how they are updated.
         computation: what a step computes with these.
-        metrics: the records so far.
-        observers: those who are told of each new one; none in other processes than the first.
-        progress: the steps and epochs that are finished.
-        saved: those of the checkpoint; None if there is none.
+        metrics: the records so far, which say how far the run is.
+        observers: who is told of each new one; none in other processes than the first.
+        saved_steps: the steps of the checkpoint; None if there is none.
         compiled: what has been compiled, in words.
-        is_profiled: whether each epoch's steps are profiled.
-        profile: of the last epoch that was.
+        profile: of the last epoch whose steps were profiled.
     """
 
     options: Options
     folder: RunFolder
-    dataset: data.Dataset
+    display: Display
     ranks: Ranks
     devices: Sequence[torch.device]
     devices_by_rank: Sequence[Sequence[torch.device]]
+    dataset: data.Dataset
     live: nn.Module
     model: DataParallel
     weights: Weights
     computation: Computation
     metrics: Metrics
     observers: Observers
-    progress: StepCount
-    saved: StepCount | None
+    saved_steps: int | None
+    is_profiled: bool
     compiled: set[str] = field(default_factory=set)
-    is_profiled: bool = False
     profile: Profile | None = None
 
     @classmethod
@@ -81,16 +75,16 @@ class Run:
         options: Options,
         folder: RunFolder,
         display: Display,
+        ranks: Ranks,
+        observers: Mapping[str, Observer],
         *,
-        resume: bool = False,
-        ranks: Ranks = ALONE,
-        profile: bool = False,
-        observers: Mapping[str, Observer] = MappingProxyType({}),
+        resume: bool,
+        profile: bool,
     ) -> "Run":
         """Set everything up. Without `resume` a run in the folder is deleted, once everything else has succeeded.
 
         Args:
-            options, folder, display, resume, ranks, observers: as `loop.train` has them.
+            options, folder, display, ranks, observers, resume, profile: as `loop.train` has them.
 
         Raises:
             CommandError: it cannot be set up; the message is one line for the user.
@@ -100,7 +94,6 @@ class Run:
         devices_by_rank = ranks.all_gather(devices)
         dataset = _load(options, display, ranks)
 
-        random.seed(options.seed)
         torch.manual_seed(options.seed)
         live = models.build(
             options.model, num_classes=dataset.num_classes, image_shape=dataset.image_shape, init=options.init
@@ -134,36 +127,46 @@ class Run:
             loss="sum",
         )
 
-        saved: Checkpoint | None = None
-        records: list[Record] = []
+        saved: dict[str, Tensor] | None = None
         if resume:
-            saved, records = ranks.from_first(lambda: _read_run(folder, options, dataset, display))
+            saved = ranks.from_first(lambda: _read_checkpoint(folder, dataset, display))
         else:
             ranks.from_first(folder.make_empty)
-        progress = StepCount() if saved is None else checkpoint.restore(saved, folder, weights, devices)
-        num_parameters = sum(parameter.numel() for parameter in live.parameters())
-        config = _config(options, dataset, devices_by_rank, num_parameters)
+        if saved is not None:
+            checkpoint.restore(saved, folder, weights, devices)
+        earlier = b"" if saved is None else checkpoint.metrics_in(saved)
+        metrics = Metrics(folder.metrics if ranks.is_first else None, earlier)
+        config = {
+            "unisono": __version__,
+            "torch": torch.__version__,
+            "launch": launch(),
+            "options": asdict(options),
+            "processes": len(devices_by_rank),
+            "devices": [str(device) for of_rank in devices_by_rank for device in of_rank],
+            "parameters": sum(parameter.numel() for parameter in live.parameters()),
+            **_sizes_of(dataset),
+        }
         if ranks.is_first:
             folder.write_config(config)
         run = cls(
             options=options,
             folder=folder,
-            dataset=dataset,
+            display=display,
             ranks=ranks,
             devices=devices,
             devices_by_rank=devices_by_rank,
+            dataset=dataset,
             live=live,
             model=model,
             weights=weights,
             computation=Computation(model, weights, autocast="bf16" in options.precision, whole=whole),
-            metrics=Metrics(folder.metrics if ranks.is_first else None, records),
-            observers=Observers(observers if ranks.is_first else {}, display.say, folder.path, config, records),
-            progress=progress,
-            saved=None if saved is None else progress,
+            metrics=metrics,
+            observers=Observers(observers if ranks.is_first else {}, display.say, folder.path, config, metrics.records),
+            saved_steps=None if saved is None else len(metrics.steps),
             is_profiled=profile and ranks.is_first,
         )
         if ranks.is_first:
-            run._describe(display.say, num_parameters, resume=resume)
+            run._describe(config["parameters"], resume=resume)
         return run
 
     @property
@@ -179,13 +182,13 @@ class Run:
     @property
     def steps_ahead(self) -> int:
         """How many steps are queued before a loss is read: 1 on accelerators, 0 on the CPU, which queues nothing."""
-        on_host = (_devices.computes_on_host(device) for devices in self.devices_by_rank for device in devices)
-        return int(not all(on_host))
+        return int(not all(map(_devices.all_on_host, self.devices_by_rank)))
 
     def diverged(self, what: str, rate: float) -> DivergedError:
         """Return the error of a loss that is infinite or not a number, with what to do about it."""
-        options, saved = self.options, self.saved
-        kept = f"the checkpoint of step {saved.steps} stays in {self.folder}" if saved else "nothing had been saved yet"
+        options, kept = self.options, "nothing had been saved yet"
+        if self.saved_steps is not None:
+            kept = f"the checkpoint of step {self.saved_steps} stays in {self.folder}"
         longer = options.warmup_epochs + 2
         warm_up = f"a longer warm-up (--warmup-epochs {longer:g}) or " if longer <= options.epochs else ""
         return DivergedError(
@@ -197,35 +200,26 @@ class Run:
         """Save metrics, checkpoint and weights. The first process does it."""
         if self.ranks.is_first:
             self.metrics.sync()
-            checkpoint.save(self.folder, self.weights, self.progress, self.metrics.written(), self.devices)
+            checkpoint.save(self.folder, self.weights, self.metrics.lines, self.devices)
             self.write_model()
-        self.saved = self.progress
+        self.saved_steps = len(self.metrics.steps)
 
     def write_model(self) -> None:
         """Write model.safetensors. The first process does it."""
         if self.ranks.is_first:
-            import safetensors.torch  # here: `make gpu-check`, which saves nothing, runs without it
-
-            weights = {name: tensor.contiguous() for name, tensor in self.weights.state_dict().items()}
-            with replaced(self.folder.model) as unfinished:
-                # Not save_file: it makes a file that only its owner can read.
-                unfinished.write_bytes(safetensors.torch.save(weights))
+            checkpoint.write_tensors(self.folder.model, self.weights.state_dict())
 
     def draw(self) -> None:
         """Draw curves.png, if an epoch is finished. The first process does it."""
         if self.ranks.is_first and self.metrics.epochs:
-            from unisono.training import curves  # here: as above, and it is slow to load
+            from unisono.training import curves  # here: slow to load, and `make gpu-check` runs without matplotlib
 
-            curves.draw(
-                self.folder.curves,
-                self.metrics.epochs,
-                title=f"{self.options.model} on {self.dataset.name}, {describe(*self.devices_by_rank)}",
-                last_epoch=self.options.epochs,
-            )
+            title = f"{self.options.model} on {self.dataset.name}, {describe(*self.devices_by_rank)}"
+            curves.draw(self.folder.curves, self.metrics.epochs, title=title, last_epoch=self.options.epochs)
 
     @contextlib.contextmanager
     def profiled(self) -> Iterator[None]:
-        """Profile the steps of the block, an epoch's. The first process does it."""
+        """Profile the steps of the block, an epoch's, if the options ask for it."""
         if not self.is_profiled:
             yield
             return
@@ -242,12 +236,12 @@ class Run:
             self.profile.write_picture(unfinished)
 
     def close(self) -> None:
-        """Close the files; end the replicas' threads or processes; release the folder."""
+        """Close the file; end the replicas' threads or processes."""
         self.metrics.close()
         self.model.close()
-        self.folder.release()
 
-    def _describe(self, say: Callable[[str], None], num_parameters: int, *, resume: bool) -> None:
+    def _describe(self, num_parameters: int, *, resume: bool) -> None:
+        say, steps, epochs = self.display.say, len(self.metrics.steps), len(self.metrics.epochs)
         say(
             f"{num_parameters:,} parameters on {describe(*self.devices_by_rank)}; "
             f"{self.num_rows:,} pictures to train on, {len(self.dataset.test_labels):,} to test on"
@@ -256,11 +250,10 @@ class Run:
             say(advice)
         if self.options.precision == "tf32" and not _devices.has_tf32(self.devices[0]):
             say(f"{self.devices[0]} has no TF32: float32 stays exact, as with --precision fp32")
-        progress = self.progress
-        if progress.epochs >= self.options.epochs:
-            say(f"nothing left to do, {progress.epochs} epochs are finished; --epochs {2 * progress.epochs} goes on")
-        elif progress.steps:
-            say(f"going on after step {progress.steps}, epochs finished: {progress.epochs}")
+        if epochs >= self.options.epochs:
+            say(f"nothing left to do, {epochs} epochs are finished; --epochs {2 * epochs} goes on")
+        elif steps:
+            say(f"going on after step {steps}, epochs finished: {epochs}")
         elif resume:
             say("nothing had been saved yet: beginning again")
 
@@ -280,57 +273,21 @@ def _load(options: Options, display: Display, ranks: Ranks) -> data.Dataset:
 
         dataset = ranks.together(load)
     assert dataset is not None
-    ranks.expect_equal("the data sets", {**_sizes_of(dataset), "checksum": ranks.world_size > 1 and _checksum(dataset)})
+    checksum = 0
+    if ranks.world_size > 1:
+        for tensor in dataset.tensors.values():
+            checksum = zlib.crc32(tensor.contiguous().numpy().data, checksum)
+    ranks.expect_equal("the data sets", {**_sizes_of(dataset), "checksum": checksum})
     return dataset
 
 
-def _checksum(dataset: data.Dataset) -> int:
-    checksum = 0
-    for tensor in (dataset.train_images, dataset.train_labels, dataset.test_images, dataset.test_labels):
-        checksum = zlib.crc32(tensor.contiguous().numpy().data, checksum)
-    return checksum
+def _read_checkpoint(folder: RunFolder, dataset: data.Dataset, display: Display) -> dict[str, Tensor] | None:
+    """Claim the folder of a run to resume; return its checkpoint, None if it had saved nothing yet.
 
-
-def _config(
-    options: Options, dataset: data.Dataset, devices_by_rank: Sequence[Sequence[torch.device]], num_parameters: int
-) -> dict[str, Any]:
-    """Return the contents of config.json."""
-    return {
-        "unisono": __version__,
-        "torch": torch.__version__,
-        "launch": launch(),
-        "options": asdict(options),
-        "processes": len(devices_by_rank),
-        "devices": [str(device) for devices in devices_by_rank for device in devices],
-        "parameters": num_parameters,
-        **_sizes_of(dataset),
-    }
-
-
-def _read_run(
-    folder: RunFolder, options: Options, dataset: data.Dataset, display: Display
-) -> tuple[Checkpoint | None, list[Record]]:
-    """Claim the folder of a run to resume; return its checkpoint, and the records up to it.
-
-    A run that had saved nothing yet has no checkpoint, and begins again.
+    Raises:
+        FolderError: the data have other sizes than those that the run began with, so its steps would have other rows.
     """
     folder.claim()
-    _check_same_data(folder, dataset)
-    if not folder.has_checkpoint():
-        return None, []
-    saved = checkpoint.read(folder, display.say)
-    steps, epochs = saved.progress.steps, saved.progress.epochs
-    steps_per_epoch = num_steps(len(dataset.train_labels), options.batch_size)
-    if not epochs * steps_per_epoch <= steps <= (epochs + 1) * steps_per_epoch:
-        raise FolderError(
-            f"the checkpoint in {folder} does not fit the run in its config.json: it is after {steps} steps and "
-            f"{epochs} epochs, of {steps_per_epoch} steps each; put back the file that is not this run's"
-        )
-    return saved, Metrics.read(folder.metrics, steps=steps, epochs=epochs, written=saved.metrics)
-
-
-def _check_same_data(folder: RunFolder, dataset: data.Dataset) -> None:
-    """Check that the data have the sizes that the run began with; otherwise its steps would have other rows."""
     saved = folder.saved_config()
     for name, now in _sizes_of(dataset).items():
         if saved.get(name) != now:
@@ -338,6 +295,7 @@ def _check_same_data(folder: RunFolder, dataset: data.Dataset) -> None:
                 f"{folder} began on data with {name.replace('_', ' ')} {saved.get(name)}, and {dataset.name} now "
                 f"has {now}: put the data back as it was, or start another run (--output DIR)"
             )
+    return checkpoint.read(folder, display.say) if folder.has_checkpoint() else None
 
 
 def _sizes_of(dataset: data.Dataset) -> dict[str, Any]:

@@ -25,21 +25,16 @@ import os
 import socket
 import sys
 import time
-import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from unisono.console import files
 from unisono.console.errors import FolderError
-from unisono.runtime.regular_files import NotRegularFileError, expect_regular, open_regular
+from unisono.runtime.regular_files import NotRegularFileError, open_regular
 
 if sys.platform != "win32":
     import fcntl
-
-
-_MAX_CONFIG_BYTES = 1 << 20
-_LAID = "remove it if you know who has put it there, or name another folder (--output DIR)"
 
 
 class RunFolder:
@@ -60,7 +55,7 @@ class RunFolder:
         self.previous_checkpoint = path / "checkpoint.previous.safetensors"
         self.tensorboard = path / "tensorboard"
         self._lock = path / ".lock"
-        self._claim: weakref.finalize[Any, Any] | None = None  # unlocks, at the latest when this object is collected
+        self._claim: int | None = None  # the descriptor of the lock that this process holds
 
     def __str__(self) -> str:
         """Return the path as it is typed on a command line."""
@@ -78,7 +73,7 @@ class RunFolder:
         if folder.holds_a_run() and not overwrite:
             if folder._lock.exists():  # no lock file is left in a folder that is not ours
                 folder.claim()  # raises if that run is still going on: it can be neither resumed nor replaced
-                folder.release()
+                folder.close()
             raise FolderError(
                 f"{folder} holds a run already: go on with it (--resume {folder}), replace it (--overwrite), or name "
                 "another folder (--output DIR)"
@@ -142,45 +137,41 @@ class RunFolder:
         return not is_ours and any(path.exists() for path in self._files())
 
     def claim(self) -> None:
-        """Keep other runs out of the folder, until `release` is called or this process ends.
+        """Keep other runs out of the folder, until `close` is called or this process ends.
 
         Raises:
-            FolderError: another run is using it; or a link or a pipe is where the run would write.
+            FolderError: another run is using it; or a link or a pipe is in the place of the lock.
         """
-        try:
-            for path in (self._lock, *map(files.unfinished_name, self._replaced())):
-                expect_regular(path)
-        except NotRegularFileError as error:
-            raise FolderError(f"{self} cannot be used: {error.filename}: {error.strerror}; {_LAID}") from error
         if sys.platform == "win32":
             return
         try:
             lock = open_regular(self._lock, os.O_RDWR | os.O_CREAT)
+        except NotRegularFileError as error:
+            raise FolderError(f"{self} cannot be used: {error.filename}: {error.strerror}; remove it") from error
         except OSError:  # nothing can be written here: the next write will say so
             return
-        claim = weakref.finalize(self, os.close, lock)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.read(lock, 1000).decode(errors="replace")
-            claim()
+            os.close(lock)
             raise FolderError(
                 f"another run is using {self} ({holder or 'it has just begun'}): wait until it has ended, stop it, or "
                 "name another folder (--output DIR)"
             ) from None
         except OSError:  # no locks here
-            claim()
+            os.close(lock)
             return
         os.ftruncate(lock, 0)
         os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
-        self._claim = claim
+        self._claim = lock
 
-    def release(self) -> None:
-        """Release the lock, also where a process that an observer has forked in the meantime still has it open."""
-        if self._claim is not None and (claim := self._claim.peek()):
-            (lock,) = claim[2]
-            fcntl.flock(lock, fcntl.LOCK_UN)
-            self._claim()
+    def close(self) -> None:
+        """Let other runs use the folder, also where a process that an observer has forked still has the lock open."""
+        if self._claim is not None:
+            fcntl.flock(self._claim, fcntl.LOCK_UN)
+            os.close(self._claim)
+            self._claim = None
 
     def make_empty(self) -> None:
         """Create the folder, claim it, and delete the files of an earlier run in it, but no others.
@@ -201,17 +192,6 @@ class RunFolder:
         with replaced(self.config) as unfinished:
             unfinished.write_text(json.dumps({**config, "sha256": _digest(config)}, indent=2) + "\n")
 
-    def saved_options(self) -> dict[str, Any]:
-        """Return the options in config.json.
-
-        Raises:
-            FolderError: the file is missing or damaged.
-        """
-        options = self.saved_config().get("options")
-        if not isinstance(options, dict):
-            raise self._unusable_config("it has no options")
-        return options
-
     def saved_config(self) -> dict[str, Any]:
         """Return the contents of config.json.
 
@@ -219,27 +199,19 @@ class RunFolder:
             FolderError: the file is missing or damaged, or was changed by other means.
         """
         try:
-            config = json.loads(files.contents(self.config, max_bytes=_MAX_CONFIG_BYTES))
-        except OSError as error:
-            raise self._unusable_config(error.strerror or error) from error
-        except (ValueError, RecursionError) as error:
-            raise self._unusable_config("it is not JSON") from error
-        if not isinstance(config, dict) or config.pop("sha256", None) != _digest(config):
-            raise self._unusable_config("its contents do not have the digest that is in it")
+            config: dict[str, Any] = json.loads(files.contents(self.config))
+            if config.pop("sha256") != _digest(config):
+                raise ValueError("its contents do not have the digest that is in it")
+        except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
+            raise FolderError(
+                f"{self.config} cannot be used ({getattr(error, 'strerror', None) or error}); it is needed to resume "
+                f"the run: put it back as it was, or start again (--output {self} --overwrite)"
+            ) from error
         return config
 
-    def _unusable_config(self, reason: object) -> FolderError:
-        return FolderError(
-            f"{self.config} cannot be used ({reason}); it is needed to resume the run: put it back as it was, or start "
-            f"again (--output {self} --overwrite)"
-        )
-
     def _files(self) -> tuple[Path, ...]:
-        return (*self._replaced(), self.previous_checkpoint, *self.events())
-
-    def _replaced(self) -> tuple[Path, ...]:
-        """Return the files that are replaced whole."""
-        return self.config, self.metrics, self.curves, self.trace, self.timeline, self.model, self.checkpoint
+        written = self.config, self.metrics, self.curves, self.trace, self.timeline, self.model
+        return (*written, self.checkpoint, self.previous_checkpoint, *self.events())
 
 
 def _digest(config: Mapping[str, Any]) -> str:
