@@ -101,16 +101,17 @@ def train_on(folder: RunFolder, *, resume: bool = False, stop_after: int = 0, **
 
 @contextlib.contextmanager
 def begun(folder: RunFolder, **changes: Any) -> Iterator[Run]:
-    options = replace(SMALL, **changes)
-    with contextlib.closing(folder):
-        run = Run.begin(options, folder, Recorder(), ALONE, {}, resume=False, profile=False)
-        with contextlib.closing(run):
-            yield run
+    how = {"resume": False, "profile": False}
+    with (
+        contextlib.closing(folder),
+        contextlib.closing(Run(replace(SMALL, **changes), folder, Recorder(), ALONE, {}, **how)) as run,
+    ):
+        yield run
 
 
 def test_a_run_leaves_its_results(folder: RunFolder) -> None:
     display = Recorder()
-    outcome = train(SMALL, folder, display)
+    run = train(SMALL, folder, display)
 
     names = {path.name for path in folder.path.iterdir()} - {".lock"}
     assert names == {path.name for path in folder._files()} - {"timeline.json", "timeline.png"}
@@ -126,8 +127,7 @@ def test_a_run_leaves_its_results(folder: RunFolder) -> None:
         sum(line["loss"] * line["rows"] for line in steps[12:]) / 1437, rel=1e-12
     )
     assert epochs[1]["test_loss"] < epochs[0]["test_loss"]
-    assert outcome.test_accuracy == epochs[1]["test_accuracy"]
-    assert outcome.devices_by_rank == [[torch.device("cpu")] * 2]
+    assert run.summary()[0].startswith(f"test accuracy {epochs[1]['test_accuracy']:.4f}, ")
     assert f"epoch 2/2: train loss {epochs[1]['train_loss']:.4f}, test accuracy" in display.said[-1]
 
     config = json.loads(folder.config.read_text())
@@ -233,7 +233,7 @@ def test_a_finished_run_has_nothing_left_to_do(folder: RunFolder) -> None:
     one_epoch, display = replace(SMALL, epochs=1), Recorder()
     first = train(one_epoch, folder, Recorder())
     before = folder.checkpoint.read_bytes()
-    assert train(one_epoch, folder, display, resume=True) == first
+    assert train(one_epoch, folder, display, resume=True).summary() == first.summary()
     assert (display.reports, folder.checkpoint.read_bytes()) == ([], before)
 
 
@@ -471,12 +471,12 @@ def test_bfloat16_compiled_is_as_accurate_as_a_plain_float32_loop(folder: RunFol
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the code is compiled for this number; threads of so small a model only wait
     try:
-        outcome = train(options, folder, Recorder())
+        run = train(options, folder, Recorder())
     finally:
         torch.set_num_threads(num_threads)
     losses, accuracy = train_plainly(options, data.load("digits"))
     assert losses_of(folder) == pytest.approx(losses, rel=0.1, abs=0.02)
-    assert outcome.test_accuracy == pytest.approx(accuracy, abs=0.005)
+    assert run.metrics.epochs[-1].test_accuracy == pytest.approx(accuracy, abs=0.005)
 
 
 def conv_with_batch_norm(*_: object, **__: object) -> nn.Module:
@@ -517,13 +517,13 @@ def test_a_profiled_run_has_the_same_numbers(
     uninterrupted: RunFolder, folder: RunFolder, engine: str, tmp_path: Path
 ) -> None:
     """T9: and its files are of the steps of the last epoch, also where the run goes on in two parts."""
-    outcome = train(replace(SMALL, engine=engine, epochs=1), folder, Recorder(), profile=True)
-    assert outcome.profile is not None
+    run = train(replace(SMALL, engine=engine, epochs=1), folder, Recorder(), profile=True)
+    assert run.profile is not None
     resumed = RunFolder.reopen(folder.path)
-    outcome = train(replace(SMALL, engine=engine), resumed, Recorder(), resume=True, profile=True)
+    run = train(replace(SMALL, engine=engine), resumed, Recorder(), resume=True, profile=True)
     assert_same_run(folder, uninterrupted)
-    assert outcome.profile is not None
-    assert sum(sum(step.rows.values()) for step in outcome.profile.steps()) == 1437
+    assert run.profile is not None
+    assert sum(sum(step.rows.values()) for step in run.profile.steps()) == 1437
     events = json.loads(folder.trace.read_text())["traceEvents"]
     assert {event["args"]["step"] for event in events if event["ph"] == "X"} == set(range(12))
     assert folder.timeline.read_bytes().startswith(b"\x89PNG")
@@ -536,9 +536,9 @@ def test_a_profiled_run_has_the_same_numbers(
 def test_a_profile_of_no_steps_leaves_no_files(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     """T9: as where a step is compiled as a whole, so that the model is not called."""
     monkeypatch.setattr(Profile, "steps", lambda profile: [])
-    outcome = train(replace(SMALL, epochs=1), folder, Recorder(), profile=True)
-    assert outcome.profile is not None
-    assert outcome.profile.in_words()[0].startswith("nothing was profiled")
+    run = train(replace(SMALL, epochs=1), folder, Recorder(), profile=True)
+    assert run.profile is not None
+    assert run.profile.in_words()[0].startswith("nothing was profiled")
     assert not folder.trace.exists()
     assert not folder.timeline.exists()
 

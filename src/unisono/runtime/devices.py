@@ -608,7 +608,7 @@ def _visible(present: Sequence[torch.device]) -> str:
     return visible
 
 
-# ---- what training asks --------------------------------------------------------------------------
+# ---- memory, precision, graphs -------------------------------------------------------------------
 
 
 def has_room_for(device: torch.device, num_bytes: int) -> bool:
@@ -681,6 +681,11 @@ def has_tf32(device: torch.device) -> bool:
 def has_fast_bfloat16(device: torch.device) -> bool:
     """Return whether a device computes products in bfloat16 faster than in float32: the GPUs that have TF32, too."""
     return has_tf32(device)
+
+
+def bfloat16(device: torch.device, *, enabled: bool = True) -> torch.autocast:
+    """Return the context in which torch computes in bfloat16 on a kind of device, if `enabled`."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=enabled)
 
 
 @contextlib.contextmanager

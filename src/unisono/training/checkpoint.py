@@ -27,13 +27,7 @@ from unisono.training.weights import Weights
 
 
 def save(folder: RunFolder, weights: Weights, metrics: bytes | bytearray, on: Sequence[torch.device]) -> None:
-    """Write the checkpoint; the earlier one is kept under another name.
-
-    Args:
-        folder, weights: of the run.
-        metrics: the lines of metrics.jsonl.
-        on: the devices of the run's replicas.
-    """
+    """Write the checkpoint of a run whose replicas are on these devices; the earlier one is kept under another name."""
     import numpy as np  # here: `make gpu-check`, which saves nothing, runs without numpy and safetensors
 
     tensors = {
@@ -56,11 +50,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], *, keep_as: Path | 
 
 
 def read(folder: RunFolder, say: Callable[[str], None]) -> dict[str, Tensor]:
-    """Return what the last checkpoint holds, on the CPU; if it is damaged, what the one before holds.
-
-    Args:
-        folder: of the run.
-        say: called with a line when the last checkpoint cannot be used.
+    """Return what the last checkpoint holds, on the CPU; if it is damaged, say so and return what the one before holds.
 
     Raises:
         FolderError: no checkpoint can be used.
@@ -95,13 +85,7 @@ def metrics_in(saved: Mapping[str, Tensor]) -> bytes:
 
 
 def restore(saved: Mapping[str, Tensor], folder: RunFolder, weights: Weights, on: Sequence[torch.device]) -> None:
-    """Load what `read` has returned into weights and generators.
-
-    Args:
-        saved: the checkpoint.
-        folder: where it was read from.
-        weights: of the run.
-        on: the devices of the run's replicas. Other accelerators than the run had keep their own random states.
+    """Load what `read` has returned into weights and generators; accelerators that the run did not have keep theirs.
 
     Raises:
         FolderError: it does not fit.

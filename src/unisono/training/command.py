@@ -6,23 +6,23 @@ checked and a first line has been printed.
 
 import argparse
 import contextlib
+import dataclasses
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from unisono import __version__, keep_freed_memory
 from unisono.console import files, progress
-from unisono.console.device_option import choose_devices, describe
+from unisono.console.device_option import choose_devices
 from unisono.console.errors import DONE, OptionError, OutputClosedError
 from unisono.console.options import flag, folder
 from unisono.console.targets import TargetError, current_folder_first
 from unisono.training import data, models
 from unisono.training.display import Display
 from unisono.training.observers import Observer, load
-from unisono.training.options import DEVICE_ORDERS, ENGINES, PRECISIONS, SCHEDULES, Options, with_device_defaults
+from unisono.training.options import HOW, WHAT, WHERE, Options, with_device_defaults
 from unisono.training.ranks import ALONE, Ranks, launch
 from unisono.training.run_folder import RunFolder
 
@@ -63,99 +63,18 @@ files in the output folder:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command to its parser; only what was given comes out of it."""
-    default = Options()  # the defaults are there
+    groups = {title: parser.add_argument_group(title) for title in (WHAT, WHERE, HOW, "results", "observing")}
+    for option in dataclasses.fields(Options):
+        about = dict(option.metadata)
+        group, text = groups[about.pop("group")], about.pop("help")
+        if isinstance(option.default, bool):
+            about["action"] = argparse.BooleanOptionalAction
+        elif isinstance(option.default, int | float):
+            about["type"] = type(option.default)
+        default = "" if "(default" in text or option.default is None else f" (default: {option.default})"
+        group.add_argument(flag(option.name), help=text + default, **about)
 
-    what = parser.add_argument_group("what to train")
-    what.add_argument(
-        "--data",
-        metavar="NAME|DIR",
-        help="digits (in scikit-learn), fashion-mnist (downloaded once), or a folder of IDX files (default: "
-        f"{default.data})",
-    )
-    what.add_argument("--mirror", metavar="URL", help="download fashion-mnist from here")
-    what.add_argument("--model", metavar="NAME", help=f"resnet18 or mlp (default: {default.model})")
-    what.add_argument(
-        "--init",
-        metavar="NAME",
-        help="default: weights as torch draws them; seeds: from N(0, 0.01)",
-    )
-
-    where = parser.add_argument_group("where")
-    where.add_argument(
-        "--devices",
-        metavar="WHICH",
-        help="auto: every accelerator, or two CPU replicas without one; a count: so many accelerators, or CPU replicas "
-        f"without one; or by name: cpu,cpu, 'cpu*8', cuda:0,cuda:1 (default: {default.devices})",
-    )
-    where.add_argument(
-        "--engine",
-        choices=ENGINES,
-        help=f"what runs the replicas: threads of this process, or a process for each (default: {default.engine})",
-    )
-    where.add_argument(
-        "--device-order",
-        choices=DEVICE_ORDERS,
-        help="how CUDA numbers its devices; PCI_BUS_ID as nvidia-smi does (default: CUDA_DEVICE_ORDER of the "
-        f"environment, or {default.device_order})",
-    )
-
-    how = parser.add_argument_group("how")
-    how.add_argument(
-        "--batch-size",
-        type=int,
-        metavar="ROWS",
-        help=f"rows of one step, over all devices (default: {default.batch_size})",
-    )
-    how.add_argument(
-        "--epochs", type=int, metavar="N", help=f"times through the training pictures (default: {default.epochs})"
-    )
-    how.add_argument(
-        "--lr",
-        type=float,
-        metavar="RATE",
-        help=f"learning rate after warm-up, for the whole batch (default: {default.lr})",
-    )
-    how.add_argument("--momentum", type=float, metavar="M", help=f"of SGD (default: {default.momentum})")
-    how.add_argument(
-        "--weight-decay", type=float, metavar="W", help=f"L2, on all parameters (default: {default.weight_decay})"
-    )
-    how.add_argument(
-        "--warmup-epochs",
-        type=float,
-        metavar="N",
-        help=f"epochs over which the rate rises from 0; 0 for none (default: {default.warmup_epochs:g})",
-    )
-    how.add_argument("--schedule", choices=SCHEDULES, help=f"the rate after warm-up (default: {default.schedule})")
-    how.add_argument(
-        "--accumulate",
-        type=int,
-        metavar="K",
-        help=f"take each batch in K parts, for less memory; batch norm sees the parts (default: {default.accumulate})",
-    )
-    how.add_argument(
-        "--sync-batch-norm",
-        action=argparse.BooleanOptionalAction,
-        help="batch norm over the rows of all devices, so that their number changes no loss; or over those of each "
-        "device by itself, which is torch's rule for DataParallel (default: over all)",
-    )
-    how.add_argument(
-        "--precision",
-        choices=PRECISIONS,
-        help="fp32: float32, exact; tf32: float32 whose products GPUs may round to TF32; bf16: torch.autocast to "
-        "bfloat16; bf16-weights: also the weights that the model computes with, rounded from float32 ones (default: "
-        f"{default.precision}; bf16 on GPUs of compute capability 8.0 and newer)",
-    )
-    how.add_argument(
-        "--compile",
-        action=argparse.BooleanOptionalAction,
-        help="compile the model with torch.compile, on one device the whole step; that takes up to some minutes at the "
-        "first step of each size, of which there are two at most, and at the first test, and needs a compiler: a C++ "
-        "compiler on the CPU, Triton and a C compiler on GPUs (default: not compiled, but on one GPU of "
-        "compute capability 8.0 or newer, if the compiler works)",
-    )
-    how.add_argument("--seed", type=int, metavar="N", help=f"for weights and order (default: {default.seed})")
-
-    results = parser.add_argument_group("results")
+    results, observing = groups["results"], groups["observing"]
     results.add_argument(
         "--output", type=folder, metavar="DIR", help="the folder for them (default: runs/ and the time)"
     )
@@ -167,8 +86,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="go on with the run in this folder, however it ended, with its options; --devices, --engine, --compile "
         "and --epochs may be given anew; --profile, --tensorboard and --observer have to be, if they are wanted",
     )
-
-    observing = parser.add_argument_group("observing")
     observing.add_argument(
         "--profile",
         action="store_true",
@@ -210,75 +127,44 @@ def run(given: dict[str, Any], ranks: Ranks = ALONE) -> int:
     observed_by, with_tensorboard = given.pop("observer", []), given.pop("tensorboard", False)
     profile = given.pop("profile", False)
     options, run_folder, resume = ranks.from_first(lambda: _plan_run(given))
-    options = replace(options, devices=given.get("devices", options.devices))
+    options = dataclasses.replace(options, devices=given.get("devices", options.devices))
     os.environ["CUDA_DEVICE_ORDER"] = options.device_order  # read when CUDA is initialised, later than this
-    devices = ranks.together(lambda: _expect_usable(options, ranks))
-    decided: list[str] = []
+
+    def usable_devices() -> list[torch.device]:  # what the options name is checked before anything is printed or loaded
+        models.expect_known(options.model, options.init)
+        data.expect_known(options.data)
+        return choose_devices(options.devices, among_several=ranks.world_size > 1)
+
+    devices, decided = ranks.together(usable_devices), list[str]()
     if not resume:
         options, decided = with_device_defaults(options, given, devices, ranks, profile=profile)
+    display = Display()
     try:
         with current_folder_first() if observed_by else contextlib.nullcontext():  # they may import more while it runs
             observers = ranks.together(lambda: _observers(observed_by, with_tensorboard) if ranks.is_first else {})
-            _train(options, decided, run_folder, resume, ranks, observers, profile=profile)
+            if ranks.is_first:
+                print(f"unisono {__version__}: {options}; results in {run_folder}", *decided, sep="\n", flush=True)
+                if _TENSORBOARD in observers:
+                    print(f"to see it: tensorboard --logdir {files.as_typed(run_folder.tensorboard)}", flush=True)
+                display = Display(progress.for_stdout())
+            from unisono.training.loop import train
+
+            keep_freed_memory()
+            try:
+                ended = train(options, run_folder, display, ranks, observers, resume=resume, profile=profile)
+            finally:
+                display.close()
+        if ranks.is_first:
+            print(*ended.summary(), sep="\n", flush=True)
     except BrokenPipeError as error:
+        left = f"nothing had been saved yet in {run_folder}"
+        if run_folder.has_checkpoint():
+            left = f"unisono train --resume {run_folder} goes on"
         raise OutputClosedError(
-            "nothing reads the output any more, so the training has stopped: "
-            + (
-                f"unisono train --resume {run_folder} goes on"
-                if run_folder.has_checkpoint()
-                else f"nothing had been saved yet in {run_folder}"
-            )
-            + ". To see a part of the output, send it to a file, and read that"
+            f"nothing reads the output any more, so the training has stopped: {left}. To see a part of the output, "
+            "send it to a file, and read that"
         ) from error
     return DONE
-
-
-def _train(
-    options: Options,
-    decided: Sequence[str],
-    run_folder: RunFolder,
-    resume: bool,
-    ranks: Ranks,
-    observers: Mapping[str, Observer],
-    *,
-    profile: bool,
-) -> None:
-    if ranks.is_first:
-        print(f"unisono {__version__}: {options}; results in {run_folder}", flush=True)
-        for line in decided:
-            print(line, flush=True)
-        if _TENSORBOARD in observers:
-            print(f"to see it: tensorboard --logdir {files.as_typed(run_folder.tensorboard)}", flush=True)
-
-    from unisono.training.loop import train
-
-    keep_freed_memory()
-    display = Display(progress.for_stdout() if ranks.is_first else None)
-    try:
-        outcome = train(options, run_folder, display, resume=resume, ranks=ranks, observers=observers, profile=profile)
-    finally:
-        display.close()
-    if ranks.is_first:
-        print(
-            f"test accuracy {outcome.test_accuracy:.4f}, {outcome.seconds_per_epoch:.1f} seconds of training an epoch, "
-            f"on {describe(*outcome.devices_by_rank)}"
-        )
-        if outcome.profile is not None:
-            print(*outcome.profile.in_words(), sep="\n")
-        if outcome.profile is not None and outcome.profile.steps():
-            print(f"see {run_folder.timeline}; chrome://tracing and https://ui.perfetto.dev open {run_folder.trace}")
-        print(f"see {run_folder.curves}; the weights are {run_folder.model}", flush=True)
-
-
-def _expect_usable(options: Options, ranks: Ranks) -> list[torch.device]:
-    """Check what the options name, before anything is printed or loaded; return the devices of this process.
-
-    Raises:
-        CommandError: there is no such model, data set or device.
-    """
-    models.expect_known(options.model, options.init)
-    data.expect_known(options.data)
-    return choose_devices(options.devices, among_several=ranks.world_size > 1)
 
 
 def _observers(targets: Sequence[str], with_tensorboard: bool) -> dict[str, Observer]:

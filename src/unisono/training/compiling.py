@@ -21,7 +21,7 @@ GRAPHS_MODE = "reduce-overhead"
 
 
 def compiled_module(live: nn.Module) -> nn.Module:
-    """Return a module that computes what `live` does, with its parameters, and is compiled at its first calls.
+    """Return a module with the parameters of `live` that is compiled at its first calls.
 
     `live.compile()` would not do: torch compiles nothing in a `Sequential` that is called that way.
     """
@@ -30,19 +30,16 @@ def compiled_module(live: nn.Module) -> nn.Module:
 
 
 def compiled_whole(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """Return a function that is compiled at its first calls into one graph; on GPUs that is a CUDA graph.
-
-    Torch falls back to launching kernel by kernel where it cannot capture one.
-    """
+    """Return a function that is compiled into one graph; on GPUs that is a CUDA graph, where torch can capture it."""
     mode = GRAPHS_MODE if devices.has_graphs(device) else None
     return torch.compile(function, dynamic=False, fullgraph=True, mode=mode)
 
 
 def expect_compiler(device: torch.device) -> None:
-    """Compile a small function for a device, to check that the compiler works.
+    """Compile a small function for a device.
 
     Raises:
-        OptionError: it does not; says why.
+        OptionError: the compiler does not work; says why.
     """
     try:
         torch.compile(lambda x: x + 1, dynamic=False)(torch.zeros(2, device=device))

@@ -96,7 +96,7 @@ class Computation:
 
 
 def _logits(model: nn.Module, images: Tensor, autocast: bool) -> Tensor:
-    with torch.autocast(images.device.type, torch.bfloat16, enabled=autocast):
+    with devices.bfloat16(images.device, enabled=autocast):
         logits: Tensor = model(images)
     return logits.float()
 

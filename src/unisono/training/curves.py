@@ -28,43 +28,32 @@ def draw(path: Path, epochs: Sequence[EpochRecord], *, title: str, last_epoch: i
     loss_axes, accuracy_axes = figure.subplots(1, 2)
     figure.suptitle(title, x=0.012, ha="left", fontsize=12, color=INK, parse_math=False)  # "$" is a "$"
 
-    numbers = [record.epoch for record in epochs]
-    _line(loss_axes, numbers, [record.train_loss for record in epochs], _TRAIN, "train")
-    _line(loss_axes, numbers, [record.test_loss for record in epochs], _TEST, "test")
-    _line(accuracy_axes, numbers, [record.test_accuracy for record in epochs], _TEST, "test")
+    for axes, name, color in (
+        (loss_axes, "train_loss", _TRAIN),
+        (loss_axes, "test_loss", _TEST),
+        (accuracy_axes, "test_accuracy", _TEST),
+    ):
+        numbers, values = zip(*((record.epoch, getattr(record, name)) for record in epochs), strict=True)
+        label = name.split("_")[0]
+        axes.plot(numbers, values, color=color, label=label, linewidth=2, marker="o", markersize=4, clip_on=False)
 
-    _style(loss_axes, "Loss", last_epoch)
-    _style(accuracy_axes, "Test accuracy", last_epoch)
-    _scale_loss(loss_axes)
-    accuracy_axes.set_ylim(min(record.test_accuracy for record in epochs) - 0.02, 1)
+    margin = 0.02 * max(1, last_epoch - 1)
+    for axes, text in ((loss_axes, "Loss"), (accuracy_axes, "Test accuracy")):
+        charts.style(axes, text, "epoch", grid="both")
+        axes.set_xlim(1 - margin, max(2, last_epoch) + margin)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    # Batch norm's running statistics are far off in the first epochs of a short run, so that its test loss falls over
+    # several powers of ten: on a linear scale nothing else could be seen.
+    loss_axes.set_yscale("log")
+    loss_axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
+    loss_axes.yaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{value:g}"))
+    loss_axes.yaxis.set_minor_locator(NullLocator())
     loss_axes.legend(frameon=False, labelcolor=INK)
+    accuracy_axes.set_ylim(min(record.test_accuracy for record in epochs) - 0.02, 1)
     _note_last(accuracy_axes, epochs[-1], last_epoch)
 
     with replaced(path) as unfinished:
         figure.savefig(unfinished, format="png", dpi=150)
-
-
-def _line(axes: Axes, numbers: Sequence[int], values: Sequence[float], color: str, label: str) -> None:
-    axes.plot(numbers, values, color=color, label=label, linewidth=2, marker="o", markersize=4, clip_on=False)
-
-
-def _style(axes: Axes, title: str, last_epoch: int) -> None:
-    charts.style(axes, title, "epoch", grid="both")
-    margin = 0.02 * max(1, last_epoch - 1)
-    axes.set_xlim(1 - margin, max(2, last_epoch) + margin)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-
-
-def _scale_loss(axes: Axes) -> None:
-    """Show the loss on a logarithmic scale.
-
-    Batch norm's running statistics are far off in the first epochs of a short run, so that its test loss falls over
-    several powers of ten: on a linear scale nothing else could be seen.
-    """
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{value:g}"))
-    axes.yaxis.set_minor_locator(NullLocator())
 
 
 def _note_last(axes: Axes, record: EpochRecord, last_epoch: int) -> None:

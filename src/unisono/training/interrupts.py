@@ -10,7 +10,7 @@ Not every process may get the signal, and each gets it at another moment; all st
 import os
 import signal
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 
 from unisono.console.errors import Interrupted
 from unisono.training.ranks import ALONE, Ranks
@@ -43,19 +43,13 @@ class StopRequest:
         }
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     def check(self) -> None:
         """Raise Interrupted if a signal has arrived; with several processes, in all of them at the same check."""
-        received = self._ranks.delayed_max(self.received or 0)
-        if received:
+        if received := self._ranks.delayed_max(self.received or 0):
             raise Interrupted(signal.Signals(received))
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
@@ -64,6 +58,5 @@ class StopRequest:
         self.received = signal.Signals(number)
         if signal.SIGINT in self._before:
             signal.signal(signal.SIGINT, self._before[signal.SIGINT])
-        # os.write, because the signal may have arrived in the middle of a print
-        if self._ranks.is_first:
+        if self._ranks.is_first:  # os.write, because the signal may have arrived in the middle of a print
             os.write(_STDERR, _NOTICE % (b" again" if number == signal.SIGINT else b""))

@@ -15,10 +15,8 @@ read a step later (pending_steps.py).
 
 import contextlib
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
@@ -27,7 +25,6 @@ from torch.nn.functional import pad
 
 from unisono.console.device_option import describe
 from unisono.console.errors import Interrupted, OptionError
-from unisono.profiling.profile import Profile
 from unisono.runtime import devices, torch_private
 from unisono.training.compiling import cannot_compile
 from unisono.training.computation import IGNORED
@@ -43,43 +40,26 @@ from unisono.training.run_folder import RunFolder
 from unisono.training.schedule import epoch_batches, learning_rate, num_steps
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The result of a run.
-
-    Attributes:
-        test_accuracy: after the last epoch.
-        seconds_per_epoch: of training; the median over the epochs (the lower one of two).
-        devices_by_rank: the devices of each process.
-        profile: where the steps of the last epoch went, in this process; None: they were not profiled.
-    """
-
-    test_accuracy: float
-    seconds_per_epoch: float
-    devices_by_rank: Sequence[Sequence[torch.device]]
-    profile: Profile | None
-
-
 def train(
     options: Options,
     folder: RunFolder,
     display: Display,
+    ranks: Ranks = ALONE,
+    observers: Mapping[str, Observer] = MappingProxyType({}),
     *,
     resume: bool = False,
-    ranks: Ranks = ALONE,
     profile: bool = False,
-    observers: Mapping[str, Observer] = MappingProxyType({}),
-) -> Outcome:
-    """Train as the options say, and write the files that run_folder.py lists.
+) -> Run:
+    """Train as the options say, and write the files that run_folder.py lists; return the run that has ended.
 
     Args:
         options: what to train, and how.
         folder: for the results; without `resume` a run in it is deleted.
         display: shows the steps.
-        resume: go on from the checkpoint in the folder.
         ranks: the processes that train together; all of them call this, with equal arguments but for `options.devices`.
-        profile: whether the steps are profiled.
         observers: who is told of each step and epoch, by name; called in the first process only.
+        resume: go on from the checkpoint in the folder.
+        profile: whether the steps are profiled.
 
     Raises:
         CommandError: it cannot start or go on; the message is one line for the user.
@@ -87,9 +67,7 @@ def train(
     """
     with (
         contextlib.closing(folder),  # which other runs may use then
-        contextlib.closing(
-            Run.begin(options, folder, display, ranks, observers, resume=resume, profile=profile)
-        ) as run,
+        contextlib.closing(Run(options, folder, display, ranks, observers, resume=resume, profile=profile)) as run,
         devices.float32_products(run.devices[0], rounded=options.precision != "fp32"),
         StopRequest(ranks) as stop,
         run.observers,
@@ -114,9 +92,7 @@ def train(
             # A signal from the terminal also ends the processes of the compiler, in the middle of a step.
             display.say(f"stopped while compiling; what had been saved stays in {folder}")
             raise Interrupted(stop.received) from error
-    epochs = run.metrics.epochs
-    seconds = statistics.median_low(record.train_seconds for record in epochs)  # the first one may include compiling
-    return Outcome(epochs[-1].test_accuracy, seconds, run.devices_by_rank, run.profile)
+    return run
 
 
 def _train_epoch(run: Run, epoch: int, pending: PendingSteps, stop: StopRequest) -> None:

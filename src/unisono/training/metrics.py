@@ -55,17 +55,13 @@ Record: TypeAlias = StepRecord | EpochRecord
 class Metrics:
     """The records of a run, in memory and in metrics.jsonl.
 
-    Attributes:
-        steps, epochs: the records.
-        lines: what is in the file.
-
     Args:
         path: the file; None in a process that does not write.
         earlier: the lines of a resumed run. The file begins with them.
     """
 
     def __init__(self, path: Path | None, earlier: bytes = b"") -> None:
-        self.lines = bytearray(earlier)
+        self.lines = bytearray(earlier)  # what is in the file
         self.steps: list[StepRecord] = []
         self.epochs: list[EpochRecord] = []
         for line in earlier.splitlines():

@@ -10,7 +10,6 @@ from unisono.console.errors import OptionError
 MODELS = ("resnet18", "mlp")
 INITS = ("default", "seeds")
 
-_SEEDS_STD = 0.01
 _MLP_WIDTH = 256
 
 
@@ -26,7 +25,7 @@ def expect_known(name: str, init: str) -> None:
 
 
 def build(name: str, *, num_classes: int, image_shape: tuple[int, int, int], init: str = "default") -> nn.Module:
-    """Build an image classifier.
+    """Build an image classifier, which maps pictures (rows, *image_shape) to logits (rows, num_classes).
 
     Example:
         >>> import torch
@@ -38,30 +37,19 @@ def build(name: str, *, num_classes: int, image_shape: tuple[int, int, int], ini
         name: "resnet18", see `resnet18`, for pictures of any size; or "mlp", see `mlp`, for one size.
         num_classes: of the logits of each picture.
         image_shape: (channels, height, width) of one picture.
-        init: "default" leaves the parameters as torch sets them; "seeds" draws the weights of linear layers
-            and convolutions from a normal distribution with standard deviation 0.01, as the tutorials that the
-            project starts from do, and leaves the others.
-
-    Returns:
-        A module from pictures (rows, *image_shape) to logits (rows, num_classes).
+        init: "default" leaves the parameters as torch sets them; "seeds" draws the weights of linear layers and
+            convolutions from N(0, 0.01), as the tutorials that the project starts from do, and leaves the others.
 
     Raises:
-        ValueError: `name` or `init` is unknown, or a size is not positive.
+        OptionError: `name` or `init` is unknown.
     """
-    if num_classes < 1 or len(image_shape) != 3 or min(image_shape) < 1:
-        raise ValueError(
-            f"got num_classes={num_classes} and image_shape={image_shape}; expected at least one class, and "
-            "channels, height and width of at least one"
-        )
-    if init not in INITS:
-        raise ValueError(f"unknown init {init!r}; known are {', '.join(INITS)}")
-    if name == "resnet18":
-        model = resnet18(num_classes, image_shape[0])
-    elif name == "mlp":
-        model = mlp(num_classes, image_shape)
-    else:
-        raise ValueError(f"unknown model {name!r}; known are {', '.join(MODELS)}")
-    return model.apply(_init_like_seeds) if init == "seeds" else model
+    expect_known(name, init)
+    model = resnet18(num_classes, image_shape[0]) if name == "resnet18" else mlp(num_classes, image_shape)
+    if init == "seeds":
+        for module in model.modules():
+            if isinstance(module, nn.Linear | nn.Conv2d):
+                nn.init.normal_(module.weight, std=0.01)
+    return model
 
 
 def resnet18(num_classes: int, in_channels: int = 1) -> nn.Sequential:
@@ -79,11 +67,10 @@ def resnet18(num_classes: int, in_channels: int = 1) -> nn.Sequential:
     Source: K. He et al., "Deep residual learning for image recognition", 2015, in the variant of "Dive into
     Deep Learning", chapter "Concise Implementation for Multiple GPUs".
     """
+    stem = nn.Conv2d(in_channels, 64, kernel_size=3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU()
     return nn.Sequential(
         OrderedDict(
-            stem=nn.Sequential(
-                nn.Conv2d(in_channels, 64, kernel_size=3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU()
-            ),
+            stem=nn.Sequential(*stem),
             stage1=nn.Sequential(Residual(64, 64), Residual(64, 64)),
             stage2=nn.Sequential(Residual(64, 128, stride=2), Residual(128, 128)),
             stage3=nn.Sequential(Residual(128, 256, stride=2), Residual(256, 256)),
@@ -106,11 +93,9 @@ class Residual(nn.Module):
         self.bn1 = nn.BatchNorm2d(out_channels)
         self.conv2 = nn.Conv2d(out_channels, out_channels, kernel_size=3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(out_channels)
-        self.shortcut = (
-            nn.Identity()
-            if in_channels == out_channels and stride == 1
-            else nn.Conv2d(in_channels, out_channels, kernel_size=1, stride=stride)
-        )
+        self.shortcut: nn.Module = nn.Identity()
+        if in_channels != out_channels or stride != 1:
+            self.shortcut = nn.Conv2d(in_channels, out_channels, kernel_size=1, stride=stride)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (rows, in_channels, H, W) to (rows, out_channels, H / stride, W / stride), rounded up."""
@@ -135,8 +120,3 @@ def mlp(num_classes: int, image_shape: tuple[int, int, int]) -> nn.Sequential:
             out=nn.Linear(_MLP_WIDTH, num_classes),
         )
     )
-
-
-def _init_like_seeds(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear | nn.Conv2d):
-        nn.init.normal_(module.weight, std=_SEEDS_STD)

@@ -20,7 +20,6 @@ Assumes that a call returns soon: the next step waits for it.
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from unisono.console.targets import TargetError, explained, find, one_line
@@ -90,7 +89,7 @@ class Observers:
     ) -> None:
         self._observers = dict(observers)
         self._say = say
-        self._folder, self._config, self._earlier = folder, config, tuple(earlier)
+        self._run = folder, config, tuple(earlier)
 
     def step(self, record: StepRecord) -> None:
         """Tell them of a step."""
@@ -101,17 +100,11 @@ class Observers:
         self._tell("epoch", lambda observer: observer.epoch(record))
 
     def __enter__(self) -> "Observers":
-        folder, config, earlier = self._folder, self._config, self._earlier
-        try:
-            self._tell("started", lambda observer: observer.started(folder, copy.deepcopy(config), earlier))
-        except BaseException as error:
-            self.__exit__(type(error), error, error.__traceback__)
-            raise
+        folder, config, earlier = self._run
+        self._tell("started", lambda observer: observer.started(folder, copy.deepcopy(config), earlier))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if not isinstance(error, KeyboardInterrupt):  # which is to stop the program at once
             self._tell("ended", lambda observer: observer.ended(error))
 

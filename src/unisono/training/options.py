@@ -1,4 +1,4 @@
-"""The options of a training: their defaults, some of which depend on the devices, and their checks.
+"""The options of a training: their defaults, some of which depend on the devices, their help, and their checks.
 
 config.json has all of them, with what was decided for the devices: a run that is resumed decides nothing.
 """
@@ -19,16 +19,17 @@ from unisono.runtime.devices import are_cpu, computes_on_host, has_fast_bfloat16
 from unisono.training.compiling import expect_compiler
 from unisono.training.ranks import Ranks
 
-SCHEDULES = ("constant", "cosine")
-PRECISIONS = ("fp32", "tf32", "bf16", "bf16-weights")
-ENGINES = ("threads", "processes")
-DEVICE_ORDERS = ("PCI_BUS_ID", "FASTEST_FIRST")
-_MAX_WHOLE = 2**31 - 1
-
 FEW_ROWS = 64  # of a device and step: the host's work for a replica then takes longer than the GPU's
 
 # A run can be resumed on other devices and for more epochs; any other change makes it another run.
 MAY_CHANGE_ON_RESUME = ("devices", "engine", "compile", "device_order", "epochs", "mirror")
+
+WHAT, WHERE, HOW = "what to train", "where", "how"  # the groups of the help
+
+
+def _option(default: Any, group: str, text: str, **how: Any) -> Any:
+    """Return a field with its default, its help, and what else argparse is told of it."""
+    return dataclasses.field(default=default, metadata={"group": group, "help": text, **how})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,47 +44,94 @@ class Options:
         OptionError: a value is out of its range; the message names the option as it is typed.
     """
 
-    data: str = "digits"
-    mirror: str | None = None
-    model: str = "resnet18"
-    init: str = "default"
-    devices: str = "auto"
-    engine: str = "threads"
-    batch_size: int = 128
-    epochs: int = 8
-    lr: float = 0.05
-    momentum: float = 0.9
-    weight_decay: float = 5e-4
-    warmup_epochs: float = 1.0
-    schedule: str = "cosine"
-    accumulate: int = 1
-    sync_batch_norm: bool = True
-    precision: str = "fp32"
-    compile: bool = False
-    seed: int = 0
-    device_order: str = "PCI_BUS_ID"
+    data: str = _option(
+        "digits",
+        WHAT,
+        "digits (in scikit-learn), fashion-mnist (downloaded once), or a folder of IDX files",
+        metavar="NAME|DIR",
+    )
+    mirror: str | None = _option(None, WHAT, "download fashion-mnist from here", metavar="URL")
+    model: str = _option("resnet18", WHAT, "resnet18 or mlp", metavar="NAME")
+    init: str = _option("default", WHAT, "default: weights as torch draws them; seeds: from N(0, 0.01)", metavar="NAME")
+    devices: str = _option(
+        "auto",
+        WHERE,
+        "auto: every accelerator, or two CPU replicas without one; a count: so many accelerators, or CPU replicas "
+        "without one; or by name: cpu,cpu, 'cpu*8', cuda:0,cuda:1",
+        metavar="WHICH",
+    )
+    engine: str = _option(
+        "threads",
+        WHERE,
+        "what runs the replicas: threads of this process, or a process for each",
+        choices=("threads", "processes"),
+    )
+    device_order: str = _option(
+        "PCI_BUS_ID",
+        WHERE,
+        "how CUDA numbers its devices; PCI_BUS_ID as nvidia-smi does (default: CUDA_DEVICE_ORDER of the environment, "
+        "or PCI_BUS_ID)",
+        choices=("PCI_BUS_ID", "FASTEST_FIRST"),
+    )
+    batch_size: int = _option(128, HOW, "rows of one step, over all devices", metavar="ROWS")
+    epochs: int = _option(8, HOW, "times through the training pictures", metavar="N")
+    lr: float = _option(0.05, HOW, "learning rate after warm-up, for the whole batch", metavar="RATE")
+    momentum: float = _option(0.9, HOW, "of SGD", metavar="M")
+    weight_decay: float = _option(5e-4, HOW, "L2, on all parameters", metavar="W")
+    warmup_epochs: float = _option(1.0, HOW, "epochs over which the rate rises from 0; 0 for none", metavar="N")
+    schedule: str = _option("cosine", HOW, "the rate after warm-up", choices=("constant", "cosine"))
+    accumulate: int = _option(
+        1, HOW, "take each batch in K parts, for less memory; batch norm sees the parts", metavar="K"
+    )
+    sync_batch_norm: bool = _option(
+        True,
+        HOW,
+        "batch norm over the rows of all devices, so that their number changes no loss; or over those of each device "
+        "by itself, which is torch's rule for DataParallel (default: over all)",
+    )
+    precision: str = _option(
+        "fp32",
+        HOW,
+        "fp32: float32, exact; tf32: float32 whose products GPUs may round to TF32; bf16: torch.autocast to bfloat16; "
+        "bf16-weights: also the weights that the model computes with, rounded from float32 ones (default: fp32; bf16 "
+        "on GPUs of compute capability 8.0 and newer)",
+        choices=("fp32", "tf32", "bf16", "bf16-weights"),
+    )
+    compile: bool = _option(
+        False,
+        HOW,
+        "compile the model with torch.compile, on one device the whole step; that takes up to some minutes at the "
+        "first step of each size, of which there are two at most, and at the first test, and needs a compiler: a C++ "
+        "compiler on the CPU, Triton and a C compiler on GPUs (default: not compiled, but on one GPU of compute "
+        "capability 8.0 or newer, if the compiler works)",
+    )
+    seed: int = _option(0, HOW, "for weights and order", metavar="N")
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "epochs", "accumulate"):
-            self._expect(name, 1 <= getattr(self, name) <= _MAX_WHOLE, f"a whole number from 1 up to {_MAX_WHOLE}")
-        self._expect("lr", math.isfinite(self.lr) and self.lr > 0, "a number above 0")
-        self._expect("momentum", 0 <= self.momentum < 1, "a number from 0 up to, but not including, 1")
-        self._expect("weight_decay", math.isfinite(self.weight_decay) and self.weight_decay >= 0, "0 or more")
-        self._expect("seed", 0 <= self.seed < 2**32, "a whole number from 0 to 4294967295")
-        self._expect("schedule", self.schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
-        self._expect("precision", self.precision in PRECISIONS, f"one of {', '.join(PRECISIONS)}")
-        self._expect("engine", self.engine in ENGINES, f"one of {', '.join(ENGINES)}")
-        self._expect("device_order", self.device_order in DEVICE_ORDERS, f"one of {', '.join(DEVICE_ORDERS)}")
-        self._expect(
-            "warmup_epochs",
-            0 <= self.warmup_epochs <= self.epochs,
-            f"0 (none) or more, and no more than --epochs {self.epochs}",
-        )
-        self._expect(
-            "accumulate",
-            self.accumulate <= self.batch_size,
-            f"at most --batch-size {self.batch_size}, so that no part of a batch is empty",
-        )
+        for name, holds, expected in (
+            ("batch_size", self.batch_size >= 1, "a whole number from 1 up"),
+            ("epochs", self.epochs >= 1, "a whole number from 1 up"),
+            ("lr", math.isfinite(self.lr) and self.lr > 0, "a number above 0"),
+            ("momentum", 0 <= self.momentum < 1, "a number from 0 up to, but not including, 1"),
+            ("weight_decay", math.isfinite(self.weight_decay) and self.weight_decay >= 0, "0 or more"),
+            ("seed", 0 <= self.seed < 2**32, "a whole number from 0 to 4294967295"),
+            (
+                "warmup_epochs",
+                0 <= self.warmup_epochs <= self.epochs,
+                f"0 (none) or more, and no more than --epochs {self.epochs}",
+            ),
+            (
+                "accumulate",
+                1 <= self.accumulate <= self.batch_size,
+                f"from 1 to --batch-size {self.batch_size}, so that no part of a batch is empty",
+            ),
+        ):
+            if not holds:
+                raise OptionError(f"{flag(name)} {getattr(self, name)}: expected {expected}")
+        for field in dataclasses.fields(self):
+            choices, value = field.metadata.get("choices"), getattr(self, field.name)
+            if choices is not None and value not in choices:
+                raise OptionError(f"{flag(field.name)} {value}: expected one of {', '.join(choices)}")
         if self.compile and self.engine == "processes":
             raise OptionError(
                 "--compile with --engine processes: what is compiled cannot be sent to processes; take --no-compile"
@@ -94,15 +142,11 @@ class Options:
         computed = "" if self.precision == "fp32" else f", in {self.precision}"
         return f"{self.model} on {self.data}{computed}{', compiled' if self.compile else ''}"
 
-    def _expect(self, name: str, holds: bool, expected: str) -> None:
-        if not holds:
-            raise OptionError(f"{flag(name)} {getattr(self, name)}: expected {expected}")
-
     def check_devices(self, devices_by_rank: Sequence[Sequence[torch.device]], *, synchronised: bool) -> None:
-        """Check that the options go together on these devices.
+        """Check that the options go together on the devices of each process.
 
         Args:
-            devices_by_rank: the devices of each process.
+            devices_by_rank: the devices.
             synchronised: whether the model has batch norm that takes its statistics from the rows of all replicas.
 
         Raises:
@@ -126,17 +170,16 @@ class Options:
     @classmethod
     def from_given(cls, given: Mapping[str, Any]) -> "Options":
         """Return the options that were given, and the defaults of the others."""
-        order_of_environment = os.environ.get("CUDA_DEVICE_ORDER")
-        if order_of_environment in DEVICE_ORDERS:
-            given = {"device_order": order_of_environment, **given}
-        return cls(**_with_absolute_folder(given))
+        order = os.environ.get("CUDA_DEVICE_ORDER")
+        known = cls.__dataclass_fields__["device_order"].metadata["choices"]
+        return cls(**({"device_order": order} if order in known else {}) | _with_absolute_folder(given))
 
     @classmethod
     def from_saved(cls, saved: Mapping[str, Any], given: Mapping[str, Any]) -> "Options":
         """Return the options of a run that is resumed: the saved ones, with the changes that the command line may make.
 
         Raises:
-            OptionError: an option was given that would make it another run, or `saved` is not what was saved.
+            OptionError: an option was given that would make it another run, or another version saved other options.
         """
         names = {field.name for field in dataclasses.fields(cls)}
         if different := names ^ saved.keys():
@@ -144,8 +187,7 @@ class Options:
                 f"config.json of the run to resume is of another version of unisono: {min(different)} is not in both; "
                 "start another run"
             )
-        begun = cls(**saved)
-        given = _with_absolute_folder(given)
+        begun, given = cls(**saved), _with_absolute_folder(given)
         for name, value in given.items():
             if name not in MAY_CHANGE_ON_RESUME and value != getattr(begun, name):
                 may_change = ", ".join(map(flag, MAY_CHANGE_ON_RESUME))
@@ -179,7 +221,7 @@ def with_device_defaults(
         except OptionError as error:
             lines.append(f"not compiled: {error}")
     if decided:
-        typed = " ".join({"precision": "--precision bf16", "compile": "--compile"}[name] for name in decided)
+        typed = " ".join(_typed(name, value) for name, value in decided.items())
         lines.insert(0, f"on {devices[0]} the default is {typed}; exact float32: --precision fp32 --no-compile")
     return dataclasses.replace(options, **decided), lines
 
@@ -187,13 +229,13 @@ def with_device_defaults(
 def advice_on_rows(options: Options, devices_by_rank: Sequence[Sequence[torch.device]]) -> str | None:
     """Return a line of advice if the replicas of a process on several accelerators have few rows a step."""
     devices = [device for of_rank in devices_by_rank for device in of_rank]
-    rows = options.batch_size // (len(devices) * options.accumulate)
+    replicas = len(devices) * options.accumulate
+    rows = options.batch_size // replicas
     if rows >= FEW_ROWS or max(map(len, devices_by_rank)) == 1 or any(map(computes_on_host, devices)):
         return None
-    enough = FEW_ROWS * len(devices) * options.accumulate
     return (
         f"{rows} rows for each of {len(devices)} devices are few: one device is likely to be as fast (--devices 1); "
-        f"--batch-size {enough} gives each {FEW_ROWS}"
+        f"--batch-size {FEW_ROWS * replicas} gives each {FEW_ROWS}"
     )
 
 
@@ -206,8 +248,7 @@ def _typed(name: str, value: object) -> str:
 
 def _with_absolute_folder(given: Mapping[str, Any]) -> dict[str, Any]:
     """Make a data folder's path absolute, so that the run can be resumed from elsewhere."""
-    given = dict(given)
-    names_a_folder = "data" in given and given["data"] not in ("digits", "fashion-mnist")
-    if names_a_folder and (folder := Path(given["data"]).expanduser()).is_dir():
-        given["data"] = str(folder.absolute())
-    return given
+    source = given.get("data")
+    if source not in (None, "digits", "fashion-mnist") and (folder := Path(source).expanduser()).is_dir():
+        return {**given, "data": str(folder.absolute())}
+    return dict(given)

@@ -26,22 +26,14 @@ _SAVE_EVERY_S = 300.0  # within an epoch; each epoch ends with a checkpoint anyw
 
 @dataclass(frozen=True)
 class PendingStep:
-    """A step that has been queued.
+    """A step that has been queued."""
 
-    Args:
-        number, epoch: both counted from 0.
-        learning_rate: of this step.
-        rows: of all processes.
-        loss: waits for this process's part of the loss, and returns it.
-        shares: the work of each replica of this process.
-    """
-
-    number: int
+    number: int  # from 0, as the epoch
     epoch: int
     learning_rate: float
-    rows: int
-    loss: Callable[[], float]
-    shares: Sequence[Share]
+    rows: int  # of all processes
+    loss: Callable[[], float]  # waits for this process's part of the loss
+    shares: Sequence[Share]  # of the replicas of this process
 
 
 class PendingSteps:
@@ -62,11 +54,7 @@ class PendingSteps:
         self.should_save = False
 
     def add(self, step: PendingStep) -> None:
-        """Add a step, and record the one before it (on the CPU, this one).
-
-        Raises:
-            DivergedError: a loss is infinite or not a number.
-        """
+        """Add a step, and record the one before it (on the CPU, this one)."""
         self._steps.append(step)
         self.record(all_but=self._run.steps_ahead)
 

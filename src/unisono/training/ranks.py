@@ -30,14 +30,7 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The processes that train together, of which this is one.
-
-    Args:
-        communicator: the processes; None if this one is alone.
-
-    Attributes:
-        rank, world_size: this process's number, from 0 on, and how many processes there are.
-    """
+    """The processes that train together, of which this is one; without a communicator it is alone."""
 
     def __init__(self, communicator: Communicator | None = None) -> None:
         self._communicator = communicator
@@ -83,22 +76,14 @@ class Ranks:
             outcome = do()
         except CommandError as raised:
             error = raised
-        errors = self._communicator.all_gather_object(error, "seeing whether all can start")
-        for rank, found in enumerate(errors):
+        for rank, found in enumerate(self.all_gather(error)):
             if found is not None:
                 raise found if rank == 0 else type(found)(f"rank {rank}: {found}")
         return outcome  # type: ignore[return-value]
 
     def from_first(self, decide: Callable[[], T]) -> T:
-        """Call `decide` in the first process only; return its result in all of them.
-
-        Raises:
-            CommandError: it has raised one.
-        """
-        decided = self.together(lambda: decide() if self.is_first else None)
-        if self._communicator is not None:
-            decided = self._communicator.all_gather_object(decided, "receiving what the first process has decided")[0]
-        return decided  # type: ignore[return-value]
+        """Call `decide` in the first process only; return its result, or raise its CommandError, in all of them."""
+        return self.all_gather(self.together(lambda: decide() if self.is_first else None))[0]  # type: ignore[return-value]
 
     def expect_equal(self, what: str, facts: Mapping[str, Any]) -> None:
         """Check that all processes have the same facts.
@@ -106,9 +91,7 @@ class Ranks:
         Raises:
             OptionError: some differ; names the first difference.
         """
-        if self._communicator is None:
-            return
-        first, *others = self._communicator.all_gather_object(dict(facts), f"comparing {what}")
+        first, *others = self.all_gather(dict(facts))
         for rank, other in enumerate(others, start=1):
             for name in {**first, **other}:
                 mine, theirs = first.get(name, "nothing"), other.get(name, "nothing")
@@ -120,9 +103,9 @@ class Ranks:
 
     def all_gather(self, value: T) -> list[T]:
         """Return the values of all processes, in rank order."""
-        return (
-            [value] if self._communicator is None else self._communicator.all_gather_object(value, "exchanging values")
-        )
+        if self._communicator is None:
+            return [value]
+        return self._communicator.all_gather_object(value, "exchanging values before the training")
 
     # ---- training --------------------------------------------------------------------------------
 

@@ -1,13 +1,14 @@
 """A run: how it is set up, resumed, and saved. The training itself is in loop.py."""
 
 import contextlib
+import statistics
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from unisono import __version__
@@ -30,9 +31,10 @@ from unisono.training.schedule import num_steps
 from unisono.training.weights import Weights
 
 
-@dataclass
 class Run:
-    """A training in progress.
+    """A training in progress, set up from what `loop.train` is given.
+
+    Without `resume` a run in the folder is deleted, once everything else has succeeded.
 
     Attributes:
         options, folder, display: what to train and how, where the results go, and what shows them.
@@ -51,27 +53,8 @@ class Run:
         profile: of the last epoch whose steps were profiled.
     """
 
-    options: Options
-    folder: RunFolder
-    display: Display
-    ranks: Ranks
-    devices: Sequence[torch.device]
-    devices_by_rank: Sequence[Sequence[torch.device]]
-    dataset: data.Dataset
-    live: nn.Module
-    model: DataParallel
-    weights: Weights
-    computation: Computation
-    metrics: Metrics
-    observers: Observers
-    saved_steps: int | None
-    is_profiled: bool
-    compiled: set[str] = field(default_factory=set)
-    profile: Profile | None = None
-
-    @classmethod
-    def begin(
-        cls,
+    def __init__(
+        self,
         options: Options,
         folder: RunFolder,
         display: Display,
@@ -80,94 +63,78 @@ class Run:
         *,
         resume: bool,
         profile: bool,
-    ) -> "Run":
-        """Set everything up. Without `resume` a run in the folder is deleted, once everything else has succeeded.
-
-        Args:
-            options, folder, display, ranks, observers, resume, profile: as `loop.train` has them.
-
-        Raises:
-            CommandError: it cannot be set up; the message is one line for the user.
-        """
+    ) -> None:
         models.expect_known(options.model, options.init)
-        devices = ranks.together(lambda: choose_devices(options.devices, among_several=ranks.world_size > 1))
-        devices_by_rank = ranks.all_gather(devices)
-        dataset = _load(options, display, ranks)
+        self.options, self.folder, self.display, self.ranks = options, folder, display, ranks
+        self.devices = ranks.together(lambda: choose_devices(options.devices, among_several=ranks.world_size > 1))
+        self.devices_by_rank = ranks.all_gather(self.devices)
+        self.dataset = _load(options, display, ranks)
+        first_device = self.devices[0]
 
         torch.manual_seed(options.seed)
         live = models.build(
-            options.model, num_classes=dataset.num_classes, image_shape=dataset.image_shape, init=options.init
+            options.model,
+            num_classes=self.dataset.num_classes,
+            image_shape=self.dataset.image_shape,
+            init=options.init,
         )
         synchronised = options.sync_batch_norm and any(isinstance(module, _BatchNorm) for module in live.modules())
-        ranks.together(lambda: options.check_devices(devices_by_rank, synchronised=synchronised))
+        ranks.together(lambda: options.check_devices(self.devices_by_rank, synchronised=synchronised))
         if options.compile:
             display.begin("checking that the compiler works")
-            ranks.together(lambda: expect_compiler(devices[0]))
-        live = live.to(devices[0])
-        if options.precision != "fp32" and not _devices.computes_on_host(devices[0]):
+            ranks.together(lambda: expect_compiler(first_device))
+        self.live = live.to(first_device)
+        if options.precision != "fp32" and not _devices.computes_on_host(first_device):
             # The fast low-precision convolutions of GPUs need this memory layout.
-            live = live.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        weights = Weights(
-            live,
+            self.live = live.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.weights = Weights(
+            self.live,
             momentum=options.momentum,
             weight_decay=options.weight_decay,
             in_bfloat16=options.precision == "bf16-weights",
         )
-        if _devices.has_room_for(devices[0], dataset.num_bytes):
-            dataset = dataset.on(devices[0])
-        whole = options.compile and len(devices) == ranks.world_size == 1
+        sizes = _sizes_of(self.dataset)
+        if _devices.has_room_for(first_device, self.dataset.num_bytes):
+            self.dataset = self.dataset.on(first_device)
+        whole = options.compile and len(self.devices) == ranks.world_size == 1
         # Even shares: torch's rule may give the last replica a single row, which its batch norm cannot train on.
         # loss="sum": a loss is the sum over this process's shard, divided by the rows of the whole batch.
-        model = DataParallel(
-            compiled_module(live) if options.compile and not whole else live,
-            device_ids=devices,
+        self.model = DataParallel(
+            compiled_module(self.live) if options.compile and not whole else self.live,
+            device_ids=self.devices,
             engine=Processes(on_worker_loss="retry") if options.engine == "processes" else options.engine,
             shares="even",
             sync_batch_norm=synchronised,
             loss="sum",
         )
+        self.computation = Computation(self.model, self.weights, autocast="bf16" in options.precision, whole=whole)
 
-        saved: dict[str, Tensor] | None = None
-        if resume:
-            saved = ranks.from_first(lambda: _read_checkpoint(folder, dataset, display))
-        else:
+        saved = ranks.from_first(lambda: _read_checkpoint(folder, sizes, display)) if resume else None
+        if not resume:
             ranks.from_first(folder.make_empty)
         if saved is not None:
-            checkpoint.restore(saved, folder, weights, devices)
+            checkpoint.restore(saved, folder, self.weights, self.devices)
         earlier = b"" if saved is None else checkpoint.metrics_in(saved)
-        metrics = Metrics(folder.metrics if ranks.is_first else None, earlier)
+        self.metrics = Metrics(folder.metrics if ranks.is_first else None, earlier)
+        self.saved_steps = None if saved is None else len(self.metrics.steps)
+        self.compiled: set[str] = set()
+        self.profile: Profile | None = None
+        self._is_profiled = profile and ranks.is_first
         config = {
             "unisono": __version__,
             "torch": torch.__version__,
             "launch": launch(),
             "options": asdict(options),
-            "processes": len(devices_by_rank),
-            "devices": [str(device) for of_rank in devices_by_rank for device in of_rank],
+            "processes": ranks.world_size,
+            "devices": [str(device) for of_rank in self.devices_by_rank for device in of_rank],
             "parameters": sum(parameter.numel() for parameter in live.parameters()),
-            **_sizes_of(dataset),
+            **sizes,
         }
+        told = observers if ranks.is_first else {}
+        self.observers = Observers(told, display.say, folder.path, config, self.metrics.records)
         if ranks.is_first:
             folder.write_config(config)
-        run = cls(
-            options=options,
-            folder=folder,
-            display=display,
-            ranks=ranks,
-            devices=devices,
-            devices_by_rank=devices_by_rank,
-            dataset=dataset,
-            live=live,
-            model=model,
-            weights=weights,
-            computation=Computation(model, weights, autocast="bf16" in options.precision, whole=whole),
-            metrics=metrics,
-            observers=Observers(observers if ranks.is_first else {}, display.say, folder.path, config, metrics.records),
-            saved_steps=None if saved is None else len(metrics.steps),
-            is_profiled=profile and ranks.is_first,
-        )
-        if ranks.is_first:
-            run._describe(config["parameters"], resume=resume)
-        return run
+            self._describe(config["parameters"], resume=resume)
 
     @property
     def num_rows(self) -> int:
@@ -220,7 +187,7 @@ class Run:
     @contextlib.contextmanager
     def profiled(self) -> Iterator[None]:
         """Profile the steps of the block, an epoch's, if the options ask for it."""
-        if not self.is_profiled:
+        if not self._is_profiled:
             yield
             return
         with self.model.profile() as self.profile:
@@ -234,6 +201,20 @@ class Run:
             self.profile.write_trace(unfinished)
         with replaced(self.folder.timeline) as unfinished:
             self.profile.write_picture(unfinished)
+
+    def summary(self) -> list[str]:
+        """Return what the run has come to, in lines for the user."""
+        epochs, folder = self.metrics.epochs, self.folder
+        seconds = statistics.median_low(record.train_seconds for record in epochs)  # the first may include compiling
+        lines = [
+            f"test accuracy {epochs[-1].test_accuracy:.4f}, {seconds:.1f} seconds of training an epoch, "
+            f"on {describe(*self.devices_by_rank)}"
+        ]
+        if self.profile is not None:
+            lines += self.profile.in_words()
+            if self.profile.steps():
+                lines.append(f"see {folder.timeline}; chrome://tracing and https://ui.perfetto.dev open {folder.trace}")
+        return [*lines, f"see {folder.curves}; the weights are {folder.model}"]
 
     def close(self) -> None:
         """Close the file; end the replicas' threads or processes."""
@@ -281,19 +262,15 @@ def _load(options: Options, display: Display, ranks: Ranks) -> data.Dataset:
     return dataset
 
 
-def _read_checkpoint(folder: RunFolder, dataset: data.Dataset, display: Display) -> dict[str, Tensor] | None:
-    """Claim the folder of a run to resume; return its checkpoint, None if it had saved nothing yet.
-
-    Raises:
-        FolderError: the data have other sizes than those that the run began with, so its steps would have other rows.
-    """
+def _read_checkpoint(folder: RunFolder, sizes: Mapping[str, Any], display: Display) -> dict[str, Tensor] | None:
+    """Claim the folder of a run to resume; return its checkpoint, None if it had saved nothing yet."""
     folder.claim()
-    saved = folder.saved_config()
-    for name, now in _sizes_of(dataset).items():
-        if saved.get(name) != now:
+    began_with = folder.saved_config()
+    for name, now in sizes.items():
+        if began_with.get(name) != now:  # its steps would have other rows
             raise FolderError(
-                f"{folder} began on data with {name.replace('_', ' ')} {saved.get(name)}, and {dataset.name} now "
-                f"has {now}: put the data back as it was, or start another run (--output DIR)"
+                f"{folder} began on data with {name.replace('_', ' ')} {began_with.get(name)}, and they now have "
+                f"{now}: put the data back as they were, or start another run (--output DIR)"
             )
     return checkpoint.read(folder, display.say) if folder.has_checkpoint() else None
 

@@ -61,6 +61,8 @@ class RunFolder:
         """Return the path as it is typed on a command line."""
         return files.as_typed(self.path)
 
+    # ---- choosing --------------------------------------------------------------------------------
+
     @classmethod
     def for_new_run(cls, path: Path | None, *, overwrite: bool = False) -> "RunFolder":
         """Choose the folder for a new run, by default `runs/` and the time. Nothing is created or deleted yet.
@@ -89,18 +91,21 @@ class RunFolder:
             FolderError: there is no such folder, no run in it, or weights of a run that has no checkpoint any more.
         """
         folder = cls(path)
+        problem = None
         if not path.is_dir():
-            raise FolderError(f"--resume {folder}: there is no such folder; expected the --output of an earlier run")
-        if not folder.config.exists():
-            raise FolderError(
-                f"--resume {folder}: no config.json in it, so no run has begun there, or its file is lost; start it "
-                f"again (--output {folder})"
+            problem = "there is no such folder; expected the --output of an earlier run"
+        elif not folder.config.exists():
+            problem = (
+                "no config.json in it, so no run has begun there, or its file is lost; start it again (--output "
+                f"{folder})"
             )
-        if folder.model.exists() and not folder.has_checkpoint():
-            raise FolderError(
-                f"--resume {folder}: no {folder.checkpoint.name} in it, though there are weights: put it back, or "
-                f"start again (--output {folder} --overwrite)"
+        elif folder.model.exists() and not folder.has_checkpoint():
+            problem = (
+                f"no {folder.checkpoint.name} in it, though there are weights: put it back, or start again (--output "
+                f"{folder} --overwrite)"
             )
+        if problem is not None:
+            raise FolderError(f"--resume {folder}: {problem}")
         return folder
 
     @classmethod
@@ -111,17 +116,11 @@ class RunFolder:
             launch: its name, which config.json has. None: there is no launch.
             path: the folder; None: anywhere in `runs/`.
         """
-        if launch is None:
-            return None
         for place in [path] if path is not None else sorted(Path("runs").glob("*")):
             with contextlib.suppress(FolderError):
-                if cls(place).saved_config().get("launch") == launch:
+                if launch is not None and cls(place).saved_config().get("launch") == launch:
                     return cls(place)
         return None
-
-    def events(self) -> list[Path]:
-        """Return the event files that runs in this folder have written; there may be files of other programs too."""
-        return sorted(self.tensorboard.glob(f"events.out.tfevents.*{self.EVENTS_SUFFIX}"))
 
     def has_checkpoint(self) -> bool:
         """Return whether there is a checkpoint."""
@@ -129,12 +128,14 @@ class RunFolder:
 
     def holds_a_run(self) -> bool:
         """Return whether there is anything to lose: weights, a checkpoint, or files that are not ours."""
-        if any(path.exists() for path in (self.checkpoint, self.previous_checkpoint, self.model)):
+        if self.has_checkpoint() or self.model.exists():
             return True
-        is_ours = False
         with contextlib.suppress(FolderError):
-            is_ours = "unisono" in self.saved_config()
-        return not is_ours and any(path.exists() for path in self._files())
+            if "unisono" in self.saved_config():
+                return False
+        return any(path.exists() for path in self._files())
+
+    # ---- one process at a time -------------------------------------------------------------------
 
     def claim(self) -> None:
         """Keep other runs out of the folder, until `close` is called or this process ends.
@@ -153,11 +154,11 @@ class RunFolder:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.read(lock, 1000).decode(errors="replace")
+            holder = os.read(lock, 1000).decode(errors="replace") or "it has just begun"
             os.close(lock)
             raise FolderError(
-                f"another run is using {self} ({holder or 'it has just begun'}): wait until it has ended, stop it, or "
-                "name another folder (--output DIR)"
+                f"another run is using {self} ({holder}): wait until it has ended, stop it, or name another folder "
+                "(--output DIR)"
             ) from None
         except OSError:  # no locks here
             os.close(lock)
@@ -172,6 +173,8 @@ class RunFolder:
             fcntl.flock(self._claim, fcntl.LOCK_UN)
             os.close(self._claim)
             self._claim = None
+
+    # ---- the files -------------------------------------------------------------------------------
 
     def make_empty(self) -> None:
         """Create the folder, claim it, and delete the files of an earlier run in it, but no others.
@@ -208,6 +211,10 @@ class RunFolder:
                 f"the run: put it back as it was, or start again (--output {self} --overwrite)"
             ) from error
         return config
+
+    def events(self) -> list[Path]:
+        """Return the event files that runs in this folder have written; there may be files of other programs too."""
+        return sorted(self.tensorboard.glob(f"events.out.tfevents.*{self.EVENTS_SUFFIX}"))
 
     def _files(self) -> tuple[Path, ...]:
         written = self.config, self.metrics, self.curves, self.trace, self.timeline, self.model

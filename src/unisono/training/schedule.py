@@ -33,9 +33,8 @@ def epoch_batches(
 ) -> tuple[Tensor, ...]:
     """Return the row numbers of each step of an epoch on `device`: shuffled, each row once.
 
-    The steps' sizes are equal where `num_steps` finds a divisor, and otherwise differ by one row; there is no small
-    last batch. The learning rate is chosen for the full batch, and a last batch of a few rows would leave replicas with
-    a single row, which batch norm cannot train on.
+    Sizes are equal or differ by one row. There is no small last batch: the learning rate is chosen for the full batch,
+    and a few rows would leave replicas with a single one, which batch norm cannot train on.
 
     Example:
         >>> [len(batch) for batch in epoch_batches(1437, 128, seed=0, epoch=0)]
