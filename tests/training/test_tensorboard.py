@@ -8,6 +8,7 @@ import random
 import shutil
 import struct
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,7 @@ def test_a_full_disk_is_known_at_once(tmp_path: Path) -> None:
     """T8: the call that cannot write a record raises."""
     import resource
 
+    before = {*threading.enumerate()}
     board, record = TensorBoard(), StepRecord(1, 1, loss=2.0, learning_rate=0.1, rows=120, seconds=0.1)
     board.started(tmp_path, {"options": {}}, ())
     (path,) = event_files(tmp_path)
@@ -131,6 +133,8 @@ def test_a_full_disk_is_known_at_once(tmp_path: Path) -> None:
     try:
         with pytest.raises(OSError, match="File too large"):
             board.step(record)
+        for thread in {*threading.enumerate()} - before:  # TensorBoard's, which ends with the same error
+            thread.join()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 

@@ -34,14 +34,7 @@ IGNORED = -100  # the label of a row that does not count
 
 
 class Computation:
-    """What the steps of a run compute, as it is written or compiled.
-
-    Args:
-        model: maps pictures to logits, on the replicas' devices.
-        weights: the model's.
-        autocast: whether the model computes in bfloat16.
-        whole: whether the functions are compiled as a whole. That is for a single replica only.
-    """
+    """What the steps of a run compute: with `autocast` in bfloat16; `whole`, for a single replica only, compiled."""
 
     def __init__(self, model: DataParallel, weights: Weights, *, autocast: bool, whole: bool) -> None:
         self._device = model.devices[0]
@@ -70,10 +63,8 @@ class Computation:
     def test_totals(self, images: Tensor, labels: Tensor, rows: Tensor) -> Tensor:
         """Return the sum of the losses of some rows, and the number of correct answers.
 
-        A row beyond the last picture counts for nothing. So every batch can have the same size.
-
-        Args:
-            labels: one more than there are pictures; the last one is IGNORED.
+        So that every batch can have the same size, there is one more label than pictures, which is IGNORED: a row
+        beyond the last picture counts for nothing.
         """
         here = (self._rows_of(tensor, rows.clamp(max=len(tensor) - 1)) for tensor in (images, labels))
         totals: Tensor = self._test_totals(self._model, *here, self._autocast)

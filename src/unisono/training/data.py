@@ -95,8 +95,7 @@ def load(source: str, *, mirror: str | None = None, progress: OnBytes | None = N
         The data set. A folder's highest label says how many classes it has.
 
     Raises:
-        CommandError: the data is missing, damaged or cannot be downloaded, a package is not installed, or `mirror`
-            does not go with `source`.
+        CommandError: one line that says what is wrong with the data or the arguments.
     """
     expect_known(source)
     if mirror is not None and source != "fashion-mnist":
@@ -110,11 +109,7 @@ def load(source: str, *, mirror: str | None = None, progress: OnBytes | None = N
 
 
 def expect_known(source: str) -> None:
-    """Check that there is such a data set, and what loads it, or such a folder; nothing is loaded.
-
-    Raises:
-        CommandError: there is not.
-    """
+    """Check that there is such a data set, and the package that loads it, or such a folder; nothing is loaded."""
     if source in _PACKAGES:
         expect_installed({"train": [_PACKAGES[source]]})
         return
@@ -207,18 +202,16 @@ def _load_folder(folder: Path, name: str) -> Dataset:
 
 def _load_split(folder: Path, split: str) -> tuple[Tensor, Tensor]:
     """Read one pair of files: pictures (rows, 1, height, width) in [0, 1], and labels (rows,)."""
-    images = read_idx(_find(folder, f"{split}-images-idx3-ubyte"), dims=3)
-    labels = read_idx(_find(folder, f"{split}-labels-idx1-ubyte"), dims=1)
+    arrays = []
+    for name, dims in ((f"{split}-images-idx3-ubyte", 3), (f"{split}-labels-idx1-ubyte", 1)):
+        found = [path for path in (folder / f"{name}.gz", folder / name) if path.is_file()]
+        if not found:
+            raise DataError(f"{folder} lacks {name} (plain, or gzipped with .gz at the end)")
+        arrays.append(read_idx(found[0], dims=dims))
+    images, labels = arrays
     if len(images) != len(labels):
         raise DataError(f"{folder} has {len(images)} {split} pictures and {len(labels)} labels; expected as many")
     return images.unsqueeze(1).float().div_(255), labels.long()
-
-
-def _find(folder: Path, name: str) -> Path:
-    for path in (folder / f"{name}.gz", folder / name):
-        if path.is_file():
-            return path
-    raise DataError(f"{folder} lacks {name} (plain, or gzipped with .gz at the end)")
 
 
 def read_idx(path: Path, *, dims: int) -> Tensor:
@@ -236,9 +229,6 @@ def read_idx(path: Path, *, dims: int) -> Tensor:
     Args:
         path: the file. Its content says whether it is gzipped: browsers unpack files and keep the name.
         dims: 3 for pictures (rows, height, width), 1 for labels (rows,).
-
-    Raises:
-        DataError: it cannot be read, is damaged, shorter or longer than its header says, or holds something else.
     """
     try:
         content = path.read_bytes()

@@ -67,16 +67,12 @@ class Display:
 
     def download(self, name: str, done_bytes: int, total_bytes: int | None) -> None:
         """Show how far a download is."""
-        task = f"downloading {name}{f' ({_megabytes(total_bytes)})' if total_bytes else ''}"
+        task = f"downloading {name}{f' ({total_bytes / 1e6:.1f} MB)' if total_bytes else ''}"
         if name != self._downloading:
             self._downloading = name
             self._progress.begin(task, total_bytes)
-        self._progress.update(task, done_bytes, total_bytes, _megabytes(done_bytes))
+        self._progress.update(task, done_bytes, total_bytes, f"{done_bytes / 1e6:.1f} MB")
 
     def close(self) -> None:
         """Take away what does not stay."""
         self._progress.close()
-
-
-def _megabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:.1f} MB"

@@ -127,11 +127,7 @@ def _train_epoch(run: Run, epoch: int, pending: PendingSteps, stop: StopRequest)
 
 
 def _take_step(run: Run, rows: Tensor, rate: float) -> tuple[Callable[[], float], Sequence[Share]]:
-    """Take a step: forward, backward, update.
-
-    Returns:
-        What waits for this process's part of the loss, and the work of each replica of this process.
-    """
+    """Take a step; return what waits for this process's part of the loss, and the shares of its replicas."""
     # The batch is divided into micro-batches (--accumulate), and this process takes its shard of each. Each loss is a
     # sum divided by the rows of the whole batch. So losses and gradients add up to those of the mean, also where the
     # shards are uneven.

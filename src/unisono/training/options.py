@@ -27,9 +27,10 @@ MAY_CHANGE_ON_RESUME = ("devices", "engine", "compile", "device_order", "epochs"
 WHAT, WHERE, HOW = "what to train", "where", "how"  # the groups of the help
 
 
-def _option(default: Any, group: str, text: str, **how: Any) -> Any:
-    """Return a field with its default, its help, and what else argparse is told of it."""
-    return dataclasses.field(default=default, metadata={"group": group, "help": text, **how})
+def _option(default: Any, group: str, text: str, metavar: str | None = None, choices: Sequence[str] = ()) -> Any:
+    """Return a field with its default and its help."""
+    about = {"metavar": metavar} if metavar else {"choices": choices} if choices else {}
+    return dataclasses.field(default=default, metadata={"group": group, "help": text, **about})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,17 +49,17 @@ class Options:
         "digits",
         WHAT,
         "digits (in scikit-learn), fashion-mnist (downloaded once), or a folder of IDX files",
-        metavar="NAME|DIR",
+        "NAME|DIR",
     )
-    mirror: str | None = _option(None, WHAT, "download fashion-mnist from here", metavar="URL")
-    model: str = _option("resnet18", WHAT, "resnet18 or mlp", metavar="NAME")
-    init: str = _option("default", WHAT, "default: weights as torch draws them; seeds: from N(0, 0.01)", metavar="NAME")
+    mirror: str | None = _option(None, WHAT, "download fashion-mnist from here", "URL")
+    model: str = _option("resnet18", WHAT, "resnet18 or mlp", "NAME")
+    init: str = _option("default", WHAT, "default: weights as torch draws them; seeds: from N(0, 0.01)", "NAME")
     devices: str = _option(
         "auto",
         WHERE,
         "auto: every accelerator, or two CPU replicas without one; a count: so many accelerators, or CPU replicas "
         "without one; or by name: cpu,cpu, 'cpu*8', cuda:0,cuda:1",
-        metavar="WHICH",
+        "WHICH",
     )
     engine: str = _option(
         "threads",
@@ -73,16 +74,14 @@ class Options:
         "or PCI_BUS_ID)",
         choices=("PCI_BUS_ID", "FASTEST_FIRST"),
     )
-    batch_size: int = _option(128, HOW, "rows of one step, over all devices", metavar="ROWS")
-    epochs: int = _option(8, HOW, "times through the training pictures", metavar="N")
-    lr: float = _option(0.05, HOW, "learning rate after warm-up, for the whole batch", metavar="RATE")
-    momentum: float = _option(0.9, HOW, "of SGD", metavar="M")
-    weight_decay: float = _option(5e-4, HOW, "L2, on all parameters", metavar="W")
-    warmup_epochs: float = _option(1.0, HOW, "epochs over which the rate rises from 0; 0 for none", metavar="N")
+    batch_size: int = _option(128, HOW, "rows of one step, over all devices", "ROWS")
+    epochs: int = _option(8, HOW, "times through the training pictures", "N")
+    lr: float = _option(0.05, HOW, "learning rate after warm-up, for the whole batch", "RATE")
+    momentum: float = _option(0.9, HOW, "of SGD", "M")
+    weight_decay: float = _option(5e-4, HOW, "L2, on all parameters", "W")
+    warmup_epochs: float = _option(1.0, HOW, "epochs over which the rate rises from 0; 0 for none", "N")
     schedule: str = _option("cosine", HOW, "the rate after warm-up", choices=("constant", "cosine"))
-    accumulate: int = _option(
-        1, HOW, "take each batch in K parts, for less memory; batch norm sees the parts", metavar="K"
-    )
+    accumulate: int = _option(1, HOW, "take each batch in K parts, for less memory; batch norm sees the parts", "K")
     sync_batch_norm: bool = _option(
         True,
         HOW,
@@ -105,7 +104,7 @@ class Options:
         "compiler on the CPU, Triton and a C compiler on GPUs (default: not compiled, but on one GPU of compute "
         "capability 8.0 or newer, if the compiler works)",
     )
-    seed: int = _option(0, HOW, "for weights and order", metavar="N")
+    seed: int = _option(0, HOW, "for weights and order", "N")
 
     def __post_init__(self) -> None:
         for name, holds, expected in (
@@ -118,13 +117,9 @@ class Options:
             (
                 "warmup_epochs",
                 0 <= self.warmup_epochs <= self.epochs,
-                f"0 (none) or more, and no more than --epochs {self.epochs}",
+                f"from 0 to --epochs {self.epochs}",
             ),
-            (
-                "accumulate",
-                1 <= self.accumulate <= self.batch_size,
-                f"from 1 to --batch-size {self.batch_size}, so that no part of a batch is empty",
-            ),
+            ("accumulate", 1 <= self.accumulate <= self.batch_size, f"from 1 to --batch-size {self.batch_size}"),
         ):
             if not holds:
                 raise OptionError(f"{flag(name)} {getattr(self, name)}: expected {expected}")
@@ -148,9 +143,6 @@ class Options:
         Args:
             devices_by_rank: the devices.
             synchronised: whether the model has batch norm that takes its statistics from the rows of all replicas.
-
-        Raises:
-            OptionError: they do not; says what to leave out.
         """
         devices = [device for of_rank in devices_by_rank for device in of_rank]
         names = ", ".join(map(str, devices))

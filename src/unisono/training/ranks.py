@@ -40,11 +40,7 @@ class Ranks:
 
     @classmethod
     def join(cls) -> "Ranks":
-        """Return the processes that a launcher has started, or that have a default process group.
-
-        Raises:
-            OptionError: the variables of the launcher contradict each other, or some are missing.
-        """
+        """Return the processes that a launcher has started, or that have a default process group."""
         try:
             return cls(communicator_for())
         except (RuntimeError, ValueError) as error:
@@ -86,11 +82,7 @@ class Ranks:
         return self.all_gather(self.together(lambda: decide() if self.is_first else None))[0]  # type: ignore[return-value]
 
     def expect_equal(self, what: str, facts: Mapping[str, Any]) -> None:
-        """Check that all processes have the same facts.
-
-        Raises:
-            OptionError: some differ; names the first difference.
-        """
+        """Check that all processes have the same facts; the error names the first difference."""
         first, *others = self.all_gather(dict(facts))
         for rank, other in enumerate(others, start=1):
             for name in {**first, **other}:
@@ -158,9 +150,8 @@ ALONE = Ranks()
 def launch() -> str | None:
     """Return the name of the launch that this process is part of; None without a launcher that restarts processes.
 
-    It is the same in all processes of the launch, and in those that replace them after a failure: torchrun's
-    `--rdzv-id`, or the one that `--standalone` generates. A launch without a name is named after the launcher's process
-    on this machine.
+    Processes that replace others after a failure have the same: torchrun's `--rdzv-id`, or the one that `--standalone`
+    generates. A launch without a name is named after the launcher's process on this machine.
     """
     name = os.environ.get("TORCHELASTIC_RUN_ID")
     if name != "none":

@@ -38,7 +38,7 @@ if sys.platform != "win32":
 
 
 class RunFolder:
-    """The folder of one run, and the paths in it."""
+    """The folder of one run, and the paths in it. Where it cannot be used, methods raise a FolderError."""
 
     EVENTS_SUFFIX = ".unisono"  # of the names of our event files
 
@@ -65,11 +65,7 @@ class RunFolder:
 
     @classmethod
     def for_new_run(cls, path: Path | None, *, overwrite: bool = False) -> "RunFolder":
-        """Choose the folder for a new run, by default `runs/` and the time. Nothing is created or deleted yet.
-
-        Raises:
-            FolderError: the folder cannot be created, or holds a run and `overwrite` is false.
-        """
+        """Choose the folder for a new run, by default `runs/` and the time. Nothing is created or deleted yet."""
         folder = cls(path or Path("runs") / time.strftime("%Y-%m-%d-%H-%M-%S"))
         folder.must_be_new = path is None  # two runs begun in one second must not share one
         if folder.holds_a_run() and not overwrite:
@@ -85,13 +81,8 @@ class RunFolder:
 
     @classmethod
     def reopen(cls, path: Path) -> "RunFolder":
-        """Return the folder of a run that can be resumed.
-
-        Raises:
-            FolderError: there is no such folder, no run in it, or weights of a run that has no checkpoint any more.
-        """
-        folder = cls(path)
-        problem = None
+        """Return the folder of a run that can be resumed; an error where weights have no checkpoint any more."""
+        folder, problem = cls(path), None
         if not path.is_dir():
             problem = "there is no such folder; expected the --output of an earlier run"
         elif not folder.config.exists():
@@ -110,12 +101,7 @@ class RunFolder:
 
     @classmethod
     def of_launch(cls, launch: str | None, path: Path | None) -> "RunFolder | None":
-        """Return the folder of the run that this launch began before it restarted its processes.
-
-        Args:
-            launch: its name, which config.json has. None: there is no launch.
-            path: the folder; None: anywhere in `runs/`.
-        """
+        """Return the folder, or any in `runs/`, of the run that this launch began before it restarted its processes."""
         for place in [path] if path is not None else sorted(Path("runs").glob("*")):
             with contextlib.suppress(FolderError):
                 if launch is not None and cls(place).saved_config().get("launch") == launch:
@@ -138,11 +124,7 @@ class RunFolder:
     # ---- one process at a time -------------------------------------------------------------------
 
     def claim(self) -> None:
-        """Keep other runs out of the folder, until `close` is called or this process ends.
-
-        Raises:
-            FolderError: another run is using it; or a link or a pipe is in the place of the lock.
-        """
+        """Keep other runs out of the folder, until `close` is called or this process ends."""
         if sys.platform == "win32":
             return
         try:
@@ -177,11 +159,7 @@ class RunFolder:
     # ---- the files -------------------------------------------------------------------------------
 
     def make_empty(self) -> None:
-        """Create the folder, claim it, and delete the files of an earlier run in it, but no others.
-
-        Raises:
-            FolderError: another run is using it, or the system refuses.
-        """
+        """Create the folder, claim it, and delete the files of an earlier run in it, but no others."""
         try:
             self.path.mkdir(parents=True, exist_ok=not self.must_be_new)
             self.claim()
@@ -196,11 +174,7 @@ class RunFolder:
             unfinished.write_text(json.dumps({**config, "sha256": _digest(config)}, indent=2) + "\n")
 
     def saved_config(self) -> dict[str, Any]:
-        """Return the contents of config.json.
-
-        Raises:
-            FolderError: the file is missing or damaged, or was changed by other means.
-        """
+        """Return the contents of config.json; an error if it is missing, damaged, or was changed by other means."""
         try:
             config: dict[str, Any] = json.loads(files.contents(self.config))
             if config.pop("sha256") != _digest(config):

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from unisono.training.metrics import EpochRecord, Record, StepRecord
+from unisono.training.metrics import Record, StepRecord
 from unisono.training.observers import Observer
 from unisono.training.run_folder import RunFolder
 
@@ -49,15 +49,12 @@ class TensorBoard(Observer):
             self._add(record, dated)
         self._writer.flush()
 
-    def step(self, record: StepRecord) -> None:
-        """Write a step."""
+    def step(self, record: Record) -> None:
+        """Write a step, or an epoch."""
         self._add(record)
         self._writer.flush()  # an error of the thread that writes is raised here
 
-    def epoch(self, record: EpochRecord) -> None:
-        """Write an epoch."""
-        self._add(record)
-        self._writer.flush()
+    epoch = step
 
     def ended(self, error: BaseException | None) -> None:
         """Mark a run that is finished as a success."""

@@ -35,10 +35,8 @@ class Weights:
         momentum, weight_decay: as of `torch.optim.SGD`.
         in_bfloat16: whether the module is to have its parameters in bfloat16, but for those of batch norms.
 
-    Attributes:
-        masters: one for each parameter of the module, in order: a float32 copy, or the parameter itself where the
-            module has it in float32.
-        momenta: one for each master; empty without momentum.
+    `masters` has one for each parameter, in order: a float32 copy, or the parameter itself where the module has it in
+    float32. `momenta` has one for each master; none without momentum.
     """
 
     def __init__(
@@ -68,8 +66,7 @@ class Weights:
     def step(self, rate: float | Tensor) -> None:
         """Update masters and parameters by the gradients of the parameters, each of which has one.
 
-        Args:
-            rate: the learning rate; in a compiled function a tensor, because each number would be compiled anew.
+        In a compiled function the learning rate is a tensor, because each number would be compiled anew.
         """
         compiling = torch.compiler.is_compiling()
         sgd(
@@ -96,11 +93,7 @@ class Weights:
         return {**self._module.state_dict(), **self._master_by_name}
 
     def load(self, state: Mapping[str, Tensor], momenta: Sequence[Tensor]) -> None:
-        """Load what `state_dict` and `momenta` were, also of a module with weights in another precision or layout.
-
-        Raises:
-            RuntimeError, ValueError, KeyError: it does not fit the module.
-        """
+        """Load what `state_dict` and `momenta` were, also of a module with weights in another precision or layout."""
         self._module.load_state_dict(state)
         with torch.no_grad():
             for name, master in self._master_by_name.items():
