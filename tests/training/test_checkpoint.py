@@ -76,6 +76,7 @@ def test_weights_go_on_in_their_own_way(folder: RunFolder, momentum: float) -> N
         )
         for weight in trained.momenta:
             weight.normal_()
+        assert {tensor.dtype for tensor in trained.state_dict().values()} == {torch.float32}
         checkpoint.save(folder, trained, METRICS, CPU)
         checkpoint.restore(checkpoint.read(folder, print), folder, other, CPU)
         for ours, theirs in zip([*other.masters, *other.momenta], [*trained.masters, *trained.momenta], strict=True):

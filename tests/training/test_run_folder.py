@@ -1,7 +1,6 @@
 import os
 import random
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -70,14 +69,6 @@ def test_links_and_pipes_of_others_are_not_used(tmp_path: Path, name: str, laid:
     assert path.is_symlink() == (laid == "link")
 
 
-def test_what_a_killed_run_had_not_finished_is_replaced(tmp_path: Path) -> None:
-    """T1"""
-    (tmp_path / ".config.json.unfinished").write_text("half of")
-    RunFolder(tmp_path).write_config({"unisono": "0.1.0"})
-    assert names_in(tmp_path) == {"config.json"}
-    assert RunFolder(tmp_path).saved_config() == {"unisono": "0.1.0"}
-
-
 IN_USE = r"another run is using {} \(process \d+ on .+\): wait .*--output DIR\)$"
 
 
@@ -97,27 +88,6 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
     assert first.checkpoint.read_bytes() == b"a run"
     first.close()
     RunFolder.reopen(tmp_path).claim()
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="no locks of this kind")
-def test_a_run_that_was_killed_leaves_its_folder_to_others(tmp_path: Path) -> None:
-    code = f"""
-from pathlib import Path
-from unisono.training.run_folder import RunFolder
-folder = RunFolder.for_new_run(Path({str(tmp_path)!r}))
-folder.make_empty()
-print("begun", flush=True)
-input()
-"""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", code], **pipes) as other:  # type: ignore[call-overload]
-        try:
-            assert other.stdout.readline() == "begun\n"
-            with pytest.raises(FolderError, match=rf"\(process {other.pid} on .+\)"):
-                RunFolder.for_new_run(tmp_path).make_empty()
-        finally:
-            other.kill()
-    RunFolder.for_new_run(tmp_path).make_empty()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no locks of this kind")

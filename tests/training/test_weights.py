@@ -70,28 +70,6 @@ def test_what_bfloat16_cannot_show_is_not_lost() -> None:
     assert torch.equal(module[1].weight, torch.full((4,), 1 - 2.0**-8)), "the parameter is its own master"
 
 
-def test_masters_are_saved_and_come_back() -> None:
-    """A module in float32 can load them, and the reverse."""
-    module = small_module()
-    rounded = Weights(module, momentum=0.9, in_bfloat16=True)
-    state = rounded.state_dict()
-    assert {tensor.dtype for tensor in state.values()} == {torch.float32, torch.int64}
-
-    plain_module = small_module()
-    with torch.no_grad():
-        for parameter in plain_module.parameters():
-            parameter.add_(1.0)
-    plain = Weights(plain_module, momentum=0.9)
-    plain.load(state, rounded.momenta)
-    assert all(map(torch.equal, plain.masters, rounded.masters))
-
-    again = Weights(small_module(), momentum=0.9, in_bfloat16=True)
-    again.load(plain.state_dict(), plain.momenta)
-    assert all(map(torch.equal, again.masters, rounded.masters))
-    with pytest.raises(ValueError, match="zip"):
-        again.load(plain.state_dict(), [])
-
-
 def test_nothing_changes_its_address() -> None:
     """As CUDA graphs need it."""
     module = small_module()
