@@ -260,31 +260,31 @@ def test_fashion_mnist_is_downloaded_once_into_the_cache(mirror, cache, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def not_found(folder, monkeypatch):
-    (folder / f"{NAMES[2]}.gz").unlink()
-
-
-def another_file(folder, monkeypatch):
-    (folder / f"{NAMES[2]}.gz").write_bytes(b"<html>Please log in</html>")
-
-
-def cut_off(folder, monkeypatch):
-    """The server promises more than it sends."""
-    end_headers = SimpleHTTPRequestHandler.end_headers
-
-    def promising(handler):
-        if NAMES[2] in handler.path:
-            handler._headers_buffer = [b"HTTP/1.0 200 OK\r\nContent-Length: 1000000\r\n"]
-        end_headers(handler)
-
-    monkeypatch.setattr(SimpleHTTPRequestHandler, "end_headers", promising)
+def cut_off(handler):
+    """Promise more than is sent."""
+    handler._headers_buffer = [b"HTTP/1.0 200 OK\r\nContent-Length: 1000000\r\n"]
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"), [(not_found, "404"), (another_file, "MD5 hash of downloaded file"), (cut_off, "Incomplete")]
+    ("content", "spoil", "message"),
+    [
+        (None, None, "404"),
+        (b"<html>Please log in</html>", None, "MD5 hash of downloaded file"),
+        (b"", cut_off, "Incomplete"),
+    ],
 )
-def test_a_download_that_fails_is_one_line_and_leaves_no_half_file(mirror, folder, cache, monkeypatch, spoil, message):
-    spoil(folder, monkeypatch)
+def test_a_download_that_fails_is_one_line_and_leaves_no_half_file(
+    mirror, folder, cache, monkeypatch, content, spoil, message
+):
+    path, end_headers = folder / f"{NAMES[2]}.gz", SimpleHTTPRequestHandler.end_headers
+    path.unlink() if content is None else path.write_bytes(content)
+
+    def spoilt(handler):
+        if spoil and NAMES[2] in handler.path:
+            spoil(handler)
+        end_headers(handler)
+
+    monkeypatch.setattr(SimpleHTTPRequestHandler, "end_headers", spoilt)
     error = error_of("fashion-mnist", mirror=mirror)
     assert error.startswith(f"{mirror}/{NAMES[2]}.gz cannot be downloaded to {cache} (")
     assert message in error
@@ -292,13 +292,11 @@ def test_a_download_that_fails_is_one_line_and_leaves_no_half_file(mirror, folde
     assert cached(cache) == sorted(f"{name}.gz" for name in NAMES[:2])
 
 
-@pytest.mark.parametrize("mirror_url", ["file:///etc", "nowhere", "http://", "http://127.0.0.1:{port}"])
-def test_an_address_that_does_not_answer_is_one_line(cache, monkeypatch, tmp_path, mirror_url):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+@pytest.mark.parametrize("address", ["file:///etc", "nowhere", "http://", "http://127.0.0.1:{port}"])
+def test_an_address_that_does_not_answer_is_one_line(mirror, cache, address):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    assert " cannot be downloaded to " in error_of("fashion-mnist", mirror=mirror_url.format(port=port))
+    assert " cannot be downloaded to " in error_of("fashion-mnist", mirror=address.format(port=port))
     assert cached(cache) == []
 
 

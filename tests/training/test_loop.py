@@ -295,7 +295,7 @@ def test_long_epochs_are_saved_in_between_with_all_steps(
     def note(run: Run) -> None:
         save(run)
         lines = checkpoint.metrics_in(checkpoint.read(run.folder, pytest.fail))
-        saved.append((lines.count(b'"kind": "step"'), len(run.metrics.steps)))
+        saved.append((lines.count(b'"kind": "step"'), run.metrics.num_steps))
 
     monkeypatch.setattr(Run, "save", note)
     train_on(folder, epochs=1)
@@ -568,35 +568,30 @@ def test_batch_norm_sees_the_rows_of_all_devices(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("changes", "message", "enough_rows"),
+    ("batch_size", "synchronised", "message", "enough_rows"),
     [
-        (
-            {"batch_size": 2, "sync_batch_norm": False},
-            r"--batch-size 2 on 2 replicas \(2 x cpu\) .* --batch-size 8, or leave out --no-sync-batch-norm$",
-            8,
-        ),
-        ({"batch_size": 1}, r"--batch-size 1 on .* leaves batch norm a single row.* --batch-size 4$", 4),
+        (2, False, r" 2 on 2 replicas \(2 x cpu\) .* --batch-size 8, or leave out --no-sync-batch-norm$", 8),
+        (1, True, r" 1 on .* leaves batch norm a single row.* --batch-size 4$", 4),
     ],
 )
 def test_a_single_row_for_batch_norm_is_explained(
     folder: RunFolder,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    changes: dict[str, Any],
+    batch_size: int,
+    synchronised: bool,
     message: str,
     enough_rows: int,
 ) -> None:
-    def with_batch_norm(*_: object, **__: object) -> nn.Module:
-        return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 10))
-
-    monkeypatch.setattr(models, "build", with_batch_norm)
+    with_batch_norm = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 10))
+    monkeypatch.setattr(models, "build", lambda *_, **__: with_batch_norm)
     # Small data: the runs with enough rows take hundreds of steps on digits.
     pictures, labels = torch.randint(256, (41, 8, 8)), torch.arange(41) % 10
     records.write_idx(tmp_path, [pictures, labels, pictures, labels])
-    changes = {**changes, "data": str(tmp_path), "epochs": 1}
-    with pytest.raises(OptionError, match=message):
-        train_on(folder, **changes)
-    train_on(folder, **(changes | {"batch_size": enough_rows}))
+    how = {"sync_batch_norm": synchronised, "data": str(tmp_path), "epochs": 1}
+    with pytest.raises(OptionError, match=f"--batch-size{message}"):
+        train_on(folder, batch_size=batch_size, **how)
+    train_on(folder, batch_size=enough_rows, **how)
 
 
 def test_what_cannot_be_set_up_leaves_the_earlier_run_alone(uninterrupted: RunFolder) -> None:

@@ -22,7 +22,7 @@ def test_the_lines_of_a_checkpoint_make_the_file_anew(tmp_path: Path) -> None:
     for number, record in enumerate(RECORDS, start=1):
         metrics.add(record)
         assert path.read_bytes() == metrics.lines
-        assert [json.loads(line)["kind"] for line in metrics.lines.splitlines()].count("step") == len(metrics.steps)
+        assert [json.loads(line)["kind"] for line in metrics.lines.splitlines()].count("step") == metrics.num_steps
         at_the_checkpoint = bytes(metrics.lines)
         for damage in (b'{"kind": "step", "step": 9, "ep', b"\xff\xfe\n", b""):
             path.with_name("other").write_bytes(path.read_bytes()[1:] + damage)
@@ -37,5 +37,4 @@ def test_an_epoch_is_the_mean_over_its_rows() -> None:
     metrics = Metrics(None)
     for record in (step(1, 1, loss=9.0), step(2, 2, loss=1.0, rows=30), step(3, 2, loss=2.0, rows=10)):
         metrics.add(record)
-    assert metrics.train_loss(2) == 1.25
-    assert metrics.train_seconds(2) == 1.0
+    assert metrics.totals(2) == (1.25, 1.0)

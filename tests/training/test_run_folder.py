@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from unisono.console import files
 from unisono.console.errors import FolderError
 from unisono.training.run_folder import RunFolder, replaced
 
@@ -173,31 +172,6 @@ def test_a_config_with_any_bit_changed_is_refused(tmp_path: Path) -> None:
         folder.config.write_bytes(content[:at] + bytes([content[at] ^ 1 << draw.randrange(8)]) + content[at + 1 :])
         if not content[at : at + 1].isspace():
             assert_unusable(folder)
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes")
-@pytest.mark.parametrize("name", ["config.json", "checkpoint.safetensors", "metrics.jsonl"])
-def test_a_pipe_or_a_device_is_not_read(tmp_path: Path, name: str) -> None:
-    """T5: reading a pipe waits for its writer, and a device may never end."""
-    os.mkfifo(tmp_path / name)
-    (tmp_path / "zero").symlink_to("/dev/zero")
-    for path in (tmp_path / name, tmp_path / "zero"):
-        with pytest.raises(OSError, match="not an ordinary file"):
-            files.contents(path)
-
-
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_text("old")
-    with pytest.raises(ZeroDivisionError), replaced(path) as unfinished:  # noqa: PT012  the block is what fails
-        unfinished.write_text("ne")
-        raise ZeroDivisionError
-    assert path.read_text() == "old"
-    with replaced(path) as unfinished:
-        unfinished.write_text("new")
-        assert path.read_text() == "old"
-    assert path.read_text() == "new"
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_commands_to_copy_have_quotes_where_a_shell_needs_them(tmp_path: Path) -> None:

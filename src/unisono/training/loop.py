@@ -84,7 +84,7 @@ def train(
         except Interrupted:
             pending.record()
             run.save()
-            display.say(f"stopped after step {len(run.metrics.steps)}; to go on: unisono train --resume {folder}")
+            display.say(f"stopped after step {run.metrics.num_steps}; to go on: unisono train --resume {folder}")
             raise
         except torch_private.compiler_errors() as error:
             if stop.received is None:
@@ -104,7 +104,7 @@ def _train_epoch(run: Run, epoch: int, pending: PendingSteps, stop: StopRequest)
 
     run.model.train()
     pending.start_clock()
-    for step in range(len(run.metrics.steps), first_step + run.steps_per_epoch):
+    for step in range(run.metrics.num_steps, first_step + run.steps_per_epoch):
         stop.check()
 
         rate = learning_rate(
@@ -168,13 +168,14 @@ def _finish_epoch(run: Run, epoch: int, stop: StopRequest) -> None:
     if not math.isfinite(test_loss):
         raise run.diverged(f"the test loss is {test_loss} after epoch {epoch + 1}", run.options.lr)
 
+    train_loss, train_seconds = run.metrics.totals(epoch + 1)
     record = EpochRecord(
         epoch=epoch + 1,
-        step=len(run.metrics.steps),
-        train_loss=run.metrics.train_loss(epoch + 1),
+        step=run.metrics.num_steps,
+        train_loss=train_loss,
         test_loss=test_loss,
         test_accuracy=test_accuracy,
-        train_seconds=run.metrics.train_seconds(epoch + 1),
+        train_seconds=train_seconds,
         test_seconds=test_seconds,
     )
     run.metrics.add(record)

@@ -62,11 +62,11 @@ class Metrics:
 
     def __init__(self, path: Path | None, earlier: bytes = b"") -> None:
         self.lines = bytearray(earlier)  # what is in the file
-        self.steps: list[StepRecord] = []
-        self.epochs: list[EpochRecord] = []
+        self.records: list[Record] = []
         for line in earlier.splitlines():
             values = json.loads(line)
-            self._remember(StepRecord(**values) if values.pop("kind") == "step" else EpochRecord(**values))
+            kind = StepRecord if values.pop("kind") == "step" else EpochRecord
+            self.records.append(kind(**values))
         self._file: BinaryIO | None = None
         if path is not None:
             with replaced(path) as unfinished:
@@ -74,13 +74,18 @@ class Metrics:
             self._file = path.open("ab")
 
     @property
-    def records(self) -> list[Record]:
-        """All records in the order in which they were added: an epoch's comes after those of its steps."""
-        return sorted([*self.steps, *self.epochs], key=lambda record: (record.step, isinstance(record, EpochRecord)))
+    def num_steps(self) -> int:
+        """How many steps the run has finished."""
+        return self.records[-1].step if self.records else 0
+
+    @property
+    def epochs(self) -> list[EpochRecord]:
+        """The records of the epochs that the run has finished."""
+        return [record for record in self.records if isinstance(record, EpochRecord)]
 
     def add(self, record: Record) -> None:
         """Add a record; its line is in the file on return."""
-        self._remember(record)
+        self.records.append(record)
         kind = "step" if isinstance(record, StepRecord) else "epoch"
         line = json.dumps({"kind": kind, **asdict(record)}).encode() + b"\n"
         self.lines += line
@@ -88,14 +93,11 @@ class Metrics:
             self._file.write(line)
             self._file.flush()
 
-    def train_loss(self, epoch: int) -> float:
-        """Return the mean loss over the rows of an epoch so far."""
-        steps = [record for record in self.steps if record.epoch == epoch]
-        return sum(record.loss * record.rows for record in steps) / max(1, sum(record.rows for record in steps))
-
-    def train_seconds(self, epoch: int) -> float:
-        """Return the seconds that the steps of an epoch have taken so far."""
-        return sum(record.seconds for record in self.steps if record.epoch == epoch)
+    def totals(self, epoch: int) -> tuple[float, float]:
+        """Return the mean loss over the rows of an epoch so far, and the seconds that its steps have taken."""
+        steps = [record for record in self.records if isinstance(record, StepRecord) and record.epoch == epoch]
+        loss = sum(record.loss * record.rows for record in steps) / max(1, sum(record.rows for record in steps))
+        return loss, sum(record.seconds for record in steps)
 
     def sync(self) -> None:
         """Return when all lines are on the disk."""
@@ -106,9 +108,3 @@ class Metrics:
         """Close the file."""
         if self._file is not None:
             self._file.close()
-
-    def _remember(self, record: Record) -> None:
-        if isinstance(record, StepRecord):
-            self.steps.append(record)
-        else:
-            self.epochs.append(record)

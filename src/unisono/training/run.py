@@ -116,7 +116,7 @@ class Run:
             checkpoint.restore(saved, folder, self.weights, self.devices)
         earlier = b"" if saved is None else checkpoint.metrics_in(saved)
         self.metrics = Metrics(folder.metrics if ranks.is_first else None, earlier)
-        self.saved_steps = None if saved is None else len(self.metrics.steps)
+        self.saved_steps = None if saved is None else self.metrics.num_steps
         self.compiled: set[str] = set()
         self.profile: Profile | None = None
         self._is_profiled = profile and ranks.is_first
@@ -169,7 +169,7 @@ class Run:
             self.metrics.sync()
             checkpoint.save(self.folder, self.weights, self.metrics.lines, self.devices)
             self.write_model()
-        self.saved_steps = len(self.metrics.steps)
+        self.saved_steps = self.metrics.num_steps
 
     def write_model(self) -> None:
         """Write model.safetensors. The first process does it."""
@@ -222,7 +222,7 @@ class Run:
         self.model.close()
 
     def _describe(self, num_parameters: int, *, resume: bool) -> None:
-        say, steps, epochs = self.display.say, len(self.metrics.steps), len(self.metrics.epochs)
+        say, steps, epochs = self.display.say, self.metrics.num_steps, len(self.metrics.epochs)
         say(
             f"{num_parameters:,} parameters on {describe(*self.devices_by_rank)}; "
             f"{self.num_rows:,} pictures to train on, {len(self.dataset.test_labels):,} to test on"

@@ -45,19 +45,15 @@ class Weights:
         self._module = module
         self._momentum, self._weight_decay = momentum, weight_decay
         norms = {id(p) for m in module.modules() if isinstance(m, _BatchNorm) for p in m.parameters(recurse=False)}
-        self.masters: list[Tensor] = []
-        self._parameters: list[Tensor] = list(module.parameters())
-        self._master_by_name: dict[str, Tensor] = {}
+        self._master_by_name: dict[str, Tensor] = {}  # of the parameters that are rounded
         self._rounded: list[Tensor] = []
         for name, parameter in module.named_parameters():
-            master: Tensor = parameter
             if in_bfloat16 and id(parameter) not in norms:
-                master = parameter.detach().clone()
-                parameter.data = parameter.data.to(torch.bfloat16)
-                self._master_by_name[name] = master
+                self._master_by_name[name] = parameter.detach().clone()
                 self._rounded.append(parameter)
-            self.masters.append(master)
-        self._masters_of_rounded = list(self._master_by_name.values())
+                parameter.data = parameter.data.to(torch.bfloat16)
+        self._parameters: list[Tensor] = list(module.parameters())
+        self.masters = [self._master_by_name.get(name, own) for name, own in module.named_parameters()]
         # From zeros, the first step gives the momenta that torch.optim.SGD begins with.
         self.momenta = [torch.zeros_like(master) for master in self.masters] if momentum else []
         self._fused = all(devices.has_fused_optimizers(master.device) for master in self.masters)
@@ -82,7 +78,7 @@ class Weights:
             nesterov=False,
             maximize=False,
         )
-        torch_private.copy_all_in_place(self._rounded, self._masters_of_rounded)
+        torch_private.copy_all_in_place(self._rounded, [*self._master_by_name.values()])
 
     def static(self) -> list[Tensor]:
         """Return the tensors that keep their addresses: masters, momenta, and the module's parameters and buffers."""
