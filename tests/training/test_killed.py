@@ -28,9 +28,7 @@ def files_of(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6))], ids="seed {}".format
 )
-def test_a_run_that_was_killed_anywhere_ends_in_the_same_weights(
-    undisturbed: tuple[Path, int], tmp_path: Path, seed: int
-) -> None:
+def test_a_run_that_was_killed_anywhere_ends_in_the_same_weights(undisturbed, tmp_path, seed):
     """T1, T2: killed up to four times, at lines drawn from all lines or from those that write files."""
     oracle, num_lines = undisturbed
     out, draw = tmp_path / "out", random.Random(seed)

@@ -148,9 +148,7 @@ def test_the_weights_have_clean_names_and_the_accuracy_that_was_printed(uninterr
 
 
 @pytest.mark.parametrize(("precision", "ahead"), [("tf32", 0), ("fp32", 1)])
-def test_equal_seeds_give_equal_runs(
-    uninterrupted: RunFolder, folder: RunFolder, monkeypatch: pytest.MonkeyPatch, precision: str, ahead: int
-) -> None:
+def test_equal_seeds_give_equal_runs(uninterrupted, folder, monkeypatch, precision, ahead):
     """TF32 on the CPU is float32; losses that are read a step later, as on accelerators, are the same."""
     monkeypatch.setattr(Run, "steps_ahead", ahead)
     display = train_on(folder, precision=precision)
@@ -167,9 +165,7 @@ def test_equal_seeds_give_equal_runs(
         ({"devices": "cpu*3", "accumulate": 60, "stop_after": 4}, [60, 60, 0]),
     ],
 )
-def test_losses_do_not_depend_on_devices_and_micro_batches(
-    uninterrupted: RunFolder, folder: RunFolder, changes: dict[str, Any], rows_of_replicas: list[int]
-) -> None:
+def test_losses_do_not_depend_on_devices_and_micro_batches(uninterrupted, folder, changes, rows_of_replicas):
     """The parts of a step are added up; a replica without rows is there with none."""
     display = train_on(folder, **changes)
     losses = losses_of(folder)
@@ -182,9 +178,7 @@ def test_losses_do_not_depend_on_devices_and_micro_batches(
 
 
 @pytest.mark.parametrize("changes", [{"precision": "bf16"}, {"precision": "bf16-weights"}], ids=str)
-def test_bfloat16_trains_to_other_numbers_nearby(
-    uninterrupted: RunFolder, folder: RunFolder, changes: dict[str, Any]
-) -> None:
+def test_bfloat16_trains_to_other_numbers_nearby(uninterrupted, folder, changes):
     train_on(folder, **changes)
     assert losses_of(folder) != losses_of(uninterrupted)
     assert losses_of(folder) == pytest.approx(losses_of(uninterrupted), rel=0.05)
@@ -194,9 +188,7 @@ def test_bfloat16_trains_to_other_numbers_nearby(
     ("ahead", "shown", "stopped"),
     [(0, 1, 1), (0, 12, 12), (1, 1, 2), (1, 11, 12), (1, 12, 12), (1, 22, 23)],
 )
-def test_a_run_that_was_stopped_goes_on_to_the_same_numbers(
-    uninterrupted: RunFolder, folder: RunFolder, monkeypatch: pytest.MonkeyPatch, ahead: int, shown: int, stopped: int
-) -> None:
+def test_a_run_that_was_stopped_goes_on_to_the_same_numbers(uninterrupted, folder, monkeypatch, ahead, shown, stopped):
     """One step ahead, as on accelerators: when step 1 is shown, step 2 has been queued, and is saved too.
 
     Step 12 ends an epoch, and is shown when no step is pending.
@@ -212,9 +204,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_numbers(
     assert_same_run(folder, uninterrupted)
 
 
-def test_a_stop_during_the_evaluation_evaluates_again(
-    uninterrupted: RunFolder, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_during_the_evaluation_evaluates_again(uninterrupted, folder, monkeypatch):
     def stopped(run: Run, stop: StopRequest) -> tuple[float, float]:
         signal.raise_signal(signal.SIGTERM)
         return evaluate(run, stop)
@@ -268,9 +258,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint(uninterrupted: RunFol
         (1, 15, 15, r"the training loss is (nan|inf) in step 16 \(epoch 2\).* of step \d+ stays"),
     ],
 )
-def test_a_loss_that_is_no_number_stops_the_run(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, ahead: int, spoilt: int, stop_after: int, message: str
-) -> None:
+def test_a_loss_that_is_no_number_stops_the_run(folder, monkeypatch, ahead, spoilt, stop_after, message):
     """Nothing after it is recorded or saved, also where the run is stopped or saved before the loss has been read."""
     monkeypatch.setattr(Run, "steps_ahead", ahead)
     monkeypatch.setattr(pending_steps, "_SAVE_EVERY_S", 0.0 if ahead else math.inf)
@@ -284,9 +272,7 @@ def test_a_loss_that_is_no_number_stops_the_run(
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_long_epochs_are_saved_in_between_with_all_steps(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, ahead: int
-) -> None:
+def test_long_epochs_are_saved_in_between_with_all_steps(folder, monkeypatch, ahead):
     monkeypatch.setattr(Run, "steps_ahead", ahead)
     monkeypatch.setattr(pending_steps, "_SAVE_EVERY_S", 0.0)
     saved = []
@@ -305,9 +291,7 @@ def test_long_epochs_are_saved_in_between_with_all_steps(
 
 # Older releases of torch warn of autocast that is off, too.
 @pytest.mark.filterwarnings("ignore:In sim autocast, but the target dtype:UserWarning")
-def test_data_that_fit_are_trained_on_where_the_model_is(
-    uninterrupted: RunFolder, folder: RunFolder, monkeypatch: pytest.MonkeyPatch, sim: list[torch.device]
-) -> None:
+def test_data_that_fit_are_trained_on_where_the_model_is(uninterrupted, folder, monkeypatch, sim):
     """On a simulated accelerator: nothing is copied from the host within an epoch but the order of the rows."""
     monkeypatch.setattr("unisono.runtime.devices.has_room_for", lambda device, num_bytes: True)
     with begun(folder, devices="1") as run:
@@ -357,9 +341,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBacken
 
 
 @pytest.mark.parametrize(("devices", "num_graphs"), [("1", 4), ("cpu*3", 3)])
-def test_each_size_is_compiled_once(
-    uninterrupted: RunFolder, folder: RunFolder, graphs: CompileCounterWithBackend, devices: str, num_graphs: int
-) -> None:
+def test_each_size_is_compiled_once(uninterrupted, folder, graphs, devices, num_graphs):
     """Steps of 120 and 119 rows, shared by the replicas, and tests of 120; on one replica the update, too."""
     display = train_on(folder, devices=devices, compile=True)
     if devices == "1" or hasattr(torch._C._dynamo.eval_frame, "_set_lru_cache"):
@@ -374,9 +356,7 @@ def test_each_size_is_compiled_once(
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-weights"])
-def test_a_compiled_run_that_was_stopped_goes_on_to_the_same_numbers(
-    tmp_path: Path, graphs: CompileCounterWithBackend, precision: str
-) -> None:
+def test_a_compiled_run_that_was_stopped_goes_on_to_the_same_numbers(tmp_path, graphs, precision):
     """Momenta and float32 masters come back. A step has three micro-batches of one size, for which it is compiled."""
     whole, parts = (RunFolder.for_new_run(tmp_path / name) for name in ("whole", "parts"))
     how: dict[str, Any] = {"devices": "1", "compile": True, "precision": precision}
@@ -391,9 +371,7 @@ def test_a_compiled_run_that_was_stopped_goes_on_to_the_same_numbers(
 
 
 @pytest.mark.parametrize(("on_gpu", "mode"), [(True, "reduce-overhead"), (False, None)])
-def test_the_compiler_is_asked_for_cuda_graphs(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, on_gpu: bool, mode: str | None
-) -> None:
+def test_the_compiler_is_asked_for_cuda_graphs(folder, monkeypatch, on_gpu, mode):
     """Of the loss, the answers and the update, each in one piece; on a device that has graphs."""
     compile_it = Mock(side_effect=lambda function, **_: function)
     monkeypatch.setattr(torch, "compile", compile_it)
@@ -407,9 +385,7 @@ def test_the_compiler_is_asked_for_cuda_graphs(
     assert begin.call_count == (12 + 3 if on_gpu else 0)  # steps, and batches of the evaluation
 
 
-def test_a_compiled_run_goes_on_uncompiled_and_the_reverse(
-    uninterrupted: RunFolder, folder: RunFolder, graphs: CompileCounterWithBackend
-) -> None:
+def test_a_compiled_run_goes_on_uncompiled_and_the_reverse(uninterrupted, folder, graphs):
     train_on(folder, devices="1", stop_after=5, compile=True)
     assert graphs.frame_count == 2
     train_on(folder, stop_after=13, resume=True)
@@ -418,9 +394,7 @@ def test_a_compiled_run_goes_on_uncompiled_and_the_reverse(
     assert losses_of(folder) == pytest.approx(losses_of(uninterrupted), rel=1e-4)
 
 
-def test_a_batch_norm_that_is_compiled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graphs: CompileCounterWithBackend
-) -> None:
+def test_a_batch_norm_that_is_compiled(tmp_path, monkeypatch, graphs):
     """On one device there is nothing to synchronise; on two, each normalises by itself."""
     monkeypatch.setattr(models, "build", conv_with_batch_norm)
     plain = losses_with(tmp_path, devices="1")
@@ -513,9 +487,7 @@ def test_a_worker_that_is_killed_changes_no_weight(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("engine", ["threads", "processes"])
-def test_a_profiled_run_has_the_same_numbers(
-    uninterrupted: RunFolder, folder: RunFolder, engine: str, tmp_path: Path
-) -> None:
+def test_a_profiled_run_has_the_same_numbers(uninterrupted, folder, engine, tmp_path):
     """T9: and its files are of the steps of the last epoch, also where the run goes on in two parts."""
     run = train(replace(SMALL, engine=engine, epochs=1), folder, Recorder(), profile=True)
     assert run.profile is not None
@@ -575,14 +547,8 @@ def test_batch_norm_sees_the_rows_of_all_devices(tmp_path: Path, monkeypatch: py
     ],
 )
 def test_a_single_row_for_batch_norm_is_explained(
-    folder: RunFolder,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    batch_size: int,
-    synchronised: bool,
-    message: str,
-    enough_rows: int,
-) -> None:
+    folder, tmp_path, monkeypatch, batch_size, synchronised, message, enough_rows
+):
     with_batch_norm = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 10))
     monkeypatch.setattr(models, "build", lambda *_, **__: with_batch_norm)
     # Small data: the runs with enough rows take hundreds of steps on digits.

@@ -138,9 +138,7 @@ def unobserved(tmp_path_factory: pytest.TempPathFactory) -> bytes:
         ("ended", "GeneratorExit('gone')", "GeneratorExit: gone"),
     ],
 )
-def test_an_observer_that_raises_is_named_and_left(
-    method: str, error: str, text: str, unobserved: bytes, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_observer_that_raises_is_named_and_left(method, error, text, unobserved, capsys):
     """T7: whatever it raises, also what is no Exception, and whatever it does to what it is given."""
     trackers(
         f"""
@@ -242,9 +240,7 @@ class Hanging(Observer):
         ("broken:Tracker", "--observer broken:Tracker: importing broken raised SyntaxError"),
     ],
 )
-def test_an_observer_that_cannot_be_had_is_one_line(
-    target: str, error: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_observer_that_cannot_be_had_is_one_line(target, error, capsys):
     """T7: before anything is loaded or written."""
     trackers(
         """

@@ -3,7 +3,6 @@ import json
 import re
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -54,9 +53,7 @@ def test_a_value_out_of_range_is_named_as_it_is_typed(name: str, values: list[ob
         ({"compile": True}, [[CPU]], True, None),
     ],
 )
-def test_options_that_do_not_go_together_on_these_devices(
-    changes: dict[str, Any], devices_by_rank: list[list[torch.device]], synchronised: bool, message: str | None
-) -> None:
+def test_options_that_do_not_go_together_on_these_devices(changes, devices_by_rank, synchronised, message):
     with nullcontext() if message is None else pytest.raises(OptionError, match=message):
         Options(**changes).check_devices(devices_by_rank, synchronised=synchronised)
 
@@ -74,9 +71,7 @@ def test_options_that_do_not_go_together_on_these_devices(
         ({"sync_batch_norm": False}, {"sync_batch_norm": True}, r"^--sync-batch-norm: the run to resume has --no-sync"),
     ],
 )
-def test_resuming_may_change_devices_and_length_but_not_the_recipe(
-    saved: dict[str, Any], given: dict[str, Any], message: str | None
-) -> None:
+def test_resuming_may_change_devices_and_length_but_not_the_recipe(saved, given, message):
     with nullcontext() if message is None else pytest.raises(OptionError, match=message):
         assert Options.from_saved(dataclasses.asdict(Options(**saved)), given) == Options(**(saved | given))
 
@@ -140,12 +135,7 @@ def say_capability_is(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int,
         ([(9, 0)], {"engine": "processes"}, BF16),
     ],
 )
-def test_capable_gpus_use_bfloat16_and_a_single_one_compiles(
-    monkeypatch: pytest.MonkeyPatch,
-    capabilities: list[tuple[int, int]],
-    given: dict[str, Any],
-    expected: dict[str, Any],
-) -> None:
+def test_capable_gpus_use_bfloat16_and_a_single_one_compiles(monkeypatch, capabilities, given, expected):
     """T11"""
     say_capability_is(monkeypatch, *capabilities)
     options, lines = with_device_defaults(Options(**given), given, CUDA[: len(capabilities)], ALONE)
@@ -170,9 +160,7 @@ def test_a_compiler_that_does_not_work_is_named_and_not_used(monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("compiler_works")
-def test_what_was_decided_is_printed_recorded_and_resumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_was_decided_is_printed_recorded_and_resumed(tmp_path, monkeypatch, capsys):
     """T11: the run goes on as it began on a machine where the default is another; on the CPU nothing is decided."""
     monkeypatch.chdir(tmp_path)
     small = ["train", "--model", "mlp", "--epochs", "1", "--devices", "1", "--no-compile"]
@@ -201,11 +189,8 @@ def test_what_was_decided_is_printed_recorded_and_resumed(
     ],
 )
 def test_few_rows_for_each_of_several_gpus_of_a_process_are_advised_against(
-    monkeypatch: pytest.MonkeyPatch,
-    devices_by_rank: list[list[torch.device]],
-    options: dict[str, Any],
-    said: str | None,
-) -> None:
+    monkeypatch, devices_by_rank, options, said
+):
     monkeypatch.setattr(devices, "_accelerator_types", {"cuda"})
     advice = advice_on_rows(Options(**options), devices_by_rank)
     assert advice is None if said is None else re.search(said, advice or "")

@@ -136,9 +136,7 @@ def test_a_signal_to_one_stops_all_and_others_go_on(alone: Path, tmp_path: Path,
         ([], ["--epochs", "x"], "rank 1: argument --epochs: invalid int value"),
     ],
 )
-def test_an_error_of_any_rank_is_one_line_of_rank_0(
-    tmp_path: Path, of_both: list[str], of_rank_1: list[str], message: str
-) -> None:
+def test_an_error_of_any_rank_is_one_line_of_rank_0(tmp_path, of_both, of_rank_1, message):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "checkpoint.safetensors").touch()
     ends = run_ranks(2, lambda rank: run(rank, tmp_path, *of_both, *of_rank_1 * rank))

@@ -170,9 +170,7 @@ def test_a_run_that_was_killed_anywhere_has_each_record_once(tmp_path: Path, see
     assert (out / "model.safetensors").read_bytes() == Path("whole/model.safetensors").read_bytes()
 
 
-def test_a_missing_tensorboard_is_named_with_the_extra(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_tensorboard_is_named_with_the_extra(monkeypatch, capsys):
     """T8: before anything is loaded or written; a folder of that name, such as a run's own, is no package."""
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: found if name == "tensorboard" else find_spec(name))

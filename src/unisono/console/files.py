@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import math
 import os
 import shlex
 import subprocess
@@ -72,14 +71,12 @@ def as_typed(path: Path) -> str:
     return subprocess.list2cmdline([path]) if sys.platform == "win32" else shlex.quote(str(path))
 
 
-def contents(path: Path, *, max_bytes: float = math.inf) -> bytes:
+def contents(path: Path) -> bytes:
     """Return the bytes of a file. Pipes and devices, whose bytes may never come or never end, are refused.
 
     Raises:
-        OSError: it cannot be read, is no ordinary file, or has more than `max_bytes`.
+        OSError: it cannot be read, or is no ordinary file.
     """
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "not an ordinary file", str(path))
-    if path.exists() and path.stat().st_size > max_bytes:
-        raise OSError(errno.EFBIG, f"larger than {max_bytes} bytes", str(path))
     return path.read_bytes()

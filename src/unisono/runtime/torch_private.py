@@ -1004,28 +1004,6 @@ def is_default_generator(generator: torch.Generator) -> bool:
         return False
 
 
-_MERSENNE_STATE = 624  # numbers in the state of a Mersenne Twister
-
-
-def set_cpu_rng_state(state: torch.Tensor) -> None:
-    """Do what `torch.set_rng_state` does, with a state that may come from anywhere.
-
-    torch checks each field of its Mersenne Twister (`left` and `next`, at bytes 8 and 16) by itself. With the two of
-    them larger than its array together, it would read beyond that array.
-
-    Raises:
-        ValueError, RuntimeError: it is no state of the CPU's generator.
-    """
-    own = torch.get_rng_state()
-    if (state.dtype, state.shape) != (own.dtype, own.shape):
-        raise ValueError(f"a state of the random number generator is {state.dtype} {tuple(state.shape)}")
-    fields = bytes(state[:24].tolist())
-    left, following = (int.from_bytes(fields[at:to], sys.byteorder) for at, to in ((8, 12), (16, 24)))
-    if left + following > _MERSENNE_STATE + 1:
-        raise ValueError("a state of the random number generator is damaged")
-    torch.set_rng_state(state)
-
-
 def redirect_random_state(generator_of_thread: Callable[[], torch.Generator]) -> None:
     """Make `torch.manual_seed`, `get_rng_state`, `set_rng_state`, `fork_rng` and their like act on another generator.
 

@@ -64,7 +64,6 @@ class Run:
         resume: bool,
         profile: bool,
     ) -> None:
-        models.expect_known(options.model, options.init)
         self.options, self.folder, self.display, self.ranks = options, folder, display, ranks
         self.devices = ranks.together(lambda: choose_devices(options.devices, among_several=ranks.world_size > 1))
         self.devices_by_rank = ranks.all_gather(self.devices)
@@ -240,20 +239,13 @@ class Run:
 
 
 def _load(options: Options, display: Display, ranks: Ranks) -> data.Dataset:
-    """Load the data: in rank 0, then in the first process of each machine, then in the others.
+    """Load the data: in the first process of each machine, so that each file is downloaded once; then in the others."""
 
-    So each file is downloaded once, and the later processes find it.
-    """
-    dataset: data.Dataset | None = None
-    for my_turn in (ranks.is_first, is_first_of_its_host(), True):
+    def load() -> data.Dataset:
+        return data.load(options.data, mirror=options.mirror, progress=display.download)
 
-        def load(my_turn: bool = my_turn, dataset: data.Dataset | None = dataset) -> data.Dataset | None:
-            if dataset is None and my_turn:
-                return data.load(options.data, mirror=options.mirror, progress=display.download)
-            return dataset
-
-        dataset = ranks.together(load)
-    assert dataset is not None
+    loaded = ranks.together(lambda: load() if is_first_of_its_host() else None)
+    dataset = ranks.together(lambda: loaded or load())
     checksum = 0
     if ranks.world_size > 1:
         for tensor in dataset.tensors.values():
