@@ -87,6 +87,8 @@ format: $(READY)  ## let ruff mend and format the code
 
 bench: $(READY)  ## measure, side by side, on a machine that does nothing else; writes benchmarks/results.md
 	$(BIN)/unisono bench --output benchmarks
+	$(BIN)/python benchmarks/goals.py
+	$(BIN)/python benchmarks/one_device.py
 	$(BIN)/python benchmarks/replicate.py
 	$(BIN)/python benchmarks/map.py
 	$(BIN)/python benchmarks/shares.py

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import one_device
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -32,9 +33,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from unisono import DataParallel
-from unisono.bench import one_device
 from unisono.console.errors import OptionError
-from unisono.runtime.devices import float32_products
+from unisono.runtime.devices import float32_products, wait_for_work
 from unisono.training import compiling, data, loop, models, schedule
 from unisono.training.compiling import expect_compiler
 from unisono.training.display import Display, StepReport
@@ -132,7 +132,7 @@ def wrapper_on_one_device(bench: Bench) -> Iterator[Figure]:
     """The host time that `DataParallel(model, [device])` adds to a forward; a slow host misses the goal."""
     for name in one_device.MODELS:
         added = one_device.added_us(name, bench.device, bench.sizes.num_forwards)
-        met = "met" if added <= 20 else "missed"
+        met = "met" if added <= one_device.GOAL_US else "missed"
         yield Figure(f"the wrapper on one device adds, {name}", added, "µs a forward", f"goal: 20 or less, {met}")
 
 
@@ -298,8 +298,7 @@ def step_seconds(model: nn.Module, devices: Sequence[torch.device], sizes: Sizes
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
         for device in dict.fromkeys(devices):
-            if device.type != "cpu":
-                torch.accelerator.synchronize(device)
+            wait_for_work(device)
         times.append((time.perf_counter() - began) / sizes.steps_a_block)
     return statistics.median(times[1:])
 

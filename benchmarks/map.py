@@ -3,14 +3,12 @@
     python benchmarks/map.py
 
 Inference over the same batches, with two workers on the CPU. The pools have two workers with half the intra-op threads
-each, as the lanes of a map have; all of them take whole batches. Contenders take turns, and speeds are compared within
-each round. Set-up (starting workers, sending them the model) is not counted: each contender runs once before.
+each, as the lanes of a map have; all of them take whole batches. Contenders take turns; lower quartiles are compared.
+Set-up (starting workers, sending them the model) is not counted: each contender runs once before.
 """
 
 import argparse
 import multiprocessing
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -19,6 +17,8 @@ import torch
 from torch import nn
 
 import unisono
+from unisono.bench.turns import lower_quartile, timed, upper_quartile
+from unisono.console.tables import table
 from unisono.training import models
 
 WORKERS = 2
@@ -34,48 +34,33 @@ def main() -> None:
     print(
         f"torch {torch.__version__}, {torch.get_num_threads()} intra-op threads, {WORKERS} workers, {BATCHES} batches"
     )
-    print(f"{'model':<28}{'contender':<22}{'batches/s':>11}{'of the loop':>13}{'lowest':>8}{'highest':>9}")
+    rows = []
     image = (1, 28, 28)
     for name, model, batch in (
         ("ResNet-18, 32 rows", models.build("resnet18", num_classes=10, image_shape=image), torch.randn(32, *image)),
         ("wide layers, 64 rows", mlp(2048, 5), torch.randn(64, 2048)),
         ("52 thin layers, 64 rows", mlp(16, 52), torch.randn(64, 16)),
     ):
-        speeds = measured_in_turn(model.eval(), [batch.clone() for _ in range(BATCHES)])
-        of_loop = speeds["plain loop"]
-        for contender, each in speeds.items():
-            ratios = [speed / loop for speed, loop in zip(each, of_loop, strict=True)]
-            print(
-                f"{name:<28}{contender:<22}{statistics.median(each):>11.1f}{statistics.median(ratios):>13.2f}"
-                f"{min(ratios):>8.2f}{max(ratios):>9.2f}"
-            )
+        with contenders(model.eval(), [batch.clone() for _ in range(BATCHES)]) as runs:
+            times = timed(runs, ROUNDS)
+        loop_s = lower_quartile(times["plain loop"])
+        for contender, seconds in times.items():
+            speeds = [loop_s / each for each in (lower_quartile(seconds), upper_quartile(seconds), min(seconds))]
+            speed, low, high = (f"{each:.2f}" for each in speeds)
+            rows.append([name, contender, f"{BATCHES / lower_quartile(seconds):.1f}", speed, f"{low} to {high}"])
+    print(table(["model", "contender", "batches/s", "of the loop's speed", "range"], rows, text_columns=2))
 
 
 def mlp(width: int, depth: int) -> nn.Module:
     return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(depth)))
 
 
-Runs = dict[str, Callable[[], int]]
-
-
-def measured_in_turn(model: nn.Module, batches: list[torch.Tensor]) -> dict[str, list[float]]:
-    """Return the batches a second of each contender, one number a round."""
-    with contenders(model, batches) as runs:
-        speeds: dict[str, list[float]] = {name: [] for name in runs}
-        for number in range(ROUNDS + 1):
-            for name, run in runs.items():
-                started = time.perf_counter()
-                num_outputs = run()
-                seconds = time.perf_counter() - started
-                assert num_outputs == len(batches)
-                if number:
-                    speeds[name].append(num_outputs / seconds)
-    return speeds
+Runs = dict[str, Callable[[], object]]
 
 
 @contextmanager
 def contenders(model: nn.Module, batches: list[torch.Tensor]) -> Iterator[Runs]:
-    """Yield the contenders; each runs the model over all batches and returns how many outputs there were."""
+    """Yield the contenders; each runs the model over all batches."""
     each = max(1, torch.get_num_threads() // WORKERS)
     devices = ["cpu"] * WORKERS
     threads = unisono.DataParallel(model, devices)

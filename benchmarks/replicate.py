@@ -7,15 +7,15 @@ code runs on the CPU; ours does all its work. Two replicas on the CPU. The goal 
 """
 
 import importlib
-import statistics
-import time
-from collections.abc import Callable
+from functools import partial
 from unittest import mock
 
 import torch
 from torch import nn
 
 import unisono
+from unisono.bench.turns import lower_quartile, timed
+from unisono.console.tables import table
 from unisono.training import models
 
 REPEATS = 40
@@ -24,16 +24,17 @@ torch_replicate = importlib.import_module("torch.nn.parallel.replicate")  # the 
 
 
 def main() -> None:
-    print(f"torch {torch.__version__}, 2 replicas, medians of {REPEATS} interleaved runs, milliseconds")
-    print(f"{'model':<32}{'torch':>10}{'unisono':>12}{'ratio':>8}")
+    print(f"torch {torch.__version__}, 2 replicas, lower quartiles of {REPEATS} runs in turn\n")
+    rows = []
     for name, model in (
         ("ResNet-18", models.build("resnet18", num_classes=10, image_shape=(1, 28, 28))),
         ("500 blocks of Linear+ReLU", nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(500)))),
     ):
-        theirs, ours = measured_in_turn(
-            lambda model=model: torch_replicas(model), lambda model=model: unisono_replicas(model)
-        )
-        print(f"{name:<32}{theirs * 1e3:>10.2f}{ours * 1e3:>12.2f}{theirs / ours:>8.1f}")
+        functions = {"torch": torch_replicas, "unisono": unisono_replicas}
+        times = timed({who: partial(make, model) for who, make in functions.items()}, REPEATS, num_untimed=3)
+        theirs, ours = (1e3 * lower_quartile(times[who]) for who in functions)
+        rows.append([name, f"{theirs:.2f}", f"{ours:.2f}", f"{theirs / ours:.1f}"])
+    print(table(["model", "torch, ms", "unisono, ms", "ratio"], rows))
 
 
 def torch_replicas(model: nn.Module) -> object:
@@ -49,17 +50,6 @@ def torch_replicas(model: nn.Module) -> object:
 
 def unisono_replicas(model: nn.Module) -> object:
     return unisono.replicate(model, ["cpu", "cpu"])
-
-
-def measured_in_turn(first: Callable[[], object], second: Callable[[], object]) -> tuple[float, float]:
-    """Return the median seconds of each, run in turn."""
-    times: tuple[list[float], list[float]] = ([], [])
-    for _ in range(REPEATS + 3):
-        for function, seconds in zip((first, second), times, strict=True):
-            started = time.perf_counter()
-            function()
-            seconds.append(time.perf_counter() - started)
-    return statistics.median(times[0][3:]), statistics.median(times[1][3:])
 
 
 if __name__ == "__main__":

@@ -122,13 +122,22 @@ def test_a_loss_that_is_no_number_is_a_failure_of_the_run(capsys: pytest.Capture
     assert "start again with a lower rate (--lr 5e+19)" in line
 
 
-@pytest.mark.parametrize("command", [SMALL, ["bench"], ["plan", "--compute", "1ms", "--gradients", "1MB"]])
+@pytest.mark.parametrize(
+    ("command", "package", "extra"),
+    [(SMALL, "matplotlib", "train"), (["bench"], "psutil", "bench"), (["watch", "--once"], "rich", "watch")],
+)
 def test_missing_packages_are_named_with_the_remedy(
-    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: list[str],
+    package: str,
+    extra: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """Also from a checkout, where no index has unisono."""
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name))
-    assert_misused(command, "matplotlib not installed: pip install 'unisono[train]'", capsys)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find_spec(name))
+    remedy = f"pip install 'unisono[{extra}]' (in a checkout: pip install '.[{extra}]')"
+    assert_misused(command, f"{package} not installed: {remedy}", capsys)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell's way to close them")

@@ -8,7 +8,7 @@ import torch
 from helpers.ranks import run_ranks
 from unisono.bench import contenders
 from unisono.bench.contenders import Contender, Task, step_of
-from unisono.bench.results import mean_over_rows
+from unisono.bench.measure import mean_over_rows
 from unisono.console.targets import TargetError
 
 SCRIPT = """\

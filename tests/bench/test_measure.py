@@ -1,20 +1,21 @@
 """The measurement: whose turn it is, what becomes of a contender that fails, and whether the losses agree."""
 
 import contextlib
+import io
+import itertools
 import os
 import signal
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import psutil
 import pytest
 
-from unisono.bench import measure, memory
-from unisono.bench.contender_processes import ContenderFailedError, ContenderProcesses
+from unisono.bench import measure
 from unisono.bench.contenders import CONTENDERS, Contender, is_installed
+from unisono.bench.programs import ContenderFailedError, ContenderProcesses, Ready, StepTimes
 from unisono.bench.results import Line, Workload
-from unisono.bench.serving import Ready, StepTimes
-from unisono.console.progress import Silent
+from unisono.console.progress import Lines, Task
 
 TINY = "unisono.bench.workloads:tiny"
 
@@ -30,16 +31,27 @@ class Imagined(contextlib.nullcontext["Imagined"]):
         self.contender = contender
         self._turn = 0
 
-    def wait_until_ready(self) -> None:
-        self.ready = [Ready(8, 100, False)] * self.contender.num_programs
+    def wait_until_ready(self) -> list[Ready]:
+        return [Ready(8, 100, False)] * self.contender.num_programs
 
     def take(self, num_untimed: int, num_timed: int) -> list[StepTimes]:
         self._turn += 1
         self.turns.append(f"{self.contender.name} {num_untimed}+{num_timed}")
         if self._turn == self.fails_in_turn.get(self.contender.name):
             raise ContenderFailedError("as asked")
-        taken = StepTimes(0.1 * num_timed, [1.0] * (num_untimed + num_timed))
+        seconds = [0.1] * (num_timed - 1) + [9.0]  # the last one was disturbed
+        taken = StepTimes(seconds if num_timed > 1 else [0.1], [1.0] * (num_untimed + num_timed))
         return [taken] * self.contender.num_programs
+
+    def peak_memory_bytes(self, num_steps: int) -> int:
+        return 5
+
+    def cpu_seconds(self) -> float:
+        return 0.0
+
+    def disconnect(self) -> None: ...
+
+    def close(self, patient: bool) -> None: ...
 
 
 @pytest.fixture
@@ -47,9 +59,11 @@ def imagined(monkeypatch: pytest.MonkeyPatch) -> type[Imagined]:
     monkeypatch.setattr(Imagined, "turns", [], raising=False)
     monkeypatch.setattr(Imagined, "fails_in_turn", {}, raising=False)
     monkeypatch.setattr(measure, "ContenderProcesses", Imagined)
-    monkeypatch.setattr(measure, "close_all", lambda started, patient: None)
-    monkeypatch.setattr(memory, "peak", lambda started, num_steps: 5)
     return Imagined
+
+
+def task(out: io.StringIO | None = None) -> Task:
+    return Task(Lines(out or io.StringIO()), "measuring", 100.0)
 
 
 THREE = [Contender("plain", 1), Contender("ddp", 2), Contender("threads", 2)]
@@ -57,7 +71,7 @@ THREE = [Contender("plain", 1), Contender("ddp", 2), Contender("threads", 2)]
 
 def test_contenders_take_turns(imagined: type[Imagined]):
     """There and back again, so that none always follows the same one."""
-    workload = measure.measure("name", TINY, THREE, rounds=2, seconds=0.5, progress=Silent())
+    workload = measure.measure("name", TINY, THREE, rounds=2, seconds=0.5, task=task())
     there = ["plain 1+5", "ddp 1+5", "threads 1+5"]
     assert imagined.turns[-6:] == [*there, *reversed(there)]
     assert [line.turns_s for line in workload.lines] == [[pytest.approx(0.1)] * 2] * 3
@@ -65,14 +79,32 @@ def test_contenders_take_turns(imagined: type[Imagined]):
 
 
 @pytest.mark.parametrize("turn", [1, 3])
-def test_a_contender_that_fails_does_so_alone(imagined: type[Imagined], turn: int):
+def test_a_contender_that_fails_does_so_alone(imagined: type[Imagined], turn: int, monkeypatch: pytest.MonkeyPatch):
     """When it is there alone, or later, between turns that it has taken."""
     imagined.fails_in_turn["ddp"] = turn
-    progress = Mock()
-    workload = measure.measure("name", TINY, THREE, rounds=3, seconds=0.5, progress=progress)
+    monkeypatch.setattr("unisono.console.progress._SECONDS_BETWEEN_LINES", 0.0)
+    out = io.StringIO()
+    workload = measure.measure("name", TINY, THREE, rounds=3, seconds=0.5, task=task(out))
     assert [line.failure for line in workload.lines] == ["", "as asked", ""]
     assert [len(line.turns_s) for line in workload.lines] == [3, 0, 3]
-    assert any("ddp, 2 replicas: as asked" in str(call) for call in progress.update.mock_calls)
+    assert "measuring, name, ddp on 2 replicas: as asked; less than a minute left" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("busy", "own", "said"),
+    [(2.0, 1.5, "other programs use 0.5 of 2 cores"), (2.0, 1.9, ""), (1.0, 0.5, "")],
+)
+def test_other_programs_that_keep_cores_busy_are_told(
+    busy: float, own: float, said: str, imagined: type[Imagined], monkeypatch: pytest.MonkeyPatch
+):
+    """Cores that are all busy, and a fifth of them not with our work."""
+    readings, times, clock = itertools.count(), itertools.count(), itertools.count()
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: next(clock), process_time=lambda: 0.0))
+    monkeypatch.setattr(measure, "busy_seconds", lambda: next(readings) * busy)
+    monkeypatch.setattr(Imagined, "cpu_seconds", lambda self: next(times) * own)
+    monkeypatch.setattr(measure, "num_cores", lambda: 2)
+    workload = measure.measure("name", TINY, THREE, rounds=2, seconds=0.5, task=task())
+    assert workload.disturbance == said
 
 
 @pytest.mark.parametrize(
@@ -100,16 +132,17 @@ def test_losses_that_differ_are_told(losses: dict[str, list[float]], workload: d
 
 def test_programs_take_steps_and_end():
     with ContenderProcesses(Contender("limit", 2), TINY) as limit:
-        limit.wait_until_ready()
-        assert [ready.rows for ready in limit.ready] == [32, 32]
+        assert [ready.rows for ready in limit.wait_until_ready()] == [32, 32]
         first, second = limit.take(1, 2)
-        assert first.seconds > 0
+        assert len(first.seconds) == 2
+        assert min(first.seconds) > 0
         assert len(first.losses) == len(second.losses) == 3
         assert first.losses[0] != second.losses[0]  # other rows
-        assert memory.peak(limit, 2) > 50 * 2**20
-        processes = [psutil.Process(pid) for pid in limit.process_ids]
+        assert limit.peak_memory_bytes(2) > 50 * 2**20
+        assert limit.cpu_seconds() > 0
+        processes = limit._family()
 
-        os.kill(limit.process_ids[1], signal.SIGKILL)
+        os.kill(processes[1].pid, signal.SIGKILL)
         with pytest.raises(ContenderFailedError, match="its process was ended by SIGKILL"):
             limit.take(0, 1)
     assert psutil.wait_procs(processes, timeout=20)[1] == []
@@ -129,9 +162,9 @@ def test_all_contenders_agree():
     names = [name for name in CONTENDERS if is_installed(name)]
     contenders = [Contender(name, 1 if name == "plain" else 2) for name in names]
     measured = Workload("name", [Line(contender.name, contender.replicas) for contender in contenders])
-    runners = measure.each_alone(measured, TINY, contenders, Silent())
+    runners = [measure._Runner(contender, line) for contender, line in zip(contenders, measured.lines, strict=True)]
+    measure.each_alone(measured, TINY, runners, task())
     assert [(line.contender, line.failure, line.differs) for line in measured.lines] == [
         (contender.name, "", "") for contender in contenders
     ]
     assert all(line.memory_bytes > 0 for line in measured.lines)
-    assert len(runners) == len(contenders)

@@ -31,14 +31,16 @@ def report(step: int) -> StepReport:
     return StepReport(record, 3, 12, [Share(CPU, 60, 0.05), Share(CPU, 60, 0.06)])
 
 
-def test_lines_show_that_a_task_begins_and_its_parts_after_some_seconds() -> None:
+def test_a_task_shows_its_parts_and_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line when it begins, then one each five seconds; the time left is that of the parts so far."""
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     out = io.StringIO()
-    lines = Lines(out)
-    task = Task(lines, "mlp: speed", 2)
-    task.advance("too soon for a line")
-    lines._next_line_at -= 6
-    task.advance("round 1, plain: 5.0 ms a step")
-    assert out.getvalue() == "mlp: speed ...\n  mlp: speed, 2/2: round 1, plain: 5.0 ms a step\n"
+    task = Task(Lines(out), "measuring", 100.0)
+    for text, at_s in (("too soon for a line", 4.0), ("plain: 5.0 ms a step", 60.0)):
+        now[0] = at_s
+        task.advance(text, 10.0)
+    assert out.getvalue() == "measuring ...\n  measuring, plain: 5.0 ms a step; about 4 minutes left\n"
 
 
 def test_lines_show_each_download_once() -> None:

@@ -3,30 +3,29 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from unisono.bench.contenders import CONTENDERS, OURS, Contender, Task, is_installed
-from unisono.console import progress
+from unisono.bench import machine
+from unisono.bench.contenders import CONTENDERS, Contender, Task, is_installed
+from unisono.bench.results import Results
+from unisono.console import options, progress
 from unisono.console.errors import DONE, FAILED, OptionError
-from unisono.console.files import expect_writable
+from unisono.console.files import expect_writable, replaced
 from unisono.console.options import TARGET, folder
 from unisono.runtime.devices import accelerators
 
-if TYPE_CHECKING:
-    from unisono.bench.results import Results
-
-_MODELS = ("resnet", "mlp", "gpt", "tiny")
-_ONE_DEVICE, _ADDED_REPLICAS = "one-device", "added-replicas"
-WORKLOADS = (*_MODELS, _ONE_DEVICE, _ADDED_REPLICAS)
-_ADDED = (1, 2, 4, 8, 16, 32)
+WORKLOADS = ("resnet", "mlp", "gpt", "tiny")
 _MOST_REPLICAS = 256
+_USUAL = {"rounds": 5, "seconds_per_turn": 2.0}
+_QUICK = {"rounds": 3, "seconds_per_turn": 0.5}
 
 SUMMARY = "measure training steps on this machine, ours beside others'"
 
 DESCRIPTION = """\
 Measure training steps on the cores of this machine: the plain module, torch DDP, Accelerate and Lightning Fabric if
 they are installed, DataParallel with threads and with processes, and the limit: as many processes without any
-communication. All take turns in one run, so that figures can be compared. Run nothing else meanwhile.
+communication. All take turns in one run, so that figures can be compared. Where noise may be why one is faster, or
+other programs keep the cores busy, it says so instead of naming the fastest.
 
 With package.module:build it measures a model of yours, and says which engine and how many replicas are fastest
 here. build is a function without arguments, found from the current folder, as for `unisono verify`: it returns
@@ -35,23 +34,21 @@ here. build is a function without arguments, found from the current folder, as f
 
 EXAMPLES = """\
 examples:
-  unisono bench                                       everything; a quarter of an hour
-  unisono bench --workloads mlp,tiny --rounds 3       a shorter look
+  unisono bench                                       everything; ten minutes
+  unisono bench --quick --workloads mlp,tiny          a first look; a minute
   unisono bench --contenders plain,ddp,processes --replicas 2,4
   unisono bench train:build                           a model of yours, and advice
   unisono bench train:build --replicas 2,4,8 --seconds-per-turn 5
 
 workloads:
-  resnet          ResNet-18, 32 pictures of 28 x 28
-  mlp             20 million parameters and little to compute
-  gpt             a small transformer
-  tiny            52 thin layers: nothing but overhead
-  one-device      what the wrapper costs on one device
-  added-replicas  tiny on 1, 2, 4, 8, 16 and 32 replicas
+  resnet   ResNet-18, 32 pictures of 28 x 28
+  mlp      20 million parameters and little to compute
+  gpt      a small transformer
+  tiny     52 thin layers: nothing but overhead
 
 files in the output folder:
   results.md    the tables, with the machine's description; at the end the text of notes.md, if there is one
-  results.png   the speeds as bars
+  results.png   the speeds as bars, if matplotlib is installed
   results.json  every figure
 
 exit status:
@@ -63,15 +60,15 @@ exit status:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command to its parser; only what was given comes out of it."""
+    usual, quick = _USUAL, _QUICK
     parser.add_argument("target", nargs="?", metavar=TARGET, help="a model of yours (default: our own)")
-    parser.add_argument(
-        "--workloads", type=_names, metavar="NAMES", help=f"which of ours (default: {','.join(WORKLOADS)})"
-    )
+    known = _listed(WORKLOADS)
+    parser.add_argument("--workloads", type=_names, metavar="NAMES", help=f"some of ours: {known} (default: all)")
     parser.add_argument(
         "--contenders",
         type=_names,
         metavar="NAMES",
-        help=f"some of {','.join(CONTENDERS)} (default: all that are installed)",
+        help=f"some of {_listed(CONTENDERS)}, with commas between them (default: all that are installed)",
     )
     parser.add_argument(
         "--replicas",
@@ -79,14 +76,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="COUNTS",
         help="replicas, such as 2 or 2,4,8 (default: 2; for a model of yours 2, 4, 8 and so on, up to the cores)",
     )
-    parser.add_argument("--rounds", type=int, metavar="N", help="turns of each contender (default: 5)")
-    parser.add_argument("--seconds-per-turn", type=float, metavar="S", help="approximate length of a turn (default: 2)")
+    parser.add_argument("--rounds", type=int, metavar="N", help=f"turns of each contender (default: {usual['rounds']})")
+    parser.add_argument(
+        "--seconds-per-turn",
+        type=float,
+        metavar="S",
+        help=f"approximate length of a turn (default: {usual['seconds_per_turn']:g})",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help=f"a first look: {quick['rounds']} turns of {quick['seconds_per_turn']:g} s each",
+    )
     parser.add_argument("--output", type=folder, metavar="DIR", help="the folder for the results (default: runs/bench)")
 
 
 def needed(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Return the packages that must be installed, by the extra that has them."""
-    return {"train": ("matplotlib", "psutil", "rich")}
+    """Return the package that must be installed, by the extra that has it."""
+    return {"bench": ("psutil",)}
 
 
 def run(given: dict[str, Any]) -> int:
@@ -102,7 +109,8 @@ def run(given: dict[str, Any]) -> int:
     contenders = _known(given.get("contenders", [c for c in CONTENDERS if is_installed(c)]), CONTENDERS, "--contenders")
     if missing := [name for name in contenders if not is_installed(name)]:
         raise OptionError(f"--contenders {','.join(missing)}: not installed")
-    rounds, seconds = given.get("rounds", 5), given.get("seconds_per_turn", 2.0)
+    settings = (_QUICK if "quick" in given else _USUAL) | {key: given[key] for key in _USUAL if key in given}
+    rounds, seconds = int(settings["rounds"]), settings["seconds_per_turn"]
     if rounds < 1:
         raise OptionError(f"--rounds {rounds}: expected a whole number from 1 up")
     if not 0 < seconds <= 60:
@@ -110,54 +118,56 @@ def run(given: dict[str, Any]) -> int:
     output: Path = given.get("output", Path("runs/bench"))
     if target is not None:
         Task.of_target(target)  # raises before anything is started
-
-    from unisono.bench import machine, memory, one_device
-    from unisono.bench.measure import measure
-    from unisono.bench.results import Results
-
     expect_writable(output)
+
+    from unisono.bench import measure, processes  # they need psutil
+
     output.mkdir(parents=True, exist_ok=True)
     counts = given.get("replicas", [2] if target is None else _up_to(machine.num_cores()))
-    settings = {"rounds": rounds, "seconds_per_turn": seconds}
-    results = Results(machine.describe(), settings, memory.kind(), [])
-    print(f"{machine.in_one_line(results.machine)}; results in {output}", flush=True)
+    participants = _contenders(contenders, counts)
+    workloads = [(target, target)] if target else [(name, f"unisono.bench.workloads:{name}") for name in names]
+    expected_s = len(workloads) * measure.expected_s(participants, rounds, seconds)
+    results = Results(machine.describe(), settings, processes.memory_kind(), [])
+    print(machine.in_one_line(results.machine), flush=True)
+    print(f"this takes {progress.duration(expected_s)}; results in {output}", flush=True)
     if accelerators():
         print("this machine has accelerators; the benchmark runs on the CPU only", flush=True)
     shown = progress.for_stdout()
     try:
-        participants = _contenders(contenders, counts)
-        for name, where in [(target, target)] if target else [(n, _ours(n)) for n in names if n in _MODELS]:
-            results.workloads.append(measure(name, where, participants, rounds, seconds, shown))
-        if not target and _ONE_DEVICE in names:
-            results.one_device_us = one_device.measure(shown)
-        if not target and _ADDED_REPLICAS in names:
-            participants = [Contender(engine, n) for n in _ADDED for engine in OURS if engine in contenders]
-            results.added_replicas = measure("tiny", _ours("tiny"), participants, rounds, seconds, shown)
+        task = progress.Task(shown, "measuring", expected_s)
+        for name, where in workloads:
+            results.workloads.append(measure.measure(name, where, participants, rounds, seconds, task))
     finally:
         shown.close()
     _conclude(results, output, advised=target is not None)
-    lines = [line for workload in (*results.workloads, results.added_replicas) if workload for line in workload.lines]
+    lines = [line for workload in results.workloads for line in workload.lines]
     wrong = any(line.failure or line.differs for line in lines)
     return FAILED if wrong and target is None else DONE
 
 
-def _conclude(results: "Results", output: Path, advised: bool) -> None:
+def _conclude(results: Results, output: Path, advised: bool) -> None:
     """Save the results, with advice if `advised`, and print the tables."""
-    from unisono.bench import chart, tables
+    from unisono.bench import tables
     from unisono.bench.advice import advice
 
-    (output / "results.json").write_text(results.to_json(), encoding="utf-8")
     notes = output / "notes.md"
     said = [line for w in results.workloads for line in advice(w, results.machine["cores"])] if advised else []
-    text = tables.document(results, said, notes.read_text(encoding="utf-8") if notes.is_file() else "")
-    (output / "results.md").write_text(text, encoding="utf-8")
-    if results.workloads:
-        chart.draw(output / "results.png", results)
+    why_no_picture = options.why_no_picture()
+    files = {"results.json": results.to_json().encode()}
+    if not why_no_picture:
+        from unisono.bench import chart
+
+        files["results.png"] = chart.png(results)
+    text = tables.document(
+        results, said, notes.read_text(encoding="utf-8") if notes.is_file() else "", picture=not why_no_picture
+    )
+    files["results.md"] = text.encode()
+    for name, content in files.items():
+        with replaced(output / name) as unfinished:
+            unfinished.write_bytes(content)
     print(f"\n{text}")
-
-
-def _ours(name: str) -> str:
-    return f"unisono.bench.workloads:{name}"
+    if why_no_picture:
+        print(why_no_picture)
 
 
 def _contenders(names: Sequence[str], counts: Sequence[int]) -> list[Contender]:
@@ -179,8 +189,12 @@ def _up_to(cores: int) -> list[int]:
 def _known(names: Sequence[str], known: Sequence[str], option: str) -> list[str]:
     for name in names:
         if name not in known:
-            raise OptionError(f"{option} {name}: expected some of {', '.join(known)}")
+            raise OptionError(f"{option} {name}: expected some of {_listed(known)}")
     return [name for name in known if name in names]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names)
 
 
 def _names(text: str) -> list[str]:

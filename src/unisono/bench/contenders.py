@@ -54,7 +54,16 @@ class Contender:
         return self.replicas if self.name in ("limit", *DISTRIBUTED) else 1
 
     def __str__(self) -> str:
-        return self.name if self.name == "plain" else f"{self.name}, {self.replicas} replicas"
+        return self.name if self.name == "plain" else f"{self.name} on {self.replicas} replicas"
+
+
+def label(name: str) -> str:
+    """Return the name of a contender for tables and charts, which say what is ours.
+
+    >>> label("torchrun"), label("ddp")
+    ('unisono, torchrun', 'ddp')
+    """
+    return f"unisono, {name}" if name in (*OURS, "torchrun") else name
 
 
 def is_installed(name: str) -> bool:

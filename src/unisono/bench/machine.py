@@ -10,23 +10,21 @@ import torch
 
 import unisono
 
+_ALL_BUSY = 0.8  # the cores' mean load from which programs take time from each other
+_TAKEN = 0.2  # of the cores, by other programs
+
 
 def describe() -> dict[str, Any]:
     """Return processor, cores that this process may use, memory, system and versions."""
     return {
         "processor": _processor(),
         "cores": num_cores(),
-        "memory_gib": _memory_gib(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
         "system": f"{platform.system()} {platform.machine()} {' '.join(platform.libc_ver())}".rstrip(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "unisono": unisono.__version__,
     }
-
-
-def num_cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def in_one_line(machine: dict[str, Any]) -> str:
@@ -37,13 +35,35 @@ def in_one_line(machine: dict[str, Any]) -> str:
     )
 
 
+def usable_cores() -> list[int]:
+    """Return the cores that this process may use."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
+def num_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(usable_cores())
+
+
+def other_programs(busy: float, own: float, cores: int) -> str | None:
+    """Return in words that other programs take time from one's own; None if they do not.
+
+    >>> other_programs(busy=2.0, own=1.2, cores=2)
+    'other programs use 0.8 of 2 cores'
+
+    Args:
+        busy: how many cores are busy, of all.
+        own: how many cores' time one's own processes take.
+        cores: how many there are.
+    """
+    if not cores or busy < _ALL_BUSY * cores or busy - own < _TAKEN * cores:
+        return None
+    return f"other programs use {busy - own:.1f} of {cores} cores"
+
+
 def _processor() -> str:
     try:
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
         found = None
     return " ".join(found[1].split()) if found else platform.processor() or platform.machine()
-
-
-def _memory_gib() -> int:
-    return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)

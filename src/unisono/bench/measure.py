@@ -4,29 +4,37 @@ First every contender runs alone. It takes three steps, whose losses show whethe
 and then some more, during which its memory is measured (alone, because the PSS of torch's shared pages falls with the
 number of processes). Then all are started and sleep, except for the one whose turn it is. So a change in the machine's
 speed affects all of them, and none uses the cores of another. Every turn begins with an untimed step, which warms the
-caches. The results are ratios within a round.
+caches. Meanwhile it is noted how much of the cores other programs take.
 """
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from unisono.bench import memory
-from unisono.bench.contender_processes import ContenderFailedError, ContenderProcesses, close_all
 from unisono.bench.contenders import MEASURED, STEPS_UNTIL_FROZEN, Contender
-from unisono.bench.results import Line, Workload, mean_over_rows
-from unisono.bench.serving import StepTimes
-from unisono.console.progress import Progress, Task
+from unisono.bench.machine import num_cores, other_programs
+from unisono.bench.processes import busy_seconds
+from unisono.bench.programs import ContenderFailedError, ContenderProcesses, StepTimes
+from unisono.bench.results import Line, Workload
+from unisono.bench.turns import in_turn, lower_quartile
+from unisono.console.progress import Task
 
 _NUM_CHECKED = 3
 _NUM_MEMORY_STEPS = 2
 _RELATIVE_TOLERANCE = 1e-3
 _LONGEST_WARM_UP = 50
+_START_S = 6.0  # of a contender, about: torch is imported, the model is built
+
+
+def expected_s(contenders: Sequence[Contender], rounds: int, seconds: float) -> float:
+    """Return about how long `measure` takes: each contender starts twice, warms up, and takes its turns."""
+    return len(contenders) * (2 * _START_S + (1 + rounds) * seconds)
 
 
 def measure(
-    name: str, target: str, contenders: Sequence[Contender], rounds: int, seconds: float, progress: Progress
+    name: str, target: str, contenders: Sequence[Contender], rounds: int, seconds: float, task: Task
 ) -> Workload:
     """Measure how fast the contenders take training steps on a target.
 
@@ -35,106 +43,134 @@ def measure(
         target: `package.module:build`.
         contenders: all that take part.
         rounds, seconds: the number of turns of each, and their approximate length.
-        progress: shows it.
+        task: shows how far it is, in the seconds of `expected_s`.
 
     Returns:
         A line for each contender, in their order; a failed one has the reason.
     """
     workload = Workload(name, [Line(contender.name, contender.replicas) for contender in contenders])
-    runners = each_alone(workload, target, contenders, progress)
-    task = Task(progress, f"{name}: speed", rounds * len(runners))
+    runners = [_Runner(contender, line) for contender, line in zip(contenders, workload.lines, strict=True)]
+    each_alone(workload, target, runners, task)
+    use = _CoreUse()
     patient = False
     try:
         for runner in runners:
-            with _failing_alone(runner.line):
-                runner.start(target)
+            runner.attempt(runner.start, target)
         for runner in runners:
-            with _failing_alone(runner.line):
-                runner.warm_up(seconds)
-        for number in range(rounds):
-            for runner in runners if number % 2 == 0 else reversed(runners):
-                with _failing_alone(runner.line):
-                    runner.take_turn(seconds)
-                task.advance(f"round {number + 1}, {runner.contender}: {runner.last_result()}")
+            runner.attempt(runner.warm_up, seconds)
+            task.advance(f"{name}, {runner.contender}: {runner.line.failure or 'ready'}", _START_S + seconds)
+        for runner in in_turn(runners, rounds):
+            runner.attempt(runner.take_turn, seconds, use)
+            task.advance(f"{name}, {runner.contender}: {runner.last_result()}", seconds)
         patient = True
     finally:
-        close_all([runner.processes for runner in runners if runner.processes is not None], patient)
+        started = [runner.processes for runner in runners if runner.processes is not None]
+        for processes in started:
+            processes.disconnect()  # all of them first, so that they end at the same time
+        for processes in started:
+            processes.close(patient)
     for line in workload.lines:
         if line.failure:
             line.turns_s = []
+    workload.disturbance = use.disturbance()
     return workload
 
 
+def each_alone(workload: Workload, target: str, runners: Sequence["_Runner"], task: Task) -> None:
+    """Run every contender alone: for losses and whether they agree, memory, and facts about the model and its batch."""
+    for runner in runners:
+        runner.attempt(runner.run_alone, target, workload)
+        line = runner.line
+        task.advance(f"{workload.name}, {runner.contender}: {line.failure or f'loss {line.losses[-1]:.4f}'}", _START_S)
+    _compare_losses(workload)
+
+
 @dataclass
-class Runner:
-    """A contender that takes turns, unless it has failed."""
+class _Runner:
+    """A contender, its line, and its processes while they are there."""
 
     contender: Contender
     line: Line
-    step_s: float  # an estimate
+    step_s: float = 0.0  # an estimate
     processes: ContenderProcesses | None = None
+
+    def attempt(self, action: Callable[..., object], *arguments: Any) -> None:
+        """Do it, unless the contender has failed. If it fails now, its line says why, and the others go on."""
+        if not self.line.failure:
+            try:
+                action(*arguments)
+            except ContenderFailedError as failure:
+                self.line.failure = str(failure)
+
+    def run_alone(self, target: str, workload: Workload) -> None:
+        with ContenderProcesses(self.contender, target) as processes:
+            ready = processes.wait_until_ready()
+            rows = [each.rows for each in ready]
+            workload.rows, workload.num_parameters = sum(rows), ready[0].num_parameters
+            workload.normalises_shards = ready[0].normalises_shards
+            taken = processes.take(_NUM_CHECKED - 1, 1)
+            self.line.losses = mean_over_rows([each.losses for each in taken], rows)
+            self.line.memory_bytes = processes.peak_memory_bytes(_NUM_MEMORY_STEPS)
+            self.step_s = _step_s(taken)
 
     def start(self, target: str) -> None:
         self.processes = ContenderProcesses(self.contender, target)
 
     def warm_up(self, seconds: float) -> None:
         """Take steps for about one turn, or until measured shares are frozen, and estimate the time of a step."""
-        if self.processes is not None:
-            self.processes.wait_until_ready()
-            num_steps = min(_LONGEST_WARM_UP, math.ceil(seconds / self.step_s))
-            if self.contender.name in MEASURED:
-                self.processes.take(1, STEPS_UNTIL_FROZEN)
-            self.step_s = _slowest(self.processes.take(1, num_steps)) / num_steps
+        assert self.processes is not None
+        self.processes.wait_until_ready()
+        if self.contender.name in MEASURED:
+            self.processes.take(1, STEPS_UNTIL_FROZEN)
+        self.step_s = _step_s(self.processes.take(1, min(_LONGEST_WARM_UP, math.ceil(seconds / self.step_s))))
 
-    def take_turn(self, seconds: float) -> None:
-        if self.processes is not None and not self.line.failure:
-            num_steps = max(1, round(seconds / self.step_s))
-            self.line.turns_s.append(_slowest(self.processes.take(1, num_steps)) / num_steps)
+    def take_turn(self, seconds: float, use: "_CoreUse") -> None:
+        assert self.processes is not None
+        use.begin(self.processes)
+        taken = self.processes.take(1, max(1, round(seconds / self.step_s)))
+        use.end(self.processes)
+        self.line.turns_s.append(_step_s(taken))
 
     def last_result(self) -> str:
         return self.line.failure or f"{1000 * self.line.turns_s[-1]:.1f} ms a step"
 
 
-@contextlib.contextmanager
-def _failing_alone(line: Line) -> Iterator[None]:
-    """Record in its line that a contender failed; the others go on."""
-    try:
-        yield
-    except ContenderFailedError as failure:
-        line.failure = str(failure)
+def _step_s(taken: Sequence[StepTimes]) -> float:
+    """Return the seconds of a step of a turn: of its slowest process."""
+    return max(lower_quartile(each.seconds) for each in taken)
 
 
-def each_alone(workload: Workload, target: str, contenders: Sequence[Contender], progress: Progress) -> list[Runner]:
-    """Run every contender alone; return those that did not fail.
+class _CoreUse:
+    """How busy the cores were during turns, and how much of that was the contenders' work."""
 
-    The workload gets the losses and whether they agree, the memory, and facts about the model and its batch.
-    """
-    task = Task(progress, f"{workload.name}: losses and memory", len(contenders))
-    runners = []
-    for contender, line in zip(contenders, workload.lines, strict=True):
-        with _failing_alone(line):
-            runners.append(Runner(contender, line, _alone(contender, target, line, workload)))
-        task.advance(f"{contender}: {line.failure or f'loss {line.losses[-1]:.4f}'}")
-    _compare_losses(workload)
-    return runners
+    def __init__(self) -> None:
+        self._wall_s = self._busy_s = self._own_s = 0.0
 
+    def begin(self, processes: ContenderProcesses) -> None:
+        self._count(processes, -1)
 
-def _alone(contender: Contender, target: str, line: Line, workload: Workload) -> float:
-    """Take the first steps of a contender and measure its memory; return an estimate of the seconds of a step."""
-    with ContenderProcesses(contender, target) as processes:
-        processes.wait_until_ready()
-        first = processes.ready[0]
-        rows = [ready.rows for ready in processes.ready]
-        workload.rows, workload.num_parameters = sum(rows), first.num_parameters
-        workload.normalises_shards = first.normalises_shards
-        taken = processes.take(_NUM_CHECKED - 1, 1)
-        line.losses = mean_over_rows([one.losses for one in taken], rows)
-        line.memory_bytes = memory.peak(processes, _NUM_MEMORY_STEPS)
-        return _slowest(taken)
+    def end(self, processes: ContenderProcesses) -> None:
+        self._count(processes, 1)
+
+    def disturbance(self) -> str:
+        """Return in words the other programs that kept cores busy; "" if there were none."""
+        if not self._wall_s > 0:
+            return ""
+        return other_programs(self._busy_s / self._wall_s, self._own_s / self._wall_s, num_cores()) or ""
+
+    def _count(self, processes: ContenderProcesses, sign: int) -> None:
+        self._wall_s += sign * time.perf_counter()
+        self._busy_s += sign * busy_seconds()
+        self._own_s += sign * (processes.cpu_seconds() + time.process_time())
 
 
-def _slowest(taken: Sequence[StepTimes]) -> float:
-    return max(one.seconds for one in taken)
+def mean_over_rows(losses: Sequence[Sequence[float]], rows: Sequence[int]) -> list[float]:
+    """Return the losses of the whole batch, step by step, from those of each program over its own rows."""
+    weights = rows if sum(rows) else [1] * len(rows)
+    return [
+        sum(weight * loss for weight, loss in zip(weights, at, strict=True)) / sum(weights)
+        for at in zip(*losses, strict=True)
+    ]
 
 
 def _compare_losses(workload: Workload) -> None:
@@ -144,10 +180,8 @@ def _compare_losses(workload: Workload) -> None:
     other parameters. DDP takes the mean of the replicas' means, which is not the mean over rows if replicas have
     different numbers of rows.
     """
-    for replicas in workload.replica_counts() or [1]:
-        same = [
-            line for line in workload.lines if line.losses and line.replicas == replicas and line.contender != "plain"
-        ]
+    for replicas in workload.replica_counts():
+        same = [line for line in workload.lines if line.losses and line.replicas == replicas]
         if not workload.normalises_shards:
             same = [line for line in workload.lines if line.losses and line.contender == "plain"] + same
         reference = next((line for line in same if line.contender != "limit"), None)

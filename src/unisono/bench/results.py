@@ -2,10 +2,13 @@
 
 import dataclasses
 import json
-import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
+
+from unisono.bench.turns import lower_quartile, upper_quartile
+
+NOISE = 0.03  # a smaller gain is not worth a more complex setup
 
 
 @dataclass
@@ -14,7 +17,7 @@ class Line:
 
     Attributes:
         contender, replicas: which one.
-        turns_s: seconds a step, one figure a turn; empty if it failed.
+        turns_s: seconds a step: of each turn, the lower quartile of its steps. Empty if it failed.
         memory_bytes: the peak of all its processes together.
         losses: of its first steps, over the whole batch.
         failure: why it was not measured; "" if it was.
@@ -31,20 +34,27 @@ class Line:
 
     @property
     def step_s(self) -> float:
-        """The median seconds a step."""
-        return statistics.median(self.turns_s)
+        """The seconds of a step."""
+        return lower_quartile(self.turns_s)
 
     @property
-    def spread(self) -> float:
-        """The interquartile range of the turns' times, relative to the median."""
-        if len(self.turns_s) < 3:
-            return (max(self.turns_s) - min(self.turns_s)) / self.step_s
-        lower, _, upper = statistics.quantiles(self.turns_s, n=4, method="inclusive")
-        return (upper - lower) / self.step_s
+    def range_s(self) -> tuple[float, float]:
+        """The fastest turn, and the upper quartile."""
+        return min(self.turns_s), upper_quartile(self.turns_s)
 
     def speed_of(self, other: "Line") -> float:
-        """Return how fast this is, relative to another line: the median over rounds, in which both took turns."""
-        return statistics.median(theirs / own for own, theirs in zip(self.turns_s, other.turns_s, strict=True))
+        """Return how fast this is, relative to another line."""
+        return other.step_s / self.step_s
+
+    def speed_range_of(self, other: "Line") -> tuple[float, float]:
+        """Return the least and the most that `speed_of` can be within both ranges."""
+        (low, high), (others_low, others_high) = self.range_s, other.range_s
+        return others_low / high, others_high / low
+
+    def is_lost_in_noise(self, other: "Line") -> bool:
+        """Return whether noise may be why this is faster or slower: ranges overlap, by more than would not matter."""
+        low, high = self.speed_range_of(other)
+        return low < 1 < high and high / low > (1 + NOISE) ** 2
 
 
 @dataclass
@@ -54,6 +64,7 @@ class Workload:
     Attributes:
         rows, num_parameters: of the batch, and of the model.
         normalises_shards: whether batch norm sees the rows of one replica only.
+        disturbance: in words, the other programs that kept cores busy meanwhile; "" if there were none.
     """
 
     name: str
@@ -61,11 +72,12 @@ class Workload:
     rows: int = 0
     num_parameters: int = 0
     normalises_shards: bool = False
+    disturbance: str = ""
 
     def line(self, contender: str, replicas: int = 1) -> Line | None:
         """Return the line of a contender, if it was measured; `plain` has one for all numbers of replicas."""
-        for line in self.lines:
-            if line.contender == contender and (contender == "plain" or line.replicas == replicas) and line.turns_s:
+        for line in self.measured():
+            if line.contender == contender and (contender == "plain" or line.replicas == replicas):
                 return line
         return None
 
@@ -75,7 +87,7 @@ class Workload:
 
     def replica_counts(self) -> list[int]:
         """Return the numbers of replicas of all lines."""
-        return sorted({line.replicas for line in self.lines if line.contender != "plain"})
+        return sorted({line.replicas for line in self.lines if line.contender != "plain"}) or [1]
 
 
 @dataclass
@@ -86,24 +98,13 @@ class Results:
         machine: its description.
         settings: rounds and seconds of a turn.
         memory_kind: PSS or RSS.
-        added_replicas: the workload of the table of costs per added replica.
-        one_device_us: microseconds that the wrapper adds to a forward on one device, by model.
     """
 
     machine: dict[str, Any]
     settings: dict[str, Any]
     memory_kind: str
     workloads: list[Workload]
-    added_replicas: Workload | None = None
-    one_device_us: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Return all of it as JSON."""
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
-
-
-def mean_over_rows(losses: Sequence[Sequence[float]], rows: Sequence[int]) -> list[float]:
-    """Return the losses of the whole batch, step by step, from those of each program over its own rows."""
-    total = sum(rows) or 1
-    weights = [count / total for count in rows] if sum(rows) else [1.0 / len(losses)] * len(losses)
-    return [sum(w * loss for w, loss in zip(weights, at, strict=True)) for at in zip(*losses, strict=True)]

@@ -59,37 +59,17 @@ class Transformer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        block = nn.TransformerEncoderLayer(
+            self.WIDTH, self.HEADS, 4 * self.WIDTH, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
         self.token = nn.Embedding(self.VOCABULARY, self.WIDTH)
         self.position = nn.Parameter(torch.randn(self.CONTEXT, self.WIDTH) * 0.02)
-        self.blocks = nn.Sequential(*(Block(self.WIDTH, self.HEADS) for _ in range(self.BLOCKS)))
-        self.head = nn.Sequential(nn.LayerNorm(self.WIDTH), nn.Linear(self.WIDTH, self.VOCABULARY))
+        self.blocks = nn.TransformerEncoder(block, self.BLOCKS, nn.LayerNorm(self.WIDTH), enable_nested_tensor=False)
+        self.head = nn.Linear(self.WIDTH, self.VOCABULARY)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(self.CONTEXT))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the logits of the token after each."""
-        logits: Tensor = self.head(self.blocks(self.token(tokens) + self.position[: tokens.shape[1]]))
+        x = self.token(tokens) + self.position
+        logits: Tensor = self.head(self.blocks(x, mask=self.mask, is_causal=True))
         return logits
-
-
-class Block(nn.Module):
-    """Causal attention and a perceptron, each added to its own input."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-        self.mlp = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (rows, tokens, width) to the same shape."""
-        rows, tokens, width = x.shape
-        q, k, v = (
-            part.view(rows, tokens, self.heads, -1).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, dim=-1)
-        )
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(rows, tokens, width))
-        out: Tensor = x + self.mlp(x)
-        return out

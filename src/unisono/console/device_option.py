@@ -39,7 +39,7 @@ def choose_devices(text: str, *, among_several: bool = False) -> list[torch.devi
     named = [device for part in text.split(",") for device in _repeated(part.strip(), text)]
     if len(named) > _MAX_REPLICAS:
         raise OptionError(f"--devices {text:.80}: {len(named)} replicas; expected at most {_MAX_REPLICAS}")
-    if len({device.type for device in named}) > 1:
+    if not devices.are_one_kind(named):
         raise OptionError(f"--devices {text}: replicas must all be on one kind of device")
     return named
 

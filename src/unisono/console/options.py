@@ -46,13 +46,29 @@ def expect_installed(packages: Mapping[str, Sequence[str]]) -> None:
     Raises:
         OptionError: some are not.
     """
-    missing = {extra: [name for name in names if not _is_installed(name)] for extra, names in packages.items()}
+    missing = {extra: [name for name in names if not is_installed(name)] for extra, names in packages.items()}
     extras = ",".join(extra for extra, names in missing.items() if names)
     if extras:
-        names = ", ".join(name for names in missing.values() for name in names)
-        raise OptionError(f"{names} not installed: pip install 'unisono[{extras}]'")
+        names = [name for names in missing.values() for name in names]
+        raise OptionError(f"{not_installed(*names)}: {remedy(extras)}")
 
 
-def _is_installed(package: str) -> bool:
+def not_installed(*packages: str) -> str:
+    """Return in words that packages are not installed."""
+    return f"{', '.join(packages)} not installed"
+
+
+def remedy(extra: str) -> str:
+    """Return how to install what an extra of unisono brings; from its sources, too."""
+    return f"pip install 'unisono[{extra}]' (in a checkout: pip install '.[{extra}]')"
+
+
+def is_installed(package: str) -> bool:
+    """Return whether a package can be imported."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None  # a folder of that name, without code, has no origin
+
+
+def why_no_picture() -> str:
+    """Return why no picture can be drawn, with the remedy; "" if one can."""
+    return "" if is_installed("matplotlib") else f"no picture: {not_installed('matplotlib')}: {remedy('bench')}"

@@ -3,10 +3,13 @@
 One task is under way at a time. The bar shows every update of it in place; a log gets one line every few seconds.
 """
 
+import math
 import os
 import sys
 import time
 from typing import Protocol, TextIO
+
+from unisono.console.options import is_installed
 
 _SECONDS_BETWEEN_LINES = 5.0
 _REFRESHES_PER_SECOND = 8
@@ -129,13 +132,13 @@ class Bar:
 
 
 def for_stdout() -> Progress:
-    """Return what suits standard output."""
-    return Bar() if is_terminal(sys.stdout) else Lines()
+    """Return what suits standard output: a bar on a terminal, if rich is installed."""
+    return Bar() if is_terminal(sys.stdout) and is_installed("rich") else Lines()
 
 
 def for_stderr() -> Progress:
     """Return what shows progress beside a program's own output: a bar on a terminal, else nothing."""
-    return Bar(sys.stderr) if is_terminal(sys.stderr) else Silent()
+    return Bar(sys.stderr) if is_terminal(sys.stderr) and is_installed("rich") else Silent()
 
 
 def is_terminal(out: TextIO) -> bool:
@@ -144,20 +147,34 @@ def is_terminal(out: TextIO) -> bool:
 
 
 class Task:
-    """A task whose parts end one after the other.
+    """A task whose parts end one after the other, with an estimate of the time that is left.
 
     Args:
         progress: shows it.
         name: what it is.
-        total: how many parts it has.
+        expected_s: about how long it takes. Parts count by their expected seconds, and the time left follows from how
+            long the parts so far have really taken.
     """
 
-    def __init__(self, progress: Progress, name: str, total: int) -> None:
-        self._progress, self._name, self._total = progress, name, total
-        self._done = 0
-        progress.begin(name, total)
+    def __init__(self, progress: Progress, name: str, expected_s: float) -> None:
+        self._progress, self._name, self._total_s = progress, name, expected_s
+        self._done_s, self._began = 0.0, time.monotonic()
+        progress.begin(name, round(expected_s))
 
-    def advance(self, text: str) -> None:
-        """Show that one more part has ended, and a text about it."""
-        self._done += 1
-        self._progress.update(self._name, self._done, self._total, f"{self._done}/{self._total}: {text}")
+    def advance(self, text: str, expected_s: float) -> None:
+        """Show that one more part has ended, a text about it, and how much time is left."""
+        self._done_s += expected_s
+        left_s = (self._total_s - self._done_s) * (time.monotonic() - self._began) / self._done_s
+        self._progress.update(self._name, round(self._done_s), round(self._total_s), f"{text}; {duration(left_s)} left")
+
+
+def duration(seconds: float) -> str:
+    """Return about how long something takes, in words.
+
+    >>> duration(50), duration(150), duration(9000)
+    ('less than a minute', 'about 3 minutes', 'about 2.5 hours')
+    """
+    if seconds < 60:
+        return "less than a minute"
+    minutes = math.ceil(seconds / 60)
+    return f"about {minutes} minutes" if minutes < 90 else f"about {minutes / 60:.1f} hours"

@@ -71,7 +71,7 @@ def resolve(device_ids: Sequence[DeviceLike] | None) -> list[torch.device]:
     if not device_ids:
         raise ValueError(f"device_ids is empty: leave it out for every accelerator, or name some of {_names(present)}")
     devices = resolve_each(device_ids, "device_ids")
-    if len({device.type for device in devices}) > 1:
+    if not are_one_kind(devices):
         raise ValueError(f"device_ids={list(device_ids)!r} mixes kinds of device: replicas must all be of one kind")
     return devices
 
@@ -178,6 +178,11 @@ def is_cpu(device: torch.device) -> bool:
 def are_cpu(devices: Sequence[torch.device]) -> bool:
     """Return whether all of `devices` are the CPU."""
     return _ONLY_CPU.issuperset(map(_type_of, devices))
+
+
+def are_one_kind(devices: Sequence[torch.device]) -> bool:
+    """Return whether all of `devices` are of one kind: CPUs, or GPUs of one make."""
+    return len({device.type for device in devices}) <= 1
 
 
 def copies_on_cpu(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -314,6 +319,12 @@ def queued_work(device: torch.device) -> Callable[[bool], bool]:
         return wait or bool(queued.query())
 
     return is_done
+
+
+def wait_for_work(device: torch.device) -> None:
+    """Wait until a device has done all that is queued on it."""
+    if not computes_on_host(device):
+        torch.accelerator.synchronize(device)
 
 
 Moment: TypeAlias = float | torch.Event
@@ -774,8 +785,7 @@ def copy_bytes_per_s(source: torch.device, target: torch.device, num_bytes: int)
     for _ in range(_NUM_TIMED):  # the first one tests the pair, and allocates
         started = time.perf_counter()
         copied_to(data, target)
-        for device in (source, target):
-            if not computes_on_host(device):
-                torch.accelerator.synchronize(device)
+        wait_for_work(source)
+        wait_for_work(target)
         fastest_s = min(fastest_s, time.perf_counter() - started)
     return num_bytes / fastest_s

@@ -1,0 +1,61 @@
+"""Processes with those that they have started: their memory and their time. It needs psutil."""
+
+from collections.abc import Iterable
+
+import psutil
+
+from unisono.bench.machine import usable_cores
+
+
+def family(pids: Iterable[int]) -> list[psutil.Process]:
+    """Return these processes and all that descend from them; those that have ended are left out."""
+    found: dict[int, psutil.Process] = {}
+    for pid in pids:
+        try:
+            process = psutil.Process(pid)
+            found |= {each.pid: each for each in (process, *process.children(recursive=True))}
+        except psutil.Error:
+            continue
+    return list(found.values())
+
+
+def memory_kind() -> str:
+    """Return what `memory_bytes` sums on this system.
+
+    The proportional set size (PSS) counts a page that several processes share once in all. Linux has it. Elsewhere it
+    is the resident set size (RSS), which counts such a page once for each process.
+    """
+    return "PSS" if hasattr(psutil.Process().memory_full_info(), "pss") else "RSS"
+
+
+def memory_bytes(processes: Iterable[psutil.Process]) -> int:
+    """Return the memory of processes together."""
+    total = 0
+    for process in processes:
+        try:
+            memory = process.memory_full_info()
+        except psutil.Error:  # it has ended
+            continue
+        total += getattr(memory, "pss", memory.rss)
+    return total
+
+
+def cpu_seconds(processes: Iterable[psutil.Process]) -> float:
+    """Return the time that processes have computed so far, together."""
+    total = 0.0
+    for process in processes:
+        try:
+            times = process.cpu_times()
+        except psutil.Error:
+            continue
+        total += times.user + times.system
+    return total
+
+
+def busy_seconds() -> float:
+    """Return the time so far in which the cores that this process may use were busy, summed over them."""
+    each = psutil.cpu_times(percpu=True)
+    mine = [each[core] for core in usable_cores() if core < len(each)] or each
+    idle = [times.idle + getattr(times, "iowait", 0.0) for times in mine]
+    twice = [getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0) for times in mine]  # in `user`, too
+    return float(sum(map(sum, mine)) - sum(idle) - sum(twice))

@@ -1,0 +1,232 @@
+"""The processes of a contender: they start, take steps on request, sleep otherwise, and end together.
+
+Each leads its own process group, so that Ctrl-C in a terminal reaches the benchmark only, which then ends them all. A
+process ends when its connection to the benchmark closes, which also happens when the benchmark is killed.
+
+    benchmark   Program ──►            (untimed, timed) ──►            ...
+    process              ◄── Ready                      ◄── StepTimes  ...  or a ContenderFailedError
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.bench import processes
+from unisono.bench.contenders import Contender, Task, step_of, use_part_of_cores
+from unisono.console.targets import TargetError, one_line
+from unisono.runtime.malloc import keep_freed_memory
+
+_TURN_LIMIT_S = 600.0
+_EXIT_WAIT_S = 10.0
+_SAMPLE_EVERY_S = 0.02
+
+
+class ContenderFailedError(Exception):
+    """A contender cannot go on: one line that says why."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """The first message to a process: which program of which contender, on which target."""
+
+    contender: Contender
+    rank: int
+    target: str
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The reply after the setup: the rows of its shard, and facts about its model."""
+
+    rows: int
+    num_parameters: int
+    normalises_shards: bool
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """The reply to a turn: the seconds of each timed step, and the loss of every step."""
+
+    seconds: list[float]
+    losses: list[float]
+
+
+class ContenderProcesses:
+    """The processes of one contender on one target, from now on until `close`."""
+
+    def __init__(self, contender: Contender, target: str) -> None:
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._connections: list[Connection] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="unisono-bench-", ignore_cleanup_errors=True)
+        folder = Path(self._folder.name)
+        try:
+            for rank in range(contender.num_programs):
+                self._start(folder / f"log-{rank}")
+                self._connections[rank].send(Program(contender, rank, target, folder))
+        except BaseException:
+            self.close(patient=False)
+            raise
+
+    def wait_until_ready(self) -> list[Ready]:
+        """Return the replies when all processes are set up.
+
+        Raises:
+            ContenderFailedError: one is not.
+        """
+        return self._replies()
+
+    def take(self, num_untimed: int, num_timed: int) -> list[StepTimes]:
+        """Let every process take steps at the same time; return their replies.
+
+        Raises:
+            ContenderFailedError: a process failed.
+        """
+        self._request(num_untimed, num_timed)
+        return self._replies()
+
+    def peak_memory_bytes(self, num_steps: int) -> int:
+        """Return the peak memory during some steps, sampled.
+
+        Raises:
+            ContenderFailedError: a process failed.
+        """
+        self._request(0, num_steps)
+        most, is_over = 0, False
+        while not is_over:
+            is_over = bool(wait(self._connections, _SAMPLE_EVERY_S))
+            most = max(most, processes.memory_bytes(self._family()))
+        self._replies()
+        return most
+
+    def cpu_seconds(self) -> float:
+        """Return the time that they have computed so far."""
+        return processes.cpu_seconds(self._family())
+
+    def disconnect(self) -> None:
+        """Let the processes end by themselves."""
+        for connection in self._connections:
+            connection.close()
+
+    def close(self, patient: bool = True) -> None:
+        """End the processes: by themselves if `patient`; kill those that are still there then."""
+        self.disconnect()
+        until = time.monotonic() + (_EXIT_WAIT_S if patient else 0)
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, until - time.monotonic()))
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)  # with the rest of its group
+            process.wait()
+        self._folder.cleanup()
+
+    def __enter__(self) -> "ContenderProcesses":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(patient=kind is None)
+
+    def _start(self, log: Path) -> None:
+        own, others = socket.socketpair()
+        code = f"import sys; sys.path[:] = {sys.path!r}; from unisono.bench.programs import serve; serve({{}})"
+        with others, log.open("wb") as output:
+            self._connections.append(Connection(own.detach()))
+            self._processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", code.format(others.fileno())],
+                    pass_fds=[others.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    process_group=0,
+                )
+            )
+
+    def _family(self) -> list[Any]:
+        return processes.family(process.pid for process in self._processes)
+
+    def _request(self, num_untimed: int, num_timed: int) -> None:
+        for connection in self._connections:
+            with contextlib.suppress(OSError):  # the process has ended: reading its reply will say so
+                connection.send((num_untimed, num_timed))
+
+    def _replies(self) -> list[Any]:
+        """Wait for the reply of every process; raise the first failure."""
+        replies: dict[Any, Any] = {}
+        while waiting := [connection for connection in self._connections if connection not in replies]:
+            readable = wait(waiting, _TURN_LIMIT_S)
+            if not readable:
+                raise ContenderFailedError(f"no reply for {_TURN_LIMIT_S:.0f} seconds")
+            for connection in readable:
+                replies[connection] = self._reply(connection)
+        return [replies[connection] for connection in self._connections]
+
+    def _reply(self, connection: Any) -> Any:
+        try:
+            reply = connection.recv()
+        except (EOFError, OSError):
+            raise ContenderFailedError(self._how_it_ended(self._connections.index(connection))) from None
+        if isinstance(reply, ContenderFailedError):
+            raise reply
+        return reply
+
+    def _how_it_ended(self, rank: int) -> str:
+        status = self._processes[rank].wait()
+        log = (Path(self._folder.name) / f"log-{rank}").read_text(errors="replace").strip().splitlines()
+        how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        return f"its process {how}{f', with the message: {log[-1]}' if log else ''}"
+
+
+# ---- in the process ------------------------------------------------------------------------------
+
+
+def serve(fd: int) -> None:
+    """Set up the program that the first message names; take its steps until the connection closes."""
+    connection = Connection(fd)
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        try:
+            step, ready = _set_up(connection.recv())
+            connection.send(ready)
+            while True:
+                connection.send(_taken(step, *connection.recv()))
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            raise
+        except TargetError as error:
+            connection.send(ContenderFailedError(str(error)))
+        except (Exception, SystemExit) as error:  # noqa: BLE001  the caller's model may raise anything
+            connection.send(ContenderFailedError(one_line(error)))
+
+
+def _set_up(program: Program) -> tuple[Callable[[], Tensor], Ready]:
+    contender, rank = program.contender, program.rank
+    keep_freed_memory()
+    use_part_of_cores(contender, rank)
+    task = Task.of_target(program.target)
+    if contender.num_programs > 1:
+        task = task.shard(rank, contender.replicas)
+    num_parameters = sum(parameter.numel() for parameter in task.model.parameters())
+    ready = Ready(task.rows, num_parameters, task.normalises_shards())
+    return step_of(contender, rank, task, program.folder), ready
+
+
+def _taken(step: Callable[[], Tensor], num_untimed: int, num_timed: int) -> StepTimes:
+    losses = [step() for _ in range(num_untimed)]
+    ends = [time.perf_counter()]
+    for _ in range(num_timed):
+        losses.append(step())
+        ends.append(time.perf_counter())
+    return StepTimes([end - began for began, end in pairwise(ends)], torch.stack(losses).tolist())
