@@ -229,7 +229,7 @@ def test_damaged_files_are_no_traceback(damage: Callable[[Path], object], capsys
         (["train", "--help"], ["examples:\n  unisono train"]),
         (["verify", "--help"], ["examples:\n  unisono verify train:build", "exit status:"]),
         (["bench", "--help"], ["examples:\n  unisono bench "]),
-        (["plan", "--help"], ["examples:\n  unisono plan ", "  25gbe     9.6 µs, 3.125 GB/s\n"]),
+        (["plan", "--help"], ["examples:\n  unisono plan ", "  25gbe     9.6 us, 3.125 GB/s\n"]),
         (["devices", "--help"], ["examples:\n  unisono devices", "exit status:"]),
         (["watch", "--help"], ["examples:\n  unisono watch", "exit status:"]),
     ],

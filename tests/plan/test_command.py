@@ -42,7 +42,7 @@ def test_a_step_that_is_described(capsys: pytest.CaptureFixture[str]):
     out = capsys.readouterr().out
     assert out.startswith("A step computes for 300 ms")  # which `| head -1` shows
     assert "computes for 300 ms on one device, 200 ms of it backward, and has 100 MB of gradients, in 4 buckets" in out
-    assert "between machines: 10 µs, 1.25 GB/s" in out
+    assert "between machines: 10 us, 1.25 GB/s" in out
     assert "Weak scaling: every device has the rows that one has" in out
     assert "Efficiency stays above 90 % up to" in out
     saved = Path("runs/plan/plan.md").read_text()
@@ -69,9 +69,26 @@ def test_a_step_that_is_measured(capsys: pytest.CaptureFixture[str], monkeypatch
     assert "# How far will own:build scale?" in Path("runs/plan/plan.md").read_text()
 
 
-def test_published_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    """Without matplotlib too, and nothing is written."""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else name)
+def test_without_matplotlib_the_picture_is_left_out(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name))
+    assert run(*STEP) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last.startswith("no picture: matplotlib not installed: pip install 'unisono[bench]' (in a checkout: ")
+    assert last.endswith("; the table is in runs/plan/plan.md")
+    assert "plan.png" not in Path("runs/plan/plan.md").read_text()
+    assert [path.name for path in Path("runs/plan").iterdir()] == ["plan.md"]
+
+
+def test_the_help_is_plain_ascii(capsys: pytest.CaptureFixture[str]):
+    assert run("--help") == 0
+    assert capsys.readouterr().out.isascii()
+
+
+def test_published_runs(capsys: pytest.CaptureFixture[str]):
+    """Nothing is written."""
     assert run("--published") == 0
     assert capsys.readouterr().out == published.document()
     assert not Path("runs").exists()

@@ -10,7 +10,7 @@ from unisono.bench.contenders import CONTENDERS, Contender, Task, is_installed
 from unisono.bench.results import Results
 from unisono.console import options, progress
 from unisono.console.errors import DONE, FAILED, OptionError
-from unisono.console.files import expect_writable, replaced
+from unisono.console.files import expect_writable, write
 from unisono.console.options import TARGET, folder
 from unisono.runtime.devices import accelerators
 
@@ -162,9 +162,7 @@ def _conclude(results: Results, output: Path, advised: bool) -> None:
         results, said, notes.read_text(encoding="utf-8") if notes.is_file() else "", picture=not why_no_picture
     )
     files["results.md"] = text.encode()
-    for name, content in files.items():
-        with replaced(output / name) as unfinished:
-            unfinished.write_bytes(content)
+    write(output, files)
     print(f"\n{text}")
     if why_no_picture:
         print(why_no_picture)

@@ -7,7 +7,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from unisono.console.errors import FolderError
@@ -59,6 +59,18 @@ def replaced(path: Path, *, keep_as: Path | None = None) -> Iterator[Path]:
             os.fsync(entries)
         finally:
             os.close(entries)
+
+
+def write(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write files into a folder, which is made where there is none; each is replaced whole.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        with replaced(folder / name) as unfinished:
+            unfinished.write_bytes(content)
 
 
 def unfinished_name(path: Path) -> Path:

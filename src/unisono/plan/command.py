@@ -5,8 +5,9 @@ import math
 from pathlib import Path
 from typing import Any
 
+from unisono.console import options
 from unisono.console.errors import DONE, OptionError
-from unisono.console.files import expect_writable, replaced
+from unisono.console.files import expect_writable, write
 from unisono.console.options import TARGET, flag, folder
 from unisono.plan import published
 from unisono.plan.allreduce import ALGORITHMS
@@ -14,6 +15,7 @@ from unisono.plan.links import BYTES, SECONDS, Cluster, Link, parse_link, parse_
 from unisono.plan.measure import measured_step
 from unisono.plan.plans import ScalingPlan, document
 from unisono.plan.prediction import BEST, MOST_BUCKETS, StepCost
+from unisono.runtime.devices import is_cpu
 
 _BACKWARD_FRACTION = 2 / 3
 _DEFAULTS = {"bucket": "25MiB", "inside": "pcie3", "between": "25gbe"}
@@ -46,7 +48,7 @@ links:
 
 files in the output folder:
   plan.md     the table and the conclusion
-  plan.png    the picture
+  plan.png    the picture, if matplotlib is installed
 """.format(links="\n".join(f"  {name:<9} {link}" for name, link in published.links().items()))
 
 
@@ -89,8 +91,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def needed(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Return the package that draws the picture, if there is to be one, by the extra that has it."""
-    return {} if "published" in given else {"train": ("matplotlib",)}
+    """Return the packages that must be installed, by the extra that has them: none."""
+    return {}
 
 
 def run(given: dict[str, Any]) -> int:
@@ -126,23 +128,23 @@ def run(given: dict[str, Any]) -> int:
         print(f"measuring {target} on one device, for some seconds", flush=True)
         step, device, rows = measured_step(target, figures["bucket"])
         print(f"measured with {rows} rows on {device}; other programs that run meanwhile make it slower\n", flush=True)
-        if device.type == "cpu" and "devices_per_machine" not in given:
+        if is_cpu(device) and "devices_per_machine" not in given:
             num_machine = 1
     _check_buckets(step)
     cluster = Cluster(figures["inside"], figures["between"], num_machine)
     plan = ScalingPlan(step, cluster, given.get("all_reduce", BEST), given.get("strong", False))
 
-    from unisono.plan.chart import png  # imports matplotlib, which --published does not need
+    files = {}
+    where_it_is = options.why_no_picture()
+    if not where_it_is:
+        from unisono.plan.chart import png
 
-    picture, text = png(plan, title), document(plan, title)
-    output.mkdir(parents=True, exist_ok=True)
-    for name, content in (("plan.png", picture), ("plan.md", text.encode("utf-8"))):
-        with replaced(output / name) as unfinished:
-            unfinished.write_bytes(content)
-    print(
-        f"{plan.assumptions()}\n\n{plan.to_table()}\n\n{plan.conclusion()}\n\n"
-        f"see {output / 'plan.png'}; the table is in plan.md"
-    )
+        files["plan.png"] = png(plan, title)
+        where_it_is = f"see {output / 'plan.png'}"
+    files["plan.md"] = document(plan, title, picture="plan.png" in files).encode("utf-8")
+    write(output, files)
+    print(f"{plan.assumptions()}\n\n{plan.to_table()}\n\n{plan.conclusion()}\n")
+    print(f"{where_it_is}; the table is in {output / 'plan.md'}")
     return DONE
 
 

@@ -23,7 +23,7 @@ class Link:
     bandwidth_bytes_per_s: float
 
     def __str__(self) -> str:
-        return f"{1e6 * self.latency_s:.3g} µs, {self.bandwidth_bytes_per_s / 1e9:.4g} GB/s"
+        return f"{1e6 * self.latency_s:.3g} us, {self.bandwidth_bytes_per_s / 1e9:.4g} GB/s"
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,16 @@
 """Time a training step of the caller's model on one device of this machine."""
 
-import statistics
 import time
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from unisono import keep_freed_memory
 from unisono.bench.contenders import Task
+from unisono.bench.turns import lower_quartile, timed
 from unisono.console.targets import TargetError, current_folder_first, one_line
 from unisono.plan.prediction import StepCost
-from unisono.runtime.devices import accelerators
+from unisono.runtime.devices import accelerators, wait_for_work
 
 _WARM_UP_STEPS = 3
 _FEWEST_STEPS, _MOST_STEPS = 5, 100
@@ -18,7 +18,7 @@ _SECONDS = 5.0
 
 
 def measured_step(target: str, bucket_bytes: float) -> tuple[StepCost, torch.device, int]:
-    """Take training steps (forward, loss, backward, SGD with momentum) for some seconds; return the medians.
+    """Take training steps (forward, loss, backward, SGD with momentum) for some seconds; return the lower quartiles.
 
     Args:
         target: `package.module:build`, as for `unisono bench`.
@@ -38,43 +38,38 @@ def measured_step(target: str, bucket_bytes: float) -> tuple[StepCost, torch.dev
                 module.to(device)
         task = task.shard(0, 1, device)
         with current_folder_first():  # it may import more while it runs
-            totals, backwards = _timed(task, device)
+            compute_s, backward_s = _timed(task, device)
     except Exception as error:
         raise TargetError(f"{target} could not be measured: {one_line(error)}") from error
     sizes = [p.grad.numel() * p.grad.element_size() for p in task.model.parameters() if p.grad is not None]
     if not sizes:
         raise TargetError(f"{target}: backward gave no parameter a gradient, so there is nothing to reduce")
-    step = StepCost(statistics.median(totals), statistics.median(backwards), float(sum(sizes)), bucket_bytes)
-    return step, device, task.rows
+    return StepCost(compute_s, backward_s, float(sum(sizes)), bucket_bytes), device, task.rows
 
 
-def _timed(task: Task, device: torch.device) -> tuple[list[float], list[float]]:
-    """Return the seconds of each step, and those of its backward."""
+def _timed(task: Task, device: torch.device) -> tuple[float, float]:
+    """Return the seconds of a step, and those of its backward."""
     keep_freed_memory()
     optimizer = torch.optim.SGD(task.model.parameters(), lr=0.01, momentum=0.9)
-    totals: list[float] = []
     backwards: list[float] = []
-    stop_at = float("inf")
-    for number in range(_WARM_UP_STEPS + _MOST_STEPS):
-        if number == _WARM_UP_STEPS:
-            stop_at = time.perf_counter() + _SECONDS
-        if number >= _WARM_UP_STEPS + _FEWEST_STEPS and time.perf_counter() > stop_at:
-            break
-        optimizer.zero_grad(set_to_none=True)
-        began = _now(device)
-        loss: Tensor = task.loss(task.model(*task.args, **task.kwargs))
-        forward = _now(device)
+
+    def step() -> None:
+        loss = task.loss(task.model(*task.args, **task.kwargs))
+        wait_for_work(device)
+        began = time.perf_counter()
         torch.autograd.backward(loss)
-        backward = _now(device)
+        wait_for_work(device)
+        backwards.append(time.perf_counter() - began)
         optimizer.step()
-        ended = _now(device)
-        if number >= _WARM_UP_STEPS:
-            totals.append(ended - began)
-            backwards.append(backward - forward)
-    return totals, backwards
+        wait_for_work(device)
 
+    def forget_gradients() -> None:
+        optimizer.zero_grad(set_to_none=True)
 
-def _now(device: torch.device) -> float:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)  # its work is queued: wait for it
-    return time.perf_counter()
+    def steps(number: int) -> list[float]:
+        backwards.clear()
+        return timed({"step": step}, number, num_untimed=0, before=forget_gradients)["step"]
+
+    number = round(_SECONDS / min(steps(_WARM_UP_STEPS)))
+    times = steps(max(_FEWEST_STEPS, min(number, _MOST_STEPS)))
+    return lower_quartile(times), lower_quartile(backwards)

@@ -62,17 +62,8 @@ class ScalingPlan:
 
     def to_table(self) -> str:
         """Return the predictions, with the efficiency of each all-reduce."""
-        header = [
-            "devices",
-            "machines",
-            "all-reduce",
-            "reducing, ms",
-            "exposed, ms",
-            "step, ms",
-            "efficiency",
-            "speed-up",
-        ]
-        header += [*ALGORITHMS, "no overlap"]
+        header = ["devices", "machines", "all-reduce", "reducing, ms", "exposed, ms", "step, ms", "efficiency"]
+        header += ["speed-up", *ALGORITHMS, "no overlap"]
         others = [self.with_algorithm(name) for name in ALGORITHMS]
         rows = []
         for place, one in enumerate(self.predictions):
@@ -137,7 +128,7 @@ def _percent(fraction: float) -> str:
     return f"{100 * fraction:.1f} %"
 
 
-def document(plan: ScalingPlan, title: str) -> str:
-    """Return plan.md."""
-    picture = "![Efficiency and time of a step](plan.png)"
-    return f"# {title}\n\n{plan.assumptions()}\n\n{picture}\n\n{plan.to_table()}\n\n{plan.conclusion()}\n"
+def document(plan: ScalingPlan, title: str, *, picture: bool) -> str:
+    """Return plan.md, with the picture beside it where there is one."""
+    parts = [f"# {title}", plan.assumptions(), *["![Efficiency and time of a step](plan.png)"][: int(picture)]]
+    return "\n\n".join([*parts, plan.to_table(), plan.conclusion()]) + "\n"
