@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from unisono import __version__
 from unisono.bench import command as bench
-from unisono.console.errors import FAILED, MISUSED, CommandError, Interrupted, OptionError
+from unisono.console.errors import DONE, FAILED, MISUSED, CommandError, Interrupted, OptionError
 from unisono.console.options import expect_installed
 from unisono.monitor import devices_command as devices
 from unisono.monitor import watch_command as watch
@@ -93,9 +93,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error.__cause__, BrokenPipeError):
             _discard_output()
         return fail(" ".join(str(error).splitlines()), error.exit_status)  # a word of the command line may have two
-    except BrokenPipeError:  # the reader of our output has ended
+    except BrokenPipeError:  # the reader of our output has ended, as in `unisono devices | head -1`
         _discard_output()
-        return FAILED
+        return DONE if argv[0] == "devices" else FAILED  # which has done all when it prints
     except OSError as error:  # such as a full disk
         return fail(error, FAILED)
     except RuntimeError as error:

@@ -125,7 +125,10 @@ def test_damaged_copies_and_a_link_that_fails(
     monkeypatch.setattr(devices, "copy_bytes_per_s", copy)
     shown = lines(capsys, status=1)
     assert "cuda:0 to cuda:1: peer access, cannot be copied: CUDA error: out of memory" in shown
-    assert any("nvidia-ml-py not installed: pip install 'unisono[watch]'" in line for line in shown)
+    assert any(
+        "nvidia-ml-py not installed: pip install 'unisono[watch]' (in a checkout: pip install '.[watch]')" in line
+        for line in shown
+    )
 
 
 def test_an_accelerator_that_cannot_be_asked(
@@ -323,7 +326,7 @@ def test_bad_input_is_one_line(arguments: list[str], capsys: pytest.CaptureFixtu
 
 
 def test_in_a_bare_environment_with_a_reader_that_ends(tmp_path: Path) -> None:
-    """M4: without HOME, in an ASCII locale; and `head` has closed the pipe already: no traceback, exit status 1."""
+    """M4: without HOME, in an ASCII locale; `head` has closed the pipe already: no traceback, and no failure."""
     environment = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
     environment |= {"LC_ALL": "C", "PYTHONIOENCODING": "ascii:strict"}
     read_end, write_end = os.pipe()
@@ -338,4 +341,4 @@ def test_in_a_bare_environment_with_a_reader_that_ends(tmp_path: Path) -> None:
             timeout=100,
             check=False,
         )
-    assert (done.returncode, done.stderr) == (1, b"")
+    assert (done.returncode, done.stderr) == (0, b"")

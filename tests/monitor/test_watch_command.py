@@ -1,6 +1,7 @@
 """`unisono watch`: one sample, a log, the table on a terminal; a training whose straggler it finds."""
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -11,16 +12,17 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from helpers.commands import assert_misused
 from helpers.fake_gpus import install, nvml
 from unisono.cli import main
 from unisono.monitor import sample
-from unisono.monitor.display import fitted, styled_lines
+from unisono.monitor.display import shown
 from unisono.monitor.nvml import GpuReader
 from unisono.monitor.sample import Sample, Sampler
 from unisono.runtime.step_status import Published, ReplicaStatus
@@ -116,9 +118,9 @@ def test_one_sample_finds_the_straggler_and_says_why(
 
 def test_lines_wrap_on_a_narrow_terminal(here: None, training: int) -> None:
     """M4: a figure after the other, none wider than 20 columns."""
-    lines = [line for line, _ in styled_lines(Sampler(GpuReader()).take(), 20)]
+    lines = lines_of(Sampler(GpuReader()).take(), 20)
     assert max(map(len, lines)) <= 20
-    assert "share 75%" in " ".join(line.strip() for line in lines)
+    assert "share 75%" in " ".join(lines)
 
 
 class Screen:
@@ -208,20 +210,12 @@ def test_a_log_that_is_full(here: None, capsys: pytest.CaptureFixture[str]) -> N
         (["--log", "/nowhere/log"], "--log /nowhere/log: cannot be written (No such file or directory)"),
         (["--twice"], "there is no option --twice"),
         (["5"], "there is no option 5"),
+        (["--pid", "soon"], "argument --pid: invalid int value: 'soon'"),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
     """M4: and nothing is shown."""
     assert assert_misused(["watch", *arguments], error, capsys) == ""
-
-
-def test_missing_packages_are_named_with_the_extra(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """M4: psutil and rich; nvidia-ml-py may be missing."""
-    installed = SimpleNamespace(origin="somewhere")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "rich" else installed)
-    assert_misused(["watch", "--once"], "rich not installed: pip install 'unisono[watch]'", capsys)
 
 
 @pytest.fixture
@@ -239,8 +233,11 @@ def on_gpu(steps: int, *rows: int, module: str = "Net", age_s: float = 0.0) -> P
     return Published("a", os.getpid(), steps, time.time() - age_s, 0.5, module, "Threads", tuple(replicas))
 
 
-def lines_of(taken: Sample, width: int | None = None) -> list[str]:
-    return [line.strip() for line, _ in styled_lines(taken, width)]
+def lines_of(taken: Sample, width: int = 1000) -> list[str]:
+    console = Console(file=io.StringIO(), width=width)
+    with console.capture() as text:
+        console.print(shown(taken))
+    return [line.strip() for line in text.get().splitlines()]
 
 
 def test_gpus_and_the_replicas_on_them(monkeypatch: pytest.MonkeyPatch, published: list[Published]) -> None:
@@ -253,28 +250,35 @@ def test_gpus_and_the_replicas_on_them(monkeypatch: pytest.MonkeyPatch, publishe
     assert [replica.gpu for replica in wrapper.replicas] == [1, 2]
     assert [replica.forward_s for replica in wrapper.replicas] == [None, None]
     assert [replica.wait_s for replica in wrapper.replicas] == pytest.approx([0.3, 0])
-    shown = lines_of(taken)
-    assert "GPU  load    memory  temp      power      name" in shown
-    assert "1   40%  0/16 GiB  60 C  250/300 W  Fake GPU" in shown
-    assert "2  100%  3/16 GiB  60 C          -  Fake GPU" in shown
-    assert "the others wait for replica 1: GPU 2 runs at a low clock: it is too hot" in shown
-    assert "a folder is not private" in shown
-    assert any(line.endswith("; 7 steps, 500 ms each") for line in shown)
+    lines = lines_of(taken)
+    assert "GPU  load    memory  temp      power      name" in lines
+    assert "1   40%  0/16 GiB  60 C  250/300 W  Fake GPU" in lines
+    assert "2  100%  3/16 GiB  60 C          -  Fake GPU" in lines
+    assert "the others wait for replica 1: GPU 2 runs at a low clock: it is too hot" in lines
+    assert "a folder is not private" in lines
+    assert any(line.endswith("; 7 steps, 500 ms each") for line in lines)
 
 
-def test_a_wrapper_that_has_stopped_has_no_straggler(
+def test_a_wrapper_that_has_stopped_is_one_line_at_the_end(
     monkeypatch: pytest.MonkeyPatch, published: list[Published]
 ) -> None:
-    """M8: its replicas' figures are those of the last step; none of them waits for another one now."""
+    """M8: none of its replicas waits for another one now, so it has no straggler. What trains is shown first."""
     install(monkeypatch, nvml([{"bus": 5, "load": 40}, {"bus": 6, "load": 100}]))
-    published.append(on_gpu(7, 8, 8, age_s=3600))
+    published += [on_gpu(7, 8, 8, age_s=3600), replace(on_gpu(9, 8, module="Live"), name="b")]
     taken = Sampler(GpuReader()).take()
-    assert taken.wrappers[0].has_stopped
-    assert taken.wrappers[0].straggler is None
-    shown = "\n".join(lines_of(taken))
-    assert "7 steps, none for 3600 s" in shown
-    assert "slowest" not in shown
-    assert "the others wait" not in shown
+    live, stopped = taken.wrappers
+    assert (live.has_stopped, stopped.has_stopped, stopped.straggler) == (False, True, None)
+    lines = lines_of(taken)
+    assert f"no steps now, and for how long: process {os.getpid()}, Net (3600 s)" in lines
+    assert any("Live, Threads; 9 steps" in line for line in lines)
+    assert not any("slowest" in line or "the others wait" in line for line in lines)
+
+
+@pytest.mark.parametrize(("pid", "modules"), [(None, ["Net", "Other"]), (1, ["Other"]), (2, [])])
+def test_only_one_process(pid: int | None, modules: list[str], published: list[Published]) -> None:
+    """M5: `--pid` leaves out what the others have published."""
+    published += [on_gpu(7, 8), replace(on_gpu(9, 8, module="Other"), name="b", pid=1)]
+    assert [wrapper.module for wrapper in Sampler(GpuReader(), pid).take().wrappers] == modules
 
 
 def test_means_are_of_steps_with_the_same_rows(published: list[Published]) -> None:
@@ -297,15 +301,11 @@ def test_text_of_other_programs_cannot_command_the_terminal(published: list[Publ
     assert any("N?[2Jet?, Threads" in line for line in lines_of(Sampler(GpuReader()).take(), 20 * 5))
 
 
-def test_what_is_left_out_is_said(published: list[Published], monkeypatch: pytest.MonkeyPatch) -> None:
-    """M4: a long command ends with dots, and so does a table on a terminal that is not high enough for it."""
+def test_a_long_command_ends_with_dots(published: list[Published], monkeypatch: pytest.MonkeyPatch) -> None:
+    """M4: it would fill a narrow terminal."""
     monkeypatch.setattr(sample, "_process", lambda pid: ("python train.py " + "x" * 50, [pid], 0.0))
     published.append(on_gpu(1, 8))
-    taken = Sampler(GpuReader()).take()
-    lines = styled_lines(taken, 80)
-    assert ("  python train.py " + "x" * 41 + "...", "") in lines
-    assert fitted(lines, len(lines)) == lines
-    assert fitted(lines, 3) == [*lines[:2], (f"... {len(lines) - 2} more", "bold")]
+    assert "python train.py " + "x" * 41 + "..." in lines_of(Sampler(GpuReader()).take())
 
 
 def test_ctrl_c_is_the_usual_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

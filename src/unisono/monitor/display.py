@@ -1,35 +1,24 @@
-"""A sample as text: tables where the terminal is wide enough, else one figure a line. In ASCII; colours are styles."""
+"""A sample as tables, by rich: on a terminal with colours, elsewhere as plain text. In ASCII."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
 
-from unisono.monitor.report import gib, wrapped
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from unisono.monitor.report import gib
 from unisono.monitor.sample import Sample, Wrapper
+from unisono.monitor.stragglers import Replica
 
 _NONE = "-"
 _MOST_COMMAND = 60
 
 
-@dataclass
-class Block:
-    """A part of the display: a heading, a table, notes.
-
-    Attributes:
-        rows: of cells, as many as in `header`.
-        marked: the rows that are shown in red.
-        notes: lines below.
-    """
-
-    heading: str
-    header: Sequence[str] = ()
-    rows: list[list[str]] = field(default_factory=list)
-    marked: set[int] = field(default_factory=set)
-    notes: list[str] = field(default_factory=list)
-
-
-def blocks_of(sample: Sample) -> list[Block]:
-    """Return the parts of the display."""
-    blocks = []
+def shown(sample: Sample) -> Group:
+    """Return the display of a sample: GPUs, cores, and the wrappers that train; those that have stopped come last."""
+    parts: list[RenderableType] = []
     if sample.gpus:
         header = ["GPU", "load", "memory", "temp", "power", "name"]
         rows = [
@@ -43,101 +32,81 @@ def blocks_of(sample: Sample) -> list[Block]:
             ]
             for gpu in sample.gpus
         ]
-        slow = {i for i, gpu in enumerate(sample.gpus) if gpu.slowdown}
-        notes = [f"GPU {gpu.number} runs at a low clock: {gpu.slowdown}" for gpu in sample.gpus if gpu.slowdown]
-        blocks.append(Block("GPUs", header, rows, slow, notes))
+        slow = [gpu for gpu in sample.gpus if gpu.slowdown]
+        parts += [_heading("GPUs"), _Figures(header, rows, {gpu.number for gpu in slow})]
+        parts += [_note(f"GPU {gpu.number} runs at a low clock: {gpu.slowdown}") for gpu in slow]
+        parts.append(Text())
     loads = sample.core_loads
     memory = f"memory {gib(sample.memory_used_bytes)} of {gib(sample.memory_bytes)}"
-    busy = "".join(str(min(int(10 * load), 9)) for load in loads)
-    blocks.append(
-        Block(
-            f"CPU: {sum(loads):.1f} of {len(loads)} cores busy, {memory}",
-            notes=[f"each core, in tenths: {busy}"] if loads else [],
-        )
-    )
-    blocks += [_wrapper(wrapper) for wrapper in sample.wrappers]
+    parts.append(_heading(f"CPU: {sum(loads):.1f} of {len(loads)} cores busy, {memory}"))
+    if loads:
+        parts.append(_note(f"each core, in tenths: {''.join(str(min(int(10 * load), 9)) for load in loads)}"))
+    for wrapper in sample.wrappers:
+        if not wrapper.has_stopped:
+            parts += [Text(), *_training(wrapper)]
+    stopped = [f"process {w.pid}, {w.module} ({w.age_s:.0f} s)" for w in sample.wrappers if w.has_stopped]
+    if stopped:
+        parts += [Text(), _heading(f"no steps now, and for how long: {'; '.join(stopped)}")]
     if not sample.wrappers:
-        blocks.append(Block("no wrapper of this user has taken a step yet"))
+        parts += [Text(), _heading("no wrapper of this user has taken a step yet")]
     if sample.problems:
-        blocks.append(Block("not read:", notes=list(sample.problems)))
-    return blocks
+        parts += [Text(), _heading("not read:"), *map(_note, sample.problems)]
+    return Group(*parts)
 
 
-def _wrapper(wrapper: Wrapper) -> Block:
-    heading = f"process {wrapper.pid}: {wrapper.module}, {wrapper.engine}"
+def _training(wrapper: Wrapper) -> Iterator[RenderableType]:
     step = f"{wrapper.steps:,} steps, {_time(wrapper.step_s)} each"
-    if wrapper.has_stopped:
-        step = f"{wrapper.steps:,} steps, none for {wrapper.age_s:.0f} s"
-    block = Block(f"{heading}; {step}", ["replica", "device", "rows", "share", "forward", "backward", "wait", ""])
-    for i, replica in enumerate(wrapper.replicas):
-        device = replica.device if replica.gpu is None else f"{replica.device} (GPU {replica.gpu})"
-        is_slowest = wrapper.straggler is not None and wrapper.straggler.replica == replica.number
-        block.rows.append(
-            [
-                str(replica.number),
-                device,
-                str(replica.rows or _NONE),
-                _percent(replica.share),
-                _time(replica.forward_s),
-                _time(replica.backward_s),
-                _time(replica.wait_s),
-                "<- slowest" if is_slowest else "",
-            ]
-        )
-        if is_slowest:
-            block.marked.add(i)
+    yield _heading(f"process {wrapper.pid}: {wrapper.module}, {wrapper.engine}; {step}")
+    slowest = wrapper.straggler.replica if wrapper.straggler is not None else None
+    header = ["replica", "device", "rows", "share", "forward", "backward", "wait", ""]
+    rows = [[*_cells(replica), "<- slowest" if replica.number == slowest else ""] for replica in wrapper.replicas]
+    yield _Figures(header, rows, {i for i, replica in enumerate(wrapper.replicas) if replica.number == slowest})
     if wrapper.straggler is not None:
         cause = wrapper.straggler.cause or "these figures do not tell why"
-        block.notes.append(f"the others wait for replica {wrapper.straggler.replica}: {cause}")
+        yield _note(f"the others wait for replica {slowest}: {cause}")
     if wrapper.command:
         cut = len(wrapper.command) > _MOST_COMMAND
-        block.notes.append(f"{wrapper.command[: _MOST_COMMAND - 3]}..." if cut else wrapper.command)
-    return block
+        yield _note(f"{wrapper.command[: _MOST_COMMAND - 3]}..." if cut else wrapper.command)
 
 
-def styled_lines(sample: Sample, width: int | None) -> list[tuple[str, str]]:
-    """Return the lines of the display, each with its style ("" for none).
+def _cells(replica: Replica) -> list[str]:
+    device = replica.device if replica.gpu is None else f"{replica.device} (GPU {replica.gpu})"
+    times = (replica.forward_s, replica.backward_s, replica.wait_s)
+    return [str(replica.number), device, str(replica.rows or _NONE), _percent(replica.share), *map(_time, times)]
+
+
+class _Figures:
+    """A table with a column for each figure; where that is too wide, a paragraph for each row.
 
     Args:
-        width: columns of the terminal; None: any.
+        header, rows: of cells.
+        marked: the rows that are shown in red.
     """
-    lines: list[tuple[str, str]] = []
-    for block in blocks_of(sample):
-        lines.append((block.heading, "bold"))
-        lines += _table(block, width)
-        lines += [(f"  {note}", "") for note in block.notes]
-        lines.append(("", ""))
-    return [(part, style) for line, style in lines[:-1] for part in wrapped([line], width).split("\n")]
+
+    def __init__(self, header: Sequence[str], rows: Sequence[Sequence[str]], marked: Iterable[int]) -> None:
+        self._header, self._rows = header, rows
+        self._styles = ["red" if number in {*marked} else "" for number, _ in enumerate(rows)]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = Table(box=None, padding=(0, 0, 0, 2), header_style="dim")
+        for name in self._header:
+            table.add_column(name, justify="right")
+        for row, style in zip(self._rows, self._styles, strict=True):
+            table.add_row(*row, style=style)
+        if Measurement.get(console, options.update(width=1000), table).maximum <= options.max_width:
+            yield table
+            return
+        for row, style in zip(self._rows, self._styles, strict=True):
+            figures = [f"{name} {cell}".strip() for name, cell in zip(self._header, row, strict=True) if cell]
+            yield _note(", ".join(figures), style)
 
 
-def fitted(lines: list[tuple[str, str]], height: int) -> list[tuple[str, str]]:
-    """Return the lines of a display that fit on a terminal of so many; the last one says how many are left out."""
-    if len(lines) <= height:
-        return lines
-    kept = max(height - 1, 0)
-    return [*lines[:kept], (f"... {len(lines) - kept} more", "bold")]
+def _heading(text: str) -> Text:
+    return Text(text, style="bold")
 
 
-def _table(block: Block, width: int | None) -> list[tuple[str, str]]:
-    """Return a table with a column for each figure; where that is too wide, a paragraph for each row."""
-    if not block.rows:
-        return []
-    cells = [list(block.header), *block.rows]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(block.header))]
-    styles = ["dim", *("red" if i in block.marked else "" for i, _ in enumerate(block.rows))]
-    if width is None or sum(widths) + 2 * len(widths) <= width:
-        return [
-            ("  " + "  ".join(cell.rjust(size) for cell, size in zip(row, widths, strict=True)).rstrip(), style)
-            for row, style in zip(cells, styles, strict=True)
-        ]
-    return [
-        (
-            "  "
-            + ", ".join(f"{name} {cell}".strip() for name, cell in zip(block.header, row, strict=True) if cell != ""),
-            style,
-        )
-        for row, style in zip(block.rows, styles[1:], strict=True)
-    ]
+def _note(text: str, style: str = "") -> Padding:
+    return Padding.indent(Text(text, style=style), 2)
 
 
 def _percent(part: float | None) -> str:

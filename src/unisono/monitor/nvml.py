@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from unisono.console.options import not_installed, remedy
+
 # Bits of the reasons why clocks are low (nvmlClocksEventReason...).
 _SLOWDOWNS = ((0x60, "it is too hot"), (0x84, "its power is limited"), (0x08, "its hardware slows it down"))
 
@@ -53,7 +55,7 @@ class GpuReader:
         self._handles: list[Any] = []
         self._library: Any = None
         if importlib.util.find_spec("pynvml") is None:
-            self.problem = "nvidia-ml-py not installed: pip install 'unisono[watch]'"
+            self.problem = f"{not_installed('nvidia-ml-py')}: {remedy('watch')}"
             return
         import pynvml
 

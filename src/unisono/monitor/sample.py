@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import psutil
 
+from unisono.bench.processes import cpu_seconds, family
 from unisono.monitor.nvml import Gpu, GpuReader
 from unisono.monitor.report import printable
 from unisono.monitor.stragglers import Replica, Straggler, find
@@ -62,23 +63,28 @@ class Sample:
 
 
 class Sampler:
-    """Takes samples, one after the other; loads and means are of the time between them."""
+    """Takes samples, one after the other; loads and means are of the time between them.
 
-    def __init__(self, reader: GpuReader) -> None:
-        self._reader = reader
+    Args:
+        reader: of NVIDIA's GPUs.
+        pid: of the only process whose wrappers are wanted; None: all.
+    """
+
+    def __init__(self, reader: GpuReader, pid: int | None = None) -> None:
+        self._reader, self._pid = reader, pid
         self._published: dict[str, deque[Published]] = {}
-        self._cpu_seconds = {each.pid: _process(each.pid)[2] for each in read_all()[0]}
+        self._cpu_seconds = {each.pid: _process(each.pid)[2] for each in self._read()[0]}
         self._taken_at = time.monotonic()
         psutil.cpu_percent(percpu=True)  # the first one counts from here
 
     def take(self) -> Sample:
-        """Return what is so now."""
+        """Return what is so now; wrappers that have stopped come last."""
         now = time.monotonic()
         elapsed_s, self._taken_at = max(now - self._taken_at, 1e-3), now
-        gpus = self._reader.read()
-        core_loads = [percent / 100 for percent in psutil.cpu_percent(percpu=True)]
+        gpus = tuple(self._reader.read())
+        core_loads = tuple(percent / 100 for percent in psutil.cpu_percent(percpu=True))
         memory = psutil.virtual_memory()
-        published, problems = read_all()
+        published, problems = self._read()
         self._published = {each.name: self._published.get(each.name, deque(maxlen=_KEPT)) for each in published}
         before, self._cpu_seconds = self._cpu_seconds, {}
         wrappers = []
@@ -86,47 +92,43 @@ class Sampler:
             kept = self._published[each.name]
             if not kept or kept[-1].steps != each.steps:
                 kept.append(each)
-            wrappers.append(self._wrapper(kept, gpus, core_loads, before, elapsed_s))
-        return Sample(
-            time.time(),
-            tuple(gpus),
-            tuple(core_loads),
-            memory.total - memory.available,
-            memory.total,
-            tuple(wrappers),
-            tuple(problems),
-        )
+            command, pids, cpu_seconds = _process(each.pid)
+            self._cpu_seconds[each.pid] = cpu_seconds
+            own_cores = sum(core_loads)  # if it is not known yet
+            if each.pid in before:
+                own_cores = max(cpu_seconds - before[each.pid], 0) / elapsed_s
+            wrapper = _wrapper(kept, command, gpus)
+            if not wrapper.has_stopped:
+                straggler = find(wrapper.replicas, gpus, pids, core_loads, own_cores)
+                wrapper = replace(wrapper, straggler=straggler)
+            wrappers.append(wrapper)
+        wrappers.sort(key=lambda wrapper: wrapper.has_stopped)
+        used_bytes = memory.total - memory.available
+        return Sample(time.time(), gpus, core_loads, used_bytes, memory.total, tuple(wrappers), tuple(problems))
 
-    def _wrapper(
-        self,
-        kept: Sequence[Published],
-        gpus: Sequence[Gpu],
-        core_loads: Sequence[float],
-        before: dict[int, float],
-        elapsed_s: float,
-    ) -> Wrapper:
-        last = kept[-1]
-        same = [each for each in kept if _layout(each) == _layout(last)]  # a last batch may be shorter
-        replicas = _with_waits([_replica(of, gpus) for of in zip(*[each.replicas for each in same], strict=True)])
-        replicas = _with_waits_by_load(replicas, gpus, last.step_s)
-        command, pids, cpu_seconds = _process(last.pid)
-        self._cpu_seconds[last.pid] = cpu_seconds
-        own_cores = max(cpu_seconds - before[last.pid], 0) / elapsed_s if last.pid in before else sum(core_loads)
-        step_s = statistics.median(each.step_s for each in kept)  # the first may have started workers
-        age_s = max(time.time() - last.published_at, 0.0)
-        has_stopped = age_s > max(_STOPPED_STEPS * step_s, _STOPPED_S)
-        return Wrapper(
-            pid=last.pid,
-            command=command,
-            module=printable(last.module),
-            engine=printable(last.engine),
-            steps=last.steps,
-            step_s=step_s,
-            age_s=age_s,
-            has_stopped=has_stopped,
-            replicas=tuple(replicas),
-            straggler=None if has_stopped else find(replicas, gpus, pids, core_loads, own_cores),
-        )
+    def _read(self) -> tuple[list[Published], list[str]]:
+        published, problems = read_all()
+        return [each for each in published if self._pid in (None, each.pid)], problems
+
+
+def _wrapper(kept: Sequence[Published], command: str, gpus: Sequence[Gpu]) -> Wrapper:
+    last = kept[-1]
+    same = [each for each in kept if _layout(each) == _layout(last)]  # a last batch may be shorter
+    replicas = _with_waits([_replica(of, gpus) for of in zip(*[each.replicas for each in same], strict=True)])
+    step_s = statistics.median(each.step_s for each in kept)  # the first may have started workers
+    age_s = max(time.time() - last.published_at, 0.0)
+    return Wrapper(
+        pid=last.pid,
+        command=command,
+        module=printable(last.module),
+        engine=printable(last.engine),
+        steps=last.steps,
+        step_s=step_s,
+        age_s=age_s,
+        has_stopped=age_s > max(_STOPPED_STEPS * step_s, _STOPPED_S),
+        replicas=tuple(_with_waits_by_load(replicas, gpus, last.step_s)),
+        straggler=None,
+    )
 
 
 def _layout(status: Published) -> list[tuple[str, int]]:
@@ -152,15 +154,14 @@ def _replica(of: Sequence[ReplicaStatus], gpus: Sequence[Gpu]) -> Replica:
 def _with_waits(replicas: Sequence[Replica]) -> list[Replica]:
     """Fill in shares, and how long each replica waits at the end of forward and of backward for the slowest."""
     total = sum(replica.rows for replica in replicas)
-    forward_s = [replica.forward_s for replica in replicas if replica.forward_s is not None]
-    backward_s = [replica.backward_s for replica in replicas if replica.backward_s is not None]
-    filled = []
-    for replica in replicas:
-        wait_s = replica.wait_s
-        if replica.forward_s is not None and replica.backward_s is not None:
-            wait_s = max(forward_s) - replica.forward_s + max(backward_s) - replica.backward_s
-        filled.append(replace(replica, share=replica.rows / total if total else None, wait_s=wait_s))
-    return filled
+    timed = [replica for replica in replicas if replica.forward_s is not None and replica.backward_s is not None]
+    forward_s = max((replica.forward_s or 0.0 for replica in timed), default=0.0)
+    backward_s = max((replica.backward_s or 0.0 for replica in timed), default=0.0)
+    shares = [replace(replica, share=replica.rows / total if total else None) for replica in replicas]
+    return [
+        replica if replica.compute_s is None else replace(replica, wait_s=forward_s + backward_s - replica.compute_s)
+        for replica in shares
+    ]
 
 
 def _with_waits_by_load(replicas: Sequence[Replica], gpus: Sequence[Gpu], step_s: float) -> list[Replica]:
@@ -176,18 +177,10 @@ def _with_waits_by_load(replicas: Sequence[Replica], gpus: Sequence[Gpu], step_s
 
 def _process(pid: int) -> tuple[str, list[int], float]:
     """Return a process's command, the numbers of it and of those that it has started, and their CPU time in seconds."""
+    processes = family([pid])
     try:
-        process = psutil.Process(pid)
-        words = process.cmdline() or [process.name()]
-        family = [process, *process.children(recursive=True)]
-    except psutil.Error:  # it has ended meanwhile
+        words = processes[0].cmdline() or [processes[0].name()]
+    except (IndexError, psutil.Error):  # it has ended meanwhile
         return "", [pid], 0.0
-    seconds = 0.0
-    for each in family:
-        try:
-            times = each.cpu_times()
-        except psutil.Error:
-            continue
-        seconds += times.user + times.system
     command = " ".join([os.path.basename(words[0]), *words[1:]])
-    return printable(command), [each.pid for each in family], seconds
+    return printable(command), [each.pid for each in processes], cpu_seconds(processes)

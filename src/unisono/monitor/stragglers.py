@@ -4,12 +4,11 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from unisono.bench.machine import other_programs
 from unisono.monitor.nvml import Gpu
 
 SLOWER = 1.2  # a straggler takes so many times as long as the others' median
 _BUSIER = 0.2  # on GPUs: so much more load than the others' median
-_TAKEN = 0.2  # of the cores, by other programs
-_ALL_BUSY = 0.8  # the cores' mean load from which programs take time from each other
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ def find(
         slowest = max(replicas, key=lambda replica: replica.compute_s or 0)
         if _without(known, slowest.number) * SLOWER > (slowest.compute_s or 0):
             return None
-        causes = [_rows(slowest, replicas), _other_programs(core_loads, own_cores)]
+        causes = [_rows(slowest, replicas), other_programs(sum(core_loads), own_cores, len(core_loads))]
         return Straggler(slowest.number, "; ".join(filter(None, causes)) or None)
     return _find_by_load(replicas, {gpu.number: gpu for gpu in gpus}, own_pids)
 
@@ -94,14 +93,6 @@ def _rows(slowest: Replica, replicas: Sequence[Replica]) -> str | None:
     if not all(rows) or slowest.rows < SLOWER * _without(rows, slowest.number):
         return None
     return f"it has {slowest.rows} of {sum(rows)} rows: change shares"
-
-
-def _other_programs(core_loads: Sequence[float], own_cores: float) -> str | None:
-    """Return that other programs are why, if they take much of cores that are all busy."""
-    cores, busy = len(core_loads), sum(core_loads)
-    if not cores or busy < _ALL_BUSY * cores or busy - own_cores < _TAKEN * cores:
-        return None
-    return f"other programs use {busy - own_cores:.1f} of {cores} cores"
 
 
 def _find_by_load(replicas: Sequence[Replica], gpus: dict[int, Gpu], own_pids: Sequence[int]) -> Straggler | None:

@@ -5,21 +5,19 @@ import contextlib
 import json
 import math
 import signal
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from unisono.console.errors import DONE, Interrupted, OptionError
-from unisono.console.progress import is_terminal
 from unisono.monitor.nvml import GpuReader
-from unisono.monitor.report import width_of_terminal
 
 _EVERY_S = 1.0
 _LEAST_S, _MOST_S = 0.1, 3600.0
+_ANY_WIDTH = 1000  # columns, where the output is no terminal
 
 SUMMARY = "show what runs now: GPUs, cores, and each replica's share, times and waits"
 
@@ -28,6 +26,8 @@ Show, once a second, the load, memory, temperature and power of each NVIDIA GPU,
 running DataParallel of this user each replica's share of the rows, its times, and how long it waits for the others. The
 replica that the others wait for is marked, with the cause where the figures tell it. Ctrl-C ends it.
 
+A training that takes no steps is only named, on one line at the end.
+
 On a terminal the table stays in place. Elsewhere each sample is a paragraph; with --json it is a line of JSON.
 """
 
@@ -35,6 +35,7 @@ EXAMPLES = """\
 examples:
   unisono watch
   unisono watch --once                     one sample, which takes a second
+  unisono watch --pid 4711                 only the training in this process
   unisono watch --log watch.jsonl          write every sample to a file, too
   unisono watch --json --once | jq '.wrappers[].straggler'
   unisono watch --every 10 > watch.txt
@@ -52,6 +53,7 @@ exit status:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command to its parser; only what was given comes out of it."""
     parser.add_argument("--once", action="store_true", help="show one sample and end")
+    parser.add_argument("--pid", type=int, metavar="N", help="show only the training in this process")
     parser.add_argument("--log", type=_file, metavar="FILE", help="append each sample to a file, as a line of JSON")
     parser.add_argument("--json", action="store_true", help="print each sample as a line of JSON")
     parser.add_argument("--every", type=_seconds, metavar="S", help=f"seconds between samples (default: {_EVERY_S:g})")
@@ -68,61 +70,42 @@ def run(given: dict[str, Any]) -> int:
     Raises:
         OptionError: the log cannot be written.
     """
-    from unisono.monitor.sample import Sample, Sampler  # imports psutil, which `needed` has checked
-
-    once, as_json = given.get("once", False), given.get("json", False)
-    every_s: float = given.get("every", _EVERY_S)
-    with contextlib.ExitStack() as stack:
-        log = stack.enter_context(_log(given["log"])) if "log" in given else None
-        stack.enter_context(_ending_on_signals())
-        sampler = Sampler(GpuReader())
-        in_place = not once and not as_json and is_terminal(sys.stdout)
-        show: Callable[[Sample], None] = (
-            stack.enter_context(_live()) if in_place else _print_json if as_json else _print
-        )
-        try:
-            while True:
-                time.sleep(every_s)
-                sample = sampler.take()
-                if log is not None:
-                    log(json.dumps(asdict(sample)))
-                show(sample)
-                if once:
-                    return DONE
-        except KeyboardInterrupt:  # the usual way to end it
-            return DONE
-
-
-def _print_json(sample: Any) -> None:
-    print(json.dumps(asdict(sample)), flush=True)
-
-
-def _print(sample: Any) -> None:
-    from unisono.monitor.display import styled_lines
-
-    print("\n".join(line for line, _ in styled_lines(sample, width_of_terminal())), end="\n\n", flush=True)
-
-
-@contextlib.contextmanager
-def _live() -> Iterator[Callable[[Any], None]]:
-    """Yield what shows a sample in the place of the one before; the terminal is as it was afterwards."""
     from rich.console import Console
     from rich.live import Live
-    from rich.text import Text
 
-    from unisono.monitor.display import fitted, styled_lines
+    from unisono.monitor.display import shown
+    from unisono.monitor.sample import Sampler  # imports psutil, which `needed` has checked
 
+    once, as_json = given.get("once", False), given.get("json", False)
+    log: Path | None = given.get("log")
+    if log is not None:
+        _append(log, "", OptionError(f"--log {log}: cannot be written"), "; name another file")
     console = Console()
-    with Live(Text("one moment ..."), console=console, screen=True, auto_refresh=False) as live:
-        live.refresh()
-
-        def show(sample: Any) -> None:
-            text = Text(no_wrap=True, overflow="crop")
-            for line, style in fitted(styled_lines(sample, console.width), console.height):
-                text.append(f"{line}\n", style=style or None)
-            live.update(text, refresh=True)
-
-        yield show
+    in_place = not once and not as_json and console.is_terminal and not console.is_dumb_terminal
+    if not console.is_terminal:
+        console.width = _ANY_WIDTH
+    live = Live("one moment ...", console=console, screen=True, auto_refresh=False)
+    try:
+        with _ending_on_signals(), live if in_place else contextlib.nullcontext():
+            sampler = Sampler(GpuReader(), given.get("pid"))
+            while True:
+                time.sleep(given.get("every", _EVERY_S))
+                sample = sampler.take()
+                line = json.dumps(asdict(sample))
+                if log is not None:
+                    _append(log, f"{line}\n", OSError(f"--log {log}: cannot be written any more"))
+                if in_place:
+                    live.update(shown(sample), refresh=True)
+                elif as_json:
+                    print(line, flush=True)
+                else:
+                    with console.capture() as text:
+                        console.print(shown(sample))
+                    print(*map(str.rstrip, text.get().splitlines()), sep="\n", end="\n\n", flush=True)
+                if once:
+                    return DONE
+    except KeyboardInterrupt:  # the usual way to end it
+        return DONE
 
 
 @contextlib.contextmanager
@@ -141,31 +124,13 @@ def _ending_on_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-@contextlib.contextmanager
-def _log(path: Path) -> Iterator[Callable[[str], None]]:
-    """Yield what appends a line to a file.
-
-    Raises:
-        OptionError: the file cannot be opened.
-        OSError: it cannot be written any more.
-    """
+def _append(path: Path, text: str, failure: Exception, remedy: str = "") -> None:
+    """Append a text to a file; raise `failure`, with the reason, if that cannot be done."""
     try:
-        file = path.open("a", encoding="utf-8")
+        with path.open("a", encoding="utf-8") as file:
+            file.write(text)
     except OSError as error:
-        raise OptionError(f"--log {path}: cannot be written ({error.strerror}); name another file") from error
-
-    def write(line: str) -> None:
-        try:
-            file.write(f"{line}\n")
-            file.flush()
-        except OSError as error:
-            raise OSError(f"--log {path}: cannot be written any more ({error.strerror})") from error
-
-    try:
-        yield write
-    finally:
-        with contextlib.suppress(OSError):  # what is left of a line that could not be written
-            file.close()
+        raise type(failure)(f"{failure} ({error.strerror}){remedy}") from error
 
 
 def _file(name: str) -> Path:
