@@ -16,7 +16,8 @@ import torch
 from unisono.bench import machine
 from unisono.runtime.cgroups import cgroup_folders
 
-_UNLIMITED_BYTES = 2**60  # version 1 of cgroups has a number near 2**63 for "no limit"
+_MEMORY_LIMITS = ("memory.max", "memory.limit_in_bytes")  # of versions 2 and 1 of cgroups
+_UNLIMITED_BYTES = 2**60  # version 1 has a number near 2**63 for "no limit"
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Cpu:
 
 def describe(root: Path = Path("/")) -> Cpu:
     """Return what is known about the CPU. (`root`: of the system's files, for tests.)"""
-    memory = _memory(root)
+    memory = _memory(_read(root / "proc/meminfo"))
     return Cpu(
         processor=machine.describe()["processor"],
         cores=os.cpu_count() or 1,
@@ -83,50 +84,42 @@ def describe(root: Path = Path("/")) -> Cpu:
     )
 
 
-def _read(path: Path) -> str | None:
+def _read(path: Path) -> str:
     try:
         return path.read_text().strip()
     except (OSError, ValueError):
-        return None
+        return ""
 
 
-def _memory(root: Path) -> dict[str, int]:
-    """Return the figures of /proc/meminfo in bytes."""
-    found = re.findall(r"^(\w+):\s+(\d+) kB$", _read(root / "proc/meminfo") or "", re.MULTILINE)
-    return {name: int(kib) * 1024 for name, kib in found}
+def _memory(text: str) -> dict[str, int]:
+    """Return the figures of a meminfo in bytes."""
+    return {name: int(kib) * 1024 for name, kib in re.findall(r"(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
 
 
 def _physical_cores(root: Path) -> int | None:
     """Return how many physical cores the allowed logical ones are parts of."""
-    if not hasattr(os, "sched_getaffinity"):
-        return None
-    folders = [root / f"sys/devices/system/cpu/cpu{core}/topology" for core in os.sched_getaffinity(0)]
+    folders = [root / f"sys/devices/system/cpu/cpu{core}/topology" for core in machine.usable_cores()]
     parts = {(_read(folder / "physical_package_id"), _read(folder / "core_id")) for folder in folders}
-    return None if any(None in part for part in parts) else len(parts)
+    return None if any("" in part for part in parts) else len(parts)
 
 
 def _numa_nodes(root: Path) -> Iterator[NumaNode]:
     folders = {int(path.name[4:]): path for path in (root / "sys/devices/system/node").glob("node[0-9]*")}
     for number, folder in sorted(folders.items()):
-        total = re.search(r"MemTotal:\s+(\d+) kB", _read(folder / "meminfo") or "")
-        yield NumaNode(number, _read(folder / "cpulist") or "", None if total is None else int(total[1]) * 1024)
+        yield NumaNode(number, _read(folder / "cpulist"), _memory(_read(folder / "meminfo")).get("MemTotal"))
 
 
 def _cgroup_cores(root: Path) -> float | None:
     limits = []
     for folder in cgroup_folders(root, "cpu"):
-        quota, period = (_read(folder / "cpu.max") or "max max").split()[:2]
-        if quota == "max":
-            quota, period = _read(folder / "cpu.cfs_quota_us") or "-1", _read(folder / "cpu.cfs_period_us") or "0"
-        with contextlib.suppress(ValueError, ZeroDivisionError):
+        version_1 = [_read(folder / name) for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")]
+        quota, period = _read(folder / "cpu.max").split() or version_1
+        with contextlib.suppress(ValueError, ZeroDivisionError):  # "max", or no file
             limits.append(int(quota) / int(period))
     return min((limit for limit in limits if limit > 0), default=None)
 
 
 def _cgroup_memory(root: Path) -> int | None:
-    limits = []
-    for folder in cgroup_folders(root, "memory"):
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            with contextlib.suppress(ValueError):
-                limits.append(int(_read(folder / name) or ""))
+    files = [folder / name for folder in cgroup_folders(root, "memory") for name in _MEMORY_LIMITS]
+    limits = [int(text) for text in map(_read, files) if text.isdecimal()]
     return min((limit for limit in limits if 0 < limit < _UNLIMITED_BYTES), default=None)

@@ -118,25 +118,26 @@ def take_inventory(reader: GpuReader, *, bandwidth: bool, environment: Mapping[s
         reader: of NVIDIA's GPUs.
         bandwidth: whether to measure copies between accelerators that are not busy.
     """
-    gpus = reader.read()  # before torch, whose contexts take memory
+    gpus = tuple(reader.read())  # before torch, whose contexts take memory
     present = devices.accelerators()
-    found = _with_pci_ranks([_look_at(device, gpus) for device in present])
-    usable = [device for device, each in zip(present, found, strict=True) if not each.problem]
-    is_busy = {device for device, each in zip(present, found, strict=True) if each.is_free is False}
+    found = [_look_at(device, gpus) for device in present]
+    addresses = sorted(each.pci for each in found if each.pci is not None)
+    found = [each if each.pci is None else replace(each, pci_rank=addresses.index(each.pci)) for each in found]
+    usable = {device: each for device, each in zip(present, found, strict=True) if not each.problem}
     links = [
-        _link(source, target, bandwidth and not {source, target} & is_busy)
-        for source, target in permutations(usable, 2)
+        _link(a, b, bandwidth and usable[a].is_free is not False and usable[b].is_free is not False)
+        for a, b in permutations(usable, 2)
     ]
     processor = cpu.describe()
     return Inventory(
         accelerators=tuple(found),
-        gpus=tuple(gpus),
-        gpus_unread=reader.problem if any(each.pci for each in found) else None,
+        gpus=gpus,
+        gpus_unread=reader.problem if addresses else None,
         driver=reader.driver,
         cuda=torch.version.cuda,
-        visibility=visibility(environment, len(gpus) if gpus else None, is_rocm=torch.version.hip is not None),
+        visibility=visibility(environment, len(gpus) or None, is_rocm=torch.version.hip is not None),
         links=tuple(links),
-        imbalance=devices.imbalance(usable),
+        imbalance=devices.imbalance([*usable]),
         cpu=processor,
         advice=advised(found, processor),
     )
@@ -145,62 +146,48 @@ def take_inventory(reader: GpuReader, *, bandwidth: bool, environment: Mapping[s
 def _look_at(device: torch.device, gpus: Sequence[Gpu]) -> Accelerator:
     try:
         facts = devices.facts(device)
-        gpu = next((each for each in gpus if facts.pci is not None and each.pci == facts.pci), None)
+        gpu = next((each for each in gpus if each.pci is not None and each.pci == facts.pci), None)
         free_bytes = _free_of_whole_gpu(facts.memory_bytes, gpu)
         if free_bytes is None:
             free_bytes = devices.free_memory_bytes(device)
     except (RuntimeError, AssertionError) as error:  # a GPU that has fallen off the bus, or has no memory left
         return Accelerator(str(device), problem=_first_line(error))
-    load = gpu.load if gpu is not None else None
-    return Accelerator(
-        device=str(device),
-        name=facts.name,
-        memory_bytes=facts.memory_bytes,
-        cores=facts.cores,
-        pci=facts.pci,
-        gpu=gpu.number if gpu is not None else None,
-        free_bytes=free_bytes,
-        load=load,
-        pids=gpu.pids if gpu is not None else (),
-        is_free=_is_free(facts.memory_bytes, free_bytes, load),
-    )
+    found = Accelerator(str(device), facts.name, facts.memory_bytes, facts.cores, facts.pci, free_bytes=free_bytes)
+    if gpu is not None:
+        found = replace(found, gpu=gpu.number, load=gpu.load, pids=gpu.pids)
+    return replace(found, is_free=_is_free(found))
 
 
 def _free_of_whole_gpu(memory_bytes: int | None, gpu: Gpu | None) -> int | None:
-    """Return the free memory of a GPU; None if the driver does not say, or if the device is a slice (MIG) of the GPU.
+    """Return the free memory as the driver says it, without a context of torch's; None if the device is a slice (MIG).
 
     Args:
         memory_bytes: of the device; of a whole GPU, a little less than the driver's figure.
     """
     if gpu is None or gpu.memory_bytes is None or gpu.used_bytes is None:
         return None
-    if memory_bytes is not None and memory_bytes <= _WHOLE_GPU * gpu.memory_bytes:
-        return None
-    return gpu.memory_bytes - gpu.used_bytes
+    is_slice = memory_bytes is not None and memory_bytes <= _WHOLE_GPU * gpu.memory_bytes
+    return None if is_slice else gpu.memory_bytes - gpu.used_bytes
 
 
-def _is_free(memory_bytes: int | None, free_bytes: int | None, load: float | None) -> bool | None:
+def _is_free(found: Accelerator) -> bool | None:
     """Return whether a device has nothing to do: little load, little memory taken."""
-    if memory_bytes is None or free_bytes is None:
-        return None if load is None else load <= _MOST_FREE_LOAD
-    is_empty = memory_bytes - free_bytes <= max(_MOST_USED * memory_bytes, _MOST_USED_BYTES)
-    return is_empty and (load is None or load <= _MOST_FREE_LOAD)
-
-
-def _with_pci_ranks(found: Sequence[Accelerator]) -> list[Accelerator]:
-    addresses = sorted(each.pci for each in found if each.pci is not None)
-    return [each if each.pci is None else replace(each, pci_rank=addresses.index(each.pci)) for each in found]
+    has_little_load = None if found.load is None else found.load <= _MOST_FREE_LOAD
+    if found.memory_bytes is None or found.free_bytes is None:
+        return has_little_load
+    used_bytes = found.memory_bytes - found.free_bytes
+    return used_bytes <= max(_MOST_USED * found.memory_bytes, _MOST_USED_BYTES) and has_little_load is not False
 
 
 def _link(source: torch.device, target: torch.device, measured: bool) -> DeviceLink:
-    peer = devices.can_access_peer(source, target)
+    link = DeviceLink(str(source), str(target), devices.can_access_peer(source, target))
     if not measured:
-        return DeviceLink(str(source), str(target), peer)
+        return link
     try:
         speed = devices.copy_bytes_per_s(source, target, _COPIED_BYTES)
-        return DeviceLink(str(source), str(target), peer, speed, devices.copies_arrive(source, target))
+        return replace(link, bytes_per_s=speed, arrives=devices.copies_arrive(source, target))
     except RuntimeError as error:  # no memory left, for instance
-        return DeviceLink(str(source), str(target), peer, problem=_first_line(error))
+        return replace(link, problem=_first_line(error))
 
 
 def _first_line(error: BaseException) -> str:
@@ -216,11 +203,9 @@ def advised(found: Sequence[Accelerator], processor: cpu.Cpu) -> Advice:
     if usable:
         numbers = ", ".join(each.device.rpartition(":")[2] for each in free)
         chosen = "" if len(free) == len(found) else f", [{numbers}]"
-        reason = (
-            "on accelerators threads are faster than processes"
-            if len(free) > 1
-            else "one accelerator is free: one replica, and the module is called directly"
-        )
+        reason = "one accelerator is free: one replica, and the module is called directly"
+        if len(free) > 1:
+            reason = "on accelerators threads are faster than processes"
         return Advice("threads", f"model = unisono.DataParallel(model{chosen})", reason)
     cores = processor.usable_cores
     if cores == 1:

@@ -75,10 +75,8 @@ class GpuReader:
     def _gpu(self, number: int, handle: Any) -> Gpu:
         nvml = self._library
         pci, memory = self._ask(nvml.nvmlDeviceGetPciInfo, handle), self._ask(nvml.nvmlDeviceGetMemoryInfo, handle)
-        rates, power_mw = (
-            self._ask(nvml.nvmlDeviceGetUtilizationRates, handle),
-            self._ask(nvml.nvmlDeviceGetPowerUsage, handle),
-        )
+        rates = self._ask(nvml.nvmlDeviceGetUtilizationRates, handle)
+        power_mw = self._ask(nvml.nvmlDeviceGetPowerUsage, handle)
         limit_mw = self._ask(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
         reasons = self._ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
         processes = self._ask(nvml.nvmlDeviceGetComputeRunningProcesses, handle) or []

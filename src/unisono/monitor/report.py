@@ -19,13 +19,8 @@ def wrapped(lines: list[str], width: int | None) -> str:
     text = []
     for line in lines:
         indent = " " * (len(line) - len(line.lstrip()))
-        text += textwrap.wrap(
-            line.lstrip(),
-            max(width, 10),
-            initial_indent=indent,
-            subsequent_indent=indent + _INDENT,
-            break_on_hyphens=False,
-        ) or [""]
+        wrapper = textwrap.TextWrapper(max(width, 10), indent, indent + _INDENT, break_on_hyphens=False)
+        text += wrapper.wrap(line.lstrip()) or [""]
     return "\n".join(text)
 
 
@@ -50,47 +45,44 @@ def lines_of(inventory: Inventory) -> list[str]:
 
 
 def _accelerators(inventory: Inventory) -> Iterator[str]:
-    if not inventory.accelerators:
+    found = inventory.accelerators
+    if not found:
         yield "accelerators: none that torch can use"
-    for accelerator in inventory.accelerators:
+    for accelerator in found:
         yield from _accelerator(accelerator)
     if inventory.driver is not None:
-        yield f"driver {inventory.driver}" + (f"; torch is built for CUDA {inventory.cuda}" if inventory.cuda else "")
+        yield f"driver {inventory.driver}" + _if(inventory.cuda, "; torch is built for CUDA {}")
     if inventory.gpus_unread:
         yield f"driver, load and processes are not known: {inventory.gpus_unread}"
-    seen = {accelerator.gpu for accelerator in inventory.accelerators}
+    seen = {accelerator.gpu for accelerator in found}
     if hidden := [f"{gpu.number} ({gpu.name})" for gpu in inventory.gpus if gpu.number not in seen]:
         yield f"GPUs that this process does not see: {', '.join(hidden)}"
     yield from _numbering(inventory)
     if inventory.links:
         yield "copies between accelerators:"
-        for link in inventory.links:
-            yield _INDENT + _link(link)
+        yield from (_INDENT + _link(link) for link in inventory.links)
     if inventory.imbalance:
         yield f"warning: {inventory.imbalance}"
-    known = [accelerator for accelerator in inventory.accelerators if accelerator.is_free is not None]
-    if known:
-        yield f"free now: {', '.join(each.device for each in known if each.is_free) or 'none'}"
+    if any(each.is_free is not None for each in found):
+        yield f"free now: {', '.join(each.device for each in found if each.is_free) or 'none'}"
 
 
-def _accelerator(accelerator: Accelerator) -> Iterator[str]:
-    yield f"{accelerator.device}" + (f": {accelerator.name}" if accelerator.name else "")
-    if accelerator.problem:
-        yield f"{_INDENT}cannot be used: {accelerator.problem}"
+def _accelerator(of: Accelerator) -> Iterator[str]:
+    yield of.device + _if(of.name, ": {}")
+    if of.problem:
+        yield f"{_INDENT}cannot be used: {of.problem}"
         return
-    if accelerator.memory_bytes is not None:
-        free = "" if accelerator.free_bytes is None else f", {gib(accelerator.free_bytes)} of it free"
-        yield f"{_INDENT}memory: {gib(accelerator.memory_bytes)}{free}"
-    if accelerator.cores is not None:
-        yield f"{_INDENT}cores: {accelerator.cores} multiprocessors"
-    if accelerator.pci is not None:
-        gpu = "" if accelerator.gpu is None else f"; GPU {accelerator.gpu} in nvidia-smi"
-        yield f"{_INDENT}PCI address: {accelerator.pci}, number {accelerator.pci_rank} in PCI order{gpu}"
-    if accelerator.load is not None or accelerator.is_free is not None:
-        state = {True: "free", False: "busy", None: "unknown"}[accelerator.is_free]
-        load = "" if accelerator.load is None else f", load {accelerator.load:.0%}"
-        by = f", used by {', '.join(f'process {pid}' for pid in accelerator.pids)}" if accelerator.pids else ""
-        yield f"{_INDENT}now: {state}{load}{by}"
+    if of.memory_bytes is not None:
+        yield f"{_INDENT}memory: {gib(of.memory_bytes)}{_if_gib(of.free_bytes, ', {} of it free')}"
+    if of.cores is not None:
+        yield f"{_INDENT}cores: {of.cores} multiprocessors"
+    if of.pci is not None:
+        gpu = _if(of.gpu, "; GPU {} in nvidia-smi")
+        yield f"{_INDENT}PCI address: {of.pci}, number {of.pci_rank} in PCI order{gpu}"
+    if of.load is not None or of.is_free is not None:
+        state = {True: "free", False: "busy", None: "unknown"}[of.is_free]
+        pids = ", ".join(f"process {pid}" for pid in of.pids)
+        yield f"{_INDENT}now: {state}{_if(of.load, ', load {:.0%}')}{_if(pids or None, ', used by {}')}"
 
 
 def _numbering(inventory: Inventory) -> Iterator[str]:
@@ -117,12 +109,11 @@ def _numbering(inventory: Inventory) -> Iterator[str]:
 
 
 def _link(link: DeviceLink) -> str:
-    facts = []
-    if link.peer_access is not None:
-        facts.append("peer access" if link.peer_access else "no peer access")
-    facts.append("not measured" if link.bytes_per_s is None else f"{link.bytes_per_s / 1e9:.3g} GB/s")
+    facts = {True: ["peer access"], False: ["no peer access"], None: []}[link.peer_access]
     if link.problem is not None:
-        facts[-1:] = [f"cannot be copied: {link.problem}"]
+        facts.append(f"cannot be copied: {link.problem}")
+    else:
+        facts.append("not measured" if link.bytes_per_s is None else f"{link.bytes_per_s / 1e9:.3g} GB/s")
     if link.arrives is False:
         facts.append("through the host, because direct copies arrive damaged")
     return f"{link.source} to {link.target}: {', '.join(facts)}"
@@ -130,32 +121,36 @@ def _link(link: DeviceLink) -> str:
 
 def _cpu(cpu: Cpu) -> Iterator[str]:
     yield f"CPU: {cpu.processor}"
-    physical = "" if cpu.physical is None else f" ({cpu.physical} physical)"
-    yield f"{_INDENT}cores: {cpu.allowed} of {cpu.cores}{physical}"
-    limits = [] if cpu.cgroup_cores is None else [f"{cpu.cgroup_cores:g} cores"]
-    limits += [] if cpu.cgroup_memory_bytes is None else [gib(cpu.cgroup_memory_bytes)]
-    yield f"{_INDENT}cgroup limits: {', '.join(limits) or 'none'}"
+    yield f"{_INDENT}cores: {cpu.allowed} of {cpu.cores}{_if(cpu.physical, ' ({} physical)')}"
+    limits = [_if(cpu.cgroup_cores, "{:g} cores"), _if_gib(cpu.cgroup_memory_bytes, "{}")]
+    yield f"{_INDENT}cgroup limits: {', '.join(filter(None, limits)) or 'none'}"
     variable = "not set" if cpu.omp_num_threads is None else cpu.omp_num_threads
-    yield f"{_INDENT}intra-op threads: {cpu.intra_op_threads} (OMP_NUM_THREADS: {variable})"
-    if cpu.intra_op_threads > cpu.usable_cores:
-        threads, cores = cpu.intra_op_threads, cpu.usable_cores
+    threads, cores = cpu.intra_op_threads, cpu.usable_cores
+    yield f"{_INDENT}intra-op threads: {threads} (OMP_NUM_THREADS: {variable})"
+    if threads > cores:
         yield (
             f"{_INDENT}warning: {threads} intra-op threads, and cores for {cores}: they wait for each other. Set "
             f"OMP_NUM_THREADS={cores}"
         )
     if cpu.memory_bytes is not None:
-        available = "" if cpu.available_bytes is None else f", {gib(cpu.available_bytes)} of it available"
-        yield f"{_INDENT}memory: {gib(cpu.memory_bytes)}{available}"
+        yield f"{_INDENT}memory: {gib(cpu.memory_bytes)}{_if_gib(cpu.available_bytes, ', {} of it available')}"
     for node in cpu.numa_nodes:
-        memory = "" if node.memory_bytes is None else f", {gib(node.memory_bytes)}"
-        yield f"{_INDENT}NUMA node {node.number}: cores {node.cores or 'none'}{memory}"
+        yield f"{_INDENT}NUMA node {node.number}: cores {node.cores or 'none'}{_if_gib(node.memory_bytes, ', {}')}"
+
+
+def _if(figure: object, text: str) -> str:
+    """Return a text with a figure in it; "" if the figure is not known."""
+    return "" if figure is None else text.format(figure)
+
+
+def _if_gib(num_bytes: float | None, text: str) -> str:
+    return "" if num_bytes is None else text.format(gib(num_bytes))
 
 
 def _advice(inventory: Inventory) -> Iterator[str]:
     advice = inventory.advice
     yield f"advice: {advice.code}"
-    engine = "" if advice.engine is None else f'engine "{advice.engine}": '
-    yield f"{_INDENT}{engine}{advice.reason}"
+    yield _INDENT + _if(advice.engine, 'engine "{}": ') + advice.reason
 
 
 def width_of_terminal() -> int | None:

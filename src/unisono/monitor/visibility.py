@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 
 CUDA_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _ROCM_VARIABLE = "HIP_VISIBLE_DEVICES"  # ROCm reads CUDA's too, if this one is not set
@@ -19,7 +20,7 @@ class Visibility:
         text: its value.
         visible: the entries that count: the first is device 0, the next device 1, and so on.
         ignored: the first entry that cannot be used, and those behind it.
-        ignored_because: what is wrong with the first of them.
+        ignored_because: what is wrong with the first of them, if there is one.
         order: by which CUDA numbers GPUs.
         order_is_set: whether CUDA_DEVICE_ORDER is set.
     """
@@ -41,18 +42,14 @@ class Visibility:
         if self.variable is None:
             return ["CUDA_VISIBLE_DEVICES is not set: this process sees every GPU"]
         given = f"{self.variable}={self.text}"
-        if self.ignored and not self.visible:
-            return [f"{given} hides every GPU: {self.ignored[0] or 'an empty entry'} {self.ignored_because}"]
+        bad = f"{self.ignored[0] or 'an empty entry'} {self.ignored_because}" if self.ignored else ""
         if not self.visible:
-            return [f"{given} hides every GPU"]
+            return [f"{given} hides every GPU" + (f": {bad}" if bad else "")]
         numbers = ", ".join(f"cuda:{number}" for number, _ in enumerate(self.visible))
         verb = ("is" if len(self.visible) == 1 else "are") if num_seen else "would be"
         lines = [f"{given}: {', '.join(self.visible)} {verb} {numbers} in this process"]
-        if self.ignored:
-            rest = self.ignored[0] or "an empty entry"
-            lines.append(f"{given}: {rest} {self.ignored_because}, and nothing from there on is seen")
-        if len(self.visible) != num_seen:
-            lines.append(f"torch sees {num_seen} of them")
+        lines += [f"{given}: {bad}, and nothing from there on is seen"] if bad else []
+        lines += [f"torch sees {num_seen} of them"] if len(self.visible) != num_seen else []
         return lines
 
 
@@ -79,13 +76,9 @@ def visibility(environment: Mapping[str, str], num_gpus: int | None = None, *, i
         return Visibility(None, "", (), (), "", order, order_is_set)
     text = environment[variable]
     entries = [entry.strip() for entry in text.split(",")] if text.strip() else []
-    count = 0
-    for entry in entries:
-        if not _names_gpu(entry, num_gpus):
-            break
-        count += 1
-    visible, ignored = entries[:count], entries[count:]
-    because = "names no GPU" + ("" if num_gpus is None else f" (this machine has {num_gpus})") if ignored else ""
+    visible = list(takewhile(lambda entry: _names_gpu(entry, num_gpus), entries))
+    ignored = entries[len(visible) :]
+    because = "names no GPU" + ("" if num_gpus is None else f" (this machine has {num_gpus})")
     if twice := [entry for entry in visible if visible.count(entry) > 1]:
         visible, ignored, because = [], twice[:1], "is named twice"
     return Visibility(variable, text, tuple(visible), tuple(ignored), because, order, order_is_set)
