@@ -1,5 +1,6 @@
 """The contenders take the same training step."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,7 @@ def no_model():
 def _script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     Path("bench_script.py").write_text(SCRIPT)
-    monkeypatch.delitem(contenders.importlib.sys.modules, "bench_script", raising=False)
+    monkeypatch.delitem(sys.modules, "bench_script", raising=False)
 
 
 def losses_of(contender: Contender, target: str, folder: Path, num_steps: int = 3) -> list[float]:

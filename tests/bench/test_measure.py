@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from unisono.bench import measure
-from unisono.bench.contenders import CONTENDERS, Contender, is_installed
+from unisono.bench.contenders import CONTENDERS, Contender
 from unisono.bench.programs import ContenderFailedError, ContenderProcesses, Ready, StepTimes
 from unisono.bench.results import Line, Workload
 from unisono.console.progress import Lines, Task
@@ -159,8 +159,7 @@ def test_a_target_that_cannot_be_built():
 @pytest.mark.slow
 def test_all_contenders_agree():
     """On what takes no time; those of the larger workloads agree in test_contenders.py, also with batch norm."""
-    names = [name for name in CONTENDERS if is_installed(name)]
-    contenders = [Contender(name, 1 if name == "plain" else 2) for name in names]
+    contenders = [Contender(name, 1 if name == "plain" else 2) for name in CONTENDERS]
     measured = Workload("name", [Line(contender.name, contender.replicas) for contender in contenders])
     runners = [measure._Runner(contender, line) for contender, line in zip(contenders, measured.lines, strict=True)]
     measure.each_alone(measured, TINY, runners, task())

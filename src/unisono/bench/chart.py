@@ -7,8 +7,8 @@ from unisono.console import charts
 from unisono.console.charts import INK
 
 _COLORS = {
-    "plain": charts.GREY, "limit": "#7d7d7d", "ddp": charts.RED, "accelerate": charts.ORANGE, "fabric": "#edc46f",
-    "torchrun": "#61988e", "threads": "#6fb3d2", "processes": charts.BLUE,
+    "plain": charts.GREY, "limit": "#7d7d7d", "ddp": charts.RED, "torchrun": "#61988e",
+     "threads": "#6fb3d2", "processes": charts.BLUE,
 }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.bench import machine
-from unisono.bench.contenders import CONTENDERS, Contender, Task, is_installed
+from unisono.bench.contenders import CONTENDERS, Contender, Task
 from unisono.bench.results import Results
 from unisono.console import options, progress
 from unisono.console.errors import DONE, FAILED, OptionError
@@ -22,10 +22,10 @@ _QUICK = {"rounds": 3, "seconds_per_turn": 0.5}
 SUMMARY = "measure training steps on this machine, ours beside others'"
 
 DESCRIPTION = """\
-Measure training steps on the cores of this machine: the plain module, torch DDP, Accelerate and Lightning Fabric if
-they are installed, DataParallel with threads and with processes, and the limit: as many processes without any
-communication. All take turns in one run, so that figures can be compared. Where noise may be why one is faster, or
-other programs keep the cores busy, it says so instead of naming the fastest.
+Measure training steps on the cores of this machine: the plain module, torch DDP, DataParallel under a launcher, with
+threads and with processes, and the limit: as many processes without any communication. All take turns in one run, so
+that figures can be compared. Where noise may be why one is faster, or other programs keep the cores busy, it says so
+instead of naming the fastest.
 
 With package.module:build it measures a model of yours, and says which engine and how many replicas are fastest
 here. build is a function without arguments, found from the current folder, as for `unisono verify`: it returns
@@ -68,7 +68,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--contenders",
         type=_names,
         metavar="NAMES",
-        help=f"some of {_listed(CONTENDERS)}, with commas between them (default: all that are installed)",
+        help=f"some of {_listed(CONTENDERS)}, with commas between them (default: all)",
     )
     parser.add_argument(
         "--replicas",
@@ -106,9 +106,7 @@ def run(given: dict[str, Any]) -> int:
     if target is not None and "workloads" in given:
         raise OptionError(f"--workloads are of our own models: leave out --workloads, or {target}")
     names = _known(given.get("workloads", WORKLOADS), WORKLOADS, "--workloads")
-    contenders = _known(given.get("contenders", [c for c in CONTENDERS if is_installed(c)]), CONTENDERS, "--contenders")
-    if missing := [name for name in contenders if not is_installed(name)]:
-        raise OptionError(f"--contenders {','.join(missing)}: not installed")
+    contenders = _known(given.get("contenders", CONTENDERS), CONTENDERS, "--contenders")
     settings = (_QUICK if "quick" in given else _USUAL) | {key: given[key] for key in _USUAL if key in given}
     rounds, seconds = int(settings["rounds"]), settings["seconds_per_turn"]
     if rounds < 1:

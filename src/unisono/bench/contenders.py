@@ -2,14 +2,13 @@
 
 A step is forward, loss, backward, SGD with momentum, gradients set to None. `plain`, `threads` and `processes` are
 one program, as their users write it. The others are one program for each replica, each with its own rows of the batch,
-which communicate by torch.distributed (gloo over the loopback device, rendezvous in a file): `ddp`; the two libraries
-on top of it, `accelerate` and `fabric`; and `torchrun`, which is `DataParallel` under a launcher. The programs of
-`limit` do not communicate at all, so no correct contender can be faster, except by chance.
+which communicate by torch.distributed (gloo over the loopback device, rendezvous in a file): `ddp`, and `torchrun`,
+which is `DataParallel` under a launcher. The programs of `limit` do not communicate at all, so no correct contender can
+be faster, except by chance.
 
 Every process has its part of the cores: the number of intra-op threads that torch would use, divided by the replicas.
 """
 
-import importlib.util
 import os
 import socket
 from collections.abc import Callable
@@ -28,9 +27,8 @@ from unisono.primitives.split_sizes import split_rows
 from unisono.verification.compare import tensors_in
 from unisono.verification.targets import build_arguments
 
-LIBRARIES = {"accelerate": ("accelerate",), "fabric": ("lightning_fabric", "lightning")}
 OURS = ("threads", "processes")
-DISTRIBUTED = ("ddp", "accelerate", "fabric", "torchrun")
+DISTRIBUTED = ("ddp", "torchrun")
 CONTENDERS = ("plain", "limit", *DISTRIBUTED, *OURS)
 MEASURED = {f"{engine}, measured": engine for engine in OURS}  # with shares="measured"; benchmarks/shares.py has them
 STEPS_UNTIL_FROZEN = 130  # with shares="measured" and two replicas, at most
@@ -66,28 +64,17 @@ def label(name: str) -> str:
     return f"unisono, {name}" if name in (*OURS, "torchrun") else name
 
 
-def is_installed(name: str) -> bool:
-    """Return whether the packages that a contender needs besides torch are installed."""
-    packages = LIBRARIES.get(name)
-    return packages is None or any(importlib.util.find_spec(package) is not None for package in packages)
-
-
 @dataclass
 class Task:
-    """The training task of one process: a module, its shard of the batch, and how the loss is computed.
-
-    Attributes:
-        options: those of `DataParallel` that the target returned.
-        rows: of the shard.
-    """
+    """The training task of one process: a module, its shard of the batch, and how the loss is computed."""
 
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     target: Any
     criterion: Callable[..., Any] | None
-    options: dict[str, Any] = field(default_factory=dict)
-    rows: int = 0
+    options: dict[str, Any] = field(default_factory=dict)  # those of `DataParallel` that the target returned
+    rows: int = 0  # of the shard
 
     @classmethod
     def of_target(cls, target: str) -> "Task":
@@ -178,18 +165,11 @@ def step_of(contender: Contender, rank: int, task: Task, folder: Path) -> Callab
         task.model = DataParallel(task.model, ["cpu"], **task.options)
     elif name == "ddp":
         task.model = nn.parallel.DistributedDataParallel(task.model, gradient_as_bucket_view=True)
-    threads = torch.get_num_threads()
-    optimizer: Any = torch.optim.SGD(task.model.parameters(), lr=_LEARNING_RATE, momentum=_MOMENTUM, foreach=True)
-    backward: Callable[[Tensor], object] = Tensor.backward
-    if name == "accelerate":
-        task.model, optimizer, backward = _with_accelerate(task.model, optimizer)
-    elif name == "fabric":
-        task.model, optimizer, backward = _with_fabric(task.model, optimizer, replicas)
-    torch.set_num_threads(threads)
+    optimizer = torch.optim.SGD(task.model.parameters(), lr=_LEARNING_RATE, momentum=_MOMENTUM, foreach=True)
 
     def step() -> Tensor:
         loss = task.loss(task.model(*task.args, **task.kwargs))
-        backward(loss)
+        torch.autograd.backward(loss)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
@@ -209,20 +189,3 @@ def _join(rank: int, replicas: int, folder: Path) -> None:
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=replicas
     )
-
-
-def _with_accelerate(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any, Callable[[Tensor], object]]:
-    from accelerate import Accelerator
-    from accelerate.utils import DistributedDataParallelKwargs
-
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)])
-    return *accelerator.prepare(model, optimizer), accelerator.backward
-
-
-def _with_fabric(model: nn.Module, optimizer: Any, replicas: int) -> tuple[nn.Module, Any, Callable[[Tensor], object]]:
-    package = "lightning_fabric" if importlib.util.find_spec("lightning_fabric") else "lightning.fabric"
-    strategies = importlib.import_module(f"{package}.strategies")
-    strategy = strategies.DDPStrategy(process_group_backend="gloo", gradient_as_bucket_view=True)
-    fabric = importlib.import_module(package).Fabric(accelerator="cpu", devices=replicas, strategy=strategy)
-    fabric.launch()
-    return *fabric.setup(model, optimizer), fabric.backward

@@ -13,24 +13,15 @@ NOISE = 0.03  # a smaller gain is not worth a more complex setup
 
 @dataclass
 class Line:
-    """The measurements of one contender on one workload.
-
-    Attributes:
-        contender, replicas: which one.
-        turns_s: seconds a step: of each turn, the lower quartile of its steps. Empty if it failed.
-        memory_bytes: the peak of all its processes together.
-        losses: of its first steps, over the whole batch.
-        failure: why it was not measured; "" if it was.
-        differs: how its losses differ from the others'; "" if they do not.
-    """
+    """The measurements of one contender on one workload."""
 
     contender: str
     replicas: int
-    turns_s: list[float] = field(default_factory=list)
-    memory_bytes: int | None = None
-    losses: list[float] = field(default_factory=list)
-    failure: str = ""
-    differs: str = ""
+    turns_s: list[float] = field(default_factory=list)  # seconds a step: the lower quartile of each turn's steps
+    memory_bytes: int | None = None  # the peak of all its processes together
+    losses: list[float] = field(default_factory=list)  # of its first steps, over the whole batch
+    failure: str = ""  # why it was not measured; "" if it was
+    differs: str = ""  # how its losses differ from the others'; "" if they do not
 
     @property
     def step_s(self) -> float:
@@ -59,20 +50,14 @@ class Line:
 
 @dataclass
 class Workload:
-    """One model and batch, and the measurements of every contender.
-
-    Attributes:
-        rows, num_parameters: of the batch, and of the model.
-        normalises_shards: whether batch norm sees the rows of one replica only.
-        disturbance: in words, the other programs that kept cores busy meanwhile; "" if there were none.
-    """
+    """One model and batch, and the measurements of every contender."""
 
     name: str
     lines: list[Line]
-    rows: int = 0
+    rows: int = 0  # of the batch
     num_parameters: int = 0
-    normalises_shards: bool = False
-    disturbance: str = ""
+    normalises_shards: bool = False  # whether batch norm sees the rows of one replica only
+    disturbance: str = ""  # in words, the other programs that kept cores busy meanwhile; "" if there were none
 
     def line(self, contender: str, replicas: int = 1) -> Line | None:
         """Return the line of a contender, if it was measured; `plain` has one for all numbers of replicas."""
@@ -92,17 +77,11 @@ class Workload:
 
 @dataclass
 class Results:
-    """One run of the benchmark.
+    """One run of the benchmark."""
 
-    Attributes:
-        machine: its description.
-        settings: rounds and seconds of a turn.
-        memory_kind: PSS or RSS.
-    """
-
-    machine: dict[str, Any]
-    settings: dict[str, Any]
-    memory_kind: str
+    machine: dict[str, Any]  # its description
+    settings: dict[str, Any]  # rounds and seconds of a turn
+    memory_kind: str  # PSS or RSS
     workloads: list[Workload]
 
     def to_json(self) -> str:

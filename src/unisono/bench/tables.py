@@ -16,9 +16,9 @@ batch, the same start and the same allocator setting (unisono.keep_freed_memory)
 that of a contender is the lower quartile of its turns, and its range reaches from the fastest turn to the upper
 quartile. `plain` is the module by itself with all cores. `limit` is one process a replica, with its rows of the batch
 and no communication, so nothing can be faster. `ddp` is torch's DistributedDataParallel over gloo, one process a
-replica, with gradient_as_bucket_view; `accelerate` and `fabric` are Hugging Face Accelerate and Lightning Fabric with
-the same. `unisono, threads` and `unisono, processes` are unisono.DataParallel, `unisono, torchrun` is the same line in
-one process a replica. Memory is the most that all processes of a contender take together ({memory_kind})."""
+replica, with gradient_as_bucket_view. `unisono, threads` and `unisono, processes` are unisono.DataParallel, and
+`unisono, torchrun` is the same line in one process a replica. Memory is the most that all processes of a contender take
+together ({memory_kind})."""
 
 
 def document(results: Results, advice: Sequence[str], notes: str = "", *, picture: bool) -> str:

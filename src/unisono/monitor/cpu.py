@@ -31,33 +31,20 @@ class NumaNode:
 
 @dataclass(frozen=True)
 class Cpu:
-    """The CPU as this process may use it.
+    """The CPU as this process may use it."""
 
-    Attributes:
-        processor: its name.
-        cores: logical cores of the machine.
-        allowed: those that this process may run on.
-        physical: physical cores among them; None if not known.
-        cgroup_cores: how many cores' time the control group has; None without a limit.
-        memory_bytes, available_bytes: of the machine.
-        cgroup_memory_bytes: the control group's limit; None without one.
-        intra_op_threads, inter_op_threads: torch's.
-        omp_num_threads: the variable; None if it is not set.
-        numa_nodes: in order; empty if not known.
-    """
-
-    processor: str
-    cores: int
-    allowed: int
-    physical: int | None
-    cgroup_cores: float | None
-    memory_bytes: int | None
-    available_bytes: int | None
-    cgroup_memory_bytes: int | None
-    intra_op_threads: int
-    inter_op_threads: int
-    omp_num_threads: str | None
-    numa_nodes: tuple[NumaNode, ...]
+    processor: str  # its name
+    cores: int  # logical cores of the machine
+    allowed: int  # those that this process may run on
+    physical: int | None  # physical cores among them; None if not known
+    cgroup_cores: float | None  # how many cores' time the control group has; None without a limit
+    memory_bytes: int | None  # of the machine
+    available_bytes: int | None  # of these
+    cgroup_memory_bytes: int | None  # the control group's limit; None without one
+    intra_op_threads: int  # torch's
+    inter_op_threads: int  # torch's
+    omp_num_threads: str | None  # the variable; None if it is not set
+    numa_nodes: tuple[NumaNode, ...]  # in order; empty if not known
 
     @property
     def usable_cores(self) -> int:

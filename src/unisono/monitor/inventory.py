@@ -21,87 +21,55 @@ _MOST_USED_BYTES = 1 << 30  # a context takes half a gigabyte, which is much of 
 
 @dataclass(frozen=True)
 class Accelerator:
-    """An accelerator that this process sees.
+    """An accelerator that this process sees."""
 
-    Attributes:
-        device: its name in torch.
-        name, memory_bytes, cores, pci: as in `unisono.runtime.devices.Facts`.
-        pci_rank: its place in PCI order among those that this process sees, from 0.
-        gpu: its number in nvidia-smi, which counts all GPUs in PCI order; None if it cannot be read.
-        free_bytes: of its memory, now.
-        load: from 0 to 1.
-        pids: other processes that compute on it.
-        is_free: whether it has nothing to do now; None if not known.
-        problem: what torch raised when it was asked; None if it can be used.
-    """
-
-    device: str
-    name: str | None = None
+    device: str  # its name in torch
+    name: str | None = None  # this and the next three are torch's `Facts`
     memory_bytes: int | None = None
     cores: int | None = None
     pci: str | None = None
-    pci_rank: int | None = None
-    gpu: int | None = None
-    free_bytes: int | None = None
-    load: float | None = None
-    pids: tuple[int, ...] = ()
-    is_free: bool | None = None
-    problem: str | None = None
+    pci_rank: int | None = None  # its place in PCI order among those that this process sees, from 0
+    gpu: int | None = None  # its number in nvidia-smi, which counts all GPUs in PCI order; None if it cannot be read
+    free_bytes: int | None = None  # of its memory, now
+    load: float | None = None  # from 0 to 1
+    pids: tuple[int, ...] = ()  # other processes that compute on it
+    is_free: bool | None = None  # whether it has nothing to do now; None if not known
+    problem: str | None = None  # what torch raised when it was asked; None if it can be used
 
 
 @dataclass(frozen=True)
 class DeviceLink:
-    """Copies from an accelerator to another one.
-
-    Attributes:
-        peer_access: whether they reach each other's memory directly; None if not known.
-        bytes_per_s: measured; None if it was not.
-        arrives: whether direct copies arrive undamaged; if not, copies go through the host. None if not measured.
-        problem: what torch raised when it copied; None if nothing.
-    """
+    """Copies from an accelerator to another one; None where that was not measured, or is not known."""
 
     source: str
     target: str
-    peer_access: bool | None
+    peer_access: bool | None  # whether they reach each other's memory directly
     bytes_per_s: float | None = None
-    arrives: bool | None = None
-    problem: str | None = None
+    arrives: bool | None = None  # whether direct copies arrive undamaged; if not, copies go through the host
+    problem: str | None = None  # what torch raised when it copied
 
 
 @dataclass(frozen=True)
 class Advice:
-    """The engine to use, and why.
+    """The engine to use, and why."""
 
-    Attributes:
-        engine: "threads" or "processes"; None: the plain module.
-        code: the line to write.
-        reason: in a sentence.
-    """
-
-    engine: str | None
-    code: str
-    reason: str
+    engine: str | None  # "threads" or "processes"; None: the plain module
+    code: str  # the line to write
+    reason: str  # in a sentence
 
 
 @dataclass(frozen=True)
 class Inventory:
-    """What this machine has.
-
-    Attributes:
-        driver: NVIDIA's; cuda: the version that torch was built for.
-        gpus: every GPU of the machine, with those that this process does not see.
-        gpus_unread: why `gpus` is empty although there may be some; None if there is no reason to ask.
-        imbalance: what to do about unequal accelerators; None if they are equal.
-    """
+    """What this machine has."""
 
     accelerators: tuple[Accelerator, ...]
-    gpus: tuple[Gpu, ...]
-    gpus_unread: str | None
-    driver: str | None
-    cuda: str | None
+    gpus: tuple[Gpu, ...]  # every GPU of the machine, with those that this process does not see
+    gpus_unread: str | None  # why `gpus` is empty although there may be some; None if there is no reason to ask
+    driver: str | None  # NVIDIA's
+    cuda: str | None  # the version that torch was built for
     visibility: Visibility
     links: tuple[DeviceLink, ...]
-    imbalance: str | None
+    imbalance: str | None  # what to do about unequal accelerators; None if they are equal
     cpu: cpu.Cpu
     advice: Advice
 

@@ -18,27 +18,19 @@ _SLOWDOWNS = ((0x60, "it is too hot"), (0x84, "its power is limited"), (0x08, "i
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU of this machine, now.
+    """A GPU of this machine, now."""
 
-    Attributes:
-        number: as nvidia-smi counts, in PCI order.
-        pci: its address, as `unisono.runtime.devices.pci_address` has it.
-        load: the part of the last moments in which a kernel ran, from 0 to 1.
-        slowdown: why its clocks are low; None if they are not.
-        pids: the processes that compute on it, this one left out.
-    """
-
-    number: int
+    number: int  # as nvidia-smi counts, in PCI order
     name: str | None
-    pci: str | None
+    pci: str | None  # its address, as `unisono.runtime.devices.pci_address` has it
     memory_bytes: int | None
     used_bytes: int | None
-    load: float | None
+    load: float | None  # the part of the last moments in which a kernel ran, from 0 to 1
     temperature_c: int | None
     power_w: float | None
     power_limit_w: float | None
-    slowdown: str | None
-    pids: tuple[int, ...]
+    slowdown: str | None  # why its clocks are low; None if they are not
+    pids: tuple[int, ...]  # the processes that compute on it, this one left out
 
 
 class GpuReader:

@@ -21,45 +21,31 @@ _STOPPED_STEPS, _STOPPED_S = 10, 10.0  # a wrapper without a step for longer tha
 
 @dataclass(frozen=True)
 class Wrapper:
-    """A wrapper of this user that runs.
-
-    Attributes:
-        pid, command: its process.
-        module, engine, steps, step_s: as in `Published`.
-        age_s: seconds since it published a step.
-        has_stopped: whether that is so long that no step runs; its replicas are those of the last one.
-        straggler: None, too, if it has stopped: no replica waits for another one.
-    """
+    """A wrapper of this user that runs."""
 
     pid: int
-    command: str
-    module: str
+    command: str  # of its process
+    module: str  # this and the next three are what it published
     engine: str
     steps: int
     step_s: float
-    age_s: float
-    has_stopped: bool
+    age_s: float  # seconds since it published a step
+    has_stopped: bool  # whether that is so long that no step runs; its replicas are those of the last one
     replicas: tuple[Replica, ...]
-    straggler: Straggler | None
+    straggler: Straggler | None  # None, too, if it has stopped: no replica waits for another one
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One moment.
+    """One moment."""
 
-    Attributes:
-        at: seconds since 1970.
-        core_loads: of each core of the machine, from 0 to 1, since the sample before.
-        problems: what could not be read.
-    """
-
-    at: float
+    at: float  # seconds since 1970
     gpus: tuple[Gpu, ...]
-    core_loads: tuple[float, ...]
+    core_loads: tuple[float, ...]  # of each core of the machine, from 0 to 1, since the sample before
     memory_used_bytes: int
     memory_bytes: int
     wrappers: tuple[Wrapper, ...]
-    problems: tuple[str, ...]
+    problems: tuple[str, ...]  # what could not be read
 
 
 class Sampler:

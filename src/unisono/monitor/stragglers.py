@@ -13,27 +13,16 @@ _BUSIER = 0.2  # on GPUs: so much more load than the others' median
 
 @dataclass(frozen=True)
 class Replica:
-    """One replica, in the mean of the last steps that were published.
+    """One replica, in the mean of the last steps that were published; None where a figure is not known."""
 
-    Attributes:
-        number: its place among the replicas that had rows.
-        device: in its process.
-        gpu: nvidia-smi's number of it; None if it is no GPU, or not known.
-        rows: 0 if not known.
-        share: of the rows, from 0 to 1; None if not known.
-        forward_s, backward_s: in which it computed; None if not known.
-        wait_s: in a step, for other replicas; None if not known. On GPUs it is the time without load beyond the
-            busiest one's.
-    """
-
-    number: int
-    device: str
-    gpu: int | None
-    rows: int
-    share: float | None
-    forward_s: float | None
+    number: int  # its place among the replicas that had rows
+    device: str  # in its process
+    gpu: int | None  # nvidia-smi's number of it
+    rows: int  # 0 if not known
+    share: float | None  # of the rows, from 0 to 1
+    forward_s: float | None  # in which it computed
     backward_s: float | None
-    wait_s: float | None
+    wait_s: float | None  # in a step, for others; on GPUs the time without load beyond the busiest one's
 
     @property
     def compute_s(self) -> float | None:
@@ -43,15 +32,10 @@ class Replica:
 
 @dataclass(frozen=True)
 class Straggler:
-    """The replica that the others wait for.
+    """The replica that the others wait for."""
 
-    Attributes:
-        replica: its number.
-        cause: in words; None where the figures do not tell it.
-    """
-
-    replica: int
-    cause: str | None
+    replica: int  # its number
+    cause: str | None  # in words; None where the figures do not tell it
 
 
 def find(

@@ -13,25 +13,15 @@ PCI_ORDER = "PCI_BUS_ID"
 
 @dataclass(frozen=True)
 class Visibility:
-    """What a process sees, by its environment.
+    """What a process sees, by its environment."""
 
-    Attributes:
-        variable: the one that is set; None if none is.
-        text: its value.
-        visible: the entries that count: the first is device 0, the next device 1, and so on.
-        ignored: the first entry that cannot be used, and those behind it.
-        ignored_because: what is wrong with the first of them, if there is one.
-        order: by which CUDA numbers GPUs.
-        order_is_set: whether CUDA_DEVICE_ORDER is set.
-    """
-
-    variable: str | None
-    text: str
-    visible: tuple[str, ...]
-    ignored: tuple[str, ...]
-    ignored_because: str
-    order: str
-    order_is_set: bool
+    variable: str | None  # the one that is set; None if none is
+    text: str  # its value
+    visible: tuple[str, ...]  # the entries that count: the first is device 0, the next device 1, and so on
+    ignored: tuple[str, ...]  # the first entry that cannot be used, and those behind it
+    ignored_because: str  # what is wrong with the first of them, if there is one
+    order: str  # by which CUDA numbers GPUs
+    order_is_set: bool  # whether CUDA_DEVICE_ORDER is set
 
     def lines(self, num_seen: int) -> list[str]:
         """Return it in words.

@@ -28,15 +28,10 @@ class Link:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal machines with equal devices; machines are filled one after the other.
+    """Equal machines with equal devices; machines are filled one after the other."""
 
-    Attributes:
-        inside: from a device to another one of its machine; every device has its own.
-        between: from a machine to another one; the devices of a machine share it.
-    """
-
-    inside: Link
-    between: Link
+    inside: Link  # from a device to another one of its machine; every device has its own
+    between: Link  # from a machine to another one; the devices of a machine share it
     devices_per_machine: int
 
     def num_machines(self, num_devices: int) -> int:

@@ -17,17 +17,12 @@ _STRONG = "Strong scaling: the devices share the batch of one; computing time is
 
 @dataclass(frozen=True)
 class ScalingPlan:
-    """A step, the cluster that runs it, and how.
-
-    Attributes:
-        algorithm: one of `ALGORITHMS`, or the best of them for each number of devices.
-        strong: whether the devices share the batch of one.
-    """
+    """A step, the cluster that runs it, and how."""
 
     step: StepCost
     cluster: Cluster
-    algorithm: str = BEST
-    strong: bool = False
+    algorithm: str = BEST  # one of `ALGORITHMS`, or the best of them for each number of devices
+    strong: bool = False  # whether the devices share the batch of one
 
     @cached_property
     def predictions(self) -> list[Prediction]:

@@ -25,19 +25,12 @@ BEST = "best"
 
 @dataclass(frozen=True)
 class StepCost:
-    """A training step on one device.
+    """A training step on one device."""
 
-    Attributes:
-        compute_s: all of it: forward, backward, optimizer.
-        backward_s: the part of it during which gradients become ready.
-        gradient_bytes: of all parameters together.
-        bucket_bytes: how many are reduced at once; the last bucket has the rest.
-    """
-
-    compute_s: float
-    backward_s: float
-    gradient_bytes: float
-    bucket_bytes: float
+    compute_s: float  # all of it: forward, backward, optimizer
+    backward_s: float  # the part of it during which gradients become ready
+    gradient_bytes: float  # of all parameters together
+    bucket_bytes: float  # how many are reduced at once; the last bucket has the rest
 
     def buckets(self) -> list[float]:
         """Return the bytes of each bucket, in the order in which backward fills them.
@@ -59,20 +52,13 @@ class StepCost:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted step on so many devices.
-
-    Attributes:
-        algorithm: of the all-reduce.
-        compute_s: of each device.
-        communication_s: of all buckets together.
-        exposed_s: the part of it after the end of backward.
-    """
+    """The predicted step on so many devices."""
 
     num_devices: int
-    algorithm: str
-    compute_s: float
-    communication_s: float
-    exposed_s: float
+    algorithm: str  # of the all-reduce
+    compute_s: float  # of each device
+    communication_s: float  # of all buckets together
+    exposed_s: float  # the part of it after the end of backward
 
     @property
     def step_s(self) -> float:
