@@ -128,7 +128,7 @@ ONE = "**One device is fastest here**: the plain module takes 100.0 ms a step"
                 '**`unisono.DataParallel(model, ["cpu"] * 2, engine="processes")` is fastest here**: 52.00 ms a step',
                 "1.92 times as fast as the plain module",
                 "The others: threads on 2 replicas 80.00 ms, torch DDP on as many 70.00 ms.",
-                "That is 96% of the speed of 2 processes",
+                "That is 96 % of the speed of 2 processes",
             ],
         ),
         (

@@ -76,9 +76,9 @@ def _why_several(workload: Workload, plain: Line, chosen: Line, ours: Sequence[L
         yield f"The others: {', '.join(others)}."
     if limit is not None:
         yield (
-            f"That is {chosen.speed_of(limit):.0%} of the speed of {limit.replicas} processes that do not communicate "
-            f"at all ({_ms(limit)}). The rest is the cost of splitting each step and combining the results, which "
-            "matters less with a larger batch."
+            f"That is {100 * chosen.speed_of(limit):.0f} % of the speed of {limit.replicas} processes without "
+            f"communication ({_ms(limit)}). The rest is the cost of splitting each step and combining the results, "
+            "which matters less with a larger batch."
         )
     if workload.normalises_shards:
         yield (

@@ -60,35 +60,18 @@ exit status:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command to its parser; only what was given comes out of it."""
-    usual, quick = _USUAL, _QUICK
-    parser.add_argument("target", nargs="?", metavar=TARGET, help="a model of yours (default: our own)")
-    known = _listed(WORKLOADS)
-    parser.add_argument("--workloads", type=_names, metavar="NAMES", help=f"some of ours: {known} (default: all)")
-    parser.add_argument(
-        "--contenders",
-        type=_names,
-        metavar="NAMES",
-        help=f"some of {_listed(CONTENDERS)}, with commas between them (default: all)",
-    )
-    parser.add_argument(
-        "--replicas",
-        type=_counts,
-        metavar="COUNTS",
-        help="replicas, such as 2 or 2,4,8 (default: 2; for a model of yours 2, 4, 8 and so on, up to the cores)",
-    )
-    parser.add_argument("--rounds", type=int, metavar="N", help=f"turns of each contender (default: {usual['rounds']})")
-    parser.add_argument(
-        "--seconds-per-turn",
-        type=float,
-        metavar="S",
-        help=f"approximate length of a turn (default: {usual['seconds_per_turn']:g})",
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help=f"a first look: {quick['rounds']} turns of {quick['seconds_per_turn']:g} s each",
-    )
-    parser.add_argument("--output", type=folder, metavar="DIR", help="the folder for the results (default: runs/bench)")
+    add = parser.add_argument
+    turn = f"(default: {_USUAL['seconds_per_turn']:g})"
+    quick = f"{_QUICK['rounds']} of {_QUICK['seconds_per_turn']:g} s"
+    counts = "such as 2 or 2,4,8 (default: 2; for a model of yours 2, 4, 8 and so on, up to the cores)"
+    add("target", nargs="?", metavar=TARGET, help="a model of yours (default: our own)")
+    add("--workloads", type=_names, metavar="NAMES", help=f"some of ours: {_listed(WORKLOADS)} (default: all)")
+    add("--contenders", type=_names, metavar="NAMES", help=f"some of {_listed(CONTENDERS)} (default: all)")
+    add("--replicas", type=_counts, metavar="COUNTS", help=counts)
+    add("--rounds", type=int, metavar="N", help=f"turns of each contender (default: {_USUAL['rounds']})")
+    add("--seconds-per-turn", type=float, metavar="S", help=f"approximate length of a turn {turn}")
+    add("--quick", action="store_true", help=f"a first look: fewer and shorter turns, {quick}")
+    add("--output", type=folder, metavar="DIR", help="the folder for the results (default: runs/bench)")
 
 
 def needed(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:

@@ -10,7 +10,7 @@ caches. Meanwhile it is noted how much of the cores other programs take.
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from unisono.bench.contenders import MEASURED, STEPS_UNTIL_FROZEN, Contender
@@ -51,7 +51,6 @@ def measure(
     workload = Workload(name, [Line(contender.name, contender.replicas) for contender in contenders])
     runners = [_Runner(contender, line) for contender, line in zip(contenders, workload.lines, strict=True)]
     each_alone(workload, target, runners, task)
-    use = _CoreUse()
     patient = False
     try:
         for runner in runners:
@@ -60,7 +59,7 @@ def measure(
             runner.attempt(runner.warm_up, seconds)
             task.advance(f"{name}, {runner.contender}: {runner.line.failure or 'ready'}", _START_S + seconds)
         for runner in in_turn(runners, rounds):
-            runner.attempt(runner.take_turn, seconds, use)
+            runner.attempt(runner.take_turn, seconds)
             task.advance(f"{name}, {runner.contender}: {runner.last_result()}", seconds)
         patient = True
     finally:
@@ -72,7 +71,7 @@ def measure(
     for line in workload.lines:
         if line.failure:
             line.turns_s = []
-    workload.disturbance = use.disturbance()
+    workload.disturbance = _disturbance([use for runner in runners for use in runner.uses])
     return workload
 
 
@@ -93,6 +92,7 @@ class _Runner:
     line: Line
     step_s: float = 0.0  # an estimate
     processes: ContenderProcesses | None = None
+    uses: list[list[float]] = field(default_factory=list)  # of each turn, what `_clocks` counts
 
     def attempt(self, action: Callable[..., object], *arguments: Any) -> None:
         """Do it, unless the contender has failed. If it fails now, its line says why, and the others go on."""
@@ -124,11 +124,11 @@ class _Runner:
             self.processes.take(1, STEPS_UNTIL_FROZEN)
         self.step_s = _step_s(self.processes.take(1, min(_LONGEST_WARM_UP, math.ceil(seconds / self.step_s))))
 
-    def take_turn(self, seconds: float, use: "_CoreUse") -> None:
+    def take_turn(self, seconds: float) -> None:
         assert self.processes is not None
-        use.begin(self.processes)
+        before = _clocks(self.processes)
         taken = self.processes.take(1, max(1, round(seconds / self.step_s)))
-        use.end(self.processes)
+        self.uses.append([end - began for began, end in zip(before, _clocks(self.processes), strict=True)])
         self.line.turns_s.append(_step_s(taken))
 
     def last_result(self) -> str:
@@ -140,28 +140,17 @@ def _step_s(taken: Sequence[StepTimes]) -> float:
     return max(lower_quartile(each.seconds) for each in taken)
 
 
-class _CoreUse:
-    """How busy the cores were during turns, and how much of that was the contenders' work."""
+def _clocks(processes: ContenderProcesses) -> tuple[float, float, float]:
+    """Return the time, how long cores were busy so far, and how long the contender and this process were."""
+    return time.perf_counter(), busy_seconds(), processes.cpu_seconds() + time.process_time()
 
-    def __init__(self) -> None:
-        self._wall_s = self._busy_s = self._own_s = 0.0
 
-    def begin(self, processes: ContenderProcesses) -> None:
-        self._count(processes, -1)
-
-    def end(self, processes: ContenderProcesses) -> None:
-        self._count(processes, 1)
-
-    def disturbance(self) -> str:
-        """Return in words the other programs that kept cores busy; "" if there were none."""
-        if not self._wall_s > 0:
-            return ""
-        return other_programs(self._busy_s / self._wall_s, self._own_s / self._wall_s, num_cores()) or ""
-
-    def _count(self, processes: ContenderProcesses, sign: int) -> None:
-        self._wall_s += sign * time.perf_counter()
-        self._busy_s += sign * busy_seconds()
-        self._own_s += sign * (processes.cpu_seconds() + time.process_time())
+def _disturbance(uses: Sequence[Sequence[float]]) -> str:
+    """Return in words the other programs that kept cores busy during turns; "" if there were none."""
+    if not uses:
+        return ""
+    seconds, busy, own = map(sum, zip(*uses, strict=True))
+    return other_programs(busy / seconds, own / seconds, num_cores()) or ""
 
 
 def mean_over_rows(losses: Sequence[Sequence[float]], rows: Sequence[int]) -> list[float]:

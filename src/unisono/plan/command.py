@@ -54,40 +54,25 @@ files in the output folder:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command to its parser; only what was given comes out of it."""
+    inside, between, bucket = (f"(default: {_DEFAULTS[name]})" for name in ("inside", "between", "bucket"))
+    machine = f"(default: {_DEVICES_PER_MACHINE}; 1 for a step measured on a CPU)"
+    best = f"(default: {BEST}, the fastest of the others for each number of devices)"
     parser.add_argument("target", nargs="?", metavar=TARGET, help="a model of yours, measured here")
-    step = parser.add_argument_group("the step, if it is not measured here")
-    step.add_argument("--compute", type=_time, metavar="TIME", help="of a whole step on one device")
-    step.add_argument("--backward", type=_time, metavar="TIME", help="of its backward (default: two thirds)")
-    step.add_argument("--gradients", type=_size, metavar="SIZE", help="of all parameters together")
-    where = parser.add_argument_group("where")
-    where.add_argument(
-        "--inside", type=_link, metavar="LINK", help=f"between devices of a machine (default: {_DEFAULTS['inside']})"
-    )
-    where.add_argument(
-        "--between",
-        type=_link,
-        metavar="LINK",
-        help=f"between machines; a machine's devices share it (default: {_DEFAULTS['between']})",
-    )
-    where.add_argument(
-        "--devices-per-machine",
-        type=int,
-        metavar="N",
-        help=f"(default: {_DEVICES_PER_MACHINE}; 1 for a step measured on a CPU)",
-    )
-    how = parser.add_argument_group("how")
-    how.add_argument(
-        "--bucket", type=_size, metavar="SIZE", help=f"gradients reduced at once (default: {_DEFAULTS['bucket']})"
-    )
-    how.add_argument(
-        "--all-reduce",
-        choices=(BEST, *ALGORITHMS),
-        help=f"(default: {BEST}, the fastest of the others for each number of devices)",
-    )
-    how.add_argument("--strong", action="store_true", help="the devices share the batch that one has")
-    results = parser.add_argument_group("results")
-    results.add_argument("--output", type=folder, metavar="DIR", help="the folder for them (default: runs/plan)")
-    results.add_argument("--published", action="store_true", help="only compare the model with published runs")
+    add = parser.add_argument_group("the step, if it is not measured here").add_argument
+    add("--compute", type=_time, metavar="TIME", help="of a whole step on one device")
+    add("--backward", type=_time, metavar="TIME", help="of its backward (default: two thirds)")
+    add("--gradients", type=_size, metavar="SIZE", help="of all parameters together")
+    add = parser.add_argument_group("where").add_argument
+    add("--inside", type=_link, metavar="LINK", help=f"between devices of a machine {inside}")
+    add("--between", type=_link, metavar="LINK", help=f"between machines; a machine's devices share it {between}")
+    add("--devices-per-machine", type=int, metavar="N", help=machine)
+    add = parser.add_argument_group("how").add_argument
+    add("--bucket", type=_size, metavar="SIZE", help=f"gradients reduced at once {bucket}")
+    add("--all-reduce", choices=(BEST, *ALGORITHMS), help=best)
+    add("--strong", action="store_true", help="the devices share the batch that one has")
+    add = parser.add_argument_group("results").add_argument
+    add("--output", type=folder, metavar="DIR", help="the folder for them (default: runs/plan)")
+    add("--published", action="store_true", help="only compare the model with published runs")
 
 
 def needed(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
@@ -108,30 +93,33 @@ def run(given: dict[str, Any]) -> int:
         print(published.document(), end="")
         return DONE
     output: Path = given.get("output", Path("runs/plan"))
-    default: dict[str, Any] = {"bucket": _size(_DEFAULTS["bucket"])}
-    default |= {name: _link(_DEFAULTS[name]) for name in ("inside", "between")}
-    figures = default | given
     num_machine = given.get("devices_per_machine", _DEVICES_PER_MACHINE)
     if num_machine < 1:
         raise OptionError(f"--devices-per-machine {num_machine}: expected a whole number from 1 up")
     expect_writable(output)
+    bucket_bytes = given.get("bucket", _size(_DEFAULTS["bucket"]))
+    inside, between = (given.get(name, _link(_DEFAULTS[name])) for name in ("inside", "between"))
 
     target = given.get("target")
+    title = f"How far will {target or 'it'} scale?"
     if target is None:
-        title = "How far will it scale?"
-        step = _described_step(given, figures["bucket"])
+        step = _described_step(given, bucket_bytes)
     else:
-        title = f"How far will {target} scale?"
         for name in ("compute", "backward", "gradients"):
             if name in given:
                 raise OptionError(f"{target} would be measured: leave out {target}, or --{name}")
         print(f"measuring {target} on one device, for some seconds", flush=True)
-        step, device, rows = measured_step(target, figures["bucket"])
+        step, device, rows = measured_step(target, bucket_bytes)
         print(f"measured with {rows} rows on {device}; other programs that run meanwhile make it slower\n", flush=True)
         if is_cpu(device) and "devices_per_machine" not in given:
             num_machine = 1
-    _check_buckets(step)
-    cluster = Cluster(figures["inside"], figures["between"], num_machine)
+    num_buckets = step.gradient_bytes / bucket_bytes
+    if num_buckets > MOST_BUCKETS:
+        raise OptionError(
+            f"--bucket {bucket_bytes:g}B makes {num_buckets:,.0f} buckets of {step.gradient_bytes / 1e6:g} MB: "
+            f"expected {MOST_BUCKETS:,} at most"
+        )
+    cluster = Cluster(inside, between, num_machine)
     plan = ScalingPlan(step, cluster, given.get("all_reduce", BEST), given.get("strong", False))
 
     files = {}
@@ -159,15 +147,6 @@ def _described_step(given: dict[str, Any], bucket_bytes: float) -> StepCost:
     if backward_s > compute_s:
         raise OptionError(f"--backward {backward_s:g}s is a part of --compute {compute_s:g}s, and cannot be longer")
     return StepCost(compute_s, backward_s, given["gradients"], bucket_bytes)
-
-
-def _check_buckets(step: StepCost) -> None:
-    num_buckets = step.gradient_bytes / step.bucket_bytes
-    if num_buckets > MOST_BUCKETS:
-        raise OptionError(
-            f"--bucket {step.bucket_bytes:g}B makes {num_buckets:,.0f} buckets of {step.gradient_bytes / 1e6:g} MB: "
-            f"expected {MOST_BUCKETS:,} at most"
-        )
 
 
 def _time(text: str) -> float:

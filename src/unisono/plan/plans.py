@@ -65,9 +65,9 @@ class ScalingPlan:
             row = [str(one.num_devices), str(self.cluster.num_machines(one.num_devices))]
             row += ["" if one.num_devices == 1 else one.algorithm]
             row += [f"{1000 * seconds:.2f}" for seconds in (one.communication_s, one.exposed_s, one.step_s)]
-            row += [_percent(one.efficiency), f"{one.num_devices * one.efficiency:.1f}"]
-            row += [_percent(other[place].efficiency) for other in others]
-            rows.append([*row, _percent(one.efficiency_without_overlap)])
+            row += [percent(one.efficiency), f"{one.num_devices * one.efficiency:.1f}"]
+            row += [percent(other[place].efficiency) for other in others]
+            rows.append([*row, percent(one.efficiency_without_overlap)])
         return table(header, rows, text_columns=0)
 
     def conclusion(self) -> str:
@@ -79,7 +79,7 @@ class ScalingPlan:
         first_bad = self.predictions[COUNTS.index(good_for) + 1]
         said = f"Efficiency stays above 90 % up to {good_for:,} devices; beyond that,"
         if good_for == 1:
-            said = f"Efficiency is {_percent(first_bad.efficiency)} on 2 devices already;"
+            said = f"Efficiency is {percent(first_bad.efficiency)} on 2 devices already;"
         what, better = self._limit(first_bad.num_devices)
         helped = better.good_up_to() if better is not None else good_for
         more = f"up to {helped:,} devices" if helped > good_for else "no further either"
@@ -119,7 +119,8 @@ def _with_improved(cluster: Cluster, place: str, figure: str, factor: float) -> 
     return replace(cluster, inside=link) if place == "inside" else replace(cluster, between=link)
 
 
-def _percent(fraction: float) -> str:
+def percent(fraction: float) -> str:
+    """Return a fraction in per cent."""
     return f"{100 * fraction:.1f} %"
 
 

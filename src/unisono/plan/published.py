@@ -7,13 +7,14 @@ All figures are in `published.toml`; its [links] are the links that have names o
 import functools
 import statistics
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
 from unisono.console.tables import table
 from unisono.plan.links import Cluster, Link
+from unisono.plan.plans import percent
 from unisono.plan.prediction import StepCost, predict
 
 CLOSE_POINTS = 10.0
@@ -34,11 +35,6 @@ class Comparison:
     def error_points(self) -> float:
         """Prediction less report, in points of efficiency."""
         return 100 * (self.predicted - self.reported)
-
-    @property
-    def relative_error(self) -> float:
-        """The relative error of the predicted speed."""
-        return self.predicted / self.reported - 1
 
     @property
     def close(self) -> bool:
@@ -72,36 +68,25 @@ def comparisons() -> list[Comparison]:
 def document() -> str:
     """Return the table of all reports, the quality of the predictions, and the assumptions."""
     compared = comparisons()
-    rows = [
-        [
-            one.run,
-            f"{one.reference_devices} to {one.num_devices}",
-            f"{100 * one.reported:.1f} %",
-            f"{100 * one.predicted:.1f} %",
-            f"{one.error_points:+.1f}",
-            f"{100 * one.relative_error:+.1f} %",
-            "" if one.close else "miss",
-        ]
-        for one in compared
-    ]
+    rows = []
+    for one in compared:
+        row = [one.run, f"{one.reference_devices} to {one.num_devices}", percent(one.reported), percent(one.predicted)]
+        speed_off = f"{100 * (one.predicted / one.reported - 1):+.1f} %"
+        rows.append([*row, f"{one.error_points:+.1f}", speed_off, "" if one.close else "miss"])
     header = ["run", "devices", "reported", "predicted", "points off", "speed off", ""]
-    assumed = "\n".join(f"- {name}: {'; '.join(texts)}" for name, texts in _assumptions().items())
-    return f"{table(header, rows)}\n\n{_judged(compared)}\n\nAssumed, because no source says so:\n\n{assumed}\n"
-
-
-def _judged(compared: Sequence[Comparison]) -> str:
-    """Return the quality of the predictions, beside that of the simplest one: perfect scaling."""
     naive = [replace(one, predicted=1.0) for one in compared]
-
-    def score(predictions: Sequence[Comparison]) -> str:
-        num_close = sum(one.close for one in predictions)
-        points = statistics.mean(abs(one.error_points) for one in predictions)
-        return f"{num_close} of {len(predictions)} within {CLOSE_POINTS:g} points, {points:.1f} off on average"
-
-    return (
-        f"Predicted efficiency: {score(compared)}. Predicting 100 % everywhere: {score(naive)}. Most reports are of "
+    judged = (
+        f"Predicted efficiency: {_score(compared)}. Predicting 100 % everywhere: {_score(naive)}. Most reports are of "
         "runs that scale well, so the second is the one to beat."
     )
+    assumed = "\n".join(_assumptions())
+    return f"{table(header, rows)}\n\n{judged}\n\nAssumed, because no source says so:\n\n{assumed}\n"
+
+
+def _score(predictions: Sequence[Comparison]) -> str:
+    num_close = sum(one.close for one in predictions)
+    points = statistics.mean(abs(one.error_points) for one in predictions)
+    return f"{num_close} of {len(predictions)} within {CLOSE_POINTS:g} points, {points:.1f} off on average"
 
 
 def _compared(run: dict[str, Any]) -> list[Comparison]:
@@ -126,15 +111,10 @@ def _compared(run: dict[str, Any]) -> list[Comparison]:
     return result
 
 
-def _assumptions() -> dict[str, list[str]]:
-    """Return the assumptions by run and by link."""
-    things = [(run["name"], run) for run in data()["runs"]] + [
-        (f"link {name}", of) for name, of in data()["links"].items()
-    ]
-    found = {
-        name: [
-            f"{key} {figure['value']} ({figure['assumed']})" for key, figure in figures.items() if "assumed" in figure
-        ]
-        for name, figures in things
-    }
-    return {name: texts for name, texts in found.items() if texts}
+def _assumptions() -> Iterator[str]:
+    """Yield a line for each run and each link that something is assumed of."""
+    links = [(f"link {name}", figures) for name, figures in data()["links"].items()]
+    for name, figures in [*((run["name"], run) for run in data()["runs"]), *links]:
+        assumed = [(key, figure) for key, figure in figures.items() if "assumed" in figure]
+        if assumed:
+            yield f"- {name}: " + "; ".join(f"{key} {of['value']} ({of['assumed']})" for key, of in assumed)
