@@ -19,7 +19,7 @@ _CAPTION_LETTERS = 15.5  # to an inch
 logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
 
 
-def new(width: float, height: float, title: str, caption: str) -> Figure:
+def new(width: float, height: float, title: str, caption: str = "") -> Figure:
     """Return an empty figure of so many inches, with a title above and small letters below."""
     figure = Figure(figsize=(width, height), facecolor="white", layout="constrained")
     figure.suptitle(title, x=0.012, ha="left", fontsize=12, color=INK, parse_math=False)  # "$" is a "$"

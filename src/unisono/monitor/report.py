@@ -94,13 +94,10 @@ def _numbering(inventory: Inventory) -> Iterator[str]:
     ranks = [each.pci_rank for each in inventory.accelerators if each.pci_rank is not None]
     if len(ranks) > 1 and seen.order != PCI_ORDER and seen.variable is None:
         order = f"CUDA_DEVICE_ORDER is {seen.order}" if seen.order_is_set else "CUDA_DEVICE_ORDER is not set"
+        here = f"so their numbers differ here. CUDA_DEVICE_ORDER={PCI_ORDER} makes them the same"
         if ranks == sorted(ranks):
-            yield f"{order}: CUDA numbers the fastest GPU first; here that agrees with nvidia-smi, which uses PCI order"
-        else:
-            yield (
-                f"{order}: CUDA numbers the fastest GPU first, and nvidia-smi uses PCI order, so their numbers differ "
-                f"here. CUDA_DEVICE_ORDER={PCI_ORDER} makes them the same"
-            )
+            here = "which is the same here"
+        yield f"{order}: CUDA numbers the fastest GPU first, and nvidia-smi uses PCI order, {here}"
     elif seen.variable == CUDA_VARIABLE and seen.order != PCI_ORDER and any(map(str.isdecimal, seen.visible)):
         yield (
             f"the numbers in {seen.variable} count the fastest GPU first. With CUDA_DEVICE_ORDER={PCI_ORDER} they are "

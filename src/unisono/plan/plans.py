@@ -82,8 +82,9 @@ class ScalingPlan:
             said = f"Efficiency is {percent(first_bad.efficiency)} on 2 devices already;"
         what, better = self._limit(first_bad.num_devices)
         helped = better.good_up_to() if better is not None else good_for
-        more = f"up to {helped:,} devices" if helped > good_for else "no further either"
-        remedy = "" if better is None else f" With one twice as good it would stay above 90 % {more}."
+        remedy = f" With one twice as good it would stay above 90 % up to {helped:,} devices."
+        if helped == good_for:
+            remedy = " One twice as good would not change that." if better is not None else ""
         fastest = max(self.predictions, key=lambda one: one.num_devices * one.efficiency).num_devices
         peak = "" if fastest == COUNTS[-1] else f" More than {fastest:,} are slower than {fastest:,}."
         return f"{said} {what} limits it.{remedy}{peak} {_UPPER_BOUND}"

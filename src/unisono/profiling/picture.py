@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from unisono.console import charts
 from unisono.console.charts import INK
@@ -23,9 +22,8 @@ def draw(path: Path, steps: Sequence[ProfiledStep], title: str) -> None:
     """Draw the picture."""
     lanes = lanes_of(steps)
     height = 0.45 * max(1, len(lanes))
-    figure = Figure(figsize=(11, 2.6 + 2 * height), facecolor="white", layout="constrained")
+    figure = charts.new(11, 2.6 + 2 * height, title)
     above, below = figure.subplots(2, 1)
-    figure.suptitle(title, x=0.012, ha="left", fontsize=12, color=INK, parse_math=False)
     shown = _typical(steps)
     _draw_steps(above, shown, list(lanes))
     _draw_shares(below, lanes)
@@ -33,7 +31,7 @@ def draw(path: Path, steps: Sequence[ProfiledStep], title: str) -> None:
     handles = [above.barh(0, 0, color=_COLORS[phase], label=phase) for phase in used]
     if handles:
         figure.legend(handles=handles, loc="outside lower center", ncols=len(used), frameon=False, labelcolor=INK)
-    figure.savefig(path, format="png", dpi=150)
+    path.write_bytes(charts.png(figure))
 
 
 def _typical(steps: Sequence[ProfiledStep]) -> Sequence[ProfiledStep]:
@@ -74,7 +72,7 @@ def _draw_shares(axes: Axes, lanes: Mapping[str, Mapping[str, float]]) -> None:
                 text = f"{share:.0%}"
                 axes.text(left + share / 2, number, text, ha="center", va="center", color=INK if light else "white")
             left += share
-    charts.style(axes, "Where a step goes, medians of all steps", grid="x")
+    charts.style(axes, "Where a step goes, medians of all steps", "share of a step", grid="x")
     _name_lanes(axes, list(lanes))
     axes.set_xlim(0, 1)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")

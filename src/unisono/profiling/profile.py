@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from unisono.console.files import replaced
+from unisono.console.tables import table
 from unisono.profiling import chrome_trace
 from unisono.profiling.steps import PHASES, ProfiledStep, divided, filled, grouped, lanes_of
 from unisono.runtime import devices, timeline
@@ -147,15 +148,12 @@ class Profile:
             return _NOTHING
         lanes = lanes_of(steps)
         used = [phase for phase in PHASES if any(phase in of_lane for of_lane in lanes.values())]
-        columns = [["", *lanes]]
-        for phase in used:
-            columns.append([phase, *(f"{1000 * of_lane.get(phase, 0.0):.2f}" for of_lane in lanes.values())])
-        widths = [max(map(len, column)) for column in columns]
-        lines = [f"{self.summary(steps)}; milliseconds:"]
-        for name, *figures in zip(*columns, strict=True):
-            cells = (figure.rjust(width) for figure, width in zip(figures, widths[1:], strict=True))
-            lines.append("  ".join([name.ljust(widths[0]), *cells]))
-        return "\n".join(lines)
+        rows = [[lane, *(f"{1000 * of.get(phase, 0.0):.2f}" for phase in used)] for lane, of in lanes.items()]
+        return f"{self.summary(steps)}; milliseconds:\n\n{table(['', *used], rows)}"
+
+    def _repr_markdown_(self) -> str:
+        """Return the table as a notebook shows it."""
+        return str(self)
 
     def in_words(self) -> list[str]:
         """Return where a step goes, in shares: a line for all, then one for each replica, the largest share first."""
