@@ -100,7 +100,6 @@ class Sampler:
 def _wrapper(kept: Sequence[Published], command: str, gpus: Sequence[Gpu]) -> Wrapper:
     last = kept[-1]
     same = [each for each in kept if _layout(each) == _layout(last)]  # a last batch may be shorter
-    replicas = _with_waits([_replica(of, gpus) for of in zip(*[each.replicas for each in same], strict=True)])
     step_s = statistics.median(each.step_s for each in kept)  # the first may have started workers
     age_s = max(time.time() - last.published_at, 0.0)
     return Wrapper(
@@ -112,7 +111,7 @@ def _wrapper(kept: Sequence[Published], command: str, gpus: Sequence[Gpu]) -> Wr
         step_s=step_s,
         age_s=age_s,
         has_stopped=age_s > max(_STOPPED_STEPS * step_s, _STOPPED_S),
-        replicas=tuple(_with_waits_by_load(replicas, gpus, last.step_s)),
+        replicas=_replicas(same, gpus),
         straggler=None,
     )
 
@@ -121,44 +120,36 @@ def _layout(status: Published) -> list[tuple[str, int]]:
     return [(replica.device, replica.rows) for replica in status.replicas]
 
 
-def _replica(of: Sequence[ReplicaStatus], gpus: Sequence[Gpu]) -> Replica:
-    """Return a replica in the mean of several steps; its share and waits are not known yet."""
-    last = of[-1]
-    is_timed = last.on_host and last.forward_s > 0
-    return Replica(
-        number=last.number,
-        device=printable(last.device),
-        gpu=next((gpu.number for gpu in gpus if last.pci and gpu.pci == last.pci), None),
-        rows=last.rows,
-        share=None,
-        forward_s=statistics.mean(each.forward_s for each in of) if is_timed else None,
-        backward_s=statistics.mean(each.backward_s for each in of) if is_timed else None,
-        wait_s=None,
-    )
+def _replicas(steps: Sequence[Published], gpus: Sequence[Gpu]) -> tuple[Replica, ...]:
+    """Return the replicas in the mean of several steps, with how long each waits for the others.
+
+    On the host a replica waits at the end of forward, and of backward, for the slowest one. On accelerators their times
+    are those of queuing work, but the driver knows the load: a GPU waits while it is idle beyond the busiest one.
+    """
+    of_replicas = [*zip(*[each.replicas for each in steps], strict=True)]
+    total = sum(of[-1].rows for of in of_replicas)
+    on = [next((gpu for gpu in gpus if of[-1].pci and gpu.pci == of[-1].pci), None) for of in of_replicas]
+    most_load = max((gpu.load for gpu in on if gpu is not None and gpu.load is not None), default=0.0)
+    times = [_mean_times(of) for of in of_replicas]
+    slowest_s = sum(map(max, zip(*filter(None, times), strict=True)))
+    found: list[Replica] = []
+    for of, gpu, time_s in zip(of_replicas, on, times, strict=True):
+        last = of[-1]
+        wait_s = None if time_s is None else slowest_s - sum(time_s)
+        if gpu is not None and gpu.load is not None:
+            wait_s = (most_load - gpu.load) * steps[-1].step_s
+        number, share = None if gpu is None else gpu.number, last.rows / total if total else None
+        device = printable(last.device)
+        forward_s, backward_s = time_s or (None, None)
+        found.append(Replica(last.number, device, number, last.rows, share, forward_s, backward_s, wait_s))
+    return tuple(found)
 
 
-def _with_waits(replicas: Sequence[Replica]) -> list[Replica]:
-    """Fill in shares, and how long each replica waits at the end of forward and of backward for the slowest."""
-    total = sum(replica.rows for replica in replicas)
-    timed = [replica for replica in replicas if replica.forward_s is not None and replica.backward_s is not None]
-    forward_s = max((replica.forward_s or 0.0 for replica in timed), default=0.0)
-    backward_s = max((replica.backward_s or 0.0 for replica in timed), default=0.0)
-    shares = [replace(replica, share=replica.rows / total if total else None) for replica in replicas]
-    return [
-        replica if replica.compute_s is None else replace(replica, wait_s=forward_s + backward_s - replica.compute_s)
-        for replica in shares
-    ]
-
-
-def _with_waits_by_load(replicas: Sequence[Replica], gpus: Sequence[Gpu], step_s: float) -> list[Replica]:
-    """Fill in waits on GPUs: the times of their replicas are those of queuing work, but the driver knows the load."""
-    load_of = {gpu.number: gpu.load for gpu in gpus if gpu.load is not None}
-    loads = [load_of.get(replica.gpu) if replica.gpu is not None else None for replica in replicas]
-    most = max((load for load in loads if load is not None), default=0.0)
-    return [
-        replica if load is None else replace(replica, wait_s=(most - load) * step_s)
-        for replica, load in zip(replicas, loads, strict=True)
-    ]
+def _mean_times(of: Sequence[ReplicaStatus]) -> tuple[float, float] | None:
+    """Return how long a replica's forward and backward take, in the mean of its steps; None if that is not known."""
+    if not of[-1].on_host or of[-1].forward_s <= 0:
+        return None
+    return statistics.mean(each.forward_s for each in of), statistics.mean(each.backward_s for each in of)
 
 
 def _process(pid: int) -> tuple[str, list[int], float]:
