@@ -22,7 +22,7 @@ from helpers.commands import assert_misused
 from helpers.fake_gpus import install, nvml
 from unisono.cli import main
 from unisono.monitor import sample
-from unisono.monitor.display import shown
+from unisono.monitor.display import fitted
 from unisono.monitor.nvml import GpuReader
 from unisono.monitor.sample import Sample, Sampler
 from unisono.runtime.step_status import Published, ReplicaStatus
@@ -233,10 +233,10 @@ def on_gpu(steps: int, *rows: int, module: str = "Net", age_s: float = 0.0) -> P
     return Published("a", os.getpid(), steps, time.time() - age_s, 0.5, module, "Threads", tuple(replicas))
 
 
-def lines_of(taken: Sample, width: int = 1000) -> list[str]:
-    console = Console(file=io.StringIO(), width=width)
+def lines_of(taken: Sample, width: int = 1000, height: int = 100) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, height=height)
     with console.capture() as text:
-        console.print(shown(taken))
+        console.print(fitted(taken, console))
     return [line.strip() for line in text.get().splitlines()]
 
 
@@ -278,7 +278,9 @@ def test_a_wrapper_that_has_stopped_is_one_line_at_the_end(
 def test_only_one_process(pid: int | None, modules: list[str], published: list[Published]) -> None:
     """M5: `--pid` leaves out what the others have published."""
     published += [on_gpu(7, 8), replace(on_gpu(9, 8, module="Other"), name="b", pid=1)]
-    assert [wrapper.module for wrapper in Sampler(GpuReader(), pid).take().wrappers] == modules
+    taken = Sampler(GpuReader(), pid).take()
+    assert [wrapper.module for wrapper in taken.wrappers] == modules
+    assert ("no wrapper of process 2 has taken a step yet" in lines_of(taken)) == (not modules)
 
 
 def test_means_are_of_steps_with_the_same_rows(published: list[Published]) -> None:
@@ -301,11 +303,15 @@ def test_text_of_other_programs_cannot_command_the_terminal(published: list[Publ
     assert any("N?[2Jet?, Threads" in line for line in lines_of(Sampler(GpuReader()).take(), 20 * 5))
 
 
-def test_a_long_command_ends_with_dots(published: list[Published], monkeypatch: pytest.MonkeyPatch) -> None:
-    """M4: it would fill a narrow terminal."""
+def test_what_is_left_out_is_said(published: list[Published], monkeypatch: pytest.MonkeyPatch) -> None:
+    """M4: a long command ends with dots, and so does a table on a terminal that is not high enough for it."""
     monkeypatch.setattr(sample, "_process", lambda pid: ("python train.py " + "x" * 50, [pid], 0.0))
     published.append(on_gpu(1, 8))
-    assert "python train.py " + "x" * 41 + "..." in lines_of(Sampler(GpuReader()).take())
+    taken = Sampler(GpuReader()).take()
+    lines = lines_of(taken)
+    assert "python train.py " + "x" * 41 + "..." in lines
+    assert lines_of(taken, height=len(lines)) == lines
+    assert lines_of(taken, height=3) == [*lines[:2], f"... {len(lines) - 2} more"]
 
 
 def test_ctrl_c_is_the_usual_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

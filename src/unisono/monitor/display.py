@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.padding import Padding
+from rich.segment import Segment, Segments
 from rich.table import Table
 from rich.text import Text
 
@@ -48,10 +49,20 @@ def shown(sample: Sample) -> Group:
     if stopped:
         parts += [Text(), _heading(f"no steps now, and for how long: {'; '.join(stopped)}")]
     if not sample.wrappers:
-        parts += [Text(), _heading("no wrapper of this user has taken a step yet")]
+        whose = "this user" if sample.pid is None else f"process {sample.pid}"
+        parts += [Text(), _heading(f"no wrapper of {whose} has taken a step yet")]
     if sample.problems:
         parts += [Text(), _heading("not read:"), *map(_note, sample.problems)]
     return Group(*parts)
+
+
+def fitted(sample: Sample, console: Console) -> Group:
+    """Return what of a display fits on the terminal; its last line counts what does not."""
+    lines = console.render_lines(shown(sample), pad=False)
+    if len(lines) <= console.height:
+        return shown(sample)
+    kept = [Segments([*line, Segment.line()]) for line in lines[: console.height - 1]]
+    return Group(*kept, _heading(f"... {len(lines) - len(kept)} more"))
 
 
 def _training(wrapper: Wrapper) -> Iterator[RenderableType]:

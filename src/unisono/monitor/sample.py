@@ -45,6 +45,7 @@ class Sample:
     memory_used_bytes: int
     memory_bytes: int
     wrappers: tuple[Wrapper, ...]
+    pid: int | None  # of the only process whose wrappers are wanted; None: all
     problems: tuple[str, ...]  # what could not be read
 
 
@@ -90,7 +91,8 @@ class Sampler:
             wrappers.append(wrapper)
         wrappers.sort(key=lambda wrapper: wrapper.has_stopped)
         used_bytes = memory.total - memory.available
-        return Sample(time.time(), gpus, core_loads, used_bytes, memory.total, tuple(wrappers), tuple(problems))
+        found = (tuple(wrappers), self._pid, tuple(problems))
+        return Sample(time.time(), gpus, core_loads, used_bytes, memory.total, *found)
 
     def _read(self) -> tuple[list[Published], list[str]]:
         published, problems = read_all()

@@ -73,7 +73,7 @@ def run(given: dict[str, Any]) -> int:
     from rich.console import Console
     from rich.live import Live
 
-    from unisono.monitor.display import shown
+    from unisono.monitor.display import fitted, shown
     from unisono.monitor.sample import Sampler  # imports psutil, which `needed` has checked
 
     once, as_json = given.get("once", False), given.get("json", False)
@@ -95,7 +95,7 @@ def run(given: dict[str, Any]) -> int:
                 if log is not None:
                     _append(log, f"{line}\n", OSError(f"--log {log}: cannot be written any more"))
                 if in_place:
-                    live.update(shown(sample), refresh=True)
+                    live.update(fitted(sample, console), refresh=True)
                 elif as_json:
                     print(line, flush=True)
                 else:
