@@ -157,8 +157,18 @@ def check_contrastive(output: str, devices: tuple[str, ...]) -> None:
     assert wrapped[3] <= 2 * 12, "a part of each replica"
 
 
+def check_first_steps(output: str, devices: tuple[str, ...]) -> None:
+    first, second, *_, last = output.splitlines()
+    num_replicas = max(2, len(devices))
+    rows = [-(-600 // num_replicas)] * (num_replicas - 1)
+    assert re.fullmatch(rf"loss 0\.0\d, rows of each replica: {re.escape(str([*rows, 600 - sum(rows)]))}", first)
+    assert f"on {num_replicas} replicas" in second
+    assert last == "same: 12 comparisons, in training and eval"
+
+
 # Of each example: the arguments it is run with, and what reads its output.
 CHECKS = {
+    "first_steps.py": ([], check_first_steps),
     "transcript.py": (["--devices", "8"], check_transcript),
     "middle_block.py": ([], lambda output, devices: check_same(output, MIDDLE_BLOCK)),
     "sequences.py": ([], lambda output, devices: check_same(output, SEQUENCES)),
@@ -269,7 +279,8 @@ def test_on_accelerators_too(name: str, two_accelerators: tuple[str, ...], monke
     # What the program prints between two calls of the model may come in pieces.
     from_replicas = [text for text in stdout.writes if re.match(r" *In (model|block)", text)]
     assert all(re.fullmatch(r"    In .*\n", text) for text in from_replicas)
-    assert from_replicas or name in ("bce_training.py", "contrastive.py", "sequences.py", "several_processes.py")
+    silent = ("bce_training.py", "contrastive.py", "first_steps.py", "sequences.py", "several_processes.py")
+    assert from_replicas or name in silent
 
 
 def test_several_processes_print_what_one_prints() -> None:
