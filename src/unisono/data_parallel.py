@@ -27,6 +27,7 @@ from unisono.primitives.checks import check_flag, check_word
 from unisono.primitives.dims import check_dim
 from unisono.primitives.outputs import gathered
 from unisono.primitives.parallel_apply import parallel_apply
+from unisono.primitives.recurrent_axes import warn_if_rows_elsewhere
 from unisono.primitives.replicate import replicate
 from unisono.primitives.scatter_gather import check_kwargs
 from unisono.primitives.split_sizes import IdleDevices
@@ -175,6 +176,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         self._wrap(module, communicator, loss)
         if devices:
             _devices.warn_if_unequal(devices)
+        if len(devices) > 1:
+            warn_if_rows_elsewhere(module, dim, out_dims)
 
     def _wrap(self, module: nn.Module, communicator: Communicator | None, loss: str) -> None:
         devices = self._options.devices
@@ -220,9 +223,9 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
     def call(self, method: str, /, *inputs: Any, **kwargs: Any) -> Any:
         """Call another method of the module on every device, its inputs scattered and outputs gathered as forward's.
 
-            >>> model = unisono.DataParallel(torch.nn.LSTM(5, 2), ["cpu", "cpu"])
-            >>> model.call("permute_hidden", torch.arange(4.0), None)
-            tensor([0., 1., 2., 3.])
+            >>> model = torch.nn.AdaptiveLogSoftmaxWithLoss(5, 4, cutoffs=[2])
+            >>> unisono.DataParallel(model, ["cpu", "cpu"]).call("predict", torch.zeros(6, 5)).shape
+            torch.Size([6])
 
         `model.generate(x)` reads the method off the module and runs it in one place; `model.call("generate", x)` runs
         it on every device. `in_dims`, `out_dims` and `scalars` hold for it too; a method that needs others, or none, is

@@ -286,7 +286,7 @@ def test_a_loader_with_targets_is_told_what_to_do(wrap: Wrap) -> None:
 
 def test_another_method(wrap: Wrap) -> None:
     """I2, R12"""
-    model = wrap(nn.LSTM(5, 2))
+    model = wrap(nn.LSTM(5, 2), dim=1)
     permuted = model.map([(torch.arange(4.0), None)] * 3, method="permute_hidden")
     assert_equal(list(permuted), [torch.arange(4.0)] * 3)
 
