@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help demo test test-all compat clients rows check format bench chaos fuzz gpu-check clean
+.PHONY: help demo test test-all compat clients rows check format bench chaos fuzz gpu-check dist clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -109,5 +109,28 @@ gpu-check:  ## prove the accelerator paths on this machine's GPU, in ten minutes
 	  { echo "unisono needs Python 3.11 or newer, and $(GPU_PYTHON) is $$($(GPU_PYTHON) --version 2>&1). Name another one: make gpu-check PYTHON=..." >&2; exit 1; }
 	@PYTHONPATH=src $(GPU_PYTHON) benchmarks/gpu_check.py $(OPTIONS)
 
+# The wheel is built from the sdist, in an environment that has only the build's own requirements. What is tried is the
+# wheel, as a user gets it: in an environment made anew, from an empty folder, so that nothing of the checkout is seen.
+DIST = .venv-dist
+
+dist: $(DIST)/.ready  ## build wheel and sdist, check both, install the wheel in an empty environment and train there
+	rm -rf dist $(DIST)/try
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(DIST)/bin/python -m build --outdir dist .
+	$(DIST)/bin/python -m twine check --strict dist/*
+	$(PYTHON) -m venv $(DIST)/try
+	$(DIST)/try/bin/python -m pip install --disable-pip-version-check -c constraints.txt 'torch==2.13.0' \
+	  "unisono[train] @ file://$$(echo $(CURDIR)/dist/*.whl)"
+	$(DIST)/try/bin/python -m pip check
+	mkdir $(DIST)/try/empty
+	cd $(DIST)/try/empty && ../bin/python -I $(CURDIR)/examples/first_steps.py
+	cd $(DIST)/try/empty && ../bin/unisono train --model mlp --epochs 1 --devices 2 --output run && ls run
+	@grep -q '^\[project.urls\]' pyproject.toml || echo "pyproject.toml has no [project.urls] yet: do not upload" >&2
+	@ls -l dist
+
+$(DIST)/.ready: constraints.txt
+	$(PYTHON) -m venv $(DIST)
+	$(DIST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt build twine
+	@touch $@
+
 clean:  ## remove the environments and what runs leave behind
-	rm -rf .venv .venv-clients .venv-compat-* runs .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-clients .venv-compat-* .venv-dist .venv-docs .site-source dist site runs .pytest_cache .ruff_cache .mypy_cache .hypothesis
