@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help demo test test-all compat clients rows check format bench chaos fuzz gpu-check dist clean
+.PHONY: help demo test test-all compat clients rows check format bench chaos fuzz gpu-check docs dist clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -108,6 +108,20 @@ gpu-check:  ## prove the accelerator paths on this machine's GPU, in ten minutes
 	@$(GPU_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "unisono needs Python 3.11 or newer, and $(GPU_PYTHON) is $$($(GPU_PYTHON) --version 2>&1). Name another one: make gpu-check PYTHON=..." >&2; exit 1; }
 	@PYTHONPATH=src $(GPU_PYTHON) benchmarks/gpu_check.py $(OPTIONS)
+
+# The builder is zensical, which reads mkdocs.yml; mkdocs-material, which would read it too, gets no new features. In an
+# environment of its own: neither `make check` nor `make test` needs it, and it needs no torch.
+DOCS = .venv-docs
+
+docs: $(DOCS)/.ready  ## build the documentation site in site/; a link that leads nowhere is an error
+	$(DOCS)/bin/python docs/site.py
+	$(DOCS)/bin/zensical build --clean --strict
+	@echo "see site/index.html"
+
+$(DOCS)/.ready: constraints.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt zensical 'mkdocstrings[python]'
+	@touch $@
 
 # The wheel is built from the sdist, in an environment that has only the build's own requirements. What is tried is the
 # wheel, as a user gets it: in an environment made anew, from an empty folder, so that nothing of the checkout is seen.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent.parent
 BEHAVIOUR = TESTS.parent / "docs" / "behaviour.md"
-_ROW = r"[ASRGNFCITXM]\d+"
+_ROW = r"[ASRGNFCITXMP]\d+"
 
 
 def rows_of_behaviour() -> list[str]:

@@ -1,0 +1,241 @@
+"""Make the source of the documentation site from the pages of the repository: `make docs` runs it, then the builder.
+
+The pages are written to be read in the repository too, and link to files anywhere in it. A site has only its own pages.
+So this copies docs/*.md, and each page or source file that they link to, and rewrites every link. What it makes of
+
+    README.md, CONTRIBUTING.md ...     pages beside those of docs/
+    docs/behaviour.md                  a page for each of its tables: each row with the docstrings of its tests
+    src/unisono/training/loop.py       a page with the source, if something links to it
+
+The rows of docs/behaviour.md are written by hand, the evidence beside them comes from the tests: a row without a test,
+or a test of a row that is not there, is an error in tests/test_architecture.py. Nothing that is made here is committed,
+so it cannot be older than the tests.
+
+Needs the standard library only. A link that leads nowhere is an error, so `make test` checks links without a builder.
+"""
+
+import ast
+import os
+import posixpath
+import re
+import shutil
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+from helpers.rows import rows_named  # noqa: E402 - the tests' own reading of docstrings
+
+# Pages outside docs/, and where the site has them; all others are added when a page links to them.
+PLACES = {
+    "README.md": "index.md",
+    "README.zh-CN.md": "index.zh-CN.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+    "CHANGELOG.md": "changelog.md",
+    "LICENSE": "license.md",
+    "examples/README.md": "examples.md",
+}
+_LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\]\()([^()\s]+)(\))")
+_FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
+_ROW = re.compile(r"^\| ([A-Z]\d+) \| (.*) \|$")
+_LANGUAGES = {".py": "python", ".toml": "toml", ".json": "json", ".ini": "ini", ".txt": "text", "": "text"}
+
+
+class BrokenLinkError(Exception):
+    """A link of a page that leads nowhere: the page, and the link."""
+
+
+class Site:
+    """The pages of the site, by their paths in it."""
+
+    def __init__(self) -> None:
+        self.pages: dict[str, str] = {}
+        self.files: dict[str, Path] = {}  # pictures and the like: site path -> source
+        self._places = dict(PLACES)  # repository path -> site path
+        self._anchors: dict[str, str] = {}  # "docs/behaviour.md#failure" -> "behaviour/failure.md"
+        self._waiting: list[str] = []
+
+    def build(self) -> None:
+        """Collect all pages and files."""
+        for path in sorted((ROOT / "docs").glob("*.md")):
+            self._place(f"docs/{path.name}")
+        for path in PLACES:
+            if (ROOT / path).exists():
+                self._waiting.append(path)
+        for path in sorted((ROOT / "docs").glob("*.css")):
+            self.files[path.name] = path
+        self._add_behaviour()
+        while self._waiting:
+            self._add(self._waiting.pop())
+        for path, text in self.pages.items():
+            self._check_anchors(path, text)
+
+    def _place(self, repository_path: str) -> str:
+        """Return where the site has a file; one that is new waits to be added."""
+        if repository_path not in self._places:
+            path = Path(repository_path)
+            if path.suffix == ".md" or path.suffix in (".png", ".svg"):
+                place = repository_path.removeprefix("docs/")
+            elif (ROOT / path).is_dir():
+                place = f"source/{repository_path}/index.md"
+            else:
+                place = f"source/{repository_path}.md"
+            self._places[repository_path] = place
+            self._waiting.append(repository_path)
+        return self._places[repository_path]
+
+    def _add(self, path: str) -> None:
+        source, place = ROOT / path, self._places[path]
+        if source.suffix in (".png", ".svg"):
+            self.files[place] = source
+        elif source.suffix == ".md":
+            self.pages.setdefault(place, self._relinked(source.read_text(encoding="utf-8"), path, place))
+        elif source.is_dir():
+            names = sorted(each.name for each in source.iterdir() if each.is_file())
+            lines = [
+                f"- [{name}]({posixpath.relpath(self._place(f'{path}/{name}'), posixpath.dirname(place))})"
+                for name in names
+            ]
+            self.pages[place] = "\n".join([f"# {path}", "", *lines, ""])
+        else:
+            language = _LANGUAGES.get(source.suffix, "text")
+            code = source.read_text(encoding="utf-8").rstrip()
+            self.pages[place] = f"# {path}\n\n````{language}\n{code}\n````\n"
+
+    def _relinked(self, text: str, path: str, place: str) -> str:
+        """Return a page with links that hold in the site."""
+
+        def relink(match: re.Match[str]) -> str:
+            before, link, after = match.groups()
+            target, hash_sign, anchor = link.partition("#")
+            if re.match(r"[a-z]+:", link) or not target:
+                target = path if not target and f"{path}#{anchor}" in self._anchors else ""
+                if not target:
+                    return match[0]
+            else:
+                target = posixpath.normpath(posixpath.join(posixpath.dirname(path), target))
+            if not (ROOT / target).exists():
+                raise BrokenLinkError(f"{path}: {link}")
+            there = self._anchors.get(f"{target}#{anchor}")
+            if there is not None:
+                hash_sign = anchor = ""
+            relative = posixpath.relpath(there or self._place(target), posixpath.dirname(place) or ".")
+            return f"{before}{relative}{hash_sign}{anchor}{after}"
+
+        parts = _FENCE.split(text)
+        return "".join(part if i % 2 else _LINK.sub(relink, part) for i, part in enumerate(parts))
+
+    # ---- behaviour ------------------------------------------------------------------------------
+
+    def _add_behaviour(self) -> None:
+        """Make a page of each section of docs/behaviour.md that has rows, and one that lists these pages."""
+        path, shown = "docs/behaviour.md", docstrings_by_row()
+        intro, *sections = re.split(r"^(?=## )", (ROOT / path).read_text(encoding="utf-8"), flags=re.MULTILINE)
+        places = {}
+        for section in sections:
+            title = section.partition("\n")[0].removeprefix("## ")
+            if any(map(_ROW.match, section.splitlines())):
+                place = f"behaviour/{slug(re.split('[:,]', title)[0])}.md"
+                places[title] = place
+                self._anchors[f"{path}#{slug(title)}"] = place
+        listed = []
+        for section in sections:
+            title, _, body = section.removeprefix("## ").partition("\n")
+            if title not in places:
+                listed.append(section)
+                continue
+            page, num_rows = page_of_rows(title, body, shown)
+            self.pages[places[title]] = self._relinked(page, path, places[title])
+            listed.append(f"- [{title}]({places[title]}), {num_rows} rows\n")
+        text = intro + "".join(part for part in listed if part.startswith("- ["))
+        text += "\n" + "".join(part for part in listed if not part.startswith("- ["))
+        linked = {place: title for title, place in places.items()}
+        self.pages["behaviour.md"] = _LINK.sub(
+            lambda match: match[0] if match[2] in linked else self._relinked(match[0], path, "behaviour.md"), text
+        )
+
+    # ---- anchors --------------------------------------------------------------------------------
+
+    def _check_anchors(self, path: str, text: str) -> None:
+        for i, part in enumerate(_FENCE.split(text)):
+            for _, link, _ in [] if i % 2 else _LINK.findall(part):
+                target, _, anchor = link.partition("#")
+                if re.match(r"[a-z]+:", link) or not anchor:
+                    continue
+                page = posixpath.normpath(posixpath.join(posixpath.dirname(path), target)) if target else path
+                if anchor not in anchors_of(self.pages[page]):
+                    raise BrokenLinkError(f"{path}: {link}: {page} has no heading for #{anchor}")
+
+    def write(self, folder: Path) -> None:
+        """Write all pages and files into a folder, which is made anew."""
+        shutil.rmtree(folder, ignore_errors=True)
+        for path, text in self.pages.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_text(text, encoding="utf-8")
+        for path, source in self.files.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, folder / path)
+
+
+def slug(title: str) -> str:
+    """Return the anchor of a heading, as GitHub and the builder make it."""
+    return re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", title.lower()).strip())
+
+
+def anchors_of(text: str) -> set[str]:
+    """Return the anchors of a page's headings."""
+    found = set()
+    for i, part in enumerate(_FENCE.split(text)):
+        for title in [] if i % 2 else re.findall(r"^#+ (.+)$", part, re.MULTILINE):
+            own = re.search(r"\{ *#([\w-]+) *\}$", title)
+            found.add(own[1] if own else slug(re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title)))
+    return found
+
+
+def docstrings_by_row() -> dict[str, list[tuple[str, str, str]]]:
+    """Return row -> its tests: file, name, and what the docstring says after its rows."""
+    found: dict[str, list[tuple[str, str, str]]] = defaultdict(list)
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                docstring = ast.get_docstring(node) or ""
+                rows = rows_named(docstring)
+                said = re.sub(
+                    rf"^{rows[-1] if rows else ''}[:., ;]*", "", docstring[docstring.find(rows[-1]) :] if rows else ""
+                )
+                for row in rows:
+                    found[row].append((path.relative_to(ROOT).as_posix(), node.name, " ".join(said.split())))
+    return found
+
+
+def page_of_rows(title: str, body: str, shown: dict[str, list[tuple[str, str, str]]]) -> tuple[str, int]:
+    """Return a page with a part for each row of a section: its cells by column, and what its tests show."""
+    lines, columns, num_rows = [f"# {title}", ""], [], 0
+    for line in body.splitlines():
+        if match := _ROW.match(line):
+            row, cells = match[1], re.split(r"(?<!\\) \| ", match[2])
+            num_rows += 1
+            lines += ["", f"## {row}: {cells[0]} {{ #{row.lower()} }}", ""]
+            for column, cell in zip(columns, cells[1:], strict=True):
+                lines += [f"**{column}**: {cell}", ""]
+            tests = shown[row]
+            lines += [f'??? note "{len(tests)} tests"', ""]
+            for path, name, said in tests:
+                words = name.removeprefix("test_").replace("_", " ")
+                lines.append(f"    - {words}{': ' + said if said else ''} (`{path}`)")
+            lines.append("")
+        elif line.startswith("| # |"):
+            columns = [cell.strip() for cell in line.strip("| ").split("|")][2:]
+        elif not line.startswith("|--") and (not line.startswith("|") or not columns):
+            lines.append(line)
+    return "\n".join(lines) + "\n", num_rows
+
+
+if __name__ == "__main__":
+    site = Site()
+    site.build()
+    site.write(Path(sys.argv[1] if len(sys.argv) > 1 else os.fspath(ROOT / ".site-source")))
+    print(f"{len(site.pages)} pages")

@@ -1,0 +1,90 @@
+"""The documentation site: its source is made from the repository's pages and the tests (docs/site.py)."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from helpers.rows import find_tests_by_row, rows_of_behaviour
+
+ROOT = Path(__file__).parent.parent
+
+
+def load_site():
+    spec = importlib.util.spec_from_file_location("docs_site", ROOT / "docs" / "site.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+site = load_site()
+
+
+@pytest.fixture(scope="module")
+def built():
+    result = site.Site()
+    result.build()  # raises BrokenLinkError for a link that leads nowhere
+    return result
+
+
+def test_every_page_is_in_the_navigation_and_every_entry_is_a_page(built):
+    """Sources, and pages that only other pages lead to, are left out."""
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    entries = re.findall(r"([\w./-]+\.md)$", navigation, re.MULTILINE)
+    assert len(entries) == len(set(entries))
+    assert [entry for entry in entries if entry not in built.pages] == []
+    led_to = {"license.md"} | {page for page in built.pages if page.startswith(("source/", "benchmarks/"))}
+    assert built.pages.keys() - set(entries) - led_to == set()
+
+
+def test_the_behaviour_pages_have_every_row_and_every_test(built):
+    """What is shown beside a row comes from the tests, whole."""
+    pages = {path: text for path, text in built.pages.items() if path.startswith("behaviour/")}
+    everything = "\n".join(pages.values())
+    headings = re.findall(r"^## ([A-Z]\d+): ", everything, re.MULTILINE)
+    assert sorted(headings) == sorted(rows_of_behaviour())
+    shown = site.docstrings_by_row()
+    assert {row: [f"{path}::{name}" for path, name, _ in tests] for row, tests in shown.items()} == find_tests_by_row()
+    for row, tests in shown.items():
+        part = re.search(rf"^## {row}: .*?(?=^## |\Z)", everything, re.MULTILINE | re.DOTALL)[0]
+        for path, _, said in tests:
+            assert said in part
+            assert path in part
+
+
+def test_the_behaviour_pages_lose_no_text(built):
+    """Every cell of the tables, and every paragraph between them, is on a page."""
+    everything = plain("\n".join(text for path, text in built.pages.items() if path.startswith("behaviour")))
+    for line in (ROOT / "docs" / "behaviour.md").read_text(encoding="utf-8").splitlines():
+        for cell in re.split(r"(?<!\\) \| ", line.strip("| ")) if re.match(r"\| [A-Z]\d+ \|", line) else [line]:
+            if not cell.startswith(("|--", "| # |", "#")):
+                assert plain(cell) in everything, cell
+
+
+def plain(text):
+    return re.sub(r"\s+", " ", re.sub(r"\]\([^)]*\)", "]", text)).strip()
+
+
+@pytest.mark.parametrize(
+    ("text", "link"),
+    [
+        ("[it](nowhere.md)", "nowhere.md"),
+        ("[it](#nothing)", "#nothing"),
+        ("[it](verify.md#nothing)", "verify.md#nothing"),
+    ],
+)
+def test_a_link_that_leads_nowhere_is_an_error(text, link, tmp_path, monkeypatch):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "docs" / "behaviour.md").write_text("# Behaviour\n")
+    (tmp_path / "docs" / "verify.md").write_text("# Verify\n")
+    (tmp_path / "docs" / "page.md").write_text(f"# Page\n\n{text}\n")
+    monkeypatch.setattr(site, "ROOT", tmp_path)
+    with pytest.raises(site.BrokenLinkError, match=re.escape(link)):
+        site.Site().build()
+
+
+def test_links_in_code_are_left_alone(built):
+    code = "```python\nx = [1](nowhere.md)\n```\n"
+    assert built._relinked(code, "docs/page.md", "page.md") == code
