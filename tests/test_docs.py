@@ -1,10 +1,12 @@
 """The documentation site: its source is made from the repository's pages and the tests (docs/site.py)."""
 
+import contextlib
 import importlib.util
 import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from helpers.rows import find_tests_by_row, rows_of_behaviour
 
@@ -88,3 +90,35 @@ def test_a_link_that_leads_nowhere_is_an_error(text, link, tmp_path, monkeypatch
 def test_links_in_code_are_left_alone(built):
     code = "```python\nx = [1](nowhere.md)\n```\n"
     assert built._relinked(code, "docs/page.md", "page.md") == code
+
+
+# Code on pages
+
+RUN = ["docs/from-data-parallel.md", "docs/from-ddp.md", "docs/from-data-parallel.zh-CN.md"]
+
+
+def program_of(page):
+    """Return a page's blocks of code one after the other, each on its own line of the page; of a diff what is new."""
+    lines, kind, skip = [], "", False
+    for line in page.splitlines():
+        code = ""
+        if line.startswith("```"):
+            kind, skip = ("", False) if kind else (line.removeprefix("```") or "text", skip)
+        elif not kind and line == "<!-- not run by make test -->":
+            skip = True
+        elif kind == "python" and not skip:
+            code = line
+        elif kind == "diff" and not skip and not line.startswith("-"):
+            code = line[1:]
+        lines.append(code)
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("path", RUN)
+def test_code_on_a_page_runs(path, tmp_path):
+    """From top to bottom, as a reader would type it; an error names the page and the line."""
+    program = program_of((ROOT / path).read_text(encoding="utf-8"))
+    assert "unisono.DataParallel(" in program
+    with contextlib.chdir(tmp_path), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        exec(compile(program, str(ROOT / path), "exec"), {"__name__": "page"})
