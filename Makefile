@@ -11,9 +11,9 @@ help:  ## list the targets
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "unisono needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1). Name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
-	@echo "Setting up .venv (once; the largest part is torch)"
+	@echo "Setting up .venv, once. It downloads torch (200 MB for CPUs, some GB with CUDA) and some 60 other packages"
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt 'torch==2.13.0'
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt 'torch==2.13.0'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 	  --editable '.[train,tensorboard]' accelerate hypothesis mypy pytest pytest-xdist ruff transformers
 	@touch $@
@@ -136,7 +136,8 @@ dist: $(DIST)/.ready  ## build wheel and sdist, check both, install the wheel in
 	  "unisono[train] @ file://$$(echo $(CURDIR)/dist/*.whl)"
 	$(DIST)/try/bin/python -m pip check
 	mkdir $(DIST)/try/empty
-	cd $(DIST)/try/empty && ../bin/python -I $(CURDIR)/examples/first_steps.py
+	cd $(DIST)/try/empty && ../bin/python -I $(CURDIR)/examples/first_steps.py | tee first_steps.txt
+	grep -q '^same: 12 comparisons' $(DIST)/try/empty/first_steps.txt
 	cd $(DIST)/try/empty && ../bin/unisono train --model mlp --epochs 1 --devices 2 --output run && ls run
 	@grep -q '^\[project.urls\]' pyproject.toml || echo "pyproject.toml has no [project.urls] yet: do not upload" >&2
 	@ls -l dist

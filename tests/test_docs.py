@@ -92,6 +92,27 @@ def test_links_in_code_are_left_alone(built):
     assert built._relinked(code, "docs/page.md", "page.md") == code
 
 
+# README
+
+
+@pytest.mark.parametrize("path", ["README.md", "README.zh-CN.md"])
+def test_the_script_of_the_readme_is_the_example(path):
+    """tests/test_examples.py runs it. The README stays within 150 lines, and shows the example's own words."""
+    text, example = (ROOT / path).read_text(encoding="utf-8"), (ROOT / "examples" / "first_steps.py").read_text()
+    script = re.search(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[1]
+    assert sorted(script.split()) == sorted(example.rpartition('"""')[2].split())  # imports in another order
+    assert "    same: 12 comparisons, in training and eval\n" in text
+    assert len(text.splitlines()) <= 150
+
+
+def test_the_picture_is_that_of_the_script():
+    """`python docs/picture.py` writes it."""
+    spec = importlib.util.spec_from_file_location("picture", ROOT / "docs" / "picture.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.PATH.read_text(encoding="utf-8") == module.picture()
+
+
 # Code on pages
 
 RUN = ["docs/from-data-parallel.md", "docs/from-ddp.md", "docs/from-data-parallel.zh-CN.md"]
