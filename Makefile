@@ -15,7 +15,8 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt 'torch==2.13.0'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	  --editable '.[train,tensorboard]' accelerate hypothesis mypy pytest pytest-xdist ruff transformers
+	  --editable '.[train,tensorboard]' accelerate hypothesis ipykernel mypy nbmake pytest pytest-xdist ruff \
+	  transformers
 	@touch $@
 
 demo: $(READY)  ## train ResNet-18 on real pictures, on every device, and show the result

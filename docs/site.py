@@ -15,6 +15,7 @@ Needs the standard library only. A link that leads nowhere is an error, so `make
 """
 
 import ast
+import json
 import os
 import posixpath
 import re
@@ -37,6 +38,7 @@ PLACES = {
     "CHANGELOG.md": "changelog.md",
     "LICENSE": "license.md",
     "examples/README.md": "examples.md",
+    "examples/two_devices.ipynb": "notebook.md",
 }
 _LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\]\()([^()\s]+)(\))")
 _FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
@@ -93,6 +95,8 @@ class Site:
             self.files[place] = source
         elif source.suffix == ".md":
             self.pages.setdefault(place, self._relinked(source.read_text(encoding="utf-8"), path, place))
+        elif source.suffix == ".ipynb":
+            self.pages[place] = page_of_notebook(source.read_text(encoding="utf-8"))
         elif source.is_dir():
             names = sorted(each.name for each in source.iterdir() if each.is_file())
             lines = [
@@ -232,6 +236,21 @@ def page_of_rows(title: str, body: str, shown: dict[str, list[tuple[str, str, st
         elif not line.startswith("|--") and (not line.startswith("|") or not columns):
             lines.append(line)
     return "\n".join(lines) + "\n", num_rows
+
+
+def page_of_notebook(text: str) -> str:
+    """Return a notebook as a page: its cells, with the texts and pictures that they left."""
+    parts = []
+    for cell in json.loads(text)["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", []):
+            if "text" in output:
+                parts.append(f"```text\n{''.join(output['text']).rstrip()}\n```")
+            elif "image/png" in output.get("data", {}):
+                picture = "".join(output["data"]["image/png"]).replace("\n", "")
+                parts.append(f"![what the cell shows](data:image/png;base64,{picture})")
+    return "\n\n".join(parts) + "\n"
 
 
 if __name__ == "__main__":
