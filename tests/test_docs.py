@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import unisono
 from helpers.rows import find_tests_by_row, rows_of_behaviour
 
 ROOT = Path(__file__).parent.parent
@@ -143,3 +144,9 @@ def test_code_on_a_page_runs(path, tmp_path):
     with contextlib.chdir(tmp_path), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         exec(compile(program, str(ROOT / path), "exec"), {"__name__": "page"})
+
+
+def test_the_api_page_has_every_public_name():
+    shown = re.findall(r"^::: unisono\.(?:[\w.]+\.)?(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    assert set(unisono.__all__) <= set(shown)
+    assert len(shown) == len(set(shown))
