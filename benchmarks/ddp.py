@@ -102,7 +102,7 @@ def measure(rank: int, name: str, rounds: int, seconds: float, shown: progress.P
     longest = torch.tensor(max(estimates))
     dist.all_reduce(longest, dist.ReduceOp.MAX)  # every process takes as many steps
     num_steps = max(1, round(seconds / longest.item()))
-    task = progress.Task(shown, name, rounds * len(steps))
+    task = progress.Task(shown, name, rounds * len(steps) * seconds)
     turns: dict[str, list[Step]] = {way: [] for way in steps}
     for number in range(rounds):
         for way in [*steps][:: 1 if number % 2 else -1]:
@@ -110,7 +110,7 @@ def measure(rank: int, name: str, rounds: int, seconds: float, shown: progress.P
             steps[way]()  # the caches are another way's
             taken = [steps[way]() for _ in range(num_steps)]
             turns[way].append(Step(*map(statistics.median, zip(*taken, strict=True))))
-            task.advance(f"round {number + 1}, {way}: {1e3 * turns[way][-1].whole:.1f} ms a step")
+            task.advance(f"round {number + 1}, {way}: {1e3 * turns[way][-1].whole:.1f} ms a step", seconds)
     return turns
 
 
