@@ -159,7 +159,7 @@ class Screen:
     ("columns", "number", "status", "shown"),
     [
         (100, signal.SIGINT, 0, WHY),
-        pytest.param(20, signal.SIGTERM, 143, "share 75%", marks=pytest.mark.slow),
+        pytest.param(20, signal.SIGTERM, 143, "75%", marks=pytest.mark.slow),
     ],
 )
 def test_the_table_stays_in_place_on_a_terminal(
