@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import unisono
 from unisono.bench.contenders import Task
+from unisono.bench.turns import in_turn
 from unisono.console import progress
 from unisono.console.tables import table
 
@@ -104,13 +105,12 @@ def measure(rank: int, name: str, rounds: int, seconds: float, shown: progress.P
     num_steps = max(1, round(seconds / longest.item()))
     task = progress.Task(shown, name, rounds * len(steps) * seconds)
     turns: dict[str, list[Step]] = {way: [] for way in steps}
-    for number in range(rounds):
-        for way in [*steps][:: 1 if number % 2 else -1]:
-            dist.barrier()
-            steps[way]()  # the caches are another way's
-            taken = [steps[way]() for _ in range(num_steps)]
-            turns[way].append(Step(*map(statistics.median, zip(*taken, strict=True))))
-            task.advance(f"round {number + 1}, {way}: {1e3 * turns[way][-1].whole:.1f} ms a step", seconds)
+    for way in in_turn([*steps], rounds):
+        dist.barrier()
+        steps[way]()  # the caches are another way's
+        taken = [steps[way]() for _ in range(num_steps)]
+        turns[way].append(Step(*map(statistics.median, zip(*taken, strict=True))))
+        task.advance(f"{way}: {1e3 * turns[way][-1].whole:.1f} ms a step", seconds)
     return turns
 
 
