@@ -45,7 +45,6 @@ _NO_ACCELERATOR = (
     "this machine has no accelerator: DataParallel runs the plain module. For several replicas on the CPU, write "
     'DataParallel(model, ["cpu"] * n).'
 )
-_LOSSES = ("mean", "sum")
 
 
 class DataParallel(Wrapper, nn.DataParallel[Any]):
@@ -150,7 +149,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
     ) -> None:
         nn.Module.__init__(self)  # not that of torch.nn.DataParallel, which knows GPUs only
         _check_is_module(module)
-        check_word(_LOSSES, loss, "loss")
+        check_word(("mean", "sum"), loss, "loss")
         communicator = communicator_for(process_group)
         is_launched = communicator is not None or (process_group is None and started_by_launcher())
         devices = (devices_of_process if is_launched else _devices.resolve)(device_ids)
@@ -174,9 +173,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         self.register_load_state_dict_pre_hook(accept_clean_names)  # type: ignore[no-untyped-call]
         self._engine.claim(self)
         self._wrap(module, communicator, loss)
-        if devices:
-            _devices.warn_if_unequal(devices)
         if len(devices) > 1:
+            _devices.warn_if_unequal(devices)
             warn_if_rows_elsewhere(module, dim, out_dims)
 
     def _wrap(self, module: nn.Module, communicator: Communicator | None, loss: str) -> None:
@@ -186,8 +184,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         self.module = module  # the last one: from here on, what is assigned and only the module has is the module's
         if not devices:
             log_once(_NO_ACCELERATOR)
-            return
-        if len(devices) == 1:
+        elif len(devices) == 1:
             module.to(devices[0])
         if communicator is not None:
             gradient_sync = GradientSync(communicator, devices[0], loss)

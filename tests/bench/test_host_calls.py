@@ -85,5 +85,6 @@ def test_a_rank_launches_no_operation_for_each_parameter() -> None:
 
     counts, _ = run_ranks(2, counted)
     beyond = {name: [own - plain for own, plain in zip(counts[name], counts["plain"], strict=True)] for name in counts}
-    assert beyond["unisono"][0] == beyond["unisono"][1] <= 11
+    # Some write the rank's weight and digest into the first bucket, and read the other ranks': an all-gather less.
+    assert beyond["unisono"][0] == beyond["unisono"][1] <= 15
     assert beyond["ddp"][1] > beyond["ddp"][0] > beyond["unisono"][0]
