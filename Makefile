@@ -1,6 +1,7 @@
 # Every target sets up what it needs, once, in .venv; nothing has to be installed beforehand but Python 3.11+ and make.
 PYTHON ?= python3
 BIN := .venv/bin
+INSTALLED := .venv/.installed
 READY := .venv/.ready
 
 .PHONY: help demo test test-all compat clients rows check format bench chaos fuzz gpu-check docs dist clean
@@ -8,18 +9,22 @@ READY := .venv/.ready
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-$(READY): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "unisono needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1). Name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
-	@echo "Setting up .venv, once. It downloads torch (200 MB for CPUs, some GB with CUDA) and some 60 other packages"
+	@echo "Setting up .venv, once. It downloads torch (200 MB for CPUs, some GB with CUDA) and what \`unisono train\` needs"
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt 'torch==2.13.0'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt 'torch==2.13.0' --editable '.[train]'
+	@touch $@
+
+$(READY): $(INSTALLED)
+	@echo "Adding what checks and tests need to .venv, once: some 60 packages"
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt \
 	  --editable '.[train,tensorboard]' accelerate hypothesis ipykernel mypy nbmake pytest pytest-xdist ruff \
 	  transformers
 	@touch $@
 
-demo: $(READY)  ## train ResNet-18 on real pictures, on every device, and show the result
+demo: $(INSTALLED)  ## train ResNet-18 on real pictures, on every device, and show the result
 	$(BIN)/unisono train --output runs/demo --overwrite
 
 test: $(READY)  ## run the test suite
