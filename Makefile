@@ -126,7 +126,7 @@ docs: $(DOCS)/.ready  ## build the documentation site in site/; a link that lead
 
 $(DOCS)/.ready: constraints.txt
 	$(PYTHON) -m venv $(DOCS)
-	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt zensical 'mkdocstrings[python]'
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt ruff zensical 'mkdocstrings[python]'
 	@touch $@
 
 # The wheel is built from the sdist, in an environment that has only the build's own requirements. What is tried is the
