@@ -20,7 +20,6 @@ from unisono.distributed.uneven_inputs import even_batches
 from unisono.engines.base import Call, Engine
 from unisono.engines.distributed import DistributedEngine
 from unisono.inference.map_and_evaluate import evaluate_batches, map_batches
-from unisono.measured_calls import MeasuredCalls
 from unisono.options import Options, decided, engine_of
 from unisono.primitives.batch_types import batch_type_of
 from unisono.primitives.checks import check_flag, check_word
@@ -168,7 +167,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             randomness=randomness,
         )
         self._engine: Engine = self._options.engine
-        self._measured, self._idle_devices, self._status = MeasuredCalls(), IdleDevices(), StepStatus()
+        self._idle_devices, self._status = IdleDevices(), StepStatus()
         self._profile: Profile | None = None
         self.register_load_state_dict_pre_hook(accept_clean_names)  # type: ignore[no-untyped-call]
         self._engine.claim(self)

@@ -1,7 +1,7 @@
 """The options of a wrapper: what it was told once, each checked whenever it is assigned."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 
@@ -9,6 +9,7 @@ from unisono.engines.base import Engine
 from unisono.engines.threads import Threads
 from unisono.primitives.checks import check_flag, check_word
 from unisono.primitives.dims import OutputRules, check_dim, check_dims, check_scalars
+from unisono.primitives.measured_shares import MeasuredShares
 from unisono.primitives.split_sizes import MEASURED, Shares, check_parts, check_shares, split_rows, unequal
 from unisono.runtime import devices as _devices
 
@@ -53,13 +54,6 @@ def decided(name: str, value: object, wrap: str) -> AttributeError:
     return AttributeError(_DECIDED.format(name=name, value=value, wrap=wrap))
 
 
-class Split(Protocol):
-    """How the rows of a batch are split."""
-
-    def sizes(self, rows: int) -> list[int]:
-        """Return how many of `rows` rows each device gets."""
-
-
 class Options:
     """See the module's docstring; `unisono.DataParallel` says what each option means.
 
@@ -73,6 +67,8 @@ class Options:
         devices: one a replica; empty where the plain module runs.
         device_ids, output_device: as torch has them: indices for accelerators, else `torch.device`s.
         gather_on: the device of `output_device`.
+        measured: the measured shares by the kind of call: are gradients on, and which method; None: they are not
+            measured.
         draws_as_one_device: whether `randomness` asks for the random numbers of one device.
 
     Raises:
@@ -88,7 +84,7 @@ class Options:
     output_device: Any
     gather_on: torch.device
     dim: int
-    shares: Shares
+    measured: dict[tuple[bool, str | None], MeasuredShares] | None
     parts: int
     scalars: Any
     in_dims: Any
@@ -116,12 +112,31 @@ class Options:
         """Return how outputs are joined."""
         return OutputRules(self.dim, self.out_dims, self.scalars)
 
-    def sizes(self, rows: int, split: Split | None = None) -> list[int]:
-        """Return how many rows each device gets by `split`; None: by `shares`."""
-        if split is not None:
-            sizes = split.sizes(rows)
-        else:  # measured shares have weights of their own
-            sizes = split_rows(rows, len(self.devices), "even" if self.shares == MEASURED else self.shares)
+    @property
+    def shares(self) -> Shares:
+        """As assigned; of measured ones those that are kept: training's, else those of the first other kind."""
+        in_order = sorted((self.measured or {}).items(), key=lambda item: item[0] != (True, None))
+        kept = [measured.weights for _, measured in in_order if measured.is_frozen]
+        return kept[0] if kept else self.__dict__["shares"]
+
+    def measured_for(self, method: str | None) -> MeasuredShares:
+        """Return the measured shares of a call that begins now."""
+        assert self.measured is not None
+        with_gradients, _ = kind = torch.is_grad_enabled(), method
+        shares = self.measured.get(kind)
+        if shares is None:
+            name = ("training" if with_gradients else "forwards without gradients") + (f", {method}" if method else "")
+            ids = [id if isinstance(id, int) else str(id) for id in self.device_ids]
+            shares = self.measured.setdefault(kind, MeasuredShares(ids, name))
+        return shares
+
+    def sizes(self, rows: int, measured: MeasuredShares | None = None) -> list[int]:
+        """Return how many rows each device gets, by measured shares if they are given."""
+        if measured is not None:
+            sizes = measured.sizes(rows)
+        else:
+            shares = self.__dict__["shares"] if self.measured is None else "even"
+            sizes = split_rows(rows, len(self.devices), shares)
         return unequal(sizes) if self.draws_as_one_device else sizes
 
     def has_share(self) -> list[bool]:
@@ -142,6 +157,12 @@ def _check_output_device(options: Options, value: Any) -> Any:
         return None
     options.__dict__["gather_on"] = _devices.resolve_output(value, options.devices)
     return _devices.public_id(options.gather_on)
+
+
+def _check_shares(options: Options, value: object) -> Shares:
+    shares = check_shares(value, len(options.devices) or None)
+    options.__dict__["measured"] = {} if shares == MEASURED else None
+    return shares
 
 
 def _check_sync_batch_norm(options: Options, value: object) -> bool:
@@ -174,7 +195,7 @@ _CHECKS: Mapping[str, Callable[[Options, Any], Any]] = {
     "output_device": _check_output_device,
     "dim": lambda _, value: check_dim(value),
     "engine": _decided("engine", "DataParallel(model.module, engine=...)"),
-    "shares": lambda options, value: check_shares(value, len(options.devices) or None),
+    "shares": _check_shares,
     "parts": lambda _, value: check_parts(value),
     "scalars": lambda _, value: check_scalars(value),
     "in_dims": lambda _, value: check_dims(value, "in_dims"),
