@@ -476,6 +476,10 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         if gradient_sync is not None:
             gradient_sync.next_weight = number
 
+    def extra_repr(self) -> str:
+        """Return what `repr(model)` says beside the module: the devices, and the engine that runs the replicas."""
+        return f"devices=[{', '.join(map(str, self.devices))}], engine={type(self.engine).__name__}"
+
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Do what `half`, `to` and their like do; the engine refers no longer to the memory that this replaces."""
         self._engine.refresh()

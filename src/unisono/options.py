@@ -30,6 +30,10 @@ _DECIDED = (
 )
 
 
+OF_THE_ENGINE = frozenset({"on_worker_loss", "rescue", "timeout", "separate_memory", "share_memory"})
+_OF_THE_ENGINE = "{name}={value!r}, assigned to a wrapper: it is the engine's. Write model.engine.{name} = {value!r}"
+
+
 def engine_of(engine: object) -> Engine:
     """Return the engine that the argument `engine` names or is."""
     if isinstance(engine, Engine):
@@ -188,6 +192,15 @@ def _decided(name: str, wrap: str) -> Callable[[Options, Any], Any]:
     return check
 
 
+def _of_the_engine(name: str) -> Callable[[Options, Any], Any]:
+    def check(options: Options, value: object) -> Any:
+        if not hasattr(options.engine, name):
+            raise decided(name, value, f"DataParallel(model.module, engine=...), with an engine made with {name}=")
+        raise AttributeError(_OF_THE_ENGINE.format(name=name, value=value))
+
+    return check
+
+
 # What each option becomes when a value is assigned to it.
 _CHECKS: Mapping[str, Callable[[Options, Any], Any]] = {
     "device_ids": _check_device_ids,
@@ -204,5 +217,6 @@ _CHECKS: Mapping[str, Callable[[Options, Any], Any]] = {
     "randomness": _check_randomness,
     "process_group": _decided("process_group", "DataParallel(model.module, process_group=...)"),
     "loss": _decided("loss", "DataParallel(model.module, loss=...)"),
+    **{name: _of_the_engine(name) for name in OF_THE_ENGINE},
 }
 Options.names = frozenset(_CHECKS)
