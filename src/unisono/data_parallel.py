@@ -400,8 +400,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         """
         critical(self._engine.refresh)()
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Keep gradients to this process: those of forwards inside reach the others with the next backward outside.
 
             >>> model = unisono.DataParallel(torch.nn.Linear(5, 2), ["cpu"])
@@ -414,11 +413,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         it changes nothing.
         """
         gradient_sync = self._gradient_sync()
-        if gradient_sync is None:
-            yield
-            return
-        with gradient_sync.suspended():
-            yield
+        return contextlib.nullcontext() if gradient_sync is None else gradient_sync.suspended()
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of this process's loader, then empty ones until every process has had all its batches.

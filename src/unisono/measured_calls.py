@@ -4,8 +4,7 @@ primitives/measured_shares.py decides on the shares from the times of steps; way
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,44 +21,26 @@ def timed(
     call: Callable[[], Any], shares: MeasuredShares, rows: int, engine: Engine, devices: Sequence[torch.device]
 ) -> Any:
     """Return what a call of `rows` rows returns; its step is recorded in `shares`."""
-    step = StepTime(shares.weights, shares.sizes(rows), (), 0.0, ())
-    timings: list[ReplicaTiming] = []
+    weights, sizes, row_limits = shares.weights, shares.sizes(rows), engine.row_limits
     bytes_before = [*map(_devices.allocated_bytes, devices)]
-    record = partial(_record, shares, step, devices, timings, engine.row_limits, bytes_before)
+    timings: list[ReplicaTiming] = []  # of the replicas that had rows; empty where they are not known
+
+    def record(seconds: float) -> None:  # the output's graph keeps it alive, so it refers to no tensor
+        of_replicas, on_host = iter(timings), _devices.all_on_host(devices)
+        replica_s = [_seconds(next(of_replicas), on_host) if size else 0.0 for size in sizes] if timings else []
+        most_rows = [
+            min(row_limits.get(i, math.inf), _devices.most_rows(device, sizes[i], bytes_before[i]))
+            for i, device in enumerate(devices)
+        ]
+        shares.record(StepTime(weights, sizes, replica_s, seconds, most_rows))
+
     before, timer = engine.timings(), StepTimer(devices, record)
     output = call()
     now = engine.timings()
-    if now is not before and [timing.rows for timing in now] == [size for size in step.sizes if size]:
+    if now is not before and [timing.rows for timing in now] == [size for size in sizes if size]:
         timings += now
     timer.forward_ended([tensor for _, tensor in pytree.tensors(output)])
     return output
-
-
-def _record(
-    shares: MeasuredShares,
-    step: StepTime,
-    devices: Sequence[torch.device],
-    timings: Sequence[ReplicaTiming],
-    row_limits: Mapping[int, int],
-    bytes_before: Sequence[int],
-    seconds: float,
-) -> None:
-    """Take note of a step's time. It refers to nothing that a graph may not keep alive.
-
-    Args:
-        step: its weights and sizes.
-        timings: of the replicas that had rows; empty where they are not known.
-        row_limits: how many rows a replica can bear, by its number, where that is known.
-        bytes_before: what was allocated on each device when it began.
-        seconds: how long it took.
-    """
-    of_replicas, on_host = iter(timings), _devices.all_on_host(devices)
-    replica_s = [_seconds(next(of_replicas), on_host) if size else 0.0 for size in step.sizes] if timings else []
-    most_rows = [
-        min(row_limits.get(i, math.inf), _devices.most_rows(device, step.sizes[i], bytes_before[i]))
-        for i, device in enumerate(devices)
-    ]
-    shares.record(step._replace(replica_s=replica_s, seconds=seconds, most_rows=most_rows))
 
 
 def _seconds(timing: ReplicaTiming, on_host: bool) -> float:
