@@ -187,7 +187,7 @@ class MeasuredShares:
         yield candidates[0]  # workers start, memory is allocated
         for number in range(_MOST_ROUNDS):
             for weights in candidates:
-                if weights == candidates[0] or self._fits(weights):
+                if self._fits(weights):
                     yield from self._turn(weights)
             best = min(self._times, key=self._row_s)
             candidates = [w for w in candidates if w in self._times and not self._is_slower(w, best)]
@@ -216,18 +216,18 @@ class MeasuredShares:
         speeds = [size / max(s, 1e-9) for size, s in zip(sizes, seconds, strict=True)]
         if max(seconds) * sum(speeds) < self._rows * _WORTH_A_TRIAL:
             return []
+        alone = tuple(int(speed == max(speeds)) for speed in speeds)
         goal = [self._rows * speed / sum(speeds) for speed in speeds]
-        found = [self._alone(speeds.index(max(speeds)))]
-        for way in (1.0, 0.5, 0.25):  # less far where a replica cannot bear so many rows
-            weights = self._small([size + way * (to - size) for size, to in zip(sizes, goal, strict=True)])
-            if self._fits(weights):
-                found.append(weights)
-                break
+        on_the_way = [  # not all of it where a replica cannot bear so many rows
+            self._small([size + part * (to - size) for size, to in zip(sizes, goal, strict=True)])
+            for part in (1.0, 0.5, 0.25)
+        ]
+        found = [alone, *filter(self._fits, on_the_way)][:2]
         tried = [self._split(self._rows, weights) for weights in self._times]
         return [w for w in found if self._split(self._rows, w) not in tried and self._fits(w)]
 
     def _small(self, sizes: Sequence[float]) -> Weights:
-        """Return small numbers that give about these sizes; no replica gets more rows by much."""
+        """Return small numbers as weights, by which no replica gets many more rows than these."""
         exact = join_single_rows(split_rows(self._rows, len(sizes), sizes))
         for total in range(1, _LARGEST_TOTAL):
             weights = tuple(split_rows(total, len(sizes), sizes))
@@ -237,9 +237,6 @@ class MeasuredShares:
 
     def _fits(self, weights: Weights) -> bool:
         return all(size <= most for size, most in zip(self._split(self._rows, weights), self._most_rows, strict=True))
-
-    def _alone(self, index: int) -> Weights:
-        return tuple(int(i == index) for i in range(len(self._devices)))
 
     def _split(self, rows: int, weights: Weights) -> list[int]:
         return join_single_rows(split_rows(rows, len(weights), weights))
