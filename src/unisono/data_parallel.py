@@ -76,8 +76,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             `unisono.Processes(on_worker_loss="retry", timeout=60)`, or an `unisono.engines.base.Engine` of one's own.
         shares: how many rows each replica gets. "chunk": ceil(rows / n) each, torch's rule; "even": differing by one
             row at most; or one weight a device, where 0 leaves a device idle. "measured": the fastest ones. Some tens
-            of steps try a few, one device alone among them; then the fastest are kept, and logged with the line to
-            write instead. See docs/measured-shares.md.
+            of steps try a few, one device alone among them; then the fastest are kept, logged with the line to write
+            instead, and `model.shares` is what was chosen. See docs/measured-shares.md.
         parts: in how many parts each replica runs its shard, each computed once more in backward, so that only one
             part's activations are in memory. For a loss over the whole batch that does not fit, and no batch norm in
             training; the same numbers within float rounding. An engine with `rescue=True` finds the number by itself.
@@ -473,7 +473,11 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             gradient_sync.next_weight = number
 
     def extra_repr(self) -> str:
-        """Return what `repr(model)` says beside the module: the devices, and the engine that runs the replicas."""
+        """Return what `repr(model)` says beside the module: the devices, and the engine that runs the replicas.
+
+        >>> unisono.DataParallel(torch.nn.Linear(5, 2), ["cpu", "cpu"]).extra_repr()
+        'devices=[cpu, cpu], engine=Threads'
+        """
         return f"devices=[{', '.join(map(str, self.devices))}], engine={type(self.engine).__name__}"
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:

@@ -110,7 +110,7 @@ class Options:
             setattr(self, name, value)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self.__dict__[name] = _CHECKS[name](self, value)
+        self.__dict__[name] = _CHECKS[name](self, name, value)
 
     def rules(self) -> OutputRules:
         """Return how outputs are joined."""
@@ -148,13 +148,13 @@ class Options:
         return [True] * len(self.devices) if isinstance(self.shares, str) else [weight > 0 for weight in self.shares]
 
 
-def _check_device_ids(options: Options, value: Any) -> Any:
+def _check_devices(options: Options, name: str, value: Any) -> Any:
     if _devices.resolve(value) != options.devices:
-        raise decided("device_ids", value, "DataParallel(model.module, device_ids)")
-    return options.device_ids
+        raise decided(name, value, "DataParallel(model.module, device_ids)")
+    return options.__dict__[name]
 
 
-def _check_output_device(options: Options, value: Any) -> Any:
+def _check_output_device(options: Options, _: str, value: Any) -> Any:
     if value is not None and not isinstance(value, int | str | torch.device):
         raise TypeError(f"output_device: expected an int, a string or a torch.device, got {value!r}")
     if not options.devices:
@@ -163,19 +163,19 @@ def _check_output_device(options: Options, value: Any) -> Any:
     return _devices.public_id(options.gather_on)
 
 
-def _check_shares(options: Options, value: object) -> Shares:
+def _check_shares(options: Options, _: str, value: object) -> Shares:
     shares = check_shares(value, len(options.devices) or None)
     options.__dict__["measured"] = {} if shares == MEASURED else None
     return shares
 
 
-def _check_sync_batch_norm(options: Options, value: object) -> bool:
+def _check_sync_batch_norm(options: Options, _: str, value: object) -> bool:
     flag = check_flag(value, "sync_batch_norm")
     options.engine.check(options.devices, sync_batch_norm=flag)
     return flag
 
 
-def _check_randomness(options: Options, value: object) -> str:
+def _check_randomness(options: Options, _: str, value: object) -> str:
     randomness, devices = check_word(_RANDOMNESS, value, "randomness"), options.devices
     if randomness == _ONE_DEVICE and options.__dict__["is_one_of_several"]:
         raise ValueError(_IN_ONE_PROCESS_ONLY)
@@ -185,38 +185,30 @@ def _check_randomness(options: Options, value: object) -> str:
     return randomness
 
 
-def _decided(name: str, wrap: str) -> Callable[[Options, Any], Any]:
-    def check(_: Options, value: object) -> Any:
-        raise decided(name, value, wrap)
-
-    return check
+def _decided(_: Options, name: str, value: object) -> Any:
+    raise decided(name, value, f"DataParallel(model.module, {name}=...)")
 
 
-def _of_the_engine(name: str) -> Callable[[Options, Any], Any]:
-    def check(options: Options, value: object) -> Any:
-        if not hasattr(options.engine, name):
-            raise decided(name, value, f"DataParallel(model.module, engine=...), with an engine made with {name}=")
-        raise AttributeError(_OF_THE_ENGINE.format(name=name, value=value))
-
-    return check
+def _of_the_engine(options: Options, name: str, value: object) -> Any:
+    if not hasattr(options.engine, name):
+        raise decided(name, value, f"DataParallel(model.module, engine=...), with an engine made with {name}=")
+    raise AttributeError(_OF_THE_ENGINE.format(name=name, value=value))
 
 
 # What each option becomes when a value is assigned to it.
-_CHECKS: Mapping[str, Callable[[Options, Any], Any]] = {
-    "device_ids": _check_device_ids,
-    "devices": _decided("devices", "DataParallel(model.module, devices)"),
+_CHECKS: Mapping[str, Callable[[Options, str, Any], Any]] = {
+    "device_ids": _check_devices,
+    "devices": _check_devices,
     "output_device": _check_output_device,
-    "dim": lambda _, value: check_dim(value),
-    "engine": _decided("engine", "DataParallel(model.module, engine=...)"),
+    "dim": lambda _, name, value: check_dim(value),
     "shares": _check_shares,
-    "parts": lambda _, value: check_parts(value),
-    "scalars": lambda _, value: check_scalars(value),
-    "in_dims": lambda _, value: check_dims(value, "in_dims"),
-    "out_dims": lambda _, value: check_dims(value, "out_dims"),
+    "parts": lambda _, name, value: check_parts(value),
+    "scalars": lambda _, name, value: check_scalars(value),
+    "in_dims": lambda _, name, value: check_dims(value, name),
+    "out_dims": lambda _, name, value: check_dims(value, name),
     "sync_batch_norm": _check_sync_batch_norm,
     "randomness": _check_randomness,
-    "process_group": _decided("process_group", "DataParallel(model.module, process_group=...)"),
-    "loss": _decided("loss", "DataParallel(model.module, loss=...)"),
-    **{name: _of_the_engine(name) for name in OF_THE_ENGINE},
+    **dict.fromkeys(("engine", "process_group", "loss"), _decided),
+    **dict.fromkeys(OF_THE_ENGINE, _of_the_engine),
 }
 Options.names = frozenset(_CHECKS)
