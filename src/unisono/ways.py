@@ -10,6 +10,7 @@
 (measured_calls.py), and while a profile is recorded, something is done around the way.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -202,24 +203,18 @@ def _run_replicas(wrapper: Runnable, invocation: Invocation, must_run: bool) -> 
 
 def _run_measured(wrapper: Runnable, invocation: Invocation, way: Way, *, may_use_one_device: bool) -> Any:
     """Run a call with the measured shares of its kind, and time it if that is due."""
-    options = wrapper._options
+    options, rows = wrapper._options, None
     shares = invocation.measured = options.measured_for(invocation.method)
-    is_due = shares.should_time_next() and way is on_all_devices and not modes_that_stay()
+    if shares.should_time_next() and way is on_all_devices and not modes_that_stay():
+        with contextlib.suppress(TypeError, ValueError):  # several devices refuse such inputs, with this error
+            rows = arguments_of(wrapper, invocation).rows
     if shares.on_first_device and may_use_one_device and options.parts == 1:
         count_step(wrapper, list)
         way = on_one_device
-    rows = _rows_to_time(wrapper, invocation) if is_due else None
     if not rows:
         return way(wrapper, invocation)
     invocation.is_timed = True
     return timed(partial(way, wrapper, invocation), shares, rows, wrapper._engine, options.devices)
-
-
-def _rows_to_time(wrapper: Runnable, invocation: Invocation) -> int | None:
-    try:
-        return arguments_of(wrapper, invocation).rows
-    except (TypeError, ValueError):  # several devices refuse such inputs, with this error; one takes them
-        return None
 
 
 def _runs_whole(options: Options) -> bool:
