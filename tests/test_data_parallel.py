@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from helpers.modules import Calls, Composed, Fn
-from unisono import DataParallel, data_parallel
+from unisono import DataParallel, Processes, Threads, data_parallel
 
 CPU = torch.device("cpu")
 
@@ -574,6 +574,7 @@ def test_wrong_arguments_are_refused_without_accelerators_too(no_accelerators, o
         ("engine", ..., "processes", AttributeError),
         ("loss", ..., "sum", AttributeError),
         ("process_group", ..., False, AttributeError),
+        ("separate_memory", ..., True, AttributeError),
     ],
 )
 def test_options_that_change_later_are_checked_as_at_first(option, good, bad, error):
@@ -590,6 +591,28 @@ def test_options_that_change_later_are_checked_as_at_first(option, good, bad, er
     with pytest.raises(error, match=option):
         setattr(model, option, bad)
     assert getattr(model, option, ...) == before
+
+
+def test_an_option_of_the_engine_is_assigned_there():
+    """A13: `model.timeout = 5` was an attribute without a meaning, and the wait had no end."""
+    model = DataParallel(mlp(), ["cpu"] * 2)
+    with pytest.raises(AttributeError, match=r"it is the engine's. Write model.engine.timeout = 5$"):
+        model.timeout = 5
+    model.engine.timeout = 5
+    with pytest.raises(AttributeError, match=r"with an engine made with on_worker_loss="):
+        model.on_worker_loss = "retry"
+    made = inspect.signature(Threads).parameters.keys() | inspect.signature(Processes).parameters.keys()
+    assert made <= DataParallel._option_names
+    model = DataParallel(Calls(lambda self, x: x, timeout=3), ["cpu"] * 2)
+    model.timeout = 5  # where the module has such an attribute, it is meant
+    assert model.module.timeout == 5
+
+
+def test_its_text_names_devices_and_engine():
+    """A7: as that of any module names its options."""
+    text = repr(DataParallel(nn.Linear(3, 2), ["cpu"] * 2, engine="processes"))
+    assert text.splitlines()[:2] == ["DataParallel(", "  devices=[cpu, cpu], engine=Processes"]
+    assert "(module): Linear(" in text
 
 
 def test_every_option_is_checked_when_it_is_assigned():

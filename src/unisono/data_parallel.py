@@ -17,10 +17,9 @@ from unisono.distributed.environment import devices_of_process, started_by_launc
 from unisono.distributed.gradient_sync import GradientSync, checked_weight
 from unisono.distributed.process_group import Communicator, communicator_for
 from unisono.distributed.uneven_inputs import even_batches
-from unisono.engines.base import Call, Engine
+from unisono.engines.base import Engine
 from unisono.engines.distributed import DistributedEngine
 from unisono.inference.map_and_evaluate import evaluate_batches, map_batches
-from unisono.measured_calls import MeasuredCalls
 from unisono.options import Options, decided, engine_of
 from unisono.primitives.batch_types import batch_type_of
 from unisono.primitives.checks import check_flag, check_word
@@ -77,8 +76,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             `unisono.Processes(on_worker_loss="retry", timeout=60)`, or an `unisono.engines.base.Engine` of one's own.
         shares: how many rows each replica gets. "chunk": ceil(rows / n) each, torch's rule; "even": differing by one
             row at most; or one weight a device, where 0 leaves a device idle. "measured": the fastest ones. Some tens
-            of steps try a few, one device alone among them; then the fastest are kept, and logged with the line to
-            write instead. See docs/measured-shares.md.
+            of steps try a few, one device alone among them; then the fastest are kept, logged with the line to write
+            instead, and `model.shares` is what was chosen. See docs/measured-shares.md.
         parts: in how many parts each replica runs its shard, each computed once more in backward, so that only one
             part's activations are in memory. For a loss over the whole batch that does not fit, and no batch norm in
             training; the same numbers within float rounding. An engine with `rescue=True` finds the number by itself.
@@ -128,6 +127,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
 
     _option_names: ClassVar[frozenset[str]] = Options.names
     _has_own_verbs: ClassVar[type]  # the class whose verbs a subclass may override
+    _plan = ways.plan_of
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             randomness=randomness,
         )
         self._engine: Engine = self._options.engine
-        self._measured, self._idle_devices, self._status = MeasuredCalls(), IdleDevices(), StepStatus()
+        self._idle_devices, self._status = IdleDevices(), StepStatus()
         self._profile: Profile | None = None
         self.register_load_state_dict_pre_hook(accept_clean_names)  # type: ignore[no-untyped-call]
         self._engine.claim(self)
@@ -401,8 +401,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         """
         critical(self._engine.refresh)()
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Keep gradients to this process: those of forwards inside reach the others with the next backward outside.
 
             >>> model = unisono.DataParallel(torch.nn.Linear(5, 2), ["cpu"])
@@ -415,11 +414,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         it changes nothing.
         """
         gradient_sync = self._gradient_sync()
-        if gradient_sync is None:
-            yield
-            return
-        with gradient_sync.suspended():
-            yield
+        return contextlib.nullcontext() if gradient_sync is None else gradient_sync.suspended()
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of this process's loader, then empty ones until every process has had all its batches.
@@ -476,6 +471,14 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         gradient_sync = self._gradient_sync()
         if gradient_sync is not None:
             gradient_sync.next_weight = number
+
+    def extra_repr(self) -> str:
+        """Return what `repr(model)` says beside the module: the devices, and the engine that runs the replicas.
+
+        >>> unisono.DataParallel(torch.nn.Linear(5, 2), ["cpu", "cpu"]).extra_repr()
+        'devices=[cpu, cpu], engine=Threads'
+        """
+        return f"devices=[{', '.join(map(str, self.devices))}], engine={type(self.engine).__name__}"
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Do what `half`, `to` and their like do; the engine refers no longer to the memory that this replaces."""
@@ -545,9 +548,6 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
                 yield profile
         finally:
             self._profile = None
-
-    def _plan(self, invocation: ways.Invocation) -> Call:
-        return ways.plan_of(self, invocation)
 
 
 DataParallel._has_own_verbs = DataParallel

@@ -1,7 +1,7 @@
 """The options of a wrapper: what it was told once, each checked whenever it is assigned."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 
@@ -9,6 +9,7 @@ from unisono.engines.base import Engine
 from unisono.engines.threads import Threads
 from unisono.primitives.checks import check_flag, check_word
 from unisono.primitives.dims import OutputRules, check_dim, check_dims, check_scalars
+from unisono.primitives.measured_shares import MeasuredShares
 from unisono.primitives.split_sizes import MEASURED, Shares, check_parts, check_shares, split_rows, unequal
 from unisono.runtime import devices as _devices
 
@@ -27,6 +28,10 @@ _DECIDED = (
     "{name}={value!r}, assigned to a wrapper: {name} is decided when a module is wrapped. Wrap it anew, {wrap}. An "
     "attribute of your own needs another name"
 )
+
+
+OF_THE_ENGINE = frozenset({"on_worker_loss", "rescue", "timeout", "separate_memory", "share_memory"})
+_OF_THE_ENGINE = "{name}={value!r}, assigned to a wrapper: it is the engine's. Write model.engine.{name} = {value!r}"
 
 
 def engine_of(engine: object) -> Engine:
@@ -53,13 +58,6 @@ def decided(name: str, value: object, wrap: str) -> AttributeError:
     return AttributeError(_DECIDED.format(name=name, value=value, wrap=wrap))
 
 
-class Split(Protocol):
-    """How the rows of a batch are split."""
-
-    def sizes(self, rows: int) -> list[int]:
-        """Return how many of `rows` rows each device gets."""
-
-
 class Options:
     """See the module's docstring; `unisono.DataParallel` says what each option means.
 
@@ -73,6 +71,8 @@ class Options:
         devices: one a replica; empty where the plain module runs.
         device_ids, output_device: as torch has them: indices for accelerators, else `torch.device`s.
         gather_on: the device of `output_device`.
+        measured: the measured shares by the kind of call: are gradients on, and which method; None: they are not
+            measured.
         draws_as_one_device: whether `randomness` asks for the random numbers of one device.
 
     Raises:
@@ -88,7 +88,7 @@ class Options:
     output_device: Any
     gather_on: torch.device
     dim: int
-    shares: Shares
+    measured: dict[tuple[bool, str | None], MeasuredShares] | None
     parts: int
     scalars: Any
     in_dims: Any
@@ -110,18 +110,37 @@ class Options:
             setattr(self, name, value)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self.__dict__[name] = _CHECKS[name](self, value)
+        self.__dict__[name] = _CHECKS[name](self, name, value)
 
     def rules(self) -> OutputRules:
         """Return how outputs are joined."""
         return OutputRules(self.dim, self.out_dims, self.scalars)
 
-    def sizes(self, rows: int, split: Split | None = None) -> list[int]:
-        """Return how many rows each device gets by `split`; None: by `shares`."""
-        if split is not None:
-            sizes = split.sizes(rows)
-        else:  # measured shares have weights of their own
-            sizes = split_rows(rows, len(self.devices), "even" if self.shares == MEASURED else self.shares)
+    @property
+    def shares(self) -> Shares:
+        """As assigned; of measured ones those that are kept: training's, else those of the first other kind."""
+        in_order = sorted((self.measured or {}).items(), key=lambda item: item[0] != (True, None))
+        kept = [measured.weights for _, measured in in_order if measured.is_frozen]
+        return kept[0] if kept else self.__dict__["shares"]
+
+    def measured_for(self, method: str | None) -> MeasuredShares:
+        """Return the measured shares of a call that begins now."""
+        assert self.measured is not None
+        with_gradients, _ = kind = torch.is_grad_enabled(), method
+        shares = self.measured.get(kind)
+        if shares is None:
+            name = ("training" if with_gradients else "forwards without gradients") + (f", {method}" if method else "")
+            ids = [id if isinstance(id, int) else str(id) for id in self.device_ids]
+            shares = self.measured.setdefault(kind, MeasuredShares(ids, name))
+        return shares
+
+    def sizes(self, rows: int, measured: MeasuredShares | None = None) -> list[int]:
+        """Return how many rows each device gets, by measured shares if they are given."""
+        if measured is not None:
+            sizes = measured.sizes(rows)
+        else:
+            shares = self.__dict__["shares"] if self.measured is None else "even"
+            sizes = split_rows(rows, len(self.devices), shares)
         return unequal(sizes) if self.draws_as_one_device else sizes
 
     def has_share(self) -> list[bool]:
@@ -129,13 +148,13 @@ class Options:
         return [True] * len(self.devices) if isinstance(self.shares, str) else [weight > 0 for weight in self.shares]
 
 
-def _check_device_ids(options: Options, value: Any) -> Any:
+def _check_devices(options: Options, name: str, value: Any) -> Any:
     if _devices.resolve(value) != options.devices:
-        raise decided("device_ids", value, "DataParallel(model.module, device_ids)")
-    return options.device_ids
+        raise decided(name, value, "DataParallel(model.module, device_ids)")
+    return options.__dict__[name]
 
 
-def _check_output_device(options: Options, value: Any) -> Any:
+def _check_output_device(options: Options, _: str, value: Any) -> Any:
     if value is not None and not isinstance(value, int | str | torch.device):
         raise TypeError(f"output_device: expected an int, a string or a torch.device, got {value!r}")
     if not options.devices:
@@ -144,13 +163,19 @@ def _check_output_device(options: Options, value: Any) -> Any:
     return _devices.public_id(options.gather_on)
 
 
-def _check_sync_batch_norm(options: Options, value: object) -> bool:
+def _check_shares(options: Options, _: str, value: object) -> Shares:
+    shares = check_shares(value, len(options.devices) or None)
+    options.__dict__["measured"] = {} if shares == MEASURED else None
+    return shares
+
+
+def _check_sync_batch_norm(options: Options, _: str, value: object) -> bool:
     flag = check_flag(value, "sync_batch_norm")
     options.engine.check(options.devices, sync_batch_norm=flag)
     return flag
 
 
-def _check_randomness(options: Options, value: object) -> str:
+def _check_randomness(options: Options, _: str, value: object) -> str:
     randomness, devices = check_word(_RANDOMNESS, value, "randomness"), options.devices
     if randomness == _ONE_DEVICE and options.__dict__["is_one_of_several"]:
         raise ValueError(_IN_ONE_PROCESS_ONLY)
@@ -160,28 +185,30 @@ def _check_randomness(options: Options, value: object) -> str:
     return randomness
 
 
-def _decided(name: str, wrap: str) -> Callable[[Options, Any], Any]:
-    def check(_: Options, value: object) -> Any:
-        raise decided(name, value, wrap)
+def _decided(_: Options, name: str, value: object) -> Any:
+    raise decided(name, value, f"DataParallel(model.module, {name}=...)")
 
-    return check
+
+def _of_the_engine(options: Options, name: str, value: object) -> Any:
+    if not hasattr(options.engine, name):
+        raise decided(name, value, f"DataParallel(model.module, engine=...), with an engine made with {name}=")
+    raise AttributeError(_OF_THE_ENGINE.format(name=name, value=value))
 
 
 # What each option becomes when a value is assigned to it.
-_CHECKS: Mapping[str, Callable[[Options, Any], Any]] = {
-    "device_ids": _check_device_ids,
-    "devices": _decided("devices", "DataParallel(model.module, devices)"),
+_CHECKS: Mapping[str, Callable[[Options, str, Any], Any]] = {
+    "device_ids": _check_devices,
+    "devices": _check_devices,
     "output_device": _check_output_device,
-    "dim": lambda _, value: check_dim(value),
-    "engine": _decided("engine", "DataParallel(model.module, engine=...)"),
-    "shares": lambda options, value: check_shares(value, len(options.devices) or None),
-    "parts": lambda _, value: check_parts(value),
-    "scalars": lambda _, value: check_scalars(value),
-    "in_dims": lambda _, value: check_dims(value, "in_dims"),
-    "out_dims": lambda _, value: check_dims(value, "out_dims"),
+    "dim": lambda _, name, value: check_dim(value),
+    "shares": _check_shares,
+    "parts": lambda _, name, value: check_parts(value),
+    "scalars": lambda _, name, value: check_scalars(value),
+    "in_dims": lambda _, name, value: check_dims(value, name),
+    "out_dims": lambda _, name, value: check_dims(value, name),
     "sync_batch_norm": _check_sync_batch_norm,
     "randomness": _check_randomness,
-    "process_group": _decided("process_group", "DataParallel(model.module, process_group=...)"),
-    "loss": _decided("loss", "DataParallel(model.module, loss=...)"),
+    **dict.fromkeys(("engine", "process_group", "loss"), _decided),
+    **dict.fromkeys(OF_THE_ENGINE, _of_the_engine),
 }
 Options.names = frozenset(_CHECKS)

@@ -10,12 +10,14 @@
 (measured_calls.py), and while a profile is recorded, something is done around the way.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from time import monotonic
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -23,13 +25,15 @@ from torch import nn
 from unisono.distributed.gradient_sync import GradientSync
 from unisono.engines.base import Call, Engine, LaneCall, Lanes, OneGraphNeededError, called
 from unisono.inference.map_and_evaluate import Callee
-from unisono.options import Options, Split
+from unisono.measured_calls import timed
+from unisono.options import Options
 from unisono.primitives import pytree
 from unisono.primitives.inputs import Arguments, scattered
+from unisono.primitives.measured_shares import MeasuredShares
 from unisono.primitives.placements import check_have_data
 from unisono.primitives.reassigned_buffers import buffer_registries, commit_buffers, modules_in_common
 from unisono.primitives.replicate import check_device, unchanged_on_failure
-from unisono.primitives.split_sizes import MEASURED, IdleDevices, split_rows
+from unisono.primitives.split_sizes import IdleDevices, split_rows
 from unisono.profiling.profile import Profile
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline, torch_private
@@ -74,27 +78,18 @@ class Invocation:
     Attributes:
         method: the method of the module; None: the module itself.
         inputs, kwargs: what it is called with.
-        split: how its rows are split; None: as the options say.
+        measured: the shares of its kind; None: they are not measured.
         is_timed: as in `Call`.
     """
 
     method: str | None
     inputs: tuple[Any, ...]
     kwargs: dict[str, Any]
-    split: Split | None = None
+    measured: MeasuredShares | None = None
     is_timed: bool = False
 
 
-class Way(Protocol):
-    """Runs a invocation; returns the output."""
-
-    def __call__(self, wrapper: "Runnable", invocation: Invocation, /) -> Any: ...
-
-
-class Measured(Protocol):
-    """Runs requests with measured shares; see measured_calls.py."""
-
-    def run(self, wrapper: "Runnable", invocation: Invocation, way: Way, *, may_use_one_device: bool) -> Any: ...
+Way: TypeAlias = Callable[["Runnable", Invocation], Any]  # runs a call; returns the output
 
 
 class Runnable(Protocol):
@@ -103,7 +98,7 @@ class Runnable(Protocol):
     Attributes:
         module: the live module; `_modules["module"]`, where each call counts.
         _has_own_verbs: the class whose verbs a subclass may override.
-        _options, _engine, _status, _measured, _idle_devices, _profile: see `DataParallel.__init__`.
+        _options, _engine, _status, _idle_devices, _profile: see `DataParallel.__init__`.
     """
 
     module: nn.Module
@@ -114,9 +109,6 @@ class Runnable(Protocol):
     _status: StepStatus
     _idle_devices: IdleDevices
     _profile: Profile | None
-
-    @property
-    def _measured(self) -> Measured: ...
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Any, /) -> Any: ...
     def replicate(self, module: nn.Module, device_ids: Any, /) -> list[nn.Module]: ...
@@ -167,13 +159,24 @@ def run(wrapper: Runnable, invocation: Invocation) -> Any:
     options = wrapper._options
     if not options.devices:
         return called(wrapper.module, invocation.method)(*invocation.inputs, **invocation.kwargs)
-    must_run = wrapper._engine.must_run(wrapper._modules["module"])
-    is_alone = len(options.devices) == 1 and options.parts == 1
-    if not must_run and (is_alone or _runs_whole(options)):
+    must_run, is_compiling = wrapper._engine.must_run(wrapper._modules["module"]), torch.compiler.is_compiling()
+    if not must_run and (_is_alone(options, invocation, is_compiling) or _runs_whole(options)):
+        if not is_compiling:
+            count_step(wrapper, list)
         return on_one_device(wrapper, invocation)
-    if torch.compiler.is_compiling():  # the wrapper, or a model around it: replicas stay out of its graph
+    if is_compiling:  # the wrapper, or a model around it: replicas stay out of its graph
         return torch.compiler.disable(_run_uncompiled)(wrapper, invocation, must_run)  # type: ignore[no-untyped-call]
     return _run_replicas(wrapper, invocation, must_run)
+
+
+def _is_alone(options: Options, invocation: Invocation, is_compiling: bool) -> bool:
+    """Return whether one device gets all rows: there is no other, or it is the fastest and no time is needed."""
+    if options.parts > 1 or len(options.devices) == 1:
+        return options.parts == 1
+    if options.measured is None or is_compiling or inside_replica():
+        return False
+    shares = options.measured_for(invocation.method)
+    return shares.is_frozen and shares.on_first_device and not shares.should_time_next()
 
 
 def _run_uncompiled(wrapper: Runnable, invocation: Invocation, must_run: bool) -> Any:
@@ -193,9 +196,25 @@ def _run_replicas(wrapper: Runnable, invocation: Invocation, must_run: bool) -> 
         _check_verb(wrapper, verb)
     in_one_graph = not must_run and (verb is not None or modes_that_stay())
     way = plain_composition if in_one_graph else on_all_devices
-    if wrapper._options.shares == MEASURED and not inside_replica():  # there replicas run one after the other
-        return wrapper._measured.run(wrapper, invocation, way, may_use_one_device=not must_run)
+    if wrapper._options.measured is not None and not inside_replica():  # there replicas run one after the other
+        return _run_measured(wrapper, invocation, way, may_use_one_device=not must_run)
     return way(wrapper, invocation)
+
+
+def _run_measured(wrapper: Runnable, invocation: Invocation, way: Way, *, may_use_one_device: bool) -> Any:
+    """Run a call with the measured shares of its kind, and time it if that is due."""
+    options, rows = wrapper._options, None
+    shares = invocation.measured = options.measured_for(invocation.method)
+    if shares.should_time_next() and way is on_all_devices and not modes_that_stay():
+        with contextlib.suppress(TypeError, ValueError):  # several devices refuse such inputs, with this error
+            rows = arguments_of(wrapper, invocation).rows
+    if shares.on_first_device and may_use_one_device and options.parts == 1:
+        count_step(wrapper, list)
+        way = on_one_device
+    if not rows:
+        return way(wrapper, invocation)
+    invocation.is_timed = True
+    return timed(partial(way, wrapper, invocation), shares, rows, wrapper._engine, options.devices)
 
 
 def _runs_whole(options: Options) -> bool:
@@ -240,10 +259,10 @@ def run_recorded(wrapper: Runnable, invocation: Invocation) -> Any:
 def plan_of(wrapper: Runnable, invocation: Invocation) -> Call:
     """Decide which rows each replica gets. Without rows there is one replica, on the first device."""
     options, arguments = wrapper._options, arguments_of(wrapper, invocation)
-    sizes = options.sizes(arguments.rows or 0, invocation.split)
+    sizes = options.sizes(arguments.rows or 0, invocation.measured)
     used = [i for i, size in enumerate(sizes) if size] or [options.has_share().index(True)]
     here = device_of_replica(wrapper)
-    if arguments.rows and here is None and invocation.split is None:
+    if arguments.rows and here is None and invocation.measured is None:
         wrapper._idle_devices.see(sizes, options.devices, options.has_share, unequal=options.draws_as_one_device)
     return Call(
         arguments=arguments,
@@ -313,16 +332,15 @@ def whole_batches(wrapper: Runnable, method: str | None) -> Callee:
 def on_one_device(wrapper: Runnable, invocation: Invocation) -> Any:
     """Run the module on the whole batch, on the first device."""
     # The cost of this is mostly code that is in no cache, so it calls few functions.
-    if not torch.compiler.is_compiling():
-        count_step(wrapper, list)
     inputs, kwargs, options = invocation.inputs, invocation.kwargs, wrapper._options
     if _overrides(wrapper, "scatter"):
         (inputs, *_), (kwargs, *_) = wrapper.scatter(inputs, kwargs, options.device_ids[:1])
     first, inside = options.devices[0], inside_replica()
     device = (device_of_replica(wrapper) or first) if inside else first
     module: Any = wrapper._modules["module"]
+    function = module if invocation.method is None else getattr(module, invocation.method)
     try:
-        output = called(module, invocation.method)(
+        output = function(
             *[_moved(value, device) for value in inputs],
             **(kwargs and {name: _moved(value, device) for name, value in kwargs.items()}),
         )

@@ -83,6 +83,19 @@ def num_lane_threads() -> int:
     return sum(thread.name == "unisono-worker" for thread in threading.enumerate())
 
 
+def test_how_many_outputs_there_will_be(wrap: Wrap) -> None:
+    """I1: as long as the batches, where their number is known; a notebook shows it."""
+    model = wrap(mlp())
+    outputs = model.map(batches())
+    assert len(outputs) == len(batches())
+    assert repr(outputs) == f"<outputs of {len(batches())} batches>"
+    outputs = model.map(iter(batches()))
+    assert repr(outputs) == "<outputs of some batches>"
+    with pytest.raises(TypeError, match="the number of outputs is not known"):
+        len(outputs)
+    assert len([*outputs]) == len(batches())
+
+
 @over_gloo_too
 @pytest.mark.parametrize("num_replicas", [1, 2, 3])
 def test_outputs_are_the_plain_modules_in_order(wrap: Wrap, num_replicas: int) -> None:

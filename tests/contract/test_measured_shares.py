@@ -48,7 +48,7 @@ def speeds(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Sizes]]:
 
 
 def frozen(model: DataParallel) -> bool:
-    return any(measured.is_frozen for measured in model._measured.by_kind.values())
+    return any(measured.is_frozen for measured in model._options.measured.values())
 
 
 def train(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -95,13 +95,35 @@ def test_frozen_shares_are_bit_for_bit_those_that_are_written(
     until_frozen(model)
     [message] = [r.getMessage() for r in caplog.records if "measured shares" in r.getMessage()]
     assert message.endswith("write shares=[3, 1]")
-    fixed = wrap(copy.deepcopy(model.module), shares=[3, 1])
+    fixed = wrap(copy.deepcopy(model.module), shares=model.shares)
     for seed in range(2 * PERIOD):  # also in the steps that are timed
         torch.manual_seed(seed)
         x = torch.randn(ROWS, 5)
         assert torch.equal(train(model, x), train(fixed, x))
         for ours, theirs in zip(model.parameters(), fixed.parameters(), strict=True):
             assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_shares_are_what_was_chosen(wrap: Wrap, speeds: Callable[..., list[Sizes]]) -> None:
+    """S16: those of training, once it has some; others are assigned, and "measured" again begins anew."""
+    speeds(1, 3)
+    model = wrap(mlp(), shares="measured")
+    assert model.shares == "measured"
+    with torch.no_grad():
+        while not frozen(model):
+            model(torch.randn(ROWS // 2, 5))
+    assert model.shares == (3, 1)
+    speeds(1, 1)
+    for _ in range(100):
+        train(model, torch.randn(ROWS, 5))
+    assert model.shares == (1, 1)
+    model.shares = "measured"
+    assert model.shares == "measured"
+    until_frozen(model)
+    assert model.shares == (1, 1)
+    model.shares = [1, 3]
+    train(model, torch.randn(ROWS, 5))
+    assert [timing.rows for timing in model.replica_timings] == [4, 12]
 
 
 def test_where_one_device_wins_it_is_the_plain_module(
@@ -131,7 +153,7 @@ def test_training_and_inference_are_measured_apart(wrap: Wrap, speeds: Callable[
         with torch.no_grad():
             assert_same(model(x), plain(x))
             assert_same(model.call("forward", x), plain(x))
-    assert {kind: measured.is_frozen for kind, measured in model._measured.by_kind.items()} == {
+    assert {kind: measured.is_frozen for kind, measured in model._options.measured.items()} == {
         (True, None): True,
         (False, None): False,
         (False, "forward"): False,
@@ -262,4 +284,4 @@ def test_a_failing_step_is_not_counted(wrap: Wrap, speeds: Callable[..., list[Si
             model(torch.randn(ROWS, 4))
     assert tried == []
     until_frozen(model)
-    assert model._measured.by_kind[True, None].weights == (3, 1)
+    assert model._options.measured[True, None].weights == (3, 1)

@@ -138,7 +138,7 @@ def test_processes_may_choose_different_measured_shares(rank: int, options: dict
         measured = MeasuredShares(model.device_ids, "training")
         measured._use(weights[rank])
         measured.skip = 2  # not timed: these stay
-        model._measured.by_kind[True, None] = measured
+        model._options.measured[True, None] = measured
         compare(rank, model, oracle, lambda module, x, y: step(module, x, y, "mean"), seed)
         assert measured.skip == 1
 

@@ -5,6 +5,7 @@ import pickle
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -13,15 +14,22 @@ from hypothesis import strategies as st
 from unisono.bench.contenders import STEPS_UNTIL_FROZEN
 from unisono.primitives.measured_shares import (
     PERIOD,
-    Line,
     MeasuredShares,
     StepTime,
-    balanced_sizes,
-    fit_line,
     join_single_rows,
 )
 
 INF = float("inf")
+
+
+class Line(NamedTuple):
+    """The time that a device takes: `fixed_s + row_s * rows`."""
+
+    fixed_s: float
+    row_s: float
+
+    def at(self, rows: int) -> float:
+        return self.fixed_s + self.row_s * rows
 
 
 @dataclass
@@ -33,7 +41,6 @@ class Machine:
         per_replica_s: what each replica beyond the first costs the whole step.
         noise: the standard deviation of a step's time, as a factor.
         interrupted: the share of steps during which another program doubles the time.
-        waits: whether replicas wait for each other, so that all take as long as the slowest.
         most_rows: how many rows each device can bear.
     """
 
@@ -41,7 +48,6 @@ class Machine:
     per_replica_s: float = 0.0
     noise: float = 0.0
     interrupted: float = 0.0
-    waits: bool = False
     most_rows: Sequence[float] = ()
     numbers: random.Random = field(default_factory=lambda: random.Random(0))
     borne: list[Sequence[int]] = field(default_factory=list)
@@ -61,8 +67,6 @@ class Machine:
         if self.interrupted and self.numbers.random() < self.interrupted:
             factor *= 2
         each = [line.at(size) * factor if size else 0.0 for line, size in zip(self.lines, sizes, strict=True)]
-        if self.waits:
-            each = [max(each) if seconds else 0.0 for seconds in each]
         is_plain = measured.on_first_device
         most_rows = self.most_rows or [INF] * len(self.lines)
         seconds = self.seconds(sizes) * factor
@@ -87,15 +91,41 @@ lines = st.builds(Line, st.floats(0, 5), st.floats(0.01, 1))
 # ---- what is chosen ------------------------------------------------------------------------------
 
 
-@given(st.lists(lines, min_size=2, max_size=2), st.floats(0, 5), st.integers(16, 200))
+@given(st.floats(0, 3), st.lists(st.floats(0.1, 1), min_size=2, max_size=2), st.floats(0, 5), st.integers(32, 200))
 @settings(deadline=None)
-def test_of_two_devices_the_choice_is_about_the_fastest_split_of_all(of_devices, per_replica_s, rows):
-    """S16: with times that are exact, whatever the devices, among all splits, one device included."""
-    machine = Machine(of_devices, per_replica_s)
+def test_of_two_devices_the_choice_is_about_the_fastest_split_of_all(fixed_s, row_s, per_replica_s, rows):
+    """S16: with times that are exact, devices that differ in speed, among all splits, one device included."""
+    machine = Machine([Line(fixed_s, each) for each in row_s], per_replica_s)
     measured = machine.measured()
     until_frozen(measured, machine, rows)
     splits = [[first, rows - first] for first in range(rows + 1) if 1 not in (first, rows - first)]
     assert machine.seconds(measured.sizes(rows)) <= 1.06 * min(map(machine.seconds, splits))
+
+
+@pytest.mark.parametrize("are_equal", [True, False])
+def test_of_200_noisy_machines_few_choices_are_wrong_by_more_than_three_percent(are_equal):
+    """S16: of all splits of two devices; and none is so much slower than one device."""
+    ratios, of_one_device = [], []
+    for seed in range(200):
+        numbers = random.Random(seed)
+        fixed_s, rows = numbers.uniform(0, 8), numbers.choice([32, 64, 100, 256])
+        each = [1.0, 1.0] if are_equal else [numbers.choice([1, 1.5, 2, 4]) for _ in range(2)]
+        machine = Machine(
+            [Line(fixed_s, row_s) for row_s in each],
+            per_replica_s=numbers.uniform(0, 20) * rows / 32,
+            noise=numbers.uniform(0.01, 0.08),
+            interrupted=numbers.uniform(0, 0.25),
+            numbers=numbers,
+        )
+        measured = machine.measured()
+        until_frozen(measured, machine, rows)
+        splits = [[first, rows - first] for first in range(rows + 1) if 1 not in (first, rows - first)]
+        seconds = machine.seconds(measured.sizes(rows))
+        ratios.append(seconds / min(map(machine.seconds, splits)))
+        of_one_device.append(seconds / machine.seconds([rows, 0]))
+    assert len([ratio for ratio in ratios if ratio > 1.03]) <= 5
+    assert max(ratios) <= 1.1
+    assert max(of_one_device) <= 1.03
 
 
 @given(st.lists(lines, min_size=2, max_size=8), st.floats(0, 5), st.integers(1, 100), st.floats(0, 0.5))
@@ -138,12 +168,11 @@ def test_other_programs_do_not_decide(per_replica_s, seed):
 
 
 @pytest.mark.parametrize("slow", [0, 1])
-@pytest.mark.parametrize("waits", [False, True])
-def test_one_replica_slowed_four_times(slow, waits):
-    """S16: within 30 steps; later if the other replica waits for it, so that its own speed cannot be seen."""
-    machine = Machine([Line(0.2, 4.0 if i == slow else 1.0) for i in range(2)], 0.1, noise=0.02, waits=waits)
+def test_one_replica_slowed_four_times(slow):
+    """S16: within 30 steps."""
+    machine = Machine([Line(0.2, 4.0 if i == slow else 1.0) for i in range(2)], 0.1, noise=0.02)
     measured = machine.measured()
-    assert until_frozen(measured, machine, 32) <= (45 if waits else 30)
+    assert until_frozen(measured, machine, 32) <= 30
     best = min(machine.seconds([first, 32 - first]) for first in range(33))
     assert machine.seconds(measured.sizes(32)) <= 1.15 * best
     assert machine.seconds([16, 16]) >= 2.4 * best
@@ -236,7 +265,7 @@ def test_a_lasting_change_of_speed_is_measured_again_once(caplog):
         machine.step(measured, 32)
     first, again, second = [record.getMessage() for record in caplog.records]
     assert "shares=[1, 1] is fastest" in first
-    assert "ms a step for some time with shares=[1, 1], where it was" in again
+    assert " for some time with shares=[1, 1]; those of 32 rows took 1." in again
     assert again.endswith("They are measured again.")
     assert "shares=[4, 1] is fastest" in second
 
@@ -285,7 +314,8 @@ def test_batches_of_another_size_for_long_are_measured_again(caplog):
         machine.step(measured, 4)
     until_frozen(measured, machine, 4)
     assert measured.weights == (1, 0)
-    assert "batches of 4 rows for some time with shares=[1, 1], where it was 64" in caplog.records[1].getMessage()
+    again = caplog.records[1].getMessage()
+    assert "batches of 4 rows take 5e+03 ms for some time with shares=[1, 1]; those of 64 rows took 3.5e+04 ms" in again
 
 
 def test_a_first_batch_that_is_not_like_the_others():
@@ -309,7 +339,7 @@ def test_the_line_to_paste(caplog):
     several, one = [record.getMessage() for record in caplog.records]
     begin, end = "measured shares of training, batches of 32 rows: ", "It is kept. To have it at once, write "
     assert several.startswith(
-        f"{begin}shares=[3, 1] is fastest, 24 ms a step (one device (cpu) 32 ms; shares=[2, 1] 33 ms; "
+        f"{begin}shares=[3, 1] is fastest, 24 ms a step (one device (cpu) 32 ms; shares=[1, 1] 48 ms). "
     )
     assert several.endswith(f"{end}shares=[3, 1]")
     assert one.startswith(f"{begin}one device (cpu) is fastest, 32 ms a step (shares=")
@@ -344,33 +374,6 @@ def test_a_step_with_other_shares_than_are_due_does_not_count():
 
 
 # ---- the parts -----------------------------------------------------------------------------------
-
-
-@given(lines, st.lists(st.integers(1, 1000), min_size=2, max_size=9, unique=True))
-def test_a_line_is_found(line, all_rows):
-    """S16"""
-    found = fit_line([(rows, line.at(rows)) for rows in all_rows])
-    for rows in all_rows:
-        assert found.at(rows) == pytest.approx(line.at(rows), rel=1e-6)
-
-
-@given(st.lists(lines, min_size=1, max_size=5), st.integers(1, 60), st.data())
-def test_balanced_sizes(of_devices, rows, data):
-    """S16: no row can be moved to another replica so that the slowest gets faster."""
-    most_rows = [data.draw(st.one_of(st.integers(0, 60), st.just(INF))) for _ in of_devices]
-    sizes = balanced_sizes(rows, of_devices, most_rows)
-    if sizes is None:
-        assert sum(min(rows, most) for most in most_rows) < rows
-        return
-    assert sum(sizes) == rows
-    assert all(0 <= size <= most for size, most in zip(sizes, most_rows, strict=True))
-    slowest = max(line.at(size) for line, size in zip(of_devices, sizes, strict=True) if size)
-    slow = [size and line.at(size) == slowest for line, size in zip(of_devices, sizes, strict=True)]
-    if sum(map(bool, slow)) > 1:
-        return
-    for line, size, most, is_slowest in zip(of_devices, sizes, most_rows, slow, strict=True):
-        if not is_slowest and size < most:
-            assert line.at(size + 1) >= slowest * (1 - 1e-9)
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=6).filter(any))

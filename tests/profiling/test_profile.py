@@ -195,6 +195,7 @@ def test_the_table(model: DataParallel) -> None:
         train(model)
     assert profile._repr_markdown_() == str(profile)  # a notebook shows the table, too
     title, _, head, _, *lines = str(profile).splitlines()
+    assert repr(profile) == f"<profile of {title.partition(';')[0]}>"
     assert title.startswith("Sequential: 1 step, ")
     phases = ["scatter", "replicate", "forward", "gather", "backward", "reduce", "wait", "outside"]
     assert cells(head) == ["", *phases]

@@ -52,8 +52,19 @@ _NO_LANE_LEFT = "no lane is left that could compute the remaining batches: each 
 class OutputIterator(Iterator[Any]):
     """The outputs of some batches, in order.
 
-    It is an iterator, which ends early with `close()`, at the end of a `with` block, or when it is deleted.
+    It is an iterator, which ends early with `close()`, at the end of a `with` block, or when it is deleted. Its `len()`
+    is the number of all batches, where their iterable has one.
     """
+
+    num_batches: int | None = None  # None: it is not known
+
+    def __len__(self) -> int:
+        if self.num_batches is None:
+            raise TypeError("the number of outputs is not known: the iterable of batches has no len()")
+        return self.num_batches
+
+    def __repr__(self) -> str:
+        return f"<outputs of {'some' if self.num_batches is None else self.num_batches} batches>"
 
     def close(self) -> None:
         """End the iteration; wait for the batches that are being computed, and drop their outputs."""

@@ -80,9 +80,11 @@ def map_batches(callee: Callee, batches: Iterable[Any], batch_size: int | None, 
         own_batches = RankBatches(batches, communicator)
         outputs = RankMap(callee.outputs(own_batches), own_batches, communicator, callee.output_device)
     is_first = communicator is None or communicator.rank == 0
+    num_batches = _length_of(batches) if is_first else 0
     if progress and is_first:
-        outputs = WithProgress(outputs, "map", _length_of(batches))
+        outputs = WithProgress(outputs, "map", num_batches)
     if filler is None:
+        outputs.num_batches = num_batches
         return outputs
     _fill(filler, outputs)
     if is_first:
@@ -157,5 +159,5 @@ def _add_all(
 def _length_of(batches: Iterable[Any]) -> int | None:
     try:
         return len(batches)  # type: ignore[arg-type]
-    except TypeError:  # a generator, or a loader over one
+    except (TypeError, NotImplementedError):  # a generator, or a loader over one
         return None

@@ -151,6 +151,9 @@ class Profile:
         rows = [[lane, *(f"{1000 * of.get(phase, 0.0):.2f}" for phase in used)] for lane, of in lanes.items()]
         return f"{self.summary(steps)}; milliseconds:\n\n{table(['', *used], rows)}"
 
+    def __repr__(self) -> str:
+        return f"<profile of {self.summary(self.steps())}>"
+
     def _repr_markdown_(self) -> str:
         """Return the table as a notebook shows it."""
         return str(self)

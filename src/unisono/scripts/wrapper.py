@@ -24,6 +24,7 @@ from torch import nn
 
 from unisono.data_parallel import DataParallel as OwnDataParallel
 from unisono.engines.base import Call
+from unisono.options import OF_THE_ENGINE
 from unisono.runtime import devices as _devices
 from unisono.runtime.devices import DeviceLike
 from unisono.scripts.activity import Activity
@@ -64,7 +65,7 @@ def set_settings(new: Settings | None) -> None:
 
 
 # Torch's wrapper has no such options: a script's subclass may have attributes with these names.
-_NOT_TORCHS = {"engine", "loss", "process_group"}
+_NOT_TORCHS = {"engine", "loss", "process_group", *OF_THE_ENGINE}
 
 
 def _verb(name: str) -> Callable[..., Any]:
