@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from helpers.commands import assert_misused, status_of
-from unisono.plan import measure, published
+from unisono.plan import measure
 
 SCRIPT = """\
 import torch
@@ -87,13 +87,6 @@ def test_the_help_is_plain_ascii(capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().out.isascii()
 
 
-def test_published_runs(capsys: pytest.CaptureFixture[str]):
-    """Nothing is written."""
-    assert run("--published") == 0
-    assert capsys.readouterr().out == published.document()
-    assert not Path("runs").exists()
-
-
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
@@ -114,7 +107,6 @@ def test_published_runs(capsys: pytest.CaptureFixture[str]):
         ([*STEP, "--output", "own.py"], "--output own.py: "),
         ([*STEP, "--output", "own.py/deeper"], "own.py is not a folder"),
         ([*STEP, "--output", "/proc/deeper"], "--output /proc/deeper: /proc cannot be written to"),
-        (["own:build", "--published"], "--published has its own figures: leave out own:build"),
         (["own:frozen"], "own:frozen: backward gave no parameter a gradient"),
         (["own:failing"], "own:failing could not be measured: RuntimeError: mat1 and mat2 shapes"),
         (["own:build", "--compute", "3ms"], "own:build would be measured: leave out own:build, or --compute"),

@@ -8,10 +8,9 @@ from typing import Any
 from unisono.console import options
 from unisono.console.errors import DONE, OptionError
 from unisono.console.files import expect_writable, write
-from unisono.console.options import TARGET, flag, folder
-from unisono.plan import published
+from unisono.console.options import TARGET, folder
 from unisono.plan.allreduce import ALGORITHMS
-from unisono.plan.links import BYTES, SECONDS, Cluster, Link, parse_link, parse_quantity
+from unisono.plan.links import BYTES, LINKS, SECONDS, Cluster, Link, parse_link, parse_quantity
 from unisono.plan.measure import measured_step
 from unisono.plan.plans import ScalingPlan, document
 from unisono.plan.prediction import BEST, MOST_BUCKETS, StepCost
@@ -38,7 +37,6 @@ examples:
   unisono plan train:build --between 100gbit     with another network
   unisono plan --compute 292ms --gradients 102MB --inside pcie3 --between 25gbe
   unisono plan --compute 292ms --gradients 102MB --between 50us,10Gbit/s --devices-per-machine 4
-  unisono plan --published                       the model beside what was reported of real runs
 
 quantities have a unit: 180ms or 10us; 102MB or 25MiB; 16GB/s or 25Gbit/s (a byte has 8 bits)
 
@@ -49,7 +47,7 @@ links:
 files in the output folder:
   plan.md     the table and the conclusion
   plan.png    the picture, if matplotlib is installed
-""".format(links="\n".join(f"  {name:<9} {link}" for name, link in published.links().items()))
+""".format(links="\n".join(f"  {name:<9} {link}" for name, link in LINKS.items()))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +70,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--strong", action="store_true", help="the devices share the batch that one has")
     add = parser.add_argument_group("results").add_argument
     add("--output", type=folder, metavar="DIR", help="the folder for them (default: runs/plan)")
-    add("--published", action="store_true", help="only compare the model with published runs")
 
 
 def needed(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
@@ -86,12 +83,6 @@ def run(given: dict[str, Any]) -> int:
     Raises:
         CommandError: nothing was predicted, and nothing written.
     """
-    if given.pop("published", False):
-        if given:
-            first = given.get("target") or flag(next(iter(given)))
-            raise OptionError(f"--published has its own figures: leave out {first}")
-        print(published.document(), end="")
-        return DONE
     output: Path = given.get("output", Path("runs/plan"))
     num_machine = given.get("devices_per_machine", _DEVICES_PER_MACHINE)
     if num_machine < 1:
@@ -169,6 +160,6 @@ def _positive(text: str, units: dict[str, float]) -> float:
 
 def _link(text: str) -> Link:
     try:
-        return parse_link(text, published.links())
+        return parse_link(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error

@@ -49,6 +49,20 @@ class Cluster:
         return min((link.bandwidth_bytes_per_s for link in used), default=math.inf)
 
 
+# The links that have names on the command line. Latencies are the constants with which NCCL predicts its own rings
+# (src/graph/tuning.cc at commit 01afd20: hwLat, Ring, Simple). Bandwidths are the nominal ones, in one direction, from
+# which protocols take 5 to 20 %. The standards and whitepapers were not looked up again: check them before you rely on
+# them.
+LINKS = {
+    "pcie3": Link(5.7e-6, 15.754e9),  # 16 lanes (PCI-SIG, PCI Express Base Specification 3.0)
+    "nvlink1": Link(3.4e-6, 80e9),  # four links together (NVIDIA, whitepaper WP-08019-001 of the P100)
+    "nvlink2": Link(3.4e-6, 150e9),  # six links together (NVIDIA, whitepaper WP-08608-001 of the V100)
+    "25gbe": Link(9.6e-6, 3.125e9),  # IEEE 802.3by
+    "50gbe": Link(9.6e-6, 6.25e9),  # IEEE 802.3cd
+    "100gbit": Link(9.6e-6, 12.5e9),  # InfiniBand EDR, four lanes
+}
+
+
 def parse_quantity(text: str, units: dict[str, float]) -> float:
     """Return the value of a number with a unit.
 
@@ -68,21 +82,21 @@ def parse_quantity(text: str, units: dict[str, float]) -> float:
     return float(found[1]) * units[found[2]]
 
 
-def parse_link(text: str, known: dict[str, Link]) -> Link:
+def parse_link(text: str) -> Link:
     """Return the link of this name, or the one that `LATENCY,BANDWIDTH` describes.
 
-    >>> parse_link("1us,25Gbit/s", {})
+    >>> parse_link("1us,25Gbit/s")
     Link(latency_s=1e-06, bandwidth_bytes_per_s=3125000000.0)
 
     Raises:
         ValueError: no link has this name, the text has another form, or the bandwidth is 0.
     """
-    if text in known:
-        return known[text]
+    if text in LINKS:
+        return LINKS[text]
     parts = text.split(",")
     if len(parts) != 2:
         raise ValueError(
-            f"expected a latency and a bandwidth, such as 10us,25Gbit/s, or one of {', '.join(known)}; got {text!r}"
+            f"expected a latency and a bandwidth, such as 10us,25Gbit/s, or one of {', '.join(LINKS)}; got {text!r}"
         )
     link = Link(parse_quantity(parts[0], SECONDS), parse_quantity(parts[1], BYTES_PER_SECOND))
     if not 0 < link.bandwidth_bytes_per_s < math.inf or link.latency_s == math.inf:
