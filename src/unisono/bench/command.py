@@ -1,11 +1,11 @@
 """The command `unisono bench`: from the words of the command line to tables, files and advice."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from unisono.bench import machine
+from unisono.bench import machine, report
 from unisono.bench.contenders import CONTENDERS, Contender, Task
 from unisono.bench.results import Results
 from unisono.console import options, progress
@@ -34,7 +34,7 @@ here. build is a function without arguments, found from the current folder, as f
 
 EXAMPLES = """\
 examples:
-  unisono bench                                       everything; ten minutes
+  unisono bench                                       everything; eight minutes
   unisono bench --quick --workloads mlp,tiny          a first look; a minute
   unisono bench --contenders plain,ddp,processes --replicas 2,4
   unisono bench train:build                           a model of yours, and advice
@@ -47,7 +47,7 @@ workloads:
   tiny     52 thin layers: nothing but overhead
 
 files in the output folder:
-  results.md    the tables, with the machine's description; at the end the text of notes.md, if there is one
+  results.md    the tables, with the machine's description
   results.png   the speeds as bars, if matplotlib is installed
   results.json  every figure
 
@@ -65,8 +65,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     quick = f"{_QUICK['rounds']} of {_QUICK['seconds_per_turn']:g} s"
     counts = "such as 2 or 2,4,8 (default: 2; for a model of yours 2, 4, 8 and so on, up to the cores)"
     add("target", nargs="?", metavar=TARGET, help="a model of yours (default: our own)")
-    add("--workloads", type=_names, metavar="NAMES", help=f"some of ours: {_listed(WORKLOADS)} (default: all)")
-    add("--contenders", type=_names, metavar="NAMES", help=f"some of {_listed(CONTENDERS)} (default: all)")
+    ours, contenders = (f"some of {_listed(names)} (default: all)" for names in (WORKLOADS, CONTENDERS))
+    add("--workloads", type=_some_of(WORKLOADS), metavar="NAMES", help=ours)
+    add("--contenders", type=_some_of(CONTENDERS), metavar="NAMES", help=contenders)
     add("--replicas", type=_counts, metavar="COUNTS", help=counts)
     add("--rounds", type=int, metavar="N", help=f"turns of each contender (default: {_USUAL['rounds']})")
     add("--seconds-per-turn", type=float, metavar="S", help=f"approximate length of a turn {turn}")
@@ -88,8 +89,6 @@ def run(given: dict[str, Any]) -> int:
     target = given.get("target")
     if target is not None and "workloads" in given:
         raise OptionError(f"--workloads are of our own models: leave out --workloads, or {target}")
-    names = _known(given.get("workloads", WORKLOADS), WORKLOADS, "--workloads")
-    contenders = _known(given.get("contenders", CONTENDERS), CONTENDERS, "--contenders")
     settings = (_QUICK if "quick" in given else _USUAL) | {key: given[key] for key in _USUAL if key in given}
     rounds, seconds = int(settings["rounds"]), settings["seconds_per_turn"]
     if rounds < 1:
@@ -103,9 +102,9 @@ def run(given: dict[str, Any]) -> int:
 
     from unisono.bench import measure, processes  # they need psutil
 
-    output.mkdir(parents=True, exist_ok=True)
     counts = given.get("replicas", [2] if target is None else _up_to(machine.num_cores()))
-    participants = _contenders(contenders, counts)
+    participants = _contenders(given.get("contenders", CONTENDERS), counts)
+    names = given.get("workloads", WORKLOADS)
     workloads = [(target, target)] if target else [(name, f"unisono.bench.workloads:{name}") for name in names]
     expected_s = len(workloads) * measure.expected_s(participants, rounds, seconds)
     results = Results(machine.describe(), settings, processes.memory_kind(), [])
@@ -128,20 +127,13 @@ def run(given: dict[str, Any]) -> int:
 
 def _conclude(results: Results, output: Path, advised: bool) -> None:
     """Save the results, with advice if `advised`, and print the tables."""
-    from unisono.bench import tables
-    from unisono.bench.advice import advice
-
-    notes = output / "notes.md"
-    said = [line for w in results.workloads for line in advice(w, results.machine["cores"])] if advised else []
     why_no_picture = options.why_no_picture()
     files = {"results.json": results.to_json().encode()}
     if not why_no_picture:
         from unisono.bench import chart
 
         files["results.png"] = chart.png(results)
-    text = tables.document(
-        results, said, notes.read_text(encoding="utf-8") if notes.is_file() else "", picture=not why_no_picture
-    )
+    text = report.document(results, advised=advised, picture=not why_no_picture)
     files["results.md"] = text.encode()
     write(output, files)
     print(f"\n{text}")
@@ -165,19 +157,20 @@ def _up_to(cores: int) -> list[int]:
     return [*powers, max(2, cores)]
 
 
-def _known(names: Sequence[str], known: Sequence[str], option: str) -> list[str]:
-    for name in names:
-        if name not in known:
-            raise OptionError(f"{option} {name}: expected some of {_listed(known)}")
-    return [name for name in known if name in names]
+def _some_of(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """Return the argparse type of names among those that are known."""
+
+    def chosen(text: str) -> list[str]:
+        names = [name.strip() for name in text.split(",") if name.strip()]
+        if unknown := [name for name in names if name not in known]:
+            raise argparse.ArgumentTypeError(f"expected some of {_listed(known)}; got {unknown[0]!r}")
+        return [name for name in known if name in names]
+
+    return chosen
 
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(names)
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _counts(text: str) -> list[int]:
