@@ -4,13 +4,12 @@ The package nvidia-ml-py is optional. It loads the driver's own library and make
 memory of a GPU. Each figure that a GPU or a driver does not have is None.
 """
 
-import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from unisono.console.options import not_installed, remedy
+from unisono.console.options import is_installed, not_installed, remedy
 
 # Bits of the reasons why clocks are low (nvmlClocksEventReason...).
 _SLOWDOWNS = ((0x60, "it is too hot"), (0x84, "its power is limited"), (0x08, "its hardware slows it down"))
@@ -46,7 +45,7 @@ class GpuReader:
         self.problem: str | None = None
         self._handles: list[Any] = []
         self._library: Any = None
-        if importlib.util.find_spec("pynvml") is None:
+        if not is_installed("pynvml"):
             self.problem = f"{not_installed('nvidia-ml-py')}: {remedy('watch')}"
             return
         import pynvml
