@@ -1,7 +1,6 @@
 """The command `unisono plan`: from the words of the command line to a table, a picture, and a conclusion."""
 
 import argparse
-import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from unisono.console.errors import DONE, OptionError
 from unisono.console.files import expect_writable, write
 from unisono.console.options import TARGET, folder
 from unisono.plan.allreduce import ALGORITHMS
-from unisono.plan.links import BYTES, LINKS, SECONDS, Cluster, Link, parse_link, parse_quantity
+from unisono.plan.links import BYTES, LINKS, SECONDS, Cluster, parse_link, parse_quantity
 from unisono.plan.measure import measured_step
 from unisono.plan.plans import ScalingPlan, document
 from unisono.plan.prediction import BEST, MOST_BUCKETS, StepCost
@@ -61,8 +60,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--backward", type=_time, metavar="TIME", help="of its backward (default: two thirds)")
     add("--gradients", type=_size, metavar="SIZE", help="of all parameters together")
     add = parser.add_argument_group("where").add_argument
-    add("--inside", type=_link, metavar="LINK", help=f"between devices of a machine {inside}")
-    add("--between", type=_link, metavar="LINK", help=f"between machines; a machine's devices share it {between}")
+    add("--inside", type=parse_link, metavar="LINK", help=f"between devices of a machine {inside}")
+    add("--between", type=parse_link, metavar="LINK", help=f"between machines; a machine's devices share it {between}")
     add("--devices-per-machine", type=int, metavar="N", help=machine)
     add = parser.add_argument_group("how").add_argument
     add("--bucket", type=_size, metavar="SIZE", help=f"gradients reduced at once {bucket}")
@@ -89,7 +88,7 @@ def run(given: dict[str, Any]) -> int:
         raise OptionError(f"--devices-per-machine {num_machine}: expected a whole number from 1 up")
     expect_writable(output)
     bucket_bytes = given.get("bucket", _size(_DEFAULTS["bucket"]))
-    inside, between = (given.get(name, _link(_DEFAULTS[name])) for name in ("inside", "between"))
+    inside, between = (given.get(name, parse_link(_DEFAULTS[name])) for name in ("inside", "between"))
 
     target = given.get("target")
     title = f"How far will {target or 'it'} scale?"
@@ -149,17 +148,7 @@ def _size(text: str) -> float:
 
 
 def _positive(text: str, units: dict[str, float]) -> float:
-    try:
-        value = 0.0 if text.lstrip().startswith("-") else parse_quantity(text, units)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected more than 0, and finite; got {text!r}")
+    value = parse_quantity(text, units)
+    if not value:
+        raise argparse.ArgumentTypeError(f"expected more than 0; got {text!r}")
     return value
-
-
-def _link(text: str) -> Link:
-    try:
-        return parse_link(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
