@@ -1,7 +1,7 @@
 """The command `unisono bench`: from the words of the command line to tables, files and advice."""
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +27,21 @@ threads and with processes, and the limit: as many processes without any communi
 that figures can be compared. Where noise may be why one is faster, or other programs keep the cores busy, it says so
 instead of naming the fastest.
 
-With package.module:build it measures a model of yours, and says which engine and how many replicas are fastest
-here. build is a function without arguments, found from the current folder, as for `unisono verify`: it returns
+For each model it says which engine and how many replicas are fastest here. A model of yours is package.module:build:
+build is a function without arguments, found from the current folder, as for `unisono verify`: it returns
 (model, inputs), or a dict with model, inputs, target, criterion, and options of DataParallel.
 """
 
 EXAMPLES = """\
 examples:
-  unisono bench                                       everything; eight minutes
-  unisono bench --quick --workloads mlp,tiny          a first look; a minute
-  unisono bench --contenders plain,ddp,processes --replicas 2,4
-  unisono bench train:build                           a model of yours, and advice
+  unisono bench train:build                           a model of yours
+  unisono bench train:build --quick                   a first look
   unisono bench train:build --replicas 2,4,8 --seconds-per-turn 5
+  unisono bench train:build --contenders plain,ddp,processes
+  unisono bench mlp tiny                              two of ours
+  unisono bench                                       all of ours; eight minutes on two cores
 
-workloads:
+models of ours:
   resnet   ResNet-18, 32 pictures of 28 x 28
   mlp      20 million parameters and little to compute
   gpt      a small transformer
@@ -53,7 +54,7 @@ files in the output folder:
 
 exit status:
   0  measured
-  1  a contender failed, or its losses differ from the others (not for a model of yours)
+  1  a contender failed, or its losses differ from the others
   2  nothing was measured: the arguments cannot be used
 """
 
@@ -63,11 +64,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     turn = f"(default: {_USUAL['seconds_per_turn']:g})"
     quick = f"{_QUICK['rounds']} of {_QUICK['seconds_per_turn']:g} s"
-    counts = "such as 2 or 2,4,8 (default: 2; for a model of yours 2, 4, 8 and so on, up to the cores)"
-    add("target", nargs="?", metavar=TARGET, help="a model of yours (default: our own)")
-    ours, contenders = (f"some of {_listed(names)} (default: all)" for names in (WORKLOADS, CONTENDERS))
-    add("--workloads", type=_some_of(WORKLOADS), metavar="NAMES", help=ours)
-    add("--contenders", type=_some_of(CONTENDERS), metavar="NAMES", help=contenders)
+    counts = "such as 2 or 2,4,8 (default: 2, 4, 8 and so on, up to the cores)"
+    models = f"{TARGET}, or one of ours: {', '.join(WORKLOADS)} (default: all of ours)"
+    add("models", nargs="*", metavar="MODEL", help=models)
+    contenders = f"some of {', '.join(CONTENDERS)} (default: all)"
+    add("--contenders", type=_contender_names, metavar="NAMES", help=contenders)
     add("--replicas", type=_counts, metavar="COUNTS", help=counts)
     add("--rounds", type=int, metavar="N", help=f"turns of each contender (default: {_USUAL['rounds']})")
     add("--seconds-per-turn", type=float, metavar="S", help=f"approximate length of a turn {turn}")
@@ -86,9 +87,8 @@ def run(given: dict[str, Any]) -> int:
     Raises:
         CommandError: nothing was measured.
     """
-    target = given.get("target")
-    if target is not None and "workloads" in given:
-        raise OptionError(f"--workloads are of our own models: leave out --workloads, or {target}")
+    names = given.get("models") or WORKLOADS
+    targets = {name: f"unisono.bench.workloads:{name}" if name in WORKLOADS else name for name in names}
     settings = (_QUICK if "quick" in given else _USUAL) | {key: given[key] for key in _USUAL if key in given}
     rounds, seconds = int(settings["rounds"]), settings["seconds_per_turn"]
     if rounds < 1:
@@ -96,17 +96,15 @@ def run(given: dict[str, Any]) -> int:
     if not 0 < seconds <= 60:
         raise OptionError(f"--seconds-per-turn {seconds:g}: expected a number above 0, up to 60")
     output: Path = given.get("output", Path("runs/bench"))
-    if target is not None:
+    for target in targets.values():
         Task.of_target(target)  # raises before anything is started
     expect_writable(output)
 
     from unisono.bench import measure, processes  # they need psutil
 
-    counts = given.get("replicas", [2] if target is None else _up_to(machine.num_cores()))
+    counts = given.get("replicas", _up_to(machine.num_cores()))
     participants = _contenders(given.get("contenders", CONTENDERS), counts)
-    names = given.get("workloads", WORKLOADS)
-    workloads = [(target, target)] if target else [(name, f"unisono.bench.workloads:{name}") for name in names]
-    expected_s = len(workloads) * measure.expected_s(participants, rounds, seconds)
+    expected_s = len(targets) * measure.expected_s(participants, rounds, seconds)
     results = Results(machine.describe(), settings, processes.memory_kind(), [])
     print(machine.in_one_line(results.machine), flush=True)
     print(f"this takes {progress.duration(expected_s)}; results in {output}", flush=True)
@@ -115,25 +113,24 @@ def run(given: dict[str, Any]) -> int:
     shown = progress.for_stdout()
     try:
         task = progress.Task(shown, "measuring", expected_s)
-        for name, where in workloads:
-            results.workloads.append(measure.measure(name, where, participants, rounds, seconds, task))
+        for name, target in targets.items():
+            results.workloads.append(measure.measure(name, target, participants, rounds, seconds, task))
     finally:
         shown.close()
-    _conclude(results, output, advised=target is not None)
+    _conclude(results, output)
     lines = [line for workload in results.workloads for line in workload.lines]
-    wrong = any(line.failure or line.differs for line in lines)
-    return FAILED if wrong and target is None else DONE
+    return FAILED if any(line.failure or line.differs for line in lines) else DONE
 
 
-def _conclude(results: Results, output: Path, advised: bool) -> None:
-    """Save the results, with advice if `advised`, and print the tables."""
+def _conclude(results: Results, output: Path) -> None:
+    """Save the results, and print the tables."""
     why_no_picture = options.why_no_picture()
     files = {"results.json": results.to_json().encode()}
     if not why_no_picture:
         from unisono.bench import chart
 
         files["results.png"] = chart.png(results)
-    text = report.document(results, advised=advised, picture=not why_no_picture)
+    text = report.document(results, picture=not why_no_picture)
     files["results.md"] = text.encode()
     write(output, files)
     print(f"\n{text}")
@@ -157,20 +154,11 @@ def _up_to(cores: int) -> list[int]:
     return [*powers, max(2, cores)]
 
 
-def _some_of(known: Sequence[str]) -> Callable[[str], list[str]]:
-    """Return the argparse type of names among those that are known."""
-
-    def chosen(text: str) -> list[str]:
-        names = [name.strip() for name in text.split(",") if name.strip()]
-        if unknown := [name for name in names if name not in known]:
-            raise argparse.ArgumentTypeError(f"expected some of {_listed(known)}; got {unknown[0]!r}")
-        return [name for name in known if name in names]
-
-    return chosen
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names)
+def _contender_names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if unknown := [name for name in names if name not in CONTENDERS]:
+        raise argparse.ArgumentTypeError(f"expected some of {', '.join(CONTENDERS)}; got {unknown[0]!r}")
+    return [name for name in CONTENDERS if name in names]
 
 
 def _counts(text: str) -> list[int]:

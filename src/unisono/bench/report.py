@@ -1,4 +1,4 @@
-"""results.md: the measurements as tables, and advice for a model of the caller's."""
+"""results.md: the measurements as tables, and advice."""
 
 from collections.abc import Iterator
 
@@ -19,21 +19,14 @@ replica, with gradient_as_bucket_view. `unisono, threads` and `unisono, processe
 together ({memory_kind}), while those of the others are there."""
 
 
-def document(results: Results, *, advised: bool, picture: bool) -> str:
-    """Return results.md.
-
-    Args:
-        results: the measurements.
-        advised: whether to end with advice.
-        picture: whether there is a results.png.
-    """
+def document(results: Results, *, picture: bool) -> str:
+    """Return results.md; `picture` is whether there is a results.png."""
     how = _HOW.format(**results.settings, memory_kind=results.memory_kind)
     parts = ["# Benchmark", f"{machine.in_one_line(results.machine)}.", how]
     parts += ["![Speed of each contender](results.png)"] if picture else []
     for workload in results.workloads:
         parts += [f"## {workload.name}", *speed_tables(workload, results.memory_kind)]
-        if advised and (said := [*advice(workload, results.machine["cores"])]):
-            parts += ["## Advice", *said]
+        parts += advice(workload, results.machine["cores"])
     return "\n\n".join(parts) + "\n"
 
 
@@ -48,8 +41,6 @@ def speed_tables(workload: Workload, memory_kind: str) -> Iterator[str]:
         ]  # fmt: skip
         if lines:
             yield table(header, [_row(line, workload, replicas) for line in lines])
-    if workload.disturbance:
-        yield f"**These figures are not to be relied on**: {workload.disturbance}. Measure again when they have ended."
     for line in workload.lines:
         what = label(line.contender) + ("" if line.contender == "plain" else f" on {line.replicas} replicas")
         if line.failure:
@@ -82,15 +73,18 @@ def advice(workload: Workload, cores: int) -> Iterator[str]:
     """
     plain = workload.line("plain")
     ours = [line for engine in OURS for line in workload.measured() if line.contender == engine]
-    if plain is None or not ours:
+    if workload.disturbance:
+        yield (
+            f"**No verdict**: {workload.disturbance}, so do not rely on these figures. Measure again when they have "
+            "ended."
+        )
+    if workload.disturbance or plain is None or not ours:
         return
     best = min(ours, key=lambda line: line.step_s)
     fastest = min(plain, best, key=lambda line: line.step_s)
     chosen = next(line for line in [plain, *ours] if line.step_s <= (1 + NOISE) * fastest.step_s)
     best_of_ours = f"{best.contender} on {best.replicas} replicas"
-    if workload.disturbance:
-        yield f"**No verdict**: {workload.disturbance}. Measure again when they have ended."
-    elif plain.is_lost_in_noise(best):
+    if plain.is_lost_in_noise(best):
         yield (
             f"**No verdict**: the plain module takes {_range(plain)} ms a step, and {best_of_ours}, the best of ours, "
             f"{_range(best)} ms. These ranges overlap, so noise may be why one is faster. More rounds (--rounds), "
