@@ -65,7 +65,7 @@ def nvml(gpus: Sequence[dict[str, Any]]) -> ModuleType:
     module: Any = ModuleType("pynvml")
     module.NVMLError = NVMLError
     module.nvmlInit = lambda: None
-    module.nvmlSystemGetDriverVersion = lambda: b"550.54"
+    module.nvmlSystemGetDriverVersion = lambda: "550.54"
     module.nvmlDeviceGetCount = lambda: len(gpus)
     module.nvmlDeviceGetHandleByIndex = lambda index: gpus[index]
     module.nvmlDeviceGetName = of("name", "Fake GPU")

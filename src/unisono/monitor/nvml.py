@@ -52,7 +52,7 @@ class GpuReader:
 
         try:
             pynvml.nvmlInit()
-            self.driver = _text(pynvml.nvmlSystemGetDriverVersion())
+            self.driver = pynvml.nvmlSystemGetDriverVersion()
             self._handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
         except pynvml.NVMLError as error:
             self.problem = f"NVIDIA's driver cannot be asked ({error})"
@@ -73,7 +73,7 @@ class GpuReader:
         processes = self._ask(nvml.nvmlDeviceGetComputeRunningProcesses, handle) or []
         return Gpu(
             number=number,
-            name=_text(self._ask(nvml.nvmlDeviceGetName, handle)),
+            name=self._ask(nvml.nvmlDeviceGetName, handle),
             pci=None if pci is None else f"{pci.domain:04x}:{pci.bus:02x}:{pci.device:02x}",
             memory_bytes=None if memory is None else int(memory.total),
             used_bytes=None if memory is None else int(memory.used),
@@ -91,7 +91,3 @@ class GpuReader:
             return function(*arguments)
         except self._library.NVMLError:
             return None
-
-
-def _text(value: Any) -> str | None:
-    return value.decode(errors="replace") if isinstance(value, bytes) else value  # bytes in older releases
