@@ -66,9 +66,7 @@ class Inventory:
     gpus_unread: str | None  # why `gpus` is empty although there may be some; None if there is no reason to ask
     driver: str | None  # NVIDIA's
     cuda: str | None  # the version that torch was built for
-    visible_devices: (
-        str | None
-    )  # the variable that says which GPUs a process sees, as NAME=VALUE; None if it is not set
+    visible_devices: str | None  # CUDA_VISIBLE_DEVICES, or ROCm's variable, as NAME=VALUE; None if it is not set
     device_order: str  # by which CUDA numbers GPUs
     links: tuple[DeviceLink, ...]
     imbalance: str | None  # what to do about unequal accelerators; None if they are equal

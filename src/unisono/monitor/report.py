@@ -76,7 +76,7 @@ def _numbering(inventory: Inventory) -> Iterator[str]:
     if given is not None:
         # CUDA takes the entries in order, up to the first that names no GPU; if one is named twice, it takes none.
         entries = [entry.strip() for entry in given.partition("=")[2].split(",")]
-        names = [each.device for each in inventory.accelerators]
+        names = [each.device for each in inventory.accelerators if each.device.startswith("cuda")]
         seen = [f"{entry} is {name}" for entry, name in zip(entries, names, strict=False)]
         yield f"{given}: {', '.join(seen) or 'no GPU is seen'}"
         if seen and len(seen) < len(entries):
