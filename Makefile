@@ -92,7 +92,7 @@ format: $(READY)  ## let ruff mend and format the code
 	$(BIN)/ruff format .
 
 bench: $(READY)  ## measure, side by side, on a machine that does nothing else; writes benchmarks/results.md
-	$(BIN)/unisono bench --output benchmarks
+	$(BIN)/unisono bench --replicas 2 --output benchmarks
 	$(BIN)/python benchmarks/goals.py
 	$(BIN)/python benchmarks/one_device.py
 	$(BIN)/python benchmarks/replicate.py

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 import unisono
+from unisono.console.tables import table
 from unisono.engines.base import Engine
 from unisono.engines.processes.engine import Processes
 from unisono.engines.threads import Threads
@@ -53,14 +54,15 @@ class Cost(NamedTuple):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
-    print("Python calls of the caller's thread in one step, beyond the plain module's")
-    print(f"{'engine':<18}{'layers':<22}{'replicas':>9}{'a parameter':>13}{'fixed':>8}")
+    print("Python calls of the caller's thread in one step, beyond the plain module's\n")
+    rows = []
     for name in ENGINES:
         for batch_norm in (False, True):
             for replicas in REPLICAS:
                 found = cost(name, replicas, batch_norm=batch_norm)
                 layers = "Linear, BatchNorm1d" if batch_norm else "Linear"
-                print(f"{name:<18}{layers:<22}{replicas:>9}{found.per_parameter:>13.2f}{found.fixed:>8.0f}")
+                rows.append([name, layers, str(replicas), f"{found.per_parameter:.2f}", f"{found.fixed:.0f}"])
+    print(table(["engine", "layers", "replicas", "a parameter", "fixed"], rows, text_columns=2))
 
 
 def cost(engine: str, replicas: int, *, batch_norm: bool) -> Cost:

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import unisono
+from unisono.console.tables import table
 
 NUM_LAYERS = (20, 120)
 _WARM_UP = 5
@@ -46,9 +47,8 @@ def main() -> None:
     finally:
         dist.destroy_process_group()
     if os.environ["RANK"] == "0":
-        print(f"{'':<12}" + "".join(f"{n:>7} layers" for n in NUM_LAYERS))
-        for name, row in found.items():
-            print(f"{name:<12}" + "".join(f"{count:>14}" for count in row), flush=True)
+        rows = [[name, *map(str, row)] for name, row in found.items()]
+        print(table(["", *(f"{n} layers" for n in NUM_LAYERS)], rows), flush=True)
 
 
 def counts() -> dict[str, list[int]]:

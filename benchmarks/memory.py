@@ -31,6 +31,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from unisono.console.tables import table
+
 GOAL = 1.15
 KINDS = ("plain", "wrapped")
 SAMPLE_EVERY_S = 0.001
@@ -54,23 +56,30 @@ def main() -> None:
         return
     peaks = in_processes("peak", options)
     growths = in_processes("growth", options)
-    print()
-    print(f"Peak of a training step: ResNet-18, batch 64, {options.replicas} replicas on the CPU;")
-    print(f"medians of {options.runs} processes each, MiB above what was there before the first step")
-    print(f"{'':<14}{'plain':>10}{'wrapped':>10}{'ratio':>8}{'goal':>8}")
+    print(
+        f"\nPeak of a training step: ResNet-18, batch 64, {options.replicas} replicas on the CPU; medians of "
+        f"{options.runs} processes each, MiB above what was there before the first step\n"
+    )
+    rows = []
     for figure in ("resident", "allocated"):
         plain, wrapped = (median(peaks[kind], figure) for kind in KINDS)
         if plain is None or wrapped is None:
-            print(f"{figure:<14}{'not known with this C library':>28}")
+            rows.append([figure, "", "", "not known with this C library", ""])
         else:
-            print(f"{figure:<14}{plain / MIB:>10.1f}{wrapped / MIB:>10.1f}{wrapped / plain:>8.2f}{GOAL:>8.2f}")
-    print()
-    print(f"Growth over {options.long_steps} steps, after {options.long_steps} others: a small network; medians")
-    print(f"{'':<22}{'plain':>10}{'wrapped':>10}")
-    for figure, unit in (("resident", 1024), ("allocated", 1024), ("blocks", 1)):
+            shown = [f"{plain / MIB:.1f}", f"{wrapped / MIB:.1f}", f"{wrapped / plain:.2f}", f"{GOAL:.2f}"]
+            rows.append([figure, *shown])
+    print(table(["", *KINDS, "ratio", "goal"], rows))
+    steps = options.long_steps
+    print(f"\nGrowth over {steps} steps, after {steps} others: a small network; medians\n")
+    rows = []
+    for figure, unit, of_what in (
+        ("resident", 1024, ", KiB"),
+        ("allocated", 1024, ", KiB"),
+        ("blocks", 1, " of Python"),
+    ):
         values = [median(growths[kind], figure) for kind in KINDS]
-        shown = "".join(f"{'-' if value is None else round(value / unit, 1):>10}" for value in values)
-        print(f"{figure + (', KiB' if unit > 1 else ' of Python'):<22}{shown}")
+        rows.append([figure + of_what, *("-" if value is None else f"{value / unit:.1f}" for value in values)])
+    print(table(["", *KINDS], rows))
 
 
 def in_processes(what: str, options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
@@ -97,7 +106,7 @@ def median(runs: list[dict[str, Any]], figure: str) -> float | None:
     return None if None in values else statistics.median(values)
 
 
-# ---- in the child processes: only here is torch imported ------------------------------------------
+# ---- in the child processes ----------------------------------------------------------------------
 
 
 def measure_peak(kind: str, options: argparse.Namespace) -> dict[str, int | None]:

@@ -20,14 +20,13 @@ from unisono.console.progress import Lines, Task
 TINY = "unisono.bench.workloads:tiny"
 
 
-class Imagined(contextlib.nullcontext["Imagined"]):
-    """A `ContenderProcesses` that takes no time, and may fail in its n-th turn after it was started with the others."""
+class Imagined:
+    """A `ContenderProcesses` that takes no time, and may fail when it takes steps for the n-th time."""
 
     turns: list[str]  # of all of them, in order
     fails_in_turn: dict[str, int]
 
     def __init__(self, contender: Contender, target: str) -> None:
-        super().__init__(self)
         self.contender = contender
         self._turn = 0
 
@@ -49,9 +48,7 @@ class Imagined(contextlib.nullcontext["Imagined"]):
     def cpu_seconds(self) -> float:
         return 0.0
 
-    def disconnect(self) -> None: ...
-
-    def close(self, patient: bool) -> None: ...
+    def close(self) -> None: ...
 
 
 @pytest.fixture
@@ -80,7 +77,7 @@ def test_contenders_take_turns(imagined: type[Imagined]):
 
 @pytest.mark.parametrize("turn", [1, 3])
 def test_a_contender_that_fails_does_so_alone(imagined: type[Imagined], turn: int, monkeypatch: pytest.MonkeyPatch):
-    """When it is there alone, or later, between turns that it has taken."""
+    """When it starts, or later, between turns that it has taken."""
     imagined.fails_in_turn["ddp"] = turn
     monkeypatch.setattr("unisono.console.progress._SECONDS_BETWEEN_LINES", 0.0)
     out = io.StringIO()
@@ -123,7 +120,7 @@ def test_other_programs_that_keep_cores_busy_are_told(
 )
 def test_losses_that_differ_are_told(losses: dict[str, list[float]], workload: dict[str, Any], differs: list[str]):
     lines = [Line("plain", 1, losses=[3.0, 2.0, 1.0]), *(Line(name, 2, losses=each) for name, each in losses.items())]
-    measure._compare_losses(Workload("name", lines, **{"rows": 8, **workload}))
+    measure.compare_losses(Workload("name", lines, **{"rows": 8, **workload}))
     assert [line.differs for line in lines] == ["", *differs]
 
 
@@ -131,7 +128,7 @@ def test_losses_that_differ_are_told(losses: dict[str, list[float]], workload: d
 
 
 def test_programs_take_steps_and_end():
-    with ContenderProcesses(Contender("limit", 2), TINY) as limit:
+    with contextlib.closing(ContenderProcesses(Contender("limit", 2), TINY)) as limit:
         assert [ready.rows for ready in limit.wait_until_ready()] == [32, 32]
         first, second = limit.take(1, 2)
         assert len(first.seconds) == 2
@@ -150,7 +147,7 @@ def test_programs_take_steps_and_end():
 
 def test_a_target_that_cannot_be_built():
     with (
-        ContenderProcesses(Contender("plain", 1), "unisono.bench.workloads:nothing") as started,
+        contextlib.closing(ContenderProcesses(Contender("plain", 1), "unisono.bench.workloads:nothing")) as started,
         pytest.raises(ContenderFailedError, match=r"there is no nothing in unisono\.bench\.workloads"),
     ):
         started.wait_until_ready()
@@ -160,10 +157,8 @@ def test_a_target_that_cannot_be_built():
 def test_all_contenders_agree():
     """On what takes no time; those of the larger workloads agree in test_contenders.py, also with batch norm."""
     contenders = [Contender(name, 1 if name == "plain" else 2) for name in CONTENDERS]
-    measured = Workload("name", [Line(contender.name, contender.replicas) for contender in contenders])
-    runners = [measure._Runner(contender, line) for contender, line in zip(contenders, measured.lines, strict=True)]
-    measure.each_alone(measured, TINY, runners, task())
-    assert [(line.contender, line.failure, line.differs) for line in measured.lines] == [
+    workload = measure.measure("name", TINY, contenders, rounds=1, seconds=0.01, task=task())
+    assert [(line.contender, line.failure, line.differs) for line in workload.lines] == [
         (contender.name, "", "") for contender in contenders
     ]
-    assert all(line.memory_bytes > 0 for line in measured.lines)
+    assert all(line.turns_s and line.memory_bytes > 0 for line in workload.lines)

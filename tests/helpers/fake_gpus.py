@@ -65,7 +65,7 @@ def nvml(gpus: Sequence[dict[str, Any]]) -> ModuleType:
     module: Any = ModuleType("pynvml")
     module.NVMLError = NVMLError
     module.nvmlInit = lambda: None
-    module.nvmlSystemGetDriverVersion = lambda: b"550.54"
+    module.nvmlSystemGetDriverVersion = lambda: "550.54"
     module.nvmlDeviceGetCount = lambda: len(gpus)
     module.nvmlDeviceGetHandleByIndex = lambda index: gpus[index]
     module.nvmlDeviceGetName = of("name", "Fake GPU")
@@ -83,7 +83,7 @@ def nvml(gpus: Sequence[dict[str, Any]]) -> ModuleType:
 def install(patch: pytest.MonkeyPatch, module: ModuleType | None) -> None:
     """Have `import pynvml` find this module; None: nothing."""
     find_spec = importlib.util.find_spec
-    found = None if module is None else object()
+    found = None if module is None else SimpleNamespace(origin="pynvml.py")
     patch.setattr(
         importlib.util, "find_spec", lambda name, *rest: found if name == "pynvml" else find_spec(name, *rest)
     )

@@ -45,6 +45,6 @@ def png(results: Results) -> bytes:
     reference = "processes that do not communicate" if of_limit else "the fastest"
     charts.style(axes, "", ylabel=f"speed; 1 = {reference}")
     if names:
-        above_left = (0, 1)
-        axes.legend(loc="lower left", bbox_to_anchor=above_left, ncols=len(names), frameon=False, labelcolor=INK)
+        num_columns = len(names) if len(groups) > 2 else 3
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=num_columns, frameon=False, labelcolor=INK)
     return charts.png(figure)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from unisono.bench import machine
+from unisono.bench import machine, report
 from unisono.bench.contenders import CONTENDERS, Contender, Task
 from unisono.bench.results import Results
 from unisono.console import options, progress
@@ -27,33 +27,34 @@ threads and with processes, and the limit: as many processes without any communi
 that figures can be compared. Where noise may be why one is faster, or other programs keep the cores busy, it says so
 instead of naming the fastest.
 
-With package.module:build it measures a model of yours, and says which engine and how many replicas are fastest
-here. build is a function without arguments, found from the current folder, as for `unisono verify`: it returns
+For each model it says which engine and how many replicas are fastest here. A model of yours is package.module:build:
+build is a function without arguments, found from the current folder, as for `unisono verify`: it returns
 (model, inputs), or a dict with model, inputs, target, criterion, and options of DataParallel.
 """
 
 EXAMPLES = """\
 examples:
-  unisono bench                                       everything; ten minutes
-  unisono bench --quick --workloads mlp,tiny          a first look; a minute
-  unisono bench --contenders plain,ddp,processes --replicas 2,4
-  unisono bench train:build                           a model of yours, and advice
+  unisono bench train:build                           a model of yours
+  unisono bench train:build --quick                   a first look
   unisono bench train:build --replicas 2,4,8 --seconds-per-turn 5
+  unisono bench train:build --contenders plain,ddp,processes
+  unisono bench mlp tiny                              two of ours
+  unisono bench                                       all of ours; eight minutes on two cores
 
-workloads:
+models of ours:
   resnet   ResNet-18, 32 pictures of 28 x 28
   mlp      20 million parameters and little to compute
   gpt      a small transformer
   tiny     52 thin layers: nothing but overhead
 
 files in the output folder:
-  results.md    the tables, with the machine's description; at the end the text of notes.md, if there is one
+  results.md    the tables, with the machine's description
   results.png   the speeds as bars, if matplotlib is installed
   results.json  every figure
 
 exit status:
   0  measured
-  1  a contender failed, or its losses differ from the others (not for a model of yours)
+  1  a contender failed, or its losses differ from the others
   2  nothing was measured: the arguments cannot be used
 """
 
@@ -63,10 +64,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     turn = f"(default: {_USUAL['seconds_per_turn']:g})"
     quick = f"{_QUICK['rounds']} of {_QUICK['seconds_per_turn']:g} s"
-    counts = "such as 2 or 2,4,8 (default: 2; for a model of yours 2, 4, 8 and so on, up to the cores)"
-    add("target", nargs="?", metavar=TARGET, help="a model of yours (default: our own)")
-    add("--workloads", type=_names, metavar="NAMES", help=f"some of ours: {_listed(WORKLOADS)} (default: all)")
-    add("--contenders", type=_names, metavar="NAMES", help=f"some of {_listed(CONTENDERS)} (default: all)")
+    counts = "such as 2 or 2,4,8 (default: 2, 4, 8 and so on, up to the cores)"
+    models = f"{TARGET}, or one of ours: {', '.join(WORKLOADS)} (default: all of ours)"
+    add("models", nargs="*", metavar="MODEL", help=models)
+    contenders = f"some of {', '.join(CONTENDERS)} (default: all)"
+    add("--contenders", type=_contender_names, metavar="NAMES", help=contenders)
     add("--replicas", type=_counts, metavar="COUNTS", help=counts)
     add("--rounds", type=int, metavar="N", help=f"turns of each contender (default: {_USUAL['rounds']})")
     add("--seconds-per-turn", type=float, metavar="S", help=f"approximate length of a turn {turn}")
@@ -85,11 +87,8 @@ def run(given: dict[str, Any]) -> int:
     Raises:
         CommandError: nothing was measured.
     """
-    target = given.get("target")
-    if target is not None and "workloads" in given:
-        raise OptionError(f"--workloads are of our own models: leave out --workloads, or {target}")
-    names = _known(given.get("workloads", WORKLOADS), WORKLOADS, "--workloads")
-    contenders = _known(given.get("contenders", CONTENDERS), CONTENDERS, "--contenders")
+    names = given.get("models") or WORKLOADS
+    targets = {name: f"unisono.bench.workloads:{name}" if name in WORKLOADS else name for name in names}
     settings = (_QUICK if "quick" in given else _USUAL) | {key: given[key] for key in _USUAL if key in given}
     rounds, seconds = int(settings["rounds"]), settings["seconds_per_turn"]
     if rounds < 1:
@@ -97,17 +96,15 @@ def run(given: dict[str, Any]) -> int:
     if not 0 < seconds <= 60:
         raise OptionError(f"--seconds-per-turn {seconds:g}: expected a number above 0, up to 60")
     output: Path = given.get("output", Path("runs/bench"))
-    if target is not None:
+    for target in targets.values():
         Task.of_target(target)  # raises before anything is started
     expect_writable(output)
 
     from unisono.bench import measure, processes  # they need psutil
 
-    output.mkdir(parents=True, exist_ok=True)
-    counts = given.get("replicas", [2] if target is None else _up_to(machine.num_cores()))
-    participants = _contenders(contenders, counts)
-    workloads = [(target, target)] if target else [(name, f"unisono.bench.workloads:{name}") for name in names]
-    expected_s = len(workloads) * measure.expected_s(participants, rounds, seconds)
+    counts = given.get("replicas", _up_to(machine.num_cores()))
+    participants = _contenders(given.get("contenders", CONTENDERS), counts)
+    expected_s = len(targets) * measure.expected_s(participants, rounds, seconds)
     results = Results(machine.describe(), settings, processes.memory_kind(), [])
     print(machine.in_one_line(results.machine), flush=True)
     print(f"this takes {progress.duration(expected_s)}; results in {output}", flush=True)
@@ -116,32 +113,24 @@ def run(given: dict[str, Any]) -> int:
     shown = progress.for_stdout()
     try:
         task = progress.Task(shown, "measuring", expected_s)
-        for name, where in workloads:
-            results.workloads.append(measure.measure(name, where, participants, rounds, seconds, task))
+        for name, target in targets.items():
+            results.workloads.append(measure.measure(name, target, participants, rounds, seconds, task))
     finally:
         shown.close()
-    _conclude(results, output, advised=target is not None)
+    _conclude(results, output)
     lines = [line for workload in results.workloads for line in workload.lines]
-    wrong = any(line.failure or line.differs for line in lines)
-    return FAILED if wrong and target is None else DONE
+    return FAILED if any(line.failure or line.differs for line in lines) else DONE
 
 
-def _conclude(results: Results, output: Path, advised: bool) -> None:
-    """Save the results, with advice if `advised`, and print the tables."""
-    from unisono.bench import tables
-    from unisono.bench.advice import advice
-
-    notes = output / "notes.md"
-    said = [line for w in results.workloads for line in advice(w, results.machine["cores"])] if advised else []
+def _conclude(results: Results, output: Path) -> None:
+    """Save the results, and print the tables."""
     why_no_picture = options.why_no_picture()
     files = {"results.json": results.to_json().encode()}
     if not why_no_picture:
         from unisono.bench import chart
 
         files["results.png"] = chart.png(results)
-    text = tables.document(
-        results, said, notes.read_text(encoding="utf-8") if notes.is_file() else "", picture=not why_no_picture
-    )
+    text = report.document(results, picture=not why_no_picture)
     files["results.md"] = text.encode()
     write(output, files)
     print(f"\n{text}")
@@ -165,19 +154,11 @@ def _up_to(cores: int) -> list[int]:
     return [*powers, max(2, cores)]
 
 
-def _known(names: Sequence[str], known: Sequence[str], option: str) -> list[str]:
-    for name in names:
-        if name not in known:
-            raise OptionError(f"{option} {name}: expected some of {_listed(known)}")
-    return [name for name in known if name in names]
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names)
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
+def _contender_names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if unknown := [name for name in names if name not in CONTENDERS]:
+        raise argparse.ArgumentTypeError(f"expected some of {', '.join(CONTENDERS)}; got {unknown[0]!r}")
+    return [name for name in CONTENDERS if name in names]
 
 
 def _counts(text: str) -> list[int]:

@@ -1,16 +1,15 @@
 """The measurement: contenders take turns, some seconds each, round after round.
 
-First every contender runs alone. It takes three steps, whose losses show whether it computes the same as the others,
-and then some more, during which its memory is measured (alone, because the PSS of torch's shared pages falls with the
-number of processes). Then all are started and sleep, except for the one whose turn it is. So a change in the machine's
-speed affects all of them, and none uses the cores of another. Every turn begins with an untimed step, which warms the
-caches. Meanwhile it is noted how much of the cores other programs take.
+All are started, and sleep, except for the one whose turn it is. So a change in the machine's speed affects all of them,
+and none uses the cores of another. When it has started, each takes three steps, whose losses show whether it computes
+the same as the others. When all have, each warms up for about a turn, and its memory is measured. Every turn begins
+with an untimed step, which warms the caches. Meanwhile it is noted how much of the cores other programs take.
 """
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from unisono.bench.contenders import MEASURED, STEPS_UNTIL_FROZEN, Contender
@@ -29,8 +28,8 @@ _START_S = 6.0  # of a contender, about: torch is imported, the model is built
 
 
 def expected_s(contenders: Sequence[Contender], rounds: int, seconds: float) -> float:
-    """Return about how long `measure` takes: each contender starts twice, warms up, and takes its turns."""
-    return len(contenders) * (2 * _START_S + (1 + rounds) * seconds)
+    """Return about how long `measure` takes: each contender starts, warms up, and takes its turns."""
+    return len(contenders) * (_START_S + (1 + rounds) * seconds)
 
 
 def measure(
@@ -49,25 +48,19 @@ def measure(
         A line for each contender, in their order; a failed one has the reason.
     """
     workload = Workload(name, [Line(contender.name, contender.replicas) for contender in contenders])
-    runners = [_Runner(contender, line) for contender, line in zip(contenders, workload.lines, strict=True)]
-    each_alone(workload, target, runners, task)
-    patient = False
-    try:
+    with contextlib.ExitStack() as stack:
+        pairs = zip(contenders, workload.lines, strict=True)
+        runners = [_Runner(contender, line, target, stack) for contender, line in pairs]
         for runner in runners:
-            runner.attempt(runner.start, target)
+            runner.attempt(runner.start, workload)
+            task.advance(f"{name}, {runner.contender}: {runner.line.failure or 'started'}", _START_S)
         for runner in runners:
             runner.attempt(runner.warm_up, seconds)
-            task.advance(f"{name}, {runner.contender}: {runner.line.failure or 'ready'}", _START_S + seconds)
+            task.advance(f"{name}, {runner.contender}: {runner.line.failure or 'warmed up'}", seconds)
+        compare_losses(workload)
         for runner in in_turn(runners, rounds):
             runner.attempt(runner.take_turn, seconds)
             task.advance(f"{name}, {runner.contender}: {runner.last_result()}", seconds)
-        patient = True
-    finally:
-        started = [runner.processes for runner in runners if runner.processes is not None]
-        for processes in started:
-            processes.disconnect()  # all of them first, so that they end at the same time
-        for processes in started:
-            processes.close(patient)
     for line in workload.lines:
         if line.failure:
             line.turns_s = []
@@ -75,24 +68,17 @@ def measure(
     return workload
 
 
-def each_alone(workload: Workload, target: str, runners: Sequence["_Runner"], task: Task) -> None:
-    """Run every contender alone: for losses and whether they agree, memory, and facts about the model and its batch."""
-    for runner in runners:
-        runner.attempt(runner.run_alone, target, workload)
-        line = runner.line
-        task.advance(f"{workload.name}, {runner.contender}: {line.failure or f'loss {line.losses[-1]:.4f}'}", _START_S)
-    _compare_losses(workload)
-
-
-@dataclass
 class _Runner:
-    """A contender, its line, and its processes while they are there."""
+    """A contender, its line, and its processes while they are there.
 
-    contender: Contender
-    line: Line
-    step_s: float = 0.0  # an estimate
-    processes: ContenderProcesses | None = None
-    uses: list[list[float]] = field(default_factory=list)  # of each turn, what `_clocks` counts
+    Args:
+        stack: ends the processes.
+    """
+
+    def __init__(self, contender: Contender, line: Line, target: str, stack: contextlib.ExitStack) -> None:
+        self.contender, self.line, self._target, self._stack = contender, line, target, stack
+        self.uses: list[list[float]] = []  # of each turn, what `_clocks` counts
+        self._step_s = 0.0  # an estimate
 
     def attempt(self, action: Callable[..., object], *arguments: Any) -> None:
         """Do it, unless the contender has failed. If it fails now, its line says why, and the others go on."""
@@ -102,33 +88,30 @@ class _Runner:
             except ContenderFailedError as failure:
                 self.line.failure = str(failure)
 
-    def run_alone(self, target: str, workload: Workload) -> None:
-        with ContenderProcesses(self.contender, target) as processes:
-            ready = processes.wait_until_ready()
-            rows = [each.rows for each in ready]
-            workload.rows, workload.num_parameters = sum(rows), ready[0].num_parameters
-            workload.normalises_shards = ready[0].normalises_shards
-            taken = processes.take(_NUM_CHECKED - 1, 1)
-            self.line.losses = mean_over_rows([each.losses for each in taken], rows)
-            self.line.memory_bytes = processes.peak_memory_bytes(_NUM_MEMORY_STEPS)
-            self.step_s = _step_s(taken)
-
-    def start(self, target: str) -> None:
-        self.processes = ContenderProcesses(self.contender, target)
+    def start(self, workload: Workload) -> None:
+        """Start the processes, note facts about the workload, and take the steps whose losses are compared."""
+        started = ContenderProcesses(self.contender, self._target)
+        self._processes = self._stack.enter_context(contextlib.closing(started))
+        ready = self._processes.wait_until_ready()
+        rows = [each.rows for each in ready]
+        workload.rows, workload.num_parameters = sum(rows), ready[0].num_parameters
+        workload.normalises_shards = ready[0].normalises_shards
+        taken = self._processes.take(_NUM_CHECKED - 1, 1)
+        self.line.losses = mean_over_rows([each.losses for each in taken], rows)
+        self._step_s = _step_s(taken)
 
     def warm_up(self, seconds: float) -> None:
-        """Take steps for about one turn, or until measured shares are frozen, and estimate the time of a step."""
-        assert self.processes is not None
-        self.processes.wait_until_ready()
+        """Note the memory; take steps for about a turn, or until measured shares are frozen, to estimate their time."""
+        self.line.memory_bytes = self._processes.peak_memory_bytes(_NUM_MEMORY_STEPS)
         if self.contender.name in MEASURED:
-            self.processes.take(1, STEPS_UNTIL_FROZEN)
-        self.step_s = _step_s(self.processes.take(1, min(_LONGEST_WARM_UP, math.ceil(seconds / self.step_s))))
+            self._processes.take(1, STEPS_UNTIL_FROZEN)
+        num_steps = min(_LONGEST_WARM_UP, math.ceil(seconds / self._step_s))
+        self._step_s = _step_s(self._processes.take(1, num_steps))
 
     def take_turn(self, seconds: float) -> None:
-        assert self.processes is not None
-        before = _clocks(self.processes)
-        taken = self.processes.take(1, max(1, round(seconds / self.step_s)))
-        self.uses.append([end - began for began, end in zip(before, _clocks(self.processes), strict=True)])
+        before = _clocks(self._processes)
+        taken = self._processes.take(1, max(1, round(seconds / self._step_s)))
+        self.uses.append([end - began for began, end in zip(before, _clocks(self._processes), strict=True)])
         self.line.turns_s.append(_step_s(taken))
 
     def last_result(self) -> str:
@@ -162,7 +145,7 @@ def mean_over_rows(losses: Sequence[Sequence[float]], rows: Sequence[int]) -> li
     ]
 
 
-def _compare_losses(workload: Workload) -> None:
+def compare_losses(workload: Workload) -> None:
     """Mark the lines whose losses differ from those of the first contender that should compute the same.
 
     With batch norm per replica, `plain` computes something else. After the first step, each program of `limit` has

@@ -1,6 +1,8 @@
 """Processes with those that they have started: their memory and their time. It needs psutil."""
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import psutil
 
@@ -11,11 +13,9 @@ def family(pids: Iterable[int]) -> list[psutil.Process]:
     """Return these processes and all that descend from them; those that have ended are left out."""
     found: dict[int, psutil.Process] = {}
     for pid in pids:
-        try:
+        with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
             found |= {each.pid: each for each in (process, *process.children(recursive=True))}
-        except psutil.Error:
-            continue
     return list(found.values())
 
 
@@ -30,26 +30,13 @@ def memory_kind() -> str:
 
 def memory_bytes(processes: Iterable[psutil.Process]) -> int:
     """Return the memory of processes together."""
-    total = 0
-    for process in processes:
-        try:
-            memory = process.memory_full_info()
-        except psutil.Error:  # it has ended
-            continue
-        total += getattr(memory, "pss", memory.rss)
-    return total
+    memories = _each(processes, psutil.Process.memory_full_info)
+    return sum(getattr(memory, "pss", memory.rss) for memory in memories)
 
 
 def cpu_seconds(processes: Iterable[psutil.Process]) -> float:
     """Return the time that processes have computed so far, together."""
-    total = 0.0
-    for process in processes:
-        try:
-            times = process.cpu_times()
-        except psutil.Error:
-            continue
-        total += times.user + times.system
-    return total
+    return float(sum(times.user + times.system for times in _each(processes, psutil.Process.cpu_times)))
 
 
 def busy_seconds() -> float:
@@ -59,3 +46,12 @@ def busy_seconds() -> float:
     idle = [times.idle + getattr(times, "iowait", 0.0) for times in mine]
     twice = [getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0) for times in mine]  # in `user`, too
     return float(sum(map(sum, mine)) - sum(idle) - sum(twice))
+
+
+def _each(processes: Iterable[psutil.Process], ask: Callable[[psutil.Process], Any]) -> list[Any]:
+    """Return what each process says; one that has ended says nothing."""
+    found = []
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            found.append(ask(process))
+    return found

@@ -1,10 +1,12 @@
-"""The processes of a contender: they start, take steps on request, sleep otherwise, and end together.
+"""The processes of a contender: they start, take steps on request, and sleep otherwise.
 
 Each leads its own process group, so that Ctrl-C in a terminal reaches the benchmark only, which then ends them all. A
 process ends when its connection to the benchmark closes, which also happens when the benchmark is killed.
 
-    benchmark   Program ──►            (untimed, timed) ──►            ...
-    process              ◄── Ready                      ◄── StepTimes  ...  or a ContenderFailedError
+    benchmark   (contender, rank, target, folder) ──►            (untimed, timed) ──►            ...
+    process                                        ◄── Ready                      ◄── StepTimes  ...
+
+    or the reply is a ContenderFailedError
 """
 
 import contextlib
@@ -16,11 +18,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +32,6 @@ from unisono.console.targets import TargetError, one_line
 from unisono.runtime.malloc import keep_freed_memory
 
 _TURN_LIMIT_S = 600.0
-_EXIT_WAIT_S = 10.0
 _SAMPLE_EVERY_S = 0.02
 
 
@@ -39,18 +39,7 @@ class ContenderFailedError(Exception):
     """A contender cannot go on: one line that says why."""
 
 
-@dataclass(frozen=True)
-class Program:
-    """The first message to a process: which program of which contender, on which target."""
-
-    contender: Contender
-    rank: int
-    target: str
-    folder: Path
-
-
-@dataclass(frozen=True)
-class Ready:
+class Ready(NamedTuple):
     """The reply after the setup: the rows of its shard, and facts about its model."""
 
     rows: int
@@ -58,8 +47,7 @@ class Ready:
     normalises_shards: bool
 
 
-@dataclass(frozen=True)
-class StepTimes:
+class StepTimes(NamedTuple):
     """The reply to a turn: the seconds of each timed step, and the loss of every step."""
 
     seconds: list[float]
@@ -77,9 +65,9 @@ class ContenderProcesses:
         try:
             for rank in range(contender.num_programs):
                 self._start(folder / f"log-{rank}")
-                self._connections[rank].send(Program(contender, rank, target, folder))
+                self._connections[rank].send((contender, rank, target, folder))
         except BaseException:
-            self.close(patient=False)
+            self.close()
             raise
 
     def wait_until_ready(self) -> list[Ready]:
@@ -117,28 +105,15 @@ class ContenderProcesses:
         """Return the time that they have computed so far."""
         return processes.cpu_seconds(self._family())
 
-    def disconnect(self) -> None:
-        """Let the processes end by themselves."""
+    def close(self) -> None:
+        """Kill the processes; those that they have started end with them."""
         for connection in self._connections:
             connection.close()
-
-    def close(self, patient: bool = True) -> None:
-        """End the processes: by themselves if `patient`; kill those that are still there then."""
-        self.disconnect()
-        until = time.monotonic() + (_EXIT_WAIT_S if patient else 0)
         for process in self._processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, until - time.monotonic()))
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)  # with the rest of its group
             process.wait()
         self._folder.cleanup()
-
-    def __enter__(self) -> "ContenderProcesses":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.close(patient=kind is None)
 
     def _start(self, log: Path) -> None:
         own, others = socket.socketpair()
@@ -197,30 +172,29 @@ class ContenderProcesses:
 def serve(fd: int) -> None:
     """Set up the program that the first message names; take its steps until the connection closes."""
     connection = Connection(fd)
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        try:
-            step, ready = _set_up(connection.recv())
-            connection.send(ready)
-            while True:
-                connection.send(_taken(step, *connection.recv()))
-        except (EOFError, BrokenPipeError, ConnectionResetError):
-            raise
-        except TargetError as error:
-            connection.send(ContenderFailedError(str(error)))
-        except (Exception, SystemExit) as error:  # noqa: BLE001  the caller's model may raise anything
-            connection.send(ContenderFailedError(one_line(error)))
+    try:
+        step, ready = _set_up(*connection.recv())
+        connection.send(ready)
+        while True:
+            connection.send(_taken(step, *connection.recv()))
+    except (EOFError, ConnectionError):
+        return
+    except TargetError as error:
+        failure = str(error)
+    except (Exception, SystemExit) as error:  # noqa: BLE001  the caller's model may raise anything
+        failure = one_line(error)
+    connection.send(ContenderFailedError(failure))
 
 
-def _set_up(program: Program) -> tuple[Callable[[], Tensor], Ready]:
-    contender, rank = program.contender, program.rank
+def _set_up(contender: Contender, rank: int, target: str, folder: Path) -> tuple[Callable[[], Tensor], Ready]:
     keep_freed_memory()
     use_part_of_cores(contender, rank)
-    task = Task.of_target(program.target)
+    task = Task.of_target(target)
     if contender.num_programs > 1:
         task = task.shard(rank, contender.replicas)
     num_parameters = sum(parameter.numel() for parameter in task.model.parameters())
     ready = Ready(task.rows, num_parameters, task.normalises_shards())
-    return step_of(contender, rank, task, program.folder), ready
+    return step_of(contender, rank, task, folder), ready
 
 
 def _taken(step: Callable[[], Tensor], num_untimed: int, num_timed: int) -> StepTimes:

@@ -7,7 +7,6 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,15 +17,6 @@ from unisono.runtime.cgroups import cgroup_folders
 
 _MEMORY_LIMITS = ("memory.max", "memory.limit_in_bytes")  # of versions 2 and 1 of cgroups
 _UNLIMITED_BYTES = 2**60  # version 1 has a number near 2**63 for "no limit"
-
-
-@dataclass(frozen=True)
-class NumaNode:
-    """A part of the machine whose cores are near a part of its memory."""
-
-    number: int
-    cores: str
-    memory_bytes: int | None
 
 
 @dataclass(frozen=True)
@@ -42,9 +32,8 @@ class Cpu:
     available_bytes: int | None  # of these
     cgroup_memory_bytes: int | None  # the control group's limit; None without one
     intra_op_threads: int  # torch's
-    inter_op_threads: int  # torch's
     omp_num_threads: str | None  # the variable; None if it is not set
-    numa_nodes: tuple[NumaNode, ...]  # in order; empty if not known
+    numa_nodes: dict[int, str]  # the cores of each NUMA node by its number; empty if not known
 
     @property
     def usable_cores(self) -> int:
@@ -54,7 +43,7 @@ class Cpu:
 
 def describe(root: Path = Path("/")) -> Cpu:
     """Return what is known about the CPU. (`root`: of the system's files, for tests.)"""
-    memory = _memory(_read(root / "proc/meminfo"))
+    memory = _memory(root)
     return Cpu(
         processor=machine.describe()["processor"],
         cores=os.cpu_count() or 1,
@@ -65,9 +54,8 @@ def describe(root: Path = Path("/")) -> Cpu:
         available_bytes=memory.get("MemAvailable"),
         cgroup_memory_bytes=_cgroup_memory(root),
         intra_op_threads=torch.get_num_threads(),
-        inter_op_threads=torch.get_num_interop_threads(),
         omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
-        numa_nodes=tuple(_numa_nodes(root)),
+        numa_nodes=_numa_nodes(root),
     )
 
 
@@ -78,9 +66,10 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _memory(text: str) -> dict[str, int]:
-    """Return the figures of a meminfo in bytes."""
-    return {name: int(kib) * 1024 for name, kib in re.findall(r"(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
+def _memory(root: Path) -> dict[str, int]:
+    """Return the figures of the machine's memory in bytes."""
+    found = re.findall(r"(\w+):\s+(\d+) kB$", _read(root / "proc/meminfo"), re.MULTILINE)
+    return {name: int(kib) * 1024 for name, kib in found}
 
 
 def _physical_cores(root: Path) -> int | None:
@@ -90,10 +79,9 @@ def _physical_cores(root: Path) -> int | None:
     return None if any("" in part for part in parts) else len(parts)
 
 
-def _numa_nodes(root: Path) -> Iterator[NumaNode]:
+def _numa_nodes(root: Path) -> dict[int, str]:
     folders = {int(path.name[4:]): path for path in (root / "sys/devices/system/node").glob("node[0-9]*")}
-    for number, folder in sorted(folders.items()):
-        yield NumaNode(number, _read(folder / "cpulist"), _memory(_read(folder / "meminfo")).get("MemTotal"))
+    return {number: _read(folder / "cpulist") for number, folder in sorted(folders.items())}
 
 
 def _cgroup_cores(root: Path) -> float | None:

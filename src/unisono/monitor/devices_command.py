@@ -8,7 +8,7 @@ from typing import Any
 from unisono.console.errors import DONE, FAILED
 from unisono.monitor.inventory import take_inventory
 from unisono.monitor.nvml import GpuReader
-from unisono.monitor.report import lines_of, width_of_terminal, wrapped
+from unisono.monitor.report import lines_of
 
 SUMMARY = "say what this machine has: accelerators, links, cores, limits, and the engine that suits them"
 
@@ -51,9 +51,6 @@ def needed(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
 def run(given: dict[str, Any]) -> int:
     """Look, and print; return the exit status."""
     inventory = take_inventory(GpuReader(), bandwidth=not given.get("no_bandwidth", False))
-    if given.get("json", False):
-        text = json.dumps(asdict(inventory), indent=2)
-    else:
-        text = wrapped(lines_of(inventory), width_of_terminal())
-    print(text, flush=True)
+    as_json = given.get("json", False)
+    print(json.dumps(asdict(inventory), indent=2) if as_json else "\n".join(lines_of(inventory)), flush=True)
     return FAILED if inventory.has_problems else DONE

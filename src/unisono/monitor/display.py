@@ -1,9 +1,8 @@
 """A sample as tables, by rich: on a terminal with colours, elsewhere as plain text. In ASCII."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.measure import Measurement
+from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.segment import Segment, Segments
 from rich.table import Table
@@ -34,7 +33,7 @@ def shown(sample: Sample) -> Group:
             for gpu in sample.gpus
         ]
         slow = [gpu for gpu in sample.gpus if gpu.slowdown]
-        parts += [_heading("GPUs"), _Figures(header, rows, {gpu.number for gpu in slow})]
+        parts += [_heading("GPUs"), _table(header, rows, {gpu.number for gpu in slow})]
         parts += [_note(f"GPU {gpu.number} runs at a low clock: {gpu.slowdown}") for gpu in slow]
         parts.append(Text())
     loads = sample.core_loads
@@ -71,7 +70,7 @@ def _training(wrapper: Wrapper) -> Iterator[RenderableType]:
     slowest = wrapper.straggler.replica if wrapper.straggler is not None else None
     header = ["replica", "device", "rows", "share", "forward", "backward", "wait", ""]
     rows = [[*_cells(replica), "<- slowest" if replica.number == slowest else ""] for replica in wrapper.replicas]
-    yield _Figures(header, rows, {i for i, replica in enumerate(wrapper.replicas) if replica.number == slowest})
+    yield _table(header, rows, {i for i, replica in enumerate(wrapper.replicas) if replica.number == slowest})
     if wrapper.straggler is not None:
         cause = wrapper.straggler.cause or "these figures do not tell why"
         yield _note(f"the others wait for replica {slowest}: {cause}")
@@ -86,30 +85,14 @@ def _cells(replica: Replica) -> list[str]:
     return [str(replica.number), device, str(replica.rows or _NONE), _percent(replica.share), *map(_time, times)]
 
 
-class _Figures:
-    """A table with a column for each figure; where that is too wide, a paragraph for each row.
-
-    Args:
-        header, rows: of cells.
-        marked: the rows that are shown in red.
-    """
-
-    def __init__(self, header: Sequence[str], rows: Sequence[Sequence[str]], marked: Iterable[int]) -> None:
-        self._header, self._rows = header, rows
-        self._styles = ["red" if number in {*marked} else "" for number, _ in enumerate(rows)]
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        table = Table(box=None, padding=(0, 0, 0, 2), header_style="dim")
-        for name in self._header:
-            table.add_column(name, justify="right")
-        for row, style in zip(self._rows, self._styles, strict=True):
-            table.add_row(*row, style=style)
-        if Measurement.get(console, options.update(width=1000), table).maximum <= options.max_width:
-            yield table
-            return
-        for row, style in zip(self._rows, self._styles, strict=True):
-            figures = [f"{name} {cell}".strip() for name, cell in zip(self._header, row, strict=True) if cell]
-            yield _note(", ".join(figures), style)
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]], marked: Collection[int]) -> Table:
+    """Return a table of figures, whose cells wrap where it is too wide; the `marked` rows are red."""
+    table = Table(box=None, padding=(0, 0, 0, 2), header_style="dim")
+    for name in header:
+        table.add_column(name, justify="right", overflow="fold")
+    for number, row in enumerate(rows):
+        table.add_row(*row, style="red" if number in marked else "")
+    return table
 
 
 def _heading(text: str) -> Text:

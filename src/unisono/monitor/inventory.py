@@ -1,7 +1,7 @@
 """The machine as `unisono devices` reports it: accelerators, links, CPU, and the engine that suits them."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 
@@ -9,7 +9,6 @@ import torch
 
 from unisono.monitor import cpu
 from unisono.monitor.nvml import Gpu, GpuReader
-from unisono.monitor.visibility import Visibility, visibility
 from unisono.runtime import devices
 
 _COPIED_BYTES = 64 << 20
@@ -67,7 +66,8 @@ class Inventory:
     gpus_unread: str | None  # why `gpus` is empty although there may be some; None if there is no reason to ask
     driver: str | None  # NVIDIA's
     cuda: str | None  # the version that torch was built for
-    visibility: Visibility
+    visible_devices: str | None  # CUDA_VISIBLE_DEVICES, or ROCm's variable, as NAME=VALUE; None if it is not set
+    device_order: str  # by which CUDA numbers GPUs
     links: tuple[DeviceLink, ...]
     imbalance: str | None  # what to do about unequal accelerators; None if they are equal
     cpu: cpu.Cpu
@@ -79,7 +79,7 @@ class Inventory:
         return any(each.problem for each in self.accelerators) or any(link.problem for link in self.links)
 
 
-def take_inventory(reader: GpuReader, *, bandwidth: bool, environment: Mapping[str, str] = os.environ) -> Inventory:
+def take_inventory(reader: GpuReader, *, bandwidth: bool) -> Inventory:
     """Look at everything.
 
     Args:
@@ -103,12 +103,19 @@ def take_inventory(reader: GpuReader, *, bandwidth: bool, environment: Mapping[s
         gpus_unread=reader.problem if addresses else None,
         driver=reader.driver,
         cuda=torch.version.cuda,
-        visibility=visibility(environment, len(gpus) or None, is_rocm=torch.version.hip is not None),
+        visible_devices=_visible_devices(),
+        device_order=os.environ.get("CUDA_DEVICE_ORDER") or "FASTEST_FIRST",
         links=tuple(links),
         imbalance=devices.imbalance([*usable]),
         cpu=processor,
         advice=advised(found, processor),
     )
+
+
+def _visible_devices() -> str | None:
+    # ROCm reads CUDA's variable too, if its own is not set.
+    names = ["HIP_VISIBLE_DEVICES"] * (torch.version.hip is not None) + ["CUDA_VISIBLE_DEVICES"]
+    return next((f"{name}={os.environ[name]}" for name in names if name in os.environ), None)
 
 
 def _look_at(device: torch.device, gpus: Sequence[Gpu]) -> Accelerator:

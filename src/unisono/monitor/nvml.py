@@ -4,13 +4,12 @@ The package nvidia-ml-py is optional. It loads the driver's own library and make
 memory of a GPU. Each figure that a GPU or a driver does not have is None.
 """
 
-import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from unisono.console.options import not_installed, remedy
+from unisono.console.options import is_installed, not_installed, remedy
 
 # Bits of the reasons why clocks are low (nvmlClocksEventReason...).
 _SLOWDOWNS = ((0x60, "it is too hot"), (0x84, "its power is limited"), (0x08, "its hardware slows it down"))
@@ -46,14 +45,14 @@ class GpuReader:
         self.problem: str | None = None
         self._handles: list[Any] = []
         self._library: Any = None
-        if importlib.util.find_spec("pynvml") is None:
+        if not is_installed("pynvml"):
             self.problem = f"{not_installed('nvidia-ml-py')}: {remedy('watch')}"
             return
         import pynvml
 
         try:
             pynvml.nvmlInit()
-            self.driver = _text(pynvml.nvmlSystemGetDriverVersion())
+            self.driver = pynvml.nvmlSystemGetDriverVersion()
             self._handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
         except pynvml.NVMLError as error:
             self.problem = f"NVIDIA's driver cannot be asked ({error})"
@@ -74,7 +73,7 @@ class GpuReader:
         processes = self._ask(nvml.nvmlDeviceGetComputeRunningProcesses, handle) or []
         return Gpu(
             number=number,
-            name=_text(self._ask(nvml.nvmlDeviceGetName, handle)),
+            name=self._ask(nvml.nvmlDeviceGetName, handle),
             pci=None if pci is None else f"{pci.domain:04x}:{pci.bus:02x}:{pci.device:02x}",
             memory_bytes=None if memory is None else int(memory.total),
             used_bytes=None if memory is None else int(memory.used),
@@ -92,7 +91,3 @@ class GpuReader:
             return function(*arguments)
         except self._library.NVMLError:
             return None
-
-
-def _text(value: Any) -> str | None:
-    return value.decode(errors="replace") if isinstance(value, bytes) else value  # bytes in older releases

@@ -1,27 +1,12 @@
-"""The text of `unisono devices`. It is in ASCII, and a paragraph wraps at the width of the terminal."""
+"""The text of `unisono devices`, in ASCII."""
 
-import shutil
-import sys
-import textwrap
 from collections.abc import Iterator
 
 from unisono.monitor.cpu import Cpu
 from unisono.monitor.inventory import Accelerator, DeviceLink, Inventory
-from unisono.monitor.visibility import CUDA_VARIABLE, PCI_ORDER
 
 _INDENT = "  "
-
-
-def wrapped(lines: list[str], width: int | None) -> str:
-    """Return lines as text; those that are too long go on below, indented (None: lines of any length)."""
-    if width is None:
-        return "\n".join(lines)
-    text = []
-    for line in lines:
-        indent = " " * (len(line) - len(line.lstrip()))
-        wrapper = textwrap.TextWrapper(max(width, 10), indent, indent + _INDENT, break_on_hyphens=False)
-        text += wrapper.wrap(line.lstrip()) or [""]
-    return "\n".join(text)
+_PCI_ORDER = "PCI_BUS_ID"
 
 
 def printable(text: str) -> str:
@@ -86,23 +71,22 @@ def _accelerator(of: Accelerator) -> Iterator[str]:
 
 
 def _numbering(inventory: Inventory) -> Iterator[str]:
-    """Say what the variables make of the numbers, where there are GPUs or a variable is set."""
-    seen = inventory.visibility
-    has_gpus = bool(inventory.gpus) or any(each.pci for each in inventory.accelerators)
-    if seen.variable is not None or has_gpus:
-        yield from seen.lines(len(inventory.accelerators))
+    """Say which GPUs became which numbers, and where nvidia-smi has other numbers."""
+    given = inventory.visible_devices
+    if given is not None:
+        # CUDA takes the entries in order, up to the first that names no GPU; if one is named twice, it takes none.
+        entries = [entry.strip() for entry in given.partition("=")[2].split(",")]
+        names = [each.device for each in inventory.accelerators if each.device.startswith("cuda")]
+        seen = [f"{entry} is {name}" for entry, name in zip(entries, names, strict=False)]
+        yield f"{given}: {', '.join(seen) or 'no GPU is seen'}"
+        if seen and len(seen) < len(entries):
+            yield f"{entries[len(seen)] or 'an empty entry'} names no GPU, so nothing from there on is seen"
     ranks = [each.pci_rank for each in inventory.accelerators if each.pci_rank is not None]
-    if len(ranks) > 1 and seen.order != PCI_ORDER and seen.variable is None:
-        order = f"CUDA_DEVICE_ORDER is {seen.order}" if seen.order_is_set else "CUDA_DEVICE_ORDER is not set"
-        here = f"so their numbers differ here. CUDA_DEVICE_ORDER={PCI_ORDER} makes them the same"
-        if ranks == sorted(ranks):
-            here = "which is the same here"
-        yield f"{order}: CUDA numbers the fastest GPU first, and nvidia-smi uses PCI order, {here}"
-    elif seen.variable == CUDA_VARIABLE and seen.order != PCI_ORDER and any(map(str.isdecimal, seen.visible)):
-        yield (
-            f"the numbers in {seen.variable} count the fastest GPU first. With CUDA_DEVICE_ORDER={PCI_ORDER} they are "
-            "nvidia-smi's"
-        )
+    if len(ranks) > 1 and inventory.device_order != _PCI_ORDER:
+        here = "which is the same here"
+        if ranks != sorted(ranks):
+            here = f"so their numbers differ here. CUDA_DEVICE_ORDER={_PCI_ORDER} makes them the same"
+        yield f"CUDA numbers the fastest GPU first, and nvidia-smi uses PCI order, {here}"
 
 
 def _link(link: DeviceLink) -> str:
@@ -131,8 +115,8 @@ def _cpu(cpu: Cpu) -> Iterator[str]:
         )
     if cpu.memory_bytes is not None:
         yield f"{_INDENT}memory: {gib(cpu.memory_bytes)}{_if_gib(cpu.available_bytes, ', {} of it available')}"
-    for node in cpu.numa_nodes:
-        yield f"{_INDENT}NUMA node {node.number}: cores {node.cores or 'none'}{_if_gib(node.memory_bytes, ', {}')}"
+    for number, cores_of_node in cpu.numa_nodes.items():
+        yield f"{_INDENT}NUMA node {number}: cores {cores_of_node or 'none'}"
 
 
 def _if(figure: object, text: str) -> str:
@@ -148,10 +132,3 @@ def _advice(inventory: Inventory) -> Iterator[str]:
     advice = inventory.advice
     yield f"advice: {advice.code}"
     yield _INDENT + _if(advice.engine, 'engine "{}": ') + advice.reason
-
-
-def width_of_terminal() -> int | None:
-    """Return the columns of the terminal that standard output is; None if it is none."""
-    if not sys.stdout.isatty():
-        return None
-    return shutil.get_terminal_size().columns

@@ -4,8 +4,8 @@ import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import psutil
 
@@ -59,8 +59,8 @@ class Sampler:
 
     def __init__(self, reader: GpuReader, pid: int | None = None) -> None:
         self._reader, self._pid = reader, pid
-        self._published: dict[str, deque[Published]] = {}
-        self._cpu_seconds = {each.pid: _process(each.pid)[2] for each in self._read()[0]}
+        self._kept: dict[str, deque[Published]] = {}
+        self._cpu_seconds = {each.pid: cpu_seconds(family([each.pid])) for each in read_all()[0]}
         self._taken_at = time.monotonic()
         psutil.cpu_percent(percpu=True)  # the first one counts from here
 
@@ -71,80 +71,65 @@ class Sampler:
         gpus = tuple(self._reader.read())
         core_loads = tuple(percent / 100 for percent in psutil.cpu_percent(percpu=True))
         memory = psutil.virtual_memory()
-        published, problems = self._read()
-        self._published = {each.name: self._published.get(each.name, deque(maxlen=_KEPT)) for each in published}
+        published, problems = read_all()
+        published = [each for each in published if self._pid in (None, each.pid)]
+        self._kept = {each.name: self._kept.get(each.name, deque(maxlen=_KEPT)) for each in published}
         before, self._cpu_seconds = self._cpu_seconds, {}
         wrappers = []
         for each in published:
-            kept = self._published[each.name]
+            kept = self._kept[each.name]
             if not kept or kept[-1].steps != each.steps:
                 kept.append(each)
-            command, pids, cpu_seconds = _process(each.pid)
-            self._cpu_seconds[each.pid] = cpu_seconds
-            own_cores = sum(core_loads)  # if it is not known yet
-            if each.pid in before:
-                own_cores = max(cpu_seconds - before[each.pid], 0) / elapsed_s
-            wrapper = _wrapper(kept, command, gpus)
-            if not wrapper.has_stopped:
-                straggler = find(wrapper.replicas, gpus, pids, core_loads, own_cores)
-                wrapper = replace(wrapper, straggler=straggler)
+            command, pids, seconds = _process(each.pid)
+            self._cpu_seconds[each.pid] = seconds
+            # If it is not known yet how many cores are its own, all are.
+            own_cores = max(seconds - before[each.pid], 0) / elapsed_s if each.pid in before else sum(core_loads)
+            step_s = statistics.median(one.step_s for one in kept)  # the first may have started workers
+            age_s = max(time.time() - each.published_at, 0.0)
+            has_stopped = age_s > max(_STOPPED_STEPS * step_s, _STOPPED_S)
+            replicas = tuple(_replicas(kept, gpus))
+            straggler = None if has_stopped else find(replicas, gpus, pids, core_loads, own_cores)
+            wrapper = Wrapper(
+                pid=each.pid,
+                command=command,
+                module=printable(each.module),
+                engine=printable(each.engine),
+                steps=each.steps,
+                step_s=step_s,
+                age_s=age_s,
+                has_stopped=has_stopped,
+                replicas=replicas,
+                straggler=straggler,
+            )
             wrappers.append(wrapper)
         wrappers.sort(key=lambda wrapper: wrapper.has_stopped)
         used_bytes = memory.total - memory.available
         found = (tuple(wrappers), self._pid, tuple(problems))
         return Sample(time.time(), gpus, core_loads, used_bytes, memory.total, *found)
 
-    def _read(self) -> tuple[list[Published], list[str]]:
-        published, problems = read_all()
-        return [each for each in published if self._pid in (None, each.pid)], problems
 
-
-def _wrapper(kept: Sequence[Published], command: str, gpus: Sequence[Gpu]) -> Wrapper:
-    last = kept[-1]
-    same = [each for each in kept if _layout(each) == _layout(last)]  # a last batch may be shorter
-    step_s = statistics.median(each.step_s for each in kept)  # the first may have started workers
-    age_s = max(time.time() - last.published_at, 0.0)
-    return Wrapper(
-        pid=last.pid,
-        command=command,
-        module=printable(last.module),
-        engine=printable(last.engine),
-        steps=last.steps,
-        step_s=step_s,
-        age_s=age_s,
-        has_stopped=age_s > max(_STOPPED_STEPS * step_s, _STOPPED_S),
-        replicas=_replicas(same, gpus),
-        straggler=None,
-    )
-
-
-def _layout(status: Published) -> list[tuple[str, int]]:
-    return [(replica.device, replica.rows) for replica in status.replicas]
-
-
-def _replicas(steps: Sequence[Published], gpus: Sequence[Gpu]) -> tuple[Replica, ...]:
-    """Return the replicas in the mean of several steps, with how long each waits for the others.
+def _replicas(kept: Sequence[Published], gpus: Sequence[Gpu]) -> Iterator[Replica]:
+    """Yield the replicas in the mean of the last steps that had the same rows, with how long each waits for the others.
 
     On the host a replica waits at the end of forward, and of backward, for the slowest one. On accelerators their times
     are those of queuing work, but the driver knows the load: a GPU waits while it is idle beyond the busiest one.
     """
-    of_replicas = [*zip(*[each.replicas for each in steps], strict=True)]
-    total = sum(of[-1].rows for of in of_replicas)
-    on = [next((gpu for gpu in gpus if of[-1].pci and gpu.pci == of[-1].pci), None) for of in of_replicas]
+    last = kept[-1]
+    layout = [(replica.device, replica.rows) for replica in last.replicas]
+    same = [each for each in kept if [(replica.device, replica.rows) for replica in each.replicas] == layout]
+    means = [_mean_times(of) for of in zip(*(each.replicas for each in same), strict=True)]
+    slowest_s = sum(map(max, zip(*filter(None, means), strict=True)))
+    on = [next((gpu for gpu in gpus if replica.pci and gpu.pci == replica.pci), None) for replica in last.replicas]
     most_load = max((gpu.load for gpu in on if gpu is not None and gpu.load is not None), default=0.0)
-    times = [_mean_times(of) for of in of_replicas]
-    slowest_s = sum(map(max, zip(*filter(None, times), strict=True)))
-    found: list[Replica] = []
-    for of, gpu, time_s in zip(of_replicas, on, times, strict=True):
-        last = of[-1]
-        wait_s = None if time_s is None else slowest_s - sum(time_s)
+    total = sum(replica.rows for replica in last.replicas)
+    for replica, gpu, mean in zip(last.replicas, on, means, strict=True):
+        wait_s = None if mean is None else slowest_s - sum(mean)
         if gpu is not None and gpu.load is not None:
-            wait_s = (most_load - gpu.load) * steps[-1].step_s
-        number, share = None if gpu is None else gpu.number, last.rows / total if total else None
-        device = printable(last.device)
-        forward_s, backward_s = time_s or (None, None)
-        found.append(Replica(last.number, device, number, last.rows, share, forward_s, backward_s, wait_s))
-    return tuple(found)
+            wait_s = (most_load - gpu.load) * last.step_s
+        number, share = None if gpu is None else gpu.number, replica.rows / total if total else None
+        forward_s, backward_s = mean or (None, None)
+        device = printable(replica.device)
+        yield Replica(replica.number, device, number, replica.rows, share, forward_s, backward_s, wait_s)
 
 
 def _mean_times(of: Sequence[ReplicaStatus]) -> tuple[float, float] | None:

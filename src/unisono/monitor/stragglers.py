@@ -24,11 +24,6 @@ class Replica:
     backward_s: float | None
     wait_s: float | None  # in a step, for others; on GPUs the time without load beyond the busiest one's
 
-    @property
-    def compute_s(self) -> float | None:
-        """Forward and backward."""
-        return None if self.forward_s is None or self.backward_s is None else self.forward_s + self.backward_s
-
 
 @dataclass(frozen=True)
 class Straggler:
@@ -55,51 +50,46 @@ def find(
     """
     if len(replicas) < 2:
         return None
-    times = [replica.compute_s for replica in replicas]
-    known = [time for time in times if time is not None]
-    if len(known) == len(times):
-        slowest = max(replicas, key=lambda replica: replica.compute_s or 0)
-        if _without(known, slowest.number) * SLOWER > (slowest.compute_s or 0):
+    times = [r.forward_s + r.backward_s for r in replicas if r.forward_s is not None and r.backward_s is not None]
+    if len(times) == len(replicas):
+        slowest = max(range(len(times)), key=times.__getitem__)
+        if times[slowest] < SLOWER * _median_without(times, slowest):
             return None
         causes = [_rows(slowest, replicas), other_programs(sum(core_loads), own_cores, len(core_loads))]
-        return Straggler(slowest.number, "; ".join(filter(None, causes)) or None)
-    return _find_by_load(replicas, {gpu.number: gpu for gpu in gpus}, own_pids)
+        return Straggler(slowest, "; ".join(filter(None, causes)) or None)
 
-
-def _without(values: Sequence[float], index: int) -> float:
-    """Return the median of the other values."""
-    return statistics.median([value for i, value in enumerate(values) if i != index])
-
-
-def _rows(slowest: Replica, replicas: Sequence[Replica]) -> str | None:
-    """Return that its rows are why, if they alone make it a straggler."""
-    rows = [replica.rows for replica in replicas]
-    if not all(rows) or slowest.rows < SLOWER * _without(rows, slowest.number):
-        return None
-    return f"it has {slowest.rows} of {sum(rows)} rows: change shares"
-
-
-def _find_by_load(replicas: Sequence[Replica], gpus: dict[int, Gpu], own_pids: Sequence[int]) -> Straggler | None:
-    """Return the replica on the busiest GPU: the others are idle while they wait for it."""
-    on = [gpus.get(-1 if replica.gpu is None else replica.gpu) for replica in replicas]
-    found = [gpu for gpu in on if gpu is not None]
+    by_number = {gpu.number: gpu for gpu in gpus}
+    found = [by_number[r.gpu] for r in replicas if r.gpu in by_number]
     loads = [gpu.load for gpu in found if gpu.load is not None]
     if len(loads) < len(replicas) or len({gpu.number for gpu in found}) < len(replicas):  # or two on one GPU
         return None
     busiest = max(range(len(loads)), key=loads.__getitem__)
-    if loads[busiest] - _without(loads, busiest) < _BUSIER:
+    if loads[busiest] < _BUSIER + _median_without(loads, busiest):  # the others are idle while they wait for it
         return None
     return Straggler(busiest, _gpu_cause(busiest, replicas, found, own_pids))
 
 
 def _gpu_cause(busiest: int, replicas: Sequence[Replica], gpus: Sequence[Gpu], own_pids: Sequence[int]) -> str | None:
-    gpu, replica = gpus[busiest], replicas[busiest]
+    gpu = gpus[busiest]
     if gpu.slowdown is not None:
         return f"GPU {gpu.number} runs at a low clock: {gpu.slowdown}"
     if others := [pid for pid in gpu.pids if pid not in own_pids]:
         return f"process {others[0]} computes on GPU {gpu.number} too"
-    if said := _rows(replica, replicas):
+    if said := _rows(busiest, replicas):
         return said
     if len({each.name for each in gpus}) > 1:
         return f"GPU {gpu.number} is {gpu.name}: give it a smaller share"
     return None
+
+
+def _rows(slowest: int, replicas: Sequence[Replica]) -> str | None:
+    """Return that its rows are why, if they alone make it a straggler."""
+    rows = [replica.rows for replica in replicas]
+    if not all(rows) or rows[slowest] < SLOWER * _median_without(rows, slowest):
+        return None
+    return f"it has {rows[slowest]} of {sum(rows)} rows: change shares"
+
+
+def _median_without(values: Sequence[float], index: int) -> float:
+    """Return the median of the other values."""
+    return statistics.median([value for i, value in enumerate(values) if i != index])

@@ -6,13 +6,10 @@ import json
 import math
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from unisono.console.errors import DONE, Interrupted, OptionError
+from unisono.console.errors import DONE
 from unisono.monitor.nvml import GpuReader
 
 _EVERY_S = 1.0
@@ -36,16 +33,15 @@ examples:
   unisono watch
   unisono watch --once                     one sample, which takes a second
   unisono watch --pid 4711                 only the training in this process
-  unisono watch --log watch.jsonl          write every sample to a file, too
   unisono watch --json --once | jq '.wrappers[].straggler'
-  unisono watch --every 10 > watch.txt
+  unisono watch --json --every 10 | tee -a watch.jsonl
 
 A wrapper publishes its last step once a second, in a file that only its user can read, in $XDG_RUNTIME_DIR/unisono
 or unisono-UID in the folder for temporary files. UNISONO_PUBLISH=0 in its environment switches that off.
 
 exit status:
   0  shown; also after Ctrl-C
-  1  what read the output has ended, or the log cannot be written any more
+  1  the output cannot be written any more
   2  nothing was shown: the arguments cannot be used
 """
 
@@ -54,7 +50,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command to its parser; only what was given comes out of it."""
     parser.add_argument("--once", action="store_true", help="show one sample and end")
     parser.add_argument("--pid", type=int, metavar="N", help="show only the training in this process")
-    parser.add_argument("--log", type=_file, metavar="FILE", help="append each sample to a file, as a line of JSON")
     parser.add_argument("--json", action="store_true", help="print each sample as a line of JSON")
     parser.add_argument("--every", type=_seconds, metavar="S", help=f"seconds between samples (default: {_EVERY_S:g})")
 
@@ -65,11 +60,7 @@ def needed(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
 
 
 def run(given: dict[str, Any]) -> int:
-    """Take samples and show them; return the exit status.
-
-    Raises:
-        OptionError: the log cannot be written.
-    """
+    """Take samples and show them; return the exit status."""
     from rich.console import Console
     from rich.live import Live
 
@@ -77,27 +68,25 @@ def run(given: dict[str, Any]) -> int:
     from unisono.monitor.sample import Sampler  # imports psutil, which `needed` has checked
 
     once, as_json = given.get("once", False), given.get("json", False)
-    log: Path | None = given.get("log")
-    if log is not None:
-        _append(log, "", OptionError(f"--log {log}: cannot be written"), "; name another file")
     console = Console()
     in_place = not once and not as_json and console.is_terminal and not console.is_dumb_terminal
     if not console.is_terminal:
         console.width = _ANY_WIDTH
     live = Live("one moment ...", console=console, screen=True, auto_refresh=False)
+    if in_place:
+        for name in ("SIGTERM", "SIGHUP"):  # they leave the terminal as it was, as Ctrl-C does
+            if hasattr(signal, name):
+                signal.signal(getattr(signal, name), signal.default_int_handler)
     try:
-        with _ending_on_signals(), live if in_place else contextlib.nullcontext():
+        with live if in_place else contextlib.nullcontext():
             sampler = Sampler(GpuReader(), given.get("pid"))
             while True:
                 time.sleep(given.get("every", _EVERY_S))
                 sample = sampler.take()
-                line = json.dumps(asdict(sample))
-                if log is not None:
-                    _append(log, f"{line}\n", OSError(f"--log {log}: cannot be written any more"))
                 if in_place:
                     live.update(fitted(sample, console), refresh=True)
                 elif as_json:
-                    print(line, flush=True)
+                    print(json.dumps(asdict(sample)), flush=True)
                 else:
                     with console.capture() as text:
                         console.print(shown(sample))
@@ -106,37 +95,6 @@ def run(given: dict[str, Any]) -> int:
                     return DONE
     except KeyboardInterrupt:  # the usual way to end it
         return DONE
-
-
-@contextlib.contextmanager
-def _ending_on_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP leave the terminal as it was."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise Interrupted(signal.Signals(number))
-
-    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    before = {number: signal.signal(number, end) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _append(path: Path, text: str, failure: Exception, remedy: str = "") -> None:
-    """Append a text to a file; raise `failure`, with the reason, if that cannot be done."""
-    try:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise type(failure)(f"{failure} ({error.strerror}){remedy}") from error
-
-
-def _file(name: str) -> Path:
-    if not name:
-        raise argparse.ArgumentTypeError("expected the name of a file, got ''")
-    return Path(name)
 
 
 def _seconds(text: str) -> float:

@@ -1,1 +1,1 @@
-"""How far a training step will scale: a model of all-reduce and overlap, and published runs to hold it against."""
+"""How far a training step will scale: a model of all-reduce and overlap."""

@@ -1,17 +1,15 @@
 """The command `unisono plan`: from the words of the command line to a table, a picture, and a conclusion."""
 
 import argparse
-import math
 from pathlib import Path
 from typing import Any
 
 from unisono.console import options
 from unisono.console.errors import DONE, OptionError
 from unisono.console.files import expect_writable, write
-from unisono.console.options import TARGET, flag, folder
-from unisono.plan import published
+from unisono.console.options import TARGET, folder
 from unisono.plan.allreduce import ALGORITHMS
-from unisono.plan.links import BYTES, SECONDS, Cluster, Link, parse_link, parse_quantity
+from unisono.plan.links import BYTES, LINKS, SECONDS, Cluster, parse_link, parse_quantity
 from unisono.plan.measure import measured_step
 from unisono.plan.plans import ScalingPlan, document
 from unisono.plan.prediction import BEST, MOST_BUCKETS, StepCost
@@ -38,7 +36,6 @@ examples:
   unisono plan train:build --between 100gbit     with another network
   unisono plan --compute 292ms --gradients 102MB --inside pcie3 --between 25gbe
   unisono plan --compute 292ms --gradients 102MB --between 50us,10Gbit/s --devices-per-machine 4
-  unisono plan --published                       the model beside what was reported of real runs
 
 quantities have a unit: 180ms or 10us; 102MB or 25MiB; 16GB/s or 25Gbit/s (a byte has 8 bits)
 
@@ -49,7 +46,7 @@ links:
 files in the output folder:
   plan.md     the table and the conclusion
   plan.png    the picture, if matplotlib is installed
-""".format(links="\n".join(f"  {name:<9} {link}" for name, link in published.links().items()))
+""".format(links="\n".join(f"  {name:<9} {link}" for name, link in LINKS.items()))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -63,8 +60,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--backward", type=_time, metavar="TIME", help="of its backward (default: two thirds)")
     add("--gradients", type=_size, metavar="SIZE", help="of all parameters together")
     add = parser.add_argument_group("where").add_argument
-    add("--inside", type=_link, metavar="LINK", help=f"between devices of a machine {inside}")
-    add("--between", type=_link, metavar="LINK", help=f"between machines; a machine's devices share it {between}")
+    add("--inside", type=parse_link, metavar="LINK", help=f"between devices of a machine {inside}")
+    add("--between", type=parse_link, metavar="LINK", help=f"between machines; a machine's devices share it {between}")
     add("--devices-per-machine", type=int, metavar="N", help=machine)
     add = parser.add_argument_group("how").add_argument
     add("--bucket", type=_size, metavar="SIZE", help=f"gradients reduced at once {bucket}")
@@ -72,7 +69,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--strong", action="store_true", help="the devices share the batch that one has")
     add = parser.add_argument_group("results").add_argument
     add("--output", type=folder, metavar="DIR", help="the folder for them (default: runs/plan)")
-    add("--published", action="store_true", help="only compare the model with published runs")
 
 
 def needed(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
@@ -86,19 +82,13 @@ def run(given: dict[str, Any]) -> int:
     Raises:
         CommandError: nothing was predicted, and nothing written.
     """
-    if given.pop("published", False):
-        if given:
-            first = given.get("target") or flag(next(iter(given)))
-            raise OptionError(f"--published has its own figures: leave out {first}")
-        print(published.document(), end="")
-        return DONE
     output: Path = given.get("output", Path("runs/plan"))
     num_machine = given.get("devices_per_machine", _DEVICES_PER_MACHINE)
     if num_machine < 1:
         raise OptionError(f"--devices-per-machine {num_machine}: expected a whole number from 1 up")
     expect_writable(output)
     bucket_bytes = given.get("bucket", _size(_DEFAULTS["bucket"]))
-    inside, between = (given.get(name, _link(_DEFAULTS[name])) for name in ("inside", "between"))
+    inside, between = (given.get(name, parse_link(_DEFAULTS[name])) for name in ("inside", "between"))
 
     target = given.get("target")
     title = f"How far will {target or 'it'} scale?"
@@ -158,17 +148,7 @@ def _size(text: str) -> float:
 
 
 def _positive(text: str, units: dict[str, float]) -> float:
-    try:
-        value = 0.0 if text.lstrip().startswith("-") else parse_quantity(text, units)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected more than 0, and finite; got {text!r}")
+    value = parse_quantity(text, units)
+    if not value:
+        raise argparse.ArgumentTypeError(f"expected more than 0; got {text!r}")
     return value
-
-
-def _link(text: str) -> Link:
-    try:
-        return parse_link(text, published.links())
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error

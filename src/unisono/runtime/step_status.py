@@ -1,32 +1,30 @@
 """What a wrapper says about its steps to `unisono watch`: a small file for each, which only its user can read.
 
-    a wrapper   once a second, at the beginning of a forward: the step before it, in one write of some hundred bytes
+    a wrapper   once a second, at the beginning of a forward: the step before it, as JSON
     a reader    all files of this user's processes that still run; it removes those of processes that have ended
 
 The folder is `$XDG_RUNTIME_DIR/unisono`, or `unisono-UID` in the folder for temporary files. One that belongs to
 someone else, or that others may enter, is not used.
 
 Guarantees
-    - A step costs a comparison with the clock, and once a second one system call. The file is written, not mapped: a
-      write into a mapping ends the process if the disk is full, or if something has cut the file short.
+    - A step costs a comparison with the clock, and once a second one small file.
     - Nothing that goes wrong here reaches the training. The wrapper then says nothing more.
-    - A reader sees the whole of one publication or nothing: each has a checksum, and a name that tells whose it is.
-      So a process that ends in the middle of a write leaves a file that is ignored, and removed.
+    - A reader sees the whole of one publication: it is written under another name, and renamed. Its name tells whose it
+      is, so what a process leaves that was killed is ignored, and removed.
 
 `UNISONO_PUBLISH=0` switches it off.
 """
 
 import contextlib
 import itertools
+import json
 import os
 import re
 import stat
-import struct
 import tempfile
 import weakref
-import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic, time
 
@@ -39,13 +37,9 @@ from unisono.runtime.timeline import ReplicaTiming
 
 _SWITCH = "UNISONO_PUBLISH"
 _SECONDS_BETWEEN = 1.0
-_MAGIC = b"manyhs01"  # the two digits count the layouts
-_HEAD = struct.Struct("<8sI")  # magic, checksum of all that follows
-_STEP = struct.Struct("<QddH64s32s")  # steps, time of publication, seconds a step, replicas, module, engine
-_REPLICA = struct.Struct("<QQdd?16s16s")  # number, rows, forward_s, backward_s, on_host, device, PCI address
+_UNFINISHED = ".unfinished"
 _MOST_BYTES = 1 << 20
-_TRIES = 5
-_NAME = re.compile(r"(\d+)-(\d+)-(\d+)-(\d+)\.status")  # process, its start, its namespace, number of the wrapper
+_NAME = re.compile(r"(\d+)-(\d+)-(\d+)-\d+\.(status|unfinished)")  # process, its start, its namespace, a number
 
 _numbers = itertools.count()
 
@@ -106,7 +100,7 @@ class StepStatus:
         self.steps = 0
         self.due = 0.0
         self._before: tuple[float, int] | None = None
-        self._file: tuple[int, int] | None = None  # process, file descriptor
+        self._file: tuple[int, Path] | None = None  # of this process
 
     def publish(
         self, module: str, engine: str, devices: Sequence[torch.device], timings: Sequence[ReplicaTiming]
@@ -125,57 +119,51 @@ class StepStatus:
         try:
             if self._file is None or self._file[0] != os.getpid():  # forked since: the file is the other process's
                 self._file = self._open()
+            pid, path = self._file
             timings = timings or [ReplicaTiming(device, 0) for device in devices]
-            body = _packed(self.steps, step_s, module, engine, timings)
-            os.pwrite(self._file[1], _HEAD.pack(_MAGIC, zlib.crc32(body)) + body, 0)
+            replicas = tuple(_status_of(number, timing) for number, timing in enumerate(timings))
+            _write(path, Published(path.name, pid, self.steps, time(), step_s, module, engine, replicas))
         except (OSError, RuntimeError):  # no folder, a full disk; torch does not know a device
             self.due = float("inf")
 
-    def _open(self) -> tuple[int, int]:
-        """Make the file; it goes with the wrapper, or with the process.
+    def _open(self) -> tuple[int, Path]:
+        """Choose the file; it goes with the wrapper, or with the process.
 
         Raises:
-            OSError: it cannot be made, or is not wanted.
+            OSError: there is no place for it, or it is not wanted.
         """
-        if os.environ.get(_SWITCH, "1") == "0" or not hasattr(os, "pwrite"):
+        if os.environ.get(_SWITCH, "1") == "0" or not hasattr(os, "getuid"):
             raise OSError("nothing is published")
         pid = os.getpid()
         folder = folders()[0]
         folder.mkdir(mode=0o700, exist_ok=True)
         expect_private(folder)
         path = folder / f"{pid}-{_start_of(pid)}-{_namespace()}-{next(_numbers)}.status"
-        file = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        weakref.finalize(self, _remove, path, file, pid)
-        return pid, file
+        weakref.finalize(self, _remove, path, pid)
+        return pid, path
 
     def __reduce__(self) -> tuple[type["StepStatus"], tuple[()]]:
         return type(self), ()
 
 
-def _remove(path: Path, file: int, pid: int) -> None:
-    with contextlib.suppress(OSError):
-        os.close(file)
+def _status_of(number: int, timing: ReplicaTiming) -> ReplicaStatus:
+    device = timing.device
+    on_host, pci = _devices.computes_on_host(device), _devices.pci_address(device) or ""
+    return ReplicaStatus(number, timing.rows, timing.forward_s, timing.backward_s, on_host, str(device), pci)
+
+
+def _write(path: Path, published: Published) -> None:
+    unfinished = path.with_suffix(_UNFINISHED)
+    with open(open_regular(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(json.dumps(asdict(published)))
+    os.replace(unfinished, path)
+
+
+def _remove(path: Path, pid: int) -> None:
     if os.getpid() == pid:  # not in a process that was forked from it
-        with contextlib.suppress(OSError):
-            path.unlink()
-
-
-def _packed(steps: int, step_s: float, module: str, engine: str, timings: Sequence[ReplicaTiming]) -> bytes:
-    parts = [_STEP.pack(steps, time(), step_s, len(timings), module.encode(), engine.encode())]
-    for number, timing in enumerate(timings):
-        device = timing.device
-        parts.append(
-            _REPLICA.pack(
-                number,
-                timing.rows,
-                timing.forward_s,
-                timing.backward_s,
-                _devices.computes_on_host(device),
-                str(device).encode(),
-                (_devices.pci_address(device) or "").encode(),
-            )
-        )
-    return b"".join(parts)
+        for each in (path, path.with_suffix(_UNFINISHED)):
+            with contextlib.suppress(OSError):
+                each.unlink()
 
 
 def folders() -> list[Path]:
@@ -226,18 +214,14 @@ def _read(path: Path) -> Iterator[Published]:
     parts = _NAME.fullmatch(path.name)
     if parts is None:
         return
-    pid, start, namespace, _ = map(int, parts.groups())
+    pid, start, namespace = map(int, parts.groups()[:3])
     if namespace != _namespace():  # of a container: its numbers of processes mean others here
         return
-    if _start_of(pid) != start:
-        with contextlib.suppress(OSError):
-            path.unlink()
-        return
     with contextlib.suppress(OSError):
-        for _ in range(_TRIES):  # it may be written meanwhile
-            if status := _parsed(path.name, pid, _content(path)):
-                yield status
-                return
+        if _start_of(pid) != start:
+            path.unlink()
+        elif path.suffix != _UNFINISHED and (found := _parsed(_content(path))):
+            yield found
 
 
 def _content(path: Path) -> bytes:
@@ -251,37 +235,14 @@ def _content(path: Path) -> bytes:
         os.close(file)
 
 
-def _parsed(name: str, pid: int, content: bytes) -> Published | None:
-    """Return what a file says; None if it is not whole."""
+def _parsed(content: bytes) -> Published | None:
+    """Return what a file says; None if a wrapper of this release has not written it, or not all of it."""
     try:
-        magic, checksum = _HEAD.unpack_from(content)
-        steps, published_at, step_s, num_replicas, module, engine = _STEP.unpack_from(content, _HEAD.size)
-        start = _HEAD.size + _STEP.size
-        replicas = [_REPLICA.unpack_from(content, start + i * _REPLICA.size) for i in range(num_replicas)]
-    except struct.error:
+        found = json.loads(content)
+        found["replicas"] = tuple(ReplicaStatus(**each) for each in found["replicas"])
+        return Published(**found)
+    except (ValueError, TypeError, KeyError):
         return None
-    if magic != _MAGIC or zlib.crc32(content[_HEAD.size : start + num_replicas * _REPLICA.size]) != checksum:
-        return None
-    return Published(
-        name,
-        pid,
-        steps,
-        published_at,
-        step_s,
-        _text(module),
-        _text(engine),
-        tuple(_replica(*of) for of in replicas),
-    )
-
-
-def _replica(
-    number: int, rows: int, forward_s: float, backward_s: float, on_host: bool, device: bytes, pci: bytes
-) -> ReplicaStatus:
-    return ReplicaStatus(number, rows, forward_s, backward_s, on_host, _text(device), _text(pci))
-
-
-def _text(value: bytes) -> str:
-    return value.rstrip(b"\0").decode(errors="replace")
 
 
 def _start_of(pid: int) -> int | None:
