@@ -51,6 +51,9 @@ def install(
     *,
     engine: str = "threads",
     shares: str | Sequence[float] = "chunk",
+    in_dims: Any = ...,
+    out_dims: Any = ...,
+    scalars: Any = "stack",
     sync_batch_norm: bool = False,
     randomness: str = "per_replica",
 ) -> "Installation":
@@ -71,7 +74,7 @@ def install(
         device_ids: the devices of every wrapper, whatever the script names. A device's number, as the verbs take it, is
             then its place in this list, counted round it. None: the script's own devices.
         engine: "threads" or "processes".
-        shares, sync_batch_norm, randomness: as in `unisono.DataParallel`, for every wrapper.
+        shares, in_dims, out_dims, scalars, sync_batch_norm, randomness: as in `unisono.DataParallel`.
 
     Returns:
         What was installed. `uninstall()`, or the end of a `with` block, puts torch's names back; wrappers that were
@@ -83,9 +86,17 @@ def install(
     if engine not in _ENGINES:
         raise ValueError(f"engine={engine!r}: expected one of {list(_ENGINES)}; every wrapper gets one of its own")
     devices = None if device_ids is None else tuple(_devices.resolve(device_ids))
-    options = {"engine": engine, "shares": shares, "sync_batch_norm": sync_batch_norm, "randomness": randomness}
+    options: dict[str, Any] = {
+        "engine": engine,
+        "shares": shares,
+        "in_dims": in_dims,
+        "out_dims": out_dims,
+        "scalars": scalars,
+        "sync_batch_norm": sync_batch_norm,
+        "randomness": randomness,
+    }
     some = devices or ["cpu"] * (1 if isinstance(shares, str) else len(shares))
-    OwnDataParallel(nn.Identity(), some, process_group=False, **options)  # type: ignore[arg-type]
+    OwnDataParallel(nn.Identity(), some, process_group=False, **options)  # which checks them
     now = settings()
     if now is not None:
         set_settings(Settings(devices, options, now.activity))
