@@ -23,7 +23,7 @@ from unisono.runtime.thread_pool import replica_path
 from unisono.verification.compare import Tolerance, plain, tensors_in
 
 Path: TypeAlias = tuple[int, ...]
-Tensors: TypeAlias = list[tuple[str, torch.Tensor]]
+Recorded: TypeAlias = list[tuple[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class RecordedCall:
     name: str
     number: int
     path: Path
-    inputs: Tensors
-    outputs: Tensors
+    inputs: Recorded
+    outputs: Recorded
     training: bool
     drawn: bool
 
@@ -58,7 +58,7 @@ class CallRecorder:
 
     has_drawn: Callable[[], bool]
     calls: list[RecordedCall] = field(default_factory=list)
-    _running: dict[Path, list[tuple[str, Tensors]]] = field(default_factory=lambda: defaultdict(list))
+    _running: dict[Path, list[tuple[str, Recorded]]] = field(default_factory=lambda: defaultdict(list))
     _num_calls: dict[tuple[Path, str], int] = field(default_factory=lambda: defaultdict(int))
     _copies: dict[tuple[Path, int], tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = field(default_factory=dict)
 
@@ -110,7 +110,7 @@ class CallRecorder:
         outputs = self._copied(output, path)
         self.calls.append(RecordedCall(name, number, path, inputs, outputs, module.training, self.has_drawn()))
 
-    def _copied(self, value: Any, path: Path) -> Tensors:
+    def _copied(self, value: Any, path: Path) -> Recorded:
         return [(where, self._copy(tensor, path)) for where, tensor in tensors_in(value)]
 
     def _copy(self, tensor: torch.Tensor, path: Path) -> torch.Tensor:
@@ -216,7 +216,7 @@ def first_divergence(
     return None
 
 
-def _same(one: Sequence[Tensors], many: Sequence[Tensors], rows: Sequence[int], tolerance: Tolerance) -> bool | None:
+def _same(one: Sequence[Recorded], many: Sequence[Recorded], rows: Sequence[int], tolerance: Tolerance) -> bool | None:
     """Return whether all tensors that can be compared are the same; None if none can."""
     if not one or not many or len({tuple(path for path, _ in part) for part in (*one, *many)}) > 1:
         return None
