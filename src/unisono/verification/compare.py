@@ -103,8 +103,10 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 def largest(tensor: torch.Tensor) -> float:
     """Return the largest finite absolute value of `tensor`; 0 if there is none."""
     values = plain(tensor).double().abs()
-    finite = values[values.isfinite()]
-    return finite.max().item() if finite.numel() else 0.0
+    most = values.max().item() if values.numel() else 0.0
+    if not math.isfinite(most):
+        most = values.masked_fill(~values.isfinite(), 0.0).max().item()
+    return most
 
 
 def difference(one: torch.Tensor, many: torch.Tensor) -> float:
@@ -113,8 +115,10 @@ def difference(one: torch.Tensor, many: torch.Tensor) -> float:
     if torch.equal(one, many):
         return 0.0
     gap = (one.double() - many.double()).abs()
-    gap[(one == many) | (one.isnan() & many.isnan())] = 0.0  # infinities, too
-    most = gap.nan_to_num(nan=math.inf, posinf=math.inf).max().item()
+    most = gap.max().item()
+    if not math.isfinite(most):
+        gap[(one == many) | (one.isnan() & many.isnan())] = 0.0
+        most = gap.nan_to_num(nan=math.inf, posinf=math.inf).max().item()
     return most if one.is_floating_point() else max(most, 1.0)  # float64 does not tell all integers apart
 
 
