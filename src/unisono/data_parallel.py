@@ -539,7 +539,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             raise RuntimeError("this model is being profiled already: use that profile, or leave its block first")
         gradient_sync = self._gradient_sync()
         rank = gradient_sync.communicator.rank if gradient_sync is not None else 0
-        profile = self._profile = Profile(type(self.module).__name__, ways.main_device(self), rank)
+        profile = self._profile = Profile(type(self.module).__name__, rank)
         try:
             with profile.recording():
                 yield profile
