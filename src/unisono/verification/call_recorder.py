@@ -131,32 +131,25 @@ def _recordable(module: nn.Module, name: str, known: set[nn.Module]) -> Iterator
         yield from _recordable(child, f"{name}.{child_name}" if name else child_name, known)
 
 
-@dataclass(frozen=True)
-class Match:
-    """Whether one device and the replicas have the same tensor, and the axis along which the replicas' parts fit.
-
-    `axis` is None if none fits.
-    """
-
-    same: bool
-    axis: int | None
-
-
 def match(
     one: Sequence[torch.Tensor], many: Sequence[torch.Tensor], rows: Sequence[int], tolerance: Tolerance
-) -> Match | None:
-    """Join the replicas' parts along the axis that fits, and compare; return None if no comparison is possible.
+) -> tuple[bool, int | None] | None:
+    """Join the replicas' parts along the axis that fits, and compare.
 
     If no axis fits and each part has the shape of the tensor on one device, it may be independent of the rows (then
     all parts are equal), or a sum or a mean over rows.
+
+    Returns:
+        Whether one device and the replicas have the same tensor, and the axis along which the parts fit; None if none
+        does. None if no comparison is possible.
     """
-    found: Match | None = None
+    found: tuple[bool, int | None] | None = None
     for axis in range(one[0].dim()):
         a, b = _joined(one, axis), _joined(many, axis)
-        if a is not None and b is not None and a.shape == b.shape and (found is None or not found.same):
-            found = Match(tolerance.same(a, b), axis)
+        if a is not None and b is not None and a.shape == b.shape and (found is None or not found[0]):
+            found = tolerance.same(a, b), axis
     if found is None and len(one) == 1 and all(part.shape == one[0].shape for part in many):
-        return Match(any(tolerance.same(one[0], c) for c in _without_rows(one[0], many, rows, tolerance)), None)
+        return any(tolerance.same(one[0], c) for c in _without_rows(one[0], many, rows, tolerance)), None
     return found
 
 
@@ -220,8 +213,7 @@ def _same(one: Sequence[Recorded], many: Sequence[Recorded], rows: Sequence[int]
     """Return whether all tensors that can be compared are the same; None if none can."""
     if not one or not many or len({tuple(path for path, _ in part) for part in (*one, *many)}) > 1:
         return None
-    matches = [
-        match([part[i][1] for part in one], [part[i][1] for part in many], rows, tolerance) for i in range(len(one[0]))
-    ]
-    comparable = [m for m in matches if m is not None]
-    return all(m.same for m in comparable) if comparable else None
+    tensors = range(len(one[0]))
+    matches = [match([part[i][1] for part in one], [part[i][1] for part in many], rows, tolerance) for i in tensors]
+    comparable = [found[0] for found in matches if found is not None]
+    return all(comparable) if comparable else None

@@ -135,9 +135,10 @@ class Comparison:
             axis = axis if axis is None else axis % max(1, tensor.dim())
             parts = [call.outputs[i][1] for call in calls]
             found = match([plain(tensor).cpu()], parts, self.many.rows, self.tolerance)
-            if found is not None and found.axis not in (None, axis):
-                dims[path] = found.axis
-                wrong.append(f"the rows of {output} are on axis {found.axis}, and it is joined on {axis}")
+            fits = None if found is None else found[1]
+            if fits not in (None, axis):
+                dims[path] = fits
+                wrong.append(f"the rows of {output} are on axis {fits}, and it is joined on {axis}")
             elif tensor.dim() and axis is not None and all(part.shape == tensor.shape for part in parts):
                 if not all(self.tolerance.same(tensor, part) for part in parts):
                     yield self._finding("", Cause.JOINED_ON_ANOTHER_AXIS, _NO_ROWS.format(output=output, axis=axis))
