@@ -122,11 +122,6 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(words[:position]), list(words[position:])
 
 
-def needed(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Return the packages that must be installed, by the extra that has them: none."""
-    return {}
-
-
 def run(given: dict[str, Any]) -> int:
     """Run the script, and return its exit status; the closing line is printed when the program exits.
 

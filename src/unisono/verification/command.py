@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from unisono.console.device_option import choose_devices
-from unisono.console.options import TARGET, shares
+from unisono.console.options import TARGET, scalars, shares
 from unisono.console.targets import TargetError, current_folder_first, one_line
 from unisono.data_parallel import DataParallel
 from unisono.runtime.devices import resolve
@@ -71,7 +71,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dim", type=int, metavar="AXIS", help="the axis of the rows (default: 0)")
     parser.add_argument(
-        "--scalars", metavar="RULE", help="how 0-dim outputs are combined: stack, mean or sum (default: stack)"
+        "--scalars",
+        type=scalars,
+        metavar="RULE",
+        help="how 0-dim outputs are combined: stack, mean, sum, mean:name, or these nested like the output (default: "
+        "stack)",
     )
     parser.add_argument(
         "--sync-batch-norm",
@@ -91,11 +95,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="the largest allowed difference, relative to the largest value (default: 1e-5 for float32)",
     )
     parser.add_argument("--traceback", action="store_true", help="if the model fails, show the traceback")
-
-
-def needed(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Return the packages that must be installed, by the extra that has them: none."""
-    return {}
 
 
 def run(given: dict[str, Any]) -> int:
