@@ -41,7 +41,7 @@ def test_parts_are_joined_along_the_axis_that_fits(
     one: torch.Tensor, many: list[torch.Tensor], rows: list[int], same: bool | None, axis: int | None
 ) -> None:
     """Parts that fit nowhere are not compared."""
-    assert match([one], many, rows, CLOSE) == (None if same is None else (same, axis))
+    assert match(one, many, rows, CLOSE) == (None if same is None else (same, axis))
 
 
 def test_copies_are_of_the_moment_and_shared_while_nothing_changes() -> None:

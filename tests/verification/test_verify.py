@@ -281,7 +281,7 @@ CASES = [
         calls(lambda self, x: self.layers[0](self.layers[1](x)), nn.BatchNorm1d(5), nn.BatchNorm1d(5)), ROWS,
         Cause.PER_SHARD_BATCH_NORM, "sync_batch_norm=True", "layers.1", TRAINING,
     ),
-    Case(  # behind a wrapper, whose replicas in each replica are matched with those of the plain run
+    Case(  # behind a wrapper inside the model
         nn.Sequential(DataParallel(nn.Linear(5, 8), ["cpu"] * 2), nn.BatchNorm1d(8)), ROWS,
         Cause.PER_SHARD_BATCH_NORM, "sync_batch_norm=True", "1", TRAINING,
     ),

@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from unisono.data_parallel import DataParallel
 from unisono.primitives import pytree
-from unisono.verification.call_recorder import Divergence, first_divergence, match
+from unisono.verification.call_recorder import RecordedCall, first_divergence, match
 from unisono.verification.compare import Tolerance, plain
 from unisono.verification.report import Cause, Finding, Kind, Row
 from unisono.verification.step import RecordedStep
@@ -104,7 +103,7 @@ class Comparison:
             raise self.many.error
         divergence = first_divergence(self.one.recorder, self.many.recorder, self.many.rows, self.tolerance)
         if divergence is not None:
-            findings += self._submodules(divergence)
+            findings += self._submodules(*divergence)
         differing = [row for row in self.rows if row.differs and row.kind is not Kind.ATTRIBUTE]
         if differing and not findings:
             findings.append(self._other(differing))
@@ -134,7 +133,7 @@ class Comparison:
             axis, output = joined_on.get(path), f"output{path}" if path else "the output"
             axis = axis if axis is None else axis % max(1, tensor.dim())
             parts = [call.outputs[i][1] for call in calls]
-            found = match([plain(tensor).cpu()], parts, self.many.rows, self.tolerance)
+            found = match(plain(tensor).cpu(), parts, self.many.rows, self.tolerance)
             fits = None if found is None else found[1]
             if fits not in (None, axis):
                 dims[path] = fits
@@ -162,31 +161,30 @@ class Comparison:
 
     # ---- the first submodule that differs ----
 
-    def _submodules(self, divergence: Divergence) -> Iterator[Finding]:
-        """Yield findings about the first submodule that differs, and about later ones that are certain nevertheless."""
-        name = divergence.name
-        if divergence.only_numbers and divergence.inputs_same:
+    def _submodules(self, first: RecordedCall, inputs_same: bool) -> Iterator[Finding]:
+        """Yield findings about the first call that differs, and about later ones that are certain nevertheless."""
+        name = first.name
+        if inputs_same and all(tensor.dim() == 0 for _, tensor in first.outputs):
             yield self._numbers(name, "")
-        elif divergence.inputs_same and self._takes_statistics(name, divergence.training):
+        elif inputs_same and self._takes_statistics(first):
             yield self._batch_norm(name)
-        elif divergence.drawn and self.wrapped.randomness == "one_device":
+        elif first.drawn and self.wrapped.randomness == "one_device":
             yield self._finding(name, Cause.RANDOM_NUMBERS, _NOT_THOSE_OF_ONE_DEVICE)
-        elif divergence.drawn:
+        elif first.drawn:
             yield self._finding(name, Cause.RANDOM_NUMBERS, _STREAMS, explained=True)
-            calls = self.one.recorder.calls
-            batch_norms = [call.name for call in calls if self._takes_statistics(call.name, call.training)]
+            batch_norms = [call.name for call in self.one.recorder.calls if self._takes_statistics(call)]
             if batch_norms and not self.wrapped.sync_batch_norm:
                 yield self._batch_norm(batch_norms[0])
         else:
-            where = "" if divergence.inputs_same else f" (in the code in front of {name})"
-            name = name if divergence.inputs_same else self._enclosing(name)
+            where = "" if inputs_same else f" (in the code in front of {name})"
+            name = name if inputs_same else self._enclosing(name)
             text = _ROWS_INTERACT.format(where=where, dim=self.wrapped.dim)
             yield self._finding(name, Cause.ROWS_INTERACT, text)
 
-    def _takes_statistics(self, name: str, training: bool) -> bool:
-        """Return whether a module is a batch norm that normalises with the statistics of its input."""
-        module: nn.Module = self.wrapped.module.get_submodule(name)
-        return isinstance(module, _BatchNorm) and (training or module.running_mean is None)
+    def _takes_statistics(self, call: RecordedCall) -> bool:
+        """Return whether a call is one of a batch norm that normalises with the statistics of its input."""
+        module = self.wrapped.module.get_submodule(call.name)
+        return isinstance(module, _BatchNorm) and (call.training or module.running_mean is None)
 
     def _batch_norm(self, name: str) -> Finding:
         if self.wrapped.sync_batch_norm:
@@ -253,6 +251,6 @@ def nondeterministic(
 ) -> list[Finding]:
     """Return the findings; the cause of uncertain ones is that the step, repeated, had another result."""
     divergence = first_divergence(first.recorder, again.recorder, (), tolerance)
-    where = f", first at {divergence.name or 'the model itself'}" if divergence else ""
+    where = f", first at {divergence[0].name or 'the model itself'}" if divergence else ""
     cause, text = Cause.NONDETERMINISTIC, _NONDETERMINISTIC.format(where=where)
     return [replace(f, cause=cause, text=text) if f.cause in _UNCERTAIN else f for f in findings]
