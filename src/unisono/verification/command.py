@@ -9,14 +9,9 @@ import math
 import traceback
 from typing import Any
 
-from torch import nn
-
 from unisono.console.device_option import choose_devices
 from unisono.console.options import TARGET, scalars, shares
 from unisono.console.targets import TargetError, current_folder_first, one_line
-from unisono.data_parallel import DataParallel
-from unisono.runtime.devices import resolve
-from unisono.verification.report import Report
 from unisono.verification.targets import build_arguments
 from unisono.verification.verify import verify
 
@@ -110,7 +105,7 @@ def run(given: dict[str, Any]) -> int:
 
     try:
         with current_folder_first():
-            report = _compare(build_arguments(target) | given)
+            report = verify(**(build_arguments(target) | given), show=False)
     except Exception as error:
         if show_traceback:
             traceback.print_exc()
@@ -126,13 +121,6 @@ def run(given: dict[str, Any]) -> int:
         raise TargetError(f"{target}: nothing was compared, because the model has no output, gradients or buffers")
     print(report)
     return _SAME if report.same or report.explained else _DIFFERS
-
-
-def _compare(arguments: dict[str, Any]) -> Report:
-    model, places = arguments["model"], resolve(arguments.get("device_ids"))
-    if places and isinstance(model, nn.Module) and not isinstance(model, DataParallel):
-        model.to(places[0])
-    return verify(**arguments, show=False)
 
 
 def _tolerance(text: str) -> float:

@@ -140,6 +140,7 @@ def take_step(
     """
     model = copied(model)
     module: nn.Module = model if like is None else model.module  # type: ignore[assignment]
+    module.to(example.device)
     if mode == "eval":
         model.eval()
     elif not module.training:

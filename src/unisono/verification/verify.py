@@ -19,14 +19,13 @@ from unisono.data_parallel import DataParallel
 from unisono.engines.threads import Threads
 from unisono.primitives.blueprint import check_initialized
 from unisono.primitives.placements import check_have_data
-from unisono.primitives.replicate import check_device
 from unisono.runtime import devices as _devices
 from unisono.runtime.devices import DeviceLike
 from unisono.verification import compare
 from unisono.verification.causes import LOST, Comparison, is_uncertain, nondeterministic
 from unisono.verification.compare import Tolerance
 from unisono.verification.report import MODES, Finding, Kind, Report, Row
-from unisono.verification.state import RandomState
+from unisono.verification.state import RandomState, copied
 from unisono.verification.step import Example, RecordedStep, take_step
 
 _WORKERS_NOT_RECORDED = (
@@ -69,8 +68,8 @@ def verify(
     unisono/verification/compare.py; the memory that it takes, in call_recorder.py beside it.
 
     Args:
-        model: a module, on the first of the devices, that can be copied with copy.deepcopy; or a `DataParallel`, whose
-            module, devices and options are used.
+        model: a module that can be copied with copy.deepcopy, on any device; or a `DataParallel`, whose module, devices
+            and options are used.
         inputs: a tuple of positional inputs, a dict of keyword inputs, or the only input. Take a batch that does not
             divide evenly, such as a last one.
         target: the second argument of `criterion`; None: the criterion gets the output only.
@@ -90,7 +89,7 @@ def verify(
         an option that was given and causes them: `sync_batch_norm=False`, `scalars="stack"`.
 
     Raises:
-        TypeError, ValueError: arguments that cannot be used. RuntimeError: a model that is not on the first device.
+        TypeError, ValueError: arguments that cannot be used.
         Exception: any error that the model raised, on one device or in a replica.
     """
     wrapped = _wrap(model, device_ids, output_device, dim, options)
@@ -155,10 +154,10 @@ def _wrap(
     dim: int,
     options: dict[str, Any],
 ) -> DataParallel:
-    """Return the model itself if it is a wrapper, else a new wrapper of it.
+    """Return the model itself if it is a wrapper, else a wrapper of a copy.
 
     Raises:
-        TypeError, ValueError, RuntimeError: it cannot be wrapped like this.
+        TypeError, ValueError: it cannot be wrapped like this.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {model!r}")
@@ -180,8 +179,7 @@ def _wrap(
         devices = devices * 2
     if not devices:  # a script for GPUs on a machine without any
         devices = [torch.device("cpu")] * max(2, len(device_ids or ()))
-    check_device(model, chain(model.parameters(), model.buffers()), devices[0])
-    return DataParallel(model, devices, output_device, dim, process_group=False, **options)
+    return DataParallel(copied(model), devices, output_device, dim, process_group=False, **options)
 
 
 def _dtypes(module: nn.Module, one: RecordedStep) -> Iterator[torch.dtype]:
