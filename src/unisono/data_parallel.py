@@ -530,7 +530,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         A step is a forward and the backwards that belong to it. `Profile` says what the phases are. Steps compute the
         same numbers, and are slower by 1 to 9 % with two replicas, most where they are short. On accelerators the times
         are those of the devices, by events on their streams. Of several processes each one profiles its own replicas.
-        `map` and `evaluate` are not profiled.
+        `map`, `evaluate` and steps on one device are not profiled: `torch.profiler` shows these.
 
         Raises:
             RuntimeError: the model is being profiled already.
