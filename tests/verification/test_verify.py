@@ -379,6 +379,14 @@ def test_what_comes_behind_a_random_layer_is_told_where_it_is_certain() -> None:
     ]
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+@pytest.mark.parametrize("make", [torch.jit.script, lambda model: torch.compile(model, backend="eager")])
+def test_models_whose_calls_cannot_be_recorded(make: Callable[[nn.Module], nn.Module]) -> None:
+    """A scripted model that differed ended in an error of torch.jit's: it has no get_submodule."""
+    report = compared(make(with_batch_norm()), ROWS)
+    assert (report.same, report.first_module, report.cause) == (False, "", Cause.UNKNOWN)
+
+
 def test_an_option_that_is_given_explains_what_it_asks_for() -> None:
     with no_warning_about_scalars():
         report = compared(mean_loss(), (ROWS, CLASSES), scalars="stack")

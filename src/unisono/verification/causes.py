@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from unisono.data_parallel import DataParallel
@@ -112,8 +113,11 @@ class Comparison:
     def _finding(self, name: str, cause: Cause, text: str, *, explained: bool = False) -> Finding:
         option, value = _ASKS_FOR.get(cause, ("", None))
         asked_for = option in self.given and self.given[option] == value
-        module = self.wrapped.module.get_submodule(name)
-        return Finding(self.mode, name, type(module).__name__, cause, text, explained or asked_for)
+        return Finding(self.mode, name, type(self._submodule(name)).__name__, cause, text, explained or asked_for)
+
+    def _submodule(self, name: str) -> nn.Module:
+        modules: dict[str, nn.Module] = dict(self.wrapped.module.named_modules(remove_duplicate=False))
+        return modules[name]
 
     # ---- outputs that are joined on the wrong axis ----
 
@@ -183,7 +187,7 @@ class Comparison:
 
     def _takes_statistics(self, call: RecordedCall) -> bool:
         """Return whether a call is one of a batch norm that normalises with the statistics of its input."""
-        module = self.wrapped.module.get_submodule(call.name)
+        module = self._submodule(call.name)
         return isinstance(module, _BatchNorm) and (call.training or module.running_mean is None)
 
     def _batch_norm(self, name: str) -> Finding:

@@ -36,12 +36,16 @@ def copied(model: nn.Module) -> nn.Module:
         id(each): each.detach().clone() for each in found if isinstance(each, torch.Tensor) and not each.is_leaf
     }
     try:
-        return copy.deepcopy(model, without_history)
+        with torch.no_grad():  # a scripted module would keep the history of the copying
+            new = copy.deepcopy(model, without_history)
     except Exception as error:
         raise TypeError(
             f"verify runs each step on a copy of the model, and {type(model).__name__} cannot be copied with "
             f"copy.deepcopy: {error}"
         ) from error
+    for parameter, before in zip(new.parameters(), model.parameters(), strict=True):
+        parameter.requires_grad_(before.requires_grad)
+    return new
 
 
 def generators_of(model: nn.Module) -> list[torch.Generator]:
