@@ -1,8 +1,8 @@
 """The command `unisono`: it finds the subcommand, runs it, and reports an error in one line.
 
-Each subcommand is a module with SUMMARY, DESCRIPTION, EXAMPLES, `add_options(parser)`, `needed(given)` (the packages
-that must be installed, by the extra that has them) and `run(given)`, which returns the exit status. `given` has only
-what was on the command line. A module with `split(words)` says which of its words are its own; the others are in
+Each subcommand is a module with SUMMARY, DESCRIPTION, EXAMPLES, `add_options(parser)` and `run(given)`, which returns
+the exit status. `given` has only what was on the command line. If packages must be installed, `needed(given)` names
+them, by the extra that has them. A module with `split(words)` says which of its words are its own; the others are in
 `given["arguments"]` as they are.
 """
 
@@ -152,8 +152,9 @@ def _parse(argv: Sequence[str]) -> tuple[ModuleType | None, dict[str, Any]]:
     if name is None:
         parser.print_help()
         return None, given
-    expect_installed(_COMMANDS[name].needed(given))
-    return _COMMANDS[name], given
+    command = _COMMANDS[name]
+    expect_installed(command.needed(given) if hasattr(command, "needed") else {})
+    return command, given
 
 
 def _with_negative_values(argv: Sequence[str]) -> list[str]:

@@ -533,7 +533,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         A step is a forward and the backwards that belong to it. `Profile` says what the phases are. Steps compute the
         same numbers, and are slower by 1 to 9 % with two replicas, most where they are short. On accelerators the times
         are those of the devices, by events on their streams. Of several processes each one profiles its own replicas.
-        `map` and `evaluate` are not profiled.
+        `map`, `evaluate` and steps on one device are not profiled: `torch.profiler` shows these.
 
         Raises:
             RuntimeError: the model is being profiled already.
@@ -542,7 +542,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             raise RuntimeError("this model is being profiled already: use that profile, or leave its block first")
         gradient_sync = self._gradient_sync()
         rank = gradient_sync.communicator.rank if gradient_sync is not None else 0
-        profile = self._profile = Profile(type(self.module).__name__, ways.main_device(self), rank)
+        profile = self._profile = Profile(type(self.module).__name__, rank)
         try:
             with profile.recording():
                 yield profile

@@ -144,13 +144,6 @@ def overridden_verb(wrapper: Runnable) -> str | None:
     return next((verb for verb in _VERBS if _overrides(wrapper, verb)), None)
 
 
-def main_device(wrapper: Runnable) -> torch.device:
-    """Return the first device; where the plain module runs, the module's."""
-    devices: list[torch.device] = wrapper._options.devices
-    tensors = chain(wrapper.module.parameters(), wrapper.module.buffers())
-    return devices[0] if devices else next(tensors, torch.empty(0)).device
-
-
 # ---- the choice -----------------------------------------------------------------------------------
 
 
@@ -247,10 +240,7 @@ def run_recorded(wrapper: Runnable, invocation: Invocation) -> Any:
             return run(wrapper, invocation)
     step = profile.new_step()
     with step.recorded(timeline.FORWARD, timeline.SCATTER):
-        output = run(wrapper, invocation)
-    if not step.replicas:
-        step.watch_backward([tensor for _, tensor in pytree.tensors(output)])
-    return output
+        return run(wrapper, invocation)
 
 
 # ---- the plan -------------------------------------------------------------------------------------

@@ -340,6 +340,6 @@ def test_a_script_that_is_left_as_it_is(tmp_path: Path, no_accelerators: None) -
 
     (one, no_wrapper), (two, closing) = run(8), run(4, "--count-replicas")
     assert "made no torch.nn.DataParallel" in no_wrapper
-    assert "--count-replicas answers with that of the replicas" in no_wrapper
+    assert "--count-replicas answers with the number of the replicas" in no_wrapper
     assert "1 wrapper on 2 replicas (2 x cpu), engine threads; 32 rows in 4 forwards" in closing
     assert two == pytest.approx(one, rel=1e-5, abs=1e-5)

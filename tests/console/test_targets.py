@@ -17,6 +17,16 @@ EXPECTED = "package.module:name"
         ("", "targeted:Tracker", "targeted:Tracker: there is no Tracker in targeted ({folder}/targeted.py)"),
         ("class A: pass", "targeted:A.B", "targeted:A.B: there is no B in A"),
         (
+            "",
+            "targeted.inside:a",
+            "targeted.inside:a: there is no module targeted.inside in {folder} or installed",
+        ),
+        (
+            "1 / 0",
+            "targeted:a",
+            "targeted:a: importing targeted raised ZeroDivisionError: division by zero ({folder}/targeted.py, line 1)",
+        ),
+        (
             "import asyncio\nraise asyncio.CancelledError('gone')",
             "targeted:Tracker",
             "targeted:Tracker: importing targeted raised CancelledError: gone ({folder}/targeted.py, line 2)",
@@ -27,7 +37,7 @@ EXPECTED = "package.module:name"
             "targeted:Tracker: looking up Tracker raised ImportError: install the extra ({folder}/targeted.py, line 2)",
         ),
     ],
-    ids=["a file", "a name that is not there", "an attribute that is not there", "cancelled", "an extra"],
+    ids=["a file", "a name", "an attribute", "a module inside", "an error", "cancelled", "an extra"],
 )
 def test_a_target_that_cannot_be_had_is_one_line(
     code: str, target: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -57,37 +57,21 @@ def test_medians_of_the_steps(model: DataParallel) -> None:
     assert profile.lanes()["replica 1, cpu"]["forward"] == sorted(of_steps)[1]
 
 
-def test_one_device() -> None:
-    """P3: forward, backward, and what is outside; a backward ends with the whole backward."""
-    model = DataParallel(nn.Linear(5, 3), ["cpu"])
-    with model.profile() as profile:
-        train(model)
-        with torch.no_grad():
-            model(torch.randn(2, 5))
-    first, second = profile.steps()
-    assert [span.phase for span in first.lanes["cpu"]] == ["forward", "outside", "backward", "outside"]
-    assert [span.phase for span in second.lanes["cpu"]] == ["forward", "outside"]
-
-
-def test_no_accelerator() -> None:
-    """P3: where the plain module runs."""
-    model = DataParallel(nn.Linear(5, 3))
-    with model.profile() as profile:
-        train(model)
-    assert profile.lanes()["cpu"].keys() == {"forward", "backward", "outside"}
-
-
-def test_overridden_verbs() -> None:
-    """P3: the plain composition has one lane."""
+@pytest.mark.parametrize("devices", [["cpu"], None, ["cpu"] * 2])
+def test_steps_without_an_engine_are_left_out(devices: list[str] | None, no_accelerators: None, tmp_path: Path) -> None:
+    """P3: on one device, where the plain module runs, and with overridden verbs; the table says what shows these."""
 
     class Scatters(DataParallel):
         def scatter(self, inputs, kwargs, device_ids):
             return super().scatter(inputs, kwargs, device_ids)
 
-    model = Scatters(nn.Linear(5, 3), ["cpu"] * 2)
+    model = Scatters(nn.Linear(5, 3), devices)
     with model.profile() as profile:
         train(model)
-    assert [span.phase for span in profile.steps()[0].lanes["cpu"]] == ["forward", "outside", "backward", "outside"]
+    assert profile.steps() == []
+    assert str(profile).startswith("nothing was profiled: the model was not called, or only on one device")
+    assert "torch.profiler" in str(profile)
+    profile.save(tmp_path / "empty.json")
 
 
 def test_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,9 +173,6 @@ def cells(line: str) -> list[str]:
 def test_the_table(model: DataParallel) -> None:
     """P5: one line a replica, one column a phase."""
     with model.profile() as profile:
-        pass
-    assert str(profile) == "nothing was profiled: the model was not called, or only inside torch.compile"
-    with model.profile() as profile:
         train(model)
     assert profile._repr_markdown_() == str(profile)  # a notebook shows the table, too
     title, _, head, _, *lines = str(profile).splitlines()
@@ -268,40 +249,19 @@ def test_a_file_that_cannot_be_written(model: DataParallel, tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_backward_that_fails_without_an_engine() -> None:
-    """P3: is left out, and the next one of the same forward is recorded."""
-    model = DataParallel(nn.Linear(5, 3), ["cpu"])
-    fails = [True]
-
-    def fail(grad: torch.Tensor) -> None:
-        if fails.pop():
-            raise ValueError("mine")
-
-    x = torch.randn(4, 5, requires_grad=True) * 1
-    x.register_hook(fail)
-    with model.profile() as profile:
-        output = model(x).sum()
-        with pytest.raises(ValueError, match="mine"):
-            output.backward(retain_graph=True)
-        fails.append(False)
-        output.backward()
-    [step] = profile.steps()
-    assert [span.phase for span in step.lanes["cpu"]] == ["forward", "outside", "backward", "outside"]
-
-
-def test_it_is_read_while_another_thread_runs_the_model() -> None:
+def test_it_is_read_while_another_thread_runs_the_model(model: DataParallel, monkeypatch: pytest.MonkeyPatch) -> None:
     """P5: with as many steps as are kept, so that old ones go while it is read."""
-    model = DataParallel(nn.Identity(), ["cpu"])
+    monkeypatch.setattr(profile_module, "_MOST_STEPS", 20)
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
         with model.profile() as profile, concurrent.futures.ThreadPoolExecutor(1) as pool:
-            done = pool.submit(lambda: [model(torch.zeros(1)) for _ in range(3000)])
+            done = pool.submit(lambda: [model(torch.zeros(2, 5)) for _ in range(200)])
             while not done.done():
                 assert all(step.seconds > 0 for step in profile.steps())
     finally:
         sys.setswitchinterval(before)
-    assert len(profile.steps()) == 1000
+    assert len(profile.steps()) == 20
 
 
 def test_lanes_of_several_threads_are_apart_in_the_trace(model: DataParallel, tmp_path: Path) -> None:

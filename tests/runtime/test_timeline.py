@@ -59,7 +59,7 @@ def test_marks_outside_of_a_step_do_nothing() -> None:
 
 def test_a_replica_has_no_step() -> None:
     """P3: what a wrapper inside a replica would record is part of the replica's phase."""
-    step = StepRecording(DeviceClock, torch.device("cpu"))
+    step = StepRecording(DeviceClock)
     timings = [timeline.ReplicaTiming(torch.device("cpu"), 1) for _ in range(2)]
     with timeline.while_recording(), step.recorded("forward", "replicate"):
         [passes] = timeline.contexts([0, 1], timings)
@@ -73,7 +73,7 @@ def test_a_replica_has_no_step() -> None:
 
 def test_a_thread_is_left_as_it_was() -> None:
     """P3: after a pass inside another one, and after one that fails."""
-    outer, inner = (StepRecording(DeviceClock, torch.device("cpu")) for _ in range(2))
+    outer, inner = (StepRecording(DeviceClock) for _ in range(2))
     found = []
 
     def fail() -> None:
@@ -150,17 +150,3 @@ def test_times_of_an_accelerator_stay_exact(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(FakeEvent, "recorded", FakeEvent.recorded - 1 + 0.1)
         track.leave()
     assert [span.ended - span.began for span in track.spans()] == pytest.approx([1e-4] * 3, abs=2e-6)
-
-
-@pytest.mark.usefixtures("events", "clock")
-def test_one_accelerator_has_its_own_times() -> None:
-    """P4: where no engine runs, too: the host only queues the work."""
-    step = StepRecording(DeviceClock, torch.device("cuda", 0))
-    weight = torch.ones(2, requires_grad=True)
-    with step.recorded("forward", "scatter"):
-        output = weight * 2
-    step.watch_backward([output])
-    output.sum().backward()
-    assert FakeEvent.waited_for == [1]
-    assert step.on_device is not None
-    assert step.on_device.spans() == [Span("forward", 0.001, 0.002), Span("backward", 0.003, 0.004)]

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from helpers.commands import assert_misused, run_to_the_end, status_of
-from unisono.scripts import trainer
+from unisono.scripts import summary
+from unisono.scripts.activity import Report
 from unisono.scripts.command import split
 
 SOURCES = str(Path(__file__).parents[2] / "src")
@@ -117,19 +118,16 @@ def test_the_end_is_the_scripts(text: str, status: int, error: str, capsys: pyte
     assert closing.count("\n") == 1
 
 
-def test_a_hook_of_the_script_that_fails_is_shown_as_python_does(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """X7: both exceptions, the hook's first, without frames of the command."""
+def test_a_hook_of_the_script_that_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """X7: both exceptions are shown, as Python does; and a hook may end the program."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     name = script("import sys\ndef hook(*_):\n    raise ValueError('in hook')\nsys.excepthook = hook\n1 / 0")
     assert run_to_the_end(name) == 1
+    own, _, closing = capsys.readouterr().err.partition("ValueError: in hook\n")
     frame = f'Traceback (most recent call last):\n  File "{Path(name).absolute()}", line'
-    before, _, closing = capsys.readouterr().err.rpartition("unisono run: ")
-    assert before.startswith(f"Error in sys.excepthook:\n{frame} 3, in hook\n")
-    assert f"ValueError: in hook\n\nOriginal exception was:\n{frame} 5, in <module>\n" in before
-    assert before.endswith("ZeroDivisionError: division by zero\n")
-    assert closing.count("\n") == 1
+    assert own.startswith("Traceback")
+    assert closing.startswith(f"{frame} 5, in <module>\n")
+    assert "ZeroDivisionError: division by zero\nunisono run: " in closing
     script("import sys\nsys.excepthook = lambda *_: sys.exit(5)\n1 / 0")
     assert run_to_the_end(name) == 5
 
@@ -251,22 +249,56 @@ def test_a_script_without_a_wrapper_is_told_so(
     """X5: and how to have one, if it asks for the number of GPUs. torch itself is told the truth."""
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(trainer, "is_imported", lambda: False)  # other tests of this process import it
     guarded = "import torch\nif torch.cuda.device_count() > 1:" + WRAPPED.replace("\n", "\n    ").rstrip()
     name = script(guarded + "\nprint(torch.cuda.device_count(), torch.cuda.is_available())")
     assert run_to_the_end("--devices", "cpu*2", name) == 0
     error = capsys.readouterr().err
     assert "made no torch.nn.DataParallel" in error
-    assert "--count-replicas" in error
+    assert "it ran as with python alone. If it makes one only where there are several GPUs: " in error
     assert run_to_the_end("--devices", "cpu*2", "--count-replicas", name) == 0
     captured = capsys.readouterr()
     assert captured.out == f"2 {torch.cuda.is_available()}\n"
     assert captured.err.startswith("unisono run: 1 wrapper on 2 replicas (2 x cpu), engine threads; 90 rows in 3 ")
     assert torch.cuda.device_count() == 0
-    assert run_to_the_end(script("print(1)")) == 0
-    error = capsys.readouterr().err
-    assert "it ran as with python alone" in error
-    assert "--count-replicas" not in error
+
+
+def test_rules_for_inputs_and_outputs(capsys: pytest.CaptureFixture[str]) -> None:
+    """X3: on the command line in Python's notation; they hold for every wrapper."""
+    name = script(
+        """
+import torch
+class Net(torch.nn.Module):
+    def forward(self, x, weight):
+        return {"loss": (x @ weight).mean(), "weight": weight, "rows": x.shape[0] + x.new_zeros(())}
+output = torch.nn.DataParallel(Net())(torch.arange(15.0).view(5, 3), torch.ones(3, 1))
+print({name: value.tolist() for name, value in output.items()})
+"""
+    )
+    rules = ["--in-dims", "{'weight': None}", "--out-dims", "{'weight': None}"]
+    rules += ["--scalars", "{'loss': 'mean:rows', 'rows': 'sum'}"]
+    assert run_to_the_end("--devices", "cpu*2", *rules, name) == 0
+    assert capsys.readouterr().out == "{'loss': 21.0, 'weight': [[1.0], [1.0], [1.0]], 'rows': 5.0}\n"
+    name = script("import torch\nprint(torch.nn.DataParallel(torch.nn.Identity())(torch.ones(2, 7)[0].mean()).shape)")
+    assert run_to_the_end("--devices", "cpu*2", "--scalars", "mean", "--in-dims", "-1", name) == 0
+    assert capsys.readouterr().out == "torch.Size([])\n"
+
+
+@pytest.mark.parametrize(
+    ("forwards", "backward_s", "line"),
+    [(3, 0.0, "forward 50%, the rest"), (3, 0.001, "forward 50%, the rest"), (3, 0.1, "forward 50%, backward 10%, th")],
+)
+def test_what_is_nothing_is_not_in_the_closing_line(forwards: int, backward_s: float, line: str) -> None:
+    """X5: short runs, and those without a backward, said "backward 0%"."""
+    report = Report(
+        ((torch.device("cpu"),) * 2,), forwards=forwards, rows=9, timed_forwards=forwards, seconds=1.0, forward_s=0.5,
+        replicas_s=0.5, backward_s=backward_s,
+    )  # fmt: skip
+    assert summary.line(report, "threads").split("rows/s; ")[1].startswith(line)
+    assert phases_sum_to_one(report)
+
+
+def phases_sum_to_one(report: Report) -> bool:
+    return sum(summary.phases(report).values()) == pytest.approx(1)
 
 
 @pytest.mark.parametrize(
@@ -280,6 +312,9 @@ def test_a_script_without_a_wrapper_is_told_so(
         (["--devices", "gpu", "train.py"], "--devices gpu: gpu is no device"),
         (["--shares", "2,1", "--devices", "cpu*3", "train.py"], "2 weights for 3 devices"),
         (["--shares", "fast", "train.py"], "argument --shares: expected chunk, even, measured, or weights such as 2,1"),
+        (["--in-dims", "(0, ", "train.py"], "--in-dims: expected a value in Python's notation, such as 1, "),
+        (["--out-dims", "{0: 'x'}", "train.py"], "out_dims[0]='x': expected an int (the axis that holds the rows)"),
+        (["--scalars", "median", "train.py"], "scalars='median': expected"),
         (["--engine", "fibres", "train.py"], "argument --engine: invalid choice"),
         (["--count-replicas", "train.py"], "--count-replicas counts those of --devices: give --devices too"),
         (["--speed", "train.py"], "there is no option --speed"),

@@ -5,56 +5,57 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
 
 from unisono.primitives import pytree
 from unisono.verification.compare import (
     Tolerance,
     allowing,
-    buffer_rows,
+    common_scales,
     difference,
-    gradient_rows,
-    in_one_number,
+    joined_numbers,
     largest,
-    loss_row,
-    output_rows,
+    module_scales,
+    rows_of,
     sensitivity,
     tensors_in,
 )
+from unisono.verification.report import Kind
 
 CPU = torch.device("cpu")
 EXACT = Tolerance(0.0, 0.0)
 nan, inf = math.nan, math.inf
 
 
+ENTRIES = st.floats() | st.sampled_from([0.0, 1.0, inf, -inf, nan])  # the latter often on both sides
+
+
+@pytest.mark.property
+@given(st.lists(st.tuples(ENTRIES, ENTRIES), max_size=6))
+def test_the_largest_difference_is_that_of_python(pairs: list[tuple[float, float]]) -> None:
+    """NaN beside NaN, and an infinity beside itself, do not differ; beside a number they differ without bound."""
+    gaps = [0.0 if a == b or (math.isnan(a) and math.isnan(b)) else abs(a - b) for a, b in pairs]
+    expected = max([inf if math.isnan(gap) else gap for gap in gaps], default=0.0)
+    one, many = (torch.tensor([pair[side] for pair in pairs], dtype=torch.float64) for side in (0, 1))
+    assert difference(one, many) == expected
+    values = [abs(value) for value in one.tolist() if math.isfinite(value)]
+    assert largest(one) == max(values, default=0.0)
+
+
 @pytest.mark.parametrize(
     ("one", "many", "expected"),
-    [
-        ([1.0, 2.0], [1.0, 2.5], 0.5),
-        ([1.0, nan], [1.0, nan], 0.0),
-        ([1.0, nan], [1.5, nan], 0.5),
-        ([1.0, nan], [1.0, 2.0], inf),
-        ([1.0, 2.0], [1.0, nan], inf),
-        ([inf, -inf], [inf, -inf], 0.0),
-        ([inf, 0.0], [-inf, 0.0], inf),
-        ([inf, 0.0], [3.0, 0.0], inf),
-        ([], [], 0.0),
-        ([1, 2], [1, 5], 3.0),
-        ([True, False], [True, True], 1.0),
-        ([2**62], [2**62 + 1], 1.0),
-        ([1 + 2j], [1 + 5j], 3.0),
-    ],
+    [([1, 2], [1, 5], 3.0), ([True], [False], 1.0), ([2**62], [2**62 + 1], 1.0), ([1 + 2j], [1 + 5j], 3.0)],
 )
-def test_the_largest_difference(one: list[Any], many: list[Any], expected: float) -> None:
+def test_the_largest_difference_of_other_types(one: list[Any], many: list[Any], expected: float) -> None:
     assert difference(torch.tensor(one), torch.tensor(many)) == expected
 
 
-def test_sparse_and_empty_tensors() -> None:
+def test_sparse_tensors() -> None:
     one = torch.tensor([[0.0, 2.0], [0.0, 0.0]])
     assert difference(one.to_sparse(), (one * 2).to_sparse()) == 2.0
     assert largest(one.to_sparse()) == 2.0
-    assert largest(torch.zeros(0)) == 0.0
-    assert largest(torch.tensor([nan, inf])) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -95,58 +96,54 @@ def test_tolerance_is_of_the_largest_value_not_of_each() -> None:
     assert not Tolerance(1e-6, 0.0).same(one, many)
 
 
-def rows(one: Any, many: Any) -> list[tuple[str, bool, str]]:
-    return [(row.name, row.differs, row.note) for row in output_rows("eval", one, many, EXACT)]
-
-
-def test_outputs_are_matched_by_their_paths() -> None:
-    x = torch.ones(2)
-    assert rows(x, x) == [("", False, "")]
-    assert rows({"a": (x, [x])}, {"a": (x, [x + 1])}) == [("['a'][0]", False, ""), ("['a'][1][0]", True, "")]
-    assert rows((x, x), (x,)) == [("[0]", False, ""), ("[1]", True, "on one device only")]
-    assert rows((x,), (x, x)) == [("[0]", False, ""), ("[1]", True, "on several devices only")]
-    assert rows(x, x[:1]) == [("", True, "(2,) on one device, (1,) on several")]
-    assert rows(x, x.double()) == [("", True, "torch.float32 on one device, torch.float64 on several")]
-    assert rows((x, "a", None), (x, "a", None)) == [("[0]", False, "")]
-    assert rows((x, "a"), (x, "b")) == [("[0]", False, ""), ("[1]", True, "'a' on one device, 'b' on several")]
-    assert rows(x, None) == [("", True, "torch.float32 tensor on one device, None on several")]
+X = torch.ones(2)
 
 
 @pytest.mark.parametrize(
-    ("one", "many", "differs"),
+    ("one", "many", "expected"),
     [
-        (2.0, [1.0, 3.0], False),
-        (2.0, [1.0, 4.0], True),
-        (7, [4, 3], False),  # a count
-        (7, [7, 7], False),  # the same everywhere
-        (7, [7, 8], True),
-        (True, [True, True], False),
-        (True, [True, False], True),
+        ({"a": X, "b": X}, {"a": X, "b": X + 1}, {"a": (False, ""), "b": (True, "")}),
+        ({"a": X}, {"a": X[:1]}, {"a": (True, "float32 (2,) on one device, float32 (1,) on several")}),
+        ({"a": X}, {"a": X.double()}, {"a": (True, "float32 (2,) on one device, float64 (2,) on several")}),
+        ({"a": X}, {}, {"a": (True, "float32 (2,) on one device, none on several")}),
+        ({}, {"a": X}, {"a": (True, "none on one device, float32 (2,) on several")}),
+        ({"a": None}, {"a": None}, {}),
     ],
 )
-def test_one_number_a_replica(one: Any, many: list[Any], differs: bool) -> None:
-    (row,) = output_rows("eval", {"n": one}, {"n": many}, EXACT)
-    assert (row.name, row.differs) == ("['n']", differs)
-    assert str(many) in row.note
-    (row,) = output_rows("eval", torch.tensor(one), torch.tensor(many), EXACT)
-    assert row.differs is differs
+def test_tensors_are_matched_by_their_names(one: Any, many: Any, expected: dict[str, tuple[bool, str]]) -> None:
+    found = rows_of("eval", Kind.OUTPUT, one, many, {}, EXACT)
+    assert {row.name: (row.differs, row.note) for row in found} == expected
 
 
-def test_a_scalar_of_several_replicas_keeps_its_gradient() -> None:
+@pytest.mark.parametrize(
+    ("one", "many", "expected"),
+    [
+        (2.0, [1.0, 3.0], 2.0),
+        (2.0, [1.0, 4.0], 2.5),
+        (7, [4, 3], 7),  # a count
+        (7, [7, 7], 7),  # the same everywhere
+        (7, [7, 8], 15),
+        (True, [True, True], True),
+        (True, [True, False], False),
+    ],
+)
+def test_one_number_a_replica(one: Any, many: list[Any], expected: Any) -> None:
+    assert joined_numbers({"n": torch.tensor(one)}, {"n": torch.tensor(many)})["n"].item() == expected
+
+
+def test_a_number_of_several_replicas_keeps_its_gradient() -> None:
     numbers = torch.tensor([1.0, 3.0], requires_grad=True)
-    in_one_number(torch.tensor(2.0), numbers).backward()
+    joined_numbers({"": torch.tensor(2.0)}, {"": numbers})[""].backward()
     assert numbers.grad is not None
     assert numbers.grad.tolist() == [0.5, 0.5]
 
 
-def test_gradients_are_held_against_the_largest_of_all() -> None:
-    one = {"weight": torch.tensor([100.0]), "bias": torch.tensor([1e-6]), "unused": None, "lost": torch.ones(2)}
-    many = {"weight": torch.tensor([100.0]), "bias": torch.tensor([-3e-6]), "unused": None, "lost": None}
-    weight, bias, lost = gradient_rows("eval", one, many, Tolerance(1e-6, 0.0))
-    assert (weight.largest, weight.differs, bias.largest, bias.differs) == (100.0, False, 100.0, False)
-    assert (lost.differs, lost.shape, lost.note) == (True, (2,), "a gradient on one device, none on several")
-    (_, _, found) = gradient_rows("eval", many, one, EXACT)
-    assert found.note == "a gradient on several, none on one device"
+def test_the_largest_values_that_differences_are_held_against() -> None:
+    """That of all gradients; of the floating buffers of one module."""
+    gradients = {"weight": torch.tensor([100.0]), "bias": torch.tensor([1e-6]), "unused": None}
+    assert common_scales(gradients) == dict.fromkeys(gradients, 100.0)
+    buffers = {"a.mean": torch.tensor([1e-9]), "a.var": torch.tensor([2.0]), "a.count": torch.tensor(4), "b": X}
+    assert module_scales(buffers) == {"a.mean": 2.0, "a.var": 2.0, "a.count": 4.0, "b": 1.0}
 
 
 def test_gradients_may_differ_as_far_as_nudges_move_them() -> None:
@@ -154,31 +151,13 @@ def test_gradients_may_differ_as_far_as_nudges_move_them() -> None:
     nudged = {"a": torch.tensor([10.1]), "b": torch.ones(2), "unused": None, "lost": None}
     moved = sensitivity(one, nudged)
     assert moved == pytest.approx(0.01, rel=1e-4)
-    rows = list(gradient_rows("eval", one, one | {"b": torch.ones(2) * 1.15, "lost": None}, Tolerance(1e-6, 0.0)))
+    many = one | {"b": torch.ones(2) * 1.15, "lost": None}
+    rows = list(rows_of("eval", Kind.GRADIENT, one, many, common_scales(one), Tolerance(1e-6, 0.0)))
     assert [row.differs for row in rows] == [False, True, True]
     assert [row.differs for row in allowing(rows, moved)] == [False, False, True]
     assert [row.allowed for row in allowing(rows, 5.0)] == pytest.approx([1.0] * 3)  # a tenth of the largest at most
     assert allowing(rows, 0.0) == rows
     assert sensitivity({"a": None}, {"a": None}) == sensitivity({}, {}) == 0.0
-
-
-def test_buffers_are_held_against_the_largest_of_their_module() -> None:
-    one = {
-        "a.mean": torch.tensor([1e-9]),
-        "a.var": torch.tensor([2.0]),
-        "a.count": torch.tensor(4),
-        "b.x": torch.ones(1),
-    }
-    many = {name: buffer + 1e-7 if buffer.is_floating_point() else buffer + 1 for name, buffer in one.items()}
-    found = {row.name: row for row in buffer_rows("eval", one, many, Tolerance(1e-6, 0.0))}
-    assert [found[name].largest for name in one] == [2.0, 2.0, 4.0, 1.0]
-    assert [found[name].differs for name in one] == [False, False, True, False]
-
-
-def test_the_loss_is_held_against_the_outputs() -> None:
-    one, many = torch.tensor(0.0), torch.tensor(1e-4)
-    assert loss_row("eval", one, many, 100.0, Tolerance(1e-5, 0.0)).differs is False
-    assert loss_row("eval", one, many, 1.0, Tolerance(1e-5, 0.0)).differs is True
 
 
 def test_tensors_in_batches_of_other_kinds() -> None:

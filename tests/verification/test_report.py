@@ -62,7 +62,7 @@ def test_the_table_is_aligned() -> None:
         "  output                     9 x 2       2.00e+00     1.0e-07  2.0e-05",
         "  gradient of linear.weight  2 x 5       2.00e+00     5.0e-01  2.0e-05  differs",
         "eval",
-        "  buffer norm.mean           5                                          differs: gone",
+        "  buffer norm.mean           5           2.00e+00         inf  0.0e+00  differs: gone",
     ]
 
 

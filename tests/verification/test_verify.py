@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import math
 import random
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -81,12 +82,11 @@ class Caching(nn.Module):
         self.by_length: dict[int, torch.Tensor] = {}
         self.itself: list[Any] = []
         self.itself.append(self.itself)
-        self.numbers = itertools.count()
         self.name = ""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.table, self.by_length[x.shape[1]] = torch.ones(x.shape[1]), torch.ones(x.shape[1])
-        self.function, self.name = lambda: 0, self.name + f"{next(self.numbers)}"
+        self.function, self.name = lambda: 0, self.name + "x"
         return x * self.table
 
 
@@ -261,8 +261,11 @@ class Case(NamedTuple):
     explained: bool = False
 
 
+SEEDS = itertools.count()
+
+
 def draws_another_number_each_time(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return x + torch.randn(9, 5, generator=torch.Generator().manual_seed(next(self.seeds)))[: len(x)]
+    return x + torch.randn(9, 5, generator=torch.Generator().manual_seed(next(SEEDS)))[: len(x)]
 
 
 def drops_in_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -278,11 +281,11 @@ CASES = [
         calls(lambda self, x: self.layers[0](self.layers[1](x)), nn.BatchNorm1d(5), nn.BatchNorm1d(5)), ROWS,
         Cause.PER_SHARD_BATCH_NORM, "sync_batch_norm=True", "layers.1", TRAINING,
     ),
-    Case(  # behind a wrapper, whose replicas in each replica are matched with those of the plain run
+    Case(  # behind a wrapper inside the model
         nn.Sequential(DataParallel(nn.Linear(5, 8), ["cpu"] * 2), nn.BatchNorm1d(8)), ROWS,
         Cause.PER_SHARD_BATCH_NORM, "sync_batch_norm=True", "1", TRAINING,
     ),
-    Case(with_dropout(), ROWS, Cause.ACTIVE_DROPOUT, "streams of their own", "2", TRAINING, True),
+    Case(with_dropout(), ROWS, Cause.RANDOM_NUMBERS, "streams of their own", "2", TRAINING, True),
     Case(
         calls(drops_in_forward, nn.Linear(5, 2)), ROWS, Cause.RANDOM_NUMBERS, "streams of their own", "layers.0",
         TRAINING, True,
@@ -337,14 +340,12 @@ CASES = [
         calls(lambda self, x: self.layers[0](x).mean().view(1), LINEAR), ROWS, Cause.JOINED_ON_ANOTHER_AXIS,
         "each replica returns one of its own",
     ),
-    Case(calls(lambda self, x: {"y": x, "n": "5" if len(x) > 5 else 5}), ROWS, Cause.UNKNOWN, "output['n'] is"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.cause}: {case.says}")
 def test_causes(case: Case) -> None:
     """G6, N4, N5: what differs from one device is found, and named with its cause."""
-    case.model.seeds = iter(range(100))
     with no_warning_about_scalars():
         report = compared(case.model, case.inputs)
     assert not report.same
@@ -360,7 +361,7 @@ def test_causes(case: Case) -> None:
 
 def test_what_comes_behind_a_random_layer_is_told_where_it_is_certain() -> None:
     report = compared(with_dropout(nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8)), ROWS)
-    assert [finding.cause for finding in report.findings] == [Cause.ACTIVE_DROPOUT, Cause.PER_SHARD_BATCH_NORM]
+    assert [finding.cause for finding in report.findings] == [Cause.RANDOM_NUMBERS, Cause.PER_SHARD_BATCH_NORM]
     assert (report.first_module, report.cause) == ("3", Cause.PER_SHARD_BATCH_NORM)
     assert not report.explained
 
@@ -373,9 +374,17 @@ def test_what_comes_behind_a_random_layer_is_told_where_it_is_certain() -> None:
     causes = [(finding.mode, finding.cause) for finding in report.findings]
     assert causes == [
         ("training", Cause.JOINED_ON_ANOTHER_AXIS),
-        ("training", Cause.ACTIVE_DROPOUT),
+        ("training", Cause.RANDOM_NUMBERS),
         ("eval", Cause.JOINED_ON_ANOTHER_AXIS),
     ]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+@pytest.mark.parametrize("make", [torch.jit.script, lambda model: torch.compile(model, backend="eager")])
+def test_models_whose_calls_cannot_be_recorded(make: Callable[[nn.Module], nn.Module]) -> None:
+    """A scripted model that differed ended in an error of torch.jit's: it has no get_submodule."""
+    report = compared(make(with_batch_norm()), ROWS)
+    assert (report.same, report.first_module, report.cause) == (False, "", Cause.UNKNOWN)
 
 
 def test_an_option_that_is_given_explains_what_it_asks_for() -> None:
@@ -436,21 +445,6 @@ def test_no_gradients_where_backward_fails_in_eval_mode() -> None:
 # ---- how it is done ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [mlp, with_batch_norm, lambda: nn.Sequential(center(), mlp()), with_dropout])
-def test_at_most_three_steps_on_one_device_and_two_on_several(make: Callable[[], nn.Module]) -> None:
-    model = make()
-    steps: list[int] = []
-    model.register_forward_hook(lambda module, args, output: steps.append(len(args[0])))
-    wrapper = DataParallel(model, ["cpu", "cpu"])
-    wrapped_steps: list[int] = []
-    wrapper.register_forward_hook(lambda module, args, output: wrapped_steps.append(len(args[0])))
-    report = verify(wrapper, ROWS, show=False)
-    assert len(wrapped_steps) == 2
-    plain_steps = steps.count(9)
-    assert plain_steps == (3 if report.cause is Cause.ROWS_INTERACT else 2)
-    assert sorted(size for size in steps if size != 9) == [4, 4, 5, 5]
-
-
 class Everything(nn.Module):
     """All that a forward can change."""
 
@@ -482,12 +476,9 @@ def state_of(*modules: nn.Module) -> list[Any]:
     """Return all that is to be as before: values as copies, objects by identity."""
     state: list[Any] = [torch.get_rng_state().tolist(), random.getstate()]
     for module in [inner for outer in modules for inner in outer.modules()]:
-        state += [id(module), module.training, sorted(vars(module))]
-        state += [list(module._forward_hooks), list(module._forward_pre_hooks)]
-        state += [
-            (id(p), id(p.grad), p.tolist(), None if p.grad is None else p.grad.tolist()) for p in module.parameters()
-        ]
-        state += [(id(buffer), buffer.tolist()) for buffer in module.buffers()]
+        state += [id(module), module.training, sorted(vars(module)), list(module._forward_hooks)]
+        tensors = [*module.parameters(), *module.buffers()]
+        state += [(id(t), id(t.grad), t.tolist(), None if t.grad is None else t.grad.tolist()) for t in tensors]
         if isinstance(module, Everything):
             state += [module.counter, list(module.seen), list(module.cache), module.held.tolist(), id(module.seen)]
             state += [module.generator.get_state().tolist()]
@@ -503,18 +494,37 @@ def test_everything_is_as_before(fails: bool, wrapped: bool) -> None:
     model.linear.weight.grad = torch.randn(5, 5)
     head.weight.grad = torch.randn(5, 5)
     model.norm.eval()  # frozen, and stays so in training mode
-    model.register_forward_hook(lambda module, args, output: None)
+    model.register_forward_hook(lambda module, args, output: modes.append(module.training))
+    modes: list[bool] = []
     given = DataParallel(model, ["cpu", "cpu"]) if wrapped else model
     before = state_of(given, head)
 
     def criterion(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        if fails and not model.training:
+        if fails and not modes[-1]:
             raise KeyError("as asked")
         return F.mse_loss(head(output), target)
 
     with pytest.raises(KeyError, match="as asked") if fails else contextlib.nullcontext():
         verify(given, ROWS, ROWS, criterion, None if wrapped else ["cpu", "cpu"], show=False)
     assert state_of(given, head) == before
+
+
+def test_what_a_model_keeps_with_its_history_is_copied() -> None:
+    """torch copies leaves only: a weight norm of the old kind, after a forward, and features in a list."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        self.kept.append(self.layers[0](x))
+        return self.kept[-1]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        model = calls(forward, nn.utils.weight_norm(nn.Linear(5, 2)))
+    model.kept = []
+    model(ROWS)
+    assert compared(model, ROWS).same
+    model.lock = threading.Lock()
+    with pytest.raises(TypeError, match=r"Calls cannot be copied with copy\.deepcopy: cannot pickle"):
+        compared(model, ROWS)
 
 
 head_outside = nn.Linear(2, 2)
@@ -527,14 +537,6 @@ def test_gradients_of_modules_that_only_the_criterion_uses_are_as_before() -> No
     assert head_outside.weight.grad is held
     assert held.tolist() == [[1.0, 1.0], [1.0, 1.0]]
     assert (head_outside.bias.grad, x.grad) == (None, None)
-
-
-def test_a_graph_from_before_still_works() -> None:
-    model = with_batch_norm().eval()
-    loss = model(ROWS).sum()
-    compared(model, ROWS)
-    loss.backward()
-    assert model[0].weight.grad is not None
 
 
 def test_an_optimizer_that_steps_in_backward_does_not() -> None:
@@ -697,8 +699,9 @@ def test_where_tensors_are(simulated_accelerators: Any) -> None:
         assert report.same
         assert report.title.startswith("Sequential on sim:0, and on 4 replicas (sim:0, ")
         assert verify(model, ROWS, target, nn.MSELoss(), output_device="cpu", show=False).same
-        with pytest.raises(RuntimeError, match=r"0.weight is on cpu. Move the whole module there first"):
-            verify(mlp(), ROWS, show=False)
+        on_the_cpu = mlp()
+        assert verify(on_the_cpu, ROWS, show=False).title.startswith("Sequential on sim:0, ")
+        assert on_the_cpu[0].weight.device.type == "cpu"
     with simulated_accelerators(1):  # one accelerator has two replicas
         report = verify(mlp().to("sim:0"), ROWS, show=False)
     assert report.title == "Sequential on sim:0, and on 2 replicas (sim:0 5 rows, sim:0 4 rows)"
@@ -722,5 +725,5 @@ def test_what_forward_keeps_in_attributes_is_no_difference_unless_it_is_updated(
 def test_a_metric_that_forward_updates_is_a_difference() -> None:
     """R6: it said "same", and the metric stayed 0."""
     report = compared(nn.Sequential(Running(), nn.Linear(5, 2)), ROWS)
-    assert {row.name for row in report.differences} == {"0.total", "0.steps", "0.kept"}
+    assert {row.name for row in report.differences} == {"0.total", "0.steps", "0.kept[0]", "0.kept[1]"}
     assert "Update it outside of forward" in " ".join(str(report).split())

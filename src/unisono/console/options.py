@@ -1,9 +1,11 @@
 """What the parsers of several commands need: the types of their arguments, and the packages that they ask for."""
 
 import argparse
+import ast
 import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from unisono.console.errors import OptionError
 from unisono.primitives.split_sizes import RULES, check_shares
@@ -30,6 +32,25 @@ def shares(text: str) -> str | list[float]:
             f"expected {', '.join(RULES)}, or weights such as 2,1, 0 or more and not all of them 0; got {text!r}"
         ) from None
     return weights
+
+
+def literal(text: str) -> Any:
+    """Return what a text in Python's notation means, of numbers, strings, None, tuples, lists, dicts: an argparse type.
+
+    >>> literal("{'mask': None}")
+    {'mask': None}
+    """
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        raise argparse.ArgumentTypeError(
+            f"expected a value in Python's notation, such as 1, (0, None) or {{'mask': None}}; got {text!r}"
+        ) from None
+
+
+def scalars(text: str) -> Any:
+    """Return the rule for 0-dim outputs, a word or such words in a tuple or dict; an argparse type."""
+    return literal(text) if text[:1] in ("(", "[", "{") else text
 
 
 def flag(name: str) -> str:

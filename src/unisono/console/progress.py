@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import time
-from typing import Protocol, TextIO
+from typing import TextIO, TypeAlias
 
 from unisono.console.options import is_installed
 
@@ -15,36 +15,20 @@ _SECONDS_BETWEEN_LINES = 5.0
 _REFRESHES_PER_SECOND = 8
 
 
-class Progress(Protocol):
-    """Shows how far a command is."""
-
-    def say(self, line: str) -> None:
-        """Show a line that stays."""
-
-    def begin(self, task: str, total: int | None = None) -> None:
-        """Show that a task begins, which has so many parts (None: not known)."""
-
-    def update(self, task: str, done: int, total: int | None, text: str, details: str = "") -> None:
-        """Show how many parts of a task are done, with a text beside them and details below."""
-
-    def close(self) -> None:
-        """Take away what does not stay."""
-
-
 class Silent:
     """Shows nothing: for processes other than the first."""
 
     def say(self, line: str) -> None:
-        """Do nothing."""
+        pass
 
     def begin(self, task: str, total: int | None = None) -> None:
-        """Do nothing."""
+        pass
 
     def update(self, task: str, done: int, total: int | None, text: str, details: str = "") -> None:
-        """Do nothing."""
+        pass
 
     def close(self) -> None:
-        """Do nothing."""
+        pass
 
 
 class Lines:
@@ -58,23 +42,23 @@ class Lines:
         self._next_line_at = 0.0
 
     def say(self, line: str) -> None:
-        """Write a line."""
+        """Show a line that stays."""
         print(line, file=self._out, flush=True)
 
     def begin(self, task: str, total: int | None = None) -> None:
-        """Write a line."""
+        """Show that a task begins, which has so many parts (None: not known)."""
         self._next_line_at = time.monotonic() + _SECONDS_BETWEEN_LINES
         self.say(f"{task} ...")
 
     def update(self, task: str, done: int, total: int | None, text: str, details: str = "") -> None:
-        """Write a line, if the last one about a task is some seconds old."""
+        """Show how many parts of a task are done, with a text beside them and details below."""
         now = time.monotonic()
         if now >= self._next_line_at:
             self._next_line_at = now + _SECONDS_BETWEEN_LINES
             self.say(f"  {task}, {text}{f' ({details})' if details else ''}")
 
     def close(self) -> None:
-        """Do nothing: lines stay."""
+        """Take away what does not stay."""
 
 
 class Bar:
@@ -113,22 +97,21 @@ class Bar:
         self._live.start()
 
     def say(self, line: str) -> None:
-        """Write a line above the bar."""
         self._console.print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
     def begin(self, task: str, total: int | None = None) -> None:
-        """Begin the bar anew; without a total it moves to and fro."""
-        self.update(task, 0, total, "")
+        self.update(task, 0, total, "")  # without a total the bar moves to and fro
 
     def update(self, task: str, done: int, total: int | None, text: str, details: str = "") -> None:
-        """Move the bar."""
         self._details = details
         self._bar.tasks[0].total = total  # `update` would leave it alone where it is None
         self._bar.update(self._task, description=task, completed=done, text=text, visible=True)
 
     def close(self) -> None:
-        """Take the bar away."""
         self._live.stop()
+
+
+Progress: TypeAlias = Silent | Lines | Bar
 
 
 def for_stdout() -> Progress:

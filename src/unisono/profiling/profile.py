@@ -9,18 +9,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from unisono.console.files import replaced
 from unisono.console.tables import table
 from unisono.profiling import chrome_trace
 from unisono.profiling.steps import PHASES, ProfiledStep, divided, filled, grouped, lanes_of
-from unisono.runtime import devices, timeline
+from unisono.runtime import timeline
 from unisono.runtime.devices import DeviceClock
 from unisono.runtime.timeline import Span, StepRecording
 
 _MOST_STEPS = 1000  # the last ones are kept
-_NOTHING = "nothing was profiled: the model was not called, or only inside torch.compile"
+_NOTHING = (
+    "nothing was profiled: the model was not called, or only on one device or inside torch.compile, where "
+    "torch.profiler shows what it does"
+)
 
 
 class Profile:
@@ -38,17 +39,15 @@ class Profile:
     | wait | the replica waits for other replicas, or for the caller's thread |
     | outside | neither forward nor backward runs: the loss, the optimizer, the data |
 
-    Args:
-        device: of the module, or the first replica's.
+    Steps that no engine has run are left out: those on one device, or through verbs of a subclass's own.
 
     Attributes:
         model: the name of the module's class.
         rank: of the process, among those that a launcher has started.
     """
 
-    def __init__(self, model: str, device: torch.device, rank: int = 0) -> None:
+    def __init__(self, model: str, rank: int = 0) -> None:
         self.model, self.rank = model, rank
-        self._device = device
         self._clock_of = cache(DeviceClock)
         self._steps: deque[StepRecording] = deque(maxlen=_MOST_STEPS)
         self._ended: float | None = None
@@ -66,7 +65,7 @@ class Profile:
 
     def new_step(self) -> StepRecording:
         """Return the step that begins with a forward."""
-        step = StepRecording(self._clock_of, self._device)
+        step = StepRecording(self._clock_of)
         self._steps.append(step)
         return step
 
@@ -81,7 +80,8 @@ class Profile:
 
         A forward that has failed is left out.
         """
-        steps = [step for step in list(self._steps) if step.passes]  # a copy: other threads may add to it
+        recorded = list(self._steps)  # a copy: other threads may add to it
+        steps = [step for step in recorded if step.passes and step.replicas]
         now = self._ended if self._ended is not None else time.perf_counter()
         found: list[ProfiledStep] = []
         for number, thread in enumerate(dict.fromkeys(step.thread for step in steps)):
@@ -206,11 +206,6 @@ class Profile:
     def _lanes(self, step: StepRecording) -> dict[str, tuple[list[Span], int]]:
         """Return what was recorded of a forward and its backwards by lane, and the lane's rows."""
         replicas = sorted(step.replicas.items())
-        if not replicas and devices.computes_on_host(self._device):
-            return {str(self._device): (list(step.passes), 0)}
-        if not replicas:
-            on_device = {} if step.on_device is None else {str(self._device): (step.on_device.spans(), 0)}
-            return {"host": (list(step.passes), 0)} | on_device
         found = {}
         if all(timing.track is not step.caller for _, timing in replicas):
             found["host"] = (step.caller.spans(), 0)

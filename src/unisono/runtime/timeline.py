@@ -20,7 +20,6 @@ Assumes that the processes of a machine have one `time.perf_counter`, as on Linu
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -30,7 +29,6 @@ import torch
 
 from unisono.runtime import devices as _devices
 from unisono.runtime.devices import DeviceClock, Moment
-from unisono.runtime.step_timer import watch_backwards
 
 SCATTER, REPLICATE, FORWARD, GATHER = "scatter", "replicate", "forward", "gather"
 BACKWARD, REDUCE, WAIT = "backward", "reduce", "wait"
@@ -96,10 +94,6 @@ class Track:
         self._close_span()
         self._phases.clear()
 
-    def abandon(self) -> None:
-        """Leave out the phases that are open: when they ended is not known."""
-        self._phases.clear()
-
     def add(self, spans: Sequence[Span]) -> None:
         """Add what has been recorded in another process."""
         self._spans += spans
@@ -145,22 +139,19 @@ class StepRecording:
 
     Args:
         clock_of: returns the clock of a device that does not compute on the host.
-        device: where the module is.
 
     Attributes:
         thread: the caller's.
         caller: what it did.
         replicas: by number. The first one's track is the caller's, if it computes on the host. There is none
-            where no engine ran: then the caller did everything.
-        on_device: what an accelerator did meanwhile, where no engine ran; None: the module's device has no clock.
+            where no engine ran.
         passes: the forward, and each backward, that has ended.
         phase: which of the two the last one is.
         is_open: whether its backwards are recorded.
     """
 
-    def __init__(self, clock_of: Callable[[torch.device], DeviceClock], device: torch.device) -> None:
+    def __init__(self, clock_of: Callable[[torch.device], DeviceClock]) -> None:
         self._clock_of = clock_of
-        self.on_device = Track(clock_of(device)) if _devices.has_streams(device) else None
         self.thread = threading.get_ident()
         self.caller = Track()
         self.replicas: dict[int, ReplicaTiming] = {}
@@ -168,7 +159,6 @@ class StepRecording:
         self.phase = FORWARD
         self.is_open = True
         self._is_free = threading.Lock()
-        self._whole_since: float | None = None  # when the backward began that is running
 
     @contextlib.contextmanager
     def recorded(self, phase: str, first: str) -> Iterator[None]:
@@ -185,38 +175,13 @@ class StepRecording:
                 self.phase = phase
                 self.caller.enter(first)
                 began = cast(float, self.caller.since)
-                if self.on_device is not None:
-                    self.on_device.enter(phase)
                 try:
                     yield
                 finally:
                     self.caller.end()
-                    if self.on_device is not None:
-                        self.on_device.end()
                 self.passes.append(Span(phase, began, cast(float, self.caller.since)))
         finally:
             self._is_free.release()
-
-    def watch_backward(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Record each backward that comes through the outputs of a forward that no engine ran.
-
-        It lasts until the whole backward ends. No tensor of it is kept. (An engine's forward has one node for the
-        backward of its replicas, which records itself.)
-        """
-        watch_backwards(outputs, self._begin_whole_backward, self._end_whole_backward)
-
-    def _begin_whole_backward(self) -> None:
-        self._whole_since = time.perf_counter() if self.is_open else None
-        if self.is_open and self.on_device is not None:
-            self.on_device.abandon()  # a backward that has failed
-            self.on_device.enter(BACKWARD)
-
-    def _end_whole_backward(self) -> None:
-        if self._whole_since is not None:
-            self.passes.append(Span(BACKWARD, self._whole_since, time.perf_counter()))
-            self._whole_since = None
-            if self.on_device is not None:
-                self.on_device.end()
 
     def record_on_tracks(self, numbers: Sequence[int], timings: Sequence[ReplicaTiming]) -> None:
         """Give each replica a track; the one that it has, if its step is run again."""

@@ -160,23 +160,6 @@ def _import_what_backward_imports() -> None:
     importer.join()
 
 
-@contextlib.contextmanager
-def without_post_accumulate_hooks(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Disable the hooks of `register_post_accumulate_grad_hook`, such as an optimizer's step, within the context.
-
-    Fallback: they are called.
-    """
-    registered = [hooks for tensor in tensors if (hooks := getattr(tensor, "_post_accumulate_grad_hooks", None))]
-    held = [dict(hooks) for hooks in registered]
-    for hooks in registered:
-        hooks.clear()
-    try:
-        yield
-    finally:
-        for hooks, before in zip(registered, held, strict=True):
-            hooks.update(before)
-
-
 def num_hooks(tensors: Iterable[torch.Tensor]) -> int:
     """Return how many hooks are on tensors: of `register_hook`, and of `register_post_accumulate_grad_hook`.
 

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from unisono.runtime.timeline import ReplicaTiming
 _MOST_PENDING = 64  # forwards whose backward may still come
 
 
-@dataclass(frozen=True)
+@dataclass
 class Report:
     """What a script has done so far.
 
@@ -35,20 +35,20 @@ class Report:
         forwards, rows: of wrappers and of data_parallel, those without gradients too.
         timed_forwards: those of them that an engine ran, on several devices: of these backward is known.
         seconds: since the first forward began.
+        forward_s: what all forwards took, in the caller's thread.
         replicas_s, backward_s: what the slowest replica took, forward and backward, of all forwards together.
-        around_s: what else the forwards took: to split the batch, make the replicas, join the outputs.
     """
 
-    devices: tuple[tuple[torch.device, ...], ...]
-    not_replaced: tuple[str, ...]
-    functions: dict[str, int]
-    forwards: int
-    rows: int
-    timed_forwards: int
-    seconds: float
-    replicas_s: float
-    backward_s: float
-    around_s: float
+    devices: tuple[tuple[torch.device, ...], ...] = ()
+    not_replaced: tuple[str, ...] = ()
+    functions: Counter[str] = field(default_factory=Counter)
+    forwards: int = 0
+    rows: int = 0
+    timed_forwards: int = 0
+    seconds: float = 0.0
+    forward_s: float = 0.0
+    replicas_s: float = 0.0
+    backward_s: float = 0.0
 
 
 class Activity:
@@ -57,25 +57,22 @@ class Activity:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._thread = threading.local()
-        self._devices: list[tuple[torch.device, ...]] = []
-        self._not_replaced: dict[str, None] = {}  # a set in order
-        self._functions: Counter[str] = Counter()
-        self._forwards = self._rows = self._timed_forwards = 0
+        self._so_far = Report()
         self._started: float | None = None
-        self._forward_s = self._replicas_s = self._backward_s = 0.0
         self._pending: deque[list[ReplicaTiming]] = deque()
 
     def add_wrapper(self, devices: list[torch.device]) -> None:
         with self._lock:
-            self._devices.append(tuple(devices))
+            self._so_far.devices += (tuple(devices),)
 
     def add_not_replaced(self, wrapper: str) -> None:
         with self._lock:
-            self._not_replaced[wrapper] = None
+            if wrapper not in self._so_far.not_replaced:
+                self._so_far.not_replaced += (wrapper,)
 
     def add_call(self, function: str) -> None:
         with self._lock:
-            self._functions[function] += 1
+            self._so_far.functions[function] += 1
 
     def measure(
         self,
@@ -113,30 +110,25 @@ class Activity:
         took = time.perf_counter() - began
         with self._lock:
             self._started = began if self._started is None else min(began, self._started)
-            self._forwards += forwards
-            self._rows += rows
-            self._forward_s += took
-            self._replicas_s += max((timing.forward_s for timing in timings), default=took)
+            so_far = self._so_far
+            so_far.forwards += forwards
+            so_far.rows += rows
+            so_far.forward_s += took
+            so_far.replicas_s += max((timing.forward_s for timing in timings), default=took)
             if timings:
-                self._timed_forwards += 1
+                so_far.timed_forwards += 1
                 self._pending.append(timings)
             if len(self._pending) > _MOST_PENDING:
-                self._backward_s += _slowest_backward(self._pending.popleft())
+                so_far.backward_s += _slowest_backward(self._pending.popleft())
 
     def report(self) -> Report:
         now = time.perf_counter()
         with self._lock:
-            return Report(
-                devices=tuple(self._devices),
-                not_replaced=tuple(self._not_replaced),
-                functions=dict(self._functions),
-                forwards=self._forwards,
-                rows=self._rows,
-                timed_forwards=self._timed_forwards,
+            return replace(
+                self._so_far,
+                functions=Counter(self._so_far.functions),
                 seconds=now - self._started if self._started is not None else 0.0,
-                replicas_s=self._replicas_s,
-                backward_s=self._backward_s + sum(map(_slowest_backward, self._pending)),
-                around_s=max(0.0, self._forward_s - self._replicas_s),
+                backward_s=self._so_far.backward_s + sum(map(_slowest_backward, self._pending)),
             )
 
 

@@ -7,21 +7,25 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import partial
-from types import CodeType
 from typing import Any
 
 from unisono.console.device_option import choose_devices
 from unisono.console.errors import FAILED, OptionError
-from unisono.console.options import shares
+from unisono.console.options import flag, literal, scalars, shares
 from unisono.distributed.environment import started_by_launcher
 from unisono.primitives.split_sizes import check_shares
 from unisono.runtime import devices as _devices
-from unisono.scripts import summary, trainer
-from unisono.scripts.gpu_count import counted_as_gpus, counts_gpus
+from unisono.scripts import summary
+from unisono.scripts.gpu_count import counted_as_gpus
 from unisono.scripts.install import Installation, install
 from unisono.scripts.main_program import ProgramError, find_module, find_script, run_program
 
-_WITH_VALUE = ("--devices", "--engine", "--shares", "--randomness")
+_OF_WRAPPERS = ("engine", "shares", "in_dims", "out_dims", "scalars", "sync_batch_norm", "randomness")
+_WITH_VALUE = {"--devices", *map(flag, _OF_WRAPPERS)} - {"--sync-batch-norm"}
+_COUNT_REPLICAS = (
+    ". If it makes one only where there are several GPUs: unisono run --devices 'cpu*2' --count-replicas answers with "
+    "the number of the replicas"
+)
 
 SUMMARY = "run a script of yours with unisono in the place of torch.nn.DataParallel"
 
@@ -38,6 +42,7 @@ examples:
   unisono run --devices 'cpu*2' train.py --lr 0.1
   unisono run --devices 2 --sync-batch-norm -m package.train
   unisono run --devices 'cpu*2' --shares measured train.py
+  unisono run --in-dims "{'mask': None}" --scalars mean train.py
   unisono run --devices 'cpu*2' --count-replicas tutorial.py
 
 exit status:
@@ -64,6 +69,26 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="RULE",
         help="rows of each replica: chunk; even; measured, which tries a few in the first steps and keeps the "
         "fastest; or one weight a device, such as 2,1 (default: chunk)",
+    )
+    parser.add_argument(
+        "--in-dims",
+        type=literal,
+        metavar="DIMS",
+        help="the axis of the rows in each input; None: whole, to every replica. In Python's notation, such as "
+        "(0, None) or {'mask': None} (default: the script's dim, for all)",
+    )
+    parser.add_argument(
+        "--out-dims",
+        type=literal,
+        metavar="DIMS",
+        help="the same for outputs, nested like them, such as (0, (1, 1)) for an LSTM with batch_first=True",
+    )
+    parser.add_argument(
+        "--scalars",
+        type=scalars,
+        metavar="RULE",
+        help="how 0-dim outputs such as a loss are combined: stack, mean, sum, mean:name, or these nested like the "
+        "output, such as {'loss': 'mean:tokens', 'tokens': 'sum'} (default: stack)",
     )
     parser.add_argument(
         "--sync-batch-norm", action="store_true", help="batch norm with the statistics of the whole batch"
@@ -97,11 +122,6 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(words[:position]), list(words[position:])
 
 
-def needed(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Return the packages that must be installed, by the extra that has them: none."""
-    return {}
-
-
 def run(given: dict[str, Any]) -> int:
     """Run the script, and return its exit status; the closing line is printed when the program exits.
 
@@ -112,27 +132,29 @@ def run(given: dict[str, Any]) -> int:
     if (script is None) == (module is None):
         raise OptionError("expected one script, or -m module (unisono run --help has examples)")
     devices = choose_devices(given["devices"], among_several=_among_several()) if "devices" in given else None
-    names = ("engine", "shares", "sync_batch_norm", "randomness")
-    options = {name: given[name] for name in names if name in given}
-    if "count_replicas" in given and devices is None:
+    options = {name: given[name] for name in _OF_WRAPPERS if name in given}
+    counts_replicas = "count_replicas" in given
+    if counts_replicas and devices is None:
         raise OptionError("--count-replicas counts those of --devices: give --devices too, such as --devices 'cpu*2'")
     try:
         check_shares(options.get("shares", "chunk"), len(devices) if devices else None)
         installed = install(devices, **options)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise OptionError(error) from error
 
-    codes = list[CodeType]()
-    find = partial(find_script, script) if script is not None else partial(find_module, str(module))
-    counted = len(devices) if devices and "count_replicas" in given else None
-    engine = options.get("engine", "threads")
-    ending = _Ending(installed, engine, codes, as_json="json" in given, counted_replicas=counted)
+    replaced = contextlib.ExitStack()
+    replaced.enter_context(installed)
+    if devices and counts_replicas:
+        replaced.enter_context(counted_as_gpus(len(devices)))
+    advice = "" if counts_replicas or len(_devices.accelerators()) > 1 else _COUNT_REPLICAS
+    ending = _Ending(installed, replaced, options.get("engine", "threads"), advice, as_json="json" in given)
     atexit.register(ending)  # before the script's own, so it is called after them
+    find = partial(find_script, script) if script is not None else partial(find_module, str(module))
     try:
-        ending.status = run_program(find, given["arguments"], codes.append)
+        ending.status = run_program(find, given["arguments"])
     except ProgramError:
         atexit.unregister(ending)
-        ending.uninstall()
+        replaced.close()
         raise
     with contextlib.suppress(AttributeError, ValueError):  # the script has put None there, or closed it
         sys.stdout.flush()
@@ -145,49 +167,28 @@ class _Ending:
     Threads of the script may outlive its last line, and its exit handlers come later still. All of these may make
     wrappers, and what they do counts.
 
-    Args:
-        codes: those of the script, once it was found.
-        counted_replicas: the number of GPUs that the script is told; None: the true one.
-
     Attributes:
         status: the script's exit status.
     """
 
     def __init__(
-        self,
-        installed: Installation,
-        engine: str,
-        codes: Sequence[CodeType],
-        *,
-        as_json: bool,
-        counted_replicas: int | None,
+        self, installed: Installation, replaced: contextlib.ExitStack, engine: str, advice: str, *, as_json: bool
     ) -> None:
         self.status = FAILED
-        self._installed, self._engine, self._codes = installed, engine, codes
-        self._as_json, self._counts_replicas = as_json, counted_replicas is not None
+        self._installed, self._replaced, self._engine = installed, replaced, engine
+        self._advice, self._as_json = advice, as_json
         self._process, self._stream = os.getpid(), sys.stderr
-        self._entered = contextlib.ExitStack()
-        self._entered.enter_context(installed)
-        if counted_replicas is not None:
-            self._entered.enter_context(counted_as_gpus(counted_replicas))
-
-    def uninstall(self) -> None:
-        """Put everything back."""
-        self._entered.close()
 
     def __call__(self) -> None:
         """Print the closing line."""
         report = self._installed.report()
-        self.uninstall()
+        self._replaced.close()
         if report is None or os.getpid() != self._process or os.environ.get("RANK", "0") != "0":
             return  # a child that the script has forked, and another rank, have no line of their own
         if self._as_json:
             text = summary.record(report, self._engine, self.status, _world_size())
         else:
-            asks = any(map(counts_gpus, self._codes)) or trainer.is_imported()
-            hidden = asks and not self._counts_replicas
-            line = summary.line(report, self._engine, _world_size(), _advice() if hidden else None)
-            text = f"unisono run: {line}"
+            text = f"unisono run: {summary.line(report, self._engine, _world_size(), self._advice)}"
         with contextlib.suppress(AttributeError, ValueError, OSError):
             sys.stdout.flush()  # the closing line comes after all that the script has printed
         with contextlib.suppress(ValueError, OSError):  # the script has closed it, or nothing reads it any more
@@ -205,12 +206,3 @@ def _among_several() -> bool:
         return started_by_launcher()
     except RuntimeError as error:
         raise OptionError(error) from error
-
-
-def _advice() -> str | None:
-    if len(_devices.accelerators()) > 1:
-        return None
-    return (
-        "It asks for the number of GPUs: unisono run --devices 'cpu*2' --count-replicas answers with that of the "
-        "replicas"
-    )

@@ -9,7 +9,6 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from types import CodeType
 
 import torch
 
@@ -34,10 +33,3 @@ def _answering(device_count: Callable[[], int], count: int) -> Callable[[], int]
         return device_count() if asker in ("torch", "unisono") else count
 
     return answer
-
-
-def counts_gpus(code: CodeType) -> bool:
-    """Return whether a script asks for the number of devices anywhere."""
-    return "device_count" in code.co_names or any(
-        counts_gpus(part) for part in code.co_consts if isinstance(part, CodeType)
-    )

@@ -51,6 +51,9 @@ def install(
     *,
     engine: str = "threads",
     shares: str | Sequence[float] = "chunk",
+    in_dims: Any = ...,
+    out_dims: Any = ...,
+    scalars: Any = "stack",
     sync_batch_norm: bool = False,
     randomness: str = "per_replica",
 ) -> "Installation":
@@ -71,7 +74,7 @@ def install(
         device_ids: the devices of every wrapper, whatever the script names. A device's number, as the verbs take it, is
             then its place in this list, counted round it. None: the script's own devices.
         engine: "threads" or "processes".
-        shares, sync_batch_norm, randomness: as in `unisono.DataParallel`, for every wrapper.
+        shares, in_dims, out_dims, scalars, sync_batch_norm, randomness: as in `unisono.DataParallel`.
 
     Returns:
         What was installed. `uninstall()`, or the end of a `with` block, puts torch's names back; wrappers that were
@@ -83,9 +86,17 @@ def install(
     if engine not in _ENGINES:
         raise ValueError(f"engine={engine!r}: expected one of {list(_ENGINES)}; every wrapper gets one of its own")
     devices = None if device_ids is None else tuple(_devices.resolve(device_ids))
-    options = {"engine": engine, "shares": shares, "sync_batch_norm": sync_batch_norm, "randomness": randomness}
+    options: dict[str, Any] = {
+        "engine": engine,
+        "shares": shares,
+        "in_dims": in_dims,
+        "out_dims": out_dims,
+        "scalars": scalars,
+        "sync_batch_norm": sync_batch_norm,
+        "randomness": randomness,
+    }
     some = devices or ["cpu"] * (1 if isinstance(shares, str) else len(shares))
-    OwnDataParallel(nn.Identity(), some, process_group=False, **options)  # type: ignore[arg-type]
+    OwnDataParallel(nn.Identity(), some, process_group=False, **options)  # which checks them
     now = settings()
     if now is not None:
         set_settings(Settings(devices, options, now.activity))
@@ -165,18 +176,20 @@ def _namespaces() -> Iterator[tuple[str, dict[str, Any]]]:
             yield place, module.__dict__
 
 
-def _place(device: Any, devices: Sequence[torch.device]) -> Any:
-    """Return the device that a script means by a number or an accelerator's name; any other as it is."""
-    if isinstance(device, str):
-        device = torch.device(device)
-    if isinstance(device, torch.device):
-        return device if _devices.is_cpu(device) else devices[(device.index or 0) % len(devices)]
-    if isinstance(device, int) and not isinstance(device, bool) and device >= 0:
-        return devices[device % len(devices)]
-    return device
+def _placed(given: Any, devices: Sequence[torch.device]) -> Any:
+    """Return the device, or those of a list, that a script means by numbers or accelerators' names; others stay."""
+    if isinstance(given, str):
+        given = torch.device(given)
+    if isinstance(given, Sequence):
+        return [_placed(each, devices) for each in given]
+    if isinstance(given, torch.device):
+        return given if _devices.is_cpu(given) else devices[(given.index or 0) % len(devices)]
+    if isinstance(given, int) and not isinstance(given, bool) and given >= 0:
+        return devices[given % len(devices)]
+    return given
 
 
-def _verb(verb: Callable[..., Any], argument: str, *, is_list: bool) -> Callable[..., Any]:
+def _verb(verb: Callable[..., Any], argument: str) -> Callable[..., Any]:
     """Return a verb that is counted, and whose devices, given as `argument`, are those of the installation."""
     signature = inspect.signature(verb)
 
@@ -187,34 +200,33 @@ def _verb(verb: Callable[..., Any], argument: str, *, is_list: bool) -> Callable
             return verb(*args, **kwargs)
         now.activity.add_call(verb.__name__)
         bound = signature.bind(*args, **kwargs)
-        given = bound.arguments.get(argument)
-        if now.devices and given is not None:
-            placed = [_place(device, now.devices) for device in given] if is_list else _place(given, now.devices)
-            bound.arguments[argument] = placed
+        if now.devices and argument in bound.arguments:
+            bound.arguments[argument] = _placed(bound.arguments[argument], now.devices)
         return verb(*bound.args, **bound.kwargs)
 
     return installed
 
 
 @functools.wraps(data_parallel)
-def _installed_data_parallel(*args: Any, **kwargs: Any) -> Any:
+def _installed_data_parallel(
+    module: nn.Module,
+    inputs: Any,
+    device_ids: Any = None,
+    output_device: Any = None,
+    dim: int = 0,
+    module_kwargs: dict[str, Any] | None = None,
+) -> Any:
     now = settings()
     if now is None:
-        return data_parallel(*args, **kwargs)
+        return data_parallel(module, inputs, device_ids, output_device, dim, module_kwargs)
     now.activity.add_call("data_parallel")
-    bound = inspect.signature(data_parallel).bind(*args, **kwargs)
-    bound.apply_defaults()
-    given = bound.arguments
     if now.devices is not None:
-        given["device_ids"] = now.devices
-        has_place = given["output_device"] is not None and now.devices
-        given["output_device"] = _place(given["output_device"], now.devices) if has_place else None
+        device_ids, output_device = now.devices, _placed(output_device, now.devices) if now.devices else None
 
     def call(*_: Any, **__: Any) -> Any:
-        return data_parallel(*bound.args, **bound.kwargs)
+        return data_parallel(module, inputs, device_ids, output_device, dim, module_kwargs)
 
-    inputs = given["inputs"] if isinstance(given["inputs"], tuple) else (given["inputs"],)
-    return now.activity.measure(call, inputs, given["module_kwargs"] or {}, given["dim"])
+    return now.activity.measure(call, inputs if isinstance(inputs, tuple) else (inputs,), module_kwargs or {}, dim)
 
 
 _torchs: dict[str, Any] = {
@@ -239,9 +251,9 @@ def _noted_init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
 _ours: dict[str, Any] = {
     "DataParallel": DataParallel,
     "data_parallel": _installed_data_parallel,
-    "replicate": _verb(replicate, "devices", is_list=True),
-    "scatter": _verb(scatter, "target_gpus", is_list=True),
-    "scatter_kwargs": _verb(scatter_kwargs, "target_gpus", is_list=True),
-    "parallel_apply": _verb(parallel_apply, "devices", is_list=True),
-    "gather": _verb(gather, "target_device", is_list=False),
+    "replicate": _verb(replicate, "devices"),
+    "scatter": _verb(scatter, "target_gpus"),
+    "scatter_kwargs": _verb(scatter_kwargs, "target_gpus"),
+    "parallel_apply": _verb(parallel_apply, "devices"),
+    "gather": _verb(gather, "target_device"),
 }

@@ -9,7 +9,7 @@ From outside it cannot be seen which of the two a model does. So replica r is gi
 weight n_r / n. A mean S_r / n_r then makes sum(S_r) / n; a sum S_r, divided by what it was given, sum(S_r) / N.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -47,20 +47,28 @@ def _no_gather(_: Sequence[Any]) -> Any:
 register_batch_type(LabelCount, scatter=LabelCount.split, gather=_no_gather, rows=lambda count: len(count.of_rows))
 
 
-def plan_by_labels(plan: Callable[[dict[str, Any]], Call], kwargs: dict[str, Any], *, shifted: bool) -> Call:
-    """Return the plan of a call with these inputs, in which replicas' losses count in the measure of their labels.
+class LabelWeights:
+    """Makes the losses of a wrapper's replicas count in the measure of their labels; without labels, of their rows.
 
     Args:
-        plan: plans a call with the inputs that it is given.
-        kwargs: the inputs. If they have no labels, losses count in the measure of the rows.
         shifted: whether the loss shifts labels, so that the first of each row does not count.
     """
-    of_rows = _labels_of_rows(kwargs, shifted)
-    if of_rows is not None and kwargs.get(_COUNT) is not None:
-        kwargs = {**kwargs, _COUNT: LabelCount(kwargs[_COUNT], of_rows)}
-    call = plan(kwargs)
-    amounts = None if of_rows is None else _of_replicas(of_rows, call.sizes)
-    return replace(call, rules=replace(call.rules, scalars="mean", amounts=amounts))
+
+    def __init__(self, *, shifted: bool) -> None:
+        self._shifted = shifted
+        self._of_rows: list[int] | None = None  # in the forward that is under way
+
+    def inputs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Take note of the labels of a forward; return its inputs, in which each replica has its number of tokens."""
+        self._of_rows = _labels_of_rows(kwargs, self._shifted)
+        if self._of_rows is None or kwargs.get(_COUNT) is None:
+            return kwargs
+        return {**kwargs, _COUNT: LabelCount(kwargs[_COUNT], self._of_rows)}
+
+    def weighed(self, call: Call) -> Call:
+        """Return the plan of that forward, in which the losses have their weights."""
+        amounts = None if self._of_rows is None else _of_replicas(self._of_rows, call.sizes)
+        return replace(call, rules=replace(call.rules, scalars="mean", amounts=amounts))
 
 
 def _labels_of_rows(kwargs: dict[str, Any], shifted: bool) -> list[int] | None:

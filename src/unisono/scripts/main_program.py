@@ -2,7 +2,8 @@
 
 What the program sees: `__name__ == "__main__"`, its own `sys.argv`, its folder first on `sys.path`, and itself as
 `sys.modules["__main__"]`, which is where pickle, cloudpickle and worker processes that are spawned look for what it
-defines. All of this is left as it is at the end, because threads and exit handlers of the program may go on.
+defines. All of this is left as it is at the end, because threads and exit handlers of the program may go on: runpy
+would take it away.
 
 How it ends: with the status of `sys.exit`, or 1 after an exception, whose traceback begins in the program.
 """
@@ -15,7 +16,7 @@ import io
 import os
 import signal
 import sys
-import zipfile
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import CodeType, ModuleType, TracebackType
@@ -31,13 +32,13 @@ class Program:
     """A program that was found, and has not been run.
 
     Attributes:
-        load: compiles it; raises what Python raises, such as SyntaxError.
+        code: the program, compiled.
         attributes: those of `__main__`, beside its name.
         argument: `sys.argv[0]`.
         folder: what is first on `sys.path`.
     """
 
-    load: Callable[[], CodeType]
+    code: CodeType
     attributes: dict[str, Any]
     argument: str
     folder: str
@@ -48,28 +49,29 @@ class ProgramError(CommandError):
 
 
 def find_script(name: str) -> Program:
-    """Return the script in a file; that on standard input for "-"; for a folder or a zip file its `__main__.py`.
+    """Return the script in a file; that on standard input for "-"; for a folder its `__main__.py`.
 
     Raises:
         ProgramError: there is no such file, or it cannot be read.
+        SyntaxError: it cannot be compiled.
     """
     if name == "-":
         source = sys.stdin.buffer.read() if sys.stdin is not None else b""
-        return Program(lambda: compile(source, "<stdin>", "exec"), {}, name, "")
-    if os.path.isdir(name) or (os.path.isfile(name) and zipfile.is_zipfile(name)):
+        return Program(compile(source, "<stdin>", "exec"), {}, name, "")
+    if os.path.isdir(name):
         spec = importlib.machinery.PathFinder.find_spec("__main__", [name])
         if spec is None:
             raise ProgramError(f"{name}: there is no __main__.py in it; name a script in it")
         return _from_spec(spec, name, name)
+    path = os.path.abspath(name)
     try:
-        with io.open_code(os.path.abspath(name)) as file:
-            code = file.read()
+        with io.open_code(path) as file:
+            source = file.read()
     except OSError as error:
         raise ProgramError(f"{name} cannot be read ({error.strerror}): expected a script, or -m module") from error
-    path = os.path.abspath(name)
     loader = importlib.machinery.SourceFileLoader("__main__", path)
     attributes = {"__file__": path, "__loader__": loader, "__cached__": None}
-    return Program(lambda: compile(code, path, "exec"), attributes, name, os.path.dirname(os.path.realpath(name)))
+    return Program(compile(source, path, "exec"), attributes, name, os.path.dirname(os.path.realpath(name)))
 
 
 def find_module(name: str) -> Program:
@@ -77,6 +79,7 @@ def find_module(name: str) -> Program:
 
     Raises:
         ProgramError: there is no such module.
+        Exception: what a package around it raises, or the module's compilation.
     """
     _put_first(os.getcwd())
     try:
@@ -104,15 +107,14 @@ def _from_spec(spec: importlib.machinery.ModuleSpec, argument: str, folder: str)
         "__package__": spec.parent,
         "__cached__": spec.cached,
     }
-    return Program(lambda: loader.get_code(spec.name), attributes, argument, folder)
+    return Program(loader.get_code(spec.name), attributes, argument, folder)
 
 
-def run_program(find: Callable[[], Program], arguments: Sequence[str], seen: Callable[[CodeType], None]) -> int:
+def run_program(find: Callable[[], Program], arguments: Sequence[str]) -> int:
     """Find a program and run it as `__main__`; return its exit status.
 
     Args:
         arguments: what follows its name on the command line.
-        seen: called with its code before it runs.
 
     Raises:
         ProgramError: there is no such program.
@@ -120,14 +122,12 @@ def run_program(find: Callable[[], Program], arguments: Sequence[str], seen: Cal
     failure: BaseException
     try:
         program = find()
-        code = program.load()
-        seen(code)
         main = ModuleType("__main__")
         main.__dict__.update({"__builtins__": builtins, **program.attributes})
         sys.modules["__main__"] = main
         sys.argv[:] = [program.argument, *arguments]
         _put_first(program.folder)
-        exec(code, main.__dict__)
+        exec(program.code, main.__dict__)
         return DONE
     except ProgramError:
         raise
@@ -140,27 +140,16 @@ def run_program(find: Callable[[], Program], arguments: Sequence[str], seen: Cal
 
 def _show(failure: BaseException) -> int:
     """Show an exception as Python does at the end, by the program's own hook if it has set one; return the status."""
+    frames = _of_program(failure.__traceback__)
+    shown = type(failure), failure.with_traceback(frames), frames  # Python's own hook shows those of the exception
     try:
-        _call_hook(sys.excepthook, failure)
+        sys.excepthook(*shown)
     except SystemExit as end:
         return _status(end)
-    except BaseException as error:  # noqa: BLE001
-        _print_error("Error in sys.excepthook:")
-        _call_hook(sys.__excepthook__, error)
-        _print_error("\nOriginal exception was:")
-        _call_hook(sys.__excepthook__, failure)
+    except BaseException:  # noqa: BLE001  the hook fails: Python shows both
+        traceback.print_exc()
+        sys.__excepthook__(*shown)
     return _INTERRUPTED if isinstance(failure, KeyboardInterrupt) else FAILED
-
-
-def _call_hook(hook: Callable[..., object], error: BaseException) -> None:
-    frames = _of_program(error.__traceback__)
-    hook(type(error), error.with_traceback(frames), frames)  # Python's own shows those of the exception
-
-
-def _print_error(text: object) -> None:
-    if sys.stderr is not None:  # print would take standard output
-        with contextlib.suppress(ValueError, OSError):  # closed; a full disk
-            print(text, file=sys.stderr, flush=True)
 
 
 def _put_first(folder: str) -> None:
@@ -174,7 +163,9 @@ def _status(end: SystemExit) -> int:
         return DONE
     if isinstance(end.code, int):
         return end.code
-    _print_error(end.code)
+    if sys.stderr is not None:  # print would take standard output
+        with contextlib.suppress(ValueError, OSError):  # closed; a full disk
+            print(end.code, file=sys.stderr, flush=True)
     return FAILED
 
 

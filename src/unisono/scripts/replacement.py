@@ -12,7 +12,7 @@ Assumes that no other thread changes what is walked meanwhile; a thread that imp
 
 import functools
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial
 from types import (
     BuiltinFunctionType,
@@ -107,10 +107,11 @@ class _Walk:
         return kind._make(parts) if issubclass(kind, tuple) and kind is not tuple else kind(parts)
 
     def _look_into(self, holder: Any, place: str, depth: int) -> None:
-        for name, key, value in _parts_of(holder):
-            new = self.replaced(value, place + name, depth)
-            if new is not value:
-                _assign(holder, key, value, new)
+        for key, value in _references_of(holder):
+            if type(value) not in _ATOMS:
+                new = self.replaced(value, place + _written(holder, key), depth)
+                if new is not value:
+                    _assign(holder, key, value, new)
         if isinstance(holder, dict):
             for key in [key for key in dict.keys(holder) if id(key) in self._new]:
                 holder[self.replaced(key, place, depth)] = holder.pop(key)
@@ -143,45 +144,37 @@ def _is_foreign(module: object) -> bool:
     return str(module).partition(".")[0] in ("torch", "unisono", "typing", "builtins")
 
 
-def _parts_of(holder: Any) -> list[tuple[str, Any, Any]]:
-    """Return a holder's references: how each is written, its key for `_assign`, and the object.
+def _references_of(holder: Any) -> list[tuple[Any, Any]]:
+    """Return a holder's references: the key of each, for `_assign`, and the object.
 
     Classes of a program's own may load or compute when they are asked for an item: their bases are asked.
     """
     if isinstance(holder, dict):
-        items = dict.items(holder) if dict.__len__(holder) <= _LONGEST else ()
-        return [
-            (f"[{key!r}]" if type(key) is str else "[...]", key, value)
-            for key, value in items
-            if type(value) not in _ATOMS
-        ]
+        return list(dict.items(holder)) if dict.__len__(holder) <= _LONGEST else []
     if isinstance(holder, list):
-        values = list.__iter__(holder) if list.__len__(holder) <= _LONGEST else ()
-        return [(f"[{i}]", i, value) for i, value in enumerate(values) if type(value) not in _ATOMS]
+        return list(enumerate(list.__iter__(holder))) if list.__len__(holder) <= _LONGEST else []
     if isinstance(holder, set):
-        values = set.__iter__(holder) if set.__len__(holder) <= _LONGEST else ()
-        return [("", None, value) for value in values if type(value) not in _ATOMS]
+        return [(None, value) for value in set.__iter__(holder)] if set.__len__(holder) <= _LONGEST else []
     if isinstance(holder, type):
-        return [
-            (f".{name}", name, value)
-            for name, value in vars(holder).items()
-            if type(value) not in _ATOMS and name not in _NOT_READ
-        ]
+        return [(name, value) for name, value in vars(holder).items() if name not in _NOT_READ]
     if isinstance(holder, partial):
-        return [(f".{name}", name, getattr(holder, name)) for name in _OF_PARTIAL]
+        return [(name, getattr(holder, name)) for name in _OF_PARTIAL]
     if isinstance(holder, FunctionType):
         cells = zip(holder.__code__.co_freevars, holder.__closure__ or (), strict=True)
-        attributes = [(f".{name}", name, getattr(holder, name)) for name in _OF_FUNCTION]
-        return attributes + [(f".{name}", None, cell) for name, cell in cells]
+        return [*((name, getattr(holder, name)) for name in _OF_FUNCTION), *cells]
     try:
-        return [("", "cell_contents", holder.cell_contents)]
+        return [("cell_contents", holder.cell_contents)]
     except ValueError:  # an empty cell
         return []
 
 
-def _readable(namespace: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return the names of a module or class that may lead to something."""
-    return [item for item in list(namespace.items()) if type(item[1]) not in _ATOMS and item[0] not in _NOT_READ]
+def _written(holder: Any, key: Any) -> str:
+    """Return how a reference is written behind its holder."""
+    if isinstance(holder, set | CellType):
+        return ""
+    if isinstance(holder, dict | list):
+        return f"[{key!r}]" if type(key) in (str, int) else "[...]"
+    return f".{key}"
 
 
 def _assign(holder: Any, key: Any, old: Any, new: Any) -> None:

@@ -11,9 +11,10 @@ _NO_WRAPPER = (
     "with python alone"
 )
 _PLAIN = "no accelerator, where the plain module runs (--devices 'cpu*2' makes two replicas)"
+_LEAST_SHARE = 0.005  # what is less would be shown as 0 %
 
 
-def line(report: Report, engine: str, world_size: int = 1, advice: str | None = None) -> str:
+def line(report: Report, engine: str, world_size: int = 1, advice: str = "") -> str:
     """Return one line of plain ASCII for people.
 
     Args:
@@ -21,7 +22,7 @@ def line(report: Report, engine: str, world_size: int = 1, advice: str | None = 
         advice: for a script that has made no wrapper.
     """
     if not report.devices and not report.functions and not report.not_replaced:
-        return f"{_NO_WRAPPER}. {advice}" if advice else _NO_WRAPPER
+        return _NO_WRAPPER + advice
     parts = [f"rank 0 of {world_size}"] if world_size > 1 else []
     if report.devices:
         number = _counted(len(report.devices), "wrapper")
@@ -33,13 +34,13 @@ def line(report: Report, engine: str, world_size: int = 1, advice: str | None = 
     if report.forwards:
         rate = f", {report.rows / report.seconds:,.0f} rows/s" if report.seconds else ""
         parts.append(f"{_counted(report.rows, 'row')} in {_counted(report.forwards, 'forward')}{rate}")
-        if report.seconds:
-            parts.append(", ".join(f"{name} {share:.0%}" for name, share in phases(report).items()))
+        shown = {name: share for name, share in phases(report).items() if share >= _LEAST_SHARE}
+        parts.append(", ".join(f"{name} {share:.0%}" for name, share in shown.items()))
     elif report.devices:
         parts.append("no forward")
     if report.not_replaced:
         parts.append(f"not replaced, and torch's own: {', '.join(report.not_replaced)}")
-    return "; ".join(parts)
+    return "; ".join(filter(None, parts))
 
 
 def _counted(number: int, noun: str) -> str:
@@ -51,25 +52,26 @@ def phases(report: Report) -> dict[str, float]:
     named = {"forward": report.replicas_s}
     rest = "backward and the rest of the script"
     if report.timed_forwards:
-        named |= {"backward": report.backward_s, "scatter, replicate, gather": report.around_s}
+        around_s = max(0.0, report.forward_s - report.replicas_s)
+        named |= {"backward": report.backward_s, "scatter, replicate, gather": around_s}
         rest = "the rest of the script"
     named[rest] = max(0.0, report.seconds - sum(named.values()))
-    whole = max(report.seconds, sum(named.values()))
-    return {name: seconds / whole for name, seconds in named.items()}
+    whole = sum(named.values())
+    return {name: seconds / whole for name, seconds in named.items()} if whole else {}
 
 
 def record(report: Report, engine: str, status: int, world_size: int = 1) -> str:
     """Return the same for machines: one line of JSON."""
     content: dict[str, Any] = {
         "wrappers": [[str(device) for device in devices] for devices in report.devices],
-        "not_replaced": list(report.not_replaced),
+        "not_replaced": report.not_replaced,
         "engine": engine,
         "functions": report.functions,
         "forwards": report.forwards,
         "rows": report.rows,
         "seconds": round(report.seconds, 6),
         "rows_per_second": round(report.rows / report.seconds, 3) if report.seconds else None,
-        "shares": {name: round(share, 4) for name, share in phases(report).items()} if report.seconds else {},
+        "shares": {name: round(share, 4) for name, share in phases(report).items()},
         "exit_status": status,
         "world_size": world_size,
     }

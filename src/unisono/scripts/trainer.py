@@ -22,7 +22,7 @@ from typing import Any
 
 from unisono.data_parallel import DataParallel as OwnDataParallel
 from unisono.runtime.errors import log_once
-from unisono.scripts.label_counts import plan_by_labels
+from unisono.scripts.label_counts import LabelWeights
 from unisono.scripts.wrapper import DataParallel
 
 _MODULE = "transformers.trainer"
@@ -116,7 +116,7 @@ def _wrapping_once(wrap_model: Callable[..., Any]) -> Callable[..., Any]:
             return before
         wrapped = wrap_model(trainer, model, *args, **kwargs)
         if isinstance(wrapped, DataParallel) and wrapped is not model:
-            wrapped.adjust_plan = functools.partial(plan_by_labels, shifted=_shifts_labels(trainer, model))
+            wrapped.label_weights = LabelWeights(shifted=_shifts_labels(trainer, model))
             trainer.model_wrapped = wrapped
             if trainer.accelerator.native_amp:  # bf16=True, fp16=True: autocast, which it gives to one device only
                 trainer.accelerator.prepare_model(wrapped, device_placement=False, evaluation_mode=True)

@@ -15,7 +15,7 @@ import importlib
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import GenericAlias
 from typing import Any, ClassVar
 
@@ -28,7 +28,7 @@ from unisono.options import OF_THE_ENGINE
 from unisono.runtime import devices as _devices
 from unisono.runtime.devices import DeviceLike
 from unisono.scripts.activity import Activity
-from unisono.ways import Invocation, plan_of
+from unisono.scripts.label_counts import LabelWeights
 from unisono.wrapper import accept_clean_names
 
 TORCHS_MODULE = "torch.nn.parallel.data_parallel"
@@ -83,8 +83,7 @@ class DataParallel(OwnDataParallel):
     """See `unisono.DataParallel`; devices and options are those of `unisono.install`, if they are given there.
 
     Attributes:
-        adjust_plan: from a function that plans a call with the inputs it is given, and the inputs, to a plan in which
-            0-dim outputs are joined in another way; None: they are joined as `scalars` says.
+        label_weights: how the Trainer of transformers has its losses joined; None: `scalars` says it.
     """
 
     _option_names: ClassVar[frozenset[str]] = OwnDataParallel._option_names - _NOT_TORCHS
@@ -106,7 +105,7 @@ class DataParallel(OwnDataParallel):
         if now.devices is not None:
             device_ids, output_device = now.devices, _kept(output_device, now.devices)
         super().__init__(module, device_ids, output_device, dim, **now.options)
-        self.adjust_plan: Callable[[Callable[[dict[str, Any]], Call], dict[str, Any]], Call] | None = None
+        self.label_weights: LabelWeights | None = None
         own = self.__dict__.keys() - before - nn.Module().__dict__.keys()
         self.__dict__["_given"] = given
         self.__dict__["_own_names"] = frozenset({*own, "_given", "_own_names"})
@@ -127,15 +126,16 @@ class DataParallel(OwnDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if not isinstance(self, DataParallel):
             return _Torchs.forward(self, *inputs, **kwargs)
+        if self.label_weights is not None:
+            kwargs = self.label_weights.inputs(kwargs)
         now = settings()
         if now is None:
             return super().forward(*inputs, **kwargs)
         return now.activity.measure(super().forward, inputs, kwargs, self.dim, self._engine.timings)
 
-    def _plan(self, invocation: Invocation) -> Call:
-        if self.adjust_plan is None:
-            return plan_of(self, invocation)
-        return self.adjust_plan(lambda kwargs: plan_of(self, replace(invocation, kwargs=kwargs)), invocation.kwargs)
+    def _plan(self, *args: Any, **kwargs: Any) -> Call:
+        call = super()._plan(*args, **kwargs)
+        return call if self.label_weights is None else self.label_weights.weighed(call)
 
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in self.__dict__.items() if name not in self._own_names}

@@ -1,16 +1,17 @@
 """The inputs and outputs of every submodule, on one device and in the replicas, and the first call that differs.
 
-A `CallRecorder` is a set of forward hooks on the live module. Replicas have them too, and each call is recorded with
+A `CallRecorder` is a set of forward hooks on a module. Replicas have them too, and each call is recorded with
 the replica in whose thread it ran. The recorder copies each tensor to the host when it sees it, so that later in-place
 operations change nothing; a tensor that several modules pass on is copied once. So a recorded step needs about as much
 host memory as its activations need on the device. The hooks return nothing, so they do not change the step. Submodules
-inside a compiled or scripted module are not recorded, because hooks would change the code that runs there.
+inside a compiled or scripted module are not recorded, because hooks would change the code that runs there; nor are
+those inside another wrapper.
 """
 
 import contextlib
 import functools
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -18,12 +19,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from unisono.data_parallel import DataParallel
 from unisono.runtime import torch_private
 from unisono.runtime.thread_pool import replica_path
 from unisono.verification.compare import Tolerance, plain, tensors_in
 
 Path: TypeAlias = tuple[int, ...]
-Tensors: TypeAlias = list[tuple[str, torch.Tensor]]
+Recorded: TypeAlias = list[tuple[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -32,17 +34,15 @@ class RecordedCall:
 
     Attributes:
         name: of the submodule, dotted; "" is the root.
-        number: how often it was called before, in the same replica.
         path: the replica, see `thread_pool.replica_path`.
         training: whether it was in training mode.
         drawn: whether random numbers had been drawn between the start of the step and the end of the call.
     """
 
     name: str
-    number: int
     path: Path
-    inputs: Tensors
-    outputs: Tensors
+    inputs: Recorded
+    outputs: Recorded
     training: bool
     drawn: bool
 
@@ -58,8 +58,7 @@ class CallRecorder:
 
     has_drawn: Callable[[], bool]
     calls: list[RecordedCall] = field(default_factory=list)
-    _running: dict[Path, list[tuple[str, Tensors]]] = field(default_factory=lambda: defaultdict(list))
-    _num_calls: dict[tuple[Path, str], int] = field(default_factory=lambda: defaultdict(int))
+    _running: dict[Path, list[tuple[str, Recorded]]] = field(default_factory=lambda: defaultdict(list))
     _copies: dict[tuple[Path, int], tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = field(default_factory=dict)
 
     # Several replicas call at once. Each entry of the tables above belongs to one path, so to one thread.
@@ -82,8 +81,10 @@ class CallRecorder:
     def grouped(self) -> dict[tuple[str, int], list[RecordedCall]]:
         """Return the calls by name and number, in the order of execution; for each, the replicas in row order."""
         grouped: dict[tuple[str, int], list[RecordedCall]] = defaultdict(list)
+        num_calls = Counter[tuple[Path, str]]()
         for call in self.calls:
-            grouped[call.name, call.number].append(call)
+            grouped[call.name, num_calls[call.path, call.name]].append(call)
+            num_calls[call.path, call.name] += 1
         for replicas in grouped.values():
             replicas.sort(key=lambda call: call.path)
         return grouped
@@ -105,12 +106,10 @@ class CallRecorder:
         running, inputs = self._running[path].pop()
         while running != name:  # calls that an exception ended
             running, inputs = self._running[path].pop()
-        number = self._num_calls[path, name]
-        self._num_calls[path, name] += 1
         outputs = self._copied(output, path)
-        self.calls.append(RecordedCall(name, number, path, inputs, outputs, module.training, self.has_drawn()))
+        self.calls.append(RecordedCall(name, path, inputs, outputs, module.training, self.has_drawn()))
 
-    def _copied(self, value: Any, path: Path) -> Tensors:
+    def _copied(self, value: Any, path: Path) -> Recorded:
         return [(where, self._copy(tensor, path)) for where, tensor in tensors_in(value)]
 
     def _copy(self, tensor: torch.Tensor, path: Path) -> torch.Tensor:
@@ -127,42 +126,33 @@ def _recordable(module: nn.Module, name: str, known: set[nn.Module]) -> Iterator
         return
     known.add(module)
     yield name, module
-    for child_name, child in module.named_children():
+    for child_name, child in () if isinstance(module, DataParallel) else module.named_children():
         yield from _recordable(child, f"{name}.{child_name}" if name else child_name, known)
 
 
-@dataclass(frozen=True)
-class Match:
-    """Whether one device and the replicas have the same tensor, and the axis along which the replicas' parts fit.
-
-    `axis` is None if none fits.
-    """
-
-    same: bool
-    axis: int | None
-
-
 def match(
-    one: Sequence[torch.Tensor], many: Sequence[torch.Tensor], rows: Sequence[int], tolerance: Tolerance
-) -> Match | None:
-    """Join the replicas' parts along the axis that fits, and compare; return None if no comparison is possible.
+    one: torch.Tensor, parts: Sequence[torch.Tensor], rows: Sequence[int], tolerance: Tolerance
+) -> tuple[bool, int | None] | None:
+    """Join the replicas' parts along the axis that fits, and compare.
 
     If no axis fits and each part has the shape of the tensor on one device, it may be independent of the rows (then
     all parts are equal), or a sum or a mean over rows.
+
+    Returns:
+        Whether one device and the replicas have the same tensor, and the axis along which the parts fit; None if none
+        does. None if no comparison is possible.
     """
-    found: Match | None = None
-    for axis in range(one[0].dim()):
-        a, b = _joined(one, axis), _joined(many, axis)
-        if a is not None and b is not None and a.shape == b.shape and (found is None or not found.same):
-            found = Match(tolerance.same(a, b), axis)
-    if found is None and len(one) == 1 and all(part.shape == one[0].shape for part in many):
-        return Match(any(tolerance.same(one[0], c) for c in _without_rows(one[0], many, rows, tolerance)), None)
+    found: tuple[bool, int | None] | None = None
+    for axis in range(one.dim()):
+        joined = _joined(parts, axis)
+        if joined is not None and joined.shape == one.shape and (found is None or not found[0]):
+            found = tolerance.same(one, joined), axis
+    if found is None and all(part.shape == one.shape for part in parts):
+        return any(tolerance.same(one, each) for each in _without_rows(one, parts, rows, tolerance)), None
     return found
 
 
 def _joined(parts: Sequence[torch.Tensor], axis: int) -> torch.Tensor | None:
-    if len(parts) == 1:
-        return parts[0]
     shapes = {(*part.shape[:axis], *part.shape[axis + 1 :]) for part in parts}
     return torch.cat(list(parts), axis) if len(shapes) == 1 and len({part.dtype for part in parts}) == 1 else None
 
@@ -179,49 +169,27 @@ def _without_rows(
         yield torch.tensordot(weights, stacked.double(), 1).to(one.dtype)
 
 
-@dataclass(frozen=True)
-class Divergence:
-    """The first call whose gathered output differs from one device's.
-
-    Attributes:
-        name: of the submodule.
-        inputs_same: whether its gathered inputs are the same, or cannot be compared.
-        training: whether it was in training mode.
-        drawn: whether random numbers had been drawn by then.
-        only_numbers: whether it returned 0-dim tensors only.
-    """
-
-    name: str
-    inputs_same: bool
-    training: bool
-    drawn: bool
-    only_numbers: bool
-
-
 def first_divergence(
     one: CallRecorder, many: CallRecorder, rows: Sequence[int], tolerance: Tolerance
-) -> Divergence | None:
-    """Return the first call, in order of execution, whose output differs; None if no output is known to differ."""
+) -> tuple[RecordedCall, bool] | None:
+    """Return the first call on one device, in order of execution, whose output differs from that of the replicas.
+
+    Returns:
+        The call, and whether its inputs are the same, or cannot be compared; None if no output is known to differ.
+    """
     calls_of_many = many.grouped()
-    for key, calls in one.grouped().items():
+    for key, (call, *_) in one.grouped().items():
         others = calls_of_many.get(key, [])
-        if _same([c.outputs for c in calls], [c.outputs for c in others], rows, tolerance) is False:
-            return Divergence(
-                name=key[0],
-                inputs_same=_same([c.inputs for c in calls], [c.inputs for c in others], rows, tolerance) is not False,
-                training=calls[0].training,
-                drawn=any(c.drawn for c in calls),
-                only_numbers=all(tensor.dim() == 0 for c in calls for _, tensor in c.outputs),
-            )
+        if _same(call.outputs, [other.outputs for other in others], rows, tolerance) is False:
+            inputs_same = _same(call.inputs, [other.inputs for other in others], rows, tolerance) is not False
+            return call, inputs_same
     return None
 
 
-def _same(one: Sequence[Tensors], many: Sequence[Tensors], rows: Sequence[int], tolerance: Tolerance) -> bool | None:
+def _same(one: Recorded, many: Sequence[Recorded], rows: Sequence[int], tolerance: Tolerance) -> bool | None:
     """Return whether all tensors that can be compared are the same; None if none can."""
-    if not one or not many or len({tuple(path for path, _ in part) for part in (*one, *many)}) > 1:
+    if not many or len({tuple(path for path, _ in part) for part in (one, *many)}) > 1:
         return None
-    matches = [
-        match([part[i][1] for part in one], [part[i][1] for part in many], rows, tolerance) for i in range(len(one[0]))
-    ]
-    comparable = [m for m in matches if m is not None]
-    return all(m.same for m in comparable) if comparable else None
+    matches = [match(tensor, [part[i][1] for part in many], rows, tolerance) for i, (_, tensor) in enumerate(one)]
+    comparable = [found[0] for found in matches if found is not None]
+    return all(comparable) if comparable else None

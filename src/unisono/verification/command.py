@@ -9,14 +9,9 @@ import math
 import traceback
 from typing import Any
 
-from torch import nn
-
 from unisono.console.device_option import choose_devices
-from unisono.console.options import TARGET, shares
+from unisono.console.options import TARGET, scalars, shares
 from unisono.console.targets import TargetError, current_folder_first, one_line
-from unisono.data_parallel import DataParallel
-from unisono.runtime.devices import resolve
-from unisono.verification.report import Report
 from unisono.verification.targets import build_arguments
 from unisono.verification.verify import verify
 
@@ -71,7 +66,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dim", type=int, metavar="AXIS", help="the axis of the rows (default: 0)")
     parser.add_argument(
-        "--scalars", metavar="RULE", help="how 0-dim outputs are combined: stack, mean or sum (default: stack)"
+        "--scalars",
+        type=scalars,
+        metavar="RULE",
+        help="how 0-dim outputs are combined: stack, mean, sum, mean:name, or these nested like the output (default: "
+        "stack)",
     )
     parser.add_argument(
         "--sync-batch-norm",
@@ -93,11 +92,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--traceback", action="store_true", help="if the model fails, show the traceback")
 
 
-def needed(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Return the packages that must be installed, by the extra that has them: none."""
-    return {}
-
-
 def run(given: dict[str, Any]) -> int:
     """Find the model, compare, print the report, and return the exit status.
 
@@ -111,7 +105,7 @@ def run(given: dict[str, Any]) -> int:
 
     try:
         with current_folder_first():
-            report = _compare(build_arguments(target) | given)
+            report = verify(**(build_arguments(target) | given), show=False)
     except Exception as error:
         if show_traceback:
             traceback.print_exc()
@@ -127,13 +121,6 @@ def run(given: dict[str, Any]) -> int:
         raise TargetError(f"{target}: nothing was compared, because the model has no output, gradients or buffers")
     print(report)
     return _SAME if report.same or report.explained else _DIFFERS
-
-
-def _compare(arguments: dict[str, Any]) -> Report:
-    model, places = arguments["model"], resolve(arguments.get("device_ids"))
-    if places and isinstance(model, nn.Module) and not isinstance(model, DataParallel):
-        model.to(places[0])
-    return verify(**arguments, show=False)
 
 
 def _tolerance(text: str) -> float:

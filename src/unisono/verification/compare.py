@@ -29,7 +29,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
@@ -39,14 +39,13 @@ from unisono.primitives.batch_types import batch_type_of
 from unisono.runtime import devices as _devices
 from unisono.verification.report import Kind, Row
 
+Tensors: TypeAlias = Mapping[str, torch.Tensor | None]  # by name, or by the path in an output
+
 _RTOL = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 _RTOL_COARSE = 0.25  # of every other floating type, such as those of 8 bits
 
 _JUMPS = 2.0  # gradients may differ by so many times what nudges make of them,
 _JUMPS_AT_MOST = 0.1  # and by so much of the largest at most
-
-_Number = bool | int | float | complex
-_Comparable = _Number | str | bytes | torch.Size | torch.dtype | None
 
 
 @dataclass(frozen=True)
@@ -103,87 +102,96 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 def largest(tensor: torch.Tensor) -> float:
     """Return the largest finite absolute value of `tensor`; 0 if there is none."""
-    values = plain(tensor)
-    if not values.numel():
-        return 0.0
-    if values.dtype in _RTOL:  # the common case, in one pass
-        most = max(abs(end.item()) for end in values.aminmax())
-        if math.isfinite(most):
-            return most
-    finite = values.double().abs()
-    finite = finite[finite.isfinite()]
-    return finite.max().item() if finite.numel() else 0.0
+    values = plain(tensor).double().abs()
+    most = values.max().item() if values.numel() else 0.0
+    if not math.isfinite(most):
+        most = values.masked_fill(~values.isfinite(), 0.0).max().item()
+    return most
 
 
 def difference(one: torch.Tensor, many: torch.Tensor) -> float:
     """Return the largest absolute difference of two tensors of one shape; infinite for NaN beside a number."""
-    one, many = plain(one), plain(many)
-    if not _devices.same_device(one.device, many.device):
-        one, many = one.cpu(), many.cpu()
+    one, many = plain(one).cpu(), plain(many).cpu()
     if torch.equal(one, many):
         return 0.0
-    if one.dtype in (torch.float32, torch.float64):
-        gap = (one - many).abs_().max().item()
-        if math.isfinite(gap):
-            return gap
-    one_is_floating = one.is_floating_point()
-    one, many = one.cpu().double(), many.cpu().double()
-    unequal = (one != many) & ~(one.isnan() & many.isnan())
-    if not unequal.any():  # NaN beside NaN; or integers of more than 53 bits
-        return 0.0 if one_is_floating else 1.0
-    return (one[unequal] - many[unequal]).abs().nan_to_num(nan=math.inf, posinf=math.inf).max().item()
+    gap = (one.double() - many.double()).abs()
+    most = gap.max().item()
+    if not math.isfinite(most):
+        gap[(one == many) | (one.isnan() & many.isnan())] = 0.0
+        most = gap.nan_to_num(nan=math.inf, posinf=math.inf).max().item()
+    return most if one.is_floating_point() else max(most, 1.0)  # float64 does not tell all integers apart
 
 
-def output_rows(mode: str, one: Any, many: Any, tolerance: Tolerance) -> Iterator[Row]:
-    """Yield a row for every tensor and every plain value of two outputs, matched by their paths."""
-    of_many = dict(_comparable_leaves(many))
-    for path, leaf in _comparable_leaves(one):
-        if path in of_many:
-            yield from _leaf_rows(mode, path, leaf, of_many.pop(path), tolerance)
-        elif isinstance(leaf, _Number) and f"{path}[0]" in of_many:  # gathered as a list
-            numbers = [of_many.pop(key) for key in [f"{path}[{i}]" for i in range(len(of_many))] if key in of_many]
-            yield _number_row(mode, path, leaf, numbers, tolerance)
-        else:
-            yield _incomparable(mode, path, "on one device only")
-    for path in of_many:
-        yield _incomparable(mode, path, "on several devices only")
+def joined_numbers(one: Tensors, many: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the outputs of several devices; where one device has one number, what a script makes of the replicas'.
+
+    That is their mean; of integers their sum. If all are equal to that of one device, it is that number; booleans that
+    are not all equal to it count as different.
+    """
+    return {path: _in_one_number(one.get(path), numbers) for path, numbers in many.items()}
 
 
-def loss_row(mode: str, one: torch.Tensor, many: torch.Tensor, largest_output: float, tolerance: Tolerance) -> Row:
-    """Return the row of the loss."""
-    scale = max(largest(one), largest_output)
-    return Row(mode, Kind.LOSS, "", (), scale, difference(one, many), tolerance.allowed(one.dtype, scale))
+def _in_one_number(one: torch.Tensor | None, many: torch.Tensor) -> torch.Tensor:
+    if one is None or one.dim() or many.dim() != 1:
+        return many
+    if many.is_floating_point() or many.is_complex():
+        return many.mean()
+    if bool((many == one).all()):
+        return one
+    return ~one if many.dtype is torch.bool else many.sum().to(many.dtype)
 
 
-def gradient_rows(
-    mode: str,
-    one: Mapping[str, torch.Tensor | None],
-    many: Mapping[str, torch.Tensor | None],
-    tolerance: Tolerance,
+# ---- the largest values -----------------------------------------------------------------------------
+
+
+def own_scales(tensors: Tensors) -> dict[str, float]:
+    """Return the largest value of each tensor."""
+    return {name: largest(tensor) for name, tensor in tensors.items() if tensor is not None}
+
+
+def common_scales(tensors: Tensors) -> dict[str, float]:
+    """Return the largest value of all tensors, for each."""
+    return dict.fromkeys(tensors, max(own_scales(tensors).values(), default=0.0))
+
+
+def module_scales(buffers: Tensors) -> dict[str, float]:
+    """Return for each buffer the largest value of its module's floating ones; of other buffers their own."""
+    own = own_scales(buffers)
+    floating = [name for name, buffer in buffers.items() if buffer is not None and buffer.is_floating_point()]
+    of_module: dict[str, float] = {}
+    for name in floating:
+        module = name.rpartition(".")[0]
+        of_module[module] = max(of_module.get(module, 0.0), own[name])
+    return own | {name: of_module[name.rpartition(".")[0]] for name in floating}
+
+
+# ---- rows -------------------------------------------------------------------------------------------
+
+
+def rows_of(
+    mode: str, kind: Kind, one: Tensors, many: Tensors, scales: Mapping[str, float], tolerance: Tolerance
 ) -> Iterator[Row]:
-    """Yield a row for each gradient."""
-    scale = max((largest(grad) for grad in one.values() if grad is not None), default=0.0)
-    for name, grad in one.items():
-        other = many[name]
-        if grad is not None and other is not None:
-            allowed = tolerance.allowed(grad.dtype, scale)
-            yield Row(mode, Kind.GRADIENT, name, tuple(grad.shape), scale, difference(grad, other), allowed)
-        elif grad is not other:
-            has_one, has_none = ("one device", "several") if other is None else ("several", "one device")
-            there = grad if grad is not None else other
-            shape = None if there is None else tuple(there.shape)
-            note = f"a gradient on {has_one}, none on {has_none}"
-            yield Row(mode, Kind.GRADIENT, name, shape, scale, math.inf, 0.0, note)
+    """Yield a row for each tensor that is there on one device, or on several."""
+    for name in dict.fromkeys([*one, *many]):
+        a, b, scale = one.get(name), many.get(name), scales.get(name, 0.0)
+        if a is not None and b is not None and a.shape == b.shape and a.dtype == b.dtype:
+            allowed = tolerance.allowed(a.dtype, scale)
+            yield Row(mode, kind, name, tuple(a.shape), scale, difference(a, b), allowed)
+        elif a is not None or b is not None:
+            note = f"{_described(a)} on one device, {_described(b)} on several"
+            shape = tuple((b if a is None else a).shape)  # type: ignore[union-attr]
+            yield Row(mode, kind, name, shape, scale, math.inf, 0.0, note)
 
 
-def sensitivity(one: Mapping[str, torch.Tensor | None], nudged: Mapping[str, torch.Tensor | None]) -> float:
+def _described(tensor: torch.Tensor | None) -> str:
+    return "none" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}".removeprefix("torch.")
+
+
+def sensitivity(one: Tensors, nudged: Tensors) -> float:
     """Return how far gradients moved when everything was nudged, relative to the largest gradient."""
-    scale = max((largest(grad) for grad in one.values() if grad is not None), default=0.0)
-    moved = [
-        difference(grad, other)
-        for name, grad in one.items()
-        if grad is not None and (other := nudged.get(name)) is not None
-    ]
+    scale = max(own_scales(one).values(), default=0.0)
+    pairs = [(grad, nudged.get(name)) for name, grad in one.items()]
+    moved = [difference(grad, other) for grad, other in pairs if grad is not None and other is not None]
     return max(moved) / scale if moved and scale else 0.0
 
 
@@ -194,77 +202,3 @@ def allowing(rows: Sequence[Row], sensitivity: float) -> list[Row]:
         dataclasses.replace(row, allowed=max(row.allowed, part * row.largest)) if row.kind is Kind.GRADIENT else row
         for row in rows
     ]
-
-
-def buffer_rows(
-    mode: str, one: Mapping[str, torch.Tensor], many: Mapping[str, torch.Tensor], tolerance: Tolerance
-) -> Iterator[Row]:
-    """Yield a row for each buffer."""
-    scales: dict[str, float] = {}
-    for name, buffer in one.items():
-        if buffer.is_floating_point() or buffer.is_complex():
-            scales[_module_of(name)] = max(scales.get(_module_of(name), 0.0), largest(buffer))
-    for name, buffer in one.items():
-        scale = scales.get(_module_of(name), 0.0) if buffer.is_floating_point() else largest(buffer)
-        yield _row(mode, Kind.BUFFER, name, buffer, many[name], scale, tolerance)
-
-
-def _module_of(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
-def _row(
-    mode: str, kind: Kind, name: str, one: torch.Tensor, many: torch.Tensor, scale: float, tolerance: Tolerance
-) -> Row:
-    shape = tuple(one.shape)
-    if one.shape != many.shape:
-        note = f"{shape} on one device, {tuple(many.shape)} on several"
-    elif one.dtype != many.dtype:
-        note = f"{one.dtype} on one device, {many.dtype} on several"
-    else:
-        return Row(mode, kind, name, shape, scale, difference(one, many), tolerance.allowed(one.dtype, scale))
-    return Row(mode, kind, name, shape, scale, math.inf, 0.0, note)
-
-
-def _comparable_leaves(value: Any) -> Iterator[tuple[str, Any]]:
-    yield from tensors_in(value)
-    for path, leaf in pytree.leaves(value):
-        if not isinstance(leaf, torch.Tensor) and batch_type_of(leaf) is None:
-            yield path, leaf
-
-
-def _leaf_rows(mode: str, path: str, one: Any, many: Any, tolerance: Tolerance) -> Iterator[Row]:
-    if isinstance(one, torch.Tensor) and isinstance(many, torch.Tensor):
-        scale = largest(one)
-        if one.dim() == 0 and many.dim() == 1:
-            row = _row(mode, Kind.OUTPUT, path, one, in_one_number(one, many), scale, tolerance)
-            yield dataclasses.replace(row, note=row.note or f"the mean of {many.numel()} replicas' numbers")
-        else:
-            yield _row(mode, Kind.OUTPUT, path, one, many, scale, tolerance)
-    elif type(one) is not type(many) or (isinstance(one, _Comparable) and one != many):
-        given = [f"{v.dtype} tensor" if isinstance(v, torch.Tensor) else repr(v)[:50] for v in (one, many)]
-        yield _incomparable(mode, path, f"{given[0]} on one device, {given[1]} on several")
-
-
-def _number_row(mode: str, path: str, one: Any, many: Sequence[Any], tolerance: Tolerance) -> Row:
-    """Compare a Python number with those of the replicas."""
-    tensor = torch.tensor(one)
-    row = _row(mode, Kind.OUTPUT, path, tensor, in_one_number(tensor, torch.tensor(many)), abs(one), tolerance)
-    return dataclasses.replace(row, shape=None, note=f"one number a replica, {many}")
-
-
-def in_one_number(one: torch.Tensor, many: torch.Tensor) -> torch.Tensor:
-    """Return the number that a training script would compute from one number a replica.
-
-    That is their mean; of integers their sum. If all are equal to that of one device, it is that number; booleans that
-    are not all equal to it count as different.
-    """
-    if many.is_floating_point() or many.is_complex():
-        return many.mean()
-    if bool((many == one).all()):
-        return one
-    return ~one if many.dtype is torch.bool else many.sum().to(many.dtype)
-
-
-def _incomparable(mode: str, path: str, note: str) -> Row:
-    return Row(mode, Kind.OUTPUT, path, None, 0.0, math.inf, 0.0, note)

@@ -21,7 +21,6 @@ class Cause(enum.StrEnum):
     """Why replicas give other numbers than one device."""
 
     PER_SHARD_BATCH_NORM = "batch norm per shard"
-    ACTIVE_DROPOUT = "active dropout"
     RANDOM_NUMBERS = "random numbers"
     ROWS_INTERACT = "rows interact"
     ONE_NUMBER_A_SHARD = "one number a shard"
@@ -49,11 +48,11 @@ class Row:
     Attributes:
         mode: "training" or "eval".
         name: of the parameter, buffer or attribute, or the path in the output; "" if there is only one.
-        shape: on one device; None if it is no tensor.
+        shape: on one device; None if there are no tensors to compare.
         largest: the largest absolute value, to which the difference is compared.
         difference: the largest absolute difference; infinite where values cannot be compared.
         allowed: the largest difference that rounding explains.
-        note: what the numbers do not show.
+        note: why values cannot be compared.
     """
 
     mode: str
@@ -154,37 +153,28 @@ class Report:
         return next((f for f in self.findings if not f.explained), next(iter(self.findings), None))
 
     def __str__(self) -> str:
-        lines = [self.title, ""]
-        table = list(self._table())
-        widths = [max(len(cells[i]) for cells in table if len(cells) > 1) for i in range(6)]
-        for cells in table:
-            if len(cells) == 1:
-                lines.append(cells[0])
-            else:
-                left = [cell.ljust(width) for cell, width in zip(cells[:2], widths[:2], strict=True)]
-                right = [cell.rjust(width) for cell, width in zip(cells[2:5], widths[2:5], strict=True)]
-                lines.append("  ".join([*left, *right, cells[5]]).rstrip())
-        return "\n".join([*lines, "", *self._conclusion()])
+        return "\n".join([self.title, "", *self._table(), "", *self._conclusion()])
 
-    def _table(self) -> Iterator[Sequence[str]]:
-        """Yield the cells of each line; a single cell spans all columns."""
-        yield "", "shape", "largest value", "difference", "allowed", ""
-        for mode in MODES:
-            of_mode = [row for row in self.rows if row.mode == mode]
-            if of_mode:
-                yield (mode,)
+    def _table(self) -> Iterator[str]:
+        """Yield the lines of the table: of each kind the worst rows."""
+        names = max((len(_name(row)) for row in self.rows), default=0)
+        shapes = max((len(_shape(row)) for row in self.rows), default=0)
+        yield f"{'':{names}}  {'shape':{shapes}}  largest value  difference  allowed"
+        for mode in dict.fromkeys(row.mode for row in self.rows):
+            yield mode
             for kind in Kind:
-                rows = sorted((row for row in of_mode if row.kind is kind), key=lambda row: -row.badness)
+                rows = [row for row in self.rows if (row.mode, row.kind) == (mode, kind)]
+                rows.sort(key=lambda row: -row.badness)
                 shown = _SHOWN if any(row.differs for row in rows) else _SHOWN_SAME
                 for row in rows[:shown]:
-                    yield _cells(row)
-                rest = rows[shown:]
-                if rest:
+                    numbers = f"{row.largest:13.2e}  {row.difference:10.1e}  {row.allowed:7.1e}"
+                    verdict = ": ".join(filter(None, ("differs" if row.differs else "", row.note)))
+                    cells = [f"{_name(row):{names}}", f"{_shape(row):{shapes}}", numbers, verdict]
+                    yield "  ".join(cells).rstrip()
+                if rest := rows[shown:]:
                     differ = sum(row.differs for row in rest)
-                    s = "s" if len(rest) > 1 else ""
-                    yield (
-                        f"  {len(rest)} more {kind}{s}, {f'{differ} of which differ' if differ else 'all the same'}",
-                    )
+                    verdict = f"{differ} of which differ" if differ else "all the same"
+                    yield f"  {len(rest)} more {kind}{'s' * (len(rest) > 1)}, {verdict}"
 
     def _conclusion(self) -> Iterator[str]:
         together: dict[Finding, list[str]] = {}  # a finding of both modes is printed once
@@ -193,19 +183,20 @@ class Report:
         said = [str(replace(finding, mode=" and ".join(modes))) for finding, modes in together.items()]
         for paragraph in (*said, *self.notes):
             yield from textwrap.wrap(paragraph, _WIDTH)
-        modes = " and ".join(dict.fromkeys(row.mode for row in self.rows))
         if self.same:
-            yield f"same: {len(self.rows)} comparisons, in {modes}"
+            yield f"same: {len(self.rows)} comparisons, in {_modes(self.rows)}"
         else:
-            where = " and ".join(dict.fromkeys(row.mode for row in self.differences))
-            counted = f"{len(self.differences)} of {len(self.rows)} comparisons"
-            yield f"differs{', as expected' if self.explained else ''}: {counted}, in {where}"
+            counted = f"{len(self.differences)} of {len(self.rows)} comparisons, in {_modes(self.differences)}"
+            yield f"differs{', as expected' if self.explained else ''}: {counted}"
 
 
-def _cells(row: Row) -> Sequence[str]:
-    name = f"  {row.kind}{' of ' if row.kind is Kind.GRADIENT else ' '}{row.name}".rstrip()
-    shape = "" if row.shape is None else " x ".join(map(str, row.shape)) or "0-dim"
-    verdict = ": ".join(word for word in ("differs" if row.differs else "", row.note) if word)
-    if math.isinf(row.difference) or row.shape is None:
-        return name, shape, "", "", "", verdict
-    return name, shape, f"{row.largest:.2e}", f"{row.difference:.1e}", f"{row.allowed:.1e}", verdict
+def _name(row: Row) -> str:
+    return f"  {row.kind}{' of ' if row.kind is Kind.GRADIENT else ' '}{row.name}".rstrip()
+
+
+def _shape(row: Row) -> str:
+    return "" if row.shape is None else " x ".join(map(str, row.shape)) or "0-dim"
+
+
+def _modes(rows: Sequence[Row]) -> str:
+    return " and ".join(dict.fromkeys(row.mode for row in rows))

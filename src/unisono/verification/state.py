@@ -1,42 +1,74 @@
-"""Snapshots of everything that a forward and a backward can change; each can be restored any number of times.
+"""What a step begins with: a copy of the model, the state of all random number generators, numbers in attributes.
 
-A snapshot has, of every module that can be reached from the roots (also through lists, closures and hooks): its
-attributes, and the contents of its plain containers (parameters, buffers, children and hooks are in such); of every
-tensor: its values and `.grad`; and the random state of torch, on the host and on each accelerator, of Python, of numpy
-if that is loaded, and of generators in the modules' attributes. Restoring puts the same `.grad` objects back, and
-values without a new tensor version, so that a graph that was built before still works.
+Each step runs on a copy, so whatever it does, the caller's model is not touched. Gradients do not belong to a copy, nor
+do hooks of parameters, such as an optimizer's that steps in backward.
 """
 
 import copy
 import pickle
 import random
 import sys
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from unisono.primitives.references import references
+from unisono.data_parallel import DataParallel
+from unisono.primitives.references import LARGE, references
 from unisono.runtime import devices as _devices
+from unisono.verification.compare import plain
 
-_CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
+_DEPTH = 4  # of containers in attributes
+_MOST_BITS = 62
+_OWN = frozenset(vars(nn.Module()))
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """Return a copy of a model. Tensors with a history that it keeps, which torch does not copy, lose the history.
+
+    Raises:
+        TypeError: it cannot be copied.
+    """
+    found = [each for module in model.modules() for each in references(vars(module))]
+    without_history = {
+        id(each): each.detach().clone() for each in found if isinstance(each, torch.Tensor) and not each.is_leaf
+    }
+    try:
+        with torch.no_grad():  # a scripted module would keep the history of the copying
+            new = copy.deepcopy(model, without_history)
+    except Exception as error:
+        raise TypeError(
+            f"verify runs each step on a copy of the model, and {type(model).__name__} cannot be copied with "
+            f"copy.deepcopy: {error}"
+        ) from error
+    for parameter, before in zip(new.parameters(), model.parameters(), strict=True):
+        parameter.requires_grad_(before.requires_grad)
+    return new
+
+
+def generators_of(model: nn.Module) -> list[torch.Generator]:
+    """Return the random number generators that modules have as attributes."""
+    return [v for module in model.modules() for v in vars(module).values() if isinstance(v, torch.Generator)]
 
 
 class RandomState:
-    """The state of every random number generator that a script seeds, when this is created."""
+    """The state of every random number generator that a script seeds, when this is created.
 
-    def __init__(self, generators: Iterable[torch.Generator] = ()) -> None:
-        """Save the state of the global generators, and of these."""
-        self._own = [(generator, generator.get_state()) for generator in generators]
+    Args:
+        own: further generators; `restore` leaves them alone.
+    """
+
+    def __init__(self, own: Sequence[torch.Generator] = ()) -> None:
+        self._generators = own
+        self._own = [generator.get_state() for generator in own]
         self._torch = _devices.random_states()
         self._python = random.getstate()
-        self._numpy = _numpy_state()
+        numpy: Any = sys.modules.get("numpy")
+        self._numpy = pickle.dumps(numpy.random.get_state()) if hasattr(numpy, "random") else None  # to be compared
 
     def restore(self) -> None:
-        for generator, state in self._own:
-            generator.set_state(state)
         _devices.set_random_states(self._torch)
         random.setstate(self._python)
         if self._numpy is not None:
@@ -44,78 +76,35 @@ class RandomState:
 
     def has_moved(self) -> bool:
         """Return whether random numbers have been drawn since."""
-        before = [*(state for _, state in self._own), *self._torch]
-        now = [*(generator.get_state() for generator, _ in self._own), *_devices.random_states()]
-        if not all(torch.equal(a, b) for a, b in zip(before, now, strict=True)):
+        now = RandomState(self._generators)
+        states = zip([*self._own, *self._torch], [*now._own, *now._torch], strict=True)
+        if not all(torch.equal(before, after) for before, after in states):
             return True
-        return self._python != random.getstate() or self._numpy != _numpy_state()
+        return (self._python, self._numpy) != (now._python, now._numpy)
 
 
-class Snapshot:
-    """The state of everything that can be reached from the roots, when this is created."""
+def numbers_in(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of the numbers and tensors in attributes of modules, by name: metrics, counters, running values.
 
-    def __init__(self, *roots: Any) -> None:
-        self._attributes: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
-        self._values: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
-        tensors: dict[int, torch.Tensor] = {}
-        modules: dict[int, nn.Module] = {}
-        pending: list[Any] = [found for root in roots for found in references(root)]
-        while pending:
-            found = pending.pop()
-            if isinstance(found, torch.Tensor):
-                tensors[id(found)] = found
-            elif isinstance(found, nn.Module) and id(found) not in modules:
-                modules[id(found)] = found
-                pending += [*found.children(), *found._parameters.values(), *found._buffers.values()]
-                pending += references(vars(found))
-        generators: dict[int, torch.Generator] = {}
-        for module in modules.values():
-            if isinstance(module, torch.jit.ScriptModule):  # its attributes are not in its `__dict__`
-                continue
-            attributes = dict(vars(module))
-            generators.update((id(value), value) for value in attributes.values() if isinstance(value, torch.Generator))
-            contents = {name: copy.copy(value) for name, value in attributes.items() if type(value) in _CONTAINERS}
-            self._attributes.append((module, attributes, contents))
-        self.random = RandomState(generators.values())
-        with torch.no_grad():
-            self._values = [(tensor, tensor.detach().clone()) for tensor in tensors.values()]
-        self.tensors = list(tensors.values())
-        self._save_gradients(self.tensors)
-
-    def set_gradients_aside(self, leaves: Iterable[torch.Tensor]) -> None:
-        """Save `.grad` of leaves that the roots do not reach, such as those of a criterion, and set it to None."""
-        outside = [leaf for leaf in leaves if id(leaf) not in self._gradients]
-        self._save_gradients(outside)
-        for leaf in outside:
-            leaf.grad = None
-
-    def _save_gradients(self, tensors: Iterable[torch.Tensor]) -> None:
-        for tensor in tensors:
-            if tensor.is_leaf and tensor.requires_grad:
-                self._gradients[id(tensor)] = (tensor, tensor.grad)
-
-    def restore(self, *, gradients: bool) -> None:
-        """Restore everything; with `gradients` also each `.grad`, which becomes None otherwise."""
-        for module, attributes, contents in self._attributes:
-            for name in vars(module).keys() - attributes.keys():
-                del vars(module)[name]
-            vars(module).update(attributes)
-            for name, content in contents.items():
-                _refill(attributes[name], content)
-        for tensor, values in self._values:
-            tensor.data.copy_(values)
-        for tensor, grad in self._gradients.values():
-            tensor.grad = grad if gradients else None
-        self.random.restore()
+    What a replica assigns is lost when its forward ends, so an attribute that forward updates differs from the plain
+    module's, and nothing else shows it. Looked at are plain containers, too, not objects.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule | DataParallel):  # not in its `__dict__`; a wrapper's own
+            continue
+        for name, value in vars(module).items():
+            if name not in _OWN:
+                found.update(_numbers(value, f"{path}.{name}" if path else name, _DEPTH))
+    return found
 
 
-def _refill(container: Any, content: Any) -> None:
-    container.clear()
-    (container.extend if isinstance(container, list | deque) else container.update)(content)
-
-
-def _numpy_state() -> bytes | None:
-    """Return the state of numpy's global generator as bytes, to compare; None if numpy is not loaded."""
-    numpy: Any = sys.modules.get("numpy")
-    return pickle.dumps(numpy.random.get_state()) if hasattr(numpy, "random") else None
+def _numbers(value: Any, path: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, bool | float | complex) or (isinstance(value, int) and value.bit_length() <= _MOST_BITS):
+        yield path, torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+    elif type(value) is torch.Tensor and value.layout is torch.strided:
+        if not (value.requires_grad or value.is_nested or value.is_meta):  # such as a derived weight
+            yield path, plain(value).to("cpu", copy=True)
+    elif isinstance(value, list | tuple | deque | dict) and len(value) <= LARGE and depth:
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _numbers(item, f"{path}[{key!r}]", depth - 1)

@@ -1,5 +1,6 @@
 """One step: a forward and its backward from a given state, and the record of it."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,10 +12,9 @@ from unisono.data_parallel import DataParallel
 from unisono.engines.replica import leaves_and_nodes
 from unisono.primitives import pytree
 from unisono.runtime import devices as _devices
-from unisono.verification.attributes import Numbers, numbers_in
 from unisono.verification.call_recorder import CallRecorder
-from unisono.verification.compare import in_one_number, plain, tensors_in
-from unisono.verification.state import Snapshot
+from unisono.verification.compare import joined_numbers, plain, tensors_in
+from unisono.verification.state import RandomState, copied, generators_of, numbers_in
 
 _SEED = 0  # of the projection and the nudges, which are the same in every step
 
@@ -27,30 +27,33 @@ class Example:
         inputs: a tuple of positional inputs, a dict of keyword inputs, or the only input.
         target: the second argument of the criterion; None for none.
         criterion: returns the loss; None for a fixed random projection of all floating outputs.
+        device, output_device: of the inputs, and of the outputs when they are compared.
     """
 
     inputs: Any
-    target: Any = None
-    criterion: Callable[..., Any] | None = None
+    target: Any
+    criterion: Callable[..., Any] | None
+    device: torch.device
+    output_device: torch.device
 
-    def fresh_inputs(self, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return positional and keyword inputs, whose tensors are copies on `device` and leaves of a new graph."""
+    def fresh_inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return positional and keyword inputs, whose tensors are copies and leaves of a new graph."""
         if isinstance(self.inputs, dict):
-            return (), {name: _fresh(value, device) for name, value in self.inputs.items()}
+            return (), {name: _fresh(value, self.device) for name, value in self.inputs.items()}
         inputs = self.inputs if type(self.inputs) is tuple else (self.inputs,)  # a named tuple is one input
-        return tuple(_fresh(value, device) for value in inputs), {}
+        return tuple(_fresh(value, self.device) for value in inputs), {}
 
-    def loss(self, output: Any, like: Any) -> torch.Tensor | None:
-        """Return the loss of `output`; None if it has no tensors to compute one from.
+    def loss(self, output: Any, like: dict[str, torch.Tensor]) -> torch.Tensor | None:
+        """Return the loss of an output; None if it has no tensors to compute one from.
 
-        `like` is the output on one device, whose shapes the projection expects.
+        Args:
+            like: the outputs on one device, whose shapes the projection expects.
         """
         if self.criterion is None:
-            return _projection(output, like)
-        tensor = next((tensor for _, tensor in tensors_in(output)), None)
-        device = tensor.device if tensor is not None else torch.device("cpu")
-        given = () if self.target is None else (_fresh(self.target, device),)
-        loss = self.criterion(output, *given)
+            return _projection(dict(tensors_in(output)), like)
+        criterion = copied(self.criterion) if isinstance(self.criterion, nn.Module) else self.criterion
+        given = () if self.target is None else (_fresh(self.target, self.output_device),)
+        loss = criterion(output, *given)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
             raise ValueError(f"criterion: expected one number, such as a mean over the rows, and it returned {shape}")
@@ -64,17 +67,15 @@ def _fresh(value: Any, device: torch.device) -> Any:
     return pytree.map_all_tensors(copied, value)
 
 
-def _projection(output: Any, like: Any) -> torch.Tensor | None:
+def _projection(outputs: dict[str, torch.Tensor], like: dict[str, torch.Tensor]) -> torch.Tensor | None:
     """Return a fixed random projection of all floating outputs; None if there are none, or they have other shapes."""
     generator = torch.Generator().manual_seed(_SEED)
-    of_output = dict(tensors_in(output))
+    outputs = joined_numbers(like, outputs)
     total: torch.Tensor | None = None
-    for path, expected in tensors_in(like):
+    for path, expected in like.items():
         if not (expected.is_floating_point() or expected.is_complex()):
             continue
-        tensor = of_output.get(path)
-        if tensor is not None and expected.dim() == 0 and tensor.dim() == 1:
-            tensor = in_one_number(expected, tensor)
+        tensor = outputs.get(path)
         if tensor is None or tensor.shape != expected.shape:
             return None
         tensor = tensor.to_dense() if tensor.layout is not torch.strided else tensor
@@ -91,7 +92,7 @@ class RecordedStep:
     """The results of one step.
 
     Attributes:
-        output: detached.
+        output: detached, on `output_device`.
         loss: detached; None if there was none.
         gradients: of each parameter, by name, and of each input that requires one; empty without a backward.
         buffers: after the step, by name.
@@ -107,50 +108,50 @@ class RecordedStep:
     loss: torch.Tensor | None = None
     gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-    attributes_before: dict[str, Numbers] = field(default_factory=dict)
-    attributes: dict[str, Numbers] = field(default_factory=dict)
+    attributes_before: dict[str, torch.Tensor] = field(default_factory=dict)
+    attributes: dict[str, torch.Tensor] = field(default_factory=dict)
     rows: Sequence[int] = ()
     error: ValueError | None = None
     no_gradients: str = ""
 
-    def shape_of(self, path: str) -> torch.Size | None:
-        """Return the shape of the output at `path`; None if there is no tensor."""
-        tensor = dict(tensors_in(self.output)).get(path)
-        return None if tensor is None else tensor.shape
+    @property
+    def outputs(self) -> dict[str, torch.Tensor]:
+        """The tensors of the output, by path."""
+        return dict(tensors_in(self.output))
 
 
 def take_step(
-    module: nn.Module,
-    example: Example,
-    state: Snapshot,
-    mode: str,
-    device: torch.device,
-    output_device: torch.device,
     model: nn.Module,
+    example: Example,
+    random: RandomState,
+    mode: str,
     like: RecordedStep | None = None,
     nudge: float = 0.0,
 ) -> RecordedStep:
-    """Run one step from a state; the model keeps the changes of the step.
+    """Run one step of a copy of a model.
 
     Args:
-        module: the plain module, whose calls are recorded.
+        model: the plain module, or a wrapper around it.
+        random: the state of the random number generators in which the step begins.
         mode: "training": with the module's own flags if it is in training mode, else after `train()`; "eval": after
             `eval()`.
-        device, output_device: of the inputs, and of the outputs when they are compared.
-        model: the module that is called: `module` itself, or the wrapper around it.
-        like: the step on one device; None if this is it.
+        like: the step on one device, if this is one of a wrapper.
         nudge: relative size of a random change of every parameter and every input.
     """
-    state.restore(gradients=False)
+    model = copied(model)
+    module: nn.Module = model if like is None else model.module  # type: ignore[assignment]
+    module.to(example.device)
     if mode == "eval":
         model.eval()
     elif not module.training:
         model.train()
-    step = RecordedStep(CallRecorder(state.random.has_moved if like is None else lambda: False))
-    args, kwargs = example.fresh_inputs(device)
+    args, kwargs = example.fresh_inputs()
+    leaves = [tensor for _, tensor in (*tensors_in(args), *tensors_in(kwargs))] + [*module.parameters()]
     if nudge:
-        _nudge([*module.parameters(), *(tensor for _, tensor in (*tensors_in(args), *tensors_in(kwargs)))], nudge)
-    step.attributes_before = numbers_in(module)
+        _nudge(leaves, nudge)
+    random.restore()
+    has_drawn = RandomState(generators_of(module)).has_moved if like is None else lambda: False
+    step = RecordedStep(CallRecorder(has_drawn), attributes_before=numbers_in(module))
     with step.recorder.attached(module):
         try:
             output = model(*args, **kwargs)
@@ -161,10 +162,11 @@ def take_step(
     if isinstance(model, DataParallel):
         step.rows = [timing.rows for timing in model.replica_timings]
     if step.error is None:
-        output = pytree.map_all_tensors(lambda tensor: _devices.copy_to(tensor, output_device), output)
-        loss = example.loss(output, output if like is None else like.output)
+        output = pytree.map_all_tensors(lambda tensor: _devices.copy_to(tensor, example.output_device), output)
+        loss = example.loss(output, dict(tensors_in(output)) if like is None else like.outputs)
         if loss is not None and loss.requires_grad and not (like is not None and like.no_gradients):
-            _backward(step, loss, state, mode, module, args, kwargs)
+            step.no_gradients = _backward(loss, leaves, may_fail=mode == "eval")
+            step.gradients = {} if step.no_gradients else dict(_gradients(module, args, kwargs))
         step.loss = None if loss is None else plain(loss)
         step.output = pytree.map_all_tensors(lambda tensor: tensor.detach().clone(), output)
     step.attributes = numbers_in(module)
@@ -184,20 +186,31 @@ def _is_of_a_replica(error: Exception) -> bool:
     return any(note.startswith("raised in ") for note in getattr(error, "__notes__", ()))
 
 
-def _backward(
-    step: RecordedStep, loss: torch.Tensor, state: Snapshot, mode: str, module: nn.Module, args: Any, kwargs: Any
-) -> None:
-    """Run the backward, and record the gradients."""
+def _backward(loss: torch.Tensor, leaves: Sequence[torch.Tensor], *, may_fail: bool) -> str:
+    """Run the backward; return why it failed. The backward of cuDNN's recurrent layers, say, works in training only."""
+    with _gradients_kept(loss, leaves):
+        try:
+            torch.autograd.backward([loss])
+        except RuntimeError as error:
+            if not may_fail:
+                raise
+            return str(error).splitlines()[0]
+    return ""
+
+
+@contextlib.contextmanager
+def _gradients_kept(loss: torch.Tensor, own: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Keep `.grad` of other leaves of a loss, such as those of a criterion, while its backward runs."""
+    known = {id(leaf) for leaf in own}
     leaves = [leaf for leaf in leaves_and_nodes([loss]) if isinstance(leaf, torch.Tensor)]
-    state.set_gradients_aside(leaves)
+    before = [(leaf, leaf.grad) for leaf in leaves if id(leaf) not in known]
+    for leaf, _ in before:
+        leaf.grad = None
     try:
-        torch.autograd.backward([loss])
-    except RuntimeError as error:
-        if mode != "eval":  # the backward of cuDNN's recurrent layers, for example, works in training mode only
-            raise
-        step.no_gradients = str(error).splitlines()[0]
-        return
-    step.gradients = dict(_gradients(module, args, kwargs))
+        yield
+    finally:
+        for leaf, grad in before:
+            leaf.grad = grad
 
 
 def _gradients(module: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[str, torch.Tensor | None]]:

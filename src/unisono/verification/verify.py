@@ -1,10 +1,9 @@
 """verify: the caller's own model on one device and on several, compared number by number.
 
-In training mode and in eval mode it takes one step on one device and one on several, from the same state, and compares
-outputs, loss, gradients, buffers, and the numbers in attributes. If they differ, it finds the first submodule that
-differs, and the cause. If the cause is uncertain, one more step on one device shows whether the step gives the same
-twice, or how far rounding errors move the gradients. That makes at most three steps on one device and two on several,
-each a forward with its backward. At the end, model and random state are as before.
+In training mode and in eval mode it takes one step on one device and one on several, each of a copy of the model, from
+the same random state, and compares outputs, loss, gradients, buffers, and the numbers in attributes. If they differ, it
+finds the first submodule that differs, and the cause. Where more can be known from it, the step on one device is taken
+once more: to see how far rounding errors move gradients, or whether the step gives the same twice.
 """
 
 import functools
@@ -20,22 +19,23 @@ from unisono.data_parallel import DataParallel
 from unisono.engines.threads import Threads
 from unisono.primitives.blueprint import check_initialized
 from unisono.primitives.placements import check_have_data
-from unisono.primitives.replicate import check_device
 from unisono.runtime import devices as _devices
-from unisono.runtime import torch_private
 from unisono.runtime.devices import DeviceLike
 from unisono.verification import compare
-from unisono.verification.attributes import attribute_rows, filled
-from unisono.verification.causes import LOST, Comparison, about_repetition, is_uncertain, made_certain
+from unisono.verification.causes import LOST, Comparison, is_uncertain, nondeterministic
 from unisono.verification.compare import Tolerance
 from unisono.verification.report import MODES, Finding, Kind, Report, Row
-from unisono.verification.state import Snapshot
+from unisono.verification.state import RandomState, copied
 from unisono.verification.step import Example, RecordedStep, take_step
 
 _WORKERS_NOT_RECORDED = (
     'calls in other processes are not recorded: engine="threads" tells which submodule differs first, and why'
 )
 _NO_ACCELERATOR = "this machine has no accelerator: the replicas were on the CPU"
+_JUMPS = (
+    "parameters and inputs that change by {nudge:.0e} of themselves move gradients by {moved:.0e} of the largest, as "
+    "activations at the kink of a ReLU do: gradients cannot be compared more exactly than that (in float64 they can)"
+)
 
 
 def verify(
@@ -63,12 +63,13 @@ def verify(
         True
 
     Both modes are run: training mode with the flags that the submodules have (a frozen batch norm stays frozen) if the
-    model is in training mode, else after `train()`; then eval mode. Afterwards parameters, buffers, gradients, flags,
-    hooks, attributes and random state are what they were; hooks of your own have run, as in any step. The tolerances
-    are explained in unisono/verification/compare.py; the memory that it takes, in call_recorder.py beside it.
+    model is in training mode, else after `train()`; then eval mode. Each step runs on a copy of the model, and the
+    random state is what it was afterwards; hooks of your own have run, as in any step. The tolerances are explained in
+    unisono/verification/compare.py; the memory that it takes, in call_recorder.py beside it.
 
     Args:
-        model: a module, on the first of the devices; or a `DataParallel`, whose module, devices and options are used.
+        model: a module that can be copied with copy.deepcopy, on any device; or a `DataParallel`, whose module, devices
+            and options are used.
         inputs: a tuple of positional inputs, a dict of keyword inputs, or the only input. Take a batch that does not
             divide evenly, such as a last one.
         target: the second argument of `criterion`; None: the criterion gets the output only.
@@ -88,11 +89,10 @@ def verify(
         an option that was given and causes them: `sync_batch_norm=False`, `scalars="stack"`.
 
     Raises:
-        TypeError, ValueError: arguments that cannot be used. RuntimeError: a model that is not on the first device.
+        TypeError, ValueError: arguments that cannot be used.
         Exception: any error that the model raised, on one device or in a replica.
     """
     wrapped = _wrap(model, device_ids, output_device, dim, options)
-    module: nn.Module = wrapped.module
     if target is not None and criterion is None:
         raise ValueError("target without criterion: give a criterion(output, target) that returns the loss")
     if criterion is not None and not callable(criterion):
@@ -102,88 +102,49 @@ def verify(
             raise ValueError(f"{name}={given}: expected a finite number, 0 or more")
     check_have_data("compare", inputs, "inputs")
     check_have_data("compare", target, "target")
-    example = Example(inputs, target, criterion)
     devices = wrapped.devices
     gathered_on = _devices.resolve_output(wrapped.output_device, devices)
+    example = Example(inputs, target, criterion, devices[0], gathered_on)
     rows: list[Row] = []
     findings: list[Finding] = []
     notes = [_NO_ACCELERATOR] if wrapped is not model and not _devices.resolve(device_ids) else []
-    spare = _SpareStep(module)
 
-    with torch.inference_mode(False), torch.enable_grad():
-        state = Snapshot(wrapped, criterion)
-        with torch_private.without_post_accumulate_hooks(state.tensors):
-            try:
-                for mode in MODES:
-                    step = functools.partial(take_step, module, example, state, mode, devices[0], gathered_on)
-                    one = step(module)
-                    many = step(wrapped, like=one)
-                    tolerance = Tolerance.of(_dtypes(module, one), devices[0], rtol, atol)
-                    found = _rows(mode, one, many, tolerance)
-                    notes += _notes(mode, one, many)
-                    if rtol is None and atol is None and _only_gradients_differ(found):
-                        found = spare.allow_jumps(found, step, one, tolerance)
-                    compared = Comparison(mode, wrapped, options, one, many, found, tolerance)
-                    rows += compared.rows
-                    if compared.differs() and not isinstance(wrapped._engine, Threads):
-                        notes.append(_WORKERS_NOT_RECORDED)
-                    if compared.differs():
-                        findings += spare.make_certain(compared.find(), step, one, tolerance)
-            finally:
-                state.restore(gradients=True)
+    random = RandomState()
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            for mode in MODES:
+                step = functools.partial(take_step, example=example, random=random, mode=mode)
+                one = step(wrapped.module)
+                many = step(wrapped, like=one)
+                tolerance = Tolerance.of(_dtypes(wrapped.module, one), devices[0], rtol, atol)
+                found = _rows(mode, one, many, tolerance)
+                notes += _notes(mode, one, many)
+                if rtol is None and atol is None and _only_gradients_differ(found):
+                    moved = compare.sensitivity(one.gradients, step(wrapped.module, nudge=tolerance.rtol).gradients)
+                    before, found = found, compare.allowing(found, moved)
+                    notes += [_JUMPS.format(nudge=tolerance.rtol, moved=moved)] if found != before else []
+                rows += found
+                if not any(row.differs for row in found):
+                    continue
+                notes += [] if isinstance(wrapped._engine, Threads) else [_WORKERS_NOT_RECORDED]
+                of_mode = Comparison(mode, wrapped, options, one, many, found, tolerance).findings()
+                if is_uncertain(of_mode):
+                    again = step(wrapped.module)
+                    if any(row.differs for row in _rows(mode, one, again, tolerance)):
+                        of_mode = nondeterministic(of_mode, one, again, tolerance)
+                findings += of_mode
+    finally:
+        random.restore()
     report = Report(
         _title(wrapped, many),
         tuple(rows),
         tuple(findings),
-        tuple(dict.fromkeys([*notes, *spare.notes])),
+        tuple(dict.fromkeys(notes)),
         len(many.rows) or len(devices),
     )
     if show:
         print(report)
     return report
-
-
-class _SpareStep:
-    """The third step on one device: taken at most once, where it shows most; both modes use its result.
-
-    Attributes:
-        notes: about it, for the report.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.notes: list[str] = []
-        self._module = module
-        self._taken = False
-        self._sensitivity = 0.0
-        self._nondeterminism = ""
-
-    def allow_jumps(
-        self, rows: list[Row], step: Callable[..., RecordedStep], one: RecordedStep, tolerance: Tolerance
-    ) -> list[Row]:
-        """Return the rows; gradients may differ as far as they move when everything is changed a little."""
-        if not self._taken:
-            self._taken = True
-            nudged = step(self._module, nudge=tolerance.rtol)
-            self._sensitivity = compare.sensitivity(one.gradients, nudged.gradients)
-        allowed = compare.allowing(rows, self._sensitivity)
-        if allowed != rows:
-            self.notes.append(
-                f"parameters and inputs that change by {tolerance.rtol:.0e} of themselves move gradients by "
-                f"{self._sensitivity:.0e} of the largest, as activations at the kink of a ReLU do: gradients cannot be "
-                "compared more exactly than that (in float64 they can)"
-            )
-        return allowed
-
-    def make_certain(
-        self, findings: list[Finding], step: Callable[..., RecordedStep], one: RecordedStep, tolerance: Tolerance
-    ) -> list[Finding]:
-        """Return the findings after checking, if they are uncertain, whether the step gives the same when repeated."""
-        if is_uncertain(findings) and not self._taken:
-            self._taken = True
-            again = step(self._module)
-            if any(row.differs for row in _rows("", one, again, tolerance)):
-                self._nondeterminism = about_repetition(one, again, tolerance)
-        return made_certain(findings, self._nondeterminism) if self._nondeterminism else findings
 
 
 def _wrap(
@@ -193,10 +154,10 @@ def _wrap(
     dim: int,
     options: dict[str, Any],
 ) -> DataParallel:
-    """Return the model itself if it is a wrapper, else a new wrapper of it.
+    """Return the model itself if it is a wrapper, else a wrapper of a copy.
 
     Raises:
-        TypeError, ValueError, RuntimeError: it cannot be wrapped like this.
+        TypeError, ValueError: it cannot be wrapped like this.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {model!r}")
@@ -218,33 +179,62 @@ def _wrap(
         devices = devices * 2
     if not devices:  # a script for GPUs on a machine without any
         devices = [torch.device("cpu")] * max(2, len(device_ids or ()))
-    check_device(model, chain(model.parameters(), model.buffers()), devices[0])
-    return DataParallel(model, devices, output_device, dim, process_group=False, **options)
+    return DataParallel(copied(model), devices, output_device, dim, process_group=False, **options)
 
 
 def _dtypes(module: nn.Module, one: RecordedStep) -> Iterator[torch.dtype]:
     """Yield the types that a step computed in."""
     yield from one.recorder.dtypes()
-    yield from (tensor.dtype for _, tensor in compare.tensors_in(one.output))
-    yield from (parameter.dtype for parameter in module.parameters())
+    yield from (tensor.dtype for tensor in (*one.outputs.values(), *module.parameters()))
 
 
 def _rows(mode: str, one: RecordedStep, many: RecordedStep, tolerance: Tolerance) -> list[Row]:
     """Return every comparison of two steps."""
+    outputs = one.outputs
     rows: list[Row] = []
     if many.error is not None:
-        note = str(many.error).split(". ")[0]
-        rows.append(Row(mode, Kind.OUTPUT, "", None, difference=math.inf, note=note))
+        rows.append(Row(mode, Kind.OUTPUT, "", difference=math.inf, note=str(many.error).split(". ")[0]))
     else:
-        rows += compare.output_rows(mode, one.output, many.output, tolerance)
+        of_many = compare.joined_numbers(outputs, many.outputs)
+        rows += compare.rows_of(mode, Kind.OUTPUT, outputs, of_many, compare.own_scales(outputs), tolerance)
     if one.loss is not None and many.loss is not None:
-        largest = max((compare.largest(tensor) for _, tensor in compare.tensors_in(one.output)), default=0.0)
-        rows.append(compare.loss_row(mode, one.loss, many.loss, largest, tolerance))
-        nothing: dict[str, torch.Tensor | None] = dict.fromkeys(one.gradients or many.gradients)
-        rows += compare.gradient_rows(mode, one.gradients or nothing, many.gradients or nothing, tolerance)
-    rows += compare.buffer_rows(mode, one.buffers, many.buffers, tolerance)
-    rows += attribute_rows(mode, one.attributes_before, one.attributes, many.attributes, tolerance)
-    return rows
+        loss = {"": one.loss}
+        scale = max([*compare.own_scales(outputs).values(), *compare.own_scales(loss).values()])
+        rows += compare.rows_of(mode, Kind.LOSS, loss, {"": many.loss}, {"": scale}, tolerance)
+        gradients = compare.common_scales(one.gradients)
+        rows += compare.rows_of(mode, Kind.GRADIENT, one.gradients, many.gradients, gradients, tolerance)
+    rows += compare.rows_of(mode, Kind.BUFFER, one.buffers, many.buffers, compare.module_scales(one.buffers), tolerance)
+    names = _updated(one, many)
+    attributes = {name: one.attributes.get(name) for name in names}
+    of_many = {name: many.attributes[name] for name in names if name in many.attributes}
+    return [
+        *rows,
+        *compare.rows_of(mode, Kind.ATTRIBUTE, attributes, of_many, compare.own_scales(attributes), tolerance),
+    ]
+
+
+def _updated(one: RecordedStep, many: RecordedStep) -> list[str]:
+    """Return the names of the numbers in attributes that the step has updated, and did not only fill or take away."""
+
+    def is_as_before(step: RecordedStep, name: str) -> bool:
+        before, after = one.attributes_before.get(name), step.attributes.get(name)
+        return before is not None and after is not None and before.dtype == after.dtype and torch.equal(before, after)
+
+    filled, taken = _filled(one, many), one.attributes_before.keys() - one.attributes.keys()
+    names = dict.fromkeys([*one.attributes, *many.attributes])
+    return [
+        name
+        for name in names
+        if name not in filled and name not in taken and not (is_as_before(one, name) and is_as_before(many, name))
+    ]
+
+
+def _filled(one: RecordedStep, many: RecordedStep) -> set[str]:
+    """Return the names of numbers in attributes that were none before, and are there after a step on one device only.
+
+    A cache is filled so, or values are kept for who reads them: no difference, but its name is a note.
+    """
+    return one.attributes.keys() - one.attributes_before.keys() - many.attributes.keys()
 
 
 def _only_gradients_differ(rows: Sequence[Row]) -> bool:
@@ -262,7 +252,7 @@ def _notes(mode: str, one: RecordedStep, many: RecordedStep) -> Iterator[str]:
         yield f"{mode}: gradients are not compared, because the backward fails on one device: {one.no_gradients}"
     elif not one.gradients:
         yield f"{mode}: there are no gradients to compare: the loss needs none"
-    if names := filled(one.attributes_before, one.attributes, many.attributes):
+    if names := sorted({name.partition("[")[0] for name in _filled(one, many)}):
         yield f"forward fills {', '.join(names)}: {LOST}. If they are read after forward, return them as outputs"
     if len(many.rows) == 1:
         yield "only one replica had rows: give a batch with more rows"

@@ -181,7 +181,7 @@ class Worker:
                 os.close(fd)
 
     def _recorded_reply_to(self, message: Forward | Backward) -> Reply:
-        step = StepRecording(self._clocks, torch.device("cpu"))
+        step = StepRecording(self._clocks)
         phase = timeline.FORWARD if isinstance(message, Forward) else timeline.BACKWARD
         with timeline.while_recording(), step.recorded(phase, timeline.SCATTER):
             reply = self._reply_to(message)
