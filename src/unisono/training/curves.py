@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from unisono.console import charts
@@ -24,10 +22,8 @@ def draw(path: Path, epochs: Sequence[EpochRecord], *, title: str, last_epoch: i
         title: above both plots.
         last_epoch: where the run ends, so that the picture fills from left to right while it works.
     """
-    figure = Figure(figsize=(10, 4.2), facecolor="white", layout="constrained")
+    figure = charts.new(10, 4.2, title)
     loss_axes, accuracy_axes = figure.subplots(1, 2)
-    figure.suptitle(title, x=0.012, ha="left", fontsize=12, color=INK, parse_math=False)  # "$" is a "$"
-
     for axes, name, color in (
         (loss_axes, "train_loss", _TRAIN),
         (loss_axes, "test_loss", _TEST),
@@ -49,23 +45,18 @@ def draw(path: Path, epochs: Sequence[EpochRecord], *, title: str, last_epoch: i
     loss_axes.yaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{value:g}"))
     loss_axes.yaxis.set_minor_locator(NullLocator())
     loss_axes.legend(frameon=False, labelcolor=INK)
+    last = epochs[-1]
     accuracy_axes.set_ylim(min(record.test_accuracy for record in epochs) - 0.02, 1)
-    _note_last(accuracy_axes, epochs[-1], last_epoch)
-
-    with replaced(path) as unfinished:
-        figure.savefig(unfinished, format="png", dpi=150)
-
-
-def _note_last(axes: Axes, record: EpochRecord, last_epoch: int) -> None:
-    """Write the last accuracy beside its point: on its right while the run goes on, below it at the end."""
-    has_ended = record.epoch == last_epoch and last_epoch > 1
-    axes.annotate(
-        f"{record.test_accuracy:.4f}",
-        (record.epoch, record.test_accuracy),
-        xytext=(0, -12) if has_ended else (9, 0),
+    accuracy_axes.annotate(
+        f"{last.test_accuracy:.4f}",
+        (last.epoch, last.test_accuracy),
+        xytext=(0, -12),
         textcoords="offset points",
-        ha="right" if has_ended else "left",
-        va="top" if has_ended else "center",
+        ha="right" if last.epoch > 1 else "left",
+        va="top",
         color=_TEST,
         fontweight="bold",
     )
+
+    with replaced(path) as unfinished:
+        figure.savefig(unfinished, format="png", dpi=150)

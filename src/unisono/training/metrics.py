@@ -6,12 +6,10 @@
 Steps and epochs are counted from 1: a line's `step` is how many steps the run had finished.
 
 The records are the only history that a run has: how far it is, and an epoch's loss and seconds, are read off them. A
-checkpoint has the lines up to its step, and a resumed run writes the file anew from these. So it does not matter what
-has become of the file in the meantime: lines of later steps, half a line, damage.
+checkpoint has the lines up to its step, and a resumed run writes the file anew from these, whatever has become of it.
 """
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
@@ -98,11 +96,6 @@ class Metrics:
         steps = [record for record in self.records if isinstance(record, StepRecord) and record.epoch == epoch]
         loss = sum(record.loss * record.rows for record in steps) / max(1, sum(record.rows for record in steps))
         return loss, sum(record.seconds for record in steps)
-
-    def sync(self) -> None:
-        """Return when all lines are on the disk."""
-        if self._file is not None:
-            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file."""
