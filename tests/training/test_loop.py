@@ -526,8 +526,8 @@ def test_batch_norm_sees_the_rows_of_all_devices(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("batch_size", "synchronised", "message", "enough_rows"),
     [
-        (2, False, r" 2 on 2 replicas \(2 x cpu\) .* --batch-size 8, or leave out --no-sync-batch-norm$", 8),
-        (1, True, r" 1 on .* leaves batch norm a single row.* --batch-size 4$", 4),
+        (2, False, r" 2 on 2 replicas \(2 x cpu\) .* take --batch-size 8$", 8),
+        (1, True, r" 1 on .* leaves a batch norm a single row.* take --batch-size 4$", 4),
     ],
 )
 def test_a_single_row_for_batch_norm_is_explained(

@@ -219,18 +219,10 @@ class Hanging(Observer):
     ("target", "error"),
     [
         ("nowhere:Tracker", "--observer nowhere:Tracker: there is no module nowhere in "),
-        ("trackers:Nobody", "--observer trackers:Nobody: there is no Nobody in trackers"),
-        ("trackers", "--observer trackers: expected package.module:Class, a class derived from"),
         ("track\ners:Tracker", "--observer track ers:Tracker: expected package.module:Class, a class derived from"),
-        ("", "--observer : expected package.module:Class, a class derived from"),
-        (
-            "trackers:Other",
-            "--observer trackers:Other is another class: expected package.module:Class, a class",
-        ),
+        ("trackers:Other", "--observer trackers:Other is another class: expected package.module:Class, a class"),
         ("trackers:number", "--observer trackers:number is a value of type int: expected package.module:Class"),
         ("trackers:Needy", "--observer trackers:Needy raised TypeError: Needy.__init__() missing 1 required"),
-        ("trackers:Raises", "--observer trackers:Raises raised SystemExit: 4 ("),
-        ("broken:Tracker", "--observer broken:Tracker: importing broken raised SyntaxError"),
     ],
 )
 def test_an_observer_that_cannot_be_had_is_one_line(target, error, capsys):
@@ -241,19 +233,14 @@ class Needy(Observer):
     def __init__(self, project):
         pass
 
-class Raises(Observer):
-    def __init__(self):
-        raise SystemExit(4)
-
 class Other:
     pass
 
 number = 3
 """
     )
-    Path("broken.py").write_text("def")
     assert assert_misused([*TRAIN, "--observer", target], error, capsys) == ""
-    assert sorted(path.name for path in Path().iterdir()) == ["broken.py", "trackers.py"]
+    assert sorted(path.name for path in Path().iterdir()) == ["trackers.py"]
 
 
 def observed_rank(rank: int, folder: Path, *arguments: str) -> tuple[int, str]:

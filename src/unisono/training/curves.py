@@ -14,14 +14,7 @@ _TRAIN, _TEST = charts.BLUE, charts.RED
 
 
 def draw(path: Path, epochs: Sequence[EpochRecord], *, title: str, last_epoch: int) -> None:
-    """Draw the picture and put it in the place of the one before.
-
-    Args:
-        path: where the PNG goes.
-        epochs: what has been measured so far, at least one.
-        title: above both plots.
-        last_epoch: where the run ends, so that the picture fills from left to right while it works.
-    """
+    """Draw the picture and put it in the place of the one before; up to `last_epoch` it fills from left to right."""
     figure = charts.new(10, 4.2, title)
     loss_axes, accuracy_axes = figure.subplots(1, 2)
     for axes, name, color in (

@@ -178,7 +178,7 @@ def _finish_epoch(run: Run, epoch: int, stop: StopRequest) -> None:
     run.save()
     run.draw()
     run.write_profile()  # the epoch is saved, whatever becomes of these files
-    run.observers.epoch(record)
+    run.observers.tell("epoch", record)
 
 
 def evaluate(run: Run, stop: StopRequest) -> tuple[float, float]:
@@ -230,12 +230,8 @@ def _explained(run: Run) -> Iterator[None]:
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             raise
-        each, remedy = "batch norm", f"--batch-size {4 * options.accumulate}"
-        if not options.sync_batch_norm:
-            each = "some replica's batch norm"
-            num_replicas = sum(map(len, run.devices_by_rank))
-            remedy = f"--batch-size {4 * num_replicas * options.accumulate}, or leave out --no-sync-batch-norm"
+        num_parts = options.accumulate * (1 if options.sync_batch_norm else sum(map(len, run.devices_by_rank)))
         raise OptionError(
-            f"--batch-size {options.batch_size} on {describe(*run.devices_by_rank)} leaves {each} a single row, "
-            f"which it cannot train on: take {remedy}"
+            f"--batch-size {options.batch_size} on {describe(*run.devices_by_rank)} leaves a batch norm a single row, "
+            f"which it cannot train on: take --batch-size {4 * num_parts}"
         ) from error

@@ -12,7 +12,7 @@ checkpoint has the lines up to its step, and a resumed run writes the file anew 
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO, TypeAlias
+from typing import BinaryIO, ClassVar, TypeAlias
 
 from unisono.training.run_folder import replaced
 
@@ -21,6 +21,7 @@ from unisono.training.run_folder import replaced
 class StepRecord:
     """One optimizer step; `loss` is the mean over its `rows`."""
 
+    kind: ClassVar = "step"
     step: int
     epoch: int
     loss: float
@@ -38,6 +39,7 @@ class StepRecord:
 class EpochRecord:
     """One epoch; `train_loss` is the mean over its rows at their steps, `train_seconds` does not include testing."""
 
+    kind: ClassVar = "epoch"
     epoch: int
     step: int
     train_loss: float
@@ -51,12 +53,7 @@ Record: TypeAlias = StepRecord | EpochRecord
 
 
 class Metrics:
-    """The records of a run, in memory and in metrics.jsonl.
-
-    Args:
-        path: the file; None in a process that does not write.
-        earlier: the lines of a resumed run. The file begins with them.
-    """
+    """The records of a run, in memory and at `path` (None: in memory only), after the lines of an `earlier` part."""
 
     def __init__(self, path: Path | None, earlier: bytes = b"") -> None:
         self.lines = bytearray(earlier)  # what is in the file
@@ -84,8 +81,7 @@ class Metrics:
     def add(self, record: Record) -> None:
         """Add a record; its line is in the file on return."""
         self.records.append(record)
-        kind = "step" if isinstance(record, StepRecord) else "epoch"
-        line = json.dumps({"kind": kind, **asdict(record)}).encode() + b"\n"
+        line = json.dumps({"kind": record.kind, **asdict(record)}).encode() + b"\n"
         self.lines += line
         if self._file is not None:
             self._file.write(line)

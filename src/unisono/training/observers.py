@@ -69,33 +69,23 @@ class Observer:
 
 
 class Observers:
-    """The observers of a run, each until it fails. Entered, they are told that it starts; then, how it ended.
+    """The observers of a run by name, each until it fails. Entered, they are told what `started`; then, how it ended.
 
-    Args:
-        observers: by the names to report them under.
-        say: shows a line.
-        started: what `Observer.started` gets: folder, config, earlier.
+    `say` shows a line.
     """
 
     def __init__(self, observers: Mapping[str, Observer], say: Callable[[str], None], *started: Any) -> None:
         self._observers, self._say, self._started = dict(observers), say, started
 
     def __enter__(self) -> None:
-        self._tell("started", *self._started)
-
-    def step(self, record: StepRecord) -> None:
-        """Tell them of a step."""
-        self._tell("step", record)
-
-    def epoch(self, record: EpochRecord) -> None:
-        """Tell them of an epoch."""
-        self._tell("epoch", record)
+        self.tell("started", *self._started)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if not isinstance(error, KeyboardInterrupt):  # which is to stop the program at once
-            self._tell("ended", error)
+            self.tell("ended", error)
 
-    def _tell(self, what: str, *arguments: Any) -> None:
+    def tell(self, what: str, *arguments: Any) -> None:
+        """Call this method of each."""
         lines = []
         for name, observer in list(self._observers.items()):
             try:

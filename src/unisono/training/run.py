@@ -180,7 +180,7 @@ class Run:
             seconds, self._recorded_at = now - self._recorded_at, now
             record = StepRecord(step.number, step.epoch, mean_loss, step.learning_rate, step.rows, seconds)
             self.metrics.add(record)
-            self.observers.step(record)
+            self.observers.tell("step", record)
             self._show(record, step.replicas)
 
     def _show(self, record: StepRecord, replicas: str) -> None:

@@ -53,10 +53,9 @@ class TensorBoard(Observer):
         self._writer.close()
 
     def _add(self, record: Record) -> None:
-        kind = "step" if isinstance(record, StepRecord) else "epoch"
         values = asdict(record)
-        number = values[kind]
+        number = values[record.kind]
         if isinstance(record, StepRecord):
             values["rows_per_second"] = record.rows_per_second
         for name in values.keys() - {"epoch", "step", "rows", "seconds"}:
-            self._writer.add_scalar(f"{kind}/{name}", values[name], number)
+            self._writer.add_scalar(f"{record.kind}/{name}", values[name], number)
