@@ -160,12 +160,3 @@ def test_steps_are_those_of_torchs_sgd() -> None:
         optimizer.step()
         computed.update(rate)
     assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
-
-
-def test_a_parameter_without_a_gradient_is_an_error() -> None:
-    """Left out of the list, the gradients behind it would go to the wrong weights."""
-    module, computed = computation_of(whole=False)
-    next(module.parameters()).requires_grad_(False)
-    module(IMAGES).sum().backward()
-    with pytest.raises((AttributeError, RuntimeError, TypeError)):
-        computed.update(0.1)

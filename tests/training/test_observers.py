@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import cloudpickle
 import pytest
@@ -23,7 +22,7 @@ from unisono.console.errors import DivergedError, Interrupted
 from unisono.training import observers
 from unisono.training.loop import train
 from unisono.training.metrics import EpochRecord, Record, StepRecord
-from unisono.training.observers import Observer, Observers
+from unisono.training.observers import Observer
 from unisono.training.options import Options
 from unisono.training.run import Run
 from unisono.training.run_folder import RunFolder
@@ -160,19 +159,6 @@ class Good(Observer):
     assert line.endswith("trackers.py, line 7); the training goes on without this observer")
     assert "good until the end: None\n" in captured.out
     assert Path("out/model.safetensors").read_bytes() == unobserved
-
-
-def test_all_are_told_of_the_end_though_nothing_reads_what_one_raised() -> None:
-    """T7: as with `| head -1`."""
-
-    def say(line: str) -> None:
-        raise BrokenPipeError
-
-    bad, good = (Mock(spec=Observer, ended=Mock(side_effect=error)) for error in (OSError, None))
-    observers = {"bad": bad, "good": good}
-    with pytest.raises(BrokenPipeError), Observers(observers, say):
-        pass
-    good.ended.assert_called_once_with(None)
 
 
 def test_what_the_output_cannot_encode_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:

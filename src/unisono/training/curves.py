@@ -27,7 +27,7 @@ def draw(path: Path, epochs: Sequence[EpochRecord], *, title: str, last_epoch: i
         axes.plot(numbers, values, color=color, label=label, linewidth=2, marker="o", markersize=4, clip_on=False)
 
     margin = 0.02 * max(1, last_epoch - 1)
-    for axes, text in ((loss_axes, "Loss"), (accuracy_axes, "Test accuracy")):
+    for axes, text in ((loss_axes, "Loss"), (accuracy_axes, f"Test accuracy: {epochs[-1].test_accuracy:.4f}")):
         charts.style(axes, text, "epoch", grid="both")
         axes.set_xlim(1 - margin, max(2, last_epoch) + margin)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -38,18 +38,7 @@ def draw(path: Path, epochs: Sequence[EpochRecord], *, title: str, last_epoch: i
     loss_axes.yaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{value:g}"))
     loss_axes.yaxis.set_minor_locator(NullLocator())
     loss_axes.legend(frameon=False, labelcolor=INK)
-    last = epochs[-1]
     accuracy_axes.set_ylim(min(record.test_accuracy for record in epochs) - 0.02, 1)
-    accuracy_axes.annotate(
-        f"{last.test_accuracy:.4f}",
-        (last.epoch, last.test_accuracy),
-        xytext=(0, -12),
-        textcoords="offset points",
-        ha="right" if last.epoch > 1 else "left",
-        va="top",
-        color=_TEST,
-        fontweight="bold",
-    )
 
     with replaced(path) as unfinished:
         figure.savefig(unfinished, format="png", dpi=150)
