@@ -151,15 +151,6 @@ def _update(
     )
 
 
-def compiled_module(live: nn.Module) -> nn.Module:
-    """Return a module with the parameters of `live` that is compiled at its first calls.
-
-    `live.compile()` would not do: torch compiles nothing in a `Sequential` that is called that way.
-    """
-    module: nn.Module = torch.compile(live, dynamic=False)  # type: ignore[assignment]
-    return module
-
-
 def expect_compiler(device: torch.device) -> None:
     """Compile a small function for a device.
 

@@ -23,7 +23,7 @@ from unisono.engines.processes.engine import Processes
 from unisono.profiling.profile import Profile
 from unisono.runtime import devices as _devices
 from unisono.training import checkpoint, data, models
-from unisono.training.computation import Computation, compiled_module, expect_compiler
+from unisono.training.computation import Computation, expect_compiler
 from unisono.training.metrics import Metrics, StepRecord
 from unisono.training.observers import Observer, Observers
 from unisono.training.options import Options
@@ -96,10 +96,12 @@ class Run:
         if _devices.has_room_for(first_device, sum(tensor.nbytes for tensor in self.dataset.tensors)):
             self.dataset = self.dataset.on(first_device)
         whole = options.compile and len(self.devices) == ranks.world_size == 1
+        # `live.compile()` would not do: torch compiles nothing in a Sequential that is called that way.
+        module: Any = torch.compile(self.live, dynamic=False) if options.compile and not whole else self.live
         # Even shares: torch's rule may give the last replica a single row, which its batch norm cannot train on.
         # loss="sum": a loss is the sum over this process's shard, divided by the rows of the whole batch.
         self.model = DataParallel(
-            compiled_module(self.live) if options.compile and not whole else self.live,
+            module,
             device_ids=self.devices,
             engine=Processes(on_worker_loss="retry") if options.engine == "processes" else options.engine,
             shares="even",
