@@ -46,11 +46,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], *, keep_as: Path | 
 
 
 def read(folder: RunFolder, say: Callable[[str], None]) -> dict[str, Tensor]:
-    """Return what the last checkpoint holds, on the CPU; if it is damaged, say so and return what the one before holds.
-
-    Raises:
-        FolderError: no checkpoint can be used.
-    """
+    """Return what the last checkpoint holds, on the CPU; if it is damaged, say so and read the one before it."""
     import safetensors.torch
 
     problems = []
@@ -74,11 +70,7 @@ def read(folder: RunFolder, say: Callable[[str], None]) -> dict[str, Tensor]:
 
 
 def restore(saved: Mapping[str, Tensor], folder: RunFolder, module: nn.Module, momenta: Mapping[str, Tensor]) -> None:
-    """Load what `read` has returned into what `save` was given.
-
-    Raises:
-        FolderError: it does not fit.
-    """
+    """Load what `read` has returned into what `save` was given; raise FolderError if it does not fit."""
     model = {name.removeprefix("model."): tensor for name, tensor in saved.items() if name.startswith("model.")}
     try:
         module.load_state_dict(model)

@@ -106,15 +106,7 @@ def needed(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
 
 
 def run(given: dict[str, Any], ranks: Ranks = ALONE) -> int:
-    """Check the options, say that it starts, and train; return the exit status.
-
-    Args:
-        given: what was given on the command line.
-        ranks: the processes that train together; each of them calls this.
-
-    Raises:
-        CommandError: it cannot start or go on. Interrupted: a signal asked it to stop.
-    """
+    """Check what was given on the command line, say that it starts, and train; return the exit status."""
     ranks.expect_equal("the options", {flag(name): value for name, value in given.items() if name != "devices"})
     given = dict(given)
     # What observes a run changes no number of it, and is no option of it.
@@ -162,11 +154,7 @@ def run(given: dict[str, Any], ranks: Ranks = ALONE) -> int:
 
 
 def _observers(targets: Sequence[str], with_tensorboard: bool) -> dict[str, Observer]:
-    """Return the observers by the words that ask for them.
-
-    Raises:
-        TargetError: one cannot be had.
-    """
+    """Return the observers by the words that ask for them."""
     observers: dict[str, Observer] = {}
     if with_tensorboard:
         from unisono.training.tensorboard import TensorBoard

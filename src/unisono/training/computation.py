@@ -152,11 +152,7 @@ def _update(
 
 
 def expect_compiler(device: torch.device) -> None:
-    """Compile a small function for a device.
-
-    Raises:
-        OptionError: the compiler does not work; says why.
-    """
+    """Compile a small function for a device; raise OptionError, which says why, if the compiler does not work."""
     try:
         torch.compile(lambda x: x + 1, dynamic=False)(torch.zeros(2, device=device))
     except Exception as error:  # whatever torch's compiler and the programs that it calls raise

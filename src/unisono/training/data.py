@@ -201,16 +201,8 @@ def read_idx(path: Path, *, dims: int) -> Tensor:
 
     Its header is big-endian: 00 00 08 (unsigned bytes), the number of dimensions in a byte, each dimension in 4.
 
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "labels-idx1-ubyte"
-        >>> _ = path.write_bytes(bytes([0, 0, 8, 1, 0, 0, 0, 3]) + bytes([7, 0, 2]))
-        >>> read_idx(path, dims=1)
-        tensor([7, 0, 2], dtype=torch.uint8)
-
-    Args:
-        path: the file. Its content says whether it is gzipped: browsers unpack files and keep the name.
-        dims: 3 for pictures (rows, height, width), 1 for labels (rows,).
+    It has 3 dimensions for pictures (rows, height, width), 1 for labels (rows,). Its content says whether it is
+    gzipped: browsers unpack files and keep the name.
     """
     try:
         content = path.read_bytes()

@@ -100,11 +100,7 @@ class Observers:
 
 
 def load(target: str) -> Observer:
-    """Import `package.module:Class`, and return an observer of this class.
-
-    Raises:
-        TargetError: there is no such class, it is not derived from `Observer`, or calling it without arguments fails.
-    """
+    """Import `package.module:Class`, and return an observer of this class; raise TargetError if that fails."""
     expected = f"package.module:Class, a class derived from {__name__}.Observer"
     found = find(target, expected)
     if not (isinstance(found, type) and issubclass(found, Observer)):

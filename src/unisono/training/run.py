@@ -162,12 +162,9 @@ class Run:
         self.should_save = False
 
     def record(self, *, all_but: int = 0) -> None:
-        """Wait for the pending steps but the last ones, and record them in order.
+        """Wait for the pending steps but the last ones, and record them in order; raise DivergedError at a bad loss.
 
         All processes record the same steps at the same moments, so that their exchanges stay in order.
-
-        Raises:
-            DivergedError: a loss is infinite or not a number; its step is not recorded.
         """
         while len(self.pending) > all_but:
             step = self.pending.popleft()
