@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from unisono.training import models
 from unisono.training.schedule import num_steps
-from unisono.training.weights import Weights
 
 HERE = Path(__file__).resolve().parent
 NUM_PICTURES, SIDE, BATCH_SIZE = 60_000, 28, 256
@@ -107,30 +106,30 @@ class Step(NamedTuple):
     num_flop: int
 
 
-def traced(rows: int, *, in_bfloat16_weights: bool, name: str = "resnet18", side: int = SIDE) -> Step:
+def traced(rows: int, *, name: str = "resnet18", side: int = SIDE) -> Step:
     """Trace a step of the training command in bfloat16, on the meta device, which computes nothing.
 
-    Autocast does not know this device. So the weights that it would cast are in bfloat16 from the start, and without
-    `in_bfloat16_weights` its casts, of weights and of their gradients, are added.
+    Autocast does not know this device. So the weights that it would cast are in bfloat16 from the start, and its casts,
+    of weights and of their gradients, are added.
     """
     with torch.device("meta"):
         module = models.build(name, num_classes=10, image_shape=(1, side, side))
         images, labels = torch.empty(rows, 1, side, side), torch.empty(rows, dtype=torch.long)
-    weights = Weights(module, momentum=0.9, weight_decay=5e-4, in_bfloat16=True)
+    weight_bytes = sum(parameter.nbytes for parameter in module.parameters())
+    norms = {id(p) for m in module.modules() if isinstance(m, nn.BatchNorm2d) for p in m.parameters()}
+    casts = [(p, p.detach().clone()) for p in module.parameters() if id(p) not in norms]
+    for parameter, weight in casts:
+        parameter.data = weight.to(torch.bfloat16)
     counter = FlopCounterMode(display=False)
     with counter, Trace() as trace:
         logits = module(images.to(torch.bfloat16)).float()
         loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / rows
         loss.backward()
-        if not in_bfloat16_weights:
-            for master, parameter in zip(weights.masters, module.parameters(), strict=True):
-                if parameter.dtype is torch.bfloat16:
-                    master.to(torch.bfloat16)
-                    parameter.to(torch.float32)  # stands for the gradient, which has its size
+        for parameter, weight in casts:
+            weight.to(torch.bfloat16)
+            parameter.to(torch.float32)  # stands for the gradient, which has its size
         # SGD reads weight, gradient and momentum, and writes weight and momentum, in one kernel for all.
-        weight = sum(master.nbytes for master in weights.masters)
-        rounded = sum(parameter.nbytes for parameter in module.parameters()) if in_bfloat16_weights else 0
-        trace.operations.append(Operation("sgd", {0: 3 * weight}, {1: 2 * weight + rounded}))
+        trace.operations.append(Operation("sgd", {0: 3 * weight_bytes}, {1: 2 * weight_bytes}))
     return Step(trace.operations, counter.get_total_flops())
 
 
@@ -268,12 +267,11 @@ def page(gpu: Gpu = H200) -> tuple[str, list[Estimate]]:
     """Return the page and the estimates on it."""
     steps = num_steps(NUM_PICTURES, BATCH_SIZE)
     rows = NUM_PICTURES // steps
-    autocast, rounded = (traced(rows, in_bfloat16_weights=way) for way in (False, True))
+    autocast = traced(rows)
     estimates = [
         estimate("bf16", autocast, gpu, compiled=False, graphs=False),
         estimate("bf16, compiled, no CUDA graphs", autocast, gpu, compiled=True, graphs=False),
         estimate("bf16, compiled", autocast, gpu, compiled=True, graphs=True),
-        estimate("bf16-weights, compiled", rounded, gpu, compiled=True, graphs=True),
     ]
     return render(gpu, estimates, autocast, rows, steps), estimates
 

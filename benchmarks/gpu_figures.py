@@ -35,9 +35,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from unisono import DataParallel
 from unisono.console.errors import OptionError
 from unisono.runtime.devices import float32_products, wait_for_work
-from unisono.training import compiling, data, loop, models, schedule
-from unisono.training.compiling import expect_compiler
-from unisono.training.display import Display, StepReport
+from unisono.training import computation, data, loop, models, schedule
+from unisono.training.computation import expect_compiler
+from unisono.training.metrics import StepRecord
+from unisono.training.observers import Observer
 from unisono.training.options import Options
 from unisono.training.run import Run
 from unisono.training.run_folder import RunFolder
@@ -171,11 +172,6 @@ def epoch_bf16_compiled(bench: Bench) -> Iterator[Figure]:
     return _epochs(bench, Options(precision="bf16", compile=True), goal_s=0.55)
 
 
-def epoch_bf16_weights(bench: Bench) -> Iterator[Figure]:
-    """Epochs of `unisono train --precision bf16-weights --compile`."""
-    return _epochs(bench, Options(precision="bf16-weights", compile=True), goal_s=0.55)
-
-
 def epoch_without_graphs(bench: Bench) -> Iterator[Figure]:
     """The same as `epoch_bf16_compiled`, without CUDA graphs: what they are worth."""
     return _epochs_in_mode(bench, "default")
@@ -187,7 +183,7 @@ def epoch_with_autotuning(bench: Bench) -> Iterator[Figure]:
 
 
 def _epochs_in_mode(bench: Bench, mode: str) -> Iterator[Figure]:
-    with mock.patch.object(compiling, "GRAPHS_MODE", mode):
+    with mock.patch.object(computation, "GRAPHS_MODE", mode):
         yield from _epochs(bench, Options(precision="bf16", compile=True), goal_s=0.55, mode=f", mode {mode}")
 
 
@@ -201,7 +197,7 @@ def _epochs(bench: Bench, options: Options, goal_s: float, mode: str = "") -> It
         return
     num_epochs = sizes.num_epochs + 2  # the first is a warm-up, and the last is profiled
     options = replace(options, model=sizes.model, batch_size=sizes.batch_rows, epochs=num_epochs)
-    options = replace(options, lr=1e-4, schedule="constant")
+    options = replace(options, lr=1e-4)
     look = KernelTime(bench.device, num_epochs, sizes.profiled_steps)
     with generated_pictures(sizes) as folder:
         epochs = trained(bench, replace(options, data=str(folder)), look)
@@ -210,7 +206,7 @@ def _epochs(bench: Bench, options: Options, goal_s: float, mode: str = "") -> It
     epoch_s = statistics.median(times_s)
     met = "met" if epoch_s <= goal_s else "missed"
     yield Figure(name, epoch_s, "s", f"the tutorials: {beside}; goal on an H200: {goal_s} or less, {met}")
-    products = options.precision.split("-")[0].replace("tf", "TF")
+    products = options.precision.replace("tf", "TF")
     tflop, speed = tflop_of_an_epoch(sizes), tflops_per_s(bench, products)
     floor_s = tflop / speed
     yield Figure(f"{name}, floor", floor_s, "s", f"{tflop:.4g} TFLOP at the {speed:.4g} TFLOP/s of products")
@@ -235,7 +231,6 @@ def epoch_on_every_gpu(bench: Bench) -> Iterator[Figure]:
         batch_size=sizes.batch_rows * count,
         epochs=sizes.num_epochs + 1,
         lr=1e-4,
-        schedule="constant",
     )
     with generated_pictures(sizes) as folder:
         _, *times_s = [epoch["train_seconds"] for epoch in trained(bench, replace(options, data=str(folder)))]
@@ -332,7 +327,7 @@ def resnet50(width: int = 64) -> nn.Module:
     return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 1000))
 
 
-def trained(bench: Bench, options: Options, look: Display | None = None) -> list[dict[str, float]]:
+def trained(bench: Bench, options: Options, look: Observer | None = None) -> list[dict[str, float]]:
     """Run `unisono train` on the device, if the options name no other; return the records of its epochs.
 
     Its weights and pictures are not saved.
@@ -342,7 +337,7 @@ def trained(bench: Bench, options: Options, look: Display | None = None) -> list
     with tempfile.TemporaryDirectory() as folder, bench.compiler, not_saved:
         results = RunFolder.for_new_run(Path(folder, "run"))
         devices = str(bench.device) if options.devices == "auto" else options.devices
-        loop.train(replace(options, devices=devices), results, look or Display())
+        loop.train(replace(options, devices=devices), results, observers={"look": look} if look else {})
         records = map(json.loads, results.metrics.read_text().splitlines())
         return [record for record in records if record["kind"] == "epoch"]
 
@@ -362,25 +357,22 @@ def generated_pictures(sizes: Sizes) -> Iterator[Path]:
         yield Path(name)
 
 
-class KernelTime(Display):
-    """Profiles some steps of one epoch, to see how long the device ran no kernel at all.
-
-    It is a display, because a display is called at each step.
-    """
+class KernelTime(Observer):
+    """Profiles some steps of one epoch, to see how long the device ran no kernel at all."""
 
     def __init__(self, device: torch.device, epoch: int, num_steps: int) -> None:
-        super().__init__()
-        self._epoch, self._num_steps = epoch, num_steps
+        self._epoch, self._num_steps, self._steps_seen = epoch, num_steps, 0
         kind = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}.get(device.type)
         self._profile = profile(activities=[kind]) if kind else None
         self.note = f"from a profile of {num_steps} steps" if kind else "not run: the profiler sees no kernels here"
 
-    def step(self, report: StepReport) -> None:
-        if self._profile is None or report.record.epoch != self._epoch:
+    def step(self, record: StepRecord) -> None:
+        if self._profile is None or record.epoch != self._epoch:
             return
-        if report.step_in_epoch == 1:
+        self._steps_seen += 1
+        if self._steps_seen == 1:
             self._profile.start()
-        elif report.step_in_epoch == 1 + self._num_steps:
+        elif self._steps_seen == 1 + self._num_steps:
             self._profile.stop()
 
     def idle_percent(self) -> float | None:
@@ -434,7 +426,7 @@ def plain_accuracy(bench: Bench, options: Options) -> float:
     shape, num_classes = pictures.image_shape, pictures.num_classes
     model = models.build(options.model, num_classes=num_classes, image_shape=shape).to(bench.device)
     optimizer = torch.optim.SGD(
-        model.parameters(), lr=options.lr, momentum=options.momentum, weight_decay=options.weight_decay
+        model.parameters(), lr=options.lr, momentum=computation.MOMENTUM, weight_decay=computation.WEIGHT_DECAY
     )
     num_rows, step = len(pictures.train_labels), 0
     num_steps = schedule.num_steps(num_rows, options.batch_size)
@@ -442,11 +434,7 @@ def plain_accuracy(bench: Bench, options: Options) -> float:
         for epoch in range(options.epochs):
             for rows in schedule.epoch_batches(num_rows, options.batch_size, seed=options.seed, epoch=epoch):
                 optimizer.param_groups[0]["lr"] = schedule.learning_rate(
-                    step,
-                    peak=options.lr,
-                    schedule=options.schedule,
-                    warmup_steps=round(options.warmup_epochs * num_steps),
-                    total_steps=options.epochs * num_steps,
+                    step, peak=options.lr, steps_per_epoch=num_steps, epochs=options.epochs
                 )
                 rows = rows.to(bench.device)
                 optimizer.zero_grad()
@@ -522,7 +510,6 @@ FIGURES: dict[str, Callable[[Bench], Iterator[Figure]]] = {
         every_gpu_side_by_side,
         accuracy_bf16_compiled,
         thin_layers,
-        epoch_bf16_weights,
         epoch_without_graphs,
         epoch_with_autotuning,
     )

@@ -1,17 +1,12 @@
-"""A bar on a terminal, lines elsewhere; and what a training run shows on them."""
+"""A bar on a terminal, lines elsewhere."""
 
 import io
 import sys
 
 import pytest
-import torch
 
 from unisono.console import progress
 from unisono.console.progress import Bar, Lines, Task
-from unisono.training.display import Display, Share, StepReport
-from unisono.training.metrics import StepRecord
-
-CPU = torch.device("cpu")
 
 
 class Terminal(io.StringIO):
@@ -26,11 +21,6 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     return Terminal()
 
 
-def report(step: int) -> StepReport:
-    record = StepRecord(step, 1, loss=0.54321, learning_rate=0.1, rows=120, seconds=0.1)
-    return StepReport(record, 3, 12, [Share(CPU, 60, 0.05), Share(CPU, 60, 0.06)])
-
-
 def test_a_task_shows_its_parts_and_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """A line when it begins, then one each five seconds; the time left is that of the parts so far."""
     now = [0.0]
@@ -43,21 +33,12 @@ def test_a_task_shows_its_parts_and_the_time_that_is_left(monkeypatch: pytest.Mo
     assert out.getvalue() == "measuring ...\n  measuring, plain: 5.0 ms a step; about 4 minutes left\n"
 
 
-def test_lines_show_each_download_once() -> None:
-    out = io.StringIO()
-    display = Display(Lines(out))
-    for name, total in (("images.gz", 2_500_000), ("images.gz", 2_500_000), ("labels.gz", None)):
-        display.download(name, 1000, total)
-    assert out.getvalue() == "downloading images.gz (2.5 MB) ...\ndownloading labels.gz ...\n"
-
-
-def test_the_bar_shows_loss_speed_and_each_replica(terminal: Terminal) -> None:
-    display = Display(Bar(terminal))
-    display.download("images.gz", 1_000_000, 2_500_000)
-    display.begin("compiling the model")
-    display.step(report(7))
-    display.say("epoch 1/3: [done] :rocket:")
-    display.close()
+def test_the_bar_shows_texts_as_they_are(terminal: Terminal) -> None:
+    bar = Bar(terminal)
+    bar.begin("compiling the model")
+    bar.update("epoch 1/3", 7, 12, "step 7/12: loss 0.5432, 1,200 rows/s", "cpu 60 rows 50 ms, cpu 60 rows 60 ms")
+    bar.say("epoch 1/3: [done] :rocket:")
+    bar.close()
     shown = terminal.getvalue()
     assert "step 7/12: loss 0.5432, 1,200 rows/s" in shown
     assert "cpu 60 rows 50 ms, cpu 60 rows 60 ms" in shown

@@ -28,7 +28,7 @@ from unisono.engines.processes.reducers.collectives import CollectiveTransport
 from unisono.engines.threads import Threads
 from unisono.runtime import devices
 from unisono.runtime.buckets import buckets_of
-from unisono.training.compiling import expect_compiler
+from unisono.training.computation import expect_compiler
 
 WAIT_S = 60.0
 NUM_STRESS_STEPS = 500

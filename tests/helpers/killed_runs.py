@@ -52,7 +52,7 @@ def run_killed(
 
 def _run(arguments: Sequence[str], kill_at: int | None, within: tuple[str, ...], save_each_step: bool) -> int:
     from unisono.cli import main
-    from unisono.training import pending_steps
+    from unisono.training import run
 
     num_lines = 0
 
@@ -68,7 +68,7 @@ def _run(arguments: Sequence[str], kill_at: int | None, within: tuple[str, ...],
         return on_line
 
     if save_each_step:
-        pending_steps._SAVE_EVERY_S = 0.0
+        run._SAVE_EVERY_S = 0.0
     sys.settrace(trace)
     status = main(arguments)
     sys.settrace(None)

@@ -1,6 +1,7 @@
 """What CUDA graphs need of the compiled functions, shown without a GPU."""
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -16,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 from unisono import DataParallel
 from unisono.training import computation
 from unisono.training.computation import IGNORED, Computation
-from unisono.training.weights import Weights
 
 IMAGES = torch.rand(20, 1, 8, 8, generator=torch.Generator().manual_seed(0))
 LABELS = torch.arange(20) % 10
@@ -57,11 +57,10 @@ def small_module() -> nn.Module:
     return nn.Sequential(nn.Conv2d(1, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10))
 
 
-def computation_of(*, whole: bool, in_bfloat16: bool = False) -> tuple[nn.Module, Weights, Computation]:
+def computation_of(*, whole: bool) -> tuple[nn.Module, Computation]:
     torch.manual_seed(0)
     module = small_module()
-    weights = Weights(module, momentum=0.9, weight_decay=5e-4, in_bfloat16=in_bfloat16)
-    return module, weights, Computation(DataParallel(module, ["cpu"]), weights, autocast=in_bfloat16, whole=whole)
+    return module, Computation(DataParallel(module, ["cpu"]), module, autocast=False, whole=whole)
 
 
 def take_step(computed: Computation, number: int) -> Tensor:
@@ -73,14 +72,14 @@ def take_step(computed: Computation, number: int) -> Tensor:
     return loss.detach().clone()
 
 
-@pytest.mark.parametrize("in_bfloat16", [False, True])
-def test_a_step_can_be_captured(graphs: list[Graph], in_bfloat16: bool) -> None:
+def test_a_step_can_be_captured(graphs: list[Graph]) -> None:
     """torch captures a graph only if all that it changes is static, and copies what is not.
 
     Nothing is copied but the gradients, and these are in the graphs' own memory. Each function is compiled once.
     """
-    module, weights, computed = computation_of(whole=True, in_bfloat16=in_bfloat16)
-    addresses = [tensor.data_ptr() for tensor in weights.static()]
+    module, computed = computation_of(whole=True)
+    changed = [*module.parameters(), *module.buffers(), *computed.momenta.values()]
+    addresses = [tensor.data_ptr() for tensor in changed]
     for number in range(3):
         take_step(computed, number)
         assert all(parameter.grad is None for parameter in module.parameters())
@@ -90,22 +89,20 @@ def test_a_step_can_be_captured(graphs: list[Graph], in_bfloat16: bool) -> None:
 
     forward, update, test = graphs
     assert all(graph.changed <= graph.static for graph in graphs)
-    num_parameters = len(weights.masters)
+    num_parameters = len(computed.momenta)
     assert len(forward.changed) == len(list(module.buffers()))
-    assert len(update.changed) == 2 * num_parameters + in_bfloat16 * sum(
-        parameter.dtype is torch.bfloat16 for parameter in module.parameters()
-    )
+    assert len(update.changed) == 2 * num_parameters
     assert not forward.inputs - forward.static
     assert len(update.inputs - update.static) == num_parameters
     assert not test.inputs - test.static
-    assert [tensor.data_ptr() for tensor in weights.static()] == addresses
+    assert [tensor.data_ptr() for tensor in changed] == addresses
 
 
 def test_compiled_as_a_whole_it_computes_the_same(graphs: list[Graph]) -> None:
     """Also the answers to test pictures, of which the last batch has rows that do not count."""
     losses, totals = [], []
     for whole in (False, True):
-        module, _, computed = computation_of(whole=whole)
+        module, computed = computation_of(whole=whole)
         losses.append(torch.stack([take_step(computed, number) for number in range(5)]))
         module.eval()
         with torch.no_grad():
@@ -134,18 +131,32 @@ class Devices(TorchDispatchMode):
         return outputs
 
 
-@pytest.mark.parametrize("in_bfloat16", [False, True])
-def test_no_tensor_is_on_the_host(monkeypatch: pytest.MonkeyPatch, in_bfloat16: bool) -> None:
+def test_no_tensor_is_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch captures no graph with a tensor of the CPU in it. The meta device, without autocast, stands for a GPU."""
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     with torch.device("meta"):
         module = small_module()
-        images = torch.empty(4, 1, 8, 8, dtype=torch.bfloat16 if in_bfloat16 else torch.float32)
-        labels, rate = torch.empty(4, dtype=torch.long), torch.empty(())
-    weights = Weights(module, momentum=0.9, weight_decay=5e-4, in_bfloat16=in_bfloat16)
+        images, labels, rate = torch.empty(4, 1, 8, 8), torch.empty(4, dtype=torch.long), torch.empty(())
+    weights = list(module.parameters())
+    momenta = [*map(torch.zeros_like, weights)]
     with Devices() as devices:
-        computation._training_loss(module, images, labels, 4, in_bfloat16).backward()
-        weights.step(rate)
-        computation._test_totals(module, images, labels, in_bfloat16)
+        computation._training_loss(module, images, labels, 4, False).backward()
+        computation._update(weights, [weight.grad for weight in weights], momenta, rate, fused=False)
+        computation._test_totals(module, images, labels, False)
     assert devices.kinds == {"meta"}
+
+
+def test_steps_are_those_of_torchs_sgd() -> None:
+    """Bit for bit, the first one too: momenta begin with zeros here, and with the first gradient there."""
+    ours, computed = computation_of(whole=False)
+    theirs = copy.deepcopy(ours)
+    optimizer = torch.optim.SGD(theirs.parameters(), momentum=0.9, weight_decay=5e-4)
+    for number in range(4):
+        for module in (ours, theirs):
+            module.zero_grad()
+            nn.functional.cross_entropy(module(IMAGES), LABELS).backward()
+        optimizer.param_groups[0]["lr"] = rate = 0.1 / (number + 1)
+        optimizer.step()
+        computed.update(rate)
+    assert all(map(torch.equal, ours.parameters(), theirs.parameters()))

@@ -31,10 +31,3 @@ def test_the_lines_of_a_checkpoint_make_the_file_anew(tmp_path: Path) -> None:
             assert path.with_name("other").read_bytes() == at_the_checkpoint
             assert resumed.records == metrics.records == RECORDS[:number]
     metrics.close()
-
-
-def test_an_epoch_is_the_mean_over_its_rows() -> None:
-    metrics = Metrics(None)
-    for record in (step(1, 1, loss=9.0), step(2, 2, loss=1.0, rows=30), step(3, 2, loss=2.0, rows=10)):
-        metrics.add(record)
-    assert metrics.totals(2) == (1.25, 1.0)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import cloudpickle
 import pytest
@@ -21,10 +20,9 @@ from helpers.ranks import run_ranks
 from unisono.cli import main
 from unisono.console.errors import DivergedError, Interrupted
 from unisono.training import observers
-from unisono.training.display import Display
 from unisono.training.loop import train
 from unisono.training.metrics import EpochRecord, Record, StepRecord
-from unisono.training.observers import Observer, Observers
+from unisono.training.observers import Observer
 from unisono.training.options import Options
 from unisono.training.run import Run
 from unisono.training.run_folder import RunFolder
@@ -90,7 +88,7 @@ def test_each_record_is_told_once(tmp_path: Path, steps_ahead: int, monkeypatch:
     folder = RunFolder(tmp_path / "run")
     first = Notebook(after_step=14, do=lambda: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(Interrupted) as stopped:
-        train(SMALL, folder, Display(), observers={"first": first})
+        train(SMALL, folder, observers={"first": first})
     assert (first.folder, first.earlier, first.endings) == (folder.path, [], [stopped.value])
     assert {**first.config, "sha256": json.loads(folder.config.read_text())["sha256"]} == json.loads(
         folder.config.read_text()
@@ -99,7 +97,7 @@ def test_each_record_is_told_once(tmp_path: Path, steps_ahead: int, monkeypatch:
     assert len(first.told) == 14 + 1 + steps_ahead
 
     second, third = Notebook(), Notebook()
-    train(SMALL, folder, Display(), resume=True, observers={"second": second, "third": third})
+    train(SMALL, folder, resume=True, observers={"second": second, "third": third})
     assert lines_for(second.earlier) == lines_for(first.told)
     assert lines_for([*second.earlier, *second.told]) == lines_of(folder.path)
     assert (third.told, third.endings) == (second.told, [None])
@@ -116,7 +114,7 @@ class StoppedAtOnce(Notebook):
 def test_how_a_run_ends_is_told(tmp_path: Path, notebook: Notebook, lr: float, ends: type[Exception]) -> None:
     """T7: a loss that is no number; Ctrl-C in `started`, which stops the run before its first step."""
     with pytest.raises(ends) as ended:
-        train(replace(SMALL, lr=lr), RunFolder(tmp_path / "run"), Display(), observers={"notebook": notebook})
+        train(replace(SMALL, lr=lr), RunFolder(tmp_path / "run"), observers={"notebook": notebook})
     assert notebook.endings == [ended.value]
 
 
@@ -139,22 +137,16 @@ def unobserved(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     ],
 )
 def test_an_observer_that_raises_is_named_and_left(method, error, text, unobserved, capsys):
-    """T7: whatever it raises, also what is no Exception, and whatever it does to what it is given."""
+    """T7: whatever it raises, also what is no Exception."""
     trackers(
         f"""
 import asyncio
 
 class Bad(Observer):
-    def started(self, folder, config, earlier):
-        config["options"].clear()
-
     def {method}(self, *arguments):
         raise {error}
 
 class Good(Observer):
-    def started(self, folder, config, earlier):
-        assert config["options"]
-
     def ended(self, error):
         print("good until the end:", error)
 """
@@ -164,22 +156,9 @@ class Good(Observer):
     assert captured.err == ""
     (line,) = [line for line in captured.out.splitlines() if "observer" in line]
     assert line.startswith(f"--observer trackers:Bad: {method}() raised {text} (")
-    assert line.endswith("trackers.py, line 10); the training goes on without this observer")
+    assert line.endswith("trackers.py, line 7); the training goes on without this observer")
     assert "good until the end: None\n" in captured.out
     assert Path("out/model.safetensors").read_bytes() == unobserved
-
-
-def test_all_are_told_of_the_end_though_nothing_reads_what_one_raised() -> None:
-    """T7: as with `| head -1`."""
-
-    def say(line: str) -> None:
-        raise BrokenPipeError
-
-    bad, notebook = Mock(spec=Observer, ended=Mock(side_effect=OSError)), Notebook()
-    observers = {"bad": bad, "notebook": notebook}
-    with pytest.raises(BrokenPipeError), Observers(observers, say, Path("run"), {"options": {}}, ()):
-        pass
-    assert notebook.endings == [None]
 
 
 def test_what_the_output_cannot_encode_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,18 +205,10 @@ class Hanging(Observer):
     ("target", "error"),
     [
         ("nowhere:Tracker", "--observer nowhere:Tracker: there is no module nowhere in "),
-        ("trackers:Nobody", "--observer trackers:Nobody: there is no Nobody in trackers"),
-        ("trackers", "--observer trackers: expected package.module:Class, a class derived from"),
         ("track\ners:Tracker", "--observer track ers:Tracker: expected package.module:Class, a class derived from"),
-        ("", "--observer : expected package.module:Class, a class derived from"),
-        (
-            "trackers:Other",
-            "--observer trackers:Other is another class: expected package.module:Class, a class",
-        ),
+        ("trackers:Other", "--observer trackers:Other is another class: expected package.module:Class, a class"),
         ("trackers:number", "--observer trackers:number is a value of type int: expected package.module:Class"),
         ("trackers:Needy", "--observer trackers:Needy raised TypeError: Needy.__init__() missing 1 required"),
-        ("trackers:Raises", "--observer trackers:Raises raised SystemExit: 4 ("),
-        ("broken:Tracker", "--observer broken:Tracker: importing broken raised SyntaxError"),
     ],
 )
 def test_an_observer_that_cannot_be_had_is_one_line(target, error, capsys):
@@ -248,19 +219,14 @@ class Needy(Observer):
     def __init__(self, project):
         pass
 
-class Raises(Observer):
-    def __init__(self):
-        raise SystemExit(4)
-
 class Other:
     pass
 
 number = 3
 """
     )
-    Path("broken.py").write_text("def")
     assert assert_misused([*TRAIN, "--observer", target], error, capsys) == ""
-    assert sorted(path.name for path in Path().iterdir()) == ["broken.py", "trackers.py"]
+    assert sorted(path.name for path in Path().iterdir()) == ["trackers.py"]
 
 
 def observed_rank(rank: int, folder: Path, *arguments: str) -> tuple[int, str]:

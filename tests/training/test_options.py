@@ -1,6 +1,5 @@
 import dataclasses
 import json
-import re
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -9,9 +8,8 @@ import torch
 
 from unisono.cli import main
 from unisono.console.errors import OptionError
-from unisono.runtime import devices
 from unisono.training import options as options_module
-from unisono.training.options import Options, advice_on_rows, with_device_defaults
+from unisono.training.options import Options, with_device_defaults
 from unisono.training.ranks import ALONE
 
 CPU = torch.device("cpu")
@@ -25,13 +23,9 @@ CUDA = [torch.device("cuda", index) for index in range(8)]
         ("epochs", [0]),
         ("accumulate", [0, 129]),
         ("lr", [0.0, float("nan"), float("inf")]),
-        ("momentum", [1.0]),
-        ("weight_decay", [-1e-4]),
-        ("warmup_epochs", [-1.0, 9.0, float("nan")]),
         ("seed", [-1]),
-        ("schedule", ["linear"]),
         ("precision", ["fp16"]),
-        ("device_order", ["RANDOM"]),
+        ("model", ["vgg"]),
     ],
 )
 def test_a_value_out_of_range_is_named_as_it_is_typed(name: str, values: list[object]) -> None:
@@ -61,7 +55,7 @@ def test_options_that_do_not_go_together_on_these_devices(changes, devices_by_ra
 @pytest.mark.parametrize(
     ("saved", "given", "message"),
     [
-        ({"lr": 0.3, "data": "fashion-mnist", "mirror": "http://localhost/", "epochs": 3}, {}, None),
+        ({"lr": 0.3, "data": "fashion-mnist", "epochs": 3}, {}, None),
         ({"epochs": 3}, {"epochs": 5, "devices": "cpu*3"}, None),
         ({"lr": 0.3}, {"lr": 0.3}, None),
         ({}, {"compile": True}, None),
@@ -94,14 +88,6 @@ def test_a_data_folder_is_found_again_from_elsewhere(tmp_path: Path, monkeypatch
     assert options.data == str(tmp_path / "pictures")
     assert Options.from_saved(dataclasses.asdict(options), {"data": "pictures"}) == options
     assert Options.from_given({"data": "digits"}).data == "digits"
-
-
-def test_device_order_is_that_of_nvidia_smi_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
-    assert Options.from_given({}).device_order == "PCI_BUS_ID"
-    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
-    assert Options.from_given({}).device_order == "FASTEST_FIRST"
-    assert Options.from_given({"device_order": "PCI_BUS_ID"}).device_order == "PCI_BUS_ID"
 
 
 # ---- what depends on the devices, on some that count as GPUs -------------------------------------
@@ -175,22 +161,3 @@ def test_what_was_decided_is_printed_recorded_and_resumed(tmp_path, monkeypatch,
     assert json.loads(Path("out/config.json").read_text())["options"]["precision"] == "bf16"
     assert main([*small, "--output", "exact"]) == 0
     assert json.loads(Path("exact/config.json").read_text())["options"]["precision"] == "fp32"
-
-
-@pytest.mark.parametrize(
-    ("devices_by_rank", "options", "said"),
-    [
-        ([CUDA], {}, "16 rows for each of 8 devices are few: .* --batch-size 512 gives each 64$"),
-        ([CUDA[:2]], {"accumulate": 2}, "32 rows for each of 2 devices .* --batch-size 256 "),
-        ([CUDA[:2]], {}, None),
-        ([CUDA[:1]], {"batch_size": 8}, None),
-        ([[device] for device in CUDA], {}, None),
-        ([[torch.device("cpu")] * 8], {}, None),
-    ],
-)
-def test_few_rows_for_each_of_several_gpus_of_a_process_are_advised_against(
-    monkeypatch, devices_by_rank, options, said
-):
-    monkeypatch.setattr(devices, "_accelerator_types", {"cuda"})
-    advice = advice_on_rows(Options(**options), devices_by_rank)
-    assert advice is None if said is None else re.search(said, advice or "")

@@ -18,9 +18,10 @@ from helpers.commands import assert_same_metrics, metrics_of, steps_of, write_id
 from helpers.ranks import end_ranks, run_ranks
 from unisono.cli import main
 from unisono.console.errors import Interrupted, OptionError
-from unisono.training import data, loop, pending_steps
+from unisono.console.progress import Silent
+from unisono.training import data, loop
+from unisono.training import run as run_module
 from unisono.training.computation import Computation
-from unisono.training.display import Display
 from unisono.training.loop import train
 from unisono.training.options import Options
 from unisono.training.ranks import Ranks, launch
@@ -76,7 +77,7 @@ def test_processes_train_as_one_does(alone: Path, tmp_path: Path, world_size: in
 
 def run_one_step_ahead(rank: int, folder: Path, *arguments: str) -> tuple[int, str, str]:
     """Run with losses read a step later, as on accelerators; the first process finds it time to save all the time."""
-    Run.steps_ahead, pending_steps._SAVE_EVERY_S = 1, 0.0 if rank == 0 else math.inf
+    Run.steps_ahead, run_module._SAVE_EVERY_S = 1, 0.0 if rank == 0 else math.inf
     return run(rank, folder, *arguments)
 
 
@@ -99,19 +100,19 @@ def test_batches_of_fewer_rows_than_processes(tmp_path: Path) -> None:
 def stop_after(rank: int, folder: Path, step: int) -> int:
     """Train until rank 1, and only rank 1, gets a signal after `step`; return how many steps had been finished."""
 
-    class Stopping(Display):
+    class Stopping(Silent):
         finished = 0
 
-        def step(self, report):
+        def update(self, *shown: object) -> None:
             self.finished += 1
             if rank == 1 and self.finished == step:
                 signal.raise_signal(signal.SIGTERM)
 
-    display = Stopping()
+    stopping = Stopping()
     with pytest.raises(Interrupted) as caught:
-        train(Options(model="mlp", epochs=2, devices="1"), RunFolder(folder), display, ranks=Ranks.join())
+        train(Options(model="mlp", epochs=2, devices="1"), RunFolder(folder), stopping, ranks=Ranks.join())
     assert caught.value.received == signal.SIGTERM
-    return display.finished
+    return stopping.finished
 
 
 @pytest.mark.parametrize(("step", "processes"), [(3, 2), (11, 4)])
@@ -225,13 +226,13 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def interrupted(folder: Path, *arguments: str) -> None:
     """Begin a run and stop it after its first epoch, as a kill would: without another checkpoint."""
-    assert run(0, folder, *SMALL, *arguments, "--epochs", "1", "--warmup-epochs", "0", "--schedule", "constant")[0] == 0
+    assert run(0, folder, *SMALL, *arguments, "--epochs", "1")[0] == 0
 
 
 @pytest.mark.parametrize("arguments", [["--output", "run"], ["--output", "run", "--overwrite"], []])
 def test_a_launch_goes_on_with_its_own_run(launched: Path, arguments: list[str]) -> None:
     interrupted(launched, *arguments)
-    status, out, _ = run(0, launched, *SMALL, *arguments, "--warmup-epochs", "0", "--schedule", "constant")
+    status, out, _ = run(0, launched, *SMALL, *arguments)
     assert status == 0
     assert "going on after step 12, epochs finished: 1" in out
 

@@ -1,5 +1,6 @@
 import math
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,6 +29,8 @@ def test_the_order_follows_from_seed_and_epoch_alone() -> None:
     assert not torch.equal(torch.cat(epoch_batches(100, 10, seed=2, epoch=2)), order)
 
 
-def test_the_rate_warms_up_and_then_stays() -> None:
-    rates = [learning_rate(i, peak=0.4, schedule="constant", warmup_steps=2, total_steps=4) for i in range(4)]
-    assert rates == [0.2, 0.4, 0.4, 0.4]
+def test_the_rate_warms_up_and_then_falls() -> None:
+    """So an epoch of a run of one epoch is the first of a longer run."""
+    rates = [learning_rate(step, peak=0.4, steps_per_epoch=2, epochs=2) for step in range(4)]
+    assert rates == pytest.approx([0.2, 0.4, 0.4, 0.2])
+    assert rates[:2] == [learning_rate(step, peak=0.4, steps_per_epoch=2, epochs=1) for step in range(2)]

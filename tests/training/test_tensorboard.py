@@ -10,11 +10,9 @@ import struct
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from helpers.commands import assert_misused
 from helpers.killed_runs import run_killed
@@ -61,16 +59,12 @@ def scalars(events: EventAccumulator) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-def hyper_parameters(events: EventAccumulator, tag: str) -> Any:
-    return HParamsPluginData.FromString(events.SummaryMetadata(f"_hparams_/{tag}").plugin_data.content)
-
-
 def event_files(out: Path) -> list[Path]:
     return list((out / "tensorboard").iterdir())
 
 
 def test_the_events_are_the_records(capsys: pytest.CaptureFixture[str]) -> None:
-    """T8: and the options are hyper-parameters, beside the metrics that TensorBoard shows with them."""
+    """T8: and the options are there as a text."""
     out = Path("out")
     assert main([*TRAIN, "--epochs", "2", "--tensorboard"]) == 0
     assert capsys.readouterr().out.splitlines()[1] == "to see it: tensorboard --logdir out/tensorboard"
@@ -78,14 +72,9 @@ def test_the_events_are_the_records(capsys: pytest.CaptureFixture[str]) -> None:
     assert scalars(events) == scalars_expected(out)
     assert [step for step, _ in scalars(events)["step/loss"]] == list(range(1, 25))
 
+    (text,) = events.Tensors("options/text_summary")
     options = json.loads((out / "config.json").read_text())["options"]
-    started = hyper_parameters(events, "session_start_info").session_start_info.hparams
-    found = {name: getattr(value, value.WhichOneof("kind")) for name, value in started.items()}
-    assert found == {name: value for name, value in options.items() if value is not None}
-    metrics = hyper_parameters(events, "experiment").experiment.metric_infos
-    assert {metric.name.tag for metric in metrics} <= scalars(events).keys()
-    assert len(metrics) == 3
-    assert hyper_parameters(events, "session_end_info").session_end_info.status == 1  # success
+    assert json.loads(text.tensor_proto.string_val[0]) == options
 
 
 def test_a_run_that_is_resumed_has_its_whole_history_once(tmp_path: Path) -> None:
@@ -100,8 +89,6 @@ def test_a_run_that_is_resumed_has_its_whole_history_once(tmp_path: Path) -> Non
         shutil.copy(path, seen_by_an_open_one / f"events.out.tfevents.{epochs}")
     assert scalars(read(seen_by_an_open_one)) == scalars_expected(out)
 
-    dates = [event.wall_time for event in read(out / "tensorboard").Scalars("step/loss")]
-    assert dates == sorted(dates)
     assert main([*TRAIN, "--epochs", "1", "--overwrite"]) == 0
     assert event_files(out) == []
 

@@ -74,18 +74,6 @@ def test_killed_processes_and_the_numbers_of_an_undisturbed_run(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_ctrl_c(tmp_path: Path) -> None:
-    """tests/training/test_ranks.py has a signal to one of several processes, without torchrun."""
-    with torchrun(tmp_path, "--standalone", "-m", "unisono", "train", *TRAIN, "--epochs", "1000") as process:
-        run = wait_for_steps(tmp_path, 3, process)
-        process.send_signal(signal.SIGINT)
-        process.wait(LIMIT_S)
-    log = (tmp_path / "log").read_text()
-    assert f"stopped after step {len(steps_of(run / 'metrics.jsonl'))}; to go on:" in log
-    assert (run / "checkpoint.safetensors").exists()
-
-
-@pytest.mark.slow
 def test_a_job_that_is_ended_and_then_killed_goes_on_to_the_same_weights(tmp_path: Path) -> None:
     """T1, T3: as a scheduler does it, that signals every process. So the ranks get SIGTERM twice, from torchrun too."""
     train = ["--standalone", "-m", "unisono", "train"]

@@ -1,39 +1,35 @@
 """The checkpoint: all that a run needs to be resumed as if it had not stopped.
 
-That is the weights, their momenta, the states of the random number generators, and the lines of metrics.jsonl, which
-say how far the run was. The learning rate and the order of the rows follow from the number of steps.
+That is the weights, their momenta, and the lines of metrics.jsonl, which say how far the run was. The learning rate and
+the order of the rows follow from the number of steps, and a step draws no random numbers.
 
 A checkpoint is a safetensors file, so nothing in it can be code. Its tensors are
 
-    model.NAME      the weights and buffers, by their names in the module
-    momentum.NUMBER the momenta, in the order of the parameters
-    random.NUMBER   the states of torch's generators: the host's, then those of the accelerators in use
-    metrics         the bytes of metrics.jsonl
-    sha256          the digest of all of these, so that damage anywhere is an error
+    model.NAME     the weights and buffers, by their names in the module
+    momentum.NAME  the momenta, by the names of their weights
+    metrics        the bytes of metrics.jsonl
+    sha256         the digest of all of these, so that damage anywhere is an error
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from unisono.console import files
 from unisono.console.errors import FolderError
-from unisono.runtime import devices
 from unisono.training.run_folder import RunFolder, replaced
-from unisono.training.weights import Weights
 
 
-def save(folder: RunFolder, weights: Weights, metrics: bytes | bytearray, on: Sequence[torch.device]) -> None:
-    """Write the checkpoint of a run whose replicas are on these devices; the earlier one is kept under another name."""
+def save(folder: RunFolder, module: nn.Module, momenta: Mapping[str, Tensor], metrics: bytes | bytearray) -> None:
+    """Write the checkpoint of a run; the earlier one is kept under another name."""
     import numpy as np  # here: `make gpu-check`, which saves nothing, runs without numpy and safetensors
 
     tensors = {
-        **{f"model.{name}": tensor for name, tensor in weights.state_dict().items()},
-        **{f"momentum.{i}": momentum for i, momentum in enumerate(weights.momenta)},
-        **{f"random.{i}": state for i, state in enumerate(devices.random_states(on))},
+        **{f"model.{name}": tensor for name, tensor in module.state_dict().items()},
+        **{f"momentum.{name}": momentum for name, momentum in momenta.items()},
         "metrics": torch.from_numpy(np.frombuffer(bytearray(metrics), dtype=np.uint8)),
     }
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -50,11 +46,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], *, keep_as: Path | 
 
 
 def read(folder: RunFolder, say: Callable[[str], None]) -> dict[str, Tensor]:
-    """Return what the last checkpoint holds, on the CPU; if it is damaged, say so and return what the one before holds.
-
-    Raises:
-        FolderError: no checkpoint can be used.
-    """
+    """Return what the last checkpoint holds, on the CPU; if it is damaged, say so and read the one before it."""
     import safetensors.torch
 
     problems = []
@@ -63,8 +55,6 @@ def read(folder: RunFolder, say: Callable[[str], None]) -> dict[str, Tensor]:
             tensors: dict[str, Tensor] = safetensors.torch.load(files.contents(path))
             if not torch.equal(tensors.pop("sha256"), _digest(tensors)):
                 raise ValueError("its contents do not have the digest that is in it")
-            if "metrics" not in tensors:
-                raise ValueError("it is not a checkpoint of this version of unisono")
         except Exception as error:  # noqa: BLE001  damage can make reading fail in any way
             reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
             problems.append(f"{path.name} cannot be read ({reason})")
@@ -79,31 +69,21 @@ def read(folder: RunFolder, say: Callable[[str], None]) -> dict[str, Tensor]:
     )
 
 
+def restore(saved: Mapping[str, Tensor], folder: RunFolder, module: nn.Module, momenta: Mapping[str, Tensor]) -> None:
+    """Load what `read` has returned into what `save` was given; raise FolderError if it does not fit."""
+    model = {name.removeprefix("model."): tensor for name, tensor in saved.items() if name.startswith("model.")}
+    try:
+        module.load_state_dict(model)
+        for name, momentum in momenta.items():
+            momentum.copy_(saved[f"momentum.{name}"])
+    except (LookupError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise FolderError(f"the checkpoint in {folder} does not fit the run in its config.json: {reason}") from error
+
+
 def metrics_in(saved: Mapping[str, Tensor]) -> bytes:
     """Return the lines of metrics.jsonl up to a checkpoint."""
     return saved["metrics"].numpy().tobytes()
-
-
-def restore(saved: Mapping[str, Tensor], folder: RunFolder, weights: Weights, on: Sequence[torch.device]) -> None:
-    """Load what `read` has returned into weights and generators; accelerators that the run did not have keep theirs.
-
-    Raises:
-        FolderError: it does not fit.
-    """
-    model = {name.removeprefix("model."): tensor for name, tensor in saved.items() if name.startswith("model.")}
-    try:
-        weights.load(model, _numbered("momentum", saved))
-    except (LookupError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise FolderError(f"the checkpoint in {folder} does not fit the run in its config.json: {reason}") from error
-    states = _numbered("random", saved)
-    as_many = len(states) == len(devices.random_states(on))
-    devices.set_random_states(states if as_many else states[:1], on if as_many else ())
-
-
-def _numbered(name: str, saved: Mapping[str, Tensor]) -> list[Tensor]:
-    names = [each for each in saved if each.startswith(f"{name}.")]
-    return [saved[f"{name}.{number}"] for number in range(len(names))]
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> Tensor:

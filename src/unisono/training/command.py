@@ -14,19 +14,17 @@ from typing import Any
 import torch
 
 from unisono import __version__, keep_freed_memory
-from unisono.console import files, progress
+from unisono.console import files
 from unisono.console.device_option import choose_devices
 from unisono.console.errors import DONE, OptionError, OutputClosedError
 from unisono.console.options import flag, folder
+from unisono.console.progress import Progress, Silent, for_stdout
 from unisono.console.targets import TargetError, current_folder_first
-from unisono.training import data, models
-from unisono.training.display import Display
+from unisono.training import data
 from unisono.training.observers import Observer, load
 from unisono.training.options import HOW, WHAT, WHERE, Options, with_device_defaults
 from unisono.training.ranks import ALONE, Ranks, launch
 from unisono.training.run_folder import RunFolder
-
-_TENSORBOARD = "--tensorboard"
 
 SUMMARY = "train an image classifier on every device"
 
@@ -39,14 +37,10 @@ Batch size and learning rate are those of one optimizer step over all devices to
 EXAMPLES = """\
 examples:
   unisono train
-  unisono train --data fashion-mnist --batch-size 256 --devices 1
   unisono train --data fashion-mnist --batch-size 512 --lr 0.2 --devices 2
-  unisono train --data path/to/idx/files --model mlp --devices 'cpu*4' --epochs 3
-  unisono train --devices 'cpu*4' --engine processes
-  unisono train --devices cuda:0,cuda:1 --precision bf16 --accumulate 2
+  unisono train --data path/to/idx/files --model mlp --devices 'cpu*4' --engine processes
   unisono train --data fashion-mnist --batch-size 256 --devices 1 --precision bf16 --compile
-  unisono train --devices 'cpu*2' --model mlp --profile
-  unisono train --output runs/demo --tensorboard
+  unisono train --output runs/demo --tensorboard --profile
   unisono train --observer trackers:MyTracker
   unisono train --resume runs/demo --epochs 20
 
@@ -112,15 +106,7 @@ def needed(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
 
 
 def run(given: dict[str, Any], ranks: Ranks = ALONE) -> int:
-    """Check the options, say that it starts, and train; return the exit status.
-
-    Args:
-        given: what was given on the command line.
-        ranks: the processes that train together; each of them calls this.
-
-    Raises:
-        CommandError: it cannot start or go on. Interrupted: a signal asked it to stop.
-    """
+    """Check what was given on the command line, say that it starts, and train; return the exit status."""
     ranks.expect_equal("the options", {flag(name): value for name, value in given.items() if name != "devices"})
     given = dict(given)
     # What observes a run changes no number of it, and is no option of it.
@@ -128,32 +114,32 @@ def run(given: dict[str, Any], ranks: Ranks = ALONE) -> int:
     profile = given.pop("profile", False)
     options, run_folder, resume = ranks.from_first(lambda: _plan_run(given))
     options = dataclasses.replace(options, devices=given.get("devices", options.devices))
-    os.environ["CUDA_DEVICE_ORDER"] = options.device_order  # read when CUDA is initialised, later than this
+    # As nvidia-smi numbers them. It is read when CUDA is initialised, later than this.
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
 
     def usable_devices() -> list[torch.device]:  # what the options name is checked before anything is printed or loaded
-        models.expect_known(options.model, options.init)
         data.expect_known(options.data)
         return choose_devices(options.devices, among_several=ranks.world_size > 1)
 
     devices, decided = ranks.together(usable_devices), list[str]()
     if not resume:
         options, decided = with_device_defaults(options, given, devices, ranks, profile=profile)
-    display = Display()
+    shown: Progress = Silent()
     try:
         with current_folder_first() if observed_by else contextlib.nullcontext():  # they may import more while it runs
             observers = ranks.together(lambda: _observers(observed_by, with_tensorboard) if ranks.is_first else {})
             if ranks.is_first:
                 print(f"unisono {__version__}: {options}; results in {run_folder}", *decided, sep="\n", flush=True)
-                if _TENSORBOARD in observers:
+                if with_tensorboard:
                     print(f"to see it: tensorboard --logdir {files.as_typed(run_folder.tensorboard)}", flush=True)
-                display = Display(progress.for_stdout())
+                shown = for_stdout()
             from unisono.training.loop import train
 
             keep_freed_memory()
             try:
-                ended = train(options, run_folder, display, ranks, observers, resume=resume, profile=profile)
+                ended = train(options, run_folder, shown, ranks, observers, resume=resume, profile=profile)
             finally:
-                display.close()
+                shown.close()
         if ranks.is_first:
             print(*ended.summary(), sep="\n", flush=True)
     except BrokenPipeError as error:
@@ -168,20 +154,17 @@ def run(given: dict[str, Any], ranks: Ranks = ALONE) -> int:
 
 
 def _observers(targets: Sequence[str], with_tensorboard: bool) -> dict[str, Observer]:
-    """Return the observers by the words that ask for them.
-
-    Raises:
-        TargetError: one cannot be had.
-    """
-    asked_for = {f"--observer {target}": target for target in targets}
+    """Return the observers by the words that ask for them."""
+    observers: dict[str, Observer] = {}
     if with_tensorboard:
-        asked_for = {_TENSORBOARD: "unisono.training.tensorboard:TensorBoard", **asked_for}
-    observers = {}
-    for words, target in asked_for.items():
+        from unisono.training.tensorboard import TensorBoard
+
+        observers["--tensorboard"] = TensorBoard()
+    for target in targets:
         try:
-            observers[words] = load(target)
+            observers[f"--observer {target}"] = load(target)
         except TargetError as error:
-            raise TargetError(f"{words.split()[0]} {error}") from error
+            raise TargetError(f"--observer {error}") from error
     return observers
 
 

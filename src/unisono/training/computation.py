@@ -7,6 +7,10 @@ With `--compile`:
                         and the few that loop.py needs around them, instead of hundreds.
     several replicas    the module of each replica is compiled; the rest runs as written.
 
+torch compiles for one input size at a time (`dynamic=False`: code for a known size is the fastest). An epoch's steps
+have at most two sizes, usually one (schedule.py), and so have the replicas' shards; each size is compiled once, at its
+first step.
+
 A CUDA graph reads and writes the addresses that it was captured with. What follows from that holds wherever functions
 are compiled as a whole, so that the CPU's tests see it too:
 
@@ -24,29 +28,50 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.sgd import sgd
 
+from unisono.console.errors import OptionError
 from unisono.data_parallel import DataParallel
 from unisono.runtime import devices, torch_private
-from unisono.training.compiling import compiled_whole
-from unisono.training.weights import Weights
+
+MOMENTUM, WEIGHT_DECAY = 0.9, 5e-4
 
 IGNORED = -100  # the label of a row that does not count
 
+# The mode that captures what is compiled in CUDA graphs. "max-autotune" also tries many Triton kernels for each product
+# and convolution. That takes minutes, and cuDNN, which chooses among kernels of its own (devices.float32_products), is
+# hard to beat with convolutions in channels_last. `make gpu-check` measures both, to see whether this default is right.
+GRAPHS_MODE = "reduce-overhead"
+
 
 class Computation:
-    """What the steps of a run compute: with `autocast` in bfloat16; `whole`, for a single replica only, compiled."""
+    """What the steps of a run compute.
 
-    def __init__(self, model: DataParallel, weights: Weights, *, autocast: bool, whole: bool) -> None:
+    Args:
+        model: the module on every device.
+        live: the module that is trained.
+        autocast: whether products are computed in bfloat16.
+        whole: whether everything is compiled; for a single replica only.
+
+    `momenta` has one for each parameter, by its name in `live`.
+    """
+
+    def __init__(self, model: DataParallel, live: nn.Module, *, autocast: bool, whole: bool) -> None:
         self._device = model.devices[0]
-        self._model: nn.Module = model.module if whole else model
+        self._model: nn.Module = live if whole else model
         self._autocast, self._whole = autocast, whole
         self._captured = whole and devices.has_graphs(self._device)
+        self._fused = devices.has_fused_optimizers(self._device)
+        self._parameters: list[Tensor] = list(live.parameters())
+        # From zeros, the first step gives the momenta that torch.optim.SGD begins with.
+        self.momenta = {name: torch.zeros_like(parameter) for name, parameter in live.named_parameters()}
         self._rate = torch.zeros((), device=self._device)
         self._memory: dict[torch.Size, Tensor] = {}  # of pictures and of labels, which differ in shape
-        functions: list[Callable[..., Any]] = [_training_loss, _test_totals, weights.step]
+        functions: list[Callable[..., Any]] = [_training_loss, _test_totals, _update]
         if whole:
-            torch_private.mark_static([*weights.static(), self._rate])
-            functions = [compiled_whole(function, self._device) for function in functions]
+            torch_private.mark_static([*self._parameters, *self.momenta.values(), *live.buffers(), self._rate])
+            mode = GRAPHS_MODE if self._captured else None
+            functions = [torch.compile(each, dynamic=False, fullgraph=True, mode=mode) for each in functions]
         self._training_loss, self._test_totals, self._update = functions
 
     def begin_step(self) -> None:
@@ -72,7 +97,11 @@ class Computation:
 
     def update(self, rate: float) -> None:
         """Update the weights by the gradients of this step, which are then dropped."""
-        self._update(self._rate.fill_(rate) if self._whole else rate)
+        gradients = [parameter.grad for parameter in self._parameters]
+        # Each number would be compiled anew; a tensor is not.
+        rate_here = self._rate.fill_(rate) if self._whole else rate
+        momenta = [*self.momenta.values()]
+        self._update(self._parameters, gradients, momenta, rate_here, self._fused and not self._whole)
         self._model.zero_grad()
 
     def _rows_of(self, tensor: Tensor, rows: Tensor) -> Tensor:
@@ -100,3 +129,39 @@ def _test_totals(model: nn.Module, images: Tensor, labels: Tensor, autocast: boo
     logits = _logits(model, images, autocast)
     loss = F.cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORED)
     return torch.stack([loss, (logits.argmax(dim=1) == labels).sum().float()])
+
+
+@torch.no_grad()
+def _update(
+    parameters: list[Tensor], gradients: list[Tensor], momenta: list[Tensor | None], rate: float | Tensor, fused: bool
+) -> None:
+    """Take a step of SGD: torch.optim.SGD without the object around it, which torch does not compile as a whole."""
+    sgd(
+        parameters,
+        gradients,
+        momenta,
+        foreach=not fused,
+        fused=fused,
+        lr=rate,  # type: ignore[arg-type]  # torch takes tensors, too
+        momentum=MOMENTUM,
+        weight_decay=WEIGHT_DECAY,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+    )
+
+
+def expect_compiler(device: torch.device) -> None:
+    """Compile a small function for a device; raise OptionError, which says why, if the compiler does not work."""
+    try:
+        torch.compile(lambda x: x + 1, dynamic=False)(torch.zeros(2, device=device))
+    except Exception as error:  # whatever torch's compiler and the programs that it calls raise
+        raise cannot_compile(device, error) from error
+
+
+def cannot_compile(device: torch.device, error: Exception) -> OptionError:
+    """Return an error of the compiler as one line for the user."""
+    reason = (str(error).strip() or repr(error)).splitlines()[0]
+    return OptionError(
+        f"--compile: torch.compile does not work for {device} here ({reason}): mend that, or take --no-compile"
+    )

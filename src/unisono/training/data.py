@@ -6,21 +6,20 @@ that the project starts from: the ResNet has batch norm after its first layer, t
 and so no mean and deviation need to be saved with a model.
 """
 
-import dataclasses
 import gzip
 import math
+import os
 import struct
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from unisono.console.errors import CommandError
 from unisono.console.options import expect_installed
+from unisono.console.progress import Progress, Silent
 
 FASHION_MNIST_URL = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
 FASHION_MNIST_MD5 = {
@@ -34,9 +33,6 @@ _PACKAGES = {"digits": "sklearn", "fashion-mnist": "pooch"}
 _GZIP_MAGIC = b"\x1f\x8b"
 _DIGITS_MAX = 16  # each pixel counts the inked dots of a 4x4 block
 
-OnBytes: TypeAlias = Callable[[str, int, int | None], None]
-"""Called as a download arrives: the file's name, the bytes so far, and the bytes in all (None: unknown)."""
-
 
 class DataError(CommandError):
     """The data cannot be loaded; one line that says which file or address, why, and what to do."""
@@ -47,11 +43,11 @@ class Dataset:
     """Pictures, float32 (rows, channels, height, width) in [0, 1], and their labels, int64 (rows,) from 0 on."""
 
     name: str
+    num_classes: int
     train_images: Tensor
     train_labels: Tensor
     test_images: Tensor
     test_labels: Tensor
-    num_classes: int
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -60,23 +56,16 @@ class Dataset:
         return channels, height, width
 
     @property
-    def tensors(self) -> dict[str, Tensor]:
-        """Pictures and labels, by the names of their fields."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: value for name, value in fields.items() if isinstance(value, Tensor)}
-
-    @property
-    def num_bytes(self) -> int:
-        """How much memory pictures and labels take."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Pictures and labels, in the order of the fields."""
+        return self.train_images, self.train_labels, self.test_images, self.test_labels
 
     def on(self, device: torch.device) -> "Dataset":
         """Return the same data on a device."""
-        there = {name: tensor.to(device) for name, tensor in self.tensors.items()}
-        return dataclasses.replace(self, **there)  # type: ignore[arg-type]
+        return Dataset(self.name, self.num_classes, *(tensor.to(device) for tensor in self.tensors))
 
 
-def load(source: str, *, mirror: str | None = None, progress: OnBytes | None = None) -> Dataset:
+def load(source: str, progress: Progress | None = None) -> Dataset:
     """Load a data set by name, or from a folder.
 
     Example:
@@ -88,8 +77,7 @@ def load(source: str, *, mirror: str | None = None, progress: OnBytes | None = N
         source: "digits", "fashion-mnist", or a folder with the four IDX files of MNIST (train-images-idx3-ubyte
             and so on), each plain, or gzipped with .gz at the end of its name; if both exist, the gzipped one is
             read. Write ./digits for a folder that has the name of a data set.
-        mirror: where to download Fashion-MNIST from; its own address if None. Only for "fashion-mnist".
-        progress: called as bytes arrive.
+        progress: shows how far a download is (default: not at all).
 
     Returns:
         The data set. A folder's highest label says how many classes it has.
@@ -98,12 +86,10 @@ def load(source: str, *, mirror: str | None = None, progress: OnBytes | None = N
         CommandError: one line that says what is wrong with the data or the arguments.
     """
     expect_known(source)
-    if mirror is not None and source != "fashion-mnist":
-        raise DataError(f"--mirror {mirror} goes with --data fashion-mnist only; --data is {source}: leave it out")
     if source == "digits":
         return _load_digits()
     if source == "fashion-mnist":
-        return _load_folder(_downloaded(mirror or FASHION_MNIST_URL, progress), source)
+        return _load_folder(_downloaded(progress or Silent()), source)
     folder = Path(source).expanduser()
     return _load_folder(folder, folder.resolve().name or source)
 
@@ -112,14 +98,8 @@ def expect_known(source: str) -> None:
     """Check that there is such a data set, and the package that loads it, or such a folder; nothing is loaded."""
     if source in _PACKAGES:
         expect_installed({"train": [_PACKAGES[source]]})
-        return
-    try:
-        folder = Path(source).expanduser()
-        problem = None if folder.is_dir() else "is not a folder" if folder.exists() else "does not exist"
-    except (OSError, RuntimeError) as error:  # no permission, too long a name; ~user without such a user
-        problem = f"cannot be read ({error})"
-    if problem is not None:
-        raise DataError(f"--data {source} {problem}; expected digits, fashion-mnist, or a folder of IDX files")
+    elif not os.path.isdir(os.path.expanduser(source)):
+        raise DataError(f"--data {source} is no folder; expected digits, fashion-mnist, or a folder of IDX files")
 
 
 def _load_digits() -> Dataset:
@@ -135,13 +115,13 @@ def _load_digits() -> Dataset:
     by_class = shuffled[labels[shuffled].argsort(stable=True)]
     is_test = torch.zeros(len(labels), dtype=torch.bool)
     is_test[by_class[::5]] = True
-    return Dataset("digits", images[~is_test], labels[~is_test], images[is_test], labels[is_test], num_classes=10)
+    return Dataset("digits", 10, images[~is_test], labels[~is_test], images[is_test], labels[is_test])
 
 
 # ---- Fashion-MNIST -------------------------------------------------------------------------------
 
 
-def _downloaded(base_url: str, progress: OnBytes | None) -> Path:
+def _downloaded(progress: Progress) -> Path:
     """Return the folder of Fashion-MNIST's files; those that are missing or damaged are downloaded first.
 
     pooch writes to a temporary file, and renames it once its MD5 is right; proxies are those of the environment.
@@ -151,33 +131,37 @@ def _downloaded(base_url: str, progress: OnBytes | None) -> Path:
     pooch.get_logger().setLevel("WARNING")  # `progress` says what is downloaded
     folder = Path(pooch.os_cache("unisono")) / "fashion-mnist"
     for name, md5 in FASHION_MNIST_MD5.items():
-        url = f"{base_url.rstrip('/')}/{name}"
-        download = pooch.HTTPDownloader(progressbar=_Arriving(name, progress) if progress else False)
+        url = f"{FASHION_MNIST_URL}{name}"
+        download = pooch.HTTPDownloader(progressbar=_Bar(name, progress))
         try:
             pooch.retrieve(url, f"md5:{md5}", fname=name, path=folder, downloader=download)
         except BrokenPipeError:  # of `progress`: nothing reads the output any more
             raise
         except (OSError, ValueError) as error:  # no connection, no such file, no room; another MD5
             raise DataError(
-                f"{url} cannot be downloaded to {folder} ({' '.join(str(error).split())}); --mirror URL takes another "
-                "address, --data DIR a folder with the files, XDG_CACHE_HOME another cache"
+                f"{url} cannot be downloaded to {folder} ({' '.join(str(error).split())}); --data DIR takes a folder "
+                "with the files, XDG_CACHE_HOME names another cache"
             ) from error
     return folder
 
 
-class _Arriving:
-    """Passes on what pooch tells a progress bar: `total` is set, then `update` is called with each chunk's bytes."""
+class _Bar:
+    """A progress bar for pooch, which sets `total`, and calls the methods as bytes arrive."""
 
-    def __init__(self, name: str, progress: OnBytes) -> None:
+    total = done = 0
+
+    def __init__(self, name: str, progress: Progress) -> None:
         self._name, self._progress = name, progress
-        self.total = self._done = 0
 
     def update(self, num_bytes: int) -> None:
-        self._done += num_bytes  # pooch counts the last chunk as a whole one
-        self._progress(self._name, min(self._done, self.total or self._done), self.total or None)
+        task = f"downloading {self._name} ({self.total / 1e6:.1f} MB)"
+        if not self.done:
+            self._progress.begin(task, self.total)
+        self.done = min(self.done + num_bytes, self.total)  # pooch counts the last chunk as a whole one
+        self._progress.update(task, self.done, self.total, f"{self.done / 1e6:.1f} MB")
 
     def reset(self) -> None:
-        self._done = 0
+        pass
 
     def close(self) -> None:
         pass
@@ -195,9 +179,7 @@ def _load_folder(folder: Path, name: str) -> Dataset:
             f"{_by(test_images.shape[2:])}; expected one size"
         )
     num_classes = 1 + int(max(train_labels.max(), test_labels.max()))
-    if num_classes < 2:
-        raise DataError(f"{folder}: every label is 0; expected at least 2 classes")
-    return Dataset(name, train_images, train_labels, test_images, test_labels, num_classes)
+    return Dataset(name, num_classes, train_images, train_labels, test_images, test_labels)
 
 
 def _load_split(folder: Path, split: str) -> tuple[Tensor, Tensor]:
@@ -219,16 +201,8 @@ def read_idx(path: Path, *, dims: int) -> Tensor:
 
     Its header is big-endian: 00 00 08 (unsigned bytes), the number of dimensions in a byte, each dimension in 4.
 
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "labels-idx1-ubyte"
-        >>> _ = path.write_bytes(bytes([0, 0, 8, 1, 0, 0, 0, 3]) + bytes([7, 0, 2]))
-        >>> read_idx(path, dims=1)
-        tensor([7, 0, 2], dtype=torch.uint8)
-
-    Args:
-        path: the file. Its content says whether it is gzipped: browsers unpack files and keep the name.
-        dims: 3 for pictures (rows, height, width), 1 for labels (rows,).
+    It has 3 dimensions for pictures (rows, height, width), 1 for labels (rows,). Its content says whether it is
+    gzipped: browsers unpack files and keep the name.
     """
     try:
         content = path.read_bytes()

@@ -24,10 +24,7 @@ class StopRequest:
     """While entered, records the first signal that asks the program to stop, instead of letting it act.
 
     `received` is that signal, or None. From then on Ctrl-C acts as usual, and the others do nothing. Python delivers
-    signals to the main thread only; entered in another thread, this leaves them alone.
-
-    Args:
-        ranks: the processes that stop together.
+    signals to the main thread only; entered in another thread, this leaves them alone. `ranks` stop together.
     """
 
     received: signal.Signals | None = None

@@ -9,14 +9,15 @@ A step is: rows, learning rate, forward, backward, update, record. An epoch is: 
 picture. The loop is the same on one device and on several, compiled or not (computation.py). Each of several processes
 takes its shard of every batch, and the losses are summed over the processes.
 
-Nothing in a step waits for an accelerator: rows are on the device or are copied to it asynchronously, and losses are
-read a step later (pending_steps.py).
+Nothing in a step waits for an accelerator: rows are on the device or are copied to it asynchronously. Reading a loss
+waits for the device, so there a step's loss is read, and the step recorded, when the next step has been queued: the
+device always has work, and the numbers are the same. All steps are recorded before a checkpoint is saved.
 """
 
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
 import torch
@@ -25,17 +26,16 @@ from torch.nn.functional import pad
 
 from unisono.console.device_option import describe
 from unisono.console.errors import Interrupted, OptionError
+from unisono.console.progress import Progress, Silent
+from unisono.data_parallel import DataParallel
 from unisono.runtime import devices, torch_private
-from unisono.training.compiling import cannot_compile
-from unisono.training.computation import IGNORED
-from unisono.training.display import Display, Share
+from unisono.training.computation import IGNORED, cannot_compile
 from unisono.training.interrupts import StopRequest
 from unisono.training.metrics import EpochRecord
 from unisono.training.observers import Observer
 from unisono.training.options import Options
-from unisono.training.pending_steps import PendingStep, PendingSteps
 from unisono.training.ranks import ALONE, Ranks
-from unisono.training.run import Run
+from unisono.training.run import PendingStep, Run
 from unisono.training.run_folder import RunFolder
 from unisono.training.schedule import epoch_batches, learning_rate, num_steps
 
@@ -43,7 +43,7 @@ from unisono.training.schedule import epoch_batches, learning_rate, num_steps
 def train(
     options: Options,
     folder: RunFolder,
-    display: Display,
+    progress: Progress | None = None,
     ranks: Ranks = ALONE,
     observers: Mapping[str, Observer] = MappingProxyType({}),
     *,
@@ -55,7 +55,7 @@ def train(
     Args:
         options: what to train, and how.
         folder: for the results; without `resume` a run in it is deleted.
-        display: shows the steps.
+        progress: shows the steps (default: not at all).
         ranks: the processes that train together; all of them call this, with equal arguments but for `options.devices`.
         observers: who is told of each step and epoch, by name; called in the first process only.
         resume: go on from the checkpoint in the folder.
@@ -65,37 +65,37 @@ def train(
         CommandError: it cannot start or go on; the message is one line for the user.
         Interrupted: a signal asked it to stop, and the last finished step has been saved.
     """
+    progress = progress or Silent()
     with (
         contextlib.closing(folder),  # which other runs may use then
-        contextlib.closing(Run(options, folder, display, ranks, observers, resume=resume, profile=profile)) as run,
+        contextlib.closing(Run(options, folder, progress, ranks, observers, resume=resume, profile=profile)) as run,
         devices.float32_products(run.devices[0], rounded=options.precision != "fp32"),
         StopRequest(ranks) as stop,
         run.observers,
     ):
-        pending = PendingSteps(run)
         if run.saved_steps is not None:  # the run may have ended after its checkpoint, and before these
             run.write_model()
             run.draw()
         try:
             for epoch in range(len(run.metrics.epochs), options.epochs):
                 with run.profiled():
-                    _train_epoch(run, epoch, pending, stop)
+                    _train_epoch(run, epoch, stop)
                 _finish_epoch(run, epoch, stop)
         except Interrupted:
-            pending.record()
+            run.record()
             run.save()
-            display.say(f"stopped after step {run.metrics.num_steps}; to go on: unisono train --resume {folder}")
+            progress.say(f"stopped after step {run.metrics.num_steps}; to go on: unisono train --resume {folder}")
             raise
         except torch_private.compiler_errors() as error:
             if stop.received is None:
                 raise cannot_compile(run.devices[0], error) from error
             # A signal from the terminal also ends the processes of the compiler, in the middle of a step.
-            display.say(f"stopped while compiling; what had been saved stays in {folder}")
+            progress.say(f"stopped while compiling; what had been saved stays in {folder}")
             raise Interrupted(stop.received) from error
     return run
 
 
-def _train_epoch(run: Run, epoch: int, pending: PendingSteps, stop: StopRequest) -> None:
+def _train_epoch(run: Run, epoch: int, stop: StopRequest) -> None:
     """Take the steps of an epoch that are not finished yet."""
     options = run.options
     where = run.dataset.train_labels.device
@@ -103,61 +103,53 @@ def _train_epoch(run: Run, epoch: int, pending: PendingSteps, stop: StopRequest)
     first_step = epoch * run.steps_per_epoch
 
     run.model.train()
-    pending.start_clock()
+    run.start_clock()
     for step in range(run.metrics.num_steps, first_step + run.steps_per_epoch):
         stop.check()
-
-        rate = learning_rate(
-            step,
-            peak=options.lr,
-            schedule=options.schedule,
-            warmup_steps=round(options.warmup_epochs * run.steps_per_epoch),
-            total_steps=options.epochs * run.steps_per_epoch,
-        )
         rows = batches[step - first_step]
+        rate = learning_rate(step, peak=options.lr, steps_per_epoch=run.steps_per_epoch, epochs=options.epochs)
         with _compilation_shown(run, f"steps of {len(rows)} rows"):
-            loss, shares = _take_step(run, rows, rate)
+            loss = _take_step(run, rows, rate)
 
-        pending.add(PendingStep(step, epoch, rate, len(rows), loss, shares))
-        if pending.should_save:
-            pending.record()
+        run.pending.append(PendingStep(step + 1, epoch + 1, rate, len(rows), loss, _replicas_in_words(run.model)))
+        run.record(all_but=run.steps_ahead)
+        if run.should_save:
+            run.record()
             run.save()
-            pending.start_clock()  # saving is not training
-    pending.record()
+            run.start_clock()
+    run.record()
 
 
-def _take_step(run: Run, rows: Tensor, rate: float) -> tuple[Callable[[], float], Sequence[Share]]:
-    """Take a step; return what waits for this process's part of the loss, and the shares of its replicas."""
+def _take_step(run: Run, rows: Tensor, rate: float) -> Callable[[], float]:
+    """Take a step; return what waits for this process's part of the loss."""
     # The batch is divided into micro-batches (--accumulate), and this process takes its shard of each. Each loss is a
     # sum divided by the rows of the whole batch. So losses and gradients add up to those of the mean, also where the
     # shards are uneven.
     images, labels = run.dataset.train_images, run.dataset.train_labels
     batch_loss = torch.zeros((), device=run.devices[0])
-    shares = [Share(device) for device in run.devices]
     micro_batches = rows.tensor_split(min(run.options.accumulate, len(rows)))
     run.computation.begin_step()
     for number, micro_batch in enumerate(micro_batches, start=1):
-        shard = run.ranks.shard_of(micro_batch)
         # Gradients are all-reduced once, with the last micro-batch.
         sync = contextlib.nullcontext() if number == len(micro_batches) else run.model.no_sync()
-        began = time.perf_counter()
         with _explained(run), sync:
-            micro_batch_loss = run.computation.training_loss(images, labels, shard, len(rows))
-            micro_batch_loss.backward()  # type: ignore[no-untyped-call]
-        batch_loss += micro_batch_loss.detach()
-        _add_work(run, shares, len(shard), time.perf_counter() - began)
-    loss = devices.begin_to_read(batch_loss)
+            loss = run.computation.training_loss(images, labels, run.ranks.shard_of(micro_batch), len(rows))
+            loss.backward()  # type: ignore[no-untyped-call]
+        batch_loss += loss.detach()
+    read_loss = devices.begin_to_read(batch_loss)
     run.computation.update(rate)
-    return loss, shares
+    return read_loss
 
 
-def _add_work(run: Run, shares: Sequence[Share], num_rows: int, seconds: float) -> None:
-    """Add a micro-batch to the shares of the replicas; a single one, which no engine runs, had all rows."""
-    timings = [(timing.rows, timing.forward_s + timing.backward_s) for timing in run.model.replica_timings]
-    # Replicas without rows are left out; as shares are even, these are the last ones.
-    for share, (rows, took) in zip(shares, [(num_rows, seconds)] if len(shares) == 1 else timings, strict=False):
-        share.rows += rows
-        share.seconds += took
+def _replicas_in_words(model: DataParallel) -> str:
+    """Return the rows of each replica in its last forward, and how long forward and backward took.
+
+    On an accelerator that is the time until the work was queued: waiting for it would leave the device idle.
+    """
+    return ", ".join(
+        f"{each.device} {each.rows} rows {1000 * (each.forward_s + each.backward_s):.0f} ms"
+        for each in model.replica_timings
+    )
 
 
 def _finish_epoch(run: Run, epoch: int, stop: StopRequest) -> None:
@@ -179,14 +171,14 @@ def _finish_epoch(run: Run, epoch: int, stop: StopRequest) -> None:
         test_seconds=test_seconds,
     )
     run.metrics.add(record)
-    run.display.say(
+    run.progress.say(
         f"epoch {record.epoch}/{run.options.epochs}: train loss {record.train_loss:.4f}, "
         f"test accuracy {record.test_accuracy:.4f}, {record.train_seconds:.1f} s of training"
     )
     run.save()
     run.draw()
     run.write_profile()  # the epoch is saved, whatever becomes of these files
-    run.observers.epoch(record)
+    run.observers.tell("epoch", record)
 
 
 def evaluate(run: Run, stop: StopRequest) -> tuple[float, float]:
@@ -217,11 +209,11 @@ def _compilation_shown(run: Run, what_for: str) -> Iterator[None]:
     if not run.options.compile or what_for in run.compiled:
         yield
         return
-    run.display.begin(f"compiling the model for {what_for}")
+    run.progress.begin(f"compiling the model for {what_for}")
     began = time.perf_counter()
     yield
     run.compiled.add(what_for)
-    run.display.say(f"compiled the model for {what_for} in {time.perf_counter() - began:.1f} s")
+    run.progress.say(f"compiled the model for {what_for} in {time.perf_counter() - began:.1f} s")
 
 
 @contextlib.contextmanager
@@ -238,12 +230,8 @@ def _explained(run: Run) -> Iterator[None]:
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             raise
-        each, remedy = "batch norm", f"--batch-size {4 * options.accumulate}"
-        if not options.sync_batch_norm:
-            each = "some replica's batch norm"
-            num_replicas = sum(map(len, run.devices_by_rank))
-            remedy = f"--batch-size {4 * num_replicas * options.accumulate}, or leave out --no-sync-batch-norm"
+        num_parts = options.accumulate * (1 if options.sync_batch_norm else sum(map(len, run.devices_by_rank)))
         raise OptionError(
-            f"--batch-size {options.batch_size} on {describe(*run.devices_by_rank)} leaves {each} a single row, "
-            f"which it cannot train on: take {remedy}"
+            f"--batch-size {options.batch_size} on {describe(*run.devices_by_rank)} leaves a batch norm a single row, "
+            f"which it cannot train on: take --batch-size {4 * num_parts}"
         ) from error

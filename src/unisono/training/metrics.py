@@ -6,15 +6,13 @@
 Steps and epochs are counted from 1: a line's `step` is how many steps the run had finished.
 
 The records are the only history that a run has: how far it is, and an epoch's loss and seconds, are read off them. A
-checkpoint has the lines up to its step, and a resumed run writes the file anew from these. So it does not matter what
-has become of the file in the meantime: lines of later steps, half a line, damage.
+checkpoint has the lines up to its step, and a resumed run writes the file anew from these, whatever has become of it.
 """
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO, TypeAlias
+from typing import BinaryIO, ClassVar, TypeAlias
 
 from unisono.training.run_folder import replaced
 
@@ -23,6 +21,7 @@ from unisono.training.run_folder import replaced
 class StepRecord:
     """One optimizer step; `loss` is the mean over its `rows`."""
 
+    kind: ClassVar = "step"
     step: int
     epoch: int
     loss: float
@@ -40,6 +39,7 @@ class StepRecord:
 class EpochRecord:
     """One epoch; `train_loss` is the mean over its rows at their steps, `train_seconds` does not include testing."""
 
+    kind: ClassVar = "epoch"
     epoch: int
     step: int
     train_loss: float
@@ -53,12 +53,7 @@ Record: TypeAlias = StepRecord | EpochRecord
 
 
 class Metrics:
-    """The records of a run, in memory and in metrics.jsonl.
-
-    Args:
-        path: the file; None in a process that does not write.
-        earlier: the lines of a resumed run. The file begins with them.
-    """
+    """The records of a run, in memory and at `path` (None: in memory only), after the lines of an `earlier` part."""
 
     def __init__(self, path: Path | None, earlier: bytes = b"") -> None:
         self.lines = bytearray(earlier)  # what is in the file
@@ -86,8 +81,7 @@ class Metrics:
     def add(self, record: Record) -> None:
         """Add a record; its line is in the file on return."""
         self.records.append(record)
-        kind = "step" if isinstance(record, StepRecord) else "epoch"
-        line = json.dumps({"kind": kind, **asdict(record)}).encode() + b"\n"
+        line = json.dumps({"kind": record.kind, **asdict(record)}).encode() + b"\n"
         self.lines += line
         if self._file is not None:
             self._file.write(line)
@@ -98,11 +92,6 @@ class Metrics:
         steps = [record for record in self.records if isinstance(record, StepRecord) and record.epoch == epoch]
         loss = sum(record.loss * record.rows for record in steps) / max(1, sum(record.rows for record in steps))
         return loss, sum(record.seconds for record in steps)
-
-    def sync(self) -> None:
-        """Return when all lines are on the disk."""
-        if self._file is not None:
-            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file."""

@@ -8,23 +8,11 @@ from torch import Tensor, nn
 from unisono.console.errors import OptionError
 
 MODELS = ("resnet18", "mlp")
-INITS = ("default", "seeds")
 
 _MLP_WIDTH = 256
 
 
-def expect_known(name: str, init: str) -> None:
-    """Check that there is a model and a way to initialise it with these names.
-
-    Raises:
-        OptionError: there is not.
-    """
-    for option, given, known in (("--model", name, MODELS), ("--init", init, INITS)):
-        if given not in known:
-            raise OptionError(f"{option} {given}: expected one of {', '.join(known)}")
-
-
-def build(name: str, *, num_classes: int, image_shape: tuple[int, int, int], init: str = "default") -> nn.Module:
+def build(name: str, *, num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
     """Build an image classifier, which maps pictures (rows, *image_shape) to logits (rows, num_classes).
 
     Example:
@@ -37,19 +25,13 @@ def build(name: str, *, num_classes: int, image_shape: tuple[int, int, int], ini
         name: "resnet18", see `resnet18`, for pictures of any size; or "mlp", see `mlp`, for one size.
         num_classes: of the logits of each picture.
         image_shape: (channels, height, width) of one picture.
-        init: "default" leaves the parameters as torch sets them; "seeds" draws the weights of linear layers and
-            convolutions from N(0, 0.01), as the tutorials that the project starts from do, and leaves the others.
 
     Raises:
-        OptionError: `name` or `init` is unknown.
+        OptionError: `name` is unknown.
     """
-    expect_known(name, init)
-    model = resnet18(num_classes, image_shape[0]) if name == "resnet18" else mlp(num_classes, image_shape)
-    if init == "seeds":
-        for module in model.modules():
-            if isinstance(module, nn.Linear | nn.Conv2d):
-                nn.init.normal_(module.weight, std=0.01)
-    return model
+    if name not in MODELS:
+        raise OptionError(f"--model {name}: expected one of {', '.join(MODELS)}")
+    return resnet18(num_classes, image_shape[0]) if name == "resnet18" else mlp(num_classes, image_shape)
 
 
 def resnet18(num_classes: int, in_channels: int = 1) -> nn.Sequential:

@@ -17,7 +17,6 @@ Guarantees
 Assumes that a call returns soon: the next step waits for it.
 """
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,8 +48,7 @@ class Observer:
 
         Args:
             folder: of the run, where an observer may write files of its own.
-            config: what config.json has, a copy of the observer's own; `config["options"]` are the options of the
-                command line.
+            config: what config.json has, to be read only; `config["options"]` are the options of the command line.
             earlier: the records of a run that is resumed, up to its checkpoint; empty for a new run. Steps after the
                 checkpoint are taken, and told, again: drop what was stored of them elsewhere.
         """
@@ -71,48 +69,27 @@ class Observer:
 
 
 class Observers:
-    """The observers of a run, each until it fails. Entered, they are told that it starts; then, how it ended.
+    """The observers of a run by name, each until it fails. Entered, they are told what `started`; then, how it ended.
 
-    Args:
-        observers: by the names to report them under.
-        say: shows a line.
-        folder, config, earlier: as `Observer.started` gets them.
+    `say` shows a line.
     """
 
-    def __init__(
-        self,
-        observers: Mapping[str, Observer],
-        say: Callable[[str], None],
-        folder: Path,
-        config: Mapping[str, Any],
-        earlier: Sequence[Record],
-    ) -> None:
-        self._observers = dict(observers)
-        self._say = say
-        self._run = folder, config, tuple(earlier)
+    def __init__(self, observers: Mapping[str, Observer], say: Callable[[str], None], *started: Any) -> None:
+        self._observers, self._say, self._started = dict(observers), say, started
 
-    def step(self, record: StepRecord) -> None:
-        """Tell them of a step."""
-        self._tell("step", lambda observer: observer.step(record))
-
-    def epoch(self, record: EpochRecord) -> None:
-        """Tell them of an epoch."""
-        self._tell("epoch", lambda observer: observer.epoch(record))
-
-    def __enter__(self) -> "Observers":
-        folder, config, earlier = self._run
-        self._tell("started", lambda observer: observer.started(folder, copy.deepcopy(config), earlier))
-        return self
+    def __enter__(self) -> None:
+        self.tell("started", *self._started)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if not isinstance(error, KeyboardInterrupt):  # which is to stop the program at once
-            self._tell("ended", lambda observer: observer.ended(error))
+            self.tell("ended", error)
 
-    def _tell(self, what: str, tell: Callable[[Observer], None]) -> None:
+    def tell(self, what: str, *arguments: Any) -> None:
+        """Call this method of each."""
         lines = []
         for name, observer in list(self._observers.items()):
             try:
-                tell(observer)
+                getattr(observer, what)(*arguments)
             except KeyboardInterrupt:
                 raise
             except BaseException as error:  # noqa: BLE001  such as SystemExit: the training must not be lost
@@ -123,11 +100,7 @@ class Observers:
 
 
 def load(target: str) -> Observer:
-    """Import `package.module:Class`, and return an observer of this class.
-
-    Raises:
-        TargetError: there is no such class, it is not derived from `Observer`, or calling it without arguments fails.
-    """
+    """Import `package.module:Class`, and return an observer of this class; raise TargetError if that fails."""
     expected = f"package.module:Class, a class derived from {__name__}.Observer"
     found = find(target, expected)
     if not (isinstance(found, type) and issubclass(found, Observer)):

@@ -5,7 +5,6 @@ config.json has all of them, with what was decided for the devices: a run that i
 
 import dataclasses
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +14,13 @@ import torch
 
 from unisono.console.errors import OptionError
 from unisono.console.options import flag
-from unisono.runtime.devices import are_cpu, computes_on_host, has_fast_bfloat16
-from unisono.training.compiling import expect_compiler
+from unisono.runtime.devices import are_cpu, has_fast_bfloat16
+from unisono.training.computation import expect_compiler
+from unisono.training.models import MODELS
 from unisono.training.ranks import Ranks
 
-FEW_ROWS = 64  # of a device and step: the host's work for a replica then takes longer than the GPU's
-
 # A run can be resumed on other devices and for more epochs; any other change makes it another run.
-MAY_CHANGE_ON_RESUME = ("devices", "engine", "compile", "device_order", "epochs", "mirror")
+MAY_CHANGE_ON_RESUME = ("devices", "engine", "compile", "epochs")
 
 WHAT, WHERE, HOW = "what to train", "where", "how"  # the groups of the help
 
@@ -37,9 +35,9 @@ def _option(default: Any, group: str, text: str, metavar: str | None = None, cho
 class Options:
     """What `unisono train` is asked to do; one field for each option of the command line.
 
-    The defaults are one recipe: SGD with momentum, and a learning rate that rises over the first epoch and then falls
-    along a cosine. Learning rate and batch size are those of one optimizer step over all devices, so that a run gives
-    the same numbers on any number of devices.
+    The recipe is SGD with momentum and weight decay (computation.py), and a learning rate that rises over the first
+    epoch and then falls along a cosine (schedule.py). Learning rate and batch size are those of one optimizer step over
+    all devices, so that a run gives the same numbers on any number of devices.
 
     Raises:
         OptionError: a value is out of its range; the message names the option as it is typed.
@@ -51,9 +49,7 @@ class Options:
         "digits (in scikit-learn), fashion-mnist (downloaded once), or a folder of IDX files",
         "NAME|DIR",
     )
-    mirror: str | None = _option(None, WHAT, "download fashion-mnist from here", "URL")
-    model: str = _option("resnet18", WHAT, "resnet18 or mlp", "NAME")
-    init: str = _option("default", WHAT, "default: weights as torch draws them; seeds: from N(0, 0.01)", "NAME")
+    model: str = _option("resnet18", WHAT, "what is trained", choices=MODELS)
     devices: str = _option(
         "auto",
         WHERE,
@@ -67,20 +63,9 @@ class Options:
         "what runs the replicas: threads of this process, or a process for each",
         choices=("threads", "processes"),
     )
-    device_order: str = _option(
-        "PCI_BUS_ID",
-        WHERE,
-        "how CUDA numbers its devices; PCI_BUS_ID as nvidia-smi does (default: CUDA_DEVICE_ORDER of the environment, "
-        "or PCI_BUS_ID)",
-        choices=("PCI_BUS_ID", "FASTEST_FIRST"),
-    )
     batch_size: int = _option(128, HOW, "rows of one step, over all devices", "ROWS")
     epochs: int = _option(8, HOW, "times through the training pictures", "N")
-    lr: float = _option(0.05, HOW, "learning rate after warm-up, for the whole batch", "RATE")
-    momentum: float = _option(0.9, HOW, "of SGD", "M")
-    weight_decay: float = _option(5e-4, HOW, "L2, on all parameters", "W")
-    warmup_epochs: float = _option(1.0, HOW, "epochs over which the rate rises from 0; 0 for none", "N")
-    schedule: str = _option("cosine", HOW, "the rate after warm-up", choices=("constant", "cosine"))
+    lr: float = _option(0.05, HOW, "learning rate after the first epoch, for the whole batch", "RATE")
     accumulate: int = _option(1, HOW, "take each batch in K parts, for less memory; batch norm sees the parts", "K")
     sync_batch_norm: bool = _option(
         True,
@@ -91,10 +76,9 @@ class Options:
     precision: str = _option(
         "fp32",
         HOW,
-        "fp32: float32, exact; tf32: float32 whose products GPUs may round to TF32; bf16: torch.autocast to bfloat16; "
-        "bf16-weights: also the weights that the model computes with, rounded from float32 ones (default: fp32; bf16 "
-        "on GPUs of compute capability 8.0 and newer)",
-        choices=("fp32", "tf32", "bf16", "bf16-weights"),
+        "fp32: float32, exact; tf32: float32 whose products GPUs may round to TF32; bf16: torch.autocast to bfloat16 "
+        "(default: fp32; bf16 on GPUs of compute capability 8.0 and newer)",
+        choices=("fp32", "tf32", "bf16"),
     )
     compile: bool = _option(
         False,
@@ -111,22 +95,15 @@ class Options:
             ("batch_size", self.batch_size >= 1, "a whole number from 1 up"),
             ("epochs", self.epochs >= 1, "a whole number from 1 up"),
             ("lr", math.isfinite(self.lr) and self.lr > 0, "a number above 0"),
-            ("momentum", 0 <= self.momentum < 1, "a number from 0 up to, but not including, 1"),
-            ("weight_decay", math.isfinite(self.weight_decay) and self.weight_decay >= 0, "0 or more"),
-            ("seed", 0 <= self.seed < 2**32, "a whole number from 0 to 4294967295"),
-            (
-                "warmup_epochs",
-                0 <= self.warmup_epochs <= self.epochs,
-                f"from 0 to --epochs {self.epochs}",
-            ),
             ("accumulate", 1 <= self.accumulate <= self.batch_size, f"from 1 to --batch-size {self.batch_size}"),
+            ("seed", 0 <= self.seed < 2**32, "a whole number from 0 to 4294967295"),
         ):
             if not holds:
-                raise OptionError(f"{flag(name)} {getattr(self, name)}: expected {expected}")
+                raise OptionError(f"{_typed(name, getattr(self, name))}: expected {expected}")
         for field in dataclasses.fields(self):
             choices, value = field.metadata.get("choices"), getattr(self, field.name)
             if choices is not None and value not in choices:
-                raise OptionError(f"{flag(field.name)} {value}: expected one of {', '.join(choices)}")
+                raise OptionError(f"{_typed(field.name, value)}: expected one of {', '.join(choices)}")
         if self.compile and self.engine == "processes":
             raise OptionError(
                 "--compile with --engine processes: what is compiled cannot be sent to processes; take --no-compile"
@@ -138,12 +115,7 @@ class Options:
         return f"{self.model} on {self.data}{computed}{', compiled' if self.compile else ''}"
 
     def check_devices(self, devices_by_rank: Sequence[Sequence[torch.device]], *, synchronised: bool) -> None:
-        """Check that the options go together on the devices of each process.
-
-        Args:
-            devices_by_rank: the devices.
-            synchronised: whether the model has batch norm that takes its statistics from the rows of all replicas.
-        """
+        """Check that the options go together on the devices of each process, with `synchronised` batch norm or not."""
         devices = [device for of_rank in devices_by_rank for device in of_rank]
         names = ", ".join(map(str, devices))
         if self.engine == "processes" and synchronised and not are_cpu(devices):
@@ -162,9 +134,7 @@ class Options:
     @classmethod
     def from_given(cls, given: Mapping[str, Any]) -> "Options":
         """Return the options that were given, and the defaults of the others."""
-        order = os.environ.get("CUDA_DEVICE_ORDER")
-        known = cls.__dataclass_fields__["device_order"].metadata["choices"]
-        return cls(**({"device_order": order} if order in known else {}) | _with_absolute_folder(given))
+        return cls(**_with_absolute_folder(given))
 
     @classmethod
     def from_saved(cls, saved: Mapping[str, Any], given: Mapping[str, Any]) -> "Options":
@@ -216,19 +186,6 @@ def with_device_defaults(
         typed = " ".join(_typed(name, value) for name, value in decided.items())
         lines.insert(0, f"on {devices[0]} the default is {typed}; exact float32: --precision fp32 --no-compile")
     return dataclasses.replace(options, **decided), lines
-
-
-def advice_on_rows(options: Options, devices_by_rank: Sequence[Sequence[torch.device]]) -> str | None:
-    """Return a line of advice if the replicas of a process on several accelerators have few rows a step."""
-    devices = [device for of_rank in devices_by_rank for device in of_rank]
-    replicas = len(devices) * options.accumulate
-    rows = options.batch_size // replicas
-    if rows >= FEW_ROWS or max(map(len, devices_by_rank)) == 1 or any(map(computes_on_host, devices)):
-        return None
-    return (
-        f"{rows} rows for each of {len(devices)} devices are few: one device is likely to be as fast (--devices 1); "
-        f"--batch-size {FEW_ROWS * replicas} gives each {FEW_ROWS}"
-    )
 
 
 def _typed(name: str, value: object) -> str:

@@ -38,6 +38,8 @@ class Ranks:
         self.world_size = communicator.world_size if communicator else 1
         self._last_max: AllGatherWork | None = None
 
+        self.is_first = self.rank == 0  # which writes and prints
+
     @classmethod
     def join(cls) -> "Ranks":
         """Return the processes that a launcher has started, or that have a default process group."""
@@ -45,11 +47,6 @@ class Ranks:
             return cls(communicator_for())
         except (RuntimeError, ValueError) as error:
             raise OptionError(error) from error
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this process is rank 0, which writes and prints."""
-        return self.rank == 0
 
     @property
     def are_lost(self) -> bool:
@@ -86,10 +83,10 @@ class Ranks:
         first, *others = self.all_gather(dict(facts))
         for rank, other in enumerate(others, start=1):
             for name in {**first, **other}:
-                mine, theirs = first.get(name, "nothing"), other.get(name, "nothing")
-                if mine != theirs:
+                zeroth, own = (of_rank.get(name, "nothing") for of_rank in (first, other))
+                if zeroth != own:
                     raise OptionError(
-                        f"{what} of the processes differ: for {name}, rank 0 has {mine}, rank {rank} has {theirs}; "
+                        f"{what} of the processes differ: for {name}, rank 0 has {zeroth}, rank {rank} has {own}; "
                         "start all of them alike"
                     )
 

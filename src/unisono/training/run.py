@@ -1,10 +1,13 @@
-"""A run: how it is set up, resumed, and saved. The training itself is in loop.py."""
+"""A run: how it is set up, resumed, recorded and saved. The training itself is in loop.py."""
 
 import contextlib
+import math
 import statistics
+import time
 import zlib
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -14,21 +17,33 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from unisono import __version__
 from unisono.console.device_option import choose_devices, describe
 from unisono.console.errors import DivergedError, FolderError
+from unisono.console.progress import Progress
 from unisono.data_parallel import DataParallel
 from unisono.engines.processes.engine import Processes
 from unisono.profiling.profile import Profile
 from unisono.runtime import devices as _devices
 from unisono.training import checkpoint, data, models
-from unisono.training.compiling import compiled_module, expect_compiler
-from unisono.training.computation import Computation
-from unisono.training.display import Display
-from unisono.training.metrics import Metrics
+from unisono.training.computation import Computation, expect_compiler
+from unisono.training.metrics import Metrics, StepRecord
 from unisono.training.observers import Observer, Observers
-from unisono.training.options import Options, advice_on_rows
+from unisono.training.options import Options
 from unisono.training.ranks import Ranks, is_first_of_its_host, launch
 from unisono.training.run_folder import RunFolder, replaced
 from unisono.training.schedule import num_steps
-from unisono.training.weights import Weights
+
+_SAVE_EVERY_S = 300.0  # within an epoch; each epoch ends with a checkpoint anyway
+
+
+@dataclass(frozen=True)
+class PendingStep:
+    """A step that has been queued, and whose loss has not been read yet."""
+
+    number: int  # from 1, as the epoch
+    epoch: int
+    learning_rate: float
+    rows: int  # of all processes
+    loss: Callable[[], float]  # waits for this process's part of the loss
+    replicas: str  # in words, what those of this process did
 
 
 class Run:
@@ -37,17 +52,13 @@ class Run:
     Without `resume` a run in the folder is deleted, once everything else has succeeded.
 
     Attributes:
-        options, folder, display: what to train and how, where the results go, and what shows them.
-        ranks: the processes that train together; the first one writes.
-        devices: one for each replica of this process; the first one holds `live`, and each batch before it is split.
-        devices_by_rank: the devices of each process.
-        dataset: on the first device, if that is an accelerator and has room for it.
-        live: the module that is trained.
-        model: `live` on every device.
-        weights: those of `live`, and how they are updated.
+        devices, devices_by_rank: one for each replica of this process, and those of all processes. The first one holds
+            `live`, each batch before it is split, and the data set, if it is an accelerator and has room for it.
+        live, model: the module that is trained, and the same on every device.
         computation: what a step computes with these.
         metrics: the records so far, which say how far the run is.
-        observers: who is told of each new one; none in other processes than the first.
+        pending: the steps that have been queued and not recorded, in order.
+        should_save: whether the last checkpoint is some minutes old.
         saved_steps: the steps of the checkpoint; None if there is none.
         compiled: what has been compiled, in words.
         profile: of the last epoch whose steps were profiled.
@@ -57,65 +68,58 @@ class Run:
         self,
         options: Options,
         folder: RunFolder,
-        display: Display,
+        progress: Progress,
         ranks: Ranks,
         observers: Mapping[str, Observer],
         *,
         resume: bool,
         profile: bool,
     ) -> None:
-        self.options, self.folder, self.display, self.ranks = options, folder, display, ranks
+        self.options, self.folder, self.progress, self.ranks = options, folder, progress, ranks
         self.devices = ranks.together(lambda: choose_devices(options.devices, among_several=ranks.world_size > 1))
         self.devices_by_rank = ranks.all_gather(self.devices)
-        self.dataset = _load(options, display, ranks)
+        self.dataset = _load(options, progress, ranks)
         first_device = self.devices[0]
 
         torch.manual_seed(options.seed)
-        live = models.build(
-            options.model,
-            num_classes=self.dataset.num_classes,
-            image_shape=self.dataset.image_shape,
-            init=options.init,
-        )
+        live = models.build(options.model, num_classes=self.dataset.num_classes, image_shape=self.dataset.image_shape)
         synchronised = options.sync_batch_norm and any(isinstance(module, _BatchNorm) for module in live.modules())
         ranks.together(lambda: options.check_devices(self.devices_by_rank, synchronised=synchronised))
         if options.compile:
-            display.begin("checking that the compiler works")
+            progress.begin("checking that the compiler works")
             ranks.together(lambda: expect_compiler(first_device))
         self.live = live.to(first_device)
         if options.precision != "fp32" and not _devices.computes_on_host(first_device):
             # The fast low-precision convolutions of GPUs need this memory layout.
             self.live = live.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.weights = Weights(
-            self.live,
-            momentum=options.momentum,
-            weight_decay=options.weight_decay,
-            in_bfloat16=options.precision == "bf16-weights",
-        )
         sizes = _sizes_of(self.dataset)
-        if _devices.has_room_for(first_device, self.dataset.num_bytes):
+        if _devices.has_room_for(first_device, sum(tensor.nbytes for tensor in self.dataset.tensors)):
             self.dataset = self.dataset.on(first_device)
         whole = options.compile and len(self.devices) == ranks.world_size == 1
+        # `live.compile()` would not do: torch compiles nothing in a Sequential that is called that way.
+        module: Any = torch.compile(self.live, dynamic=False) if options.compile and not whole else self.live
         # Even shares: torch's rule may give the last replica a single row, which its batch norm cannot train on.
         # loss="sum": a loss is the sum over this process's shard, divided by the rows of the whole batch.
         self.model = DataParallel(
-            compiled_module(self.live) if options.compile and not whole else self.live,
+            module,
             device_ids=self.devices,
             engine=Processes(on_worker_loss="retry") if options.engine == "processes" else options.engine,
             shares="even",
             sync_batch_norm=synchronised,
             loss="sum",
         )
-        self.computation = Computation(self.model, self.weights, autocast="bf16" in options.precision, whole=whole)
+        self.computation = Computation(self.model, self.live, autocast=options.precision == "bf16", whole=whole)
 
-        saved = ranks.from_first(lambda: _read_checkpoint(folder, sizes, display)) if resume else None
+        saved = ranks.from_first(lambda: _read_checkpoint(folder, sizes, progress)) if resume else None
         if not resume:
             ranks.from_first(folder.make_empty)
         if saved is not None:
-            checkpoint.restore(saved, folder, self.weights, self.devices)
+            checkpoint.restore(saved, folder, self.live, self.computation.momenta)
         earlier = b"" if saved is None else checkpoint.metrics_in(saved)
         self.metrics = Metrics(folder.metrics if ranks.is_first else None, earlier)
         self.saved_steps = None if saved is None else self.metrics.num_steps
+        self.pending: deque[PendingStep] = deque()
+        self.start_clock()
         self.compiled: set[str] = set()
         self.profile: Profile | None = None
         self._is_profiled = profile and ranks.is_first
@@ -130,7 +134,7 @@ class Run:
             **sizes,
         }
         told = observers if ranks.is_first else {}
-        self.observers = Observers(told, display.say, folder.path, config, self.metrics.records)
+        self.observers = Observers(told, progress.say, folder.path, config, tuple(self.metrics.records))
         if ranks.is_first:
             folder.write_config(config)
             self._describe(config["parameters"], resume=resume)
@@ -145,38 +149,70 @@ class Run:
         """The number of optimizer steps of an epoch."""
         return num_steps(self.num_rows, self.options.batch_size)
 
+    # ---- records ---------------------------------------------------------------------------------
+
     @property
     def steps_ahead(self) -> int:
         """How many steps are queued before a loss is read: 1 on accelerators, 0 on the CPU, which queues nothing."""
         return int(not all(map(_devices.all_on_host, self.devices_by_rank)))
 
+    def start_clock(self) -> None:
+        """Start the clock of the next step, after evaluating or saving, which are not training."""
+        self._recorded_at = self._saved_at = time.perf_counter()
+        self.should_save = False
+
+    def record(self, *, all_but: int = 0) -> None:
+        """Wait for the pending steps but the last ones, and record them in order; raise DivergedError at a bad loss.
+
+        All processes record the same steps at the same moments, so that their exchanges stay in order.
+        """
+        while len(self.pending) > all_but:
+            step = self.pending.popleft()
+            loss = step.loss()  # waits for the accelerator; the sum waits for the other processes
+            time_to_save = self.ranks.is_first and time.perf_counter() - self._saved_at > _SAVE_EVERY_S
+            mean_loss, save = self.ranks.sum(loss, time_to_save)
+            self.should_save = self.should_save or bool(save)
+            if not math.isfinite(mean_loss):
+                what = f"the training loss is {mean_loss} in step {step.number} (epoch {step.epoch})"
+                raise self.diverged(what, step.learning_rate)
+            now = time.perf_counter()
+            seconds, self._recorded_at = now - self._recorded_at, now
+            record = StepRecord(step.number, step.epoch, mean_loss, step.learning_rate, step.rows, seconds)
+            self.metrics.add(record)
+            self.observers.tell("step", record)
+            self._show(record, step.replicas)
+
+    def _show(self, record: StepRecord, replicas: str) -> None:
+        steps = self.steps_per_epoch
+        step = (record.step - 1) % steps + 1
+        text = f"step {step}/{steps}: loss {record.loss:.4f}, {record.rows_per_second:,.0f} rows/s"
+        self.progress.update(f"epoch {record.epoch}/{self.options.epochs}", step, steps, text, replicas)
+
     def diverged(self, what: str, rate: float) -> DivergedError:
         """Return the error of a loss that is infinite or not a number, with what to do about it."""
-        options, kept = self.options, "nothing had been saved yet"
+        kept = "nothing had been saved yet"
         if self.saved_steps is not None:
             kept = f"the checkpoint of step {self.saved_steps} stays in {self.folder}"
-        longer = options.warmup_epochs + 2
-        warm_up = f"a longer warm-up (--warmup-epochs {longer:g}) or " if longer <= options.epochs else ""
         return DivergedError(
-            f"{what}, at learning rate {rate:g}: start again with {warm_up}a lower rate (--lr {options.lr / 2:g}); "
-            f"{kept}"
+            f"{what}, at learning rate {rate:g}: start again with a lower rate (--lr {self.options.lr / 2:g}); {kept}"
         )
 
+    # ---- files, which the first process writes ---------------------------------------------------
+
     def save(self) -> None:
-        """Save metrics, checkpoint and weights. The first process does it."""
+        """Save checkpoint and weights, as they are after the last step recorded."""
         if self.ranks.is_first:
-            self.metrics.sync()
-            checkpoint.save(self.folder, self.weights, self.metrics.lines, self.devices)
+            checkpoint.save(self.folder, self.live, self.computation.momenta, self.metrics.lines)
             self.write_model()
         self.saved_steps = self.metrics.num_steps
 
     def write_model(self) -> None:
-        """Write model.safetensors. The first process does it."""
+        """Write model.safetensors."""
         if self.ranks.is_first:
-            checkpoint.write_tensors(self.folder.model, self.weights.state_dict())
+            checkpoint.write_tensors(self.folder.model, self.live.state_dict())
 
     def draw(self) -> None:
-        """Draw curves.png, if an epoch is finished. The first process does it."""
+        """Draw curves.png, if an epoch is finished."""
         if self.ranks.is_first and self.metrics.epochs:
             from unisono.training import curves  # here: slow to load, and `make gpu-check` runs without matplotlib
 
@@ -201,6 +237,13 @@ class Run:
         with replaced(self.folder.timeline) as unfinished:
             self.profile.write_picture(unfinished)
 
+    def close(self) -> None:
+        """Close the file; end the replicas' threads or processes."""
+        self.metrics.close()
+        self.model.close()
+
+    # ---- words for the user ----------------------------------------------------------------------
+
     def summary(self) -> list[str]:
         """Return what the run has come to, in lines for the user."""
         epochs, folder = self.metrics.epochs, self.folder
@@ -215,19 +258,12 @@ class Run:
                 lines.append(f"see {folder.timeline}; chrome://tracing and https://ui.perfetto.dev open {folder.trace}")
         return [*lines, f"see {folder.curves}; the weights are {folder.model}"]
 
-    def close(self) -> None:
-        """Close the file; end the replicas' threads or processes."""
-        self.metrics.close()
-        self.model.close()
-
     def _describe(self, num_parameters: int, *, resume: bool) -> None:
-        say, steps, epochs = self.display.say, self.metrics.num_steps, len(self.metrics.epochs)
+        say, steps, epochs = self.progress.say, self.metrics.num_steps, len(self.metrics.epochs)
         say(
             f"{num_parameters:,} parameters on {describe(*self.devices_by_rank)}; "
             f"{self.num_rows:,} pictures to train on, {len(self.dataset.test_labels):,} to test on"
         )
-        if advice := advice_on_rows(self.options, self.devices_by_rank):
-            say(advice)
         if self.options.precision == "tf32" and not _devices.has_tf32(self.devices[0]):
             say(f"{self.devices[0]} has no TF32: float32 stays exact, as with --precision fp32")
         if epochs >= self.options.epochs:
@@ -238,23 +274,19 @@ class Run:
             say("nothing had been saved yet: beginning again")
 
 
-def _load(options: Options, display: Display, ranks: Ranks) -> data.Dataset:
+def _load(options: Options, progress: Progress, ranks: Ranks) -> data.Dataset:
     """Load the data: in the first process of each machine, so that each file is downloaded once; then in the others."""
-
-    def load() -> data.Dataset:
-        return data.load(options.data, mirror=options.mirror, progress=display.download)
-
-    loaded = ranks.together(lambda: load() if is_first_of_its_host() else None)
-    dataset = ranks.together(lambda: loaded or load())
+    loaded = ranks.together(lambda: data.load(options.data, progress) if is_first_of_its_host() else None)
+    dataset = ranks.together(lambda: loaded or data.load(options.data, progress))
     checksum = 0
     if ranks.world_size > 1:
-        for tensor in dataset.tensors.values():
+        for tensor in dataset.tensors:
             checksum = zlib.crc32(tensor.contiguous().numpy().data, checksum)
     ranks.expect_equal("the data sets", {**_sizes_of(dataset), "checksum": checksum})
     return dataset
 
 
-def _read_checkpoint(folder: RunFolder, sizes: Mapping[str, Any], display: Display) -> dict[str, Tensor] | None:
+def _read_checkpoint(folder: RunFolder, sizes: Mapping[str, Any], progress: Progress) -> dict[str, Tensor] | None:
     """Claim the folder of a run to resume; return its checkpoint, None if it had saved nothing yet."""
     folder.claim()
     began_with = folder.saved_config()
@@ -264,7 +296,7 @@ def _read_checkpoint(folder: RunFolder, sizes: Mapping[str, Any], display: Displ
                 f"{folder} began on data with {name.replace('_', ' ')} {began_with.get(name)}, and they now have "
                 f"{now}: put the data back as they were, or start another run (--output DIR)"
             )
-    return checkpoint.read(folder, display.say) if folder.has_checkpoint() else None
+    return checkpoint.read(folder, progress.say) if folder.has_checkpoint() else None
 
 
 def _sizes_of(dataset: data.Dataset) -> dict[str, Any]:

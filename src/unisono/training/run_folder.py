@@ -31,7 +31,7 @@ from typing import Any
 
 from unisono.console import files
 from unisono.console.errors import FolderError
-from unisono.runtime.regular_files import NotRegularFileError, open_regular
+from unisono.runtime.regular_files import open_regular
 
 if sys.platform != "win32":
     import fcntl
@@ -44,7 +44,6 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.must_be_new = False
         self.config = path / "config.json"
         self.metrics = path / "metrics.jsonl"
         self.curves = path / "curves.png"
@@ -67,11 +66,7 @@ class RunFolder:
     def for_new_run(cls, path: Path | None, *, overwrite: bool = False) -> "RunFolder":
         """Choose the folder for a new run, by default `runs/` and the time. Nothing is created or deleted yet."""
         folder = cls(path or Path("runs") / time.strftime("%Y-%m-%d-%H-%M-%S"))
-        folder.must_be_new = path is None  # two runs begun in one second must not share one
-        if folder.holds_a_run() and not overwrite:
-            if folder._lock.exists():  # no lock file is left in a folder that is not ours
-                folder.claim()  # raises if that run is still going on: it can be neither resumed nor replaced
-                folder.close()
+        if not overwrite and any(file.exists() for file in folder._files()):
             raise FolderError(
                 f"{folder} holds a run already: go on with it (--resume {folder}), replace it (--overwrite), or name "
                 "another folder (--output DIR)"
@@ -112,15 +107,6 @@ class RunFolder:
         """Return whether there is a checkpoint."""
         return self.checkpoint.exists() or self.previous_checkpoint.exists()
 
-    def holds_a_run(self) -> bool:
-        """Return whether there is anything to lose: weights, a checkpoint, or files that are not ours."""
-        if self.has_checkpoint() or self.model.exists():
-            return True
-        with contextlib.suppress(FolderError):
-            if "unisono" in self.saved_config():
-                return False
-        return any(path.exists() for path in self._files())
-
     # ---- one process at a time -------------------------------------------------------------------
 
     def claim(self) -> None:
@@ -129,10 +115,8 @@ class RunFolder:
             return
         try:
             lock = open_regular(self._lock, os.O_RDWR | os.O_CREAT)
-        except NotRegularFileError as error:
-            raise FolderError(f"{self} cannot be used: {error.filename}: {error.strerror}; remove it") from error
-        except OSError:  # nothing can be written here: the next write will say so
-            return
+        except OSError as error:
+            raise FolderError(f"{self} cannot be used: {error.filename}: {error.strerror}") from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -150,7 +134,7 @@ class RunFolder:
         self._claim = lock
 
     def close(self) -> None:
-        """Let other runs use the folder, also where a process that an observer has forked still has the lock open."""
+        """Let other runs use the folder, also where a forked process still has the lock open."""
         if self._claim is not None:
             fcntl.flock(self._claim, fcntl.LOCK_UN)
             os.close(self._claim)
@@ -161,7 +145,7 @@ class RunFolder:
     def make_empty(self) -> None:
         """Create the folder, claim it, and delete the files of an earlier run in it, but no others."""
         try:
-            self.path.mkdir(parents=True, exist_ok=not self.must_be_new)
+            self.path.mkdir(parents=True, exist_ok=True)
             self.claim()
             for path in self._files():
                 path.unlink(missing_ok=True)

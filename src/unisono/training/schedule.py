@@ -9,8 +9,6 @@ import math
 import torch
 from torch import Tensor
 
-_CPU = torch.device("cpu")
-
 
 def num_steps(rows: int, batch_size: int) -> int:
     """Return the number of steps of an epoch: the fewest in which no step has more than `batch_size` rows.
@@ -29,7 +27,7 @@ def num_steps(rows: int, batch_size: int) -> int:
 
 
 def epoch_batches(
-    rows: int, batch_size: int, *, seed: int, epoch: int, device: torch.device = _CPU
+    rows: int, batch_size: int, *, seed: int, epoch: int, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, ...]:
     """Return the row numbers of each step of an epoch on `device`: shuffled, each row once.
 
@@ -44,15 +42,13 @@ def epoch_batches(
     return torch.randperm(rows, generator=order).to(device).tensor_split(num_steps(rows, batch_size))
 
 
-def learning_rate(step: int, *, peak: float, schedule: str, warmup_steps: int, total_steps: int) -> float:
+def learning_rate(step: int, *, peak: float, steps_per_epoch: int, epochs: int) -> float:
     """Return the learning rate of a step, counted from 0.
 
-    It rises linearly over `warmup_steps` to `peak`, and then stays ("constant"), or falls along half a cosine to 0 at
-    the end of the run ("cosine"; Loshchilov and Hutter, "SGDR", 2016, without restarts).
+    It rises linearly to `peak` over the first epoch, and then falls along half a cosine to 0 at the end of the run
+    (Loshchilov and Hutter, "SGDR", 2016, without restarts).
     """
-    if step < warmup_steps:
-        return peak * (step + 1) / warmup_steps
-    if schedule == "constant":
-        return peak
-    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+    if step < steps_per_epoch:
+        return peak * (step + 1) / steps_per_epoch
+    progress = (step - steps_per_epoch) / (steps_per_epoch * (epochs - 1))
     return peak * (1 + math.cos(math.pi * progress)) / 2

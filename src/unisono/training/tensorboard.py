@@ -2,14 +2,14 @@
 
 The tags are the kinds and fields of metrics.jsonl: `step/loss`, `step/learning_rate`, `step/rows_per_second` by step;
 `epoch/train_loss`, `epoch/test_accuracy` and so on by epoch. Numbers are float32, which is what TensorBoard keeps. The
-options are hyper-parameters of the run, for the tab HPARAMS.
+options of the run are a text.
 
 A run that is resumed writes its events anew, from the records up to the checkpoint, and deletes its earlier files.
 `purge_step` alone would not do: some events are counted in steps, others in epochs, and a killed process had written
 only some of its events.
 """
 
-import time
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,8 +18,6 @@ from typing import Any
 from unisono.training.metrics import Record, StepRecord
 from unisono.training.observers import Observer
 from unisono.training.run_folder import RunFolder
-
-_SHOWN = ("epoch/train_loss", "epoch/test_loss", "epoch/test_accuracy")  # beside the options, in HPARAMS
 
 
 class TensorBoard(Observer):
@@ -31,7 +29,6 @@ class TensorBoard(Observer):
     def started(self, folder: Path, config: Mapping[str, Any], earlier: Sequence[Record]) -> None:
         """Write the options and the earlier records."""
         from torch.utils.tensorboard import SummaryWriter
-        from torch.utils.tensorboard.summary import hparams
 
         run_folder = RunFolder(folder)
         for path in run_folder.events():
@@ -39,14 +36,9 @@ class TensorBoard(Observer):
         # purge_step: a TensorBoard that is open forgets what it has read in the earlier files.
         how: dict[str, Any] = {"purge_step": 0, "filename_suffix": run_folder.EVENTS_SUFFIX}
         self._writer = SummaryWriter(run_folder.tensorboard, **how)
-        *begin, self._end = hparams(dict(config["options"]), dict.fromkeys(_SHOWN))  # type: ignore[no-untyped-call]
-        for summary in begin:
-            self._writer.file_writer.add_summary(summary)  # type: ignore[attr-defined]
-        # Records have no date. Earlier ones are dated as if the run had gone on without a pause until now.
-        dated = time.time() - sum(map(_seconds, earlier))
+        self._writer.add_text("options", json.dumps(config["options"], indent=4))
         for record in earlier:
-            dated += _seconds(record)
-            self._add(record, dated)
+            self._add(record)
         self._writer.flush()
 
     def step(self, record: Record) -> None:
@@ -57,20 +49,13 @@ class TensorBoard(Observer):
     epoch = step
 
     def ended(self, error: BaseException | None) -> None:
-        """Mark a run that is finished as a success."""
-        if error is None:
-            self._writer.file_writer.add_summary(self._end)  # type: ignore[attr-defined]
+        """Close the file."""
         self._writer.close()
 
-    def _add(self, record: Record, dated: float | None = None) -> None:
-        kind = "step" if isinstance(record, StepRecord) else "epoch"
+    def _add(self, record: Record) -> None:
         values = asdict(record)
-        number = values[kind]
+        number = values[record.kind]
         if isinstance(record, StepRecord):
             values["rows_per_second"] = record.rows_per_second
         for name in values.keys() - {"epoch", "step", "rows", "seconds"}:
-            self._writer.add_scalar(f"{kind}/{name}", values[name], number, dated)
-
-
-def _seconds(record: Record) -> float:
-    return record.seconds if isinstance(record, StepRecord) else record.test_seconds
+            self._writer.add_scalar(f"{record.kind}/{name}", values[name], number)
