@@ -34,7 +34,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from unisono import DataParallel
 from unisono.console.errors import OptionError
-from unisono.runtime.devices import float32_products, wait_for_work
+from unisono.runtime.devices import wait_for_work
+from unisono.runtime.precision import float32_products
 from unisono.training import computation, data, loop, models, schedule
 from unisono.training.computation import expect_compiler
 from unisono.training.metrics import StepRecord

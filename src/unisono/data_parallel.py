@@ -33,6 +33,7 @@ from unisono.primitives.split_sizes import IdleDevices
 from unisono.profiling.profile import Profile
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline
+from unisono.runtime.device_facts import warn_if_unequal
 from unisono.runtime.devices import DeviceLike
 from unisono.runtime.errors import log_once
 from unisono.runtime.interrupts import critical
@@ -174,7 +175,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         self._engine.claim(self)
         self._wrap(module, communicator, loss)
         if len(devices) > 1:
-            _devices.warn_if_unequal(devices)
+            warn_if_unequal(devices)
             warn_if_rows_elsewhere(module, dim, out_dims)
 
     def _wrap(self, module: nn.Module, communicator: Communicator | None, loss: str) -> None:

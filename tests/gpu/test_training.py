@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from helpers.commands import idx_bytes, steps_of
 from helpers.plain_training import train_plainly
 from unisono.console.errors import OptionError
-from unisono.runtime.devices import float32_products
+from unisono.runtime.precision import float32_products
 from unisono.training import data
 from unisono.training.computation import expect_compiler
 from unisono.training.loop import train
@@ -105,7 +105,7 @@ def test_losses_are_those_of_torch_alone(
     tmp_path: Path, runs: list[Run], pictures: Path, monkeypatch: pytest.MonkeyPatch, fits: bool
 ) -> None:
     """In exact float32: neither rounded, nor read before they are there. Rows and rates are the same; nothing waits."""
-    monkeypatch.setattr("unisono.runtime.devices.has_room_for", lambda device, num_bytes: fits)
+    monkeypatch.setattr("unisono.training.run.has_room_for", lambda device, num_bytes: fits)
     options = options_for(pictures, model="mlp", lr=0.01)
     folder = RunFolder.for_new_run(tmp_path / "run")
     train(options, folder, observers={"no waiting": NoWaiting()})

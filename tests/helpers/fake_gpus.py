@@ -42,7 +42,7 @@ def say_torch_has(
     patch.setattr(devices, "accelerators", lambda: present)
     patch.setattr(devices, "computes_on_host", lambda device: device.type == "cpu")
     patch.setattr("unisono.runtime.torch_private.free_memory_bytes", lambda device: memory[device.index] * GIB)
-    patch.setattr(devices, "copy_bytes_per_s", lambda source, target, num_bytes: 45e9)
+    patch.setattr("unisono.monitor.inventory._copy_bytes_per_s", lambda source, target: 45e9)
     patch.setattr(devices, "copies_arrive", lambda source, target: {source.index, target.index} != {0, 2})
     return present
 

@@ -15,7 +15,7 @@ from helpers.fake_gpus import GIB, NVMLError, install, nvml, say_torch_has
 from unisono.monitor import cpu
 from unisono.monitor.inventory import Accelerator, advised
 from unisono.monitor.nvml import GpuReader
-from unisono.runtime import devices
+from unisono.runtime import device_facts
 
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
 
@@ -117,12 +117,12 @@ def test_damaged_copies_and_a_link_that_fails(
         capsys
     )
 
-    def copy(source: torch.device, target: torch.device, num_bytes: int) -> float:
+    def copy(source: torch.device, target: torch.device) -> float:
         if target == present[1]:
             raise RuntimeError("CUDA error: out of memory\nand more")
         return 45e9
 
-    monkeypatch.setattr(devices, "copy_bytes_per_s", copy)
+    monkeypatch.setattr("unisono.monitor.inventory._copy_bytes_per_s", copy)
     shown = lines(capsys, status=1)
     assert "cuda:0 to cuda:1: peer access, cannot be copied: CUDA error: out of memory" in shown
     assert any(
@@ -136,14 +136,14 @@ def test_an_accelerator_that_cannot_be_asked(
 ) -> None:
     """M4: the others are reported, and the exit status is 1."""
     present = say_torch_has(monkeypatch, buses=[1, 2], memory=[16] * 2, cores=[80] * 2)
-    ask = devices.facts
+    ask = device_facts.facts
 
-    def lost(device: torch.device) -> devices.Facts:
+    def lost(device: torch.device) -> device_facts.Facts:
         if device == present[1]:
             raise RuntimeError("CUDA error: the GPU has fallen off the bus")
         return ask(device)
 
-    monkeypatch.setattr(devices, "facts", lost)
+    monkeypatch.setattr(device_facts, "facts", lost)
     install(monkeypatch, None)
     found = facts(capsys, status=1)
     assert [each["problem"] for each in found["accelerators"]] == [None, "CUDA error: the GPU has fallen off the bus"]

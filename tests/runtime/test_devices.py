@@ -10,7 +10,7 @@ import torch
 
 import unisono
 from unisono import DataParallel
-from unisono.runtime import devices
+from unisono.runtime import device_facts, devices
 
 CPU = torch.device("cpu")
 
@@ -117,7 +117,7 @@ def test_unequal_devices_are_warned_about(machine, memory, cores, used, message)
     three = machine(memory, cores)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        devices.warn_if_unequal([CPU if i == "cpu" else three[i] for i in used])
+        device_facts.warn_if_unequal([CPU if i == "cpu" else three[i] for i in used])
     assert len(warned) == (message is not None)
     assert all(re.match(message, str(warning.message)) for warning in warned)
 
@@ -224,29 +224,6 @@ def test_by_what_processes_are_connected(monkeypatch):
     assert devices.collective_backend([CPU, CPU]) == "gloo"
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
     assert devices.collective_backend(gpus) == "gloo"
-
-
-@pytest.mark.parametrize("newer", [False, True], ids=["older setting", "newer settings"])
-def test_flags_of_products(newer):
-    """R14: torch's older setting, and its newer ones, which the older one may know nothing of."""
-    if newer and not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
-        pytest.skip("needs a torch that has torch.backends.cuda.matmul.fp32_precision")
-    before = devices.product_flags()
-    try:
-        torch.set_float32_matmul_precision("high")
-        flags = devices.product_flags()
-        torch.set_float32_matmul_precision("highest")
-        if newer:
-            other, torch.backends.cuda.matmul.fp32_precision = flags, "tf32"
-            flags = devices.product_flags()
-            assert flags[0] is None
-            devices.set_product_flags(other)
-        assert devices.product_flags() != flags
-        devices.set_product_flags(flags)
-        assert devices.product_flags()[1:] == flags[1:]
-    finally:
-        devices.set_product_flags(before)
-        torch.set_float32_matmul_precision("highest")
 
 
 def test_an_accelerator_is_known_by_its_uuid_where_it_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,49 +393,6 @@ def test_where_the_link_is_bad_nothing_is_copied_directly(sim, monkeypatch, engi
     assert straight == []
 
 
-# ---- what training asks --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("num_bytes", "fits"), [(24, True), (25, True), (26, False)])
-def test_data_that_take_a_quarter_of_the_free_memory_have_room(monkeypatch, num_bytes, fits):
-    assert not devices.has_room_for(CPU, 0), "data on the host stay where they are"
-    monkeypatch.setattr(devices, "computes_on_host", lambda device: False)
-    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (100, 1000), raising=False)
-    assert devices.has_room_for(torch.device("cuda", 0), num_bytes) == fits
-
-
-ROWS = torch.tensor([4, 0, 4, 2])
-
-
-@pytest.mark.parametrize("numbers", [torch.arange(5), torch.rand(5, 1, 3, 2)], ids=["labels", "pictures"])
-@pytest.mark.parametrize("rows", [ROWS, ROWS[:1], ROWS[:0]], ids=len)
-def test_rows_for_a_device(sim, monkeypatch, numbers, rows):
-    for device in (CPU, sim[1]):
-        found = devices.rows_on(device, numbers, rows)
-        assert found.device == device
-        assert torch.equal(found.cpu(), numbers[rows])
-    assert torch.equal(devices.rows_on(sim[1], numbers.to(sim[1]), rows.to(sim[1])).cpu(), numbers[rows])
-    for where, device in ((CPU, CPU), (CPU, sim[1]), (sim[1], sim[1])):
-        into = torch.zeros_like(numbers[rows], device=device)
-        assert devices.rows_on(device, numbers.to(where), rows.to(where), into=into) is into
-        assert torch.equal(into.cpu(), numbers[rows])
-
-    asked = []
-
-    def empty(*sizes, dtype, device, pin_memory):
-        assert device == "cpu"  # whatever the default device is
-        asked.append(pin_memory)
-        return torch.zeros(sizes, dtype=dtype)
-
-    monkeypatch.setattr(devices, "has_streams", lambda device: True)
-    monkeypatch.setattr(devices.torch, "empty", empty)
-    assert torch.equal(devices.rows_on(CPU, numbers, rows), numbers[rows])
-    assert asked == [True]
-    into = torch.zeros_like(numbers[rows])
-    assert devices.rows_on(CPU, numbers, rows, into=into) is into
-    assert torch.equal(into, numbers[rows])
-
-
 def test_numbers_are_pinned_whatever_the_default_device_is(monkeypatch):
     """Only the host's memory can be pinned; torch refuses it for a default device of the user's."""
     asked = []
@@ -471,37 +405,3 @@ def test_numbers_are_pinned_whatever_the_default_device_is(monkeypatch):
     monkeypatch.setattr(devices.torch, "tensor", tensor)
     assert devices.numbers([1.0, 1.0], torch.float64, CPU).tolist() == [1.0, 1.0]
     assert asked == [("cpu", True)]
-
-
-@pytest.mark.parametrize(
-    ("kind", "capability", "hip", "expected"),
-    [
-        ("cuda", (7, 5), None, False),
-        ("cuda", (8, 0), None, True),
-        ("cuda", (9, 4), "6.0", False),
-        ("cpu", (8, 0), None, False),
-    ],
-)
-def test_which_devices_have_tf32_and_fused_optimizers(monkeypatch, kind, capability, hip, expected):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.version, "hip", hip)
-    assert devices.has_tf32(torch.device(kind, 0)) == expected
-    assert devices.has_fused_optimizers(torch.device(kind, 0)) == (kind == "cuda")
-
-
-@pytest.mark.parametrize("rounded", [False, True])
-def test_float32_products_are_the_users_again_afterwards(rounded):
-    """The settings themselves can be read and written without a GPU."""
-
-    def settings():
-        older = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32  # an error if they do not fit
-        return older, devices.convolution_flags()
-
-    before = settings()
-    with devices.float32_products(torch.device("cuda", 0), rounded=rounded):
-        assert devices.rounds_float32(torch.device("cuda", 0)) == rounded
-        assert torch.backends.cudnn.benchmark == rounded
-    assert settings() == before
-    with devices.float32_products(CPU, rounded=True):
-        assert settings() == before
-        assert not devices.rounds_float32(CPU)

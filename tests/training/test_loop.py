@@ -289,7 +289,7 @@ def test_long_epochs_are_saved_in_between_with_all_steps(folder, monkeypatch, ah
 @pytest.mark.filterwarnings("ignore:In sim autocast, but the target dtype:UserWarning")
 def test_data_that_fit_are_trained_on_where_the_model_is(uninterrupted, folder, monkeypatch, sim):
     """On a simulated accelerator: nothing is copied from the host within an epoch but the order of the rows."""
-    monkeypatch.setattr("unisono.runtime.devices.has_room_for", lambda device, num_bytes: True)
+    monkeypatch.setattr("unisono.training.run.has_room_for", lambda device, num_bytes: True)
     with begun(folder, devices="1") as run:
         assert {tensor.device for tensor in (run.dataset.train_images, run.dataset.test_labels)} == {sim[0]}
     train_on(folder, devices="1")
@@ -369,7 +369,7 @@ def test_the_compiler_is_asked_for_cuda_graphs(folder, monkeypatch, on_gpu, mode
     compile_it = Mock(side_effect=lambda function, **_: function)
     monkeypatch.setattr(torch, "compile", compile_it)
     monkeypatch.setattr(run_module, "expect_compiler", lambda device: None)
-    monkeypatch.setattr(computation.devices, "has_graphs", lambda device: on_gpu)
+    monkeypatch.setattr(computation.devices, "is_cuda", lambda device: on_gpu)
     begin = Mock()
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", begin)
     train_on(folder, devices="1", compile=True, epochs=1)
@@ -406,7 +406,7 @@ def test_the_plain_loop_has_the_same_losses(uninterrupted: RunFolder) -> None:
 def test_what_is_rounded(folder: RunFolder, monkeypatch: pytest.MonkeyPatch, precision: str, expected: bool) -> None:
     """fp32 is exact; with bf16, what stays in float32 is computed as with tf32."""
     products = Mock(return_value=contextlib.nullcontext())
-    monkeypatch.setattr(loop.devices, "float32_products", products)
+    monkeypatch.setattr(loop, "float32_products", products)
     train_on(folder, precision=precision, epochs=1)
     products.assert_called_once_with(torch.device("cpu"), rounded=expected)
 

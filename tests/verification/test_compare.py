@@ -78,7 +78,7 @@ def test_the_coarsest_type_decides(dtypes: list[torch.dtype], rtol: float) -> No
 
 
 def test_float32_is_coarser_where_its_products_are_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unisono.runtime.devices.rounds_float32", lambda device: True)
+    monkeypatch.setattr("unisono.verification.compare.rounds_float32", lambda device: True)
     assert Tolerance.of([torch.float32], CPU, None, None).rtol == 5e-3
     assert Tolerance.of([torch.float64], CPU, None, None).rtol == 1e-12
 

@@ -12,7 +12,6 @@ both ways; if they arrive changed in either direction, all copies of the pair ar
 """
 
 import contextlib
-import functools
 import math
 import os
 import threading
@@ -21,7 +20,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, TypeAlias
 
@@ -36,7 +34,6 @@ DeviceLike: TypeAlias = int | str | torch.device
 _SEED_STEP = 0x9E3779B97F4A7C15
 _CPU = torch.device("cpu")
 _NUM_TRIED = 1 << 20  # numbers of 4 bytes that a test copy has
-_NUM_TIMED = 6  # copies of which the fastest counts
 _NEAR_S = 10.0  # within which the time between two events is exact to a microsecond
 
 
@@ -140,10 +137,16 @@ def identity(device: torch.device) -> str:
     if not computes_on_host(device):
         if address := pci_address(device):
             return f"{device.type} at {address}"
-        uuid = getattr(_properties_of(device), "uuid", None)
+        uuid = getattr(properties_of(device), "uuid", None)
         if uuid is not None:
             return f"{device.type} {uuid}"
     return str(device)
+
+
+def properties_of(device: torch.device) -> Any:
+    """Return torch's properties of an accelerator; None for a kind without them."""
+    ask = getattr(torch.get_device_module(device), "get_device_properties", None)
+    return None if ask is None else ask(device)
 
 
 def pci_address(device: torch.device) -> str | None:
@@ -153,7 +156,7 @@ def pci_address(device: torch.device) -> str | None:
     """
     if computes_on_host(device):
         return None
-    properties = _properties_of(device)
+    properties = properties_of(device)
     address: list[Any] = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
     if None in address:
         return None
@@ -173,6 +176,11 @@ _type_of = attrgetter("type")  # in C, as each call of Python code counts in eve
 def is_cpu(device: torch.device) -> bool:
     """Return whether a device is the CPU, whose memory is the host's: other processes can map it."""
     return device.type == "cpu"
+
+
+def is_cuda(device: torch.device) -> bool:
+    """Return whether a device is one of CUDA's, or of ROCm's."""
+    return device.type == "cuda"
 
 
 def are_cpu(devices: Sequence[torch.device]) -> bool:
@@ -447,19 +455,6 @@ def _with_generators(devices: Sequence[torch.device] | None) -> list[torch.devic
     return [device for device in asked if hasattr(torch.get_device_module(device), "get_rng_state")]
 
 
-def rounds_float32(device: torch.device) -> bool:
-    """Return whether float32 products on `device` may be computed with fewer bits, as GPUs do with TF32."""
-    if device.type != "cuda":
-        return False
-    return "tf32" in (product_flags()[1], *convolution_flags()[3:])
-
-
-@functools.cache
-def _has_precision_of_each() -> bool:
-    """Return whether torch has a setting of float32 precision for each kind of operation, beside those for all."""
-    return hasattr(torch.backends.cuda.matmul, "fp32_precision")
-
-
 def seed_differently(devices: Sequence[torch.device]) -> None:
     """Give accelerators whose random generators have the same seed, as after `torch.manual_seed`, seeds of their own.
 
@@ -520,84 +515,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def convolution_flags() -> tuple[Any, ...]:
-    """Return the user's settings for convolutions on GPUs."""
-    cudnn: Any = torch.backends.cudnn
-    if _has_precision_of_each():
-        precisions = cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision
-    else:
-        precisions = ("tf32" if cudnn.allow_tf32 else "ieee",) * 2
-    return cudnn.enabled, cudnn.benchmark, cudnn.deterministic, *precisions
-
-
-def set_convolution_flags(flags: tuple[Any, ...]) -> None:
-    """Set what `convolution_flags` returned."""
-    if flags != convolution_flags():
-        cudnn: Any = torch.backends.cudnn
-        if flags[3] == flags[4]:  # torch's older setting for both; it cannot be read unless the newer ones agree
-            cudnn.allow_tf32 = flags[3] == "tf32"
-        cudnn.enabled, cudnn.benchmark, cudnn.deterministic = flags[:3]
-        if _has_precision_of_each():
-            cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = flags[3:]
-
-
-def product_flags() -> tuple[str | None, str, str]:
-    """Return the user's settings for float32 matrix products, on GPUs and on the CPU.
-
-    torch has an older setting for both and a newer one for each; where they disagree the older one cannot be read, and
-    is None here.
-    """
-    backends: Any = torch.backends
-    if not _has_precision_of_each():
-        on_gpus = "tf32" if backends.cuda.matmul.allow_tf32 else "ieee"
-        return torch.get_float32_matmul_precision(), on_gpus, ""
-    try:
-        both = torch.get_float32_matmul_precision()
-    except RuntimeError:
-        both = None
-    return both, backends.cuda.matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision
-
-
-def set_product_flags(flags: tuple[str | None, str, str]) -> None:
-    """Set what `product_flags` returned."""
-    if flags != product_flags():
-        backends: Any = torch.backends
-        both, on_gpus, on_cpu = flags
-        if both is not None:
-            torch.set_float32_matmul_precision(both)
-        if _has_precision_of_each():
-            backends.cuda.matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision = on_gpus, on_cpu
-
-
-def imbalance(devices: Sequence[torch.device]) -> str | None:
-    """Return a sentence if an accelerator has less than 75 % of the memory or cores of the largest (torch's threshold).
-
-    It names the shares that balance them.
-    """
-    different = [device for device in dict.fromkeys(devices) if not computes_on_host(device)]
-    if len(different) < 2:
-        return None
-    properties = [_properties_of(device) for device in different]
-    for what, attribute in (("memory", "total_memory"), ("cores", "multi_processor_count")):
-        values = [getattr(p, attribute, None) for p in properties]
-        known = [value for value in values if value]
-        if len(known) == len(values) and min(known) < 0.75 * max(known):
-            least, most = values.index(min(known)), values.index(max(known))
-            weights = [round(values[different.index(device)] / max(known), 2) for device in devices]
-            return (
-                f"{different[least]} has less than 75 % of the {what} of {different[most]}: every step waits for the "
-                f"slowest replica. Give each its share, shares={weights}, or leave {different[least]} out of "
-                "device_ids."
-            )
-    return None
-
-
-def warn_if_unequal(devices: Sequence[torch.device]) -> None:
-    """Warn about accelerators that are not balanced."""
-    if said := imbalance(devices):
-        warnings.warn(said, UserWarning, stacklevel=3)
-
-
 def _check_is_list(device_ids: object, argument: str) -> None:
     if isinstance(device_ids, str | bytes) or not isinstance(device_ids, Sequence):
         raise TypeError(f'{argument}={device_ids!r}: expected a list, such as [0, 1], ["cuda:0"] or ["cpu"] * 2')
@@ -619,19 +536,6 @@ def _visible(present: Sequence[torch.device]) -> str:
     return visible
 
 
-# ---- memory, precision, graphs -------------------------------------------------------------------
-
-
-def has_room_for(device: torch.device, num_bytes: int) -> bool:
-    """Return whether data of this size take no more than a quarter of an accelerator's free memory.
-
-    False on the host, where data stay as they are.
-    """
-    if computes_on_host(device):
-        return False
-    return num_bytes <= torch_private.free_memory_bytes(device) // 4
-
-
 def allocated_bytes(device: torch.device) -> int:
     """Return how much memory tensors have on an accelerator; 0 on the host."""
     return 0 if computes_on_host(device) else int(torch.accelerator.memory_allocated(device))
@@ -649,143 +553,6 @@ def most_rows(device: torch.device, rows: int, bytes_before: int) -> float:
     return rows * (needed + torch_private.free_memory_bytes(device)) / needed if needed > 0 else math.inf
 
 
-def rows_on(
-    device: torch.device, tensor: torch.Tensor, rows: torch.Tensor, into: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return `tensor[rows]` on `device`, in the memory of `into` if that is given.
-
-    A copy from the host is queued there and not waited for. That needs pinned memory: from pageable memory, the calling
-    thread would wait for the copy. torch keeps the pinned memory until the copy has ended, and then reuses it for the
-    next rows.
-    """
-    if into is not None and tensor.device == into.device:
-        return torch.index_select(tensor, 0, rows, out=into)
-    if tensor.device != _CPU or not has_streams(device):
-        there = tensor[rows]
-        return there.to(device) if into is None else into.copy_(there)
-    pinned = torch.empty(len(rows), *tensor.shape[1:], dtype=tensor.dtype, device="cpu", pin_memory=True)
-    torch.index_select(tensor, 0, rows, out=pinned)
-    return pinned.to(device, non_blocking=True) if into is None else into.copy_(pinned, non_blocking=True)
-
-
-def begin_to_read(number: torch.Tensor) -> Callable[[], float]:
-    """Begin to copy a 0-dim tensor to the host; return a function that waits for it and returns the number."""
-    if computes_on_host(number.device):
-        value = number.item()
-        return lambda: value
-    copy, is_there = begin_copy_to_host(number)
-
-    def read() -> float:
-        is_there(True)
-        return copy.item()
-
-    return read
-
-
-def has_tf32(device: torch.device) -> bool:
-    """Return whether a device can compute float32 products in TF32: NVIDIA's GPUs from Ampere on."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def has_fast_bfloat16(device: torch.device) -> bool:
-    """Return whether a device computes products in bfloat16 faster than in float32: the GPUs that have TF32, too."""
-    return has_tf32(device)
-
-
-def bfloat16(device: torch.device, *, enabled: bool = True) -> torch.autocast:
-    """Return the context in which torch computes in bfloat16 on a kind of device, if `enabled`."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=enabled)
-
-
-@contextlib.contextmanager
-def float32_products(device: torch.device, *, rounded: bool) -> Iterator[None]:
-    """Compute float32 products and convolutions of CUDA devices exactly, or, `rounded`, in TF32 where they have it.
-
-    Rounded, cuDNN also tries its algorithms and takes the fastest. (torch's default is neither: it rounds convolutions
-    and computes products exactly.) The settings belong to the process, and are restored when the context ends. Other
-    kinds of device have none.
-    """
-    if device.type != "cuda":
-        yield
-        return
-    products, convolutions = product_flags(), convolution_flags()
-    try:
-        torch.set_float32_matmul_precision("high" if rounded else "highest")
-        torch.backends.cudnn.allow_tf32 = rounded
-        torch.backends.cudnn.benchmark = rounded
-        yield
-    finally:
-        set_product_flags(products)
-        set_convolution_flags(convolutions)
-
-
-def has_graphs(device: torch.device) -> bool:
-    """Return whether torch.compile can capture what it compiles for a device in CUDA graphs."""
-    return device.type == "cuda"
-
-
 def has_fused_optimizers(device: torch.device) -> bool:
     """Return whether torch's optimizers have a fused form for an accelerator: one kernel for all parameters."""
     return device.type in ("cuda", "xpu", "mps")
-
-
-# ---- what the commands about the machine ask -----------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What torch says about an accelerator; None for what it does not say.
-
-    Attributes:
-        name: the product's.
-        memory_bytes, cores: in all; a core is a multiprocessor.
-        pci: as `pci_address` has it.
-    """
-
-    name: str | None
-    memory_bytes: int | None
-    cores: int | None
-    pci: str | None
-
-
-def facts(device: torch.device) -> Facts:
-    """Return what torch says about an accelerator, without using it."""
-    properties = _properties_of(device)
-    return Facts(
-        getattr(properties, "name", None),
-        getattr(properties, "total_memory", None),
-        getattr(properties, "multi_processor_count", None),
-        pci_address(device),
-    )
-
-
-def _properties_of(device: torch.device) -> Any:
-    """Return torch's properties of an accelerator; None for a kind without them."""
-    ask = getattr(torch.get_device_module(device), "get_device_properties", None)
-    return None if ask is None else ask(device)
-
-
-def free_memory_bytes(device: torch.device) -> int | None:
-    """Return the free memory of an accelerator; None if it is not known. (CUDA's contexts take some.)"""
-    return None if computes_on_host(device) else torch_private.free_memory_bytes(device) or None
-
-
-def can_access_peer(source: torch.device, target: torch.device) -> bool | None:
-    """Return whether two accelerators can reach each other's memory; None for a kind that does not say."""
-    ask = getattr(torch.get_device_module(source), "can_device_access_peer", None)
-    return None if ask is None else bool(ask(source, target))
-
-
-def copy_bytes_per_s(source: torch.device, target: torch.device, num_bytes: int) -> float:
-    """Measure copies of so many bytes from one accelerator to another, as unisono makes them; return the fastest."""
-    data = torch.zeros(num_bytes, dtype=torch.uint8, device=source)
-    fastest_s = float("inf")
-    for _ in range(_NUM_TIMED):  # the first one tests the pair, and allocates
-        started = time.perf_counter()
-        copied_to(data, target)
-        wait_for_work(source)
-        wait_for_work(target)
-        fastest_s = min(fastest_s, time.perf_counter() - started)
-    return num_bytes / fastest_s

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from unisono.runtime import devices as _devices
-from unisono.runtime import torch_private
+from unisono.runtime import precision, torch_private
 
 # Device types that autocast knows; asking about one that this build of torch lacks is harmless.
 _AUTOCAST_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia", "ipu", "privateuseone")
@@ -89,8 +88,8 @@ class ProcessState:
             default_dtype=torch.get_default_dtype(),
             deterministic=_deterministic(),
             anomaly=(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-            product_flags=_devices.product_flags(),
-            convolution_flags=_devices.convolution_flags(),
+            product_flags=precision.product_flags(),
+            convolution_flags=precision.convolution_flags(),
         )
 
     def set(self) -> None:
@@ -101,8 +100,8 @@ class ProcessState:
             torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
             torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
         torch.autograd.set_detect_anomaly(*self.anomaly)
-        _devices.set_product_flags(self.product_flags)
-        _devices.set_convolution_flags(self.convolution_flags)
+        precision.set_product_flags(self.product_flags)
+        precision.set_convolution_flags(self.convolution_flags)
 
 
 def _deterministic() -> tuple[bool, bool, bool]:

@@ -33,14 +33,15 @@ from torch.optim.sgd import sgd
 from unisono.console.errors import OptionError
 from unisono.data_parallel import DataParallel
 from unisono.runtime import devices, torch_private
+from unisono.training.transfers import rows_on
 
 MOMENTUM, WEIGHT_DECAY = 0.9, 5e-4
 
 IGNORED = -100  # the label of a row that does not count
 
 # The mode that captures what is compiled in CUDA graphs. "max-autotune" also tries many Triton kernels for each product
-# and convolution. That takes minutes, and cuDNN, which chooses among kernels of its own (devices.float32_products), is
-# hard to beat with convolutions in channels_last. `make gpu-check` measures both, to see whether this default is right.
+# and convolution. That takes minutes, and cuDNN, which tries algorithms of its own (float32_products), is hard to beat
+# with convolutions in channels_last. `make gpu-check` measures both, to see whether this default is right.
 GRAPHS_MODE = "reduce-overhead"
 
 
@@ -60,7 +61,7 @@ class Computation:
         self._device = model.devices[0]
         self._model: nn.Module = live if whole else model
         self._autocast, self._whole = autocast, whole
-        self._captured = whole and devices.has_graphs(self._device)
+        self._captured = whole and devices.is_cuda(self._device)
         self._fused = devices.has_fused_optimizers(self._device)
         self._parameters: list[Tensor] = list(live.parameters())
         # From zeros, the first step gives the momenta that torch.optim.SGD begins with.
@@ -107,16 +108,16 @@ class Computation:
     def _rows_of(self, tensor: Tensor, rows: Tensor) -> Tensor:
         """Return rows of pictures or labels on the first device; for CUDA graphs always in the same memory."""
         if not self._whole:
-            return devices.rows_on(self._device, tensor, rows)
+            return rows_on(self._device, tensor, rows)
         shape = torch.Size([len(rows), *tensor.shape[1:]])
         if shape not in self._memory:
             self._memory[shape] = torch.empty(shape, dtype=tensor.dtype, device=self._device)
             torch_private.mark_static([self._memory[shape]])
-        return devices.rows_on(self._device, tensor, rows, into=self._memory[shape])
+        return rows_on(self._device, tensor, rows, into=self._memory[shape])
 
 
 def _logits(model: nn.Module, images: Tensor, autocast: bool) -> Tensor:
-    with devices.bfloat16(images.device, enabled=autocast):
+    with torch.autocast(images.device.type, torch.bfloat16, enabled=autocast):
         logits: Tensor = model(images)
     return logits.float()
 

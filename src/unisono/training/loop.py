@@ -28,7 +28,8 @@ from unisono.console.device_option import describe
 from unisono.console.errors import Interrupted, OptionError
 from unisono.console.progress import Progress, Silent
 from unisono.data_parallel import DataParallel
-from unisono.runtime import devices, torch_private
+from unisono.runtime import torch_private
+from unisono.runtime.precision import float32_products
 from unisono.training.computation import IGNORED, cannot_compile
 from unisono.training.interrupts import StopRequest
 from unisono.training.metrics import EpochRecord
@@ -38,6 +39,7 @@ from unisono.training.ranks import ALONE, Ranks
 from unisono.training.run import PendingStep, Run
 from unisono.training.run_folder import RunFolder
 from unisono.training.schedule import epoch_batches, learning_rate, num_steps
+from unisono.training.transfers import begin_to_read
 
 
 def train(
@@ -69,7 +71,7 @@ def train(
     with (
         contextlib.closing(folder),  # which other runs may use then
         contextlib.closing(Run(options, folder, progress, ranks, observers, resume=resume, profile=profile)) as run,
-        devices.float32_products(run.devices[0], rounded=options.precision != "fp32"),
+        float32_products(run.devices[0], rounded=options.precision != "fp32"),
         StopRequest(ranks) as stop,
         run.observers,
     ):
@@ -136,7 +138,7 @@ def _take_step(run: Run, rows: Tensor, rate: float) -> Callable[[], float]:
             loss = run.computation.training_loss(images, labels, run.ranks.shard_of(micro_batch), len(rows))
             loss.backward()  # type: ignore[no-untyped-call]
         batch_loss += loss.detach()
-    read_loss = devices.begin_to_read(batch_loss)
+    read_loss = begin_to_read(batch_loss)
     run.computation.update(rate)
     return read_loss
 

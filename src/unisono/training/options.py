@@ -14,7 +14,8 @@ import torch
 
 from unisono.console.errors import OptionError
 from unisono.console.options import flag
-from unisono.runtime.devices import are_cpu, has_fast_bfloat16
+from unisono.runtime.devices import are_cpu
+from unisono.runtime.precision import has_fast_bfloat16
 from unisono.training.computation import expect_compiler
 from unisono.training.models import MODELS
 from unisono.training.ranks import Ranks

@@ -22,6 +22,7 @@ from unisono.data_parallel import DataParallel
 from unisono.engines.processes.engine import Processes
 from unisono.profiling.profile import Profile
 from unisono.runtime import devices as _devices
+from unisono.runtime.precision import has_tf32
 from unisono.training import checkpoint, data, models
 from unisono.training.computation import Computation, expect_compiler
 from unisono.training.metrics import Metrics, StepRecord
@@ -30,6 +31,7 @@ from unisono.training.options import Options
 from unisono.training.ranks import Ranks, is_first_of_its_host, launch
 from unisono.training.run_folder import RunFolder, replaced
 from unisono.training.schedule import num_steps
+from unisono.training.transfers import has_room_for
 
 _SAVE_EVERY_S = 300.0  # within an epoch; each epoch ends with a checkpoint anyway
 
@@ -93,7 +95,7 @@ class Run:
             # The fast low-precision convolutions of GPUs need this memory layout.
             self.live = live.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         sizes = _sizes_of(self.dataset)
-        if _devices.has_room_for(first_device, sum(tensor.nbytes for tensor in self.dataset.tensors)):
+        if has_room_for(first_device, sum(tensor.nbytes for tensor in self.dataset.tensors)):
             self.dataset = self.dataset.on(first_device)
         whole = options.compile and len(self.devices) == ranks.world_size == 1
         # `live.compile()` would not do: torch compiles nothing in a Sequential that is called that way.
@@ -264,7 +266,7 @@ class Run:
             f"{num_parameters:,} parameters on {describe(*self.devices_by_rank)}; "
             f"{self.num_rows:,} pictures to train on, {len(self.dataset.test_labels):,} to test on"
         )
-        if self.options.precision == "tf32" and not _devices.has_tf32(self.devices[0]):
+        if self.options.precision == "tf32" and not has_tf32(self.devices[0]):
             say(f"{self.devices[0]} has no TF32: float32 stays exact, as with --precision fp32")
         if epochs >= self.options.epochs:
             say(f"nothing left to do, {epochs} epochs are finished; --epochs {2 * epochs} goes on")

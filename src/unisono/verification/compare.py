@@ -36,7 +36,7 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from unisono.primitives import pytree
 from unisono.primitives.batch_types import batch_type_of
-from unisono.runtime import devices as _devices
+from unisono.runtime.precision import rounds_float32
 from unisono.verification.report import Kind, Row
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor | None]  # by name, or by the path in an output
@@ -62,7 +62,7 @@ class Tolerance:
         """Return the tolerances of the caller, or else those of the coarsest of the types."""
         if rtol is None:
             real = {dtype.to_real() for dtype in dtypes if dtype.is_floating_point or dtype.is_complex}
-            if torch.float32 in real and _devices.rounds_float32(device):
+            if torch.float32 in real and rounds_float32(device):
                 real.add(torch.float16)
             rtol = max((_RTOL.get(dtype, _RTOL_COARSE) for dtype in real), default=_RTOL[torch.float32])
         return cls(rtol, atol or 0.0)
