@@ -797,7 +797,7 @@ def test_gradients_lie_in_the_buckets_and_nowhere_else(rank: int, options: dict)
     later = len(os.listdir("/proc/self/task")) if threads else 0
     flags = 3 * 4 * len(list(model.parameters()))  # at the end of the last bucket: three float32 a parameter
     num_bytes = sum(p.nbytes for p in model.parameters())
-    assert num_bytes + flags <= sum(storages.values()) <= num_bytes + flags + 20_000  # what the first one has to spare
+    assert num_bytes + flags <= sum(storages.values()) <= num_bytes + flags + 66_000  # what the first one has to spare
     assert later <= threads
 
 
@@ -808,7 +808,7 @@ def num_collectives() -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize(("width", "num_buckets"), [(16, 1), (256, 2)])
+@pytest.mark.parametrize(("width", "num_buckets"), [(16, 1), (256, 3)])
 def test_a_step_has_one_collective_a_bucket_and_none_beside_it(width, num_buckets, dtype):
     """C1, C2, C3: what else the ranks have to know of each other is in the buckets."""
 

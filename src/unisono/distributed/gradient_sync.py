@@ -324,6 +324,10 @@ class _RankSteps:
             self._all = steps
         return self._all
 
+    def is_known(self) -> bool:
+        """Return whether `all` would return at once."""
+        return bool(self._all) or self.work.is_completed()
+
     def total_weight(self) -> float:
         """Return what the sum of the ranks' weighted gradients has to be divided by."""
         steps = self.all
@@ -400,7 +404,7 @@ class AllReduce(RankReduction):
         early = not sync_context.has_exchanges or self._communicator.waits_on_host(group)
         self.early = self._structure.plan.early if early else frozenset()
         self._all_reduce = BucketedAllReduce(
-            self._communicator, group, self._structure.plan, tensors, hook, self._steps, local_grads, early=early
+            self._communicator, group, self._structure.plan, tensors, hook, self._steps, local_grads
         )
 
     def add(self, number: int, gradient: torch.Tensor) -> None:
