@@ -848,7 +848,7 @@ def test_a_steady_step_makes_no_calls_for_each_parameter(rank: int, options: dic
             grads = [torch.ones_like(parameter) for parameter in parameters]
             profile.enable()
             context = gradient_sync.sync_context(model.module, 4)
-            sums = context.begin(parameters, [None] * len(parameters)).finish(grads)
+            sums = context.begin(parameters, [None] * len(parameters)).send(grads)()
             context.has_run()
             profile.disable()
             assert all(torch.equal(total, torch.ones_like(total)) for total in sums)

@@ -30,7 +30,7 @@ import torch
 
 from unisono.distributed.comm_hooks import CommHook, GradBucket
 from unisono.distributed.consistency import SLOT_BYTES, description_of
-from unisono.distributed.process_group import Communicator, digest_of
+from unisono.distributed.process_group import AllReduceWork, Communicator, digest_of
 from unisono.runtime import torch_private
 from unisono.runtime.buckets import BUCKET_BYTES, LARGE_BYTES, Bucket, Form, buckets_of, dense_first
 
@@ -171,6 +171,7 @@ class BucketedAllReduce:
         # The bucket with the flags at its end. A hook may not keep them; an accelerator would have to be waited for.
         self._flagged = len(plan.buckets) - 1 if hook is None and communicator.waits_on_host(group) else -1
         self._flags: torch.Tensor | None = None  # known when all gradients are: see `_own_flags`
+        self._flags_work: AllReduceWork | None = None  # where no bucket has them
         if plan.has_slots and not plan.buckets[0].items:
             self._bucket(0)
             self._send_full()
@@ -190,28 +191,29 @@ class BucketedAllReduce:
                     self._place(b, waiting, self._waiting.pop(waiting))
             self._send_full()
 
-    def finish(
-        self, rest: Sequence[torch.Tensor | None], meanwhile: Callable[[], Callable[[], None]]
-    ) -> list[torch.Tensor | None]:
-        """Add the rest of the gradients; wait for the other ranks; return each gradient, None if no rank has one.
-
-        `meanwhile` is called when everything is sent, and what it returns when the sums are known.
-        """
+    def send(self, rest: Sequence[torch.Tensor | None]) -> None:
+        """Add the rest of the gradients; send everything."""
         with self._lock, torch.no_grad():
             given = self._with_places(rest)
-            self._flags = flags = self._own_flags()
-            wait_for_flags = None
+            self._flags = self._own_flags()
             if self._flagged < 0:
                 self._steps.scale()  # only ranks that do the same may send them
-                wait_for_flags = self._communicator.all_reduce(flags, DOING).wait
+                self._flags_work = self._communicator.all_reduce(self._flags, DOING)
             for b in range(len(self._in_flight), len(self._plan.buckets)):
                 self._fill(b, given)
                 self._send_full()
+
+    def wait(self, meanwhile: Callable[[], Callable[[], None]]) -> list[torch.Tensor | None]:
+        """Wait for the other ranks; return each gradient, None if no rank has one.
+
+        `meanwhile` is called first, and what it returns when the sums are known.
+        """
+        with self._lock, torch.no_grad():
             pieces = [filling.pieces for filling, _ in self._in_flight]
             wait_for_more = meanwhile()
             total_weight = self._steps.total_weight()
             sums = [(filling, wait()) for filling, wait in self._in_flight]
-            placed, late, sparse = self._all_flags(sums[-1][1] if wait_for_flags is None else wait_for_flags())
+            placed, late, sparse = self._all_flags(sums[-1][1] if self._flags_work is None else self._flags_work.wait())
             if self._plan.has_slots:
                 filling, flat = sums[0]
                 flat[: filling.bucket.num_entries].div_(total_weight)
