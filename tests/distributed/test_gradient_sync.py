@@ -9,6 +9,7 @@ import itertools
 import os
 import pstats
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 
 import cloudpickle
@@ -24,7 +25,8 @@ from helpers.garbage import no_garbage
 from helpers.modules import Calls
 from helpers.ranks import run_ranks
 from helpers.twins import assert_same_gradients, rows_of, twins
-from unisono.distributed.process_group import communicator_for
+from unisono.distributed.bucketed_all_reduce import BucketPlan
+from unisono.distributed.process_group import Communicator, communicator_for
 from unisono.primitives.measured_shares import MeasuredShares
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -797,7 +799,7 @@ def test_gradients_lie_in_the_buckets_and_nowhere_else(rank: int, options: dict)
     later = len(os.listdir("/proc/self/task")) if threads else 0
     flags = 3 * 4 * len(list(model.parameters()))  # at the end of the last bucket: three float32 a parameter
     num_bytes = sum(p.nbytes for p in model.parameters())
-    assert num_bytes + flags <= sum(storages.values()) <= num_bytes + flags + 20_000  # what the first one has to spare
+    assert num_bytes + flags <= sum(storages.values()) <= num_bytes + flags + 66_000  # what the first one has to spare
     assert later <= threads
 
 
@@ -808,7 +810,7 @@ def num_collectives() -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize(("width", "num_buckets"), [(16, 1), (256, 2)])
+@pytest.mark.parametrize(("width", "num_buckets"), [(16, 1), (256, 3)])
 def test_a_step_has_one_collective_a_bucket_and_none_beside_it(width, num_buckets, dtype):
     """C1, C2, C3: what else the ranks have to know of each other is in the buckets."""
 
@@ -835,6 +837,39 @@ def test_a_step_has_one_collective_a_bucket_and_none_beside_it(width, num_bucket
     assert counts == [num_buckets] * len(counts)
 
 
+def test_a_large_gradient_waits_for_no_larger_one():
+    """The third weight of this model shared a bucket with the second, larger one, and was sent when that was known."""
+    widths = [1024, 4096, 3072, 1024, 10]
+    layers = [nn.Linear(*pair, device="meta") for pair in itertools.pairwise(widths)]
+    tensors = [parameter for layer in layers for parameter in layer.parameters()]
+    plan = BucketPlan.of(tensors, without=lambda tensor: False, has_slots=True)
+    assert [bucket.numbers for bucket in plan.buckets] == [(7, 6), (5, 4), (3, 2), (1, 0)]
+    assert plan.early == {7, 6, 5, 4, 3, 2, 0}, "in the last bucket only what is large"
+
+
+@case(ONE)
+def test_the_graph_is_freed_before_the_other_ranks_are_waited_for(rank: int, options: dict) -> None:
+    """N10, C1"""
+    activations: list[weakref.ref] = []
+    alive: list[bool] = []
+
+    def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        hidden = module.first(x).tanh()
+        activations.append(weakref.ref(hidden))
+        return module.second(hidden)
+
+    def wait(communicator: Communicator, *args, **kwargs) -> None:
+        alive.append(activations[-1]() is not None)
+        waits(communicator, *args, **kwargs)
+
+    model = unisono.DataParallel(Calls(forward, first=nn.Linear(5, 4), second=nn.Linear(4, 3)), **options)
+    waits = Communicator.wait
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Communicator, "wait", wait)
+        model(torch.randn(3, 5)).sum().backward()
+    assert set(alive) == {False}
+
+
 @case(ONE)
 def test_a_steady_step_makes_no_calls_for_each_parameter(rank: int, options: dict) -> None:
     counts = []
@@ -848,7 +883,7 @@ def test_a_steady_step_makes_no_calls_for_each_parameter(rank: int, options: dic
             grads = [torch.ones_like(parameter) for parameter in parameters]
             profile.enable()
             context = gradient_sync.sync_context(model.module, 4)
-            sums = context.begin(parameters, [None] * len(parameters)).finish(grads)
+            sums = context.begin(parameters, [None] * len(parameters)).send(grads)()
             context.has_run()
             profile.disable()
             assert all(torch.equal(total, torch.ones_like(total)) for total in sums)

@@ -80,41 +80,44 @@ class _Boundary(torch.autograd.Function):
             )
         reduction = None if graphs.sync_context is None else graphs.begin_sum(ctx)
         if reduction is None and not has_grads:
-            _skip_hooks_without_gradient(graphs, [None] * len(graphs.live_inputs))
+            _skip_hooks_without_gradient(graphs.live_inputs, [None] * len(graphs.live_inputs))
             return (None,) * (1 + len(graphs.live_inputs))
         keep = graphs.keep or torch_private.backward_keeps_graph()
-        first = len(graphs.inputs)
+        first, live_inputs = len(graphs.inputs), graphs.live_inputs
         needed = graphs.needed_inputs(ctx) if graphs.outside.with_reentrant_checkpoint else None
         try:
             if torch.is_grad_enabled():
                 joined = _differentiable_backward(graphs, grads, needed)
                 if reduction is not None:
                     joined[first:] = reduction.differentiable(joined[first:])
-                _skip_hooks_without_gradient(graphs, joined)
+                _skip_hooks_without_gradient(live_inputs, joined)
                 return (None, *joined)
             if graphs.replay is None:
                 joined = graphs.backward(grads, keep, reduction, needed)
             else:
                 joined = graphs.replay.run(graphs, partial(graphs.backward, grads, keep, reduction, needed))
-            if reduction is not None:
-                joined[first:] = reduction.finish(joined[first:])
+            wait = None if reduction is None else reduction.send(joined[first:])
+            let_stream_wait = graphs.outputs_stream_wait()
+            if not keep:
+                graphs.release()  # takes time, so it is done while the other ranks are waited for
+            if wait is not None:
+                joined[first:] = wait()
         except BaseException as error:
             if not torch.is_grad_enabled():
                 graphs.release(failed=True)  # another backward must not count what the leaves hold now
             if reduction is not None:
                 reduction.failed(error)
             raise
-        _skip_hooks_without_gradient(graphs, joined)
-        graphs.let_outputs_stream_wait()
-        if not keep:
-            graphs.release()
+        _skip_hooks_without_gradient(live_inputs, joined)
+        if let_stream_wait is not None:
+            let_stream_wait()
         return (None, *joined)
 
 
-def _skip_hooks_without_gradient(graphs: ReplicaGraphs, joined: Sequence[torch.Tensor | None]) -> None:
+def _skip_hooks_without_gradient(live_inputs: Sequence[torch.Tensor], joined: Sequence[torch.Tensor | None]) -> None:
     """Let hooks of leaves that no replica used not be called, as without a wrapper: no node would lead to the leaf."""
     if without := [n for n, gradient in enumerate(joined) if gradient is None]:
-        torch_private.skip_hooks_without_gradient([graphs.live_inputs[n] for n in without])
+        torch_private.skip_hooks_without_gradient([live_inputs[n] for n in without])
 
 
 class _RecordedBoundary(_Boundary):

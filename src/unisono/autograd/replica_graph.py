@@ -476,11 +476,12 @@ class ReplicaGraphs:
             numbers.update(self.parameters.large, map(number_of_input, self._replicated_inputs()))
         return nullcontext(RunningSums(len(self.timings), numbers, emit, emitted) if numbers else None)
 
-    def let_outputs_stream_wait(self) -> None:
-        """Make the stream of the boundary's first output, which autograd uses, wait for the inputs' gradients."""
-        if not self._one_backward_each:
-            homes = [each.device for each in self.inputs] + [live.device for live in self.parameters.live]
-            wait_for_streams(self.outputs[0].device, homes)
+    def outputs_stream_wait(self) -> Callable[[], object] | None:
+        """Return what makes the stream of the first output, which autograd uses, wait for the inputs' gradients."""
+        if self._one_backward_each:
+            return None
+        homes = [each.device for each in self.inputs] + [live.device for live in self.parameters.live]
+        return partial(wait_for_streams, self.outputs[0].device, homes)
 
     def differentiable_backward(
         self, output_grads: Sequence[torch.Tensor | None], needed: Sequence[bool] | None = None

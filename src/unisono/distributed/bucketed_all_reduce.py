@@ -1,15 +1,16 @@
 """The all-reduce of the gradients of one backward, in buckets that are sent while backward still runs.
 
-    gradients, in any order ──► (1) their places in buckets ──► (2) scaled, and sent as soon as it is their turn
-                                                                          │
-    gradients of the one loss over all rows   ◄── (3) late gradients ◄────┘
+    gradients, in any order ──► (1) scaled, into their places in buckets ──► (2) sent as soon as it is their turn
+                                                                                  │
+    gradients of the one loss over all rows   ◄── (3) late gradients ◄────────────┘
 
-    (1) `BucketPlan` gives each tensor a place in a bucket. A tensor without a gradient on this rank counts as zeros.
-    (2) A bucket is sent when it is full, the buckets before it are sent, and the weights of all ranks are known. So all
-        ranks send buckets in the same order, whatever the order in which gradients arrive. The weights come with the
-        first bucket, whose gradients are multiplied by this rank's weight, and divided by the sum of the weights after;
-        or before all buckets, where a hook or an accelerator has these.
-    (3) Some gradients have no place, because they are sparse, or arrive after their bucket was sent (reentrant
+    (1) `BucketPlan` gives each tensor a place in a bucket. A tensor without a gradient on this rank counts as zeros. A
+        gradient is scaled by its rank's share of all weights while it is copied, so it waits until these are known.
+        They come with the first bucket, which is small: its gradients are multiplied by this rank's weight, and divided
+        by the sum of the weights after. Where a hook or an accelerator has the buckets, the weights come before them.
+    (2) A bucket is sent when it is full and the buckets before it are sent. So all ranks send buckets in the same
+        order, whatever the order in which gradients arrive.
+    (3) Some gradients have no place, because they are sparse, or arrive after another one of their tensor (reentrant
         checkpoints give a tensor's gradient in several parts). They are summed tensor by tensor at the end. Flags say
         which they are, and which tensors have a gradient on any rank at all. They are summed too: at the end of the
         last bucket, or by themselves where a hook or an accelerator has that bucket.
@@ -21,19 +22,22 @@ for each tensor, except where gradients arrive one by one, or have no place.
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import torch
 
 from unisono.distributed.comm_hooks import CommHook, GradBucket
 from unisono.distributed.consistency import SLOT_BYTES, description_of
-from unisono.distributed.process_group import Communicator, digest_of
+from unisono.distributed.process_group import AllReduceWork, Communicator, digest_of
 from unisono.runtime import torch_private
-from unisono.runtime.buckets import BUCKET_BYTES, Bucket, Form, buckets_of, dense_first
+from unisono.runtime.buckets import BUCKET_BYTES, LARGE_BYTES, Bucket, Form, buckets_of, dense_first
 
 FIRST_BUCKET_BYTES = 1 << 20  # small, so that it is sent early; as in torch's DistributedDataParallel
-FIRST_COMPARED_BYTES = 1 << 16  # of the first bucket where it has slots: in every reduction, so that it must be small
+# Where the first bucket has slots, it has a size of its own, the same in every reduction, so that must be small.
+FIRST_COMPARED_BYTES = 1 << 16
+_FIRST_FULL_BYTES = 1 << 10  # if it cannot hold all gradients, it is sent with the first ones, for the weights' sake
 DOING = "summing gradients over the processes"
 _PLACED, _LATE, _SPARSE = range(3)
 _NUM_FLAGS = 3  # of each tensor
@@ -44,13 +48,16 @@ class BucketPlan(NamedTuple):
 
     Attributes:
         bucket_of: the place in `buckets` of the bucket of each tensor that has one, by the tensor's number.
-        early: the tensors whose gradients should be added as soon as they are computed: all outside of the last bucket.
+        places: of each tensor, its place among the tensors of all buckets; -1 if it has none.
+        early: the tensors whose gradients should be added as soon as they are computed: all outside of the last bucket,
+            so that it can be sent, and large ones, which are then freed early.
         digest: equal on ranks with equal plans.
         has_slots: whether the first bucket has slots, by which the ranks compare their steps.
     """
 
     buckets: tuple[Bucket, ...]
     bucket_of: Mapping[int, int]
+    places: Sequence[int]
     early: Set[int]
     digest: int
     has_slots: bool
@@ -72,10 +79,10 @@ class BucketPlan(NamedTuple):
         digest = digest_of(repr([(*description_of(tensor), number in forms) for number, tensor in enumerate(tensors)]))
         buckets = _with_slots(forms, tensors[0].device, len(tensors)) if has_slots else _small_bucket_first(forms)
         bucket_of = {number: b for b, bucket in enumerate(buckets) for number in bucket.numbers}
-        early = bucket_of.keys() - set(buckets[-1].numbers if buckets else ())
-        if sum(form.num_bytes for form in forms.values()) <= FIRST_BUCKET_BYTES:
-            early = set()  # to send a part of so little early would take longer
-        return cls(buckets, bucket_of, early, digest, has_slots)
+        place_of = {number: place for place, number in enumerate(bucket_of)}
+        places = [place_of.get(number, -1) for number, _ in enumerate(tensors)]
+        early = {n for n, b in bucket_of.items() if b < len(buckets) - 1 or forms[n].num_bytes >= LARGE_BYTES}
+        return cls(buckets, bucket_of, places, early, digest, has_slots)
 
 
 def _small_bucket_first(forms: Mapping[int, Form]) -> tuple[Bucket, ...]:
@@ -93,17 +100,21 @@ def _small_bucket_first(forms: Mapping[int, Form]) -> tuple[Bucket, ...]:
 def _with_slots(forms: Mapping[int, Form], device: torch.device, num_tensors: int) -> tuple[Bucket, ...]:
     """Return the buckets for tensors in the order given; the first one has `FIRST_COMPARED_BYTES`, and slots."""
     dtype = next((form.dtype for form in forms.values() if form.dtype in (torch.float32, torch.float64)), torch.float32)
-    free = FIRST_COMPARED_BYTES
-    first = []
+    flag_bytes = _NUM_FLAGS * num_tensors * dtype.itemsize  # in the last bucket
+    num_bytes = sum(form.num_bytes for form in forms.values())
+    if num_bytes + flag_bytes <= FIRST_COMPARED_BYTES and all(form.dtype == dtype for form in forms.values()):
+        return (Bucket(dtype, device, tuple(forms.items())),)
+    first: list[tuple[int, Form]] = []
+    num_bytes = 0
     for number, form in forms.items():
-        if form.dtype != dtype or form.num_bytes > free:
+        num_bytes += form.num_bytes
+        if form.dtype != dtype or num_bytes > FIRST_COMPARED_BYTES:
             break
-        free -= form.num_bytes
         first.append((number, form))
-    rest = buckets_of(dict([*forms.items()][len(first) :]))
-    if not rest and free < _NUM_FLAGS * num_tensors * dtype.itemsize:
-        rest = (Bucket(dtype, device, ()),)  # the last bucket has the flags
-    return (Bucket(dtype, device, tuple(first)), *rest)
+        if num_bytes >= _FIRST_FULL_BYTES:
+            break
+    rest = _small_bucket_first(dict([*forms.items()][len(first) :]))
+    return (Bucket(dtype, device, tuple(first)), *(rest or (Bucket(dtype, device, ()),)))
 
 
 @dataclass
@@ -113,7 +124,6 @@ class _FillingBucket:
     bucket: Bucket
     flat: torch.Tensor
     missing: set[int]  # tensors without a gradient so far
-    unscaled: list[torch.Tensor] = field(default_factory=list)
 
     @functools.cached_property
     def pieces(self) -> dict[int, torch.Tensor]:
@@ -131,7 +141,9 @@ class BucketedAllReduce:
         steps: what all ranks do; gives this rank's scale.
         local_grads: by number, gradients to add to this rank's part of the mean over the ranks; none if the plan has
             slots.
-        early: whether buckets may be sent while backward runs.
+
+    Attributes:
+        sparse: tensors with sparse gradients on some rank, known at the end.
     """
 
     def __init__(
@@ -143,107 +155,76 @@ class BucketedAllReduce:
         hook: tuple[Any, CommHook] | None,
         steps: Any,
         local_grads: Mapping[int, torch.Tensor],
-        *,
-        early: bool = True,
     ) -> None:
         self._communicator, self._group, self._plan, self._tensors = communicator, group, plan, tensors
-        self._hook, self._steps, self._local_grads, self._early = hook, steps, local_grads, early
+        self._hook, self._steps, self._local_grads = hook, steps, local_grads
         self._lock = threading.RLock()
         self._filling: dict[int, _FillingBucket] = {}
         # Each bucket that is sent, with the function that waits for its sum.
         self._in_flight: list[tuple[_FillingBucket, Callable[[], torch.Tensor]]] = []
         self._placed: set[int] = set()
+        self._waiting: dict[int, torch.Tensor] = {}  # gradients that have a place, and wait for the ranks' weights
         self._late: dict[int, torch.Tensor] = {}  # gradients that are late, sparse, or without a place
-        self._scale: float | None = None  # for this rank's gradients, once it is known
-        self.sparse: list[int] = []  # tensors with sparse gradients on some rank, known at the end
+        self.sparse: list[int] = []
         # A hook returns the mean over the ranks, where the sum is wanted: so it gets gradients this much larger.
         self._hook_factor = communicator.world_size if hook is not None else 1
         # The bucket with the flags at its end. A hook may not keep them; an accelerator would have to be waited for.
         self._flagged = len(plan.buckets) - 1 if hook is None and communicator.waits_on_host(group) else -1
         self._flags: torch.Tensor | None = None  # known when all gradients are: see `_own_flags`
-        if plan.has_slots and not plan.buckets[0].items and early:
+        self._flags_work: AllReduceWork | None = None  # where no bucket has them
+        if plan.has_slots and not plan.buckets[0].items:
             self._bucket(0)
-            self._send_full(may_wait=False)
+            self._send_full()
 
     def add(self, number: int, gradient: torch.Tensor) -> None:
         """Add to the gradient of tensor `number`; send full buckets. To be called with gradients off."""
         with self._lock:
-            b = self._plan.bucket_of.get(number)
-            if b is None or number in self._placed or gradient.is_sparse:
-                before = self._late.get(number)
-                self._late[number] = gradient if before is None else torch.add(*dense_first(before, gradient))
+            if number not in self._plan.bucket_of or number in self._placed or gradient.is_sparse:
+                self._add_late(number, gradient)
                 return
             self._placed.add(number)
-            filling = self._bucket(b)
-            piece, factor = filling.pieces[number], self._factor(b)
-            if factor is None:
-                piece.copy_(gradient)
-                filling.unscaled.append(piece)
-            elif factor:
-                torch.mul(gradient, factor, out=piece)
-            else:
-                piece.zero_()
-            filling.missing.discard(number)
-            if self._early and not filling.missing:
-                self._send_full(may_wait=False)
+            self._waiting[number] = gradient
+            del gradient
+            for waiting in list(self._waiting):
+                b = self._plan.bucket_of[waiting]
+                if self._has_slots(b) or self._steps.is_known():
+                    self._place(b, waiting, self._waiting.pop(waiting))
+            self._send_full()
 
-    def _add_all(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Add each tensor's gradient, as `add` does, with few operations; send nothing yet."""
-        given = {number: gradient for number, gradient in enumerate(gradients) if gradient is not None}
-        for b, bucket in enumerate(self._plan.buckets):
-            placed = self._placed
-            numbers = [n for n in bucket.numbers if n in given and n not in placed and not given[n].is_sparse]
-            if numbers and len(numbers) == len(bucket.numbers) and bucket.is_plain:
-                # Without the views, which are made while this bucket is being summed.
-                tail = torch.empty(self._length(b) - bucket.num_entries, dtype=bucket.dtype, device=bucket.device)
-                flat = torch_private.flattened([*map(given.pop, numbers), tail])
-                self._filling[b] = _FillingBucket(bucket, flat, set(), [flat])
-                placed.update(numbers)
-            elif numbers:
-                filling = self._bucket(b)
-                pieces = [filling.pieces[number] for number in numbers]
-                torch_private.copy_all_in_place(pieces, [*map(given.pop, numbers)])
-                filling.unscaled += pieces
-                filling.missing.difference_update(numbers)
-                placed.update(numbers)
-        for number, gradient in given.items():
-            self.add(number, gradient)
+    def send(self, rest: Sequence[torch.Tensor | None]) -> None:
+        """Add the rest of the gradients; send everything."""
+        with self._lock, torch.no_grad():
+            given = self._with_places(rest)
+            self._flags = self._own_flags()
+            if self._flagged < 0:
+                self._steps.scale()  # only ranks that do the same may send them
+                self._flags_work = self._communicator.all_reduce(self._flags, DOING)
+            for b in range(len(self._in_flight), len(self._plan.buckets)):
+                self._fill(b, given)
+                self._send_full()
 
-    def finish(
-        self, rest: Sequence[torch.Tensor | None], meanwhile: Callable[[], Callable[[], None]]
-    ) -> list[torch.Tensor | None]:
-        """Add the rest of the gradients; wait for the other ranks; return each gradient, None if no rank has one.
+    def wait(self, meanwhile: Callable[[], Callable[[], None]]) -> list[torch.Tensor | None]:
+        """Wait for the other ranks; return each gradient, None if no rank has one.
 
-        `meanwhile` is called when everything is sent, and what it returns when the sums are known.
+        `meanwhile` is called first, and what it returns when the sums are known.
         """
         with self._lock, torch.no_grad():
-            self._add_all(rest)
-            self._flags = flags = self._own_flags()
-            wait_for_flags = None
-            if self._flagged < 0:
-                self._wait_for_scale()  # only ranks that do the same may send them
-                wait_for_flags = self._communicator.all_reduce(flags, DOING).wait
-            for b in range(len(self._in_flight), len(self._plan.buckets)):
-                filling = self._bucket(b)
-                for number in filling.missing:
-                    filling.pieces[number].zero_()
-                filling.missing.clear()
-            self._send_full(may_wait=True)
-            views = [filling.pieces for filling, _ in self._in_flight]
+            pieces = [filling.pieces for filling, _ in self._in_flight]
             wait_for_more = meanwhile()
-            self._wait_for_scale()
+            total_weight = self._steps.total_weight()
             sums = [(filling, wait()) for filling, wait in self._in_flight]
-            placed, late, sparse = self._all_flags(sums[-1][1] if wait_for_flags is None else wait_for_flags())
+            placed, late, sparse = self._all_flags(sums[-1][1] if self._flags_work is None else self._flags_work.wait())
             if self._plan.has_slots:
                 filling, flat = sums[0]
-                flat[: filling.bucket.num_entries].div_(self._steps.total_weight())
+                flat[: filling.bucket.num_entries].div_(total_weight)
+            for b, (filling, flat) in enumerate(sums):
+                if flat is not filling.flat:  # a hook's
+                    pieces[b] = filling.bucket.pieces(flat)
+            by_place = [*chain.from_iterable(map(dict.values, pieces)), None]
+            found = [*map(by_place.__getitem__, self._plan.places)]
+            if 0 in placed:
+                found = [piece if flag else None for piece, flag in zip(found, placed, strict=True)]
             self.sparse = [number for number, flag in enumerate(sparse) if flag]
-            found: list[torch.Tensor | None] = [None] * len(self._tensors)
-            for (filling, flat), pieces in zip(sums, views, strict=True):
-                pieces = pieces if flat is filling.flat else filling.bucket.pieces(flat)
-                for number, piece in pieces.items():
-                    if placed[number]:
-                        found[number] = piece
             unplaced = [number for number, flag in enumerate(late) if flag]
             for sum_of, numbers in ((self._sum_of_late, unplaced), (self._sum_of_sparse, self.sparse)):
                 for number in numbers:
@@ -253,6 +234,50 @@ class BucketedAllReduce:
             return found
 
     # ---- steps -----------------------------------------------------------------------------------
+
+    def _add_late(self, number: int, gradient: torch.Tensor) -> None:
+        before = self._late.get(number)
+        self._late[number] = gradient if before is None else torch.add(*dense_first(before, gradient))
+
+    def _with_places(self, rest: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor]:
+        """Return the gradients that have a place and are not in it yet; note the others as late."""
+        given = {number: gradient for number, gradient in enumerate(rest) if gradient is not None}
+        bucket_of, placed = self._plan.bucket_of, self._placed
+        for number in [n for n, grad in given.items() if n in placed or n not in bucket_of or grad.is_sparse]:
+            self._add_late(number, given.pop(number))
+        placed.update(given)
+        given.update(self._waiting)
+        self._waiting.clear()
+        return given
+
+    def _fill(self, b: int, given: dict[int, torch.Tensor]) -> None:
+        """Fill the rest of a bucket with gradients, which are taken out of `given`, and with zeros."""
+        bucket, factor = self._plan.buckets[b], self._factor(b)
+        if not factor:
+            given = {}
+        if b in self._filling or not bucket.is_plain:
+            filling = self._bucket(b)
+            for number in list(filling.missing):
+                self._place(b, number, given.pop(number, None))
+            return
+        # In few operations, and without the views, which are made while this bucket is being summed.
+        of_kind: Any = {"dtype": bucket.dtype, "device": bucket.device}
+        parts: list[Any] = [*map(given.pop, bucket.numbers, repeat(None))]
+        for place in [place for place, part in enumerate(parts) if part is None]:
+            parts[place] = torch.zeros(bucket.items[place][1].size, **of_kind)
+        parts.append(torch.empty(self._length(b) - bucket.num_entries, **of_kind))
+        flat = torch_private.flattened(parts)
+        flat[: bucket.num_entries].mul_(factor)
+        self._filling[b] = _FillingBucket(bucket, flat, set())
+
+    def _place(self, b: int, number: int, gradient: torch.Tensor | None) -> None:
+        """Copy a gradient into its place in a bucket, scaled; zeros if there is none, or if it must not be read."""
+        filling, factor = self._bucket(b), self._factor(b)
+        if gradient is None or not factor:
+            filling.pieces[number].zero_()
+        else:
+            torch.mul(gradient, factor, out=filling.pieces[number])
+        filling.missing.discard(number)
 
     def _bucket(self, b: int) -> _FillingBucket:
         if b not in self._filling:
@@ -271,36 +296,18 @@ class BucketedAllReduce:
     def _has_slots(self, b: int) -> bool:
         return b == 0 and self._plan.has_slots
 
-    def _factor(self, b: int) -> float | None:
-        """Return the factor for this rank's gradients in a bucket: 0 if they must not be read; None if not known."""
-        return self._steps.own_weight if self._has_slots(b) else self._scale
+    def _factor(self, b: int) -> float:
+        """Return the factor for this rank's gradients in a bucket, 0 if they must not be read; may wait for weights."""
+        if self._has_slots(b):
+            return float(self._steps.own_weight)
+        return float(self._steps.scale() * self._hook_factor)
 
-    def _wait_for_scale(self) -> float:
-        """Return the factor for this rank's gradients; wait for the other ranks' weights."""
-        if self._scale is None:
-            self._scale = self._steps.scale() * self._hook_factor
-        return self._scale
-
-    def _send_full(self, *, may_wait: bool) -> None:
-        """Send the full buckets whose turn it is; one with flags when these are known.
-
-        Args:
-            may_wait: whether to wait until the weights of all ranks are known.
-        """
+    def _send_full(self) -> None:
+        """Send the full buckets whose turn it is; one with flags when these are known."""
         while (b := len(self._in_flight)) in self._filling and not self._filling[b].missing:
             if b == self._flagged and self._flags is None:
                 return
-            if self._factor(b) is None:
-                if not (may_wait or self._steps.work.is_completed()):
-                    return
-                self._wait_for_scale()
-            filling, factor = self._filling.pop(b), self._factor(b)
-            is_unscaled = len(filling.unscaled) == len(filling.bucket.numbers)
-            for part in [filling.flat] if is_unscaled else filling.unscaled:
-                if factor:
-                    part.mul_(factor)
-                else:
-                    part.zero_()
+            filling = self._filling.pop(b)
             self._fill_tail(filling, b)
             for number, piece in filling.pieces.items() if self._local_grads else ():
                 local = self._local_grads.get(number)

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from operator import methodcaller
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -45,6 +45,8 @@ from unisono.primitives.inputs import Arguments
 from unisono.primitives.replicate import check_device
 from unisono.runtime import torch_private
 from unisono.runtime.buckets import Bucket
+
+Wait: TypeAlias = Callable[[], list[torch.Tensor | None]]  # waits for the sum of each gradient
 
 _OF_A_GROUP = (
     "this DataParallel was pickled with a process_group of its own, and process groups cannot be: wrap its module "
@@ -324,6 +326,10 @@ class _RankSteps:
             self._all = steps
         return self._all
 
+    def is_known(self) -> bool:
+        """Return whether `all` would return at once."""
+        return bool(self._all) or self.work.is_completed()
+
     def total_weight(self) -> float:
         """Return what the sum of the ranks' weighted gradients has to be divided by."""
         steps = self.all
@@ -362,11 +368,11 @@ class RankReduction(abc.ABC):
         raise NotImplementedError
 
     @abc.abstractmethod
-    def finish(self, rest: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Add the rest of the gradients, wait for the other ranks, and return each tensor's gradient, or None."""
+    def send(self, rest: Sequence[torch.Tensor | None]) -> Wait:
+        """Add the rest of the gradients; return what waits for the other ranks and returns each gradient, or None."""
 
     def differentiable(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Return, like `finish`, the sums of gradients that have a history.
+        """Send gradients that have a history; return the sums, which have gradients that have a history.
 
         Every rank computes the same from the sums, and its gradient reaches each rank through that rank's own part: so
         a sum is its own derivative.
@@ -400,14 +406,18 @@ class AllReduce(RankReduction):
         early = not sync_context.has_exchanges or self._communicator.waits_on_host(group)
         self.early = self._structure.plan.early if early else frozenset()
         self._all_reduce = BucketedAllReduce(
-            self._communicator, group, self._structure.plan, tensors, hook, self._steps, local_grads, early=early
+            self._communicator, group, self._structure.plan, tensors, hook, self._steps, local_grads
         )
 
     def add(self, number: int, gradient: torch.Tensor) -> None:
         self._all_reduce.add(number, gradient.detach())
 
-    def finish(self, rest: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        found = self._all_reduce.finish(rest, self._broadcast_buffers)
+    def send(self, rest: Sequence[torch.Tensor | None]) -> Wait:
+        self._all_reduce.send(rest)
+        return self._wait
+
+    def _wait(self) -> list[torch.Tensor | None]:
+        found = self._all_reduce.wait(self._broadcast_buffers)
         self._gradient_sync.mark_sparse([self._tensors[number] for number in self._all_reduce.sparse])
         for tensor in self._replaced:
             tensor.grad = None  # the result, which autograd puts there, includes it
@@ -427,7 +437,10 @@ class AllReduce(RankReduction):
 class LocalAccumulation(RankReduction):
     """In no_sync(): this rank's own gradients, multiplied by the number of ranks."""
 
-    def finish(self, rest: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    def send(self, rest: Sequence[torch.Tensor | None]) -> Wait:
+        return partial(self._scaled, rest)
+
+    def _scaled(self, rest: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         self._gradient_sync.accumulates = True
         self.derivative = scale = self._steps.scale() * self._communicator.world_size
         self._gradient_sync.own_grads.update(weakref.ref(self._tensors[n]) for n in self._accumulated())
@@ -442,7 +455,7 @@ class _DifferentiableReduction(torch.autograd.Function):
     def forward(ctx: Any, reduction: RankReduction, *gradients: Any) -> tuple[torch.Tensor | None, ...]:
         ctx.given = [gradient is not None for gradient in gradients]
         ctx.set_materialize_grads(False)
-        results = reduction.finish(gradients)
+        results = reduction.send(gradients)()
         ctx.scale = reduction.derivative
         return tuple(results)
 
@@ -487,7 +500,7 @@ class _AllReduceInBackward(torch.autograd.Function):
         try:
             if torch.is_grad_enabled():
                 return (None, *reduction.differentiable(grads))
-            return (None, *reduction.finish(grads))
+            return (None, *reduction.send(grads)())
         except BaseException as error:
             reduction.failed(error)
             raise

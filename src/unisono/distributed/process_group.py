@@ -118,6 +118,7 @@ class Communicator:
         self._check_every_s = max(_CHECK_EVERY_S, self.world_size / 500)
         self._num_barriers = self._num_models = self._num_comparisons = 0
         self._groups: dict[tuple[str, str], Any] = {}
+        self._host_groups: set[Any] = set()  # those of gloo
         self._kinds: dict[str, set[str]] = {}  # by device of this rank: the kinds of all ranks' devices
         self._broken: str | None = None
         self._control: Any = None
@@ -312,7 +313,7 @@ class Communicator:
         timeout = datetime.timedelta(seconds=self.timeout_s + _MARGIN_S)
         try:
             with contextlib.nullcontext() if self.is_world else torch_private.default_group_unbound():
-                return distributed.new_group(
+                group = distributed.new_group(
                     self._ranks,
                     timeout=timeout,
                     backend=backend,
@@ -321,6 +322,9 @@ class Communicator:
                 )
         except RuntimeError as error:
             raise self._failure(f"the processes could not be connected: {_brief(error)}") from error
+        if backend == "gloo":
+            self._host_groups.add(group)
+        return group
 
     # ---- waiting -----------------------------------------------------------------------------------
 
@@ -334,7 +338,7 @@ class Communicator:
 
     def waits_on_host(self, group: Any) -> bool:
         """Return whether `wait` returns only when work of this group is done, because its backend is gloo."""
-        return group is None or distributed.get_backend(group) == "gloo"
+        return group is None or group in self._host_groups
 
     def wait(
         self,
