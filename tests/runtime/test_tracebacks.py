@@ -57,6 +57,27 @@ def test_a_rebuilt_traceback_reads_as_the_first_one() -> None:
     assert again.tb_frame.f_back is None
 
 
+def test_an_error_may_be_of_any_class() -> None:
+    """F13: one that is false, and one whose attributes cannot be set."""
+
+    class EmptyError(Exception):
+        def __len__(self) -> int:
+            return 0
+
+        def __setattr__(self, name: str, value: object) -> None:
+            raise AttributeError(name)
+
+    try:
+        try:
+            raise EmptyError
+        except EmptyError as cause:
+            raise EmptyError from cause
+    except EmptyError as error:
+        tracebacks.leave_out_own_frames(error)
+        assert error.__cause__ is not None
+        assert len(traceback.extract_tb(error.__cause__.__traceback__)) == 1
+
+
 def test_a_frame_without_a_place_can_be_rebuilt() -> None:
     """Of a program without debug ranges; and an interrupt between two lines has no line."""
     known = tracebacks.FrameSummary(__file__, "module", "name", "Class.name", 3, None)

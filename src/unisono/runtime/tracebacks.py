@@ -45,8 +45,8 @@ def leave_out_own_frames(error: BaseException) -> None:
         each: BaseException | None = error
         while each is not None and id(each) not in seen:
             seen.add(id(each))
-            each.__traceback__ = _without_own_frames(each.__traceback__)
-            each = each.__cause__ or each.__context__
+            each.with_traceback(_without_own_frames(each.__traceback__))
+            each = each.__context__ if each.__cause__ is None else each.__cause__
     notes = getattr(error, "__notes__", ())
     if notes and not _notes_are_shown() and not inside_replica():
         print(*notes, sep="\n", file=sys.stderr)
@@ -87,7 +87,8 @@ def _is_own(entry: TracebackType) -> bool:
 
 def _notes_are_shown() -> bool:
     ipython: Any = sys.modules.get("IPython")
-    return ipython is None or ipython.get_ipython() is None or ipython.version_info >= _SHOWS_NOTES
+    shell = getattr(ipython, "get_ipython", lambda: None)()
+    return shell is None or ipython.version_info >= _SHOWS_NOTES
 
 
 # ---- from one process to another ------------------------------------------------------------------
@@ -120,7 +121,7 @@ def summaries(entry: TracebackType | None) -> list[FrameSummary]:
         first, last, start, end = position
         span = None
         if first == entry.tb_lineno and last is not None and start is not None and end is not None:
-            span = last, start, end
+            span = (last, start, end) if (first, start) <= (last, end) else None  # rewritten code may have any
         module = str(frame.f_globals.get("__name__", ""))
         line = entry.tb_lineno or 0  # None is possible: an interrupt between two lines
         found.append(FrameSummary(code.co_filename, module, code.co_name, code.co_qualname, line, span))
@@ -149,6 +150,6 @@ def _entry(summary: FrameSummary, following: TracebackType | None) -> TracebackT
     (code,) = [c for c in compile(function, summary.file, "exec").co_consts if isinstance(c, CodeType)]
     code = code.replace(co_name=summary.name, co_qualname=summary.qualified_name)
     frame = FunctionType(code, {"__name__": summary.module})().gi_frame
-    place = (summary.line, last, start, end)
-    instruction = [*code.co_positions()].index(place) * 2 if summary.span else 0
-    return TracebackType(following, frame, instruction, summary.line)
+    places, place = [*code.co_positions()], (summary.line, last, start, end)
+    instruction = places.index(place) if summary.span and place in places else 0
+    return TracebackType(following, frame, 2 * instruction, summary.line)

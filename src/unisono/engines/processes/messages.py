@@ -220,9 +220,7 @@ class RemoteError:
         for note in self.notes:
             if note not in getattr(error, "__notes__", ()):
                 error.add_note(note)
-        error.__traceback__ = rebuilt(self.frames)
-        if self.cause is not None:
-            error.__cause__ = self.cause.exception()
-        elif self.context is not None:
-            error.__context__ = self.context.exception()
-        return error
+        for name, other in (("__cause__", self.cause), ("__context__", self.context)):
+            if other is not None:
+                BaseException.__setattr__(error, name, other.exception())  # its class may forbid it
+        return error.with_traceback(rebuilt(self.frames))
