@@ -67,15 +67,17 @@ def test_an_error_may_be_of_any_class() -> None:
         def __setattr__(self, name: str, value: object) -> None:
             raise AttributeError(name)
 
-    try:
+    def fail() -> None:
         try:
             raise EmptyError
         except EmptyError as cause:
             raise EmptyError from cause
-    except EmptyError as error:
-        tracebacks.leave_out_own_frames(error)
-        assert error.__cause__ is not None
-        assert len(traceback.extract_tb(error.__cause__.__traceback__)) == 1
+
+    with pytest.raises(EmptyError) as caught:
+        fail()
+    tracebacks.leave_out_own_frames(caught.value)
+    assert caught.value.__cause__ is not None
+    assert len(traceback.extract_tb(caught.value.__cause__.__traceback__)) == 1
 
 
 def test_a_frame_without_a_place_can_be_rebuilt() -> None:

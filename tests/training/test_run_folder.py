@@ -25,8 +25,11 @@ def test_a_run_is_replaced_only_when_asked_and_alone(tmp_path: Path) -> None:
     assert names_in(tmp_path) == {"notes.txt"}
 
 
-def test_a_run_that_failed_before_anything_was_saved_is_nothing_to_lose(tmp_path: Path) -> None:
-    RunFolder(tmp_path).write_config({"unisono": "0.1.0"})
+@pytest.mark.parametrize("has_config", [True, False])
+def test_a_run_that_failed_before_anything_was_saved_is_nothing_to_lose(tmp_path: Path, has_config: bool) -> None:
+    """T1: one that was killed between metrics.jsonl and config.json could be neither resumed nor started again."""
+    if has_config:
+        RunFolder(tmp_path).write_config({"unisono": "0.1.0"})
     (tmp_path / "metrics.jsonl").write_text("")
     RunFolder.for_new_run(tmp_path).make_empty()
     assert names_in(tmp_path) == set()

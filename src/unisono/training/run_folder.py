@@ -113,13 +113,13 @@ class RunFolder:
         return self.checkpoint.exists() or self.previous_checkpoint.exists()
 
     def holds_a_run(self) -> bool:
-        """Return whether there is anything to lose: weights, a checkpoint, or files that are not ours."""
+        """Return whether there is anything to lose: weights, a checkpoint, or what is in files that are not ours."""
         if self.has_checkpoint() or self.model.exists():
             return True
         with contextlib.suppress(FolderError):
             if "unisono" in self.saved_config():
                 return False
-        return any(path.exists() for path in self._files())
+        return any(path.exists() and path.stat().st_size for path in self._files())
 
     # ---- one process at a time -------------------------------------------------------------------
 
