@@ -39,6 +39,7 @@ from unisono.runtime.errors import log_once
 from unisono.runtime.interrupts import critical
 from unisono.runtime.step_status import StepStatus
 from unisono.runtime.timeline import ReplicaTiming
+from unisono.runtime.tracebacks import leave_out_own_frames, without_own_frames
 from unisono.wrapper import Wrapper, accept_clean_names
 
 _NO_ACCELERATOR = (
@@ -214,10 +215,16 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             RuntimeError: a parameter or buffer that is not on the first device.
             ReplicaDied: a worker process that has died.
             ReplicaTimeout: a replica that has made no progress for `timeout`.
-            BaseException: what a replica raised, the same object, with a note that names the replica.
+            BaseException: what a replica raised, the same object, with a note that names the replica. Its traceback
+                has the frames of the module, without unisono's, unless the environment has UNISONO_TRACEBACK=full.
         """
-        return (ways.run_recorded if timeline.recording else ways.run)(self, ways.Invocation(None, inputs, kwargs))
+        try:
+            return (ways.run_recorded if timeline.recording else ways.run)(self, ways.Invocation(None, inputs, kwargs))
+        except BaseException as error:
+            leave_out_own_frames(error)
+            raise
 
+    @without_own_frames
     def call(self, method: str, /, *inputs: Any, **kwargs: Any) -> Any:
         """Call another method of the module on every device, its inputs scattered and outputs gathered as forward's.
 
@@ -235,6 +242,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         ways.check_method(self.module, method)
         return (ways.run_recorded if timeline.recording else ways.run)(self, ways.Invocation(method, inputs, kwargs))
 
+    @without_own_frames
     def map(
         self,
         batches: Iterable[Any],
@@ -287,6 +295,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         callee = ways.whole_batches(self, method)
         return map_batches(callee, batches, batch_size, out, check_flag(progress, "progress"))
 
+    @without_own_frames
     def evaluate(
         self,
         batches: Iterable[Any],
@@ -554,6 +563,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
 DataParallel._has_own_verbs = DataParallel
 
 
+@without_own_frames
 def data_parallel(
     module: nn.Module,
     inputs: Any,

@@ -359,11 +359,12 @@ def on_all_devices(wrapper: Runnable, invocation: Invocation) -> Any:
     try:
         return wrapper._engine.forward(wrapper._modules["module"], wrapper._plan(invocation))
     except OneGraphNeededError:
-        return _composed(wrapper, invocation)
+        pass
     except ValueError as error:
         if _TOO_FEW_FOR_BATCH_NORM in str(error) and not wrapper._options.sync_batch_norm:
             error.add_note(_ONE_ROW)
         raise
+    return _composed(wrapper, invocation)  # here, so that what it raises has not that exception as its context
 
 
 @critical

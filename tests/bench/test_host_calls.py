@@ -18,11 +18,11 @@ def host_calls() -> ModuleType:
 
 BOUNDS = {  # for each parameter, and for the whole step
     ("threads", 1): (0, 20),
-    ("threads", 2): (0, 600),
-    ("threads", 8): (0, 780),
-    ("separate memory", 2): (14, 840),  # about 60 of them sum a bucket: in the thread of the replica that is the last
-    ("processes", 2): (0, 900),
-    ("processes", 4): (0, 1330),
+    ("threads", 2): (0, 625),
+    ("threads", 8): (0, 825),
+    ("separate memory", 2): (14, 860),  # about 60 of them sum a bucket: in the thread of the replica that is the last
+    ("processes", 2): (0, 950),
+    ("processes", 4): (0, 1410),
 }
 
 

@@ -1,6 +1,7 @@
 """Rows on other axes, numbers and 0-dim outputs, containers, and inputs and outputs that are refused."""
 
 import functools
+import sys
 from collections import UserList, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -516,7 +517,7 @@ def test_containers_without_an_end(wrap: Wrap, nesting: str) -> None:
         elif nesting == "cycle":
             value.append((x, value))
         else:
-            for _ in range(900):
+            for _ in range(sys.getrecursionlimit()):
                 value = [value]
         return value
 

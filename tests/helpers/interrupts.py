@@ -210,15 +210,32 @@ def _thread_state(num_threads: int) -> dict[str, bool]:
 
 
 def moments_of(step: Step) -> int:
-    """Return the number of moments of a steady step."""
-    step.reset()
-    with Moment() as moment:
-        step.run()
+    """Return the number of moments of a steady step, which is the second one; see `interrupted_at`."""
+    for _ in range(2):
+        step.reset()
+        with Moment() as moment:
+            step.run()
     return moment.count
 
 
 def interrupted_at(step: Step, number: int, kind: signal.Signals = signal.SIGINT) -> tuple[str, list[str]]:
-    """Interrupt a step at a moment; return where, and what was wrong after it."""
+    """Interrupt a step at a moment; return where, and what was wrong after it.
+
+    Since Python 3.12 a function has no opcode events in its first call after `sys.settrace`, so a step that has been
+    over before the moment is made once more.
+    """
+    moment, error, unraisable = _traced(step, number, kind)
+    if moment.count < number:
+        moment, error, unraisable = _traced(step, number, kind)
+    if moment.count < number:  # a step may take fewer moments, where it waits for other threads
+        return "", []
+    return moment.where, step.wrong_after(error, unraisable)
+
+
+def _traced(
+    step: Step, number: int, kind: signal.Signals
+) -> tuple[Moment, BaseException | None, list[BaseException | None]]:
+    """Make a step that is to be interrupted at a moment; return that, and what the step raised."""
     step.reset()
     error: BaseException | None = None
     moment = Moment(number, kind)
@@ -231,9 +248,7 @@ def interrupted_at(step: Step, number: int, kind: signal.Signals = signal.SIGINT
         except BaseException as caught:  # noqa: BLE001 - judged below
             error = caught.with_traceback(None)
             error.__context__ = None
-    if moment.count < moment.number:  # a step may take fewer moments, where it waits for other threads
-        return "", []
-    return moment.where, step.wrong_after(error, unraisable)
+    return moment, error, unraisable
 
 
 def interrupted_after(step: Step, seconds: float) -> list[str]:

@@ -286,9 +286,11 @@ def test_under_a_mode_replicas_draw_from_torchs_generator() -> None:
 
 def test_a_fork_inside_a_replica() -> None:
     """F5: the child is no replica: it draws from torch's generator."""
+    fork_lock = threading.Lock()  # filelock, which torch imports, raises an error in a fork during another one
 
     def forks(x: torch.Tensor) -> torch.Tensor:
-        child = os.fork()
+        with fork_lock:
+            child = os.fork()
         if child == 0:
             status = 1
             try:

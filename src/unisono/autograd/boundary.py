@@ -27,6 +27,7 @@ import torch
 from unisono.autograd.replica_graph import BoundaryTensor, ReplicaGraphs
 from unisono.runtime import timeline, torch_private
 from unisono.runtime.interrupts import critical
+from unisono.runtime.tracebacks import without_own_frames
 
 
 class Alias(torch.autograd.Function):
@@ -67,6 +68,7 @@ class _Boundary(torch.autograd.Function):
         return tuple(joined)
 
     @staticmethod
+    @without_own_frames
     @critical
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         graphs: ReplicaGraphs = ctx.graphs
@@ -124,6 +126,7 @@ class _RecordedBoundary(_Boundary):
     """The node of a step that is recorded; a class of its own, so that other steps make no call for it."""
 
     @staticmethod
+    @without_own_frames
     @critical
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         step = ctx.graphs.step

@@ -39,6 +39,7 @@ from unisono.runtime.interrupts import WAKE_S, critical, deliver, interruptibly
 from unisono.runtime.rng import BatchStreams
 from unisono.runtime.thread_pool import Background, Outcome, inside_replica
 from unisono.runtime.thread_state import ThreadState, modes_that_stay
+from unisono.runtime.tracebacks import without_own_frames
 
 _Batch: TypeAlias = tuple[int, tuple[Any, ...], dict[str, Any], int | None]  # number, inputs, seed
 _AHEAD = 2  # batches a lane that have been pulled and not been yielded
@@ -107,6 +108,7 @@ class BatchMap(OutputIterator):
         self._stopped_at_deletion: _StoppedAtDeletion | None = None
         self._pid = os.getpid()
 
+    @without_own_frames
     @critical
     def __next__(self) -> Any:
         deliver()  # several calls may follow each other in one section, such as an evaluation

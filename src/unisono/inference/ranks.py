@@ -28,6 +28,7 @@ from unisono.primitives import pytree
 from unisono.primitives.references import INERT
 from unisono.runtime import devices as _devices
 from unisono.runtime.buckets import is_plain
+from unisono.runtime.tracebacks import without_own_frames
 
 _MAPPING = "the outputs of a map"
 _EVALUATING = "the results of an evaluation"
@@ -118,6 +119,7 @@ class RankMap(OutputIterator):
         self._gathered: deque[Any] = deque()  # outputs of the last round; then, perhaps, an error
         self._has_ended = False
 
+    @without_own_frames
     def __next__(self) -> Any:
         while not self._gathered:
             if self._has_ended:

@@ -6,6 +6,7 @@ from typing import Any
 
 from unisono.console import progress
 from unisono.inference.batch_map import OutputIterator
+from unisono.runtime.tracebacks import without_own_frames
 
 _NO_RICH = "progress=True shows a bar with rich, which is not installed: pip install rich, or leave progress out"
 
@@ -30,6 +31,7 @@ class WithProgress(OutputIterator):
         self._num_done = 0
         self._started: float | None = None
 
+    @without_own_frames
     def __next__(self) -> Any:
         if self._progress is None:
             self._progress = progress.for_stderr()

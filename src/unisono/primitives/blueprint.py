@@ -12,7 +12,6 @@ are the live module's, unless they hold modules, parameters or methods: then eac
 """
 
 import gc
-import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -30,6 +29,7 @@ from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
 from unisono.runtime.buckets import is_plain
 from unisono.runtime.errors import warn_once
+from unisono.runtime.forks import in_forked_child
 from unisono.runtime.interrupts import at_deletion
 
 # What nn.Module itself keeps in `__dict__`, in the order in which its __init__ puts it there.
@@ -78,7 +78,7 @@ class _CollectorPause:
 
 
 collector_paused = _CollectorPause()
-os.register_at_fork(after_in_child=collector_paused.end)
+in_forked_child(collector_paused.end)
 
 
 class Blueprint:

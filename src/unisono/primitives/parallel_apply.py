@@ -13,8 +13,10 @@ from unisono.runtime.interrupts import critical, interruptibly
 from unisono.runtime.rng import own_streams
 from unisono.runtime.thread_pool import Outcome, run_together
 from unisono.runtime.thread_state import modes_that_stay
+from unisono.runtime.tracebacks import without_own_frames
 
 
+@without_own_frames
 @critical
 def parallel_apply(
     modules: Sequence[Callable[..., Any]],

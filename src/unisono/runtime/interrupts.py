@@ -25,7 +25,6 @@ at the running frame. Assumes that a wait in a section calls `deliver` several t
 """
 
 import functools
-import os
 import sys
 import threading
 import time
@@ -34,6 +33,8 @@ from itertools import repeat
 from signal import SIG_DFL, SIG_IGN, SIGINT, Signals
 from types import CodeType, FrameType
 from typing import Any, ParamSpec, TypeAlias, TypeVar
+
+from unisono.runtime.forks import in_forked_child
 
 try:
     from _signal import getsignal, signal  # type: ignore[import-not-found]  # `signal.signal` is three calls around it
@@ -196,4 +197,4 @@ def _is_interruptible(frame: FrameType | None) -> bool:
 
 _NOT_OURS = (None, SIG_DFL, SIG_IGN)
 _state = _State()
-os.register_at_fork(after_in_child=_state.__init__)  # type: ignore[misc]
+in_forked_child(_state.__init__)  # type: ignore[misc]

@@ -21,6 +21,8 @@ from typing import cast
 
 import torch
 
+from unisono.runtime.forks import in_forked_child
+
 _SOFT = 1  # omp_pause_soft: what the user has set stays
 
 
@@ -58,4 +60,4 @@ def _after_fork() -> None:
     _pause = functools.cache(lambda: None)
 
 
-os.register_at_fork(after_in_child=_after_fork)
+in_forked_child(_after_fork)

@@ -43,7 +43,6 @@ safe, but what they draw depends on their order.
 
 import contextlib
 import ctypes
-import os
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -56,6 +55,7 @@ import torch
 from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
 from unisono.runtime.errors import log_once
+from unisono.runtime.forks import in_forked_child
 from unisono.runtime.interrupts import acquire
 from unisono.runtime.thread_pool import PassContext, inside_replica
 
@@ -613,4 +613,4 @@ class _ThreadLocal(threading.local):
 
 _thread = _ThreadLocal()
 _process = _Process()
-os.register_at_fork(after_in_child=_process.after_fork)
+in_forked_child(_process.after_fork)

@@ -23,7 +23,6 @@ import atexit
 import contextlib
 import contextvars
 import ctypes
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +38,7 @@ import torch
 from unisono.runtime import affinity, openmp, torch_private
 from unisono.runtime import devices as _devices
 from unisono.runtime.errors import ReplicaNames, ReplicaTimeout, log, threads_timed_out
+from unisono.runtime.forks import in_forked_child
 from unisono.runtime.interrupts import WAKE_S, deliver
 from unisono.runtime.thread_state import ThreadState, modes_that_stay
 
@@ -632,4 +632,4 @@ _thread_counts = _ThreadCounts()
 _backgrounds: set[Background] = set()  # those that run
 _pool = _Pool()
 atexit.register(_pool.stop)
-os.register_at_fork(after_in_child=_after_fork)
+in_forked_child(_after_fork)

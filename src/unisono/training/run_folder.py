@@ -83,7 +83,7 @@ class RunFolder:
         elif not folder.config.exists():
             problem = (
                 "no config.json in it, so no run has begun there, or its file is lost; start it again (--output "
-                f"{folder})"
+                f"{folder} --overwrite)"
             )
         elif folder.model.exists() and not folder.has_checkpoint():
             problem = (

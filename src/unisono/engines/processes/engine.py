@@ -22,6 +22,9 @@ Guarantees
 Assumes, as the threads engine does, that the module does not change while a forward runs.
 """
 
+import os
+import socket
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -80,6 +83,10 @@ _WORKERS_OF_A_MAP = (
     "the outputs of a map are being iterated over, and its batches have the model's workers: until it ends, or is "
     "closed, other forwards and maps of the model run in this process, which is slower."
 )
+_NO_WORKERS = (
+    'engine="processes" forks worker processes and shares memory with them by file descriptors, which this system '
+    '({platform}) does not have: use engine="threads".'
+)
 
 
 class Processes(FailureOptions):
@@ -106,6 +113,7 @@ class Processes(FailureOptions):
 
     Raises:
         TypeError, ValueError: options that cannot be used, with what was expected; also when one is assigned.
+        OSError: the system has no `fork` (Windows).
     """
 
     def __init__(
@@ -116,6 +124,8 @@ class Processes(FailureOptions):
         timeout: float | None = None,
         share_memory: bool = True,
     ) -> None:
+        if not hasattr(os, "fork") or not hasattr(socket, "send_fds"):
+            raise OSError(_NO_WORKERS.format(platform=sys.platform))
         super().__init__(FailurePolicy(on_worker_loss, rescue, timeout))
         self._share_memory = check_flag(share_memory, "share_memory")
         self._threads_engine = Threads.with_policy(self._policy)  # for calls that cannot leave this thread

@@ -7,9 +7,11 @@ something is asked of the system; the error keeps its class and its `errno`.
 import contextlib
 import errno
 import os
-import resource
 import tempfile
 from collections.abc import Callable, Iterator
+
+with contextlib.suppress(ImportError):  # on Windows, where there are no workers
+    import resource
 
 _DESCRIPTORS_OF_A_WORKER = 10  # in the caller's process: a channel, and memory that two processes share
 _OTHERWISE = 'use fewer devices, or use engine="threads"'
@@ -43,7 +45,7 @@ def explanation(error: OSError, wanted: str) -> OSError:
 def share_with(pid: int) -> None:
     """Give a process that this one has started the limits that this one has now (Linux)."""
     if hasattr(resource, "prlimit"):
-        for limit in _SHARED:
+        for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE, resource.RLIMIT_AS, resource.RLIMIT_NPROC):
             with contextlib.suppress(OSError, ValueError):  # it has ended, or may have no more than it has
                 resource.prlimit(pid, limit, resource.getrlimit(limit))
 
@@ -103,4 +105,3 @@ _REMEDIES: dict[int, Callable[[], str]] = {
     errno.EAGAIN: _processes,
     errno.ENOSPC: _disk,
 }
-_SHARED = (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE, resource.RLIMIT_AS, resource.RLIMIT_NPROC)

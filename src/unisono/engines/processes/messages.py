@@ -22,6 +22,7 @@ from unisono.engines.processes.reducers.shared_memory import SharedMemoryConfig
 from unisono.engines.processes.shared_memory import Segment, SendBuffer, TensorSpec, is_plain_strided
 from unisono.runtime.thread_state import ProcessState, ThreadState
 from unisono.runtime.timeline import Span
+from unisono.runtime.tracebacks import FrameSummary, rebuilt
 
 
 class TensorRef(NamedTuple):
@@ -188,16 +189,19 @@ class RemoteError:
     Attributes:
         pickled: the exception, or its (class, arguments, attributes); None if it cannot be pickled.
         text: its class and message.
-        traceback: where it was raised.
+        frames: where it was raised.
         notes: its notes.
         is_urgent: whether it is raised at once, before the other workers have replied: it is no `Exception`.
+        cause, context: the exceptions of the same name, as far as Python shows them.
     """
 
     pickled: bytes | None
     text: str
-    traceback: str
+    frames: list[FrameSummary]
     notes: list[str]
     is_urgent: bool
+    cause: "RemoteError | None" = None
+    context: "RemoteError | None" = None
 
     def exception(self) -> BaseException:
         """Return an exception equal to the one that the worker raised."""
@@ -216,5 +220,7 @@ class RemoteError:
         for note in self.notes:
             if note not in getattr(error, "__notes__", ()):
                 error.add_note(note)
-        error.add_note(f"in the worker process:\n{self.traceback}")
-        return error
+        for name, other in (("__cause__", self.cause), ("__context__", self.context)):
+            if other is not None:
+                BaseException.__setattr__(error, name, other.exception())  # its class may forbid it
+        return error.with_traceback(rebuilt(self.frames))

@@ -21,7 +21,6 @@ Assumes that between two forwards only this process changes the module.
 
 import ctypes
 import itertools
-import os
 import sys
 import types
 import weakref
@@ -47,6 +46,7 @@ from unisono.primitives.references import INERT, is_inert
 from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
 from unisono.runtime.buckets import Bucket, Form, buckets_of, fingerprint
+from unisono.runtime.forks import in_forked_child
 
 _ALWAYS_REWRITTEN_BYTES = 1 << 20
 _never_equal = itertools.count()
@@ -461,4 +461,4 @@ def _after_fork() -> None:
         module_sync.leave_shared_memory()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+in_forked_child(_after_fork)

@@ -23,25 +23,25 @@ from unisono.runtime.cgroups import cgroup_folders
 from unisono.runtime.interrupts import at_deletion
 
 # Ignored by a process that does not handle it, so it cannot harm a worker that has only just started.
-STACK_SIGNAL = signal.SIGURG
+STACK_SIGNAL = getattr(signal, "SIGURG", 0)  # 0: on Windows, where there are no workers
 _MOST_BYTES = 1 << 16
 _WRITTEN_WITHIN_S = 2.0  # what a running process needs to write its stack, on a busy machine
 _SLEEP_S = 0.01
 _CGROUP = "this control group"
 _MACHINE = "this machine"
 
-_CAUSES = {
-    signal.SIGSEGV: "an invalid memory access, usually an error in C or C++ code: an extension, or libraries that do "
+_CAUSES = {  # by name, because some systems lack some of them
+    "SIGSEGV": "an invalid memory access, usually an error in C or C++ code: an extension, or libraries that do "
     "not fit together",
-    signal.SIGBUS: "memory that could not be had when it was touched: a mapped file that was truncated, or a full "
+    "SIGBUS": "memory that could not be had when it was touched: a mapped file that was truncated, or a full "
     "file system behind it",
-    signal.SIGABRT: "C or C++ code that gave up: a failed assertion, an exception that nothing caught, damaged memory; "
+    "SIGABRT": "C or C++ code that gave up: a failed assertion, an exception that nothing caught, damaged memory; "
     "its message is on standard error",
-    signal.SIGILL: "an instruction that this processor lacks: a library that was built for another one",
-    signal.SIGFPE: "an integer division by zero in C or C++ code",
-    signal.SIGXCPU: "the limit of processor time (ulimit -t)",
-    signal.SIGXFSZ: "the limit of a file's size (ulimit -f)",
-    signal.SIGSYS: "a system call that this sandbox forbids",
+    "SIGILL": "an instruction that this processor lacks: a library that was built for another one",
+    "SIGFPE": "an integer division by zero in C or C++ code",
+    "SIGXCPU": "the limit of processor time (ulimit -t)",
+    "SIGXFSZ": "the limit of a file's size (ulimit -f)",
+    "SIGSYS": "a system call that this sandbox forbids",
 }
 _SENT = "another process sent it"
 _EXITED = "something in it called os._exit, or C's exit"
@@ -127,7 +127,7 @@ def how_it_ended(code: int, kills_before: Mapping[str, int]) -> str:
         number = signal.Signals(-code)
     except ValueError:
         return f"was ended by signal {-code} ({_SENT})"
-    cause = _sender_of_sigkill(kills_before) if number == signal.SIGKILL else _CAUSES.get(number, _SENT)
+    cause = _sender_of_sigkill(kills_before) if number == signal.SIGKILL else _CAUSES.get(number.name, _SENT)
     return f"was ended by {number.name} ({cause})"
 
 

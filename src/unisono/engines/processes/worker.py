@@ -55,10 +55,12 @@ from unisono.runtime.errors import log
 from unisono.runtime.rng import digest_of_states
 from unisono.runtime.thread_pool import PassContext, ReplicaContext, one_pass, run_together
 from unisono.runtime.timeline import StepRecording
+from unisono.runtime.tracebacks import summaries
 from unisono.runtime.whole_batch_draws import one_stream
 from unisono.sync_batch_norm.function_mode import exchange_contexts
 
 _SPIN_S = 0.0002
+_LONGEST_CHAIN = 10  # of an exception, its cause, and so on
 
 
 @dataclass(slots=True)
@@ -475,20 +477,34 @@ class Worker:
         keyed = zip(kept.all_keys, [*of_inputs, *of_parameters], strict=True)
         reply.gradients = [(key, TensorRef.put(self._send_buffer, grad)) for key, grad in keyed if grad is not None]
 
-    def _remote_error(self, error: BaseException) -> RemoteError:
-        known = set(classes_by_value())
+    def _remote_error(self, error: BaseException, above: Sequence[BaseException] = ()) -> RemoteError:
+        """Describe an exception.
+
+        Args:
+            above: the exceptions of which it is the cause or the context.
+        """
         text = "".join(traceback.format_exception_only(error)).strip()
-        notes = [str(note) for note in getattr(error, "__notes__", ())]
-        where = "".join(traceback.format_exception(error))
+        frames, notes = summaries(error.__traceback__), [str(note) for note in getattr(error, "__notes__", ())]
+        remote = RemoteError(self._pickled_error(error), text, frames, notes, not isinstance(error, Exception))
+        above = (*above, error)
+        if len(above) < _LONGEST_CHAIN:
+            if error.__cause__ is not None:
+                remote.cause = self._remote_error(error.__cause__, above)
+            elif error.__context__ is not None and not error.__suppress_context__:
+                remote.context = self._remote_error(error.__context__, above)
+        return remote
+
+    def _pickled_error(self, error: BaseException) -> bytes | None:
+        known = set(classes_by_value())
         for attempt in (error, (type(error), error.args, dict(error.__dict__)), (type(error), error.args, {})):
             try:
                 pickled = dumps(attempt, known=known)
                 again = loads(pickled)
                 if attempt is not error or (type(again) is type(error) and again.args == error.args):
-                    return RemoteError(pickled, text, where, notes, not isinstance(error, Exception))
+                    return pickled
             except Exception:  # noqa: BLE001 - whatever its class raises: try the next form
                 continue
-        return RemoteError(None, text, where, notes, not isinstance(error, Exception))
+        return None
 
 
 def _backward_to(needed: Sequence[bool], graph: ReplicaGraph, grads: Sequence[torch.Tensor | None], keep: bool) -> None:

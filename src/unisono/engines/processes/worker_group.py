@@ -34,6 +34,7 @@ from unisono.runtime import affinity
 from unisono.runtime import devices as _devices
 from unisono.runtime.errors import ReplicaDied, ReplicaNames, ReplicaTimeout, annotate
 from unisono.runtime.exchange import CrossProcess, LocalExchange, Request, Response
+from unisono.runtime.forks import in_forked_child
 from unisono.runtime.interrupts import WAKE_S, at_deletion, deliver
 from unisono.runtime.thread_state import ProcessState
 
@@ -594,4 +595,4 @@ def _after_fork() -> None:
 _groups: "weakref.WeakSet[WorkerGroup]" = weakref.WeakSet()
 _step_locks: "weakref.WeakSet[StepLock]" = weakref.WeakSet()
 atexit.register(_end_all)
-os.register_at_fork(after_in_child=_after_fork)
+in_forked_child(_after_fork)

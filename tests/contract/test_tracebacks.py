@@ -1,0 +1,226 @@
+"""The traceback of a user's error is the plain module's: at the end the same frames, in between none of unisono's.
+
+A shape error in a module, where the plain module had 23 lines, had 63 with threads and 60 with processes: the frames of
+the wrapper, of the engine and of the pool of threads, and a second traceback, of the worker, as text.
+"""
+
+import pdb
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import unisono
+from helpers.contract import ON_CPU, Wrap, in_turn, on_threads
+from helpers.garbage import no_garbage
+from helpers.modules import Calls, WithBackward
+
+_OURS = str(Path(unisono.__file__).parent)
+_MOST_LINES_MORE = 12  # two frames of torch's for the wrapper's own call, and the notes
+
+
+class OwnVerb(unisono.DataParallel):
+    """The plain composition runs it."""
+
+    def scatter(self, *arguments: Any) -> Any:
+        return super().scatter(*arguments)
+
+
+class Misfit(nn.Module):
+    """Its second layer does not fit the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(5, 4), nn.Linear(3, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        marker = "forward's own variable"
+        y: torch.Tensor = self.layers(x)
+        return y if marker else x
+
+
+class InChain(nn.Module):
+    """Raises a ValueError that has a KeyError as its cause; where x is positive, as its context."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            return {}["a"] * x
+        except KeyError as error:
+            if x.sum() > 0:
+                raise ValueError("with a context")  # noqa: B904
+            raise ValueError("with a cause") from error
+
+
+class InBackward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return WithBackward.apply(self.linear(x), fail)
+
+
+def fail(grad: torch.Tensor) -> torch.Tensor:
+    raise ArithmeticError("in backward")
+
+
+def raised(call: Callable[..., Any], *inputs: Any) -> BaseException:
+    """Return what a call raises."""
+    try:
+        call(*inputs)
+    except Exception as error:  # noqa: BLE001
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def frames_of(error: BaseException) -> list[tuple[str, int, str]]:
+    """Return file, line and function of each frame, without those that lead from this file to the call."""
+    return [(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(error.__traceback__)][1:]
+
+
+def assert_reads_as(error: BaseException, plain: BaseException, first: str) -> None:
+    """Assert that an error has the plain module's frames, from the first that is in a function of that name on."""
+    frames, of_plain = frames_of(error), frames_of(plain)
+    theirs = of_plain[[name for _, _, name in of_plain].index(first) :]
+    assert frames[-len(theirs) :] == theirs
+    assert not [file for file, _, _ in frames if file.startswith(_OURS)]
+    lines, of_plain_lines = ["".join(traceback.format_exception(e)).splitlines() for e in (error, plain)]
+    assert len(lines) <= len(of_plain_lines) + _MOST_LINES_MORE
+    assert lines.count("Traceback (most recent call last):") == of_plain_lines.count(lines[0])
+    assert "raised in " in "\n".join(lines)
+
+
+def test_an_error_in_forward(wrap: Wrap) -> None:
+    """F13: in the first replica's."""
+    module, x = Misfit(), torch.zeros(8, 5)
+    model, plain = wrap(module, 2), raised(module, x)
+    for call in (model, model.forward, lambda x: model.call("forward", x)):
+        assert_reads_as(raised(call, x), plain, "forward")
+
+
+def test_an_error_in_another_replica(wrap: Wrap) -> None:
+    """F13: with processes the frames are those of a worker, whose traceback cannot be sent."""
+
+    def forward(module: nn.Module, x: torch.Tensor) -> Any:
+        return x if x[0] < 6 else Misfit()(torch.zeros(8, 5))
+
+    module = Calls(forward)
+    error = raised(wrap(module, 3), torch.arange(9.0))
+    assert_reads_as(error, raised(module, torch.arange(6.0, 9)), "forward")
+    assert error.__notes__ == [f"raised in replica 2 on {in_turn(3)[2]}, rows 6 to 8 of 9"]
+
+
+@pytest.mark.parametrize("value", [-1.0, 1.0], ids=["cause", "context"])
+@pytest.mark.parametrize("row", [0, 7], ids=["first replica", "second replica"])
+def test_a_chain_of_errors(wrap: Wrap, value: float, row: int) -> None:
+    """F13: the user's chain stays, and nothing of ours is in it."""
+
+    def forward(module: nn.Module, x: torch.Tensor) -> Any:
+        return InChain()(x) if x.any() else x
+
+    module, x = Calls(forward), torch.zeros(8)
+    x[row] = value
+    error, plain = raised(wrap(module, 2), x), raised(module, x)
+    assert_reads_as(error, plain, "forward")
+    assert (error.__cause__ is None) == (plain.__cause__ is None)
+    chained, of_plain = error.__cause__ or error.__context__, plain.__cause__ or plain.__context__
+    assert type(chained) is type(of_plain) is KeyError
+    assert frames_of(chained) == frames_of(of_plain)
+
+
+@pytest.mark.skipif(not ON_CPU, reason="on accelerators one call runs the backward of all replicas")
+def test_an_error_in_backward(wrap: Wrap) -> None:
+    """F13"""
+    module = InBackward()
+    outputs = [call(torch.zeros(8, 5)).sum() for call in (wrap(module, 2), module)]
+    error, plain = [raised(output.backward) for output in outputs]
+    assert_reads_as(error, plain, "fail")
+
+
+def test_an_error_in_a_map_and_in_an_evaluation(wrap: Wrap) -> None:
+    """F13: wherever the batch was computed."""
+    module, batch = Misfit(), torch.zeros(8, 5)
+    model, plain = wrap(module, 2), raised(module, batch)
+    for computed in (
+        lambda: list(model.map([batch] * 3)),
+        lambda: list(model.map([batch] * 3, progress=True)),
+        lambda: model.map([batch], out=torch.zeros(8, 2)),
+        lambda: model.evaluate([(batch, batch)], nn.functional.mse_loss),
+    ):
+        assert_reads_as(raised(computed), plain, "forward")
+
+
+@on_threads
+def test_an_error_on_the_other_ways(wrap: Wrap) -> None:
+    """F13: one device, the plain composition, its function, a hook that keeps tensors of replicas."""
+    module, x, devices = Misfit(), torch.zeros(8, 5), in_turn(2)
+    plain = raised(module, x)
+    one, composed = unisono.DataParallel(module, devices[:1]), OwnVerb(module, devices)
+    assert_reads_as(raised(composed, x), plain, "forward")
+    assert_reads_as(raised(lambda x: unisono.data_parallel(module, x, devices), x), plain, "forward")
+    assert_reads_as(raised(lambda x: unisono.parallel_apply([module] * 2, [x, x]), x), plain, "forward")
+    kept: list[Any] = []
+    module.layers[0].register_forward_hook(lambda module, args, output: kept.append(output))
+    assert_reads_as(raised(wrap(module, 2), x), raised(module, x), "forward")
+    alone = raised(one, x)
+    alone.add_note("raised in the only replica")  # it is the plain module's, without a note
+    assert_reads_as(alone, raised(module, x), "forward")
+
+
+def test_an_error_of_unisono_ends_where_it_is_raised(wrap: Wrap) -> None:
+    """F13: two frames of torch's, and one of ours."""
+    model = wrap(nn.Bilinear(5, 5, 2), 2)
+    error = raised(model, torch.zeros(8, 5), torch.zeros(7, 5))
+    assert "different numbers of rows" in str(error)
+    assert [file.startswith(_OURS) for file, _, _ in frames_of(error)] == [False, False, True]
+
+
+def test_all_frames_are_there_if_asked_for(wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F13"""
+
+    def forward(module: nn.Module, x: torch.Tensor) -> Any:
+        return x if x[0] < 4 else Misfit()(torch.zeros(8, 5))
+
+    model, x = wrap(Calls(forward), 2), torch.arange(8.0)
+    monkeypatch.setenv("UNISONO_TRACEBACK", "full")
+    error = raised(model, x)
+    frames = frames_of(error)
+    assert len([file for file, _, _ in frames if file.startswith(_OURS)]) > 5
+    assert frames[-1][2] == "forward"
+
+
+@on_threads
+def test_a_debugger_reaches_the_users_frames(wrap: Wrap) -> None:
+    """F13: with the variables in them, also those of a thread that has ended its task."""
+
+    def forward(module: nn.Module, x: torch.Tensor) -> Any:
+        return x if x[0] < 4 else Misfit()(torch.zeros(8, 5))
+
+    error = raised(wrap(Calls(forward), 2), torch.arange(8.0))
+    stack, _ = pdb.Pdb(nosigint=True, readrc=False).get_stack(None, error.__traceback__)
+    (variables,) = [frame.f_locals for frame, _ in stack if "marker" in frame.f_locals]
+    assert variables["marker"] == "forward's own variable"
+
+
+def test_no_frame_is_kept(wrap: Wrap) -> None:
+    """F13: neither by a cycle, nor by the frames that stand for a worker's."""
+
+    def forward(module: nn.Module, x: torch.Tensor) -> Any:
+        return x if x[0] < 4 else Misfit()(torch.zeros(8, 5))
+
+    model = wrap(Calls(forward), 2)
+    raised(model, torch.arange(8.0))  # what the first one imports
+    with no_garbage():
+        error = raised(model, torch.arange(8.0))
+        entry = error.__traceback__
+        while entry is not None:
+            outer = entry.tb_frame.f_back
+            while outer is not None:
+                assert not outer.f_code.co_filename.startswith(_OURS + "/engines/processes")
+                outer = outer.f_back
+            entry = entry.tb_next
+        del error, entry, outer
