@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from unisono.primitives.references import DEEP, INERT, LARGE, TRACKED
+from unisono.runtime.torch_private import dict_versions
 
 _values = dict.values
 _own_attributes, _requires_grad, _forward = map(attrgetter, ("__dict__", "requires_grad", "forward"))
@@ -50,16 +51,24 @@ class DictSnapshot:
         self.copies = [*map(dict, self.dicts)]
         self._lengths = [*map(len, self.copies)]
         self._filled = [items for items in self.dicts if items]  # most of a module's own registries are empty
+        self._versions = dict_versions(self._filled)
         self._keys = [*chain(*self.copies)]
         self._objects = [*chain(*map(_values, self.copies))]
+        self._ordered = [items for items in self._filled if type(items) is not dict]  # a version has no order
+        self._keys_in_order = [*chain(*self._ordered)]
 
     def is_current(self) -> bool:
         """Return whether the dicts hold the same objects under the same keys, in the same order."""
-        return (
-            [*map(len, self.dicts)] == self._lengths  # with equal lengths, no item can have moved to the next dict
-            and [*chain(*self._filled)] == self._keys
-            and all(map(is_, chain(*map(_values, self._filled)), self._objects))
-        )
+        if [*map(len, self.dicts)] != self._lengths:
+            return False
+        versions = dict_versions(self._filled)
+        if versions is not None and versions == self._versions:
+            return [*chain(*self._ordered)] == self._keys_in_order
+        # With equal lengths, no item can have moved to the next dict.
+        if [*chain(*self._filled)] != self._keys or not all(map(is_, chain(*map(_values, self._filled)), self._objects)):
+            return False
+        self._versions = versions
+        return True
 
     def changes(self) -> list[tuple[int, Any, Any]]:
         """Return what differs now as (number of the dict, key, value), one `GONE` for what was deleted."""
