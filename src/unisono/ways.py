@@ -13,6 +13,7 @@
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from time import monotonic
 from typing import Any, ClassVar, Protocol
@@ -22,6 +23,7 @@ from torch import nn
 
 from unisono.distributed.gradient_sync import GradientSync
 from unisono.engines.base import Call, Engine, LaneCall, Lanes, OneGraphNeededError, called
+from unisono.inference.lane_choice import choice_for
 from unisono.inference.map_and_evaluate import Callee
 from unisono.options import Options, Split
 from unisono.primitives import pytree
@@ -304,6 +306,8 @@ def whole_batches(wrapper: Runnable, method: str | None) -> Callee:
         in_dims=options.in_dims,
         rules=options.rules(),
         communicator=gradient_sync.communicator if gradient_sync is not None else None,
+        # With a timeout the other lanes have to be there, if the first is stuck.
+        choice_for=partial(choice_for, wrapper, method) if getattr(options.engine, "timeout", None) is None else None,
     )
 
 

@@ -65,7 +65,8 @@ class DictSnapshot:
         if versions is not None and versions == self._versions:
             return [*chain(*self._ordered)] == self._keys_in_order
         # With equal lengths, no item can have moved to the next dict.
-        if [*chain(*self._filled)] != self._keys or not all(map(is_, chain(*map(_values, self._filled)), self._objects)):
+        same_keys = [*chain(*self._filled)] == self._keys
+        if not same_keys or not all(map(is_, chain(*map(_values, self._filled)), self._objects)):
             return False
         self._versions = versions
         return True
