@@ -11,7 +11,7 @@ changes inside objects of other classes, and in containers of many items.
 
 import types
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from itertools import chain, starmap
 from operator import attrgetter, is_
 from typing import Any
 
@@ -21,7 +21,6 @@ from torch import nn
 from unisono.primitives.references import DEEP, INERT, LARGE, TRACKED
 from unisono.runtime.torch_private import dict_versions
 
-_values = dict.values
 _own_attributes, _requires_grad, _forward = map(attrgetter, ("__dict__", "requires_grad", "forward"))
 _MEMORY: tuple[Callable[[torch.Tensor], Any], ...] = (
     *(torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride, attrgetter("dtype")),
@@ -48,25 +47,20 @@ class DictSnapshot:
 
     def take(self) -> None:
         """Take the items as they are now."""
+        self._filled = [items for items in self.dicts if items]  # most of a module's own registries are empty
+        self._versions = dict_versions(self._filled)  # first: a change while the items are copied is seen
         self.copies = [*map(dict, self.dicts)]
         self._lengths = [*map(len, self.copies)]
-        self._filled = [items for items in self.dicts if items]  # most of a module's own registries are empty
-        self._versions = dict_versions(self._filled)
-        self._keys = [*chain(*self.copies)]
-        self._objects = [*chain(*map(_values, self.copies))]
-        self._ordered = [items for items in self._filled if type(items) is not dict]  # a version has no order
-        self._keys_in_order = [*chain(*self._ordered)]
+        self._pairs = [pair for pair in zip(self.dicts, self.copies, strict=True) if pair[0]]
+        self._ordered = [pair for pair in self._pairs if type(pair[0]) is not dict]  # their version has no order
 
     def is_current(self) -> bool:
         """Return whether the dicts hold the same objects under the same keys, in the same order."""
         if [*map(len, self.dicts)] != self._lengths:
             return False
         versions = dict_versions(self._filled)
-        if versions is not None and versions == self._versions:
-            return [*chain(*self._ordered)] == self._keys_in_order
-        # With equal lengths, no item can have moved to the next dict.
-        same_keys = [*chain(*self._filled)] == self._keys
-        if not same_keys or not all(map(is_, chain(*map(_values, self._filled)), self._objects)):
+        is_known = versions is not None and versions == self._versions
+        if not all(starmap(_same_items, self._ordered if is_known else self._pairs)):
             return False
         self._versions = versions
         return True
@@ -92,11 +86,15 @@ def restore(
 ) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
     """Give dicts the items of their copies; return those that differed, each with what it held."""
     held = []
-    for now, before, *both in zip(dicts, copies, map(_values, dicts), map(_values, copies), strict=True):
-        if [*now] != [*before] or [*map(id, both[0])] != [*map(id, both[1])]:
+    for now, before in zip(dicts, copies, strict=True):
+        if not _same_items(now, before):
             held.append((now, dict(now)))
             fill(now, before)
     return held
+
+
+def _same_items(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
+    return len(now) == len(before) and [*now] == [*before] and all(map(is_, now.values(), before.values()))
 
 
 def fill(target: dict[Any, Any], items: dict[Any, Any]) -> None:
