@@ -17,7 +17,7 @@ from unisono.distributed.environment import devices_of_process, started_by_launc
 from unisono.distributed.gradient_sync import GradientSync, checked_weight
 from unisono.distributed.process_group import Communicator, communicator_for
 from unisono.distributed.uneven_inputs import even_batches
-from unisono.engines.base import Call, Engine
+from unisono.engines.base import Engine
 from unisono.engines.distributed import DistributedEngine
 from unisono.inference.map_and_evaluate import evaluate_batches, map_batches
 from unisono.measured_calls import MeasuredCalls
@@ -546,8 +546,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         finally:
             self._profile = None
 
-    def _plan(self, invocation: ways.Invocation) -> Call:
-        return ways.plan_of(self, invocation)
+    _plan = ways.plan_of
 
 
 DataParallel._has_own_verbs = DataParallel
