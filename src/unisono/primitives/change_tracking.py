@@ -47,16 +47,16 @@ class DictSnapshot:
 
     def take(self) -> None:
         """Take the items as they are now."""
-        self._filled = [items for items in self.dicts if items]  # most of a module's own registries are empty
+        self._empty = [items for items in self.dicts if not items]  # as most of a module's own registries are
+        self._filled = [items for items in self.dicts if items]
         self._versions = dict_versions(self._filled)  # first: a change while the items are copied is seen
         self.copies = [*map(dict, self.dicts)]
-        self._lengths = [*map(len, self.copies)]
         self._pairs = [pair for pair in zip(self.dicts, self.copies, strict=True) if pair[0]]
         self._ordered = [pair for pair in self._pairs if type(pair[0]) is not dict]  # their version has no order
 
     def is_current(self) -> bool:
         """Return whether the dicts hold the same objects under the same keys, in the same order."""
-        if [*map(len, self.dicts)] != self._lengths:
+        if [*filter(None, self._empty)]:
             return False
         versions = dict_versions(self._filled)
         is_known = versions is not None and versions == self._versions
