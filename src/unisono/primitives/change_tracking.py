@@ -60,7 +60,8 @@ class DictSnapshot:
             return False
         versions = dict_versions(self._filled)
         is_known = versions is not None and versions == self._versions
-        if not all(starmap(_same_items, self._ordered if is_known else self._pairs)):
+        pairs = self._ordered if is_known else self._pairs
+        if pairs and not all(starmap(_same_items, pairs)):
             return False
         self._versions = versions
         return True
