@@ -10,19 +10,16 @@ fastest windows are compared. A first turn of one lane that is clearly slower en
 is kept for the wrapper's batches of this kind: the same method, and inputs of about the same size. Numbers do not
 depend on it: a lane has as many intra-op threads either way, and a batch its own random stream.
 
-This file knows no clock. Several threads may use a choice.
+This file knows no clock. Several threads may use a choice; Ctrl-C waits for it (`BatchMap`).
 """
 
 import statistics
 import threading
-from typing import Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
-
-from torch import nn
 
 from unisono.primitives import pytree
 from unisono.runtime.errors import log_once
-from unisono.runtime.interrupts import critical
 
 _ROUNDS = 3
 _WORTH = 1.05  # what one lane has to gain to be chosen
@@ -61,7 +58,6 @@ class LaneChoice:
         self._of_all: list[float] = []  # mean seconds of a batch, one a window
         self._of_one: list[float] = []
 
-    @critical
     def begin_map(self) -> None:
         """Take note that a map begins. Only then a choice may be made anew."""
         with self._lock:
@@ -70,7 +66,6 @@ class LaneChoice:
                 self._patience *= 2
                 self._begin()
 
-    @critical
     def record(self, seconds: float, *, used_all: bool) -> None:
         """Take note of a batch.
 
@@ -100,13 +95,7 @@ class LaneChoice:
             log_once(_TOO_SHORT.format(name=self._name, num_lanes=self._num_lanes))
 
 
-class Wrapper(Protocol):
-    """What is known of a wrapper here."""
-
-    module: nn.Module
-
-
-def choice_for(wrapper: Wrapper, method: str | None, inputs: object, num_lanes: int, window: int) -> LaneChoice:
+def choice_for(wrapper: Any, method: str | None, inputs: object, num_lanes: int, window: int) -> LaneChoice:
     """Return the wrapper's choice for batches like `inputs`; the other arguments are as in `LaneChoice`."""
     by_kind = _of_wrappers.setdefault(wrapper, {})
     kind = method, num_lanes, sum([tensor.numel() for _, tensor in pytree.tensors(inputs)]).bit_length()
@@ -114,4 +103,4 @@ def choice_for(wrapper: Wrapper, method: str | None, inputs: object, num_lanes: 
 
 
 # A copy of a wrapper has none yet.
-_of_wrappers: WeakKeyDictionary[Wrapper, dict[tuple[str | None, int, int], LaneChoice]] = WeakKeyDictionary()
+_of_wrappers: WeakKeyDictionary[Any, dict[tuple[str | None, int, int], LaneChoice]] = WeakKeyDictionary()

@@ -13,7 +13,7 @@ from unisono.engines.base import Lanes
 from unisono.inference.batch_map import BatchMap, OutputIterator
 from unisono.inference.batches import batches_of
 from unisono.inference.lane_choice import LaneChoice
-from unisono.inference.metrics import Totals, check_metric, inputs_and_target
+from unisono.inference.metrics import Totals, inputs_and_target
 from unisono.inference.out import OutFiller
 from unisono.inference.ranks import RankBatches, RankMap, merged
 from unisono.inference.with_progress import WithProgress
@@ -108,7 +108,8 @@ def evaluate_batches(
     progress: bool,
 ) -> float | dict[str, float]:
     """Return what a metric gives over all rows of all batches."""
-    check_metric(metric)
+    if not callable(metric):
+        raise TypeError(f"metric={metric!r}: expected a function of an output and a target")
     totals = Totals(reduction)
     batches = batches_of(batches, batch_size, callee.rules.dim)
     communicator = callee.communicator
