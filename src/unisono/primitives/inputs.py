@@ -206,13 +206,7 @@ class Arguments:
         def copied(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
-        def copied_leaf(leaf: Any, _: int | None, batch_type: BatchType | None) -> Any:
-            if batch_type is None:
-                return copied(leaf) if isinstance(leaf, torch.Tensor) else leaf
-            tensors, rebuild = batch_type.parts(leaf)
-            return rebuild([copied(tensor) for tensor in tensors])
-
-        other = self._mapped(copied_leaf, self.rows)
+        other = self._mapped(lambda leaf, *_: pytree.map_all_tensors(copied, leaf), self.rows)
         other._inputs, other._kwargs = self._with_leaves(other.leaves, rebuild_all=True)
         other._flatten()
         return other
@@ -289,16 +283,8 @@ def _parts(
 
 
 def _placed(shard: Any, index: int, place: Place) -> Any:
-    """Return a shard of a registered batch type with its tensors placed at replica `index`, which alone has them."""
-
-    def place_one(tensor: torch.Tensor) -> Any:
-        return place(tensor, Single(index))[index]
-
-    batch_type = batch_type_of(shard)
-    if batch_type is None:  # a scatter may return containers of tensors, or a tensor
-        return pytree.map_tensors(place_one, shard)
-    tensors, rebuild = batch_type.parts(shard)
-    return rebuild([place_one(tensor) for tensor in tensors])
+    """Return what a registered scatter returned for replica `index`, with its tensors placed there only."""
+    return pytree.map_all_tensors(lambda tensor: place(tensor, Single(index))[index], shard)
 
 
 def scattered(
