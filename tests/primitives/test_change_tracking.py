@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from unisono.primitives import change_tracking
 from unisono.primitives.change_tracking import GONE, DictSnapshot
 
 CHANGES: dict[str, tuple[Callable[[dict[Any, Any]], Any], Any]] = {
@@ -19,15 +18,6 @@ CHANGES: dict[str, tuple[Callable[[dict[Any, Any]], Any], Any]] = {
 }
 
 
-@pytest.fixture(params=["with versions", "without versions"])
-def snapshots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where torch tells the versions of dicts, and where it does not."""
-    if request.param == "without versions":
-        monkeypatch.setattr(change_tracking, "dict_versions", lambda _: None)
-    return str(request.param)
-
-
-@pytest.mark.usefixtures("snapshots")
 @pytest.mark.parametrize("kind", [dict, OrderedDict])
 @pytest.mark.parametrize("name", CHANGES)
 def test_changes_are_found_and_undone(kind: type[dict[Any, Any]], name: str) -> None:
@@ -47,7 +37,6 @@ def test_changes_are_found_and_undone(kind: type[dict[Any, Any]], name: str) -> 
     assert snapshot.is_current()
 
 
-@pytest.mark.usefixtures("snapshots")
 def test_an_empty_dict_that_is_filled_is_changed() -> None:
     """R8"""
     items: dict[str, int] = {}
@@ -56,16 +45,14 @@ def test_an_empty_dict_that_is_filled_is_changed() -> None:
     assert not snapshot.is_current()
 
 
-@pytest.mark.usefixtures("snapshots")
 def test_the_order_of_an_ordered_dict_is_a_part_of_it() -> None:
-    """R8: hooks run in it, and `move_to_end` is not in a dict's version."""
+    """R8: hooks run in it."""
     items = OrderedDict(a=1, b=2)
     snapshot = DictSnapshot([items])
     items.move_to_end("a")
     assert not snapshot.is_current()
 
 
-@pytest.mark.usefixtures("snapshots")
 def test_what_is_undone_is_no_change() -> None:
     """R8: an attribute that forward sets and deletes."""
     items = {"a": 1}

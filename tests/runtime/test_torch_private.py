@@ -47,7 +47,6 @@ FALLBACKS: list[tuple[Any, str, Callable[[], Any], Any]] = [
     (torch._C, "_functorch", lambda: torch_private.is_batched(torch.ones(3)), False),
     (torch._C, "_functorch", lambda: torch_private.is_of_transform(torch.ones(3)), False),
     (torch._C, "_get_dispatch_mode", torch_private.is_tracing, False),
-    (torch._C._dynamo.guards, "dict_version", lambda: torch_private.dict_versions([{}]), None),
     (torch._C, "_storage_Use_Count", lambda: torch_private.owns_its_memory(torch.ones(3)), False),
     (torch._C, "_storage_Use_Count", lambda: torch_private.num_references(torch.ones(3).untyped_storage()), None),
     (torch._C._dynamo.eval_frame, "_set_lru_cache", torch_private.keep_compiled_code_in_order.__wrapped__, None),

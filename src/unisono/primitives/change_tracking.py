@@ -11,7 +11,7 @@ changes inside objects of other classes, and in containers of many items.
 
 import types
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, starmap
+from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 
@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from unisono.primitives.references import DEEP, INERT, LARGE, TRACKED
-from unisono.runtime.torch_private import dict_versions
 
+_values = dict.values
 _own_attributes, _requires_grad, _forward = map(attrgetter, ("__dict__", "requires_grad", "forward"))
 _MEMORY: tuple[Callable[[torch.Tensor], Any], ...] = (
     *(torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride, attrgetter("dtype")),
@@ -47,24 +47,22 @@ class DictSnapshot:
 
     def take(self) -> None:
         """Take the items as they are now."""
+        self.copies = [*map(dict, self.dicts)]
         self._empty = [items for items in self.dicts if not items]  # as most of a module's own registries are
         self._filled = [items for items in self.dicts if items]
-        self._versions = dict_versions(self._filled)  # first: a change while the items are copied is seen
-        self.copies = [*map(dict, self.dicts)]
-        self._pairs = [pair for pair in zip(self.dicts, self.copies, strict=True) if pair[0]]
-        self._ordered = [pair for pair in self._pairs if type(pair[0]) is not dict]  # their version has no order
+        self._lengths = [*map(len, self._filled)]
+        self._keys = [*chain(*self.copies)]
+        self._objects = [*chain(*map(_values, self.copies))]
 
     def is_current(self) -> bool:
         """Return whether the dicts hold the same objects under the same keys, in the same order."""
-        if [*filter(None, self._empty)]:
-            return False
-        versions = dict_versions(self._filled)
-        is_known = versions is not None and versions == self._versions
-        pairs = self._ordered if is_known else self._pairs
-        if pairs and not all(starmap(_same_items, pairs)):
-            return False
-        self._versions = versions
-        return True
+        return (
+            not [*filter(None, self._empty)]
+            and [*map(len, self._filled)]
+            == self._lengths  # with equal lengths, no item can have moved to the next dict
+            and [*chain(*self._filled)] == self._keys
+            and all(map(is_, chain(*map(_values, self._filled)), self._objects))
+        )
 
     def changes(self) -> list[tuple[int, Any, Any]]:
         """Return what differs now as (number of the dict, key, value), one `GONE` for what was deleted."""

@@ -864,20 +864,6 @@ def set_script_attribute(module: torch.nn.Module, name: str, value: Any) -> None
     module.__dict__["_c"].setattr(name, value)
 
 
-# ---- dicts ---------------------------------------------------------------------------------------
-
-
-def dict_versions(dicts: Iterable[dict[Any, Any]]) -> list[int] | None:
-    """Return a number for each dict that is another one after every change of its items (but not of their order).
-
-    torch.compile's guards use it. Fallback: None.
-    """
-    try:
-        return [*map(torch._C._dynamo.guards.dict_version, dicts)]
-    except AttributeError:
-        return None
-
-
 # ---- memory, and many tensors at once ------------------------------------------------------------
 
 
