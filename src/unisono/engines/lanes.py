@@ -106,8 +106,8 @@ class LocalLane(Lane):
             with self._turn((args, kwargs)), self._turns.batch(), draws or contextlib.nullcontext():
                 output = interruptibly(called(replicas.roots[0], self._call.method), *args, **kwargs)
         output = _apart_from(replicas.each[0].own_buffers, output)
-        # A seed: this thread is the lane's, so its state stays. Nothing outside refers to unchanged replicas, so they need
-        # no other look before the next batch.
+        # With a seed the thread is the lane's own, whose state stays. Nothing outside refers to unchanged replicas, so
+        # they need no other look before the next batch.
         can_stay = seed is not None and self._pool.blueprint.is_reusable and not replicas.is_remote
         if can_stay and replicas.are_unchanged():
             self._unchanged = replicas
