@@ -24,6 +24,7 @@ from torch import nn
 
 from unisono.distributed.gradient_sync import GradientSync
 from unisono.engines.base import Call, Engine, LaneCall, Lanes, OneGraphNeededError, called
+from unisono.inference.lane_choice import choice_for
 from unisono.inference.map_and_evaluate import Callee
 from unisono.measured_calls import timed
 from unisono.options import Options
@@ -313,6 +314,8 @@ def whole_batches(wrapper: Runnable, method: str | None) -> Callee:
         in_dims=options.in_dims,
         rules=options.rules(),
         communicator=gradient_sync.communicator if gradient_sync is not None else None,
+        # With a timeout the other lanes have to be there, if the first is stuck.
+        choice_for=partial(choice_for, wrapper, method) if getattr(options.engine, "timeout", None) is None else None,
     )
 
 

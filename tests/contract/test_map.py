@@ -1,6 +1,7 @@
 """map and evaluate: whole batches on whichever device is free. The oracle is the plain module in a plain loop."""
 
 import _thread
+import contextlib
 import copy
 import itertools
 import os
@@ -37,7 +38,8 @@ from helpers.contract import (
 )
 from helpers.modules import Calls, Composed, Fn
 from helpers.programs import run_script, until
-from unisono import DataParallel, ReplicaDied, pad
+from unisono import DataParallel, ReplicaDied, Threads, pad
+from unisono.inference.lane_choice import LaneChoice
 
 AHEAD = 2  # batches a device that are pulled before they are needed
 
@@ -182,6 +184,54 @@ def test_each_row_exactly_once(num_replicas: int, sizes: list[int], batch_size: 
     assert_equal(list(model.map(rows.split(sizes))), [part + 0.5 for part in rows.split(sizes)])
     outputs = list(model.map(list(rows), batch_size=batch_size))
     assert_equal(outputs, [part + 0.5 for part in rows.split(batch_size) if len(part)])
+
+
+@given(st.lists(st.booleans(), min_size=14, max_size=14))
+@settings(max_examples=30)
+def test_whichever_lanes_get_the_batches(uses_all: list[bool]) -> None:
+    """I15, I1, I3: the same outputs, in order; as many batches are pulled ahead."""
+    model, some = DataParallel(Fn(lambda x: x + 0.5), ["cpu"] * 3), Counted(numbered(20))
+    with use_lanes(uses_all[0]) as choice:
+        outputs = model.map(some)
+        for k, choice.uses_all in enumerate(uses_all):
+            assert torch.equal(next(outputs), some.some[k] + 0.5)
+            assert some.num_pulled == min(20, k + 3 * AHEAD)
+        assert_equal(list(outputs), [x + 0.5 for x in some.some[14:]])
+
+
+@contextlib.contextmanager
+def use_lanes(uses_all: bool) -> Iterator[LaneChoice]:
+    """Make the choice of lanes for all maps."""
+    choice = LaneChoice("Fn", 3, 1000)
+    choice.uses_all, choice.is_made = uses_all, True
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("unisono.ways.choice_for", lambda *_: choice)
+        yield choice
+
+
+@on_the_cpu
+def test_batches_that_are_too_short_go_to_one_device(wrap: Wrap) -> None:
+    """I15, I4, I5: no other lane is opened; random numbers and intra-op threads are the same."""
+    torch.set_num_threads(4)
+    model, some = wrap(Fn(lambda x: (x + torch.rand(2), torch.get_num_threads(), threading.get_ident()))), numbered(12)
+    found = []
+    for uses_all in (True, False):
+        torch.manual_seed(7)
+        with use_lanes(uses_all):
+            found.append([*zip(*model.map(some), strict=True)])
+    (of_all, threads_of_all, _), (of_one, threads_of_one, lanes) = found
+    assert_equal(of_one, of_all)
+    assert threads_of_one == threads_of_all == (2,) * 12
+    assert len({*lanes}) == 1
+
+
+def test_with_a_timeout_all_lanes_get_batches() -> None:
+    """I15, F7: one that is stuck is given up, and the others go on."""
+    model = DataParallel(nn.Identity(), ["cpu"] * 2, engine=Threads(timeout=60))
+    threads_before = num_lane_threads()
+    with use_lanes(False), model.map(numbered(2)) as outputs:
+        next(outputs)
+        assert num_lane_threads() == threads_before + 2
 
 
 @pytest.mark.parametrize(

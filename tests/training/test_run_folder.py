@@ -161,7 +161,7 @@ def test_commands_to_copy_have_quotes_where_a_shell_needs_them(tmp_path: Path) -
     folder.path.mkdir()
     with pytest.raises(FolderError) as raised:
         RunFolder.reopen(folder.path)
-    assert shlex.split(str(raised.value).split("(")[-1].rstrip(")")) == ["--output", str(folder.path)]
+    assert shlex.split(str(raised.value).split("(")[-1].rstrip(")")) == ["--output", str(folder.path), "--overwrite"]
     folder.checkpoint.touch()
     with pytest.raises(OSError, match=f"unisono train --resume {folder} goes on"), replaced(folder.config):
         raise OSError

@@ -20,7 +20,7 @@ import torch
 
 from unisono.engines.base import Lane, LaneCall, LaneOutput, called
 from unisono.engines.compile_lock import CompileLock, kind_of, prepare_accelerators
-from unisono.engines.replica import ReplicaPool
+from unisono.engines.replica import ReplicaPool, Replicas
 from unisono.primitives import pytree
 from unisono.primitives.blueprint import Blueprint, collector_paused
 from unisono.runtime import devices as _devices
@@ -84,6 +84,7 @@ class LocalLane(Lane):
         self.name = f"replica {number} on {self.device}"
         self._call, self._compile_lock, self._turns = call, compile_lock, turns
         self._pool = ReplicaPool(blueprint, self.device)
+        self._unchanged: Replicas | None = None  # the last batch's, if it has left nothing to undo
         self._queued: list[Callable[[bool], bool]] = []
 
     @critical
@@ -95,13 +96,23 @@ class LocalLane(Lane):
         draws = None if seed is None else SeededDraws(name, seed, self.device)
         with Copies([self.device]) as copies:
             args, kwargs = _on_device((args, kwargs), self.device, lambda tensor: copies.to(tensor, 0))
-            with collector_paused:
-                replicas = self._pool.take([self.device], tracked=False, copies=copies, with_live_buffers=False)
+            replicas, self._unchanged = self._unchanged, None
+            if replicas is not None:
+                replicas.renew_buffers()
+            else:
+                with collector_paused:
+                    replicas = self._pool.take([self.device], tracked=False, copies=copies, with_live_buffers=False)
             copies.wait_copies(0)
             with self._turn((args, kwargs)), self._turns.batch(), draws or contextlib.nullcontext():
                 output = interruptibly(called(replicas.roots[0], self._call.method), *args, **kwargs)
         output = _apart_from(replicas.each[0].own_buffers, output)
-        replicas.give_back()
+        # With a seed the thread is the lane's own, whose state stays. Nothing outside refers to unchanged replicas, so
+        # they need no other look before the next batch.
+        can_stay = seed is not None and self._pool.blueprint.is_reusable and not replicas.is_remote
+        if can_stay and replicas.are_unchanged():
+            self._unchanged = replicas
+        else:
+            replicas.give_back()
         self._queued.append(_devices.queued_work(self.device))
         target = self._call.output_device
         outgoing = Copies([target])

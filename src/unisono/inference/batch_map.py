@@ -5,6 +5,8 @@
     (2) wait for the oldest output ◄─────── done ◄───────────────────────────────────────────┘
     (3) yield it; the lanes go on while the caller uses it
 
+Where it is faster, only the first lane gets batches (lane_choice.py).
+
 Guarantees
     - Outputs are yielded in the order of the batches, one a batch. At most two batches a lane have been pulled and not
       been yielded, whatever the speeds of lanes and caller.
@@ -18,6 +20,7 @@ Guarantees
 Assumes that the loader is used by nobody else, and that nobody writes into a batch before its output is there.
 """
 
+import contextlib
 import os
 import threading
 import time
@@ -33,6 +36,7 @@ import torch
 
 from unisono.engines.base import Lane, LaneEndedError, LaneOutput, Lanes
 from unisono.inference.batches import hint_for, inputs_of
+from unisono.inference.lane_choice import LaneChoice
 from unisono.runtime import torch_private
 from unisono.runtime.errors import annotate, threads_timed_out
 from unisono.runtime.interrupts import WAKE_S, critical, deliver, interruptibly
@@ -86,6 +90,8 @@ class BatchMap(OutputIterator):
         open_lanes: opens lanes on some devices.
         devices: one a lane.
         numbers: of the batches, rising. From them follow a batch's random numbers, and what its errors call it.
+        choice_for: from the inputs of the first batch, the number of lanes and that of batches ahead to the choice of
+            lanes; None: batches go to all.
     """
 
     def __init__(
@@ -94,13 +100,14 @@ class BatchMap(OutputIterator):
         open_lanes: Callable[[Sequence[torch.device]], Lanes],
         devices: list[torch.device],
         numbers: Iterator[int],
+        choice_for: Callable[[object, int, int], LaneChoice] | None,
     ) -> None:
         self._state = replace(ThreadState.capture(), grad_enabled=False)
         self._batches: Iterator[Any] | None = None
         self._source: Iterable[Any] = batches
         self._open_lanes: Callable[[Sequence[torch.device]], Lanes] | None = open_lanes  # None when it has ended
         self._devices = devices
-        self._numbers = numbers
+        self._numbers, self._choice_for = numbers, choice_for
         self._has_more = True
         self._pulled: deque[tuple[int, str | None]] = deque()  # batches that have not been yielded, with their hints
         self._ready: dict[int, Outcome[LaneOutput]] = {}
@@ -126,6 +133,8 @@ class BatchMap(OutputIterator):
         if number not in self._ready:
             assert self._work is not None
             self._work.wait_for(number)
+        if self._work is not None:
+            self._work.note_output(number)
         self._pulled.popleft()
         outcome = self._ready.pop(number)
         try:
@@ -159,7 +168,7 @@ class BatchMap(OutputIterator):
                 self._add_error("batch", error)
                 continue
             if self._work is None:
-                self._work = self._begin()
+                self._work = self._begin((args, kwargs))
             number = next(self._numbers)
             self._pulled.append((number, hint_for(batch)))
             self._work.submit(number, args, kwargs)
@@ -173,16 +182,21 @@ class BatchMap(OutputIterator):
     def _num_ahead(self) -> int:
         return 1 if self._work is not None and self._work.is_alone else _AHEAD * len(self._devices)
 
-    def _begin(self) -> "_Work":
+    def _begin(self, inputs: object) -> "_Work":
         # A mode that other threads cannot join; a wrapper inside a replica; a cache of weights, one for all replicas.
         is_alone = inside_replica() or modes_that_stay() or torch_private.caches_parametrizations()
-        devices = self._devices[:1] if is_alone else self._devices
+        choice = None
+        if self._choice_for is not None and len(self._devices) > 1 and not is_alone:
+            choice = self._choice_for(inputs, len(self._devices), self._num_ahead)
+            choice.begin_map()
+        is_one = is_alone or (choice is not None and choice.is_made and not choice.uses_all)
         assert self._open_lanes is not None
         with self._state.applied():
-            work = _Work(self._open_lanes(devices), self._ready)
+            lanes = self._open_lanes(self._devices[:1] if is_one else self._devices)
+        work = _Work(lanes, self._ready, choice)
         self._stopped_at_deletion = _StoppedAtDeletion(work)
         if not is_alone:
-            work.start(devices, self._state)
+            work.start(self._devices, self._state)
         return work
 
     @critical
@@ -218,15 +232,18 @@ class _Work:
     Args:
         ready: the outcomes of batches that have been computed. A lane writes into it, and then wakes the caller: what
             Ctrl-C interrupts in the caller cannot lose an outcome.
+        choice: which lanes get batches; None: all of them.
 
     Attributes:
         is_alone: whether there is one lane only, which computes in the caller's thread.
         streams: the batches' random numbers.
     """
 
-    def __init__(self, lanes: Lanes, ready: dict[int, Outcome[LaneOutput]]) -> None:
-        self._lanes, self._ready = lanes, ready
-        self._todo: SimpleQueue[_Batch | None] = SimpleQueue()
+    def __init__(self, lanes: Lanes, ready: dict[int, Outcome[LaneOutput]], choice: LaneChoice | None) -> None:
+        self._lanes, self._ready, self._choice = lanes, ready, choice
+        self._todo = _Todo()
+        self._of_first: set[int] = set()  # batches that only the first lane could get
+        self._output_at: float | None = None  # when the last output was there
         self._num_lanes = len(lanes.each)
         self._has_new = threading.Event()
         self._computing: dict[int, tuple[int, int]] = {}  # by batch: its lane and that lane's thread
@@ -236,6 +253,11 @@ class _Work:
         self.streams = BatchStreams()
 
     def start(self, devices: Sequence[torch.device], state: ThreadState) -> None:
+        """Start the lanes' threads.
+
+        Args:
+            devices: those among which intra-op threads are divided; there may be fewer lanes.
+        """
         tasks = [partial(self._compute, i) for i in range(self._num_lanes)]
         self.is_alone = False
         self._background = Background(tasks, devices, state, self.stop, self._close)
@@ -249,7 +271,18 @@ class _Work:
             with torch.no_grad():
                 self._ready[number] = self._outcome(self._lanes.each[0], [(number, args, kwargs, None)])
         else:
-            self._todo.put((number, args, kwargs, self.streams.seed(number)))
+            for_all = self._choice is None or self._choice.uses_all
+            if not for_all:
+                self._of_first.add(number)
+            self._todo.put((number, args, kwargs, self.streams.seed(number)), for_all=for_all)
+
+    def note_output(self, number: int) -> None:
+        """Take note that an output is about to be yielded."""
+        now = time.monotonic()
+        if self._choice is not None and self._output_at is not None:
+            self._choice.record(now - self._output_at, used_all=number not in self._of_first)
+        self._output_at = now
+        self._of_first.discard(number)
 
     def wait_for(self, number: int) -> None:
         """Wait until a batch has been computed, or has been given up: no batch was finished for `timeout_s`.
@@ -289,7 +322,7 @@ class _Work:
     def _compute(self, index: int) -> None:
         """Compute batches, in the thread of a lane, until there will be no more."""
         lane = self._lanes.each[index]
-        while (batch := self._todo.get()) is not None:
+        while (batch := self._todo.get(index)) is not None:
             number, batches = batch[0], [batch]
             del batch
             self._computing[number] = index, threading.get_ident()
@@ -319,7 +352,7 @@ class _Work:
         try:
             return Outcome(value=lane.run(args, kwargs, seed))
         except LaneEndedError:
-            self._todo.put((number, args, kwargs, seed))
+            self._todo.put((number, args, kwargs, seed), for_all=True)
             raise
         except BaseException as error:  # noqa: BLE001 - raised in the thread that iterates
             torch_private.end_checkpoints(error)
@@ -327,14 +360,9 @@ class _Work:
 
     def stop(self) -> None:
         """Let each lane end after its current batch. May be called from a finalizer, and several times."""
-        try:
-            while True:
-                self._todo.get_nowait()
-        except Empty:
-            pass
+        self._todo.clear()
         self._lanes.stop()
-        for _ in range(self._num_lanes):
-            self._todo.put(None)
+        self._todo.end(self._num_lanes)
 
     def wait(self) -> None:
         background = self._background
@@ -342,6 +370,41 @@ class _Work:
             background.wait()
         elif self.is_alone:
             self._lanes.close()
+
+
+class _Todo:
+    """The batches that no lane has taken yet. `clear` and `end` may be called from a finalizer, in any thread."""
+
+    def __init__(self) -> None:
+        self._for_all: SimpleQueue[_Batch | None] = SimpleQueue()  # None: the lane ends
+        self._for_first: SimpleQueue[_Batch | None] = SimpleQueue()  # None: there may be one in the other queue
+
+    def put(self, batch: _Batch, *, for_all: bool) -> None:
+        """Add a batch: for any lane, or for the first only."""
+        (self._for_all if for_all else self._for_first).put(batch)
+        if for_all:
+            self._for_first.put(None)
+
+    def get(self, lane: int) -> _Batch | None:
+        """Wait for a lane's next batch; None: there will be none."""
+        if lane > 0:
+            return self._for_all.get()
+        while (batch := self._for_first.get()) is None:
+            with contextlib.suppress(Empty):  # another lane has taken it
+                return self._for_all.get_nowait()
+        return batch
+
+    def clear(self) -> None:
+        for queue in (self._for_all, self._for_first):
+            with contextlib.suppress(Empty):
+                while True:
+                    queue.get_nowait()
+
+    def end(self, num_lanes: int) -> None:
+        """Let the lanes end."""
+        for _ in range(num_lanes):
+            self._for_all.put(None)
+        self._for_first.put(None)
 
 
 def _as_raised(error: BaseException, hint: str | None) -> BaseException:

@@ -12,7 +12,8 @@ from unisono.distributed.process_group import Communicator
 from unisono.engines.base import Lanes
 from unisono.inference.batch_map import BatchMap, OutputIterator
 from unisono.inference.batches import batches_of
-from unisono.inference.metrics import Totals, check_metric, inputs_and_target
+from unisono.inference.lane_choice import LaneChoice
+from unisono.inference.metrics import Totals, inputs_and_target
 from unisono.inference.out import OutFiller
 from unisono.inference.ranks import RankBatches, RankMap, merged
 from unisono.inference.with_progress import WithProgress
@@ -34,6 +35,7 @@ class Callee:
         function: the method whose inputs the batches are.
         in_dims, rules: which axis of inputs and outputs has the rows.
         communicator: the processes that compute the batches together; None: this one alone.
+        choice_for: as in `BatchMap`.
     """
 
     open_lanes: Callable[[Sequence[torch.device]], Lanes]
@@ -43,10 +45,11 @@ class Callee:
     in_dims: Any
     rules: OutputRules
     communicator: Communicator | None
+    choice_for: Callable[[object, int, int], LaneChoice] | None
 
     def outputs(self, batches: Iterable[Any]) -> BatchMap:
         """Return the outputs of this process's batches."""
-        return BatchMap(batches, self.open_lanes, self.devices, self.numbers())
+        return BatchMap(batches, self.open_lanes, self.devices, self.numbers(), self.choice_for)
 
     def numbers(self) -> Iterator[int]:
         """Yield the numbers that this process's batches have among those of all processes."""
@@ -107,7 +110,8 @@ def evaluate_batches(
     progress: bool,
 ) -> float | dict[str, float]:
     """Return what a metric gives over all rows of all batches."""
-    check_metric(metric)
+    if not callable(metric):
+        raise TypeError(f"metric={metric!r}: expected a function of an output and a target")
     totals = Totals(reduction)
     batches = batches_of(batches, batch_size, callee.rules.dim)
     communicator = callee.communicator

@@ -121,9 +121,3 @@ def _number(value: Any, name: str | None) -> float:
 
 def _names(numbers: Mapping[Any, float]) -> str:
     return "a number" if None in numbers else f"numbers for {list(numbers)}"
-
-
-def check_metric(metric: object) -> None:
-    """Raise TypeError if a metric cannot be called."""
-    if not callable(metric):
-        raise TypeError(f"metric={metric!r}: expected a function of an output and a target")

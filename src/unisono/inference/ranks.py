@@ -28,6 +28,7 @@ from unisono.primitives import pytree
 from unisono.primitives.references import INERT
 from unisono.runtime import devices as _devices
 from unisono.runtime.buckets import is_plain
+from unisono.runtime.thread_pool import Outcome
 from unisono.runtime.tracebacks import without_own_frames
 
 _MAPPING = "the outputs of a map"
@@ -116,7 +117,7 @@ class RankMap(OutputIterator):
         self._outputs, self._own_batches = outputs, own_batches
         self._communicator, self._device = communicator, device
         self._round = 0
-        self._gathered: deque[Any] = deque()  # outputs of the last round; then, perhaps, an error
+        self._gathered: deque[Outcome[Any]] = deque()  # of the last round
         self._has_ended = False
 
     @without_own_frames
@@ -131,10 +132,13 @@ class RankMap(OutputIterator):
                     self._communicator.abort(error)
                 self._end()
                 raise
-        found = self._gathered.popleft()
-        if isinstance(found, _Failure):
-            raise found.error
-        return found
+        outcome = self._gathered.popleft()
+        try:
+            if outcome.error is not None:
+                raise outcome.error
+            return outcome.value
+        finally:
+            del outcome  # a traceback refers to this frame: nothing in it may refer to an exception
 
     def _run_round(self) -> None:
         rank, world_size, number = self._communicator.rank, self._communicator.world_size, self._round
@@ -165,10 +169,10 @@ class RankMap(OutputIterator):
             return
         for other, how in enumerate(statuses):
             if how == _OUTPUT:
-                self._gathered.append(self._received(values[other]) if other else value)
+                self._gathered.append(Outcome(self._received(values[other]) if other else value))
             elif how == _FAILED:
                 text = f"batch {number * world_size + other} has failed on rank {other}: {values[other]}"
-                self._gathered.append(_Failure(RuntimeError(text) if error is None or other else error))
+                self._gathered.append(Outcome(error=RuntimeError(text) if error is None or other else error))
                 break
 
     def _next_own(self) -> tuple[int, Any, Exception | None]:
@@ -205,13 +209,6 @@ class RankMap(OutputIterator):
 def _check_same_batches(digests: Iterable[float]) -> None:
     if len(set(digests)) > 1:
         raise RuntimeError(_DIFFERENT_BATCHES)
-
-
-class _Failure:
-    """An error in its turn."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
 
 
 def merged(communicator: Communicator, own_batches: RankBatches, totals: Totals, error: BaseException | None) -> Totals:

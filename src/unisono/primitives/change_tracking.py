@@ -48,15 +48,18 @@ class DictSnapshot:
     def take(self) -> None:
         """Take the items as they are now."""
         self.copies = [*map(dict, self.dicts)]
-        self._lengths = [*map(len, self.copies)]
-        self._filled = [items for items in self.dicts if items]  # most of a module's own registries are empty
+        self._empty = [items for items in self.dicts if not items]  # as most of a module's own registries are
+        self._filled = [items for items in self.dicts if items]
+        self._lengths = [*map(len, self._filled)]
         self._keys = [*chain(*self.copies)]
         self._objects = [*chain(*map(_values, self.copies))]
 
     def is_current(self) -> bool:
         """Return whether the dicts hold the same objects under the same keys, in the same order."""
         return (
-            [*map(len, self.dicts)] == self._lengths  # with equal lengths, no item can have moved to the next dict
+            not [*filter(None, self._empty)]
+            and [*map(len, self._filled)]
+            == self._lengths  # with equal lengths, no item can have moved to the next dict
             and [*chain(*self._filled)] == self._keys
             and all(map(is_, chain(*map(_values, self._filled)), self._objects))
         )
@@ -82,11 +85,15 @@ def restore(
 ) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
     """Give dicts the items of their copies; return those that differed, each with what it held."""
     held = []
-    for now, before, *both in zip(dicts, copies, map(_values, dicts), map(_values, copies), strict=True):
-        if [*now] != [*before] or [*map(id, both[0])] != [*map(id, both[1])]:
+    for now, before in zip(dicts, copies, strict=True):
+        if not _same_items(now, before):
             held.append((now, dict(now)))
             fill(now, before)
     return held
+
+
+def _same_items(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
+    return len(now) == len(before) and [*now] == [*before] and all(map(is_, now.values(), before.values()))
 
 
 def fill(target: dict[Any, Any], items: dict[Any, Any]) -> None:

@@ -5,6 +5,7 @@ All three are nested like the value that they describe, as far down as needed: o
 it, as in `torch.func.vmap`. `spread` turns such a rule into one entry a leaf.
 """
 
+import contextlib
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -160,29 +161,23 @@ def _by_position(
     in_dims: Mapping[Any, Any], num_inputs: int, kwargs: Collection[Any], function: Callable[..., Any] | None
 ) -> dict[Any, Any]:
     """Return `in_dims` with the names of inputs that were given by position replaced by these positions."""
-    try:
-        parameters = list(inspect.signature(function).parameters.values()) if function is not None else []
-    except (TypeError, ValueError):  # a function without a signature
-        parameters = []
-    kinds = inspect.Parameter
-    positions = [p.name for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
-    by_name = [p.name for p in parameters if p.kind is kinds.KEYWORD_ONLY]
-    all_others = next((p.name for p in parameters if p.kind is kinds.VAR_POSITIONAL), None)
-    takes_any = not parameters or any(p.kind is kinds.VAR_KEYWORD for p in parameters)
+    parameters: Mapping[str, inspect.Parameter] = {}
+    given: Mapping[str, Any] = {}  # by parameter, the position of its input; or those of all that it takes
+    with contextlib.suppress(TypeError, ValueError):  # no function, one without a signature, or not for these inputs
+        parameters = inspect.signature(function).parameters  # type: ignore[arg-type]
+        given = inspect.signature(function).bind_partial(*range(num_inputs)).arguments  # type: ignore[arg-type]
+    takes_any = not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     entries: dict[Any, Any] = {}
     for key, entry in in_dims.items():
         if key in kwargs or (isinstance(key, int) and not isinstance(key, bool) and key >= 0):
             entries[key] = entry
         elif not isinstance(key, str):
             raise ValueError(f"in_dims has the key {key!r}: expected names of inputs, or positions from 0")
-        elif key in positions:
-            entries[positions.index(key)] = entry
-        elif key == all_others:
-            entries.update(dict.fromkeys(range(len(positions), num_inputs), entry))
-        elif key not in by_name and not takes_any:
-            raise ValueError(
-                f"in_dims names {key!r}, which is no input: there are {', '.join(p.name for p in parameters)}"
-            )
+        elif key in given:
+            positions = given[key] if isinstance(given[key], tuple) else [given[key]]
+            entries.update(dict.fromkeys(positions, entry))
+        elif key not in parameters and not takes_any:
+            raise ValueError(f"in_dims names {key!r}, which is no input: there are {', '.join(parameters)}")
     return entries
 
 

@@ -1,7 +1,7 @@
 """Inputs: the arguments of one call, leaf by leaf, and each replica's part of them."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -71,7 +71,7 @@ class Arguments:
         else:
             self.axes = spread_inputs(in_dims, *self._structure(), dim, function)
         self.entries: dict[int, int] = {}
-        counts: list[int] = []
+        counts: dict[int, int] = {}  # by number, the rows of each leaf that has some
         for number, (leaf, axis, batch_type) in enumerate(zip(self.leaves, self.axes, self._batch_types, strict=True)):
             if isinstance(leaf, torch.Tensor):
                 if not can_be_placed(leaf):
@@ -81,18 +81,21 @@ class Arguments:
                 if leaf.is_nested or (leaf.ndim and not -leaf.ndim <= axis < leaf.ndim):
                     raise self._cannot_be_split(number, leaf, axis)
                 if leaf.ndim:
-                    counts.append(leaf.shape[axis])
+                    counts[number] = leaf.shape[axis]
             elif axis is not None and batch_type is not None:
                 try:
                     rows = batch_type.rows(leaf)
                 except Exception as error:
                     error.add_note(f"while {self._paths()[number]} was scattered")
                     raise
-                counts += [] if rows is None else [rows]
-        self.rows = counts[0] if counts else None
-        if counts and counts.count(counts[0]) < len(counts):
-            self.entries, self.rows = self._entries(devices if in_dims is ... else None)
+                if rows is not None:
+                    counts[number] = rows
+        distinct = {*counts.values()}
+        if len(distinct) > 1:
+            self.entries = self._entries(counts, devices if in_dims is ... else None)
             self.axes = [None if number in self.entries else axis for number, axis in enumerate(self.axes)]
+            distinct = {rows for number, rows in counts.items() if number not in self.entries}
+        self.rows = distinct.pop() if distinct else None
 
     def _flatten(self) -> list[Any]:
         """Take the structures of the inputs; return their leaves."""
@@ -123,8 +126,8 @@ class Arguments:
         shape = tuple(leaf.shape)
         return ValueError(f"cannot scatter {path} of shape {shape} along dim={axis}: it has no such axis")
 
-    def _entries(self, devices: Sequence[torch.device] | None) -> tuple[dict[int, int], int]:
-        """Return the leaves with one entry a replica, as `entries` has them, and the rows on which all others agree.
+    def _entries(self, counts: dict[int, int], devices: Sequence[torch.device] | None) -> dict[int, int]:
+        """Return the leaves with one entry a replica, as `entries` has them; all others agree on the rows.
 
         Programs that know torch's DataParallel repeat a number for each device, as torch's scatter deals it out. So
         this is a tensor of as many numbers as there are devices, beside a batch of more rows; what holds more numbers
@@ -140,26 +143,16 @@ class Arguments:
             if axis is not None and isinstance(leaf, torch.Tensor) and leaf.ndim
             if leaf.shape[axis] == leaf.numel() == num_replicas
         }
-        others = {rows for number, rows in self._counts() if number not in entries}
+        others = {rows for number, rows in counts.items() if number not in entries}
         if num_replicas is None or len(others) != 1 or min(others) < num_replicas:
-            raise self._different_rows()
-        return entries, others.pop()
+            raise self._different_rows(counts)
+        return entries
 
-    def _counts(self) -> Iterator[tuple[int, int]]:
-        """Yield the number of each leaf that has rows, and how many."""
-        for number, (leaf, axis, batch_type) in enumerate(zip(self.leaves, self.axes, self._batch_types, strict=True)):
-            if axis is not None and batch_type is not None:
-                rows = batch_type.rows(leaf)
-                if rows is not None:
-                    yield number, rows
-            elif axis is not None and isinstance(leaf, torch.Tensor) and leaf.dim():
-                yield number, leaf.size(axis)
-
-    def _different_rows(self) -> ValueError:
+    def _different_rows(self, counts: dict[int, int]) -> ValueError:
         paths = self._paths()
-        counts = [f"{paths[number]} has {rows}" for number, rows in self._counts()]
+        each = [f"{paths[number]} has {rows}" for number, rows in counts.items()]
         return ValueError(
-            f"cannot scatter tensors with different numbers of rows: {', '.join(counts)}. Give every tensor the rows "
+            f"cannot scatter tensors with different numbers of rows: {', '.join(each)}. Give every tensor the rows "
             "of the batch (tensor.expand), or name the axis of the rows, and None for what every replica gets whole: "
             "DataParallel(..., in_dims={'x': 0, 'table': None})."
         )
@@ -213,13 +206,7 @@ class Arguments:
         def copied(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
-        def copied_leaf(leaf: Any, _: int | None, batch_type: BatchType | None) -> Any:
-            if batch_type is None:
-                return copied(leaf) if isinstance(leaf, torch.Tensor) else leaf
-            tensors, rebuild = batch_type.parts(leaf)
-            return rebuild([copied(tensor) for tensor in tensors])
-
-        other = self._mapped(copied_leaf, self.rows)
+        other = self._mapped(lambda leaf, *_: pytree.map_all_tensors(copied, leaf), self.rows)
         other._inputs, other._kwargs = self._with_leaves(other.leaves, rebuild_all=True)
         other._flatten()
         return other
@@ -296,16 +283,8 @@ def _parts(
 
 
 def _placed(shard: Any, index: int, place: Place) -> Any:
-    """Return a shard of a registered batch type with its tensors placed at replica `index`, which alone has them."""
-
-    def place_one(tensor: torch.Tensor) -> Any:
-        return place(tensor, Single(index))[index]
-
-    batch_type = batch_type_of(shard)
-    if batch_type is None:  # a scatter may return containers of tensors, or a tensor
-        return pytree.map_tensors(place_one, shard)
-    tensors, rebuild = batch_type.parts(shard)
-    return rebuild([place_one(tensor) for tensor in tensors])
+    """Return what a registered scatter returned for replica `index`, with its tensors placed there only."""
+    return pytree.map_all_tensors(lambda tensor: place(tensor, Single(index))[index], shard)
 
 
 def scattered(

@@ -149,6 +149,8 @@ def map_leaves(function: Callable[[Any], Any], value: Any, path: str = "") -> An
     Raises:
         ValueError: as `flatten`.
     """
+    if type(value) in _PLAIN:  # the common case, without a structure's cost
+        return function(value)
     found, spec = flatten(value, path)
     return unflatten(spec, map(function, found))
 

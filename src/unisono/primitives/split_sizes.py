@@ -39,7 +39,7 @@ def check_shares(shares: object, num_replicas: int | None) -> Shares:
         isinstance(weight, int | float) and not isinstance(weight, bool) for weight in shares
     ):
         raise TypeError(f"shares={shares!r}: {_EXPECTED} a sequence of numbers, one a device")
-    weights = tuple(_as_float(weight) for weight in shares)
+    weights = tuple(map(float, shares))
     if num_replicas is not None and len(weights) != num_replicas:
         raise ValueError(f"shares={shares!r} has {len(weights)} weights for {num_replicas} devices: give one a device")
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or sum(weights) <= 0:
@@ -54,13 +54,6 @@ def check_parts(parts: object) -> int:
     if parts < 1:
         raise ValueError(f"parts={parts!r}: expected 1, which runs each shard whole, or more")
     return parts
-
-
-def _as_float(weight: float) -> float:
-    try:
-        return float(weight)
-    except OverflowError:  # an int that is larger than any float
-        return math.inf
 
 
 def unequal(sizes: Sequence[int]) -> list[int]:

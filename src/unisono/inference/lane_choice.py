@@ -1,0 +1,106 @@
+"""Whether the batches of a map go to all lanes, or to the first one only.
+
+Batches may be too short to be worth handing over to several devices: threads wait for each other while they run Python,
+and a worker has to be sent its batch. How long a batch takes does not show it, so both take turns at the beginning:
+
+    all lanes, the first, all lanes, the first, ...    _ROUNDS turns each; a turn is two windows of batches
+
+The first window of a turn is not counted: the lanes change. Other programs make batches slower, never faster, so the
+fastest windows are compared. A first turn of one lane that is clearly slower ends after a few batches. What is chosen
+is kept for the wrapper's batches of this kind: the same method, and inputs of about the same size. Numbers do not
+depend on it: a lane has as many intra-op threads either way, and a batch its own random stream.
+
+This file knows no clock. Several threads may use a choice; Ctrl-C waits for it (`BatchMap`).
+"""
+
+import statistics
+import threading
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from unisono.primitives import pytree
+from unisono.runtime.errors import log_once
+
+_ROUNDS = 3
+_WORTH = 1.05  # what one lane has to gain to be chosen
+_CLEAR = 1.5  # one lane is not tried further if each of a few batches is slower by this factor
+_FEW = 3
+_PATIENCE = 1000  # batches after which a map measures again; doubled each time
+_TOO_SHORT = (
+    "map and evaluate of {name}: batches of this size are too short to be worth handing over to {num_lanes} devices, "
+    "so the first one computes all of them"
+)
+
+
+class LaneChoice:
+    """The choice for one kind of batches.
+
+    Args:
+        name: of the module, for the log.
+        num_lanes: how many there are.
+        window: how many batches in a row are one measurement.
+
+    Attributes:
+        uses_all: whether the next batch may go to any lane.
+        is_made: whether that stays as it is.
+    """
+
+    def __init__(self, name: str, num_lanes: int, window: int) -> None:
+        self._name, self._num_lanes, self._window = name, num_lanes, window
+        self._patience = _PATIENCE
+        self._lock = threading.Lock()
+        self._begin()
+
+    def _begin(self) -> None:
+        self.uses_all, self.is_made = True, False
+        self._num_since = 0  # batches since it was made
+        self._turn: list[float] = []  # seconds of each batch
+        self._of_all: list[float] = []  # mean seconds of a batch, one a window
+        self._of_one: list[float] = []
+
+    def begin_map(self) -> None:
+        """Take note that a map begins. Only then a choice may be made anew."""
+        with self._lock:
+            self._turn.clear()  # the lanes have nothing to do yet
+            if self._num_since >= self._patience:
+                self._patience *= 2
+                self._begin()
+
+    def record(self, seconds: float, *, used_all: bool) -> None:
+        """Take note of a batch.
+
+        Args:
+            seconds: from the output before it to its own, with what loader and caller have done meanwhile.
+            used_all: whether it could go to any lane.
+        """
+        with self._lock:
+            self._num_since += self.is_made
+            if self.is_made or used_all is not self.uses_all:  # the latter: it was pulled before this turn
+                return
+            self._turn.append(seconds)
+            is_first = not used_all and not self._of_one
+            if is_first and len(self._turn) == _FEW and min(self._turn) > _CLEAR * min(self._of_all):
+                self._make(uses_all=True)
+            elif len(self._turn) == 2 * self._window:
+                windows = self._of_all if used_all else self._of_one
+                windows.append(statistics.fmean(self._turn[self._window :]))
+                self._turn.clear()
+                self.uses_all = not used_all
+                if len(self._of_one) == _ROUNDS:
+                    self._make(uses_all=min(self._of_all) < _WORTH * min(self._of_one))
+
+    def _make(self, *, uses_all: bool) -> None:
+        self.uses_all, self.is_made = uses_all, True
+        if not uses_all:
+            log_once(_TOO_SHORT.format(name=self._name, num_lanes=self._num_lanes))
+
+
+def choice_for(wrapper: Any, method: str | None, inputs: object, num_lanes: int, window: int) -> LaneChoice:
+    """Return the wrapper's choice for batches like `inputs`; the other arguments are as in `LaneChoice`."""
+    by_kind = _of_wrappers.setdefault(wrapper, {})
+    kind = method, num_lanes, sum([tensor.numel() for _, tensor in pytree.tensors(inputs)]).bit_length()
+    return by_kind.setdefault(kind, LaneChoice(type(wrapper.module).__name__, num_lanes, window))
+
+
+# A copy of a wrapper has none yet.
+_of_wrappers: WeakKeyDictionary[Any, dict[tuple[str | None, int, int], LaneChoice]] = WeakKeyDictionary()

@@ -1,0 +1,124 @@
+"""Which lanes get a map's batches, on a machine whose times are made up."""
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from unisono import DataParallel
+from unisono.inference.lane_choice import LaneChoice, choice_for
+
+WINDOW = 4
+TURN = 2 * WINDOW
+
+
+def machine(all_s: float, one_s: float) -> Callable[[bool], float]:
+    """Return how long a batch takes: with all lanes, and with the first one only."""
+    return lambda used_all: all_s if used_all else one_s
+
+
+def run(choice: LaneChoice, seconds_of: Callable[[bool], float], num_batches: int = 1000) -> list[bool]:
+    """Run a map until the choice is made; return for each batch whether it could go to any lane."""
+    choice.begin_map()
+    used: list[bool] = []
+    while not choice.is_made and len(used) < num_batches:
+        used.append(choice.uses_all)
+        choice.record(seconds_of(used[-1]), used_all=used[-1])
+    return used
+
+
+def test_turns() -> None:
+    """I15: all lanes begin, so that long batches are never computed by one device from the start."""
+    used = run(LaneChoice("Model", 2, WINDOW), machine(1.0, 1.0))
+    assert used == [way for _ in range(3) for way in [True] * TURN + [False] * TURN]
+
+
+@pytest.mark.parametrize(
+    ("all_s", "one_s", "uses_all"),
+    [(1.0, 0.35, False), (1.0, 0.9, False), (1.0, 0.97, True), (1.0, 1.3, True), (1.0, 8.0, True)],
+)
+def test_the_faster_one_is_chosen(all_s: float, one_s: float, uses_all: bool) -> None:
+    """I15: about equal ones stay with all lanes."""
+    choice = LaneChoice("Model", 2, WINDOW)
+    run(choice, machine(all_s, one_s))
+    assert (choice.is_made, choice.uses_all) == (True, uses_all)
+
+
+def test_a_clearly_slower_device_is_not_tried_for_long() -> None:
+    """I15: a few batches, of which one may be quick."""
+    assert run(LaneChoice("Model", 8, WINDOW), machine(1.0, 8.0)) == [True] * TURN + [False] * 3
+    times = iter([1.0] * TURN + [8.0, 1.0, 8.0] + [8.0] * 1000)
+    assert len(run(LaneChoice("Model", 8, WINDOW), lambda _: next(times), 40)) == 40
+
+
+@given(st.lists(st.floats(1.0, 50.0), min_size=6 * TURN, max_size=6 * TURN), st.data())
+def test_noise_in_all_windows_but_one_changes_nothing(noise: list[float], data: st.DataObject) -> None:
+    """I15: other programs make batches slower; one quiet window of each is enough."""
+    for way in (0, 1):
+        quiet = 2 * data.draw(st.integers(0, 2)) + way
+        noise[quiet * TURN : (quiet + 1) * TURN] = [1.0] * TURN
+    factors = iter(noise)
+    choice = LaneChoice("Model", 2, WINDOW)
+    run(choice, lambda used_all: next(factors) * (1.0 if used_all else 0.5))
+    assert not choice.uses_all or min(noise[TURN : TURN + 3]) * 0.5 > 1.5  # then it was slower from the start
+
+
+def test_what_is_pulled_before_a_turn_does_not_count() -> None:
+    """I15: batches that went the other way."""
+    choice = LaneChoice("Model", 2, WINDOW)
+    for _ in range(TURN):
+        choice.record(1.0, used_all=True)
+    for _ in range(WINDOW):
+        choice.record(100.0, used_all=True)
+    assert not choice.uses_all
+    run(choice, machine(1.0, 0.5))
+    assert not choice.uses_all
+
+
+def test_a_map_that_begins_measures_a_whole_turn() -> None:
+    """I15: its lanes have nothing to do yet."""
+    choice = LaneChoice("Model", 2, WINDOW)
+    for _ in range(TURN - 1):
+        choice.record(0.0, used_all=True)
+    choice.begin_map()
+    choice.record(1.0, used_all=True)
+    assert choice.uses_all
+    run(choice, machine(1.0, 0.5))
+    assert not choice.uses_all
+
+
+def test_it_is_measured_again_when_a_map_begins() -> None:
+    """I15: after many batches, and then after twice as many."""
+    choice = LaneChoice("Model", 2, WINDOW)
+    run(choice, machine(1.0, 0.5))
+    for num_batches in (1000, 2000):
+        for _ in range(num_batches - 1):
+            choice.record(1.0, used_all=False)
+        choice.begin_map()
+        assert choice.is_made
+        choice.record(1.0, used_all=False)
+        assert choice.is_made
+        assert len(run(choice, machine(1.0, 0.5))) == 6 * TURN
+
+
+def test_the_log_says_it_once(caplog: pytest.LogCaptureFixture) -> None:
+    """I15"""
+    caplog.set_level(logging.WARNING, logger="unisono")
+    for all_s in (0.5, 1.0, 1.0):
+        run(LaneChoice("Model", 3, WINDOW), machine(all_s, 0.6))
+    [message] = caplog.messages
+    assert "map and evaluate of Model: batches of this size are too short to be worth handing over to 3" in message
+
+
+def test_kinds_of_batches() -> None:
+    """I15: each method and each size of the inputs has a choice of its own; so has each wrapper."""
+    model, other = (DataParallel(nn.Linear(5, 2), ["cpu"] * 2) for _ in range(2))
+    x = torch.zeros(10, 5)
+    kinds = [(model, None, x), (other, None, x), (model, "extra_repr", x), (model, None, x[:2]), (model, None, "text")]
+    choices = [choice_for(wrapper, method, inputs, 2, WINDOW) for wrapper, method, inputs in kinds]
+    assert len({*map(id, choices)}) == len(kinds)
+    assert choice_for(model, None, {"x": [x[:9]]}, 2, WINDOW) is choices[0]
