@@ -95,9 +95,10 @@ class Step(abc.ABC, Generic[T]):
             self.graphs.outputs = _boundary_outputs(self.call, matched.groups, of_buffers)
             if self.tracked:
                 live, own_leaves = self.link([*matched.groups, *of_buffers])
-                if self.replay is not None and self.is_again:
-                    return self.replay.take(self.graphs)
-                self.graphs.replay = self.replay
+                if self.replay is not None:
+                    if self.is_again:
+                        return self.replay.take(self.graphs)
+                    self.graphs.replay = self.replay.repeatable()
                 joined = join(self.graphs, live, own_leaves)
             else:
                 joined = self.graphs.joined_outputs()
