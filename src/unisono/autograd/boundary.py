@@ -136,20 +136,15 @@ _apply: Any = super(torch.autograd.Function, _Boundary).apply
 _apply_recorded: Any = super(torch.autograd.Function, _RecordedBoundary).apply
 
 
-def join(
-    graphs: ReplicaGraphs, live_inputs: Sequence[torch.Tensor], own_leaves: Sequence[torch.Tensor]
-) -> Sequence[torch.Tensor]:
+def join(graphs: ReplicaGraphs, live_inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Return the joined outputs, linked to the caller's tensors if any of them needs a gradient.
 
     Args:
         live_inputs: the caller's tensors behind `graphs.inputs`.
-        own_leaves: the replicas' leaves, without those that are the caller's own tensors.
     """
-    live = [*live_inputs, *graphs.parameters.live]
-    if [leaf for leaf in own_leaves if leaf.grad is not None]:
-        graphs.pass_on_gradients(live)
     if not [each for each in graphs.outputs if each.requires_grad]:
         return graphs.joined_outputs()
+    live = [*live_inputs, *graphs.parameters.live]
     aliases = [tensor if tensor.is_leaf else Alias.apply(tensor) for tensor in live]  # type: ignore[no-untyped-call]
     apply = _apply if graphs.step is None else _apply_recorded
     joined: tuple[torch.Tensor, ...] = apply(graphs, *aliases)

@@ -46,6 +46,7 @@ from unisono.runtime.thread_state import modes_that_stay
 from unisono.runtime.timeline import ReplicaTiming, StepRecording
 
 T = TypeVar("T")
+Gradients: TypeAlias = list[torch.Tensor | None]
 
 _BACKWARD_INSIDE = (
     "the module calls backward inside forward, and its gradients cannot be summed over the processes there. Return the "
@@ -104,7 +105,7 @@ class BoundaryTensor(NamedTuple):
         pairs = zip(parts, self.tensors, strict=True)
         return [torch.zeros_like(leaf) if part is None and leaf is not None else part for part, leaf in pairs]
 
-    def _here(self, parts: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    def _here(self, parts: Sequence[torch.Tensor | None]) -> Gradients:
         here = self.device
         return [part if part is None or part.device == here else _devices.copy_to(part, here) for part in parts]
 
@@ -126,7 +127,7 @@ class ReplicaGraph:
     hooks: Sequence[LeafHooks] = ()
 
     @property
-    def leaves(self) -> list[torch.Tensor | None]:
+    def leaves(self) -> Gradients:
         return [*self.inputs, *self.parameters]
 
     def ends(self, grads: Sequence[torch.Tensor | None]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -134,11 +135,32 @@ class ReplicaGraph:
         pairs = zip(self.outputs, grads, strict=True)
         return [(end, grad) for end, grad in pairs if end is not None and grad is not None and end.requires_grad]
 
-    def backward(self, grads: Sequence[torch.Tensor | None], keep: bool, reducer: Reducer | None = None) -> None:
-        """Run backward; the gradients are in the leaves' `.grad` then, except those that `reducer` took."""
-        backward_of([self], [grads], keep, [reducer])
+    def gradients(
+        self,
+        grads: Sequence[torch.Tensor | None],
+        keep: bool,
+        *,
+        into_grad: bool = True,
+        needed: Sequence[bool] | None = None,
+        callers: Sequence[torch.Tensor] = (),
+        reducer: Reducer | None = None,
+    ) -> tuple[Gradients, Gradients]:
+        """Run backward; return the gradients of the leaves of inputs, and of parameters.
 
-    def take_gradients(self) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
+        Args:
+            into_grad: whether they go through the leaves' `.grad`, as a module may expect; then all are computed.
+            needed: for each leaf, whether its gradient is needed; None: all are.
+            callers: leaves that are the caller's own, whose `.grad` is to stay.
+            reducer: takes gradients as soon as they are computed, if they go through `.grad`; those are missing then.
+        """
+        if not into_grad:
+            (found,) = gradients_of([self], [grads], needed, keep=keep)
+            return found[: len(self.inputs)], found[len(self.inputs) :]
+        with gradients_aside(callers) if callers else nullcontext():
+            backward_of([self], [grads], keep, [reducer])
+            return self.take_gradients()
+
+    def take_gradients(self) -> tuple[Gradients, Gradients]:
         """Return the `.grad` of the leaves of inputs, and of parameters, and set it to None."""
         gradients = (
             [None if leaf is None else leaf.grad for leaf in self.inputs],
@@ -178,7 +200,7 @@ def gradients_of(
     grads: Sequence[Sequence[torch.Tensor | None]],
     needed: Sequence[bool] | None = None,
     **options: bool,
-) -> list[list[torch.Tensor | None]]:
+) -> list[Gradients]:
     """Return the gradients of each graph's `leaves`, from one call, without writing any `.grad`.
 
     A leaf that several graphs share has its gradient in the first.
@@ -352,11 +374,6 @@ class ReplicaGraphs:
             and callers.isdisjoint(map(id, each.tensors))
         ]
 
-    def check_backward_inside_forward(self) -> None:
-        """Raise RuntimeError if gradients are summed over processes: the module itself has called backward."""
-        if self.sync_context is not None:
-            raise RuntimeError(_BACKWARD_INSIDE)
-
     def begin_sum(self, boundary: Any) -> RankReduction | None:
         """Begin to sum the parameters' gradients over processes; None if this backward reaches no parameter.
 
@@ -375,14 +392,20 @@ class ReplicaGraphs:
         """Return the joined outputs where no backward will follow."""
         return [each.join(each.tensors) for each in self.outputs]
 
-    def pass_on_gradients(self, live: Sequence[torch.Tensor]) -> None:
-        """Pass on gradients that the module's own call of backward, inside forward, has left in the replicas' leaves.
+    def pass_on(self, live: Sequence[torch.Tensor], gradients: Gradients) -> None:
+        """Pass gradients of the module's own call of backward, inside forward, on to the boundary's inputs.
+
+        Args:
+            live: the caller's tensors behind `inputs`.
 
         Raises:
             RuntimeError: gradients are to be summed over processes.
         """
-        self.check_backward_inside_forward()
-        pass_on(live, self._joined([graph.take_gradients() for graph in self.graphs()]))
+        if self.sync_context is not None:
+            raise RuntimeError(_BACKWARD_INSIDE)
+        pairs = zip([*live, *self.parameters.live], gradients, strict=True)
+        reached = [(tensor, grad) for tensor, grad in pairs if grad is not None]
+        torch_private.run_backward([tensor for tensor, _ in reached], [grad for _, grad in reached], keep=False)
 
     def needed_inputs(self, boundary: Any) -> list[bool] | None:
         """Return which of the boundary's inputs the backward that runs needs gradients of; None: all.
@@ -403,7 +426,7 @@ class ReplicaGraphs:
         keep: bool,
         reduction: RankReduction | None = None,
         needed: Sequence[bool] | None = None,
-    ) -> list[torch.Tensor | None]:
+    ) -> Gradients:
         """Run backward in every replica graph; return the gradient of each of the boundary's inputs.
 
         Gradients that `reduction` has taken meanwhile are missing.
@@ -430,7 +453,7 @@ class ReplicaGraphs:
 
     def _backward_into_grad(
         self, output_grads: Sequence[torch.Tensor | None], keep: bool, reduction: RankReduction | None
-    ) -> list[torch.Tensor | None]:
+    ) -> Gradients:
         graphs, grads = self.graphs(), self._parts_of(output_grads)
 
         def backward_some(replicas: Sequence[int]) -> None:
@@ -450,14 +473,12 @@ class ReplicaGraphs:
             if timeline.recording:
                 timeline.mark(timeline.REDUCE)
             totals = {} if sums is None else sums.end()
-        joined = self._joined([graph.take_gradients() for graph in graphs])
+        joined = self.joined([graph.take_gradients() for graph in graphs])
         for number, total in totals.items():
             joined[place_of(number, len(self.inputs))] = total
         return joined
 
-    def _joined(
-        self, gradients: Sequence[tuple[list[torch.Tensor | None], list[torch.Tensor | None]]]
-    ) -> list[torch.Tensor | None]:
+    def joined(self, gradients: Sequence[tuple[Gradients, Gradients]]) -> Gradients:
         """Return the gradient of each of the boundary's inputs, from those of each replica's leaves."""
         of_inputs = zip(*(of_inputs for of_inputs, _ in gradients), strict=True)
         joined = [each.join_gradients(of) for each, of in zip(self.inputs, of_inputs, strict=True)]
@@ -484,10 +505,10 @@ class ReplicaGraphs:
 
     def differentiable_backward(
         self, output_grads: Sequence[torch.Tensor | None], needed: Sequence[bool] | None = None
-    ) -> tuple[Self, list[list[torch.Tensor | None]]]:
+    ) -> tuple[Self, list[Gradients]]:
         """Run backward with create_graph=True; return its graphs, without outputs yet, and each input's gradients."""
         incoming: list[BoundaryTensor] = []
-        end_grads: list[list[torch.Tensor | None]] = [[] for _ in self.timings]
+        end_grads: list[Gradients] = [[] for _ in self.timings]
         for each, grad in zip(self.outputs, output_grads, strict=True):
             parts: list[torch.Tensor | None] = [None for _ in self.timings]
             if grad is not None:
@@ -506,7 +527,7 @@ class ReplicaGraphs:
 
     def _differentiate(
         self, grads: Sequence[Sequence[torch.Tensor | None]], higher: Self, needed: Sequence[bool] | None
-    ) -> list[list[torch.Tensor | None]]:
+    ) -> list[Gradients]:
         """Return each input's gradients, from `grads` of each replica's outputs; their graphs will be in `higher`."""
         together = any_batched(chain.from_iterable(grads)) or modes_that_stay()
         return self._gradients(grads, needed, together=together, create_graph=True)
@@ -516,7 +537,7 @@ class ReplicaGraphs:
         inputs = [*self.inputs, *incoming]
         return replace(self, inputs=inputs, outputs=[], live_inputs=(), keep=True, replay=None, **changes)
 
-    def _part_of(self, index: int, output_grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    def _part_of(self, index: int, output_grads: Sequence[torch.Tensor | None]) -> Gradients:
         """Return a replica's part of the output gradients; None for an output that needs none."""
         return [
             each.part(grad, index, end.device) if grad is not None and end is not None and end.requires_grad else None
@@ -524,7 +545,7 @@ class ReplicaGraphs:
             for end in (each.tensors[index],)
         ]
 
-    def _parts_of(self, output_grads: Sequence[torch.Tensor | None]) -> list[list[torch.Tensor | None]]:
+    def _parts_of(self, output_grads: Sequence[torch.Tensor | None]) -> list[Gradients]:
         """Return each replica's part of the output gradients."""
         return [self._part_of(index, output_grads) for index, _ in enumerate(self.timings)]
 
@@ -535,10 +556,10 @@ class ReplicaGraphs:
         *,
         together: bool,
         **options: bool,
-    ) -> list[list[torch.Tensor | None]]:
+    ) -> list[Gradients]:
         """Return the gradients of each input without writing any `.grad`: one call a replica, or one for all."""
         graphs = self.graphs()
-        found: list[list[torch.Tensor | None]] = [[] for _ in graphs]
+        found: list[Gradients] = [[] for _ in graphs]
 
         def backward_one(index: int) -> None:
             (found[index],) = gradients_of([graphs[index]], [grads[index]], needed, **options)
@@ -576,12 +597,6 @@ def gradients_aside(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
     finally:
         for leaf, grad in zip(leaves, before, strict=True):
             leaf.grad = grad
-
-
-def pass_on(live: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
-    """Pass gradients on to the live tensors."""
-    reached = [(tensor, grad) for tensor, grad in zip(live, gradients, strict=True) if grad is not None]
-    torch_private.run_backward([tensor for tensor, _ in reached], [grad for _, grad in reached], keep=False)
 
 
 def any_batched(grads: Iterable[torch.Tensor | None]) -> bool:

@@ -99,6 +99,12 @@ class LaneCall:
     output_device: torch.device
     method: str | None = None
 
+    def where(self) -> ReplicaNames:
+        """Return each replica's name in messages."""
+        names = ReplicaNames([f"replica {i} on {device}" for i, device in enumerate(self.devices)])
+        names.numbers, names.devices = range(len(names)), self.devices
+        return names
+
 
 @dataclass
 class LaneOutput:

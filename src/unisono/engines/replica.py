@@ -18,7 +18,7 @@ from torch import nn
 from unisono.autograd.broadcast import CoalescedBroadcast, ReduceBuckets
 from unisono.autograd.reducer import LeafHooks
 from unisono.autograd.replica_graph import BoundaryTensor, OutsideLeaves, ReplicaGraphs
-from unisono.engines.base import Call, called
+from unisono.engines.base import Call, Parts, called
 from unisono.engines.replay import parts_of, run_in_parts
 from unisono.primitives.batch_types import batch_type_of
 from unisono.primitives.blueprint import Blueprint, unlinked_at_deletion
@@ -94,19 +94,30 @@ def call_replica(
     timings: Sequence[ReplicaTiming],
     index: int,
 ) -> Any:
-    """Call a replica with its inputs, in its thread; note how long it took."""
+    """Call a replica of this process with its inputs, in its thread; note how long it took."""
     started = time.perf_counter()
     copies.wait_copies(index)
-    args, kwargs = inputs.shards[index]
-    function = called(roots[index], call.method)
-    if (call.parts > 1 or row_limits) and (parts := parts_of(row_limits, call, roots[index], index)):
-        output = run_in_parts(roots[index], function, args, kwargs, parts, call.devices[index])
-    else:
-        output = function(*args, **kwargs)
+    parts = parts_of(row_limits, call, roots[index], index) if call.parts > 1 or row_limits else None
+    output = call_with_shard(roots[index], call.method, inputs.shards[index], parts, call.devices[index])
     if call.is_timed:
         _devices.queued_work(call.devices[index])(True)
     timings[index].forward_s = time.perf_counter() - started
     return output
+
+
+def call_with_shard(
+    root: nn.Module,
+    method: str | None,
+    shard: tuple[tuple[Any, ...], dict[str, Any]],
+    parts: Parts | None,
+    device: torch.device,
+) -> Any:
+    """Call a replica, wherever it runs, with its positional and keyword inputs, as a whole or in parts."""
+    args, kwargs = shard
+    function = called(root, method)
+    if parts is not None:
+        return run_in_parts(root, function, args, kwargs, parts, device)
+    return function(*args, **kwargs)
 
 
 class Replica:

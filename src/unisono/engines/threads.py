@@ -106,7 +106,7 @@ class Threads(FailureOptions):
         with Copies(call.devices) as copies:
             step = _ThreadsStep(self, module, call, copies, again)
             if not inside_replica():
-                self._timings = step.graphs.timings
+                self._timings = step.timings
             return step.forward()
 
     def open_lanes(self, module: nn.Module, call: LaneCall) -> Lanes:
@@ -148,10 +148,9 @@ class _ThreadsStep(Step[ReplicaContext]):
     """
 
     def __init__(self, engine: Threads, module: nn.Module, call: Call, copies: Copies, again: Replay | None) -> None:
-        self.call, self.tracked, self.is_again = call, torch.is_grad_enabled(), again is not None
+        super().__init__(call, again)
         self._engine, self._copies = engine, copies
-        timings = [ReplicaTiming(device, size) for device, size in zip(call.devices, call.sizes, strict=True)]
-        self.graphs = ReplicaGraphs(timings, call.where())
+        self.graphs = ReplicaGraphs(self.timings, call.where())
         with collector_paused:
             if timeline.recording:
                 timeline.mark(timeline.REPLICATE)
@@ -170,7 +169,7 @@ class _ThreadsStep(Step[ReplicaContext]):
         if pool.blueprint.compiled:
             prepare_accelerators(pool.blueprint, call.devices, _CUDA_GRAPHS if len(call.devices) > 1 else None)
         self.buffers = unchanged_on_failure(pool.buffers)
-        policy, self.replay = engine._policy, again
+        policy = engine._policy
         if policy.rescue and self.tracked and again is None and not inside_replica():
             forward = partial(engine._forward, module)
             self.replay = Replay(policy, call, pool.blueprint, self.buffers, call.devices, forward)
@@ -188,7 +187,7 @@ class _ThreadsStep(Step[ReplicaContext]):
             contexts += self._engine._compile_lock.if_new(kinds, timeout_s)
         if timeline.recording and (step := timeline.current_step()) is not None:
             self.graphs.step = step
-            contexts += timeline.contexts(call.replica_numbers, self.graphs.timings)
+            contexts += timeline.contexts(call.replica_numbers, self.timings)
         return Passes(contexts, one_call, timeout_s)
 
     def opened(self) -> AbstractContextManager[ReplicaContext]:
@@ -196,12 +195,12 @@ class _ThreadsStep(Step[ReplicaContext]):
 
     def run(self, opened: ReplicaContext) -> list[Any]:
         call, graphs, policy = self.call, self.graphs, self._engine._policy
-        of_call = call, policy.row_limits, self._inputs, self.replicas.roots, self._copies, graphs.timings
+        of_call = call, policy.row_limits, self._inputs, self.replicas.roots, self._copies, self.timings
         tasks = [partial(call_replica, *of_call, i) for i, _ in enumerate(call.devices)]
         # No variable may hold the outcomes: an error's traceback refers to this frame.
         return values_or_raise(run_together(tasks, call.devices, opened, policy.timeout, graphs.where), graphs.where)
 
-    def link(self, groups: Sequence[Group]) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    def link(self, groups: Sequence[Group]) -> Sequence[torch.Tensor]:
         call, graphs, pool, replicas, inputs = self.call, self.graphs, self.pool, self.replicas, self._inputs
         own_leaves = [leaf for given in inputs.of_boundary for leaf in given.tensors if leaf is not None]
         own_leaves += chain.from_iterable(replicas.leaves)
@@ -216,7 +215,10 @@ class _ThreadsStep(Step[ReplicaContext]):
         graphs.parameters = ParameterLeaves(pool.live_parameters, replicas.leaves, replicas.hooks, pool.large, buckets)
         graphs.on_release = replicas.give_back
         graphs.sync_context, graphs.separate_memory = call.sync_context, self._engine._separate_memory
-        return [*inputs.live, *outside], own_leaves
+        live = [*inputs.live, *outside]
+        if [leaf for leaf in own_leaves if leaf.grad is not None] and not self.is_again:
+            graphs.pass_on(live, graphs.joined([graph.take_gradients() for graph in graphs.graphs()]))
+        return live
 
 
 def _contexts_with_exchange(

@@ -677,7 +677,7 @@ def test_a_global_of_an_imported_module_that_only_later_forwards_use(wrap):
     model, x = wrap(UsesGlobal()), torch.randn(4, 3)
     for used in (False, True, False, False):
         model(x, used=used).sum().backward()
-    with pytest.raises(RuntimeError, match=r"replica 1 .* used a tensor of shape \(3,\) that needs a gradient"):
+    with pytest.raises(RuntimeError, match=r"replicas used a tensor of shape \(3,\) that needs a gradient"):
         model(x, used=True)
     assert torch.equal(model(x), model.module(x))
 

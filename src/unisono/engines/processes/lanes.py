@@ -12,7 +12,6 @@ A worker that dies takes its batch with it. Its lane ends, the other ones go on;
 get another batch.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,12 +20,12 @@ from unisono.engines.base import Lane, LaneCall, LaneEndedError, LaneOutput, Lan
 from unisono.engines.lanes import tensors_to_place
 from unisono.engines.processes.channel import ChannelClosedError
 from unisono.engines.processes.messages import Forward, Reply, TensorRef
-from unisono.engines.processes.module_sync import ModuleSync, Update
 from unisono.engines.processes.pickling import dumps, loads
 from unisono.engines.processes.remote_graph import repeat_messages
+from unisono.engines.processes.shared_memory import TensorSpec
 from unisono.engines.processes.worker_group import StepLock, WorkerGroup, workers_timed_out
 from unisono.runtime import devices as _devices
-from unisono.runtime.errors import ReplicaLost, ReplicaNames, annotate, log
+from unisono.runtime.errors import ReplicaLost, log
 from unisono.runtime.thread_state import ProcessState, ThreadState
 
 _BATCH_IS_LOST = "Its batch is lost. The iteration can go on, without this worker; the module is as it was."
@@ -122,7 +121,7 @@ class WorkerLane(Lane):
         except BaseException:
             buffer.clear()
             raise
-        message = _message(self._call, self.name, self.device, shard, buffer.flush(), seed, torch.get_num_threads())
+        message = forward_of_lane(self._call, self.number, shard, buffer.flush(), seed)
         self._worker.send(message, (), ProcessState.capture(), kept=())
 
     def _value(self, reply: Reply) -> Any:
@@ -139,49 +138,17 @@ class WorkerLane(Lane):
         return loads(reply.value, tensor_of)
 
 
-def send_update(worker_group: WorkerGroup, module_sync: ModuleSync, update: Update, call: LaneCall) -> None:
-    """Send all workers what changed in the module, and wait until they have it.
-
-    Raises:
-        ReplicaDied: a worker has died. The group is ended.
-    """
-    where = ReplicaNames([f"replica {i} on {device}" for i, device in enumerate(call.devices)])
-    where.numbers, where.devices = range(len(where)), call.devices
-    transport, replicas = worker_group.transport, tuple(range(len(where)))
-    with worker_group:
-        for i in replicas[1:]:
-            buffer = worker_group.workers[i - 1].send_buffer
-            message = _message(call, where[i], call.devices[i], None, buffer.flush(), 0, 1)
-            message.update, message.replicas = update, replicas
-            message.rendezvous = transport.rendezvous(i) if update.sent else None
-            segments: Sequence[Any] = [*module_sync.segments, *(transport.segments if update.sent else ())]
-            worker_group.send(i - 1, message, segments, ProcessState.capture(), where)
-        with worker_group.collective:
-            transport.begin_sending(
-                module_sync.take_flats(), replicas, lambda waited_s: worker_group.poll(where, waited_s)
-            )
-            transport.end_sending(lambda waited_s: worker_group.poll(where, waited_s))
-        replies = worker_group.replies(where)
-        errors = [(where[i + 1], reply.error.exception()) for i, reply in replies.items() if reply.error]
-        if errors:
-            raise annotate(errors)
-
-
-def _message(
-    call: LaneCall, where: str, device: torch.device, shard: bytes | None, specs: Any, seed: int, num_threads: int
-) -> Forward:
+def forward_of_lane(call: LaneCall, replica: int, shard: bytes | None, specs: list[TensorSpec], seed: int) -> Forward:
+    """Return the message of a batch to a replica; without a shard, of an update only."""
     return Forward(
         specs=specs,
         thread=ThreadState.capture(),
-        num_threads=num_threads,
+        num_threads=torch.get_num_threads(),
         seed=seed,
         graph=-1,  # without gradients there is none
-        update=Update(),
         method=call.method,
         shard=shard,
-        where=where,
-        exchange_rank=None,
-        device=device,
-        rendezvous=None,
-        replicas=(),
+        replica=replica,
+        num_replicas=len(call.devices),
+        device=call.devices[replica],
     )

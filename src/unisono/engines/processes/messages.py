@@ -8,6 +8,7 @@ the k-th tensor of a call that needs a gradient.
 """
 
 import contextlib
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ import torch
 
 from unisono.engines.base import Parts
 from unisono.engines.processes.module_sync import Update
-from unisono.engines.processes.pickling import dumps, loads
+from unisono.engines.processes.pickling import classes_by_value, dumps, loads
 from unisono.engines.processes.reducers.collectives import CollectiveConfig, Rendezvous
 from unisono.engines.processes.reducers.shared_memory import SharedMemoryConfig
 from unisono.engines.processes.shared_memory import Segment, SendBuffer, TensorSpec, is_plain_strided
@@ -100,25 +101,23 @@ class Forward(Message):
 
     Attributes:
         shard: the replica's positional and keyword inputs, pickled; None: only take the update.
-        exchange_rank: where replicas exchange values: this replica's index and their number; else None.
-        sync_batch_norm: whether batch norm is over all replicas.
-        rows: where replicas draw the random numbers of one device: the rows of each; else None.
+        replica, num_replicas: its index, and how many take part.
         device: the replica's.
         rendezvous: of the process group over which parameters are sent; None if none are.
-        replicas: those that take part.
+        sync_batch_norm: whether batch norm is over all replicas.
+        rows: where replicas draw the random numbers of one device: the rows of each; else None.
         parts: how the replica runs its shard in parts; None: as a whole.
         rescue: whether a later message may have it run in parts.
     """
 
     graph: int
-    update: Update
     method: str | None
     shard: bytes | None
-    where: str
-    exchange_rank: tuple[int, int] | None
+    replica: int
+    num_replicas: int
     device: torch.device
-    rendezvous: Rendezvous | None
-    replicas: tuple[int, ...]
+    update: Update = field(default_factory=Update)
+    rendezvous: Rendezvous | None = None
     sync_batch_norm: bool = False
     rows: tuple[int, ...] | None = None
     parts: Parts | None = None
@@ -198,6 +197,23 @@ class RemoteError:
     traceback: str
     notes: list[str]
     is_urgent: bool
+
+    @classmethod
+    def of(cls, error: BaseException) -> "RemoteError":
+        """Return what the caller needs to raise an equal exception."""
+        known = set(classes_by_value())
+        text = "".join(traceback.format_exception_only(error)).strip()
+        notes = [str(note) for note in getattr(error, "__notes__", ())]
+        where = "".join(traceback.format_exception(error))
+        for attempt in (error, (type(error), error.args, dict(error.__dict__)), (type(error), error.args, {})):
+            try:
+                pickled = dumps(attempt, known=known)
+                again = loads(pickled)
+                if attempt is not error or (type(again) is type(error) and again.args == error.args):
+                    return cls(pickled, text, where, notes, not isinstance(error, Exception))
+            except Exception:  # noqa: BLE001 - whatever its class raises: try the next form
+                continue
+        return cls(None, text, where, notes, not isinstance(error, Exception))
 
     def exception(self) -> BaseException:
         """Return an exception equal to the one that the worker raised."""

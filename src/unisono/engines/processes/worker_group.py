@@ -42,7 +42,6 @@ _END_TIMEOUT_S = 1.0  # within which all connections of a killed process close
 _SLEEP_S = 0.001
 _ENDED = "has ended; how, is not known"
 _STEP_IS_LOST = "This step is lost; the module is as it was, and the next forward starts other workers."
-_STOPPED = "was stopped"
 _WAITS_FOR_OTHERS = ("in wait_until", "in submit_and_wait")  # in the stack of a worker
 
 
@@ -218,14 +217,11 @@ class StepLock:
 class WorkerGroup:
     """Workers that run the replicas of one engine.
 
-    It is the context of a step: if that raises while a worker owes a reply, or has missed a collective, the group ends.
-
     Attributes:
         workers: those of replicas 1, 2, ...
         num_in_sync: how many of them have the module as it is.
         devices: of replicas 0, 1, ...
         transport: how parameters reach them, and gradients come back.
-        collective: the context of the caller's part in a collective: if that raises, the group cannot go on.
         timeout_s: for how long the caller waits without a message; None: for ever. See `set_timeout`.
         graph_numbers: yields the numbers of their graphs.
         ended: whether it has been ended.
@@ -237,7 +233,7 @@ class WorkerGroup:
         self.ended = False
         self.timeout_s = timeout_s
         self._progress_at = 0.0  # when this wait began, or the last message came
-        self._names: ReplicaNames | None = None  # of the last step
+        self._names = ReplicaNames()  # of the last step's replicas
         self._timed_out: ReplicaTimeout | None = None
         self.num_in_sync = 0
         self.devices: list[torch.device] = []
@@ -250,7 +246,6 @@ class WorkerGroup:
         self._dead: set[int] = set()  # those of them that have died
         self._has_urgent = False  # whether one of them has died, or has replied with an urgent error
         self._out_of_step: set[int] = set()  # replicas that cannot go on, or have not done their part in a collective
-        self.collective = _Collective(self._out_of_step)
         self._replies: dict[int, Reply] = {}  # of workers that are no longer awaited
         self._exchange: LocalExchange | None = None
         self.workers: list[WorkerHandle] = []  # last of the attributes that `end` needs
@@ -290,14 +285,18 @@ class WorkerGroup:
             pid, server_pid, channel = fork_server.server.fork(seed, stack_file.fd, self.timeout_s)
         except fork_server.ForkServerDiedError as died:
             self.end()
-            raise _not_started(died, replica, device, kills_before) from None
+            message = _not_started(replica, device, died.pid, how_it_ended(died.code, kills_before))
+            raise ReplicaDied(message, replica=replica, device=device) from None
         except BaseException as error:
             if not fork_server.server.is_running:  # it was ended here, and so were the workers of all groups
                 for group in list(_groups):
                     group.ended = True
             if isinstance(error, fork_server.ForkServerStuckError):
                 self.end()
-                raise _not_started_in_time(error, replica, device, self.timeout_s) from None
+                how = "was stopped" if error.stopped else "did not reply"
+                waited = f"for {self.timeout_s:g} s (timeout={self.timeout_s:g}), and has been ended"
+                message = _not_started(replica, device, error.pid, f"{how} {waited}")
+                raise ReplicaTimeout(message, replica=replica, device=device, timeout=self.timeout_s or 0.0) from None
             raise
         try:
             channel.set_timeout(self.timeout_s)
@@ -316,22 +315,16 @@ class WorkerGroup:
         """Return what keeps a graph in every worker: when it is deleted, each drops the graph with its next message."""
         return at_deletion(*[map(worker.released_graphs.append, [graph]) for worker in self.workers])
 
-    def send(
-        self, index: int, message: Message, segments: Sequence[Segment], process: ProcessState, where: ReplicaNames
-    ) -> None:
-        """Send a worker a message.
+    def step(self, names: ReplicaNames) -> "WorkerGroup":
+        """Return this group as the context of a step: the group ends if that raises while a worker owes a reply.
 
-        Raises:
-            ReplicaDied: it has died. The group is ended.
+        It also ends if a worker, or the caller, has missed its part in a collective then.
+
+        Args:
+            names: of the step's replicas.
         """
-        self._names = where
-        self._awaited.add(index)  # before it is sent: if Ctrl-C interrupts the send, the group must end
-        try:
-            self.workers[index].send(message, segments, process, kept=self.transport.segments)
-        except ChannelClosedError:
-            raise self._end_with_error(index, where) from None
-        except TimeoutError:
-            self._give_up([index])
+        self._names = names
+        return self
 
     def __enter__(self) -> None:
         pass
@@ -340,6 +333,27 @@ class WorkerGroup:
         if kind is not None and (self._awaited or self._out_of_step):
             self.end()
         self._replies, self._exchange, self._has_urgent = {}, None, False
+
+    @contextlib.contextmanager
+    def collective(self) -> Iterator[None]:
+        """Enter the context of the caller's part in a collective: if that raises, the group cannot go on."""
+        self._out_of_step.add(0)
+        yield
+        self._out_of_step.discard(0)
+
+    def send(self, index: int, message: Message, segments: Sequence[Segment], process: ProcessState) -> None:
+        """Send a worker a message.
+
+        Raises:
+            ReplicaDied: it has died. The group is ended.
+        """
+        self._awaited.add(index)  # before it is sent: if Ctrl-C interrupts the send, the group must end
+        try:
+            self.workers[index].send(message, segments, process, kept=self.transport.segments)
+        except ChannelClosedError:
+            raise self._end_with_error(index) from None
+        except TimeoutError:
+            self._give_up([index])
 
     def open_exchange(self, num_replicas: int, cross_process: CrossProcess | None = None) -> LocalExchange:
         """Open the exchange of the caller's replica and of the workers that were sent a message; return it.
@@ -352,7 +366,7 @@ class WorkerGroup:
             self._exchange.withdraw(index + 1, failed=False)
         return self._exchange
 
-    def replies(self, where: ReplicaNames) -> dict[int, Reply]:
+    def replies(self) -> dict[int, Reply]:
         """Wait for the replies of the workers that were sent a message; return them by index, in order.
 
         An urgent one is returned at once, and alone.
@@ -366,7 +380,7 @@ class WorkerGroup:
         if self._exchange is not None and self._exchange.error is not None:
             raise self._exchange.error
         self._receive(lambda: self._has_urgent)
-        self._raise_if_died(where)
+        self._raise_if_died()
         replies, self._replies = dict(sorted(self._replies.items())), {}
         if self._has_urgent:
             self._has_urgent = False
@@ -416,7 +430,7 @@ class WorkerGroup:
         if exchange is not None:
             exchange.withdraw(index + 1, failed=failed)
 
-    def poll(self, where: ReplicaNames, waited_s: float) -> None:
+    def poll(self, waited_s: float) -> None:
         """Receive what workers have sent so far; for a caller that waits for them elsewhere.
 
         Args:
@@ -428,7 +442,7 @@ class WorkerGroup:
             BaseException: the error of a worker that cannot go on.
         """
         self._receive_ready()
-        self._raise_if_died(where)
+        self._raise_if_died()
         if self.timeout_s is not None and waited_s > self.timeout_s:
             self._check_progress()
         for index, reply in sorted(self._replies.items()):
@@ -438,8 +452,8 @@ class WorkerGroup:
                 while self._awaited and not self._dead and time.monotonic() < until:
                     time.sleep(_SLEEP_S)
                     self._receive_ready()
-                self._raise_if_died(where)
-                raise annotate([(where[index + 1], reply.error.exception())])
+                self._raise_if_died()
+                raise annotate([(self._names[index + 1], reply.error.exception())])
 
     def _check_progress(self) -> None:
         if self.timeout_s is not None and time.monotonic() - self._progress_at > self.timeout_s:
@@ -449,7 +463,6 @@ class WorkerGroup:
 
     def _give_up(self, indices: Sequence[int]) -> NoReturn:
         """End the group because none of these workers makes progress; raise the error that says where they are."""
-        assert self._names is not None
         stuck = {index + 1: self.workers[index] for index in indices}
         self._timed_out = workers_timed_out(stuck, self.timeout_s or 0.0, self._names, _STEP_IS_LOST)
         self.end()
@@ -460,15 +473,14 @@ class WorkerGroup:
             if self.workers[index].channel.is_ready():
                 self._receive_from(index)
 
-    def _raise_if_died(self, where: ReplicaNames) -> None:
+    def _raise_if_died(self) -> None:
         if self._dead:
-            index = min(self._dead)
-            raise self._end_with_error(index, where)
+            raise self._end_with_error(min(self._dead))
 
-    def _end_with_error(self, index: int, where: ReplicaNames) -> ReplicaDied:
+    def _end_with_error(self, index: int) -> ReplicaDied:
         """End the group after a worker's death; return the error that describes it."""
-        place = index + 1
-        died = self.workers[index].death(where[place], where.numbers[place], where.devices[place], _STEP_IS_LOST)
+        names, i = self._names, index + 1
+        died = self.workers[index].death(names[i], names.numbers[i], names.devices[i], _STEP_IS_LOST)
         self.end()
         return died
 
@@ -494,18 +506,6 @@ class WorkerGroup:
         self.end(graceful=True)
 
 
-class _Collective:
-    def __init__(self, missed: set[int]) -> None:
-        self._missed = missed
-
-    def __enter__(self) -> None:
-        self._missed.add(0)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self._missed.discard(0)
-
-
 def _backend_for(devices: Sequence[torch.device], share_memory: bool) -> str | None:
     """Return the backend of torch.distributed that replicas on these devices need; None: they share memory."""
     if share_memory and all(map(_devices.is_cpu, devices)):
@@ -518,29 +518,11 @@ def _is_urgent(reply: Reply) -> bool:
     return reply.error is not None and reply.error.is_urgent
 
 
-def _not_started(
-    died: fork_server.ForkServerDiedError, replica: int, device: torch.device, kills_before: Mapping[str, int]
-) -> ReplicaDied:
-    """Return the error for a worker that could not be started."""
-    return ReplicaDied(
+def _not_started(replica: int, device: torch.device, server_pid: int, how: str) -> str:
+    """Return the message for a worker that could not be started."""
+    return (
         f"replica {replica} on {device}: its worker process could not be started: the fork server that all workers of "
-        f"this process come from, process {died.pid}, {how_it_ended(died.code, kills_before)}. {_STEP_IS_LOST}",
-        replica=replica,
-        device=device,
-    )
-
-
-def _not_started_in_time(
-    stuck: fork_server.ForkServerStuckError, replica: int, device: torch.device, timeout_s: float | None
-) -> ReplicaTimeout:
-    """Return the error for a worker for which the fork server did not reply in time."""
-    return ReplicaTimeout(
-        f"replica {replica} on {device}: its worker process could not be started: the fork server that all workers of "
-        f"this process come from, process {stuck.pid}, {_STOPPED if stuck.stopped else 'did not reply'} for "
-        f"{timeout_s:g} s (timeout={timeout_s:g}), and has been ended. {_STEP_IS_LOST}",
-        replica=replica,
-        device=device,
-        timeout=timeout_s or 0.0,
+        f"this process come from, process {server_pid}, {how}. {_STEP_IS_LOST}"
     )
 
 
@@ -558,7 +540,7 @@ def workers_timed_out(
     stacks = {i: worker.stack_file.ask(worker.pid) for i, worker in workers.items()}
     stuck = min(workers, key=lambda i: (i not in stopped, any(place in stacks[i] for place in _WAITS_FOR_OTHERS), i))
     pid = workers[stuck].pid
-    is_in = f"{_STOPPED} (SIGSTOP, or a debugger)" if stuck in stopped else "does not answer"
+    is_in = "was stopped (SIGSTOP, or a debugger)" if stuck in stopped else "does not answer"
     texts = [
         f"{names[i]}, in process {workers[i].pid}, is here:\n{stack or 'its Python stack could not be read'}"
         for i, stack in stacks.items()
