@@ -69,71 +69,66 @@ class _Boundary(torch.autograd.Function):
     @staticmethod
     @critical
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        graphs: ReplicaGraphs = ctx.graphs
-        has_grads = bool([grad for grad in grads if grad is not None])
-        if graphs.released:
-            if not has_grads:  # a later forward has detached the only output that it used, a buffer
-                return (None,) * len(ctx.needs_input_grad)
-            raise RuntimeError(
-                "Trying to backward through the replicas a second time: the first backward freed the tensors that they "
-                "had saved. Give the first one retain_graph=True, or add the losses up and call backward once."
-            )
-        reduction = None if graphs.sync_context is None else graphs.begin_sum(ctx)
-        if reduction is None and not has_grads:
-            _skip_hooks_without_gradient(graphs, [None] * len(graphs.live_inputs))
-            return (None,) * (1 + len(graphs.live_inputs))
-        keep = graphs.keep or torch_private.backward_keeps_graph()
-        first = len(graphs.inputs)
-        needed = graphs.needed_inputs(ctx) if graphs.outside.with_reentrant_checkpoint else None
-        try:
-            if torch.is_grad_enabled():
-                joined = _differentiable_backward(graphs, grads, needed)
-                if reduction is not None:
-                    joined[first:] = reduction.differentiable(joined[first:])
-                _skip_hooks_without_gradient(graphs, joined)
-                return (None, *joined)
-            if graphs.replay is None:
-                joined = graphs.backward(grads, keep, reduction, needed)
-            else:
-                joined = graphs.replay.run(graphs, partial(graphs.backward, grads, keep, reduction, needed))
+        step = ctx.graphs.step
+        if step is None or not step.is_open:  # none where replicas were run again after the profile has ended
+            return _backward(ctx, grads)
+        with step.recorded(timeline.BACKWARD, timeline.SCATTER):
+            return _backward(ctx, grads)
+
+
+# `apply` without its search for torch.func's tensors, which is a call for each parameter: under a transform the plain
+# composition runs.
+_apply: Any = super(torch.autograd.Function, _Boundary).apply
+
+
+def _backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of the boundary's inputs, behind one of `graphs`, which is None."""
+    graphs: ReplicaGraphs = ctx.graphs
+    has_grads = bool([grad for grad in grads if grad is not None])
+    if graphs.released:
+        if not has_grads:  # a later forward has detached the only output that it used, a buffer
+            return (None,) * len(ctx.needs_input_grad)
+        raise RuntimeError(
+            "Trying to backward through the replicas a second time: the first backward freed the tensors that they "
+            "had saved. Give the first one retain_graph=True, or add the losses up and call backward once."
+        )
+    reduction = None if graphs.sync_context is None else graphs.begin_sum(ctx)
+    if reduction is None and not has_grads:
+        _skip_hooks_without_gradient(graphs, [None] * len(graphs.live_inputs))
+        return (None,) * (1 + len(graphs.live_inputs))
+    keep, first, higher = (
+        graphs.keep or torch_private.backward_keeps_graph(),
+        len(graphs.inputs),
+        torch.is_grad_enabled(),
+    )
+    try:
+        if higher:
+            joined = _differentiable_backward(graphs, grads, graphs.needed_inputs(ctx))
+            if reduction is not None:
+                joined[first:] = reduction.differentiable(joined[first:])
+        else:
+            run = partial(graphs.backward, grads, keep, reduction)
+            joined = run() if graphs.replay is None else graphs.replay.run(graphs, run)
             if reduction is not None:
                 joined[first:] = reduction.finish(joined[first:])
-        except BaseException as error:
-            if not torch.is_grad_enabled():
-                graphs.release(failed=True)  # another backward must not count what the leaves hold now
-            if reduction is not None:
-                reduction.failed(error)
-            raise
-        _skip_hooks_without_gradient(graphs, joined)
+    except BaseException as error:
+        if not higher:
+            graphs.release(failed=True)  # another backward must not count what the leaves hold now
+        if reduction is not None:
+            reduction.failed(error)
+        raise
+    _skip_hooks_without_gradient(graphs, joined)
+    if not higher:
         graphs.let_outputs_stream_wait()
         if not keep:
             graphs.release()
-        return (None, *joined)
+    return (None, *joined)
 
 
 def _skip_hooks_without_gradient(graphs: ReplicaGraphs, joined: Sequence[torch.Tensor | None]) -> None:
     """Let hooks of leaves that no replica used not be called, as without a wrapper: no node would lead to the leaf."""
     if without := [n for n, gradient in enumerate(joined) if gradient is None]:
         torch_private.skip_hooks_without_gradient([graphs.live_inputs[n] for n in without])
-
-
-class _RecordedBoundary(_Boundary):
-    """The node of a step that is recorded; a class of its own, so that other steps make no call for it."""
-
-    @staticmethod
-    @critical
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        step = ctx.graphs.step
-        if step is None or not step.is_open:  # none where replicas were run again after the profile has ended
-            return _Boundary.backward(ctx, *grads)
-        with step.recorded(timeline.BACKWARD, timeline.SCATTER):
-            return _Boundary.backward(ctx, *grads)
-
-
-# `apply` without its search for torch.func's tensors, which is a call for each parameter: under a transform the plain
-# composition runs.
-_apply: Any = super(torch.autograd.Function, _Boundary).apply
-_apply_recorded: Any = super(torch.autograd.Function, _RecordedBoundary).apply
 
 
 def join(graphs: ReplicaGraphs, live_inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -146,8 +141,7 @@ def join(graphs: ReplicaGraphs, live_inputs: Sequence[torch.Tensor]) -> Sequence
         return graphs.joined_outputs()
     live = [*live_inputs, *graphs.parameters.live]
     aliases = [tensor if tensor.is_leaf else Alias.apply(tensor) for tensor in live]  # type: ignore[no-untyped-call]
-    apply = _apply if graphs.step is None else _apply_recorded
-    joined: tuple[torch.Tensor, ...] = apply(graphs, *aliases)
+    joined: tuple[torch.Tensor, ...] = _apply(graphs, *aliases)
     return joined
 
 
@@ -165,8 +159,7 @@ def _differentiable_backward(
     first = len(graphs.inputs)
     incoming = [grad for grad in grads if grad is not None]
     live_inputs = (*graphs.live_inputs[:first], *incoming, *graphs.live_inputs[first:])
-    apply = _apply if higher.step is None else _apply_recorded
-    results = iter(apply(higher, *live_inputs))
+    results = iter(_apply(higher, *live_inputs))
     return [next(results) if each is not None else None for each in gradients]
 
 

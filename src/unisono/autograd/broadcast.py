@@ -81,11 +81,13 @@ class ReduceBuckets:
     """The buckets in which the gradients of some parameters are reduced, planned once.
 
     Attributes:
+        separate_memory: as in `CoalescedBroadcast`.
         homes, home_of: the devices of the parameters, each once; and that of each parameter.
         bucket_of: each parameter's bucket; -1 for one that is copied by itself.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], *, separate_memory: bool = False) -> None:
+        self.separate_memory = separate_memory
         self.homes = list(dict.fromkeys([parameter.device for parameter in parameters]))
         self.home_of = [parameter.device for parameter in parameters]
         # Backward computes the last parameters' gradients first.
@@ -105,7 +107,6 @@ class CoalescedReduce:
         devices: one a replica.
         emit: called with k and the sum of one gradient from each replica, as soon as it is complete, for every k in
             `emitted`; `end` then returns only what was not emitted.
-        separate_memory: as in `CoalescedBroadcast`.
     """
 
     def __init__(
@@ -114,15 +115,13 @@ class CoalescedReduce:
         devices: Sequence[torch.device],
         emit: Emit | None = None,
         emitted: Collection[int] = (),
-        *,
-        separate_memory: bool = False,
     ) -> None:
         self._plan, self._emit, self._emitted = plan, emit, emitted
         self._copies = Copies(plan.homes)
         self._reader = {home: reader for reader, home in enumerate(plan.homes)}
         self._streams = {device: _devices.has_streams(device) for device in (*devices, *plan.homes)}
         self._is_remote = [
-            {home: _is_remote(i, device, home, separate_memory) for home in plan.homes}
+            {home: _is_remote(i, device, home, plan.separate_memory) for home in plan.homes}
             for i, device in enumerate(devices)
         ]
         self._num_replicas = len(devices)

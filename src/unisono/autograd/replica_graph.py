@@ -28,8 +28,6 @@ from unisono.autograd.reducer import (
     LeafHooks,
     Reducer,
     RunningSums,
-    number_of_input,
-    place_of,
     sum_in_place,
     sums_of,
 )
@@ -38,7 +36,6 @@ from unisono.primitives.parallel_apply import values_or_raise
 from unisono.primitives.placements import Placement, Replicate
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline, torch_private
-from unisono.runtime.buckets import LARGE_BYTES
 from unisono.runtime.errors import ReplicaNames
 from unisono.runtime.streams import wait_for_streams
 from unisono.runtime.thread_pool import PassContext, one_pass, run_together
@@ -118,13 +115,13 @@ class ReplicaGraph:
         inputs: its leaves for the inputs of the call, and for tensors from outside the module; None where it has none.
         parameters: its leaves for the module's parameters.
         outputs: its outputs; None where it has none.
-        hooks: on its leaves, one object for those of the parameters, perhaps another for those of the inputs.
+        hooks: on the leaves of the parameters; None: they have none.
     """
 
     inputs: Sequence[torch.Tensor | None]
     parameters: Sequence[torch.Tensor]
     outputs: Sequence[torch.Tensor | None]
-    hooks: Sequence[LeafHooks] = ()
+    hooks: LeafHooks | None = None
 
     @property
     def leaves(self) -> Gradients:
@@ -141,20 +138,18 @@ class ReplicaGraph:
         keep: bool,
         *,
         into_grad: bool = True,
-        needed: Sequence[bool] | None = None,
         callers: Sequence[torch.Tensor] = (),
         reducer: Reducer | None = None,
     ) -> tuple[Gradients, Gradients]:
         """Run backward; return the gradients of the leaves of inputs, and of parameters.
 
         Args:
-            into_grad: whether they go through the leaves' `.grad`, as a module may expect; then all are computed.
-            needed: for each leaf, whether its gradient is needed; None: all are.
+            into_grad: whether they go through the leaves' `.grad`, as a module may expect.
             callers: leaves that are the caller's own, whose `.grad` is to stay.
             reducer: takes gradients as soon as they are computed, if they go through `.grad`; those are missing then.
         """
         if not into_grad:
-            (found,) = gradients_of([self], [grads], needed, keep=keep)
+            (found,) = gradients_of([self], [grads], keep=keep)
             return found[: len(self.inputs)], found[len(self.inputs) :]
         with gradients_aside(callers) if callers else nullcontext():
             backward_of([self], [grads], keep, [reducer])
@@ -185,7 +180,8 @@ def backward_of(
     if not ends:
         return
     run = partial(torch_private.run_backward, [end for end, _ in ends], [grad for _, grad in ends], keep=keep)
-    reduced = [(hooks, r) for graph, r in zip(graphs, reducers, strict=True) if r is not None for hooks in graph.hooks]
+    pairs = zip(graphs, reducers, strict=True)
+    reduced = [(graph.hooks, reducer) for graph, reducer in pairs if graph.hooks is not None and reducer is not None]
     if not reduced:
         run()
         return
@@ -296,7 +292,6 @@ class ReplicaGraphs:
         live_inputs: the caller's tensors, one for each of the boundary's inputs.
         sync_context: what these graphs count for when several processes sum the parameters' gradients; None: they do
             not.
-        separate_memory: as in `Threads`.
         replay: runs a backward of these graphs, again after a failure; None: a failure is final.
         step: the one that these graphs are part of, if it is recorded.
     """
@@ -312,7 +307,6 @@ class ReplicaGraphs:
     passes: Passes = _PLAIN_PASSES
     live_inputs: tuple[torch.Tensor, ...] = ()
     sync_context: SyncContext | None = None
-    separate_memory: bool = False
     replay: "Repeater | None" = None
     step: StepRecording | None = None
     released: bool = field(default=False, init=False)
@@ -351,28 +345,12 @@ class ReplicaGraphs:
 
     def graph(self, index: int) -> ReplicaGraph:
         """Return the graph of a replica in this process."""
-        inputs = [each.tensors[index] for each in self.inputs]
-        of = self.parameters
-        hooks = [of.hooks[index]] if of.hooks else []
-        if self.inputs and (replicated := self._replicated_inputs()):
-            hooks.append(LeafHooks({number_of_input(k): leaf for k in replicated if (leaf := inputs[k]) is not None}))
-        outputs = [each.tensors[index] for each in self.outputs]
-        return ReplicaGraph(inputs, of.leaves[index] if of.leaves else [], outputs, hooks)
+        inputs, outputs = [[each.tensors[index] for each in of] for of in (self.inputs, self.outputs)]
+        return ReplicaGraph(inputs, self.parameters.leaves[index], outputs, self.parameters.hooks[index])
 
     def graphs(self) -> list[ReplicaGraph]:
         """Return the graphs of all replicas in this process."""
         return [self.graph(index) for index, _ in enumerate(self.timings)]
-
-    def _replicated_inputs(self) -> list[int]:
-        """Return the places of the large inputs that every replica has whole, without the caller's own leaves."""
-        callers = set(map(id, self.outside.leaves))
-        return [
-            k
-            for k, each in enumerate(self.inputs)
-            if isinstance(each.placement, Replicate)
-            and any(t is not None and t.nbytes >= LARGE_BYTES for t in each.tensors)
-            and callers.isdisjoint(map(id, each.tensors))
-        ]
 
     def begin_sum(self, boundary: Any) -> RankReduction | None:
         """Begin to sum the parameters' gradients over processes; None if this backward reaches no parameter.
@@ -410,51 +388,42 @@ class ReplicaGraphs:
     def needed_inputs(self, boundary: Any) -> list[bool] | None:
         """Return which of the boundary's inputs the backward that runs needs gradients of; None: all.
 
-        It matters where there are reentrant checkpoints. A backward for given inputs (`torch.autograd.grad`) cannot run
-        one; so the replicas' must not reach one where the plain module's does not.
+        A backward for given inputs (`torch.autograd.grad`) cannot run a reentrant checkpoint. So where gradients get a
+        graph, the replicas' must not reach one that the plain module's does not reach.
 
         Args:
             boundary: the node whose backward runs.
         """
-        if not torch_private.backward_is_restricted():
+        if not self.outside.with_reentrant_checkpoint or not torch_private.backward_is_restricted():
             return None
         return [node is not None and torch_private.backward_reaches(node) for node, _ in boundary.next_functions]
 
     def backward(
-        self,
-        output_grads: Sequence[torch.Tensor | None],
-        keep: bool,
-        reduction: RankReduction | None = None,
-        needed: Sequence[bool] | None = None,
+        self, output_grads: Sequence[torch.Tensor | None], keep: bool, reduction: RankReduction | None = None
     ) -> Gradients:
         """Run backward in every replica graph; return the gradient of each of the boundary's inputs.
 
         Gradients that `reduction` has taken meanwhile are missing.
-
-        Args:
-            needed: for each input, whether its gradient is needed; None: all are.
         """
         together = any_batched(output_grads) or modes_that_stay()  # neither can follow into other threads
-        into_grad = self.outside.through_grad and needed is None and not together
-        if not into_grad or not self._grad_is_free.acquire(blocking=False):
-            # .grad cannot be used: it cannot hold a batch of gradients; that of a shared leaf is the caller's; another
-            # backward of the same graphs may be writing it now; and a backward into it computes all gradients. Graphs
-            # that share a leaf may share nodes, which the first replica's backward must not free.
+        grads = self._parts_of(output_grads)
+        if not self.outside.through_grad or together or not self._grad_is_free.acquire(blocking=False):
+            # .grad cannot be used: it cannot hold a batch of gradients; that of a shared leaf is the caller's; and
+            # another backward of the same graphs may be writing it now. Graphs that share a leaf may share nodes, which
+            # the first replica's backward must not free.
             keep = keep or (self._one_backward_each and not together)
-            parts = self._gradients(self._parts_of(output_grads), needed, together=together, keep=keep)
+            parts = self._gradients(grads, together=together, keep=keep)
             return [each.join_gradients(of) for each, of in zip(self.all_inputs, parts, strict=True)]
         try:
             if not self.outside.leaves:
-                return self._backward_into_grad(output_grads, keep, reduction)
+                return self._backward_into_grad(grads, keep, reduction)
             with gradients_aside(self.outside.leaves):
-                return self._backward_into_grad(output_grads, keep, reduction)
+                return self._backward_into_grad(grads, keep, reduction)
         finally:
             self._grad_is_free.release()
 
-    def _backward_into_grad(
-        self, output_grads: Sequence[torch.Tensor | None], keep: bool, reduction: RankReduction | None
-    ) -> Gradients:
-        graphs, grads = self.graphs(), self._parts_of(output_grads)
+    def _backward_into_grad(self, grads: Sequence[Gradients], keep: bool, reduction: RankReduction | None) -> Gradients:
+        graphs = self.graphs()
 
         def backward_some(replicas: Sequence[int]) -> None:
             started = time.perf_counter()
@@ -475,7 +444,7 @@ class ReplicaGraphs:
             totals = {} if sums is None else sums.end()
         joined = self.joined([graph.take_gradients() for graph in graphs])
         for number, total in totals.items():
-            joined[place_of(number, len(self.inputs))] = total
+            joined[len(self.inputs) + number] = total
         return joined
 
     def joined(self, gradients: Sequence[tuple[Gradients, Gradients]]) -> Gradients:
@@ -485,16 +454,14 @@ class ReplicaGraphs:
         return joined + sums_of([of_parameters for _, of_parameters in gradients])
 
     def _sums(self, reduction: RankReduction | None) -> AbstractContextManager[RunningSums | CoalescedReduce | None]:
-        """Return the context in which gradients are summed while backward runs."""
+        """Return the context in which gradients of parameters are summed while backward runs."""
         emit, emitted = (reduction.add, reduction.early) if reduction is not None else (None, ())
         if self.parameters.buckets is not None:
             devices = [timing.device for timing in self.timings]
-            return CoalescedReduce(
-                self.parameters.buckets, devices, emit, emitted, separate_memory=self.separate_memory
-            )
+            return CoalescedReduce(self.parameters.buckets, devices, emit, emitted)
         numbers = set(emitted)
         if self._one_backward_each and len(self.timings) > 1:
-            numbers.update(self.parameters.large, map(number_of_input, self._replicated_inputs()))
+            numbers.update(self.parameters.large)
         return nullcontext(RunningSums(len(self.timings), numbers, emit, emitted) if numbers else None)
 
     def let_outputs_stream_wait(self) -> None:
@@ -504,9 +471,13 @@ class ReplicaGraphs:
             wait_for_streams(self.outputs[0].device, homes)
 
     def differentiable_backward(
-        self, output_grads: Sequence[torch.Tensor | None], needed: Sequence[bool] | None = None
+        self, output_grads: Sequence[torch.Tensor | None], needed: Sequence[bool] | None
     ) -> tuple[Self, list[Gradients]]:
-        """Run backward with create_graph=True; return its graphs, without outputs yet, and each input's gradients."""
+        """Run backward with create_graph=True; return its graphs, without outputs yet, and each input's gradients.
+
+        Args:
+            needed: for each input, whether its gradient is needed; None: all are.
+        """
         incoming: list[BoundaryTensor] = []
         end_grads: list[Gradients] = [[] for _ in self.timings]
         for each, grad in zip(self.outputs, output_grads, strict=True):
@@ -552,7 +523,7 @@ class ReplicaGraphs:
     def _gradients(
         self,
         grads: Sequence[Sequence[torch.Tensor | None]],
-        needed: Sequence[bool] | None,
+        needed: Sequence[bool] | None = None,
         *,
         together: bool,
         **options: bool,

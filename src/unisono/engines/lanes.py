@@ -57,9 +57,8 @@ def open_local_lanes(
     if blueprint.compiled:
         prepare_accelerators(blueprint, call.devices, _CUDA_GRAPHS)
     with torch.no_grad(), collector_paused, Copies(call.devices) as copies:
-        replicas = ReplicaPool(blueprint, call.source).take(
-            call.devices, tracked=False, copies=copies, with_live_buffers=False, separate_memory=separate_memory
-        )
+        pool = ReplicaPool(blueprint, call.source, separate_memory=separate_memory)
+        replicas = pool.take(call.devices, tracked=False, copies=copies, with_live_buffers=False)
         for i in range(len(call.devices)):
             copies.wait_copies(i)
         lock = compile_lock if blueprint.compiled else None
@@ -131,12 +130,7 @@ def _on_device(value: Any, device: torch.device, copy: Callable[[torch.Tensor], 
 def tensors_to_place(value: Any) -> list[torch.Tensor]:
     """Return the tensors of a value that have to be on the device of the replica that gets it."""
     found: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
-    pytree.map_all_tensors(note, value)
+    pytree.map_all_tensors(lambda tensor: found.append(tensor) or tensor, value)  # type: ignore[func-returns-value]
     return found
 
 

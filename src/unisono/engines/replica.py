@@ -309,8 +309,8 @@ class ReplicaPool:
         buffers: the live buffers, in lists of one kind each.
     """
 
-    def __init__(self, blueprint: Blueprint, source: torch.device) -> None:
-        self.blueprint, self.source = blueprint, source
+    def __init__(self, blueprint: Blueprint, source: torch.device, *, separate_memory: bool = False) -> None:
+        self.blueprint, self.source, self._separate_memory = blueprint, source, separate_memory
         blueprint.keep()
         self.live_parameters = [parameter for parameter in blueprint.parameters.values() if parameter.requires_grad]
         self.large = [
@@ -324,7 +324,7 @@ class ReplicaPool:
     @cached_property
     def reduce_buckets(self) -> ReduceBuckets:
         """The buckets in which gradients of replicas in memory of their own come home."""
-        return ReduceBuckets(self.live_parameters)
+        return ReduceBuckets(self.live_parameters, separate_memory=self._separate_memory)
 
     def take(
         self,
@@ -333,7 +333,6 @@ class ReplicaPool:
         copies: Copies,
         *,
         with_live_buffers: bool = True,
-        separate_memory: bool = False,
     ) -> Replicas:
         """Return a replica for each device, the first with the live module's buffers unless these are elsewhere."""
         kind = (tracked, torch.is_inference_mode_enabled(), with_live_buffers, *devices)
@@ -348,7 +347,7 @@ class ReplicaPool:
                     return replicas
         blueprint = self.blueprint
         tensors = {**blueprint.parameters, **blueprint.buffers, **blueprint.constants_on(self.source)}
-        broadcast = CoalescedBroadcast(tensors, devices, separate_memory=separate_memory)
+        broadcast = CoalescedBroadcast(tensors, devices, separate_memory=self._separate_memory)
         each = [
             Replica(blueprint, copied, tracked, with_live_buffers and i == 0)
             for i, copied in enumerate(broadcast(copies))

@@ -120,7 +120,7 @@ class Threads(FailureOptions):
         if pool is None or pool.source != source or not pool.blueprint.is_current(module):
             blueprint = Blueprint(module)
             check_device(module, [*blueprint.parameters.values(), *blueprint.buffers.values()], source)
-            pool = ReplicaPool(blueprint, source)
+            pool = ReplicaPool(blueprint, source, separate_memory=self._separate_memory)
             if not inside_replica():  # there, each replica of an outer module has this engine
                 self._pool = pool if blueprint.is_reusable else None
         return pool
@@ -160,8 +160,7 @@ class _ThreadsStep(Step[ReplicaContext]):
             self._inputs = Inputs(call, self.tracked, copies)
             if timeline.recording:
                 timeline.mark(timeline.REPLICATE)
-            separate_memory = engine._separate_memory
-            self.replicas = pool.take(call.devices, self.tracked, copies, separate_memory=separate_memory)
+            self.replicas = pool.take(call.devices, self.tracked, copies)
         if pool.blueprint.observers:
             if self.tracked and again is None and call.sync_context is None and not call.one_device_randomness:
                 raise OneGraphNeededError
@@ -214,7 +213,7 @@ class _ThreadsStep(Step[ReplicaContext]):
         buckets = pool.reduce_buckets if replicas.is_remote else None
         graphs.parameters = ParameterLeaves(pool.live_parameters, replicas.leaves, replicas.hooks, pool.large, buckets)
         graphs.on_release = replicas.give_back
-        graphs.sync_context, graphs.separate_memory = call.sync_context, self._engine._separate_memory
+        graphs.sync_context = call.sync_context
         live = [*inputs.live, *outside]
         if [leaf for leaf in own_leaves if leaf.grad is not None] and not self.is_again:
             graphs.pass_on(live, graphs.joined([graph.take_gradients() for graph in graphs.graphs()]))

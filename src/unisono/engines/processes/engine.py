@@ -32,14 +32,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from unisono.autograd.reducer import number_of_input
 from unisono.autograd.replica_graph import BoundaryTensor, ParameterLeaves, Passes
 from unisono.engines.base import Call, LaneCall, Lanes
 from unisono.engines.compile_lock import CompileLock
 from unisono.engines.failure_policy import FailureOptions, FailurePolicy
 from unisono.engines.lanes import open_local_lanes
 from unisono.engines.processes.lanes import WorkerLanes, forward_of_lane
-from unisono.engines.processes.messages import Forward, Reply, TensorRef
+from unisono.engines.processes.messages import Forward, Reply, TensorRef, number_of_input
 from unisono.engines.processes.module_sync import ModuleSync, Update
 from unisono.engines.processes.pickling import dumps
 from unisono.engines.processes.remote_graph import RemoteGraphs

@@ -25,6 +25,11 @@ from unisono.runtime.thread_state import ProcessState, ThreadState
 from unisono.runtime.timeline import Span
 
 
+def number_of_input(k: int) -> int:
+    """Return the number of the leaf of a call's k-th input: they count down from -1."""
+    return ~k
+
+
 class TensorRef(NamedTuple):
     """A tensor in a message: the index of its spec among the message's, or a pickled tensor that has no spec.
 

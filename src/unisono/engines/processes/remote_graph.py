@@ -23,7 +23,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-from unisono.autograd.reducer import number_of_input, sums_of
+from unisono.autograd.reducer import sums_of
 from unisono.autograd.replica_graph import (
     BoundaryTensor,
     Gradients,
@@ -33,7 +33,7 @@ from unisono.autograd.replica_graph import (
     gradients_of,
 )
 from unisono.distributed.gradient_sync import RankReduction
-from unisono.engines.processes.messages import Backward, Reply, TensorRef
+from unisono.engines.processes.messages import Backward, Reply, TensorRef, number_of_input
 from unisono.engines.processes.pickling import loads
 from unisono.engines.processes.reducers.base import WorkerReducer
 from unisono.engines.processes.shared_memory import BumpAllocator, Segment, TensorSpec, is_plain_strided
@@ -163,37 +163,24 @@ class RemoteGraphs(ReplicaGraphs):
     # ---- backward ----
 
     def backward(
-        self,
-        output_grads: Sequence[torch.Tensor | None],
-        keep: bool,
-        reduction: RankReduction | None = None,
-        needed: Sequence[bool] | None = None,
+        self, output_grads: Sequence[torch.Tensor | None], keep: bool, reduction: RankReduction | None = None
     ) -> Gradients:
         # No gradient goes to the sum over processes early: this process's sums are known only at the end.
         if any_batched(output_grads):
             return self._backward_batch(output_grads)
-        into_grad = self.outside.through_grad and needed is None and not modes_that_stay()
-        return self._backward(output_grads, keep, into_grad, needed)
+        return self._backward(output_grads, keep, into_grad=self.outside.through_grad and not modes_that_stay())
 
-    def _backward(
-        self,
-        output_grads: Sequence[torch.Tensor | None],
-        keep: bool,
-        into_grad: bool,
-        needed: Sequence[bool] | None = None,
-    ) -> Gradients:
-        graph, grads = self.graph(0), self._parts_of(output_grads)
+    def _backward(self, output_grads: Sequence[torch.Tensor | None], keep: bool, into_grad: bool) -> Gradients:
+        graph, grads, callers = self.graph(0), self._parts_of(output_grads), self.outside.leaves
 
         def backward_own(reducer: WorkerReducer | None) -> tuple[Gradients, Gradients]:
-            own = graph.gradients(
-                grads[0], keep, into_grad=into_grad, needed=needed, callers=self.outside.leaves, reducer=reducer
-            )
+            own = graph.gradients(grads[0], keep, into_grad=into_grad, callers=callers, reducer=reducer)
             if reducer is not None:
                 self._hand_over_rest(reducer, *own)
             return own
 
         with self._step() as num_threads:
-            own, replies, sums = self._run_everywhere(grads, backward_own, num_threads, keep, needed)
+            own, replies, sums = self._run_everywhere(grads, backward_own, num_threads, keep)
             return self.joined_with_replies(*own, replies, sums)
 
     def _hand_over_rest(self, reducer: WorkerReducer, of_inputs: Gradients, of_parameters: Gradients) -> None:
@@ -232,7 +219,7 @@ class RemoteGraphs(ReplicaGraphs):
             return gradients
 
         with self._step() as num_threads:
-            own, replies, _ = self._run_everywhere(grads, backward_own, num_threads, True, needed, higher)
+            own, replies, _ = self._run_everywhere(grads, backward_own, num_threads, True, higher, needed)
             parts: list[Gradients] = [[grad, *[None] * (len(self.where) - 1)] for grad in own]
             place_of, first = self._place_of, len(self.inputs)
             for i, reply in replies.items():
@@ -268,22 +255,22 @@ class RemoteGraphs(ReplicaGraphs):
         backward_own: Callable[[WorkerReducer | None], T],
         num_threads: int,
         keep: bool,
-        needed: Sequence[bool] | None,
         higher: Self | None = None,
+        needed: Sequence[bool] | None = None,
     ) -> tuple[T, dict[int, Reply], Mapping[int, torch.Tensor]]:
         """Run every replica's backward: the first one's here, and the other ones in the workers; raise what one raised.
 
         Args:
             grads: each replica's gradients of its outputs.
             backward_own: the first replica's; it is given what reduces large gradients, None if nothing does.
-            needed: as in `backward`; if not all are, none is reduced.
             higher: the graphs of the gradients, where these are to have any; then none is reduced.
+            needed: for each input, whether its gradient is needed; None: all are.
 
         Returns:
             What `backward_own` returned, the workers' replies, and sums by the leaf's number.
         """
         group, streams = self.worker_group, self.new_streams()
-        has_work = self._ask(grads, streams, num_threads, keep, needed, higher)
+        has_work = self._ask(grads, streams, num_threads, keep, higher, needed)
 
         def run() -> T:
             started = time.perf_counter()
@@ -317,8 +304,8 @@ class RemoteGraphs(ReplicaGraphs):
         streams: SeededStreams | SharedStream,
         num_threads: int,
         keep: bool,
-        needed: Sequence[bool] | None,
         higher: Self | None,
+        needed: Sequence[bool] | None,
     ) -> bool:
         """Send the workers their backwards, as `_run_everywhere` was told; return whether gradients are reduced."""
         group, thread, process = self.worker_group, ThreadState.capture(), ProcessState.capture()
@@ -329,8 +316,9 @@ class RemoteGraphs(ReplicaGraphs):
         if needed is not None:
             keys = [*self.keys, *range(len(self.parameters.live))]
             in_workers = frozenset([key for key in compress(keys, needed) if key is not None])
-        replicas, of_all = (0, *[i + 1 for i in asked]), higher is None and needed is None
-        has_work = of_all and bool(asked) and group.transport.begin_backward(self.remote_leaves, replicas)
+        has_work = False
+        if higher is None and asked:
+            has_work = group.transport.begin_backward(self.remote_leaves, (0, *[i + 1 for i in asked]))
         for i, sent in asked.items():
             worker = group.workers[i]
             placed = self._place_gradients(worker) if group.transport.shares_parameters else None
