@@ -96,18 +96,16 @@ def _backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Ten
     if reduction is None and not has_grads:
         _skip_hooks_without_gradient(graphs, [None] * len(graphs.live_inputs))
         return (None,) * (1 + len(graphs.live_inputs))
-    keep, first, higher = (
-        graphs.keep or torch_private.backward_keeps_graph(),
-        len(graphs.inputs),
-        torch.is_grad_enabled(),
-    )
+    keep, higher = graphs.keep or torch_private.backward_keeps_graph(), torch.is_grad_enabled()
+    needed = graphs.needed_inputs(ctx) if graphs.outside.with_reentrant_checkpoint else None
+    first = len(graphs.inputs)
     try:
         if higher:
-            joined = _differentiable_backward(graphs, grads, graphs.needed_inputs(ctx))
+            joined = _differentiable_backward(graphs, grads, needed)
             if reduction is not None:
                 joined[first:] = reduction.differentiable(joined[first:])
         else:
-            run = partial(graphs.backward, grads, keep, reduction)
+            run = partial(graphs.backward, grads, keep, reduction, needed)
             joined = run() if graphs.replay is None else graphs.replay.run(graphs, run)
             if reduction is not None:
                 joined[first:] = reduction.finish(joined[first:])

@@ -138,18 +138,20 @@ class ReplicaGraph:
         keep: bool,
         *,
         into_grad: bool = True,
+        needed: Sequence[bool] | None = None,
         callers: Sequence[torch.Tensor] = (),
         reducer: Reducer | None = None,
     ) -> tuple[Gradients, Gradients]:
         """Run backward; return the gradients of the leaves of inputs, and of parameters.
 
         Args:
-            into_grad: whether they go through the leaves' `.grad`, as a module may expect.
+            into_grad: whether they go through the leaves' `.grad`, as a module may expect; then all are computed.
+            needed: for each leaf, whether its gradient is needed; None: all are.
             callers: leaves that are the caller's own, whose `.grad` is to stay.
             reducer: takes gradients as soon as they are computed, if they go through `.grad`; those are missing then.
         """
         if not into_grad:
-            (found,) = gradients_of([self], [grads], keep=keep)
+            (found,) = gradients_of([self], [grads], needed, keep=keep)
             return found[: len(self.inputs)], found[len(self.inputs) :]
         with gradients_aside(callers) if callers else nullcontext():
             backward_of([self], [grads], keep, [reducer])
@@ -388,31 +390,39 @@ class ReplicaGraphs:
     def needed_inputs(self, boundary: Any) -> list[bool] | None:
         """Return which of the boundary's inputs the backward that runs needs gradients of; None: all.
 
-        A backward for given inputs (`torch.autograd.grad`) cannot run a reentrant checkpoint. So where gradients get a
-        graph, the replicas' must not reach one that the plain module's does not reach.
+        It matters where there are reentrant checkpoints. A backward for given inputs (`torch.autograd.grad`) cannot run
+        one; so the replicas' must not reach one where the plain module's does not.
 
         Args:
             boundary: the node whose backward runs.
         """
-        if not self.outside.with_reentrant_checkpoint or not torch_private.backward_is_restricted():
+        if not torch_private.backward_is_restricted():
             return None
         return [node is not None and torch_private.backward_reaches(node) for node, _ in boundary.next_functions]
 
     def backward(
-        self, output_grads: Sequence[torch.Tensor | None], keep: bool, reduction: RankReduction | None = None
+        self,
+        output_grads: Sequence[torch.Tensor | None],
+        keep: bool,
+        reduction: RankReduction | None,
+        needed: Sequence[bool] | None,
     ) -> Gradients:
         """Run backward in every replica graph; return the gradient of each of the boundary's inputs.
 
         Gradients that `reduction` has taken meanwhile are missing.
+
+        Args:
+            needed: for each input, whether its gradient is needed; None: all are.
         """
         together = any_batched(output_grads) or modes_that_stay()  # neither can follow into other threads
         grads = self._parts_of(output_grads)
-        if not self.outside.through_grad or together or not self._grad_is_free.acquire(blocking=False):
-            # .grad cannot be used: it cannot hold a batch of gradients; that of a shared leaf is the caller's; and
-            # another backward of the same graphs may be writing it now. Graphs that share a leaf may share nodes, which
-            # the first replica's backward must not free.
+        into_grad = self.outside.through_grad and needed is None and not together
+        if not into_grad or not self._grad_is_free.acquire(blocking=False):
+            # .grad cannot be used: it cannot hold a batch of gradients; that of a shared leaf is the caller's; another
+            # backward of the same graphs may be writing it now; and a backward into it computes all gradients. Graphs
+            # that share a leaf may share nodes, which the first replica's backward must not free.
             keep = keep or (self._one_backward_each and not together)
-            parts = self._gradients(grads, together=together, keep=keep)
+            parts = self._gradients(grads, needed, together=together, keep=keep)
             return [each.join_gradients(of) for each, of in zip(self.all_inputs, parts, strict=True)]
         try:
             if not self.outside.leaves:
@@ -473,11 +483,7 @@ class ReplicaGraphs:
     def differentiable_backward(
         self, output_grads: Sequence[torch.Tensor | None], needed: Sequence[bool] | None
     ) -> tuple[Self, list[Gradients]]:
-        """Run backward with create_graph=True; return its graphs, without outputs yet, and each input's gradients.
-
-        Args:
-            needed: for each input, whether its gradient is needed; None: all are.
-        """
+        """Run backward with create_graph=True; return its graphs, without outputs yet, and each input's gradients."""
         incoming: list[BoundaryTensor] = []
         end_grads: list[Gradients] = [[] for _ in self.timings]
         for each, grad in zip(self.outputs, output_grads, strict=True):
@@ -523,7 +529,7 @@ class ReplicaGraphs:
     def _gradients(
         self,
         grads: Sequence[Sequence[torch.Tensor | None]],
-        needed: Sequence[bool] | None = None,
+        needed: Sequence[bool] | None,
         *,
         together: bool,
         **options: bool,

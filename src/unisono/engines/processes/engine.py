@@ -42,7 +42,6 @@ from unisono.engines.processes.messages import Forward, Reply, TensorRef, number
 from unisono.engines.processes.module_sync import ModuleSync, Update
 from unisono.engines.processes.pickling import dumps
 from unisono.engines.processes.remote_graph import RemoteGraphs
-from unisono.engines.processes.shared_memory import SendBuffer
 from unisono.engines.processes.worker_group import StepLock, WorkerGroup
 from unisono.engines.replay import Replay, parts_of, run_recovering
 from unisono.engines.replica import GraphSearch, Inputs, ReplicaPool, call_replica, carries_objects, leaves_and_nodes
@@ -220,19 +219,15 @@ class Processes(FailureOptions):
         worker_group: WorkerGroup,
         update: Update,
         num_replicas: int,
-        message_for: Callable[[int, SendBuffer], Forward],
+        message_for: Callable[[int], Forward],
     ) -> None:
-        """Send the workers their messages, and what changed in the module.
-
-        Args:
-            message_for: returns that of a replica, given its index and the send buffer.
-        """
-        transport, process = worker_group.transport, ProcessState.capture()
+        """Send the workers the messages for their replicas, and what changed in the module."""
+        transport = worker_group.transport
         segments = [*self._module_sync.segments, *(transport.segments if update.sent else ())]
         for i in range(1, num_replicas):
-            message = message_for(i, worker_group.workers[i - 1].send_buffer)
+            message = message_for(i)
             message.update, message.rendezvous = update, transport.rendezvous(i) if update.sent else None
-            worker_group.send(i - 1, message, segments, process)
+            worker_group.send(i - 1, message, segments)
         if not transport.shares_parameters:
             with worker_group.collective():
                 flats = self._module_sync.take_flats()
@@ -246,9 +241,7 @@ class Processes(FailureOptions):
         """
         where = call.where()
         with torch.no_grad(), worker_group.step(where):
-            self._send(
-                worker_group, update, len(where), lambda i, buffer: forward_of_lane(call, i, None, buffer.flush(), 0)
-            )
+            self._send(worker_group, update, len(where), lambda i: forward_of_lane(call, i, None, seed=0))
             self._end_sending(worker_group)
             replies = worker_group.replies()
             if errors := [(where[i + 1], reply.error.exception()) for i, reply in replies.items() if reply.error]:
@@ -329,24 +322,20 @@ class Processes(FailureOptions):
             self._end_worker_group()
 
     def _worker_group_for(self, devices: Sequence[torch.device]) -> WorkerGroup:
-        worker_group, timeout_s = self._worker_group, self._policy.timeout
-        if worker_group is not None and worker_group.timeout_s != timeout_s:
-            worker_group.set_timeout(timeout_s)
-        if worker_group is None or worker_group.ended or worker_group.devices[: len(devices)] != [*devices]:
-            return self._other_worker_group(devices)
-        return worker_group
-
-    def _other_worker_group(self, devices: Sequence[torch.device]) -> WorkerGroup:
-        """Return the worker group with more workers; another one if it has ended, or cannot have them."""
-        previous = self._worker_group
-        if previous is not None and previous.can_grow(devices, self._share_memory):
-            previous.grow(devices)
-            return previous
+        """Return the worker group, with more workers if need be; another one if it has ended, or cannot have them."""
+        group, timeout_s = self._worker_group, self._policy.timeout
+        if group is not None and group.timeout_s != timeout_s:
+            group.set_timeout(timeout_s)
+        if group is not None and not group.ended and group.devices[: len(devices)] == [*devices]:
+            return group
+        if group is not None and group.can_grow(devices, self._share_memory):
+            group.grow(devices)
+            return group
         self._end_worker_group()
-        worker_group = self._worker_group = WorkerGroup(devices, self._share_memory, self._policy.timeout)
-        if previous is not None:
-            worker_group.transport.succeed(previous.transport)
-        return worker_group
+        self._worker_group = WorkerGroup(devices, self._share_memory, timeout_s)
+        if group is not None:
+            self._worker_group.transport.succeed(group.transport)
+        return self._worker_group
 
     def _end_worker_group(self) -> None:
         worker_group, self._worker_group, self._lanes = self._worker_group, None, None
@@ -442,18 +431,17 @@ class _ProcessesStep(Step[int]):
     def _send(self, seeds: Sequence[int | bytes], num_threads: int) -> None:
         """Send every worker its forward; note the tensors inside objects in the inputs that need a gradient."""
         call, engine, root = self.call, self._engine, self.pool.blueprint.root
-        limits, thread = engine._policy.row_limits, ThreadState.capture()
+        limits, thread, process = engine._policy.row_limits, ThreadState.capture(), ProcessState.capture()
         numbered = [(leaf, number_of_input(k)) for k, of in enumerate(self._inputs.of_boundary) for leaf in of.tensors]
         leaves = {id(leaf): number for leaf, number in numbered if leaf is not None}
 
-        def message_for(i: int, send_buffer: SendBuffer) -> Forward:
-            shard = dumps(self._inputs.shards[i], partial(self._reference, i, leaves, send_buffer))
+        def message_for(i: int) -> Forward:
             return Forward(
-                specs=send_buffer.flush(),
                 thread=thread,
+                process=process,
                 graph=self.graphs.number,
                 method=call.method,
-                shard=shard,
+                shard=dumps(self._inputs.shards[i], partial(self._reference, i, leaves)),
                 seed=seeds[i],
                 num_threads=num_threads,
                 replica=i,
@@ -469,14 +457,13 @@ class _ProcessesStep(Step[int]):
         update = engine._pack(self.pool.blueprint, call, self._group)
         engine._send(self._group, update, len(call.devices), message_for)
 
-    def _reference(
-        self, replica: int, leaves: dict[int, int], send_buffer: SendBuffer, tensor: torch.Tensor
-    ) -> TensorRef:
+    def _reference(self, replica: int, leaves: dict[int, int], tensor: torch.Tensor) -> TensorRef:
         """Put a tensor of a worker's inputs into its send buffer; return its reference.
 
         Args:
             leaves: the number of the leaf of each tensor that needs a gradient, by its id.
         """
+        send_buffer = self._group.workers[replica - 1].send_buffer
         leaf = None
         if self.tracked and tensor.requires_grad:
             leaf = leaves.get(id(tensor))

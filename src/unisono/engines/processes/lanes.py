@@ -22,7 +22,6 @@ from unisono.engines.processes.channel import ChannelClosedError
 from unisono.engines.processes.messages import Forward, Reply, TensorRef
 from unisono.engines.processes.pickling import dumps, loads
 from unisono.engines.processes.remote_graph import repeat_messages
-from unisono.engines.processes.shared_memory import TensorSpec
 from unisono.engines.processes.worker_group import StepLock, WorkerGroup, workers_timed_out
 from unisono.runtime import devices as _devices
 from unisono.runtime.errors import ReplicaLost, log
@@ -121,8 +120,7 @@ class WorkerLane(Lane):
         except BaseException:
             buffer.clear()
             raise
-        message = forward_of_lane(self._call, self.number, shard, buffer.flush(), seed)
-        self._worker.send(message, (), ProcessState.capture(), kept=())
+        self._worker.send(forward_of_lane(self._call, self.number, shard, seed), ())
 
     def _value(self, reply: Reply) -> Any:
         """Return the output, in memory of its own."""
@@ -138,11 +136,11 @@ class WorkerLane(Lane):
         return loads(reply.value, tensor_of)
 
 
-def forward_of_lane(call: LaneCall, replica: int, shard: bytes | None, specs: list[TensorSpec], seed: int) -> Forward:
+def forward_of_lane(call: LaneCall, replica: int, shard: bytes | None, seed: int) -> Forward:
     """Return the message of a batch to a replica; without a shard, of an update only."""
     return Forward(
-        specs=specs,
         thread=ThreadState.capture(),
+        process=ProcessState.capture(),
         num_threads=torch.get_num_threads(),
         seed=seed,
         graph=-1,  # without gradients there is none

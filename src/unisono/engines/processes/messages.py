@@ -73,29 +73,29 @@ class TensorRef(NamedTuple):
 class Message:
     """What every message to a worker carries.
 
-    Fields with a default depend on what the worker already has; `WorkerHandle.send` fills them in.
+    What depends on what the worker already has, and `specs`, is filled in by `WorkerHandle.send`.
 
     Attributes:
-        specs: of the tensors in the message.
         thread: the state of the caller's thread.
+        process: that of its process; sent as None if it is unchanged.
         num_threads: intra-op threads.
         seed: for torch's generator.
+        specs: of the tensors in the message.
         segments: (number, size in bytes) of the segments whose file descriptors come with the message.
         freed: numbers of segments that are no longer needed.
         released_graphs: graphs that are no longer needed.
-        process: the state of the caller's process; None if it is unchanged.
         cores: those that the worker runs on; None if they are unchanged.
         is_recorded: whether the worker records what it does when.
     """
 
-    specs: list[TensorSpec]
     thread: ThreadState
+    process: ProcessState | None
     num_threads: int
     seed: int | bytes
+    specs: list[TensorSpec] = field(default_factory=list)
     segments: list[tuple[int, int]] = field(default_factory=list)
     freed: list[int] = field(default_factory=list)
     released_graphs: list[int] = field(default_factory=list)
-    process: ProcessState | None = None
     cores: tuple[int, ...] | None = None
     is_recorded: bool = False
 

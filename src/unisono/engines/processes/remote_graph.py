@@ -163,24 +163,35 @@ class RemoteGraphs(ReplicaGraphs):
     # ---- backward ----
 
     def backward(
-        self, output_grads: Sequence[torch.Tensor | None], keep: bool, reduction: RankReduction | None = None
+        self,
+        output_grads: Sequence[torch.Tensor | None],
+        keep: bool,
+        reduction: RankReduction | None,
+        needed: Sequence[bool] | None,
     ) -> Gradients:
         # No gradient goes to the sum over processes early: this process's sums are known only at the end.
         if any_batched(output_grads):
             return self._backward_batch(output_grads)
-        return self._backward(output_grads, keep, into_grad=self.outside.through_grad and not modes_that_stay())
+        into_grad = self.outside.through_grad and needed is None and not modes_that_stay()
+        return self._backward(output_grads, keep, into_grad, needed)
 
-    def _backward(self, output_grads: Sequence[torch.Tensor | None], keep: bool, into_grad: bool) -> Gradients:
+    def _backward(
+        self,
+        output_grads: Sequence[torch.Tensor | None],
+        keep: bool,
+        into_grad: bool,
+        needed: Sequence[bool] | None = None,
+    ) -> Gradients:
         graph, grads, callers = self.graph(0), self._parts_of(output_grads), self.outside.leaves
 
         def backward_own(reducer: WorkerReducer | None) -> tuple[Gradients, Gradients]:
-            own = graph.gradients(grads[0], keep, into_grad=into_grad, callers=callers, reducer=reducer)
+            own = graph.gradients(grads[0], keep, into_grad=into_grad, needed=needed, callers=callers, reducer=reducer)
             if reducer is not None:
                 self._hand_over_rest(reducer, *own)
             return own
 
         with self._step() as num_threads:
-            own, replies, sums = self._run_everywhere(grads, backward_own, num_threads, keep)
+            own, replies, sums = self._run_everywhere(grads, backward_own, num_threads, keep, needed)
             return self.joined_with_replies(*own, replies, sums)
 
     def _hand_over_rest(self, reducer: WorkerReducer, of_inputs: Gradients, of_parameters: Gradients) -> None:
@@ -219,7 +230,7 @@ class RemoteGraphs(ReplicaGraphs):
             return gradients
 
         with self._step() as num_threads:
-            own, replies, _ = self._run_everywhere(grads, backward_own, num_threads, True, higher, needed)
+            own, replies, _ = self._run_everywhere(grads, backward_own, num_threads, True, needed, higher)
             parts: list[Gradients] = [[grad, *[None] * (len(self.where) - 1)] for grad in own]
             place_of, first = self._place_of, len(self.inputs)
             for i, reply in replies.items():
@@ -255,22 +266,22 @@ class RemoteGraphs(ReplicaGraphs):
         backward_own: Callable[[WorkerReducer | None], T],
         num_threads: int,
         keep: bool,
+        needed: Sequence[bool] | None,
         higher: Self | None = None,
-        needed: Sequence[bool] | None = None,
     ) -> tuple[T, dict[int, Reply], Mapping[int, torch.Tensor]]:
         """Run every replica's backward: the first one's here, and the other ones in the workers; raise what one raised.
 
         Args:
             grads: each replica's gradients of its outputs.
             backward_own: the first replica's; it is given what reduces large gradients, None if nothing does.
+            needed: as in `backward`; if not all are, none is reduced.
             higher: the graphs of the gradients, where these are to have any; then none is reduced.
-            needed: for each input, whether its gradient is needed; None: all are.
 
         Returns:
             What `backward_own` returned, the workers' replies, and sums by the leaf's number.
         """
         group, streams = self.worker_group, self.new_streams()
-        has_work = self._ask(grads, streams, num_threads, keep, higher, needed)
+        has_work = self._ask(grads, streams, num_threads, keep, needed, higher)
 
         def run() -> T:
             started = time.perf_counter()
@@ -304,8 +315,8 @@ class RemoteGraphs(ReplicaGraphs):
         streams: SeededStreams | SharedStream,
         num_threads: int,
         keep: bool,
-        higher: Self | None,
         needed: Sequence[bool] | None,
+        higher: Self | None,
     ) -> bool:
         """Send the workers their backwards, as `_run_everywhere` was told; return whether gradients are reduced."""
         group, thread, process = self.worker_group, ThreadState.capture(), ProcessState.capture()
@@ -317,14 +328,15 @@ class RemoteGraphs(ReplicaGraphs):
             keys = [*self.keys, *range(len(self.parameters.live))]
             in_workers = frozenset([key for key in compress(keys, needed) if key is not None])
         has_work = False
-        if higher is None and asked:
+        if asked and higher is None and needed is None:
             has_work = group.transport.begin_backward(self.remote_leaves, (0, *[i + 1 for i in asked]))
         for i, sent in asked.items():
             worker = group.workers[i]
-            placed = self._place_gradients(worker) if group.transport.shares_parameters else None
+            is_placed = higher is None and group.transport.shares_parameters
+            placed = self._place_gradients(worker) if is_placed else None
             message = Backward(
-                specs=worker.send_buffer.flush(),
                 thread=thread,
+                process=process,
                 seed=streams.seeds[i + 1],
                 graph=self.number,
                 keep=keep,
@@ -337,7 +349,7 @@ class RemoteGraphs(ReplicaGraphs):
                 is_recorded=timeline.current_step() is not None,
             )
             segments = [*group.transport.segments] if has_work else []
-            group.send(i, message, segments if placed is None else [*segments, worker.placed_in], process)
+            group.send(i, message, segments if placed is None else [*segments, worker.placed_in])
         return has_work
 
     def _put_grads(

@@ -76,6 +76,10 @@ class Graph:
         """The numbers of all its leaves."""
         return [*self.keys, *range(len(self.graph.parameters))]
 
+    def mask_of(self, needed: frozenset[int] | None) -> list[bool] | None:
+        """Return for each of its leaves whether it is one of `needed`, by number; None: all are needed."""
+        return None if needed is None else [key in needed for key in self.all_keys]
+
 
 class Worker:
     """Replies to messages."""
@@ -336,8 +340,8 @@ class Worker:
         graph, grads, _ = self._outputs_with_gradients(kept, message)
         if not message.keep:
             del self._graphs[message.graph]
-        reducer = self._new_reducer(message)
-        run = partial(graph.gradients, grads, message.keep, reducer=reducer)
+        reducer, needed = self._new_reducer(message), kept.mask_of(message.needed)
+        run = partial(graph.gradients, grads, message.keep, into_grad=needed is None, needed=needed, reducer=reducer)
         del graph, grads
         try:
             with message.thread.applied():
@@ -364,7 +368,7 @@ class Worker:
         """Run a graph's backward so that the gradients have a graph, and keep that as `number`."""
         kept = self._graphs[message.graph]
         graph, grads, incoming = self._outputs_with_gradients(kept, message)
-        needed = None if message.needed is None else [key in message.needed for key in kept.all_keys]
+        needed = kept.mask_of(message.needed)
         run = partial(gradients_of, [graph], [grads], needed, create_graph=True)
         with message.thread.applied(), torch.enable_grad():
             (found,) = _run(run, self._device, kept.replica_context)

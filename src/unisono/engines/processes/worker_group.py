@@ -80,15 +80,14 @@ class WorkerHandle:
         self.placed_for: object = None
         self._process: ProcessState | None = None
 
-    def send(
-        self, message: Message, segments: Sequence[Segment], process: ProcessState, kept: Sequence[Segment]
-    ) -> None:
-        """Send a message, with the segments that the worker does not have yet.
+    def send(self, message: Message, segments: Sequence[Segment], kept: Sequence[Segment] = ()) -> None:
+        """Send a message, with the tensors in the send buffer and the segments that the worker does not have yet.
 
         Args:
             segments: those that the message refers to.
             kept: those that the worker keeps even if the message brings another module.
         """
+        message.specs = self.send_buffer.flush()
         needed = (self.send_buffer.segment, *segments)
         if isinstance(message, Forward) and message.update.module is not None:  # frees the last one's segments
             message.freed = list(self.known_segments - {segment.number for segment in (*needed, *kept)})
@@ -98,8 +97,10 @@ class WorkerHandle:
         message.released_graphs = self.released_graphs[:]
         del self.released_graphs[: len(message.released_graphs)]
         message.cores, self.cores = self.cores, None
-        if process != self._process:
-            message.process = self._process = process
+        if message.process == self._process:
+            message.process = None
+        else:
+            self._process = message.process
         if new:
             message.segments = [(segment.number, segment.num_bytes) for segment in new.values()]
         fds = [segment.fd for segment in new.values()]
@@ -341,7 +342,7 @@ class WorkerGroup:
         yield
         self._out_of_step.discard(0)
 
-    def send(self, index: int, message: Message, segments: Sequence[Segment], process: ProcessState) -> None:
+    def send(self, index: int, message: Message, segments: Sequence[Segment]) -> None:
         """Send a worker a message.
 
         Raises:
@@ -349,7 +350,7 @@ class WorkerGroup:
         """
         self._awaited.add(index)  # before it is sent: if Ctrl-C interrupts the send, the group must end
         try:
-            self.workers[index].send(message, segments, process, kept=self.transport.segments)
+            self.workers[index].send(message, segments, kept=self.transport.segments)
         except ChannelClosedError:
             raise self._end_with_error(index) from None
         except TimeoutError:
