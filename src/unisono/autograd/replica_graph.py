@@ -153,9 +153,11 @@ class ReplicaGraph:
         if not into_grad:
             (found,) = gradients_of([self], [grads], needed, keep=keep)
             return found[: len(self.inputs)], found[len(self.inputs) :]
-        with gradients_aside(callers) if callers else nullcontext():
-            backward_of([self], [grads], keep, [reducer])
-            return self.take_gradients()
+        if callers:
+            with gradients_aside(callers):
+                return self.gradients(grads, keep, reducer=reducer)
+        backward_of([self], [grads], keep, [reducer])
+        return self.take_gradients()
 
     def take_gradients(self) -> tuple[Gradients, Gradients]:
         """Return the `.grad` of the leaves of inputs, and of parameters, and set it to None."""

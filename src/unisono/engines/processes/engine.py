@@ -503,8 +503,8 @@ class _ProcessesStep(Step[int]):
         from_outside = self._engine._module_sync.tensors_from_outside()
         in_workers = {id(tensor): n for n, tensor in enumerate(from_outside, len(pool.live_parameters))}
         in_first = {id(leaf): leaf for leaf in graphs.outside.leaves}
-        if not self.is_again and (only_here := [leaf for key, leaf in in_first.items() if key not in in_workers]):
-            self._engine._check_for_globals(only_here, objects)
+        if in_first and not self.is_again:
+            self._engine._check_for_globals([leaf for key, leaf in in_first.items() if key not in in_workers], objects)
         outside = {id(tensor): tensor for tensor in from_outside} | in_first
         for key, tensor in outside.items():
             of_workers = tensor if key in in_workers else None

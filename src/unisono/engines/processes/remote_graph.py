@@ -14,8 +14,7 @@ forward. So there is one kind of graph, whatever the order.
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from types import MappingProxyType
@@ -190,8 +189,8 @@ class RemoteGraphs(ReplicaGraphs):
                 self._hand_over_rest(reducer, *own)
             return own
 
-        with self._step() as num_threads:
-            own, replies, sums = self._run_everywhere(grads, backward_own, num_threads, keep, needed)
+        with self.step_lock as is_outermost:
+            own, replies, sums = self._run_everywhere(is_outermost, grads, backward_own, keep, needed)
             return self.joined_with_replies(*own, replies, sums)
 
     def _hand_over_rest(self, reducer: WorkerReducer, of_inputs: Gradients, of_parameters: Gradients) -> None:
@@ -229,8 +228,8 @@ class RemoteGraphs(ReplicaGraphs):
             (gradients,) = gradients_of([graph], [grads[0]], needed, create_graph=True)
             return gradients
 
-        with self._step() as num_threads:
-            own, replies, _ = self._run_everywhere(grads, backward_own, num_threads, True, needed, higher)
+        with self.step_lock as is_outermost:
+            own, replies, _ = self._run_everywhere(is_outermost, grads, backward_own, True, needed, higher)
             parts: list[Gradients] = [[grad, *[None] * (len(self.where) - 1)] for grad in own]
             place_of, first = self._place_of, len(self.inputs)
             for i, reply in replies.items():
@@ -241,30 +240,11 @@ class RemoteGraphs(ReplicaGraphs):
                     parts[place][i + 1] = tensor.requires_grad_(tensor_ref.requires_grad)
         return parts
 
-    @contextmanager
-    def _step(self) -> Iterator[int]:
-        """Enter the context of a backward by the workers; it gives the number of each replica's intra-op threads."""
-        with self.step_lock as is_outermost:
-            if not is_outermost:
-                raise RuntimeError(
-                    'backward through a model with engine="processes" was called from inside a step of the same model '
-                    '(a hook, say), whose workers are busy: use engine="threads".'
-                )
-            if self.worker_group.ended:
-                raise ReplicaDied(
-                    "the worker processes that ran this forward have ended, and what they had saved for its backward "
-                    "is gone: call the model again.",
-                    cause="The worker processes that ran this forward have ended.",
-                )
-            devices = [timing.device for timing in self.timings]
-            with divided_intra_op_threads(devices) as num_threads, self.worker_group.step(self.where):
-                yield num_threads
-
     def _run_everywhere(
         self,
+        is_outermost: bool,
         grads: Sequence[Sequence[torch.Tensor | None]],
         backward_own: Callable[[WorkerReducer | None], T],
-        num_threads: int,
         keep: bool,
         needed: Sequence[bool] | None,
         higher: Self | None = None,
@@ -272,6 +252,7 @@ class RemoteGraphs(ReplicaGraphs):
         """Run every replica's backward: the first one's here, and the other ones in the workers; raise what one raised.
 
         Args:
+            is_outermost: what the step lock gives.
             grads: each replica's gradients of its outputs.
             backward_own: the first replica's; it is given what reduces large gradients, None if nothing does.
             needed: as in `backward`; if not all are, none is reduced.
@@ -280,8 +261,8 @@ class RemoteGraphs(ReplicaGraphs):
         Returns:
             What `backward_own` returned, the workers' replies, and sums by the leaf's number.
         """
-        group, streams = self.worker_group, self.new_streams()
-        has_work = self._ask(grads, streams, num_threads, keep, needed, higher)
+        self._check_workers(is_outermost)
+        group, devices, reducer = self.worker_group, [timing.device for timing in self.timings], None
 
         def run() -> T:
             started = time.perf_counter()
@@ -298,16 +279,32 @@ class RemoteGraphs(ReplicaGraphs):
             self.timings[i + 1].backward_s = reply.seconds
             return i, reply
 
-        with streams as contexts, one_pass([*contexts, *self.passes.contexts]) as replica_context:
-            reducer = None
-            if has_work:
-                with group.collective():  # workers that are connected already may come to a batch norm meanwhile
-                    reducer = group.transport.reducer(group.poll)
-            outcomes: list[Outcome[Any]] = [*run_together([run], [self.timings[0].device], replica_context)]
-            own, *replies = self.values_of(outcomes, streams, end, of_worker, "the backward of ")
-        if timeline.recording:
-            timeline.mark(timeline.REDUCE)
-        return own, dict(replies), group.transport.results() if has_work else _NO_SUMS
+        with divided_intra_op_threads(devices) as num_threads, group.step(self.where):
+            streams = self.new_streams()
+            has_work = self._ask(grads, streams, num_threads, keep, needed, higher)
+            with streams as contexts, one_pass([*contexts, *self.passes.contexts]) as replica_context:
+                if has_work:
+                    with group.collective():  # workers that are connected already may come to a batch norm meanwhile
+                        reducer = group.transport.reducer(group.poll)
+                outcomes: list[Outcome[Any]] = [*run_together([run], devices[:1], replica_context)]
+                own, *replies = self.values_of(outcomes, streams, end, of_worker, "the backward of ")
+            if timeline.recording:
+                timeline.mark(timeline.REDUCE)
+            return own, dict(replies), group.transport.results() if has_work else _NO_SUMS
+
+    def _check_workers(self, is_outermost: bool) -> None:
+        """Check that the workers can run a backward of these graphs."""
+        if not is_outermost:
+            raise RuntimeError(
+                'backward through a model with engine="processes" was called from inside a step of the same model '
+                '(a hook, say), whose workers are busy: use engine="threads".'
+            )
+        if self.worker_group.ended:
+            raise ReplicaDied(
+                "the worker processes that ran this forward have ended, and what they had saved for its backward "
+                "is gone: call the model again.",
+                cause="The worker processes that ran this forward have ended.",
+            )
 
     def _ask(
         self,
