@@ -7,13 +7,12 @@ in this process (`RunningSums`), buckets on another device (broadcast.py), memor
 (engines/processes/reducers/), the processes of a launcher (distributed/).
 """
 
-import abc
 import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -27,31 +26,22 @@ Add: TypeAlias = Callable[[int, torch.Tensor], bool]
 Emit: TypeAlias = Callable[[int, torch.Tensor], None]
 
 
-class Reducer(abc.ABC):
+class Reducer(Protocol):
     """One replica's part in reducing the gradients of one backward."""
 
     @property
-    @abc.abstractmethod
     def numbers(self) -> Collection[int]:
         """The numbers of the leaves whose gradients are reduced."""
 
-    @abc.abstractmethod
-    def add(self, number: int, gradient: torch.Tensor) -> bool:
+    def add(self, number: int, gradient: torch.Tensor, /) -> bool:
         """Add a leaf's gradient; return False, and do nothing, if it cannot be reduced, such as a second one."""
 
 
-class PartialSums(Reducer):
-    """A replica's part in a sum in this process: the numbers, and what `add` calls."""
+class PartialSums(NamedTuple):
+    """The `Reducer` of a replica whose gradients are summed in this process."""
 
-    def __init__(self, numbers: Collection[int], add: Add) -> None:
-        self._numbers, self._add = numbers, add
-
-    @property
-    def numbers(self) -> Collection[int]:
-        return self._numbers
-
-    def add(self, number: int, gradient: torch.Tensor) -> bool:
-        return self._add(number, gradient)
+    numbers: Collection[int]
+    add: Add
 
 
 class LeafHooks:

@@ -79,9 +79,8 @@ class LocalLane(Lane):
     def __init__(
         self, number: int, call: LaneCall, blueprint: Blueprint, compile_lock: CompileLock | None, turns: LaneTurns
     ) -> None:
-        self.number, self.device = number, call.devices[number]
-        self.name = f"replica {number} on {self.device}"
-        self._call, self._compile_lock, self._turns = call, compile_lock, turns
+        super().__init__(call, number)
+        self._compile_lock, self._turns = compile_lock, turns
         self._pool = ReplicaPool(blueprint, self.device)
         self._queued: list[Callable[[bool], bool]] = []
 
@@ -98,11 +97,11 @@ class LocalLane(Lane):
                 replicas = self._pool.take([self.device], tracked=False, copies=copies, with_live_buffers=False)
             copies.wait_copies(0)
             with self._turn((args, kwargs)), self._turns.batch(), draws or contextlib.nullcontext():
-                output = interruptibly(called(replicas.roots[0], self._call.method), *args, **kwargs)
+                output = interruptibly(called(replicas.roots[0], self.call.method), *args, **kwargs)
         output = _apart_from(replicas.each[0].own_buffers, output)
         replicas.give_back()
         self._queued.append(_devices.queued_work(self.device))
-        target = self._call.output_device
+        target = self.call.output_device
         outgoing = Copies([target])
         with outgoing:
             value = _on_device(output, target, lambda tensor: outgoing.to(tensor, 0))

@@ -71,9 +71,8 @@ class WorkerLane(Lane):
     def __init__(
         self, worker_group: WorkerGroup, step_lock: StepLock, call: LaneCall, number: int, retries: bool
     ) -> None:
-        self.number, self.device = number, call.devices[number]
-        self.name = f"replica {number} on {self.device}"
-        self._group, self._step_lock, self._call = worker_group, step_lock, call
+        super().__init__(call, number)
+        self._group, self._step_lock = worker_group, step_lock
         self._worker, self._retries = worker_group.workers[number - 1], retries
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int | None) -> LaneOutput:
@@ -120,7 +119,7 @@ class WorkerLane(Lane):
         except BaseException:
             buffer.clear()
             raise
-        self._worker.send(forward_of_lane(self._call, self.number, shard, seed), ())
+        self._worker.send(forward_of_lane(self.call, self.number, shard, seed), ())
 
     def _value(self, reply: Reply) -> Any:
         """Return the output, in memory of its own."""
@@ -129,7 +128,7 @@ class WorkerLane(Lane):
         def tensor_of(sent: TensorRef) -> torch.Tensor:
             if sent.output not in tensors:
                 tensor = sent.tensor(reply.specs, self._worker.received_segments)
-                tensors[sent.output] = _devices.copied_to(tensor, self._call.output_device)
+                tensors[sent.output] = _devices.copied_to(tensor, self.call.output_device)
             return tensors[sent.output]
 
         assert reply.value is not None
