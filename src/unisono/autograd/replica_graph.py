@@ -317,11 +317,7 @@ class ReplicaGraphs:
     _grad_is_free: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def release(self, failed: bool = False) -> None:
-        """Drop the replica graphs; this frees what only they referred to.
-
-        Args:
-            failed: whether a backward was left half done, so that the replicas are not as they were.
-        """
+        """Drop the replica graphs. If a backward has `failed`, half done, their replicas are not used again."""
         on_release = self.on_release
         self.drop()
         self.live_inputs, self.replay, self.released = (), None, True
@@ -357,10 +353,9 @@ class ReplicaGraphs:
         return [self.graph(index) for index, _ in enumerate(self.timings)]
 
     def begin_sum(self, boundary: Any) -> RankReduction | None:
-        """Begin to sum the parameters' gradients over processes; None if this backward reaches no parameter.
+        """Begin to sum the parameters' gradients over processes, in the backward of the node `boundary`.
 
-        Args:
-            boundary: the node whose backward runs.
+        None if that reaches no parameter.
         """
         if self.sync_context is None:
             return None
@@ -390,13 +385,10 @@ class ReplicaGraphs:
         torch_private.run_backward([tensor for tensor, _ in reached], [grad for _, grad in reached], keep=False)
 
     def needed_inputs(self, boundary: Any) -> list[bool] | None:
-        """Return which of the boundary's inputs the backward that runs needs gradients of; None: all.
+        """Return which of its inputs the running backward of the node `boundary` needs gradients of; None: all.
 
         It matters where there are reentrant checkpoints. A backward for given inputs (`torch.autograd.grad`) cannot run
         one; so the replicas' must not reach one where the plain module's does not.
-
-        Args:
-            boundary: the node whose backward runs.
         """
         if not torch_private.backward_is_restricted():
             return None
@@ -516,17 +508,17 @@ class ReplicaGraphs:
         inputs = [*self.inputs, *incoming]
         return replace(self, inputs=inputs, outputs=[], live_inputs=(), keep=True, replay=None, **changes)
 
-    def _part_of(self, index: int, output_grads: Sequence[torch.Tensor | None]) -> Gradients:
-        """Return a replica's part of the output gradients; None for an output that needs none."""
-        return [
-            each.part(grad, index, end.device) if grad is not None and end is not None and end.requires_grad else None
-            for each, grad in zip(self.outputs, output_grads, strict=True)
-            for end in (each.tensors[index],)
-        ]
-
     def _parts_of(self, output_grads: Sequence[torch.Tensor | None]) -> list[Gradients]:
-        """Return each replica's part of the output gradients."""
-        return [self._part_of(index, output_grads) for index, _ in enumerate(self.timings)]
+        """Return each replica's part of the output gradients; None for an output that needs none."""
+        pairs = [*zip(self.outputs, output_grads, strict=True)]
+        return [
+            [
+                each.part(grad, i, end.device) if grad is not None and end is not None and end.requires_grad else None
+                for each, grad in pairs
+                for end in (each.tensors[i],)
+            ]
+            for i, _ in enumerate(self.timings)
+        ]
 
     def _gradients(
         self,

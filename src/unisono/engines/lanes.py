@@ -44,12 +44,7 @@ def open_local_lanes(
     *,
     separate_memory: bool = False,
 ) -> list[Lane]:
-    """Return a lane in this process for each device of `call`.
-
-    Args:
-        blueprint: of the live module.
-        compile_lock: of the wrapper.
-        separate_memory: as in `Threads`.
+    """Return a lane in this process for each device of `call`; `blueprint` is the live module's.
 
     Raises:
         RuntimeError: the module replays CUDA graphs.
@@ -70,7 +65,6 @@ class LocalLane(Lane):
     """See the module's docstring.
 
     Args:
-        number: of the lane.
         blueprint: of its own module, which is on its device.
         compile_lock: None if nothing is compiled.
         turns: of all lanes.

@@ -119,9 +119,8 @@ def _cause(
     why_not: Callable[[], str | None],
 ) -> str | None:
     """Return why a step that raised `error` is run again; None, with a note on the error, if it is not."""
-    if (
-        policy.retries and isinstance(error, ReplicaLost) and error.pid is not None
-    ):  # a thread that is stuck has no process
+    # A thread that is stuck has no process.
+    if policy.retries and isinstance(error, ReplicaLost) and error.pid is not None:
         reason = _OTHER_PROCESSES if call.cross_process is not None else why_not()
         if reason is None and len(causes) >= _MOST_DEATHS:
             reason = _TOO_MANY
@@ -225,10 +224,8 @@ class Replay:
             RuntimeError: it was run again, and gave others than the first time.
         """
         self._versions = _versions(self._trained)
-        if (
-            not self._policy.retries or self._limits != self._policy.row_limits
-        ):  # in parts, others within float rounding
-            return
+        if not self._policy.retries or self._limits != self._policy.row_limits:
+            return  # in parts, others within float rounding
         outputs, before = _fingerprints(groups), self._outputs
         if before is not None and not all(map(torch.equal, outputs, before)):
             raise RuntimeError(_OTHER_OUTPUTS)

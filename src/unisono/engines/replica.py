@@ -389,8 +389,7 @@ class GraphSearch:
     ) -> OutsideLeaves:
         """Return the leaves in the graphs behind `groups` that belong neither to the module nor to a replica.
 
-        Args:
-            with_objects: whether the inputs carry objects: then the next call may find other leaves.
+        Where the inputs carry objects (`with_objects`), the next call may find other leaves.
         """
         structure = call.method, call.arguments.flags, pool.blueprint.signature
         if not with_objects and structure in self._self_contained:

@@ -141,11 +141,7 @@ class Threads(FailureOptions):
 
 
 class _ThreadsStep(Step[ReplicaContext]):
-    """One forward; made, it has its inputs and its replicas, whose copies may still be in flight.
-
-    Raises:
-        OneGraphNeededError: a hook keeps tensors of replicas for the caller.
-    """
+    """One forward; made, it has its inputs and its replicas, whose copies may still be in flight."""
 
     def __init__(self, engine: Threads, module: nn.Module, call: Call, copies: Copies, again: Replay | None) -> None:
         super().__init__(call, again)
@@ -226,13 +222,7 @@ def _contexts_with_exchange(
     """Return the contexts of each pass over the replicas, and that of one backward through all graphs.
 
     In them the replicas exchange values: for random numbers of one device, for batch norm over all rows, or for both.
-
-    Args:
-        name: what messages call the model.
-        timeout_s: for how long a replica waits for others without progress; None: for ever.
-
-    Raises:
-        RuntimeError: replicas on accelerators would have to wait for other processes in backward.
+    Messages call the model `name`; a replica waits for others for `timeout_s` without progress, None: for ever.
     """
     alone = len(roots) == 1
     contexts: list[PassContext] = [partial(own_streams, name, call.devices)]

@@ -234,11 +234,7 @@ class Processes(FailureOptions):
                 transport.begin_sending(flats, tuple(range(num_replicas)), worker_group.poll)
 
     def _send_update(self, worker_group: WorkerGroup, update: Update, call: LaneCall) -> None:
-        """Send all workers what changed in the module, and wait until they have it.
-
-        Raises:
-            ReplicaDied: a worker has died. The group is ended.
-        """
+        """Send all workers what changed in the module, and wait until they have it."""
         where = call.where()
         with torch.no_grad(), worker_group.step(where):
             self._send(worker_group, update, len(where), lambda i: forward_of_lane(call, i, None, seed=0))
@@ -275,11 +271,7 @@ class Processes(FailureOptions):
                 )
 
     def _leaves_of(self, pool: ReplicaPool, from_outside: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Return a tensor like each leaf that workers have; the same object, if they are of the same forms as before.
-
-        Args:
-            from_outside: what the module refers to, and is no parameter.
-        """
+        """Return a tensor like each leaf that workers have; the same object, as long as they are of the same forms."""
         if self._linked_pool is pool:
             return self._remote_leaves
         self._linked_pool, leaves = pool, [*pool.live_parameters, *from_outside]
@@ -460,8 +452,7 @@ class _ProcessesStep(Step[int]):
     def _reference(self, replica: int, leaves: dict[int, int], tensor: torch.Tensor) -> TensorRef:
         """Put a tensor of a worker's inputs into its send buffer; return its reference.
 
-        Args:
-            leaves: the number of the leaf of each tensor that needs a gradient, by its id.
+        `leaves` has the number of the leaf of each tensor that needs a gradient, by its id.
         """
         send_buffer = self._group.workers[replica - 1].send_buffer
         leaf = None

@@ -59,12 +59,7 @@ class WorkerLanes(Lanes):
 
 
 class WorkerLane(Lane):
-    """See the module's docstring.
-
-    Args:
-        number: of the replica.
-        retries: as in `WorkerLanes`.
-    """
+    """See the module's docstring; `retries` as in `WorkerLanes`."""
 
     has_own_timeout = True  # the channel's, which has that of the group
 

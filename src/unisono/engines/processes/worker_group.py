@@ -62,12 +62,7 @@ class WorkerHandle:
     def __init__(
         self, pid: int, server_pid: int, channel: Channel, stack_file: StackFile, kills_before: Mapping[str, int]
     ) -> None:
-        """Take a worker that has just been started.
-
-        Args:
-            server_pid: of the fork server that forked it.
-            kills_before: `oom_kills` before it was started.
-        """
+        """Take a worker that the fork server `server_pid` has just forked; `oom_kills` was `kills_before` then."""
         self.pid, self.channel, self.stack_file = pid, channel, stack_file
         self._server_pid, self._kills_before = server_pid, kills_before
         self.send_buffer = SendBuffer()
@@ -120,9 +115,7 @@ class WorkerHandle:
     def death(self, name: str, replica: int, device: torch.device, lost: str) -> ReplicaDied:
         """Close the channel of a worker that has died; return the error that says what is known about its death.
 
-        Args:
-            name, replica, device: of its replica.
-            lost: what is lost with it, in words.
+        `lost` says in words what is lost with it.
         """
         self.channel.close()
         status, server_code = fork_server.server.status(self.pid, self._server_pid)
@@ -261,10 +254,7 @@ class WorkerGroup:
     def grow(self, devices: Sequence[torch.device]) -> None:
         """Start workers until there is one for each replica but the first; if one cannot be started, start none.
 
-        Workers that are there already keep their graphs.
-
-        Args:
-            devices: of all replicas; they begin with the group's.
+        Workers that are there already keep their graphs. `devices` are those of all replicas.
         """
         kills_before, num_before = oom_kills(), len(self.workers)
         try:
@@ -317,12 +307,9 @@ class WorkerGroup:
         return at_deletion(*[map(worker.released_graphs.append, [graph]) for worker in self.workers])
 
     def step(self, names: ReplicaNames) -> "WorkerGroup":
-        """Return this group as the context of a step: the group ends if that raises while a worker owes a reply.
+        """Return this group as the context of a step over replicas with these names.
 
-        It also ends if a worker, or the caller, has missed its part in a collective then.
-
-        Args:
-            names: of the step's replicas.
+        If that raises while a worker owes a reply, or somebody has missed a part in a collective, the group ends.
         """
         self._names = names
         return self
@@ -432,10 +419,7 @@ class WorkerGroup:
             exchange.withdraw(index + 1, failed=failed)
 
     def poll(self, waited_s: float) -> None:
-        """Receive what workers have sent so far; for a caller that waits for them elsewhere.
-
-        Args:
-            waited_s: for how long it has waited there.
+        """Receive what workers have sent so far; for a caller that has waited for them elsewhere, for `waited_s`.
 
         Raises:
             ReplicaTimeout: that, and the time since the last message, is longer than the timeout.
