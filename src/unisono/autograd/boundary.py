@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from unisono.autograd.replica_graph import BoundaryTensor, ReplicaGraphs
+from unisono.autograd.replica_graph import ReplicaGraphs
 from unisono.runtime import timeline, torch_private
 from unisono.runtime.interrupts import critical
 
@@ -147,7 +147,7 @@ def _differentiable_backward(
     graphs: ReplicaGraphs, grads: Sequence[torch.Tensor | None], needed: Sequence[bool] | None
 ) -> list[torch.Tensor | None]:
     """Return the inputs' gradients as outputs of one more Boundary (4)."""
-    run = partial(_graphs_of_gradients, graphs, grads, needed)
+    run = partial(graphs.differentiable_backward, grads, needed)
     replay = graphs.replay
     higher, gradients = run() if replay is None else replay.run(graphs, run)
     if replay is not None:
@@ -159,19 +159,3 @@ def _differentiable_backward(
     live_inputs = (*graphs.live_inputs[:first], *incoming, *graphs.live_inputs[first:])
     results = iter(_apply(higher, *live_inputs))
     return [next(results) if each is not None else None for each in gradients]
-
-
-def _graphs_of_gradients(
-    graphs: ReplicaGraphs, grads: Sequence[torch.Tensor | None], needed: Sequence[bool] | None
-) -> tuple[ReplicaGraphs, list[BoundaryTensor | None]]:
-    """Return the graphs of the inputs' gradients; and each of these gradients, None where there is none."""
-    graphs.keep = True
-    higher, parts = graphs.differentiable_backward(grads, needed)
-    gradients = [
-        BoundaryTensor(each.placement, each.device, each.with_every_part(of_input))
-        if any(p is not None for p in of_input)
-        else None
-        for each, of_input in zip(graphs.all_inputs, parts, strict=True)
-    ]
-    higher.outputs = [each for each in gradients if each is not None]
-    return higher, gradients

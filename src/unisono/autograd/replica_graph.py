@@ -476,8 +476,9 @@ class ReplicaGraphs:
 
     def differentiable_backward(
         self, output_grads: Sequence[torch.Tensor | None], needed: Sequence[bool] | None
-    ) -> tuple[Self, list[Gradients]]:
-        """Run backward with create_graph=True; return its graphs, without outputs yet, and each input's gradients."""
+    ) -> tuple[Self, list[BoundaryTensor | None]]:
+        """Run backward with create_graph=True; return its graphs, and the gradient of each input, None without one."""
+        self.keep = True
         incoming: list[BoundaryTensor] = []
         end_grads: list[Gradients] = [[] for _ in self.timings]
         for each, grad in zip(self.outputs, output_grads, strict=True):
@@ -494,7 +495,14 @@ class ReplicaGraphs:
             for i, part in enumerate(parts):
                 end_grads[i].append(part)
         higher = self._higher(incoming)
-        return higher, self._differentiate(end_grads, higher, needed)
+        gradients = [
+            BoundaryTensor(each.placement, each.device, each.with_every_part(of_input))
+            if any(part is not None for part in of_input)
+            else None
+            for each, of_input in zip(self.all_inputs, self._differentiate(end_grads, higher, needed), strict=True)
+        ]
+        higher.outputs = [each for each in gradients if each is not None]
+        return higher, gradients
 
     def _differentiate(
         self, grads: Sequence[Sequence[torch.Tensor | None]], higher: Self, needed: Sequence[bool] | None

@@ -20,7 +20,7 @@ from unisono.engines.base import Lane, LaneCall, LaneEndedError, LaneOutput, Lan
 from unisono.engines.lanes import tensors_to_place
 from unisono.engines.processes.channel import ChannelClosedError
 from unisono.engines.processes.messages import Forward, Reply, TensorRef
-from unisono.engines.processes.pickling import dumps, loads
+from unisono.engines.processes.pickling import dumps
 from unisono.engines.processes.remote_graph import repeat_messages
 from unisono.engines.processes.worker_group import StepLock, WorkerGroup, workers_timed_out
 from unisono.runtime import devices as _devices
@@ -91,7 +91,9 @@ class WorkerLane(Lane):
             repeat_messages(reply)
             if reply.error is not None:
                 raise reply.error.exception()
-            return LaneOutput(self._value(reply), reply.random_digest is not None)
+            segments, target = self._worker.received_segments, self.call.output_device
+            value = reply.output(segments, lambda _, tensor: _devices.copied_to(tensor, target))
+            return LaneOutput(value, reply.random_digest is not None)
 
     def _lost(self, error: ReplicaLost) -> Exception:
         """Return what to raise when the worker is lost."""
@@ -115,19 +117,6 @@ class WorkerLane(Lane):
             buffer.clear()
             raise
         self._worker.send(forward_of_lane(self.call, self.number, shard, seed), ())
-
-    def _value(self, reply: Reply) -> Any:
-        """Return the output, in memory of its own."""
-        tensors: dict[int, torch.Tensor] = {}
-
-        def tensor_of(sent: TensorRef) -> torch.Tensor:
-            if sent.output not in tensors:
-                tensor = sent.tensor(reply.specs, self._worker.received_segments)
-                tensors[sent.output] = _devices.copied_to(tensor, self.call.output_device)
-            return tensors[sent.output]
-
-        assert reply.value is not None
-        return loads(reply.value, tensor_of)
 
 
 def forward_of_lane(call: LaneCall, replica: int, shard: bytes | None, seed: int) -> Forward:

@@ -9,7 +9,7 @@ the k-th tensor of a call that needs a gradient.
 
 import contextlib
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -183,6 +183,25 @@ class Reply:
     spans: list[Span] = field(default_factory=list)
     out_of_step: bool = False
     missed_update: bool = False
+
+    def output(
+        self, segments: Mapping[int, Segment], received: Callable[[TensorRef, torch.Tensor], torch.Tensor]
+    ) -> Any:
+        """Return the output of a forward.
+
+        Args:
+            segments: the caller's, by number.
+            received: returns what becomes of a tensor, which is in memory that the next reply overwrites.
+        """
+        tensors: dict[int, torch.Tensor] = {}
+
+        def tensor_of(sent: TensorRef) -> torch.Tensor:
+            if sent.output not in tensors:
+                tensors[sent.output] = received(sent, sent.tensor(self.specs, segments))
+            return tensors[sent.output]
+
+        assert self.value is not None
+        return loads(self.value, tensor_of)
 
 
 @dataclass(slots=True)

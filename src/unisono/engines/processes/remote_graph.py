@@ -33,7 +33,6 @@ from unisono.autograd.replica_graph import (
 )
 from unisono.distributed.gradient_sync import RankReduction
 from unisono.engines.processes.messages import Backward, Reply, TensorRef, number_of_input
-from unisono.engines.processes.pickling import loads
 from unisono.engines.processes.reducers.base import WorkerReducer
 from unisono.engines.processes.shared_memory import BumpAllocator, Segment, TensorSpec, is_plain_strided
 from unisono.engines.processes.worker_group import StepLock, WorkerGroup, WorkerHandle
@@ -141,19 +140,12 @@ class RemoteGraphs(ReplicaGraphs):
 
     def output_of(self, index: int, reply: Reply) -> Any:
         """Return a worker's output of a forward, whose tensors are views of the worker's memory."""
-        views: dict[int, torch.Tensor] = {}
 
-        def tensor_of(sent: TensorRef) -> torch.Tensor:
-            if sent.output not in views:
-                tensor = self._received(index, sent, reply)
-                if sent.requires_grad:
-                    tensor.requires_grad_()
-                views[sent.output] = tensor
-                self._output_numbers[id(tensor)] = sent.output
-            return views[sent.output]
+        def received(sent: TensorRef, tensor: torch.Tensor) -> torch.Tensor:
+            self._output_numbers[id(tensor)] = sent.output
+            return tensor.requires_grad_() if sent.requires_grad else tensor
 
-        assert reply.value is not None
-        return loads(reply.value, tensor_of)
+        return reply.output(self.worker_group.workers[index].received_segments, received)
 
     def joined_outputs(self) -> list[torch.Tensor]:
         joined = ReplicaGraphs.joined_outputs(self)
