@@ -228,7 +228,7 @@ class ParameterLeaves(NamedTuple):
         leaves: `leaves[i]` are replica i's, one for each of `live`.
         hooks: on these leaves, one object a replica.
         large: the numbers of the parameters whose gradients are summed while backward runs.
-        buckets: those in which gradients come home; None where no replica's parameters are in memory of their own.
+        buckets: those in which gradients are reduced; None where no replica's parameters are in memory of their own.
     """
 
     live: Sequence[torch.Tensor] = ()
@@ -471,8 +471,8 @@ class ReplicaGraphs:
     def let_outputs_stream_wait(self) -> None:
         """Make the stream of the boundary's first output, which autograd uses, wait for the inputs' gradients."""
         if not self._one_backward_each:
-            homes = [each.device for each in self.inputs] + [live.device for live in self.parameters.live]
-            wait_for_streams(self.outputs[0].device, homes)
+            sources = [each.device for each in self.inputs] + [live.device for live in self.parameters.live]
+            wait_for_streams(self.outputs[0].device, sources)
 
     def differentiable_backward(
         self, output_grads: Sequence[torch.Tensor | None], needed: Sequence[bool] | None

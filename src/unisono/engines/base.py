@@ -247,7 +247,7 @@ class Engine(abc.ABC):
 
     @property
     def row_limits(self) -> Mapping[int, int]:
-        """How many rows a replica can bear, by its number, where that is known."""
+        """How many rows fit in a replica's memory, by its number, where that is known."""
         return {}
 
     @property

@@ -8,7 +8,7 @@ that takes no longer than one of them would, and their sums begin anew, too.
 
 A replica runs its shard in parts, each with an activation checkpoint (`run_in_parts`), if the caller says so
 (`Call.parts`), or if it ran out of memory: then in parts of half as many rows. Of one part only, at a time, are
-activations in memory. The engine remembers how many rows a replica can bear (`FailurePolicy.row_limits`).
+activations in memory. The engine remembers how many rows fit (`FailurePolicy.row_limits`).
 
 Guarantees
     - After a death the step ends with exactly the numbers that it would have had: the same rows for each replica, the
@@ -313,7 +313,7 @@ def parts_of(row_limits: Mapping[int, int], call: Call, root: nn.Module, index: 
     """Return how a replica runs its shard in parts; None: as a whole.
 
     Args:
-        row_limits: how many rows each replica can bear, by its number, where that is known.
+        row_limits: how many rows fit in each replica's memory, by its number, where that is known.
         index: of the replica in the call.
 
     Raises:

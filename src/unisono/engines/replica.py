@@ -323,7 +323,7 @@ class ReplicaPool:
 
     @cached_property
     def reduce_buckets(self) -> ReduceBuckets:
-        """The buckets in which gradients of replicas in memory of their own come home."""
+        """The buckets in which gradients of replicas in memory of their own are reduced."""
         return ReduceBuckets(self.live_parameters, separate_memory=self._separate_memory)
 
     def take(

@@ -35,7 +35,7 @@ from unisono.runtime.timeline import ReplicaTiming
 T = TypeVar("T")
 
 
-class Step(abc.ABC, Generic[T]):
+class ForwardPass(abc.ABC, Generic[T]):
     """The forward of a call; see the module's docstring.
 
     Attributes:

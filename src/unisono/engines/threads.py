@@ -28,7 +28,7 @@ from unisono.engines.failure_policy import FailureOptions, FailurePolicy
 from unisono.engines.lanes import open_local_lanes
 from unisono.engines.replay import Replay, run_recovering
 from unisono.engines.replica import GraphSearch, Inputs, ReplicaPool, call_replica, carries_objects
-from unisono.engines.step import Step
+from unisono.engines.step import ForwardPass
 from unisono.primitives.blueprint import Blueprint, collector_paused, warn_of_observers
 from unisono.primitives.checks import check_flag
 from unisono.primitives.outputs import Group
@@ -69,7 +69,7 @@ class Threads(FailureOptions):
     Args:
         rescue: whether a step in which a replica runs out of memory is run again with that replica's shard in parts,
             each computed once more in backward, so that only one part's activations are in memory. Gradients are the
-            same within float rounding. What the replica can bear is logged and remembered.
+            same within float rounding. How many rows fit is logged and remembered.
         timeout: after how many seconds without progress a wait for a replica ends in `ReplicaTimeout`, which has the
             Python stack of the stuck replica; progress is any message of a replica, and any part that one has finished.
             None: never. So it has to be longer than a replica's whole forward, or backward, may take after the first
@@ -104,7 +104,7 @@ class Threads(FailureOptions):
     def _forward(self, module: nn.Module, call: Call, again: Replay | None = None) -> Any:
         """Run a forward and return its output; where it is run `again`, its graphs are all that is wanted."""
         with Copies(call.devices) as copies:
-            step = _ThreadsStep(self, module, call, copies, again)
+            step = _ThreadsForward(self, module, call, copies, again)
             if not inside_replica():
                 self._timings = step.timings
             return step.forward()
@@ -140,7 +140,7 @@ class Threads(FailureOptions):
         return partial(type(self), separate_memory=self._separate_memory), (), vars(self._policy)
 
 
-class _ThreadsStep(Step[ReplicaContext]):
+class _ThreadsForward(ForwardPass[ReplicaContext]):
     """One forward; made, it has its inputs and its replicas, whose copies may still be in flight."""
 
     def __init__(self, engine: Threads, module: nn.Module, call: Call, copies: Copies, again: Replay | None) -> None:

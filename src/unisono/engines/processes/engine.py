@@ -45,7 +45,7 @@ from unisono.engines.processes.remote_graph import RemoteGraphs
 from unisono.engines.processes.worker_group import StepLock, WorkerGroup
 from unisono.engines.replay import Replay, parts_of, run_recovering
 from unisono.engines.replica import GraphSearch, Inputs, ReplicaPool, call_replica, carries_objects, leaves_and_nodes
-from unisono.engines.step import Step
+from unisono.engines.step import ForwardPass
 from unisono.engines.threads import Threads
 from unisono.primitives.blueprint import HOOKS, Blueprint
 from unisono.primitives.checks import check_flag
@@ -192,7 +192,7 @@ class Processes(FailureOptions):
 
     def _forward(self, module: nn.Module, call: Call, again: Replay | None = None) -> Any:
         """Run a forward and return its output; where it is run `again`, its graphs are all that is wanted."""
-        step = _ProcessesStep(self, module, call, again)
+        step = _ProcessesForward(self, module, call, again)
         self._timings = step.timings
         return step.forward()
 
@@ -336,7 +336,7 @@ class Processes(FailureOptions):
             worker_group.end(graceful=True)
 
 
-class _ProcessesStep(Step[int]):
+class _ProcessesForward(ForwardPass[int]):
     """One forward; made, it has its workers."""
 
     graphs: RemoteGraphs
