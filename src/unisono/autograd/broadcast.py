@@ -100,7 +100,7 @@ class ReduceBuckets:
 
 
 class CoalescedReduce:
-    """Copies the gradients of one backward to the source and sums them. A context; the parts may add from several threads.
+    """Copies the gradients of one backward to the source, and sums them. A context; parts may add from several threads.
 
     Args:
         plan: the parameters' buckets.
