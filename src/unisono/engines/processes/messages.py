@@ -147,7 +147,7 @@ class Backward(Message):
     create_graph_as: int | None
     placed: dict[int, TensorSpec] | None
     reducer_config: SharedMemoryConfig | CollectiveConfig | None
-    needed: frozenset[int] | None
+    needed: frozenset[int | None] | None
 
 
 @dataclass(slots=True)

@@ -312,10 +312,8 @@ class RemoteGraphs(ReplicaGraphs):
         of_boundary = [] if higher is None else zip(higher.inputs, higher.keys, strict=True)
         leaf_of = {id(leaf): key for each, key in of_boundary for leaf in each.tensors if leaf is not None}
         asked = {i: sent for i, _ in enumerate(self.where[1:]) if (sent := self._put_grads(i, grads[i + 1], leaf_of))}
-        in_workers = None
-        if needed is not None:
-            keys = [*self.keys, *range(len(self.parameters.live))]
-            in_workers = frozenset([key for key in compress(keys, needed) if key is not None])
+        keys = [*self.keys, *range(len(self.parameters.live))]
+        in_workers = None if needed is None else frozenset(compress(keys, needed))
         has_work = False
         if asked and higher is None and needed is None:
             has_work = group.transport.begin_backward(self.remote_leaves, (0, *[i + 1 for i in asked]))

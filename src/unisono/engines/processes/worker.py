@@ -76,7 +76,7 @@ class Graph:
         """The numbers of all its leaves."""
         return [*self.keys, *range(len(self.graph.parameters))]
 
-    def mask_of(self, needed: frozenset[int] | None) -> list[bool] | None:
+    def mask_of(self, needed: frozenset[int | None] | None) -> list[bool] | None:
         """Return for each of its leaves whether it is one of `needed`, by number; None: all are needed."""
         return None if needed is None else [key in needed for key in self.all_keys]
 
