@@ -10,7 +10,8 @@
 Buffers: the first replica has the live ones, so its updates persist; the others have copies. Those that forward has
 reassigned in the first replica are put into the live module at the end.
 
-An engine says how (1), (2) and (4) are done. How a step is run again is in replay.py.
+An engine says how (1), (2) and (4) are done. A worker process does (2) for one replica, with the same functions, and
+replies with its outputs (processes/worker.py). How a step is run again is in replay.py.
 """
 
 import abc

@@ -455,7 +455,7 @@ class WorkerGroup:
 
     def _receive_ready(self) -> None:
         for index in sorted(self._awaited - self._dead):
-            if self.workers[index].channel.is_ready():
+            if self.workers[index].channel.wait(0):
                 self._receive_from(index)
 
     def _raise_if_died(self) -> None:
