@@ -180,9 +180,7 @@ class Replay:
     """What a forward began with, and how to make its graphs anew.
 
     Args:
-        policy: the engine's.
-        call: the forward's; its inputs are copied.
-        blueprint: the live module's.
+        policy, call, blueprint: the engine's, the forward's (its inputs are copied), and the live module's.
         buffers: those of the live module, and what they were when the forward began.
         devices: of the replicas in this process.
         forward: runs the call's forward again: it shows its outputs to the replay, and lets it `take` its graphs.

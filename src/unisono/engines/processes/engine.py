@@ -250,12 +250,12 @@ class Processes(FailureOptions):
                 worker_group.transport.end_sending(worker_group.poll)
 
     def _check_for_globals(self, leaves: Sequence[torch.Tensor], objects: Sequence[torch.Tensor]) -> None:
-        """Check that no gradient is lost in a leaf that workers have a copy of their own of.
+        """Raise RuntimeError if the first replica's graph reaches a global: the workers have a copy of their own.
 
         A leaf that forward itself made is gone with its graph; a leaf that two forwards reach is a global.
 
         Args:
-            leaves: those of the first replica's graph that are neither the module's nor the workers'.
+            leaves: those of the graph that are neither the module's nor the workers'.
             objects: tensors inside objects in the inputs; the leaves behind them get their gradients.
         """
         known = [leaf for reference in self._only_here if (leaf := reference()) is not None]
