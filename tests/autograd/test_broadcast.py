@@ -119,9 +119,9 @@ def test_a_bucket_leaves_while_backward_runs(copied: list[torch.Size], monkeypat
     def emit(parameter: int, total: torch.Tensor) -> None:
         emitted.append((parameter, total.tolist()))
 
-    plan = broadcast.ReduceBuckets([first for first, _ in leaves])
+    plan = broadcast.ReduceBuckets([first for first, _ in leaves], separate_memory=True)
     hooks = [LeafHooks(dict(enumerate(of_replica))) for of_replica in zip(*leaves, strict=True)]
-    reduce = broadcast.CoalescedReduce(plan, [CPU] * 2, emit, {1, 3}, separate_memory=True)
+    reduce = broadcast.CoalescedReduce(plan, [CPU] * 2, emit, {1, 3})
     with reduce, hooks[0].handing_to(reduce.of(0)), hooks[1].handing_to(reduce.of(1)):
         add(3, replica=1)
         assert not copied

@@ -58,8 +58,8 @@ def reduce(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> R
         if request.param == "running":
             totals = summed(leaves, nullcontext(RunningSums(num_replicas, range(len(leaves)))), backward)
         else:
-            plan = broadcast.ReduceBuckets([of_tensor[0] for of_tensor in leaves])
-            reduce = broadcast.CoalescedReduce(plan, [CPU] * num_replicas, separate_memory=True)
+            plan = broadcast.ReduceBuckets([of_tensor[0] for of_tensor in leaves], separate_memory=True)
+            reduce = broadcast.CoalescedReduce(plan, [CPU] * num_replicas)
             totals = summed(leaves, reduce, backward)
         assert all(leaf.grad is None for of_tensor in leaves for leaf in of_tensor)
         return {k: total.unique().tolist() for k, total in totals.items()}

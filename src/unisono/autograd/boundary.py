@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from unisono.autograd.replica_graph import BoundaryTensor, ReplicaGraphs
+from unisono.autograd.replica_graph import ReplicaGraphs
 from unisono.runtime import timeline, torch_private
 from unisono.runtime.interrupts import critical
 from unisono.runtime.tracebacks import without_own_frames
@@ -71,49 +71,61 @@ class _Boundary(torch.autograd.Function):
     @without_own_frames
     @critical
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        graphs: ReplicaGraphs = ctx.graphs
-        has_grads = bool([grad for grad in grads if grad is not None])
-        if graphs.released:
-            if not has_grads:  # a later forward has detached the only output that it used, a buffer
-                return (None,) * len(ctx.needs_input_grad)
-            raise RuntimeError(
-                "Trying to backward through the replicas a second time: the first backward freed the tensors that they "
-                "had saved. Give the first one retain_graph=True, or add the losses up and call backward once."
-            )
-        reduction = None if graphs.sync_context is None else graphs.begin_sum(ctx)
-        if reduction is None and not has_grads:
-            _skip_hooks_without_gradient(graphs.live_inputs, [None] * len(graphs.live_inputs))
-            return (None,) * (1 + len(graphs.live_inputs))
-        keep = graphs.keep or torch_private.backward_keeps_graph()
-        first, live_inputs = len(graphs.inputs), graphs.live_inputs
-        needed = graphs.needed_inputs(ctx) if graphs.outside.with_reentrant_checkpoint else None
-        try:
-            if torch.is_grad_enabled():
-                joined = _differentiable_backward(graphs, grads, needed)
-                if reduction is not None:
-                    joined[first:] = reduction.differentiable(joined[first:])
-                _skip_hooks_without_gradient(live_inputs, joined)
-                return (None, *joined)
-            if graphs.replay is None:
-                joined = graphs.backward(grads, keep, reduction, needed)
-            else:
-                joined = graphs.replay.run(graphs, partial(graphs.backward, grads, keep, reduction, needed))
+        step = ctx.graphs.step
+        if step is None or not step.is_open:  # none where replicas were run again after the profile has ended
+            return _backward(ctx, grads)
+        with step.recorded(timeline.BACKWARD, timeline.SCATTER):
+            return _backward(ctx, grads)
+
+
+# `apply` without its search for torch.func's tensors, which is a call for each parameter: under a transform the plain
+# composition runs.
+_apply: Any = super(torch.autograd.Function, _Boundary).apply
+
+
+def _backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of the boundary's inputs, behind one of `graphs`, which is None."""
+    graphs: ReplicaGraphs = ctx.graphs
+    has_grads = bool([grad for grad in grads if grad is not None])
+    if graphs.released:
+        if not has_grads:  # a later forward has detached the only output that it used, a buffer
+            return (None,) * len(ctx.needs_input_grad)
+        raise RuntimeError(
+            "Trying to backward through the replicas a second time: the first backward freed the tensors that they "
+            "had saved. Give the first one retain_graph=True, or add the losses up and call backward once."
+        )
+    reduction = None if graphs.sync_context is None else graphs.begin_sum(ctx)
+    first, live_inputs = len(graphs.inputs), graphs.live_inputs
+    if reduction is None and not has_grads:
+        _skip_hooks_without_gradient(live_inputs, [None] * len(live_inputs))
+        return (None,) * (1 + len(live_inputs))
+    keep, higher = graphs.keep or torch_private.backward_keeps_graph(), torch.is_grad_enabled()
+    needed = graphs.needed_inputs(ctx) if graphs.outside.with_reentrant_checkpoint else None
+    let_stream_wait = None
+    try:
+        if higher:
+            joined = _differentiable_backward(graphs, grads, needed)
+            if reduction is not None:
+                joined[first:] = reduction.differentiable(joined[first:])
+        else:
+            run = partial(graphs.backward, grads, keep, reduction, needed)
+            joined = run() if graphs.replay is None else graphs.replay.run(graphs, run)
             wait = None if reduction is None else reduction.send(joined[first:])
             let_stream_wait = graphs.outputs_stream_wait()
             if not keep:
                 graphs.release()  # takes time, so it is done while the other ranks are waited for
             if wait is not None:
                 joined[first:] = wait()
-        except BaseException as error:
-            if not torch.is_grad_enabled():
-                graphs.release(failed=True)  # another backward must not count what the leaves hold now
-            if reduction is not None:
-                reduction.failed(error)
-            raise
-        _skip_hooks_without_gradient(live_inputs, joined)
-        if let_stream_wait is not None:
-            let_stream_wait()
-        return (None, *joined)
+    except BaseException as error:
+        if not higher:
+            graphs.release(failed=True)  # another backward must not count what the leaves hold now
+        if reduction is not None:
+            reduction.failed(error)
+        raise
+    _skip_hooks_without_gradient(live_inputs, joined)
+    if let_stream_wait is not None:
+        let_stream_wait()
+    return (None, *joined)
 
 
 def _skip_hooks_without_gradient(live_inputs: Sequence[torch.Tensor], joined: Sequence[torch.Tensor | None]) -> None:
@@ -122,43 +134,17 @@ def _skip_hooks_without_gradient(live_inputs: Sequence[torch.Tensor], joined: Se
         torch_private.skip_hooks_without_gradient([live_inputs[n] for n in without])
 
 
-class _RecordedBoundary(_Boundary):
-    """The node of a step that is recorded; a class of its own, so that other steps make no call for it."""
-
-    @staticmethod
-    @without_own_frames
-    @critical
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        step = ctx.graphs.step
-        if step is None or not step.is_open:  # none where replicas were run again after the profile has ended
-            return _Boundary.backward(ctx, *grads)
-        with step.recorded(timeline.BACKWARD, timeline.SCATTER):
-            return _Boundary.backward(ctx, *grads)
-
-
-# `apply` without its search for torch.func's tensors, which is a call for each parameter: under a transform the plain
-# composition runs.
-_apply: Any = super(torch.autograd.Function, _Boundary).apply
-_apply_recorded: Any = super(torch.autograd.Function, _RecordedBoundary).apply
-
-
-def join(
-    graphs: ReplicaGraphs, live_inputs: Sequence[torch.Tensor], own_leaves: Sequence[torch.Tensor]
-) -> Sequence[torch.Tensor]:
+def join(graphs: ReplicaGraphs, live_inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Return the joined outputs, linked to the caller's tensors if any of them needs a gradient.
 
     Args:
         live_inputs: the caller's tensors behind `graphs.inputs`.
-        own_leaves: the replicas' leaves, without those that are the caller's own tensors.
     """
-    live = [*live_inputs, *graphs.parameters.live]
-    if [leaf for leaf in own_leaves if leaf.grad is not None]:
-        graphs.pass_on_gradients(live)
     if not [each for each in graphs.outputs if each.requires_grad]:
         return graphs.joined_outputs()
+    live = [*live_inputs, *graphs.parameters.live]
     aliases = [tensor if tensor.is_leaf else Alias.apply(tensor) for tensor in live]  # type: ignore[no-untyped-call]
-    apply = _apply if graphs.step is None else _apply_recorded
-    joined: tuple[torch.Tensor, ...] = apply(graphs, *aliases)
+    joined: tuple[torch.Tensor, ...] = _apply(graphs, *aliases)
     return joined
 
 
@@ -166,7 +152,7 @@ def _differentiable_backward(
     graphs: ReplicaGraphs, grads: Sequence[torch.Tensor | None], needed: Sequence[bool] | None
 ) -> list[torch.Tensor | None]:
     """Return the inputs' gradients as outputs of one more Boundary (4)."""
-    run = partial(_graphs_of_gradients, graphs, grads, needed)
+    run = partial(graphs.differentiable_backward, grads, needed)
     replay = graphs.replay
     higher, gradients = run() if replay is None else replay.run(graphs, run)
     if replay is not None:
@@ -176,22 +162,5 @@ def _differentiable_backward(
     first = len(graphs.inputs)
     incoming = [grad for grad in grads if grad is not None]
     live_inputs = (*graphs.live_inputs[:first], *incoming, *graphs.live_inputs[first:])
-    apply = _apply if higher.step is None else _apply_recorded
-    results = iter(apply(higher, *live_inputs))
+    results = iter(_apply(higher, *live_inputs))
     return [next(results) if each is not None else None for each in gradients]
-
-
-def _graphs_of_gradients(
-    graphs: ReplicaGraphs, grads: Sequence[torch.Tensor | None], needed: Sequence[bool] | None
-) -> tuple[ReplicaGraphs, list[BoundaryTensor | None]]:
-    """Return the graphs of the inputs' gradients; and each of these gradients, None where there is none."""
-    graphs.keep = True
-    higher, parts = graphs.differentiable_backward(grads, needed)
-    gradients = [
-        BoundaryTensor(each.placement, each.device, each.with_every_part(of_input))
-        if any(p is not None for p in of_input)
-        else None
-        for each, of_input in zip(graphs.all_inputs, parts, strict=True)
-    ]
-    higher.outputs = [each for each in gradients if each is not None]
-    return higher, gradients

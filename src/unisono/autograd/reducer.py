@@ -7,13 +7,12 @@ in this process (`RunningSums`), buckets on another device (broadcast.py), memor
 (engines/processes/reducers/), the processes of a launcher (distributed/).
 """
 
-import abc
 import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -23,58 +22,26 @@ from unisono.runtime.buckets import dense_first
 from unisono.runtime.interrupts import uninterruptible
 from unisono.runtime.streams import current_stream, queued_on
 
+Add: TypeAlias = Callable[[int, torch.Tensor], bool]
 Emit: TypeAlias = Callable[[int, torch.Tensor], None]
 
 
-# Leaves have numbers: those of parameters count up from 0, those of a call's inputs down from -1.
-
-
-def number_of_input(k: int) -> int:
-    """Return the number of the leaf for the k-th input."""
-    return ~k
-
-
-def place_of(number: int, num_inputs: int) -> int:
-    """Return the place of a leaf among those of all inputs and, behind them, of all parameters."""
-    return ~number if number < 0 else num_inputs + number
-
-
-class Reducer(abc.ABC):
+class Reducer(Protocol):
     """One replica's part in reducing the gradients of one backward."""
 
     @property
-    @abc.abstractmethod
     def numbers(self) -> Collection[int]:
         """The numbers of the leaves whose gradients are reduced."""
 
-    @abc.abstractmethod
-    def add(self, number: int, gradient: torch.Tensor) -> bool:
+    def add(self, number: int, gradient: torch.Tensor, /) -> bool:
         """Add a leaf's gradient; return False, and do nothing, if it cannot be reduced, such as a second one."""
 
 
-class PartialSums(Reducer):
-    """A replica's part in a sum in this process: the numbers, and what `add` calls."""
+class PartialSums(NamedTuple):
+    """The `Reducer` of a replica whose gradients are summed in this process."""
 
-    def __init__(self, numbers: Collection[int], add: Callable[[int, torch.Tensor], bool]) -> None:
-        self._numbers, self._add = numbers, add
-
-    @property
-    def numbers(self) -> Collection[int]:
-        return self._numbers
-
-    def add(self, number: int, gradient: torch.Tensor) -> bool:
-        return self._add(number, gradient)
-
-
-class _RecordedReducer(PartialSums):
-    """A reducer whose work is recorded."""
-
-    def __init__(self, reducer: Reducer) -> None:
-        super().__init__(reducer.numbers, reducer.add)
-
-    def add(self, number: int, gradient: torch.Tensor) -> bool:
-        with timeline.during(timeline.REDUCE):
-            return super().add(number, gradient)
+    numbers: Collection[int]
+    add: Add
 
 
 class LeafHooks:
@@ -95,9 +62,8 @@ class LeafHooks:
         self._leaves = leaves
         self.installed: set[int] = set()
         self._with_streams: list[torch.device] | None = None  # the leaves' devices that have streams, once known
-        # The reducer, and its stream on each device. The hooks refer to this list only: no reference cycle leads to the
-        # leaves.
-        self._active: list[tuple[Reducer, dict[torch.device, torch.Stream | None]]] = []
+        # What adds a gradient to the sum, and its streams. The hooks refer to this list only: no cycle leads to leaves.
+        self._active: list[tuple[Add, dict[torch.device, torch.Stream | None]]] = []
 
     @contextlib.contextmanager
     def handing_to(self, reducer: Reducer) -> Iterator[None]:
@@ -109,9 +75,8 @@ class LeafHooks:
                 leaf.register_post_accumulate_grad_hook(partial(_hand_over, self._active, number))  # type: ignore[no-untyped-call]
         if self._with_streams is None:
             self._with_streams = [d for d in {leaf.device for leaf in self._leaves.values()} if _devices.has_streams(d)]
-        if timeline.recording:
-            reducer = _RecordedReducer(reducer)
-        self._active.append((reducer, {device: current_stream(device) for device in self._with_streams}))
+        add = timeline.during(timeline.REDUCE)(reducer.add) if timeline.recording else reducer.add
+        self._active.append((add, {device: current_stream(device) for device in self._with_streams}))
         try:
             yield
         finally:
@@ -120,17 +85,17 @@ class LeafHooks:
 
 @uninterruptible
 def _hand_over(
-    active: list[tuple[Reducer, dict[torch.device, torch.Stream | None]]], number: int, leaf: torch.Tensor
+    active: list[tuple[Add, dict[torch.device, torch.Stream | None]]], number: int, leaf: torch.Tensor
 ) -> None:
     if not active or leaf.grad is None:
         return
-    reducer, streams = active[0]
+    add, streams = active[0]
     if not streams:
-        if reducer.add(number, leaf.grad):
+        if add(number, leaf.grad):
             leaf.grad = None
         return
     with queued_on(streams.get(leaf.grad.device), leaf.grad):
-        if reducer.add(number, leaf.grad):
+        if add(number, leaf.grad):
             leaf.grad = None
 
 

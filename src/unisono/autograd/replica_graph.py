@@ -28,8 +28,6 @@ from unisono.autograd.reducer import (
     LeafHooks,
     Reducer,
     RunningSums,
-    number_of_input,
-    place_of,
     sum_in_place,
     sums_of,
 )
@@ -38,7 +36,6 @@ from unisono.primitives.parallel_apply import values_or_raise
 from unisono.primitives.placements import Placement, Replicate
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline, torch_private
-from unisono.runtime.buckets import LARGE_BYTES
 from unisono.runtime.errors import ReplicaNames
 from unisono.runtime.streams import wait_for_streams
 from unisono.runtime.thread_pool import PassContext, one_pass, run_together
@@ -46,6 +43,7 @@ from unisono.runtime.thread_state import modes_that_stay
 from unisono.runtime.timeline import ReplicaTiming, StepRecording
 
 T = TypeVar("T")
+Gradients: TypeAlias = list[torch.Tensor | None]
 
 _BACKWARD_INSIDE = (
     "the module calls backward inside forward, and its gradients cannot be summed over the processes there. Return the "
@@ -104,7 +102,7 @@ class BoundaryTensor(NamedTuple):
         pairs = zip(parts, self.tensors, strict=True)
         return [torch.zeros_like(leaf) if part is None and leaf is not None else part for part, leaf in pairs]
 
-    def _here(self, parts: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    def _here(self, parts: Sequence[torch.Tensor | None]) -> Gradients:
         here = self.device
         return [part if part is None or part.device == here else _devices.copy_to(part, here) for part in parts]
 
@@ -117,16 +115,16 @@ class ReplicaGraph:
         inputs: its leaves for the inputs of the call, and for tensors from outside the module; None where it has none.
         parameters: its leaves for the module's parameters.
         outputs: its outputs; None where it has none.
-        hooks: on its leaves, one object for those of the parameters, perhaps another for those of the inputs.
+        hooks: on the leaves of the parameters; None: they have none.
     """
 
     inputs: Sequence[torch.Tensor | None]
     parameters: Sequence[torch.Tensor]
     outputs: Sequence[torch.Tensor | None]
-    hooks: Sequence[LeafHooks] = ()
+    hooks: LeafHooks | None = None
 
     @property
-    def leaves(self) -> list[torch.Tensor | None]:
+    def leaves(self) -> Gradients:
         return [*self.inputs, *self.parameters]
 
     def ends(self, grads: Sequence[torch.Tensor | None]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -134,11 +132,34 @@ class ReplicaGraph:
         pairs = zip(self.outputs, grads, strict=True)
         return [(end, grad) for end, grad in pairs if end is not None and grad is not None and end.requires_grad]
 
-    def backward(self, grads: Sequence[torch.Tensor | None], keep: bool, reducer: Reducer | None = None) -> None:
-        """Run backward; the gradients are in the leaves' `.grad` then, except those that `reducer` took."""
-        backward_of([self], [grads], keep, [reducer])
+    def gradients(
+        self,
+        grads: Sequence[torch.Tensor | None],
+        keep: bool,
+        *,
+        into_grad: bool = True,
+        needed: Sequence[bool] | None = None,
+        callers: Sequence[torch.Tensor] = (),
+        reducer: Reducer | None = None,
+    ) -> tuple[Gradients, Gradients]:
+        """Run backward; return the gradients of the leaves of inputs, and of parameters.
 
-    def take_gradients(self) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
+        Args:
+            into_grad: whether they go through the leaves' `.grad`, as a module may expect; then all are computed.
+            needed: for each leaf, whether its gradient is needed; None: all are.
+            callers: leaves that are the caller's own, whose `.grad` is to stay.
+            reducer: takes gradients as soon as they are computed, if they go through `.grad`; those are missing then.
+        """
+        if not into_grad:
+            (found,) = gradients_of([self], [grads], needed, keep=keep)
+            return found[: len(self.inputs)], found[len(self.inputs) :]
+        if callers:
+            with gradients_aside(callers):
+                return self.gradients(grads, keep, reducer=reducer)
+        backward_of([self], [grads], keep, [reducer])
+        return self.take_gradients()
+
+    def take_gradients(self) -> tuple[Gradients, Gradients]:
         """Return the `.grad` of the leaves of inputs, and of parameters, and set it to None."""
         gradients = (
             [None if leaf is None else leaf.grad for leaf in self.inputs],
@@ -163,7 +184,8 @@ def backward_of(
     if not ends:
         return
     run = partial(torch_private.run_backward, [end for end, _ in ends], [grad for _, grad in ends], keep=keep)
-    reduced = [(hooks, r) for graph, r in zip(graphs, reducers, strict=True) if r is not None for hooks in graph.hooks]
+    pairs = zip(graphs, reducers, strict=True)
+    reduced = [(graph.hooks, reducer) for graph, reducer in pairs if graph.hooks is not None and reducer is not None]
     if not reduced:
         run()
         return
@@ -178,7 +200,7 @@ def gradients_of(
     grads: Sequence[Sequence[torch.Tensor | None]],
     needed: Sequence[bool] | None = None,
     **options: bool,
-) -> list[list[torch.Tensor | None]]:
+) -> list[Gradients]:
     """Return the gradients of each graph's `leaves`, from one call, without writing any `.grad`.
 
     A leaf that several graphs share has its gradient in the first.
@@ -206,7 +228,7 @@ class ParameterLeaves(NamedTuple):
         leaves: `leaves[i]` are replica i's, one for each of `live`.
         hooks: on these leaves, one object a replica.
         large: the numbers of the parameters whose gradients are summed while backward runs.
-        buckets: those in which gradients come home; None where no replica's parameters are in memory of their own.
+        buckets: those in which gradients are reduced; None where no replica's parameters are in memory of their own.
     """
 
     live: Sequence[torch.Tensor] = ()
@@ -274,7 +296,6 @@ class ReplicaGraphs:
         live_inputs: the caller's tensors, one for each of the boundary's inputs.
         sync_context: what these graphs count for when several processes sum the parameters' gradients; None: they do
             not.
-        separate_memory: as in `Threads`.
         replay: runs a backward of these graphs, again after a failure; None: a failure is final.
         step: the one that these graphs are part of, if it is recorded.
     """
@@ -290,18 +311,13 @@ class ReplicaGraphs:
     passes: Passes = _PLAIN_PASSES
     live_inputs: tuple[torch.Tensor, ...] = ()
     sync_context: SyncContext | None = None
-    separate_memory: bool = False
     replay: "Repeater | None" = None
     step: StepRecording | None = None
     released: bool = field(default=False, init=False)
     _grad_is_free: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def release(self, failed: bool = False) -> None:
-        """Drop the replica graphs; this frees what only they referred to.
-
-        Args:
-            failed: whether a backward was left half done, so that the replicas are not as they were.
-        """
+        """Drop the replica graphs. If a backward has `failed`, half done, their replicas are not used again."""
         on_release = self.on_release
         self.drop()
         self.live_inputs, self.replay, self.released = (), None, True
@@ -329,39 +345,17 @@ class ReplicaGraphs:
 
     def graph(self, index: int) -> ReplicaGraph:
         """Return the graph of a replica in this process."""
-        inputs = [each.tensors[index] for each in self.inputs]
-        of = self.parameters
-        hooks = [of.hooks[index]] if of.hooks else []
-        if self.inputs and (replicated := self._replicated_inputs()):
-            hooks.append(LeafHooks({number_of_input(k): leaf for k in replicated if (leaf := inputs[k]) is not None}))
-        outputs = [each.tensors[index] for each in self.outputs]
-        return ReplicaGraph(inputs, of.leaves[index] if of.leaves else [], outputs, hooks)
+        inputs, outputs = [[each.tensors[index] for each in of] for of in (self.inputs, self.outputs)]
+        return ReplicaGraph(inputs, self.parameters.leaves[index], outputs, self.parameters.hooks[index])
 
     def graphs(self) -> list[ReplicaGraph]:
         """Return the graphs of all replicas in this process."""
         return [self.graph(index) for index, _ in enumerate(self.timings)]
 
-    def _replicated_inputs(self) -> list[int]:
-        """Return the places of the large inputs that every replica has whole, without the caller's own leaves."""
-        callers = set(map(id, self.outside.leaves))
-        return [
-            k
-            for k, each in enumerate(self.inputs)
-            if isinstance(each.placement, Replicate)
-            and any(t is not None and t.nbytes >= LARGE_BYTES for t in each.tensors)
-            and callers.isdisjoint(map(id, each.tensors))
-        ]
-
-    def check_backward_inside_forward(self) -> None:
-        """Raise RuntimeError if gradients are summed over processes: the module itself has called backward."""
-        if self.sync_context is not None:
-            raise RuntimeError(_BACKWARD_INSIDE)
-
     def begin_sum(self, boundary: Any) -> RankReduction | None:
-        """Begin to sum the parameters' gradients over processes; None if this backward reaches no parameter.
+        """Begin to sum the parameters' gradients over processes, in the backward of the node `boundary`.
 
-        Args:
-            boundary: the node whose backward runs.
+        None if that reaches no parameter.
         """
         if self.sync_context is None:
             return None
@@ -375,23 +369,26 @@ class ReplicaGraphs:
         """Return the joined outputs where no backward will follow."""
         return [each.join(each.tensors) for each in self.outputs]
 
-    def pass_on_gradients(self, live: Sequence[torch.Tensor]) -> None:
-        """Pass on gradients that the module's own call of backward, inside forward, has left in the replicas' leaves.
+    def pass_on(self, live: Sequence[torch.Tensor], gradients: Gradients) -> None:
+        """Pass gradients of the module's own call of backward, inside forward, on to the boundary's inputs.
+
+        Args:
+            live: the caller's tensors behind `inputs`.
 
         Raises:
             RuntimeError: gradients are to be summed over processes.
         """
-        self.check_backward_inside_forward()
-        pass_on(live, self._joined([graph.take_gradients() for graph in self.graphs()]))
+        if self.sync_context is not None:
+            raise RuntimeError(_BACKWARD_INSIDE)
+        pairs = zip([*live, *self.parameters.live], gradients, strict=True)
+        reached = [(tensor, grad) for tensor, grad in pairs if grad is not None]
+        torch_private.run_backward([tensor for tensor, _ in reached], [grad for _, grad in reached], keep=False)
 
     def needed_inputs(self, boundary: Any) -> list[bool] | None:
-        """Return which of the boundary's inputs the backward that runs needs gradients of; None: all.
+        """Return which of its inputs the running backward of the node `boundary` needs gradients of; None: all.
 
         It matters where there are reentrant checkpoints. A backward for given inputs (`torch.autograd.grad`) cannot run
         one; so the replicas' must not reach one where the plain module's does not.
-
-        Args:
-            boundary: the node whose backward runs.
         """
         if not torch_private.backward_is_restricted():
             return None
@@ -401,9 +398,9 @@ class ReplicaGraphs:
         self,
         output_grads: Sequence[torch.Tensor | None],
         keep: bool,
-        reduction: RankReduction | None = None,
-        needed: Sequence[bool] | None = None,
-    ) -> list[torch.Tensor | None]:
+        reduction: RankReduction | None,
+        needed: Sequence[bool] | None,
+    ) -> Gradients:
         """Run backward in every replica graph; return the gradient of each of the boundary's inputs.
 
         Gradients that `reduction` has taken meanwhile are missing.
@@ -412,26 +409,25 @@ class ReplicaGraphs:
             needed: for each input, whether its gradient is needed; None: all are.
         """
         together = any_batched(output_grads) or modes_that_stay()  # neither can follow into other threads
+        grads = self._parts_of(output_grads)
         into_grad = self.outside.through_grad and needed is None and not together
         if not into_grad or not self._grad_is_free.acquire(blocking=False):
             # .grad cannot be used: it cannot hold a batch of gradients; that of a shared leaf is the caller's; another
             # backward of the same graphs may be writing it now; and a backward into it computes all gradients. Graphs
             # that share a leaf may share nodes, which the first replica's backward must not free.
             keep = keep or (self._one_backward_each and not together)
-            parts = self._gradients(self._parts_of(output_grads), needed, together=together, keep=keep)
+            parts = self._gradients(grads, needed, together=together, keep=keep)
             return [each.join_gradients(of) for each, of in zip(self.all_inputs, parts, strict=True)]
         try:
             if not self.outside.leaves:
-                return self._backward_into_grad(output_grads, keep, reduction)
+                return self._backward_into_grad(grads, keep, reduction)
             with gradients_aside(self.outside.leaves):
-                return self._backward_into_grad(output_grads, keep, reduction)
+                return self._backward_into_grad(grads, keep, reduction)
         finally:
             self._grad_is_free.release()
 
-    def _backward_into_grad(
-        self, output_grads: Sequence[torch.Tensor | None], keep: bool, reduction: RankReduction | None
-    ) -> list[torch.Tensor | None]:
-        graphs, grads = self.graphs(), self._parts_of(output_grads)
+    def _backward_into_grad(self, grads: Sequence[Gradients], keep: bool, reduction: RankReduction | None) -> Gradients:
+        graphs = self.graphs()
 
         def backward_some(replicas: Sequence[int]) -> None:
             started = time.perf_counter()
@@ -450,45 +446,42 @@ class ReplicaGraphs:
             if timeline.recording:
                 timeline.mark(timeline.REDUCE)
             totals = {} if sums is None else sums.end()
-        joined = self._joined([graph.take_gradients() for graph in graphs])
+        joined = self.joined([graph.take_gradients() for graph in graphs])
         for number, total in totals.items():
-            joined[place_of(number, len(self.inputs))] = total
+            joined[len(self.inputs) + number] = total
         return joined
 
-    def _joined(
-        self, gradients: Sequence[tuple[list[torch.Tensor | None], list[torch.Tensor | None]]]
-    ) -> list[torch.Tensor | None]:
+    def joined(self, gradients: Sequence[tuple[Gradients, Gradients]]) -> Gradients:
         """Return the gradient of each of the boundary's inputs, from those of each replica's leaves."""
         of_inputs = zip(*(of_inputs for of_inputs, _ in gradients), strict=True)
         joined = [each.join_gradients(of) for each, of in zip(self.inputs, of_inputs, strict=True)]
         return joined + sums_of([of_parameters for _, of_parameters in gradients])
 
     def _sums(self, reduction: RankReduction | None) -> AbstractContextManager[RunningSums | CoalescedReduce | None]:
-        """Return the context in which gradients are summed while backward runs."""
+        """Return the context in which gradients of parameters are summed while backward runs."""
         emit, emitted = (reduction.add, reduction.early) if reduction is not None else (None, ())
         if self.parameters.buckets is not None:
             devices = [timing.device for timing in self.timings]
-            return CoalescedReduce(
-                self.parameters.buckets, devices, emit, emitted, separate_memory=self.separate_memory
-            )
+            return CoalescedReduce(self.parameters.buckets, devices, emit, emitted)
         numbers = set(emitted)
         if self._one_backward_each and len(self.timings) > 1:
-            numbers.update(self.parameters.large, map(number_of_input, self._replicated_inputs()))
+            numbers.update(self.parameters.large)
         return nullcontext(RunningSums(len(self.timings), numbers, emit, emitted) if numbers else None)
 
     def outputs_stream_wait(self) -> Callable[[], object] | None:
         """Return what makes the stream of the first output, which autograd uses, wait for the inputs' gradients."""
         if self._one_backward_each:
             return None
-        homes = [each.device for each in self.inputs] + [live.device for live in self.parameters.live]
-        return partial(wait_for_streams, self.outputs[0].device, homes)
+        sources = [each.device for each in self.inputs] + [live.device for live in self.parameters.live]
+        return partial(wait_for_streams, self.outputs[0].device, sources)
 
     def differentiable_backward(
-        self, output_grads: Sequence[torch.Tensor | None], needed: Sequence[bool] | None = None
-    ) -> tuple[Self, list[list[torch.Tensor | None]]]:
-        """Run backward with create_graph=True; return its graphs, without outputs yet, and each input's gradients."""
+        self, output_grads: Sequence[torch.Tensor | None], needed: Sequence[bool] | None
+    ) -> tuple[Self, list[BoundaryTensor | None]]:
+        """Run backward with create_graph=True; return its graphs, and the gradient of each input, None without one."""
+        self.keep = True
         incoming: list[BoundaryTensor] = []
-        end_grads: list[list[torch.Tensor | None]] = [[] for _ in self.timings]
+        end_grads: list[Gradients] = [[] for _ in self.timings]
         for each, grad in zip(self.outputs, output_grads, strict=True):
             parts: list[torch.Tensor | None] = [None for _ in self.timings]
             if grad is not None:
@@ -503,11 +496,18 @@ class ReplicaGraphs:
             for i, part in enumerate(parts):
                 end_grads[i].append(part)
         higher = self._higher(incoming)
-        return higher, self._differentiate(end_grads, higher, needed)
+        gradients = [
+            BoundaryTensor(each.placement, each.device, each.with_every_part(of_input))
+            if any(part is not None for part in of_input)
+            else None
+            for each, of_input in zip(self.all_inputs, self._differentiate(end_grads, higher, needed), strict=True)
+        ]
+        higher.outputs = [each for each in gradients if each is not None]
+        return higher, gradients
 
     def _differentiate(
         self, grads: Sequence[Sequence[torch.Tensor | None]], higher: Self, needed: Sequence[bool] | None
-    ) -> list[list[torch.Tensor | None]]:
+    ) -> list[Gradients]:
         """Return each input's gradients, from `grads` of each replica's outputs; their graphs will be in `higher`."""
         together = any_batched(chain.from_iterable(grads)) or modes_that_stay()
         return self._gradients(grads, needed, together=together, create_graph=True)
@@ -517,17 +517,17 @@ class ReplicaGraphs:
         inputs = [*self.inputs, *incoming]
         return replace(self, inputs=inputs, outputs=[], live_inputs=(), keep=True, replay=None, **changes)
 
-    def _part_of(self, index: int, output_grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Return a replica's part of the output gradients; None for an output that needs none."""
+    def _parts_of(self, output_grads: Sequence[torch.Tensor | None]) -> list[Gradients]:
+        """Return each replica's part of the output gradients; None for an output that needs none."""
+        pairs = [*zip(self.outputs, output_grads, strict=True)]
         return [
-            each.part(grad, index, end.device) if grad is not None and end is not None and end.requires_grad else None
-            for each, grad in zip(self.outputs, output_grads, strict=True)
-            for end in (each.tensors[index],)
+            [
+                each.part(grad, i, end.device) if grad is not None and end is not None and end.requires_grad else None
+                for each, grad in pairs
+                for end in (each.tensors[i],)
+            ]
+            for i, _ in enumerate(self.timings)
         ]
-
-    def _parts_of(self, output_grads: Sequence[torch.Tensor | None]) -> list[list[torch.Tensor | None]]:
-        """Return each replica's part of the output gradients."""
-        return [self._part_of(index, output_grads) for index, _ in enumerate(self.timings)]
 
     def _gradients(
         self,
@@ -536,10 +536,10 @@ class ReplicaGraphs:
         *,
         together: bool,
         **options: bool,
-    ) -> list[list[torch.Tensor | None]]:
+    ) -> list[Gradients]:
         """Return the gradients of each input without writing any `.grad`: one call a replica, or one for all."""
         graphs = self.graphs()
-        found: list[list[torch.Tensor | None]] = [[] for _ in graphs]
+        found: list[Gradients] = [[] for _ in graphs]
 
         def backward_one(index: int) -> None:
             (found[index],) = gradients_of([graphs[index]], [grads[index]], needed, **options)
@@ -577,12 +577,6 @@ def gradients_aside(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
     finally:
         for leaf, grad in zip(leaves, before, strict=True):
             leaf.grad = grad
-
-
-def pass_on(live: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
-    """Pass gradients on to the live tensors."""
-    reached = [(tensor, grad) for tensor, grad in zip(live, gradients, strict=True) if grad is not None]
-    torch_private.run_backward([tensor for tensor, _ in reached], [grad for _, grad in reached], keep=False)
 
 
 def any_batched(grads: Iterable[torch.Tensor | None]) -> bool:

@@ -99,6 +99,12 @@ class LaneCall:
     output_device: torch.device
     method: str | None = None
 
+    def where(self) -> ReplicaNames:
+        """Return each replica's name in messages."""
+        names = ReplicaNames([f"replica {i} on {device}" for i, device in enumerate(self.devices)])
+        names.numbers, names.devices = range(len(names)), self.devices
+        return names
+
 
 @dataclass
 class LaneOutput:
@@ -132,6 +138,7 @@ class Lane(abc.ABC):
     Every batch finds the module as it was when the lanes were opened: what an earlier one changed is undone.
 
     Attributes:
+        call: the batches'.
         name: in messages.
         device: the replica's.
         number: of the replica.
@@ -139,11 +146,12 @@ class Lane(abc.ABC):
         has_own_timeout: whether `run` itself raises `ReplicaTimeout`; else its caller notices, as far as it waits.
     """
 
-    name: str
-    device: torch.device
-    number: int
     has_ended = False
     has_own_timeout = False
+
+    def __init__(self, call: LaneCall, number: int) -> None:
+        self.call, self.number, self.device = call, number, call.devices[number]
+        self.name = f"replica {number} on {self.device}"
 
     def names(self) -> ReplicaNames:
         """Return its name as messages about several replicas have theirs."""
@@ -239,7 +247,7 @@ class Engine(abc.ABC):
 
     @property
     def row_limits(self) -> Mapping[int, int]:
-        """How many rows a replica can bear, by its number, where that is known."""
+        """How many rows fit in a replica's memory, by its number, where that is known."""
         return {}
 
     @property

@@ -32,11 +32,7 @@ _PATIENCE_S = 60.0
 def prepare_accelerators(blueprint: Blueprint, devices: Sequence[torch.device], refusal: str | None) -> None:
     """Have torch keep the code of a compiled module for each accelerator.
 
-    Args:
-        refusal: why a module that replays CUDA graphs cannot run there; None: it can.
-
-    Raises:
-        RuntimeError: the refusal.
+    A module that replays CUDA graphs cannot run there if there is a `refusal`: a RuntimeError with it as its message.
     """
     if _devices.all_on_host(devices):
         return
@@ -57,8 +53,7 @@ class CompileLock:
 
         Args:
             kinds: one a replica; equal for inputs that the same compiled code fits.
-            timeout_s: as in `Call`: a replica that waits for longer runs without the lock, and the caller sees which
-                one is stuck.
+            timeout_s: a replica that waits for longer runs without the lock, and the caller sees which one is stuck.
         """
         torch_private.keep_compiled_code_in_order()
         torch_private.keep_metrics_of_compiling_by_thread()

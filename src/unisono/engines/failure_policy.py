@@ -24,7 +24,7 @@ class FailurePolicy:
         timeout: for how many seconds the caller, or a replica, waits for others without progress; None: for ever.
         retries: whether a step is run again after a worker's death.
         recovers: whether any step is run again.
-        row_limits: how many rows each replica can bear, by its number, as far as rescues have shown.
+        row_limits: how many rows fit in each replica's memory, by its number, as far as rescues have shown.
     """
 
     on_worker_loss: str = "raise"

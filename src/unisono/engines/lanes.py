@@ -44,12 +44,7 @@ def open_local_lanes(
     *,
     separate_memory: bool = False,
 ) -> list[Lane]:
-    """Return a lane in this process for each device of `call`.
-
-    Args:
-        blueprint: of the live module.
-        compile_lock: of the wrapper.
-        separate_memory: as in `Threads`.
+    """Return a lane in this process for each device of `call`; `blueprint` is the live module's.
 
     Raises:
         RuntimeError: the module replays CUDA graphs.
@@ -57,9 +52,8 @@ def open_local_lanes(
     if blueprint.compiled:
         prepare_accelerators(blueprint, call.devices, _CUDA_GRAPHS)
     with torch.no_grad(), collector_paused, Copies(call.devices) as copies:
-        replicas = ReplicaPool(blueprint, call.source).take(
-            call.devices, tracked=False, copies=copies, with_live_buffers=False, separate_memory=separate_memory
-        )
+        pool = ReplicaPool(blueprint, call.source, separate_memory=separate_memory)
+        replicas = pool.take(call.devices, tracked=False, copies=copies, with_live_buffers=False)
         for i in range(len(call.devices)):
             copies.wait_copies(i)
         lock = compile_lock if blueprint.compiled else None
@@ -71,7 +65,6 @@ class LocalLane(Lane):
     """See the module's docstring.
 
     Args:
-        number: of the lane.
         blueprint: of its own module, which is on its device.
         compile_lock: None if nothing is compiled.
         turns: of all lanes.
@@ -80,9 +73,8 @@ class LocalLane(Lane):
     def __init__(
         self, number: int, call: LaneCall, blueprint: Blueprint, compile_lock: CompileLock | None, turns: LaneTurns
     ) -> None:
-        self.number, self.device = number, call.devices[number]
-        self.name = f"replica {number} on {self.device}"
-        self._call, self._compile_lock, self._turns = call, compile_lock, turns
+        super().__init__(call, number)
+        self._compile_lock, self._turns = compile_lock, turns
         self._pool = ReplicaPool(blueprint, self.device)
         self._unchanged: Replicas | None = None  # the last batch's, if it has left nothing to undo
         self._queued: list[Callable[[bool], bool]] = []
@@ -104,7 +96,7 @@ class LocalLane(Lane):
                     replicas = self._pool.take([self.device], tracked=False, copies=copies, with_live_buffers=False)
             copies.wait_copies(0)
             with self._turn((args, kwargs)), self._turns.batch(), draws or contextlib.nullcontext():
-                output = interruptibly(called(replicas.roots[0], self._call.method), *args, **kwargs)
+                output = interruptibly(called(replicas.roots[0], self.call.method), *args, **kwargs)
         output = _apart_from(replicas.each[0].own_buffers, output)
         # With a seed the thread is the lane's own, whose state stays. Nothing outside refers to unchanged replicas, so
         # they need no other look before the next batch.
@@ -114,7 +106,7 @@ class LocalLane(Lane):
         else:
             replicas.give_back()
         self._queued.append(_devices.queued_work(self.device))
-        target = self._call.output_device
+        target = self.call.output_device
         outgoing = Copies([target])
         with outgoing:
             value = _on_device(output, target, lambda tensor: outgoing.to(tensor, 0))
@@ -142,12 +134,7 @@ def _on_device(value: Any, device: torch.device, copy: Callable[[torch.Tensor], 
 def tensors_to_place(value: Any) -> list[torch.Tensor]:
     """Return the tensors of a value that have to be on the device of the replica that gets it."""
     found: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
-    pytree.map_all_tensors(note, value)
+    pytree.map_all_tensors(lambda tensor: found.append(tensor) or tensor, value)  # type: ignore[func-returns-value]
     return found
 
 

@@ -8,7 +8,7 @@ that takes no longer than one of them would, and their sums begin anew, too.
 
 A replica runs its shard in parts, each with an activation checkpoint (`run_in_parts`), if the caller says so
 (`Call.parts`), or if it ran out of memory: then in parts of half as many rows. Of one part only, at a time, are
-activations in memory. The engine remembers how many rows a replica can bear (`FailurePolicy.row_limits`).
+activations in memory. The engine remembers how many rows fit (`FailurePolicy.row_limits`).
 
 Guarantees
     - After a death the step ends with exactly the numbers that it would have had: the same rows for each replica, the
@@ -20,13 +20,12 @@ Assumes that forward has no effects outside the module: they happen twice. The r
 are not repeated.
 """
 
-import abc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, compress
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -120,9 +119,8 @@ def _cause(
     why_not: Callable[[], str | None],
 ) -> str | None:
     """Return why a step that raised `error` is run again; None, with a note on the error, if it is not."""
-    if (
-        policy.retries and isinstance(error, ReplicaLost) and error.pid is not None
-    ):  # a thread that is stuck has no process
+    # A thread that is stuck has no process.
+    if policy.retries and isinstance(error, ReplicaLost) and error.pid is not None:
         reason = _OTHER_PROCESSES if call.cross_process is not None else why_not()
         if reason is None and len(causes) >= _MOST_DEATHS:
             reason = _TOO_MANY
@@ -141,11 +139,20 @@ def _cause(
 # ---- a backward that is run again ------------------------------------------------------------------
 
 
-class Repeatable(abc.ABC):
-    """Graphs that can be made anew, and whose backward can therefore be run again."""
+class Repeatable(NamedTuple):
+    """Graphs that can be made anew, and whose backward can therefore be run again.
 
-    def __init__(self, policy: FailurePolicy, call: Call, module: nn.Module) -> None:
-        self._policy, self._call, self._module = policy, call, module
+    Attributes:
+        policy, call, module: as in `run_recovering`.
+        renew: makes the graphs that it is given anew.
+        why_not: tells why they cannot be made anew, if that is so.
+    """
+
+    policy: FailurePolicy
+    call: Call
+    module: nn.Module
+    renew: Callable[[ReplicaGraphs], None]
+    why_not: Callable[[], str | None]
 
     def run(self, graphs: ReplicaGraphs, backward: Callable[[], T]) -> T:
         """Run a backward of the graphs, again after each failure from which the engine recovers."""
@@ -155,53 +162,25 @@ class Repeatable(abc.ABC):
                 self.renew(graphs)
             return backward()
 
-        return run_recovering(self._policy, self._call, self._module, run, self.why_not)
+        return run_recovering(self.policy, self.call, self.module, run, self.why_not)
 
-    def of_gradients(self, graphs: ReplicaGraphs, make: Callable[[], ReplicaGraphs]) -> "ReplayOfGradients":
+    def of_gradients(self, graphs: ReplicaGraphs, make: Callable[[], ReplicaGraphs]) -> "Repeatable":
         """Return that of the graphs of the gradients of `graphs`, which `make` makes."""
-        return ReplayOfGradients(self._policy, self._call, self._module, self, graphs, make)
 
-    @abc.abstractmethod
-    def renew(self, graphs: ReplicaGraphs) -> None:
-        """Make the graphs anew."""
+        def renew(higher: ReplicaGraphs) -> None:
+            higher.drop()
+            self.renew(graphs)
+            with torch.enable_grad():
+                higher.take_from(make())
 
-    @abc.abstractmethod
-    def why_not(self) -> str | None:
-        """Return why they cannot be made anew, if that is so."""
-
-
-class ReplayOfGradients(Repeatable):
-    """Makes the graphs of gradients anew, after those of which they are the gradients."""
-
-    def __init__(
-        self,
-        policy: FailurePolicy,
-        call: Call,
-        module: nn.Module,
-        below: Repeatable,
-        graphs_below: ReplicaGraphs,
-        make: Callable[[], ReplicaGraphs],
-    ) -> None:
-        super().__init__(policy, call, module)
-        self._below, self._graphs_below, self._make = below, graphs_below, make
-
-    def renew(self, graphs: ReplicaGraphs) -> None:
-        graphs.drop()
-        self._below.renew(self._graphs_below)
-        with torch.enable_grad():
-            graphs.take_from(self._make())
-
-    def why_not(self) -> str | None:
-        return self._below.why_not()
+        return self._replace(renew=renew)
 
 
-class Replay(Repeatable):
+class Replay:
     """What a forward began with, and how to make its graphs anew.
 
     Args:
-        policy: the engine's.
-        call: the forward's; its inputs are copied.
-        blueprint: the live module's.
+        policy, call, blueprint: the engine's, the forward's (its inputs are copied), and the live module's.
         buffers: those of the live module, and what they were when the forward began.
         devices: of the replicas in this process.
         forward: runs the call's forward again: it shows its outputs to the replay, and lets it `take` its graphs.
@@ -216,7 +195,8 @@ class Replay(Repeatable):
         devices: Sequence[torch.device],
         forward: Callable[[Call, "Replay"], object],
     ) -> None:
-        super().__init__(policy, replace(call, arguments=call.arguments.copied()), blueprint.root)
+        self._policy, self._module = policy, blueprint.root
+        self._call = replace(call, arguments=call.arguments.copied())
         self._forward = forward
         self._thread = ThreadState.capture()
         self._devices, self._random = devices, _devices.random_states(devices)
@@ -231,6 +211,10 @@ class Replay(Repeatable):
         self._outputs: list[torch.Tensor] | None = None  # their fingerprints
         self._graphs: ReplicaGraphs | None = None  # those that failed
 
+    def repeatable(self) -> Repeatable:
+        """Return what runs a backward of the forward's graphs again."""
+        return Repeatable(self._policy, self._call, self._module, self._renew, self._why_not)
+
     def see_outputs(self, groups: Sequence[Group]) -> None:
         """Take note of the outputs that the forward gave.
 
@@ -238,10 +222,8 @@ class Replay(Repeatable):
             RuntimeError: it was run again, and gave others than the first time.
         """
         self._versions = _versions(self._trained)
-        if (
-            not self._policy.retries or self._limits != self._policy.row_limits
-        ):  # in parts, others within float rounding
-            return
+        if not self._policy.retries or self._limits != self._policy.row_limits:
+            return  # in parts, others within float rounding
         outputs, before = _fingerprints(groups), self._outputs
         if before is not None and not all(map(torch.equal, outputs, before)):
             raise RuntimeError(_OTHER_OUTPUTS)
@@ -254,13 +236,13 @@ class Replay(Repeatable):
             graph.take_gradients()  # of a backward inside forward: they have been passed on already
         self._graphs.take_from(graphs)
 
-    def why_not(self) -> str | None:
+    def _why_not(self) -> str | None:
         changed = [k for k, version in enumerate(_versions(self._trained)) if version != self._versions[k]]
         if changed:
             return _CHANGED.format(number=len(changed))
         return None
 
-    def renew(self, graphs: ReplicaGraphs) -> None:
+    def _renew(self, graphs: ReplicaGraphs) -> None:
         """Run the forward again for its graphs, with everything as it was; leave everything else as it is."""
         graphs.drop()
         self._graphs = graphs
@@ -329,7 +311,7 @@ def parts_of(row_limits: Mapping[int, int], call: Call, root: nn.Module, index: 
     """Return how a replica runs its shard in parts; None: as a whole.
 
     Args:
-        row_limits: how many rows each replica can bear, by its number, where that is known.
+        row_limits: how many rows fit in each replica's memory, by its number, where that is known.
         index: of the replica in the call.
 
     Raises:

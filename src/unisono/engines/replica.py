@@ -18,7 +18,7 @@ from torch import nn
 from unisono.autograd.broadcast import CoalescedBroadcast, ReduceBuckets
 from unisono.autograd.reducer import LeafHooks
 from unisono.autograd.replica_graph import BoundaryTensor, OutsideLeaves, ReplicaGraphs
-from unisono.engines.base import Call, called
+from unisono.engines.base import Call, Parts, called
 from unisono.engines.replay import parts_of, run_in_parts
 from unisono.primitives.batch_types import batch_type_of
 from unisono.primitives.blueprint import Blueprint, unlinked_at_deletion
@@ -94,19 +94,30 @@ def call_replica(
     timings: Sequence[ReplicaTiming],
     index: int,
 ) -> Any:
-    """Call a replica with its inputs, in its thread; note how long it took."""
+    """Call a replica of this process with its inputs, in its thread; note how long it took."""
     started = time.perf_counter()
     copies.wait_copies(index)
-    args, kwargs = inputs.shards[index]
-    function = called(roots[index], call.method)
-    if (call.parts > 1 or row_limits) and (parts := parts_of(row_limits, call, roots[index], index)):
-        output = run_in_parts(roots[index], function, args, kwargs, parts, call.devices[index])
-    else:
-        output = function(*args, **kwargs)
+    parts = parts_of(row_limits, call, roots[index], index) if call.parts > 1 or row_limits else None
+    output = call_with_shard(roots[index], call.method, inputs.shards[index], parts, call.devices[index])
     if call.is_timed:
         _devices.queued_work(call.devices[index])(True)
     timings[index].forward_s = time.perf_counter() - started
     return output
+
+
+def call_with_shard(
+    root: nn.Module,
+    method: str | None,
+    shard: tuple[tuple[Any, ...], dict[str, Any]],
+    parts: Parts | None,
+    device: torch.device,
+) -> Any:
+    """Call a replica, wherever it runs, with its positional and keyword inputs, as a whole or in parts."""
+    args, kwargs = shard
+    function = called(root, method)
+    if parts is not None:
+        return run_in_parts(root, function, args, kwargs, parts, device)
+    return function(*args, **kwargs)
 
 
 class Replica:
@@ -298,8 +309,8 @@ class ReplicaPool:
         buffers: the live buffers, in lists of one kind each.
     """
 
-    def __init__(self, blueprint: Blueprint, source: torch.device) -> None:
-        self.blueprint, self.source = blueprint, source
+    def __init__(self, blueprint: Blueprint, source: torch.device, *, separate_memory: bool = False) -> None:
+        self.blueprint, self.source, self._separate_memory = blueprint, source, separate_memory
         blueprint.keep()
         self.live_parameters = [parameter for parameter in blueprint.parameters.values() if parameter.requires_grad]
         self.large = [
@@ -312,8 +323,8 @@ class ReplicaPool:
 
     @cached_property
     def reduce_buckets(self) -> ReduceBuckets:
-        """The buckets in which gradients of replicas in memory of their own come home."""
-        return ReduceBuckets(self.live_parameters)
+        """The buckets in which gradients of replicas in memory of their own are reduced."""
+        return ReduceBuckets(self.live_parameters, separate_memory=self._separate_memory)
 
     def take(
         self,
@@ -322,7 +333,6 @@ class ReplicaPool:
         copies: Copies,
         *,
         with_live_buffers: bool = True,
-        separate_memory: bool = False,
     ) -> Replicas:
         """Return a replica for each device, the first with the live module's buffers unless these are elsewhere."""
         kind = (tracked, torch.is_inference_mode_enabled(), with_live_buffers, *devices)
@@ -337,7 +347,7 @@ class ReplicaPool:
                     return replicas
         blueprint = self.blueprint
         tensors = {**blueprint.parameters, **blueprint.buffers, **blueprint.constants_on(self.source)}
-        broadcast = CoalescedBroadcast(tensors, devices, separate_memory=separate_memory)
+        broadcast = CoalescedBroadcast(tensors, devices, separate_memory=self._separate_memory)
         each = [
             Replica(blueprint, copied, tracked, with_live_buffers and i == 0)
             for i, copied in enumerate(broadcast(copies))
@@ -379,8 +389,7 @@ class GraphSearch:
     ) -> OutsideLeaves:
         """Return the leaves in the graphs behind `groups` that belong neither to the module nor to a replica.
 
-        Args:
-            with_objects: whether the inputs carry objects: then the next call may find other leaves.
+        Where the inputs carry objects (`with_objects`), the next call may find other leaves.
         """
         structure = call.method, call.arguments.flags, pool.blueprint.signature
         if not with_objects and structure in self._self_contained:

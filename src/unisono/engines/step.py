@@ -10,7 +10,8 @@
 Buffers: the first replica has the live ones, so its updates persist; the others have copies. Those that forward has
 reassigned in the first replica are put into the live module at the end.
 
-An engine says how (1), (2) and (4) are done. How a step is run again is in replay.py.
+An engine says how (1), (2) and (4) are done. A worker process does (2) for one replica, with the same functions, and
+replies with its outputs (processes/worker.py). How a step is run again is in replay.py.
 """
 
 import abc
@@ -30,16 +31,18 @@ from unisono.primitives.placements import Single
 from unisono.primitives.reassigned_buffers import Change, histories
 from unisono.primitives.replicate import unchanged_on_failure
 from unisono.runtime import timeline
+from unisono.runtime.timeline import ReplicaTiming
 
 T = TypeVar("T")
 
 
-class Step(abc.ABC, Generic[T]):
+class ForwardPass(abc.ABC, Generic[T]):
     """The forward of a call; see the module's docstring.
 
     Attributes:
         call: what is called, with what.
         tracked: whether a graph is built.
+        timings: one a replica.
         pool, replicas: those in this process; the first of them is the first of all.
         buffers: restores the live buffers if the step fails.
         graphs: the replicas' graphs, as far as they are known.
@@ -49,12 +52,18 @@ class Step(abc.ABC, Generic[T]):
 
     call: Call
     tracked: bool
+    timings: list[ReplicaTiming]
     pool: ReplicaPool
     replicas: Replicas
     buffers: unchanged_on_failure
     graphs: ReplicaGraphs
     replay: Replay | None
     is_again: bool
+
+    def __init__(self, call: Call, again: Replay | None) -> None:
+        self.call, self.tracked = call, torch.is_grad_enabled()
+        self.replay, self.is_again = again, again is not None
+        self.timings = [ReplicaTiming(device, size) for device, size in zip(call.devices, call.sizes, strict=True)]
 
     @abc.abstractmethod
     def opened(self) -> AbstractContextManager[T]:
@@ -65,15 +74,14 @@ class Step(abc.ABC, Generic[T]):
         """Run the replicas; return their outputs, in order; raise what one has raised."""
 
     @abc.abstractmethod
-    def link(self, groups: Sequence[Group]) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """Give the graphs all that they need for backwards.
+    def link(self, groups: Sequence[Group]) -> Sequence[torch.Tensor]:
+        """Give the graphs all that they need for backwards, and pass on gradients of a backward inside forward.
 
         Args:
             groups: the replicas' outputs.
 
         Returns:
-            The caller's tensors behind the boundary's inputs, without the parameters; and the leaves into which a
-            backward inside forward may have written gradients that have not been passed on.
+            The caller's tensors behind the boundary's inputs, without the parameters.
         """
 
     def release(self) -> None:
@@ -94,11 +102,12 @@ class Step(abc.ABC, Generic[T]):
             of_buffers = _groups_of(changes, len(self.call.devices)) if changes and self.tracked else []
             self.graphs.outputs = _boundary_outputs(self.call, matched.groups, of_buffers)
             if self.tracked:
-                live, own_leaves = self.link([*matched.groups, *of_buffers])
-                if self.replay is not None and self.is_again:
-                    return self.replay.take(self.graphs)
-                self.graphs.replay = self.replay
-                joined = join(self.graphs, live, own_leaves)
+                live = self.link([*matched.groups, *of_buffers])
+                if self.replay is not None:
+                    if self.is_again:
+                        return self.replay.take(self.graphs)
+                    self.graphs.replay = self.replay.repeatable()
+                joined = join(self.graphs, live)
             else:
                 joined = self.graphs.joined_outputs()
             output = matched.put_together(joined)

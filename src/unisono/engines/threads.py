@@ -28,7 +28,7 @@ from unisono.engines.failure_policy import FailureOptions, FailurePolicy
 from unisono.engines.lanes import open_local_lanes
 from unisono.engines.replay import Replay, run_recovering
 from unisono.engines.replica import GraphSearch, Inputs, ReplicaPool, call_replica, carries_objects
-from unisono.engines.step import Step
+from unisono.engines.step import ForwardPass
 from unisono.primitives.blueprint import Blueprint, collector_paused, warn_of_observers
 from unisono.primitives.checks import check_flag
 from unisono.primitives.outputs import Group
@@ -69,7 +69,7 @@ class Threads(FailureOptions):
     Args:
         rescue: whether a step in which a replica runs out of memory is run again with that replica's shard in parts,
             each computed once more in backward, so that only one part's activations are in memory. Gradients are the
-            same within float rounding. What the replica can bear is logged and remembered.
+            same within float rounding. How many rows fit is logged and remembered.
         timeout: after how many seconds without progress a wait for a replica ends in `ReplicaTimeout`, which has the
             Python stack of the stuck replica; progress is any message of a replica, and any part that one has finished.
             None: never. So it has to be longer than a replica's whole forward, or backward, may take after the first
@@ -104,9 +104,9 @@ class Threads(FailureOptions):
     def _forward(self, module: nn.Module, call: Call, again: Replay | None = None) -> Any:
         """Run a forward and return its output; where it is run `again`, its graphs are all that is wanted."""
         with Copies(call.devices) as copies:
-            step = _ThreadsStep(self, module, call, copies, again)
+            step = _ThreadsForward(self, module, call, copies, again)
             if not inside_replica():
-                self._timings = step.graphs.timings
+                self._timings = step.timings
             return step.forward()
 
     def open_lanes(self, module: nn.Module, call: LaneCall) -> Lanes:
@@ -120,7 +120,7 @@ class Threads(FailureOptions):
         if pool is None or pool.source != source or not pool.blueprint.is_current(module):
             blueprint = Blueprint(module)
             check_device(module, [*blueprint.parameters.values(), *blueprint.buffers.values()], source)
-            pool = ReplicaPool(blueprint, source)
+            pool = ReplicaPool(blueprint, source, separate_memory=self._separate_memory)
             if not inside_replica():  # there, each replica of an outer module has this engine
                 self._pool = pool if blueprint.is_reusable else None
         return pool
@@ -140,18 +140,13 @@ class Threads(FailureOptions):
         return partial(type(self), separate_memory=self._separate_memory), (), vars(self._policy)
 
 
-class _ThreadsStep(Step[ReplicaContext]):
-    """One forward; made, it has its inputs and its replicas, whose copies may still be in flight.
-
-    Raises:
-        OneGraphNeededError: a hook keeps tensors of replicas for the caller.
-    """
+class _ThreadsForward(ForwardPass[ReplicaContext]):
+    """One forward; made, it has its inputs and its replicas, whose copies may still be in flight."""
 
     def __init__(self, engine: Threads, module: nn.Module, call: Call, copies: Copies, again: Replay | None) -> None:
-        self.call, self.tracked, self.is_again = call, torch.is_grad_enabled(), again is not None
+        super().__init__(call, again)
         self._engine, self._copies = engine, copies
-        timings = [ReplicaTiming(device, size) for device, size in zip(call.devices, call.sizes, strict=True)]
-        self.graphs = ReplicaGraphs(timings, call.where())
+        self.graphs = ReplicaGraphs(self.timings, call.where())
         with collector_paused:
             if timeline.recording:
                 timeline.mark(timeline.REPLICATE)
@@ -161,8 +156,7 @@ class _ThreadsStep(Step[ReplicaContext]):
             self._inputs = Inputs(call, self.tracked, copies)
             if timeline.recording:
                 timeline.mark(timeline.REPLICATE)
-            separate_memory = engine._separate_memory
-            self.replicas = pool.take(call.devices, self.tracked, copies, separate_memory=separate_memory)
+            self.replicas = pool.take(call.devices, self.tracked, copies)
         if pool.blueprint.observers:
             if self.tracked and again is None and call.sync_context is None and not call.one_device_randomness:
                 raise OneGraphNeededError
@@ -170,7 +164,7 @@ class _ThreadsStep(Step[ReplicaContext]):
         if pool.blueprint.compiled:
             prepare_accelerators(pool.blueprint, call.devices, _CUDA_GRAPHS if len(call.devices) > 1 else None)
         self.buffers = unchanged_on_failure(pool.buffers)
-        policy, self.replay = engine._policy, again
+        policy = engine._policy
         if policy.rescue and self.tracked and again is None and not inside_replica():
             forward = partial(engine._forward, module)
             self.replay = Replay(policy, call, pool.blueprint, self.buffers, call.devices, forward)
@@ -188,7 +182,7 @@ class _ThreadsStep(Step[ReplicaContext]):
             contexts += self._engine._compile_lock.if_new(kinds, timeout_s)
         if timeline.recording and (step := timeline.current_step()) is not None:
             self.graphs.step = step
-            contexts += timeline.contexts(call.replica_numbers, self.graphs.timings)
+            contexts += timeline.contexts(call.replica_numbers, self.timings)
         return Passes(contexts, one_call, timeout_s)
 
     def opened(self) -> AbstractContextManager[ReplicaContext]:
@@ -196,12 +190,12 @@ class _ThreadsStep(Step[ReplicaContext]):
 
     def run(self, opened: ReplicaContext) -> list[Any]:
         call, graphs, policy = self.call, self.graphs, self._engine._policy
-        of_call = call, policy.row_limits, self._inputs, self.replicas.roots, self._copies, graphs.timings
+        of_call = call, policy.row_limits, self._inputs, self.replicas.roots, self._copies, self.timings
         tasks = [partial(call_replica, *of_call, i) for i, _ in enumerate(call.devices)]
         # No variable may hold the outcomes: an error's traceback refers to this frame.
         return values_or_raise(run_together(tasks, call.devices, opened, policy.timeout, graphs.where), graphs.where)
 
-    def link(self, groups: Sequence[Group]) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    def link(self, groups: Sequence[Group]) -> Sequence[torch.Tensor]:
         call, graphs, pool, replicas, inputs = self.call, self.graphs, self.pool, self.replicas, self._inputs
         own_leaves = [leaf for given in inputs.of_boundary for leaf in given.tensors if leaf is not None]
         own_leaves += chain.from_iterable(replicas.leaves)
@@ -215,8 +209,11 @@ class _ThreadsStep(Step[ReplicaContext]):
         buckets = pool.reduce_buckets if replicas.is_remote else None
         graphs.parameters = ParameterLeaves(pool.live_parameters, replicas.leaves, replicas.hooks, pool.large, buckets)
         graphs.on_release = replicas.give_back
-        graphs.sync_context, graphs.separate_memory = call.sync_context, self._engine._separate_memory
-        return [*inputs.live, *outside], own_leaves
+        graphs.sync_context = call.sync_context
+        live = [*inputs.live, *outside]
+        if [leaf for leaf in own_leaves if leaf.grad is not None] and not self.is_again:
+            graphs.pass_on(live, graphs.joined([graph.take_gradients() for graph in graphs.graphs()]))
+        return live
 
 
 def _contexts_with_exchange(
@@ -225,13 +222,7 @@ def _contexts_with_exchange(
     """Return the contexts of each pass over the replicas, and that of one backward through all graphs.
 
     In them the replicas exchange values: for random numbers of one device, for batch norm over all rows, or for both.
-
-    Args:
-        name: what messages call the model.
-        timeout_s: for how long a replica waits for others without progress; None: for ever.
-
-    Raises:
-        RuntimeError: replicas on accelerators would have to wait for other processes in backward.
+    Messages call the model `name`; a replica waits for others for `timeout_s` without progress, None: for ever.
     """
     alone = len(roots) == 1
     contexts: list[PassContext] = [partial(own_streams, name, call.devices)]

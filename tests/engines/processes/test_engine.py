@@ -675,9 +675,26 @@ def test_a_global_of_an_imported_module_that_only_later_forwards_use(wrap):
     model, x = wrap(UsesGlobal()), torch.randn(4, 3)
     for used in (False, True, False, False):
         model(x, used=used).sum().backward()
-    with pytest.raises(RuntimeError, match=r"replica 1 .* used a tensor of shape \(3,\) that needs a gradient"):
+    with pytest.raises(RuntimeError, match=r"replicas used a tensor of shape \(3,\) that needs a gradient"):
         model(x, used=True)
     assert torch.equal(model(x), model.module(x))
+
+
+def test_the_leaf_behind_a_tensor_in_an_object_is_no_global(wrap):
+    """N1: it is in the first replica's graph in every forward, and gets its gradient from all replicas."""
+
+    class Held:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.tensor = tensor
+
+    module = Calls(lambda module, x, held: module.linear(x) * held.tensor, linear=nn.Linear(3, 3))
+    model, x, gradients = wrap(module), torch.randn(4, 3), []
+    for each in (module, model):
+        leaf = torch.ones(3, requires_grad=True)
+        for _ in range(3):
+            each(x, Held(leaf * 2)).sum().backward()
+        gradients.append(leaf.grad)
+    torch.testing.assert_close(*gradients)
 
 
 def test_a_function_that_is_differentiable_once(wrap):

@@ -120,12 +120,8 @@ class Channel:
         while not poll.poll(0) and time.perf_counter() < until:
             os.sched_yield()
 
-    def is_ready(self) -> bool:
-        """Return whether there is something to receive; a closed other end counts."""
-        return self.wait(0)
-
     def wait(self, for_s: float) -> bool:
-        """Sleep until there is something to receive, at most for so long; return whether there is."""
+        """Sleep until there is something to receive (a closed other end counts) or the time is over; return whether."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(for_s * 1000))

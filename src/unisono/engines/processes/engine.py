@@ -25,7 +25,8 @@ Assumes, as the threads engine does, that the module does not change while a for
 import os
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -34,37 +35,34 @@ from typing import Any
 import torch
 from torch import nn
 
-from unisono.autograd.reducer import number_of_input
 from unisono.autograd.replica_graph import BoundaryTensor, ParameterLeaves, Passes
 from unisono.engines.base import Call, LaneCall, Lanes
 from unisono.engines.compile_lock import CompileLock
 from unisono.engines.failure_policy import FailureOptions, FailurePolicy
 from unisono.engines.lanes import open_local_lanes
-from unisono.engines.processes.lanes import WorkerLanes, send_update
-from unisono.engines.processes.messages import Forward, Reply, TensorRef
+from unisono.engines.processes.lanes import WorkerLanes, forward_of_lane
+from unisono.engines.processes.messages import Forward, Reply, TensorRef, number_of_input
 from unisono.engines.processes.module_sync import ModuleSync, Update
 from unisono.engines.processes.pickling import dumps
 from unisono.engines.processes.remote_graph import RemoteGraphs
-from unisono.engines.processes.shared_memory import SendBuffer
 from unisono.engines.processes.worker_group import StepLock, WorkerGroup
 from unisono.engines.replay import Replay, parts_of, run_recovering
-from unisono.engines.replica import GraphSearch, Inputs, ReplicaPool, call_replica, carries_objects
-from unisono.engines.step import Step
+from unisono.engines.replica import GraphSearch, Inputs, ReplicaPool, call_replica, carries_objects, leaves_and_nodes
+from unisono.engines.step import ForwardPass
 from unisono.engines.threads import Threads
 from unisono.primitives.blueprint import HOOKS, Blueprint
 from unisono.primitives.checks import check_flag
 from unisono.primitives.outputs import Group
-from unisono.primitives.parallel_apply import values_or_raise
 from unisono.primitives.placements import Replicate
 from unisono.primitives.replicate import check_device, check_layouts, unchanged_on_failure
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline, torch_private
-from unisono.runtime.errors import log_once
+from unisono.runtime.errors import annotate, log_once
 from unisono.runtime.rng import SeededStreams
 from unisono.runtime.streams import Copies
 from unisono.runtime.thread_pool import (
+    Outcome,
     PassContext,
-    ReplicaContext,
     divided_intra_op_threads,
     inside_replica,
     one_pass,
@@ -139,6 +137,7 @@ class Processes(FailureOptions):
         self._remote_leaves: dict[int, torch.Tensor] = {}
         self._leaf_forms: list[tuple[Any, ...]] = []
         self._search = GraphSearch()
+        self._only_here: list[weakref.ref[torch.Tensor]] = []  # leaves of the first replica's graphs, not the workers'
 
     @property
     def on_worker_loss(self) -> str:
@@ -167,10 +166,9 @@ class Processes(FailureOptions):
                 return self._threads_engine.open_lanes(module, call)
             worker_group, pool = self._prepared(module, call)
             [here] = open_local_lanes(pool.blueprint, replace(call, devices=call.devices[:1]), CompileLock())
-            update = self._pack(pool.blueprint, call.source, worker_group, len(call.devices) - 1)
+            update = self._pack(pool.blueprint, call, worker_group)
             if update.has_content:
-                with torch.no_grad():
-                    send_update(worker_group, self._module_sync, update, call)
+                self._send_update(worker_group, update, call)
             self._module_sync.commit()
             self._lanes = WorkerLanes(worker_group, self._step_lock, call, here, retries=self._policy.retries)
             return self._lanes
@@ -204,8 +202,8 @@ class Processes(FailureOptions):
 
     def _forward(self, module: nn.Module, call: Call, again: Replay | None = None) -> Any:
         """Run a forward and return its output; where it is run `again`, its graphs are all that is wanted."""
-        step = _ProcessesStep(self, module, call, again)
-        self._timings = step.graphs.timings
+        step = _ProcessesForward(self, module, call, again)
+        self._timings = step.timings
         return step.forward()
 
     def _pool_of(self, blueprint: Blueprint, source: torch.device) -> ReplicaPool:
@@ -217,21 +215,73 @@ class Processes(FailureOptions):
             self._threads_engine.refresh()
         return self._pool
 
-    def _pack(self, blueprint: Blueprint, source: torch.device, worker_group: WorkerGroup, num_workers: int) -> Update:
-        """Return what the first workers have to be sent so that they have the module as it is, and take it as sent."""
-        update = self._module_sync.pack(blueprint, source, worker_group.transport.shares_parameters)
+    def _pack(self, blueprint: Blueprint, call: Call | LaneCall, worker_group: WorkerGroup) -> Update:
+        """Return what the workers have to be sent so that they have the module as it is, and take it as sent."""
+        update = self._module_sync.pack(blueprint, call.source, worker_group.transport.shares_parameters)
         if update.module is not None:
             _log_if_hooks(blueprint)
         if update.has_content:
-            worker_group.num_in_sync = num_workers
+            worker_group.num_in_sync = len(call.devices) - 1
         return update
 
-    def _leaves_of(self, pool: ReplicaPool, from_outside: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Return a tensor like each leaf that workers have; the same object, if they are of the same forms as before.
+    def _send(
+        self,
+        worker_group: WorkerGroup,
+        update: Update,
+        num_replicas: int,
+        message_for: Callable[[int], Forward],
+    ) -> None:
+        """Send the workers the messages for their replicas, and what changed in the module."""
+        transport = worker_group.transport
+        segments = [*self._module_sync.segments, *(transport.segments if update.sent else ())]
+        for i in range(1, num_replicas):
+            message = message_for(i)
+            message.update, message.rendezvous = update, transport.rendezvous(i) if update.sent else None
+            worker_group.send(i - 1, message, segments)
+        if not transport.shares_parameters:
+            with worker_group.collective():
+                flats = self._module_sync.take_flats()
+                transport.begin_sending(flats, tuple(range(num_replicas)), worker_group.poll)
+
+    def _send_update(self, worker_group: WorkerGroup, update: Update, call: LaneCall) -> None:
+        """Send all workers what changed in the module, and wait until they have it."""
+        where = call.where()
+        with torch.no_grad(), worker_group.step(where):
+            self._send(worker_group, update, len(where), lambda i: forward_of_lane(call, i, None, seed=0))
+            self._end_sending(worker_group)
+            replies = worker_group.replies()
+            if errors := [(where[i + 1], reply.error.exception()) for i, reply in replies.items() if reply.error]:
+                raise annotate(errors)
+
+    def _end_sending(self, worker_group: WorkerGroup) -> None:
+        """Wait until the workers have what `_send` has begun to send."""
+        if not worker_group.transport.shares_parameters:
+            with worker_group.collective():
+                worker_group.transport.end_sending(worker_group.poll)
+
+    def _check_for_globals(self, leaves: Sequence[torch.Tensor], objects: Sequence[torch.Tensor]) -> None:
+        """Raise RuntimeError if the first replica's graph reaches a global: the workers have a copy of their own.
+
+        A leaf that forward itself made is gone with its graph; a leaf that two forwards reach is a global.
 
         Args:
-            from_outside: what the module refers to, and is no parameter.
+            leaves: those of the graph that are neither the module's nor the workers'.
+            objects: tensors inside objects in the inputs; the leaves behind them get their gradients.
         """
+        known = [leaf for reference in self._only_here if (leaf := reference()) is not None]
+        behind = {id(reached) for reached in leaves_and_nodes(objects)} if objects else set()
+        leaves = [leaf for leaf in leaves if id(leaf) not in behind]
+        self._only_here = [*map(weakref.ref, [*known, *leaves])]
+        for leaf in leaves:
+            if any(leaf is other for other in known):
+                raise RuntimeError(
+                    f"the replicas used a tensor of shape {tuple(leaf.shape)} that needs a gradient and is not the "
+                    'module\'s: with engine="processes" the gradients of those in workers cannot reach it. Make it a '
+                    'parameter of the module, give it to the model as an input, or use engine="threads".'
+                )
+
+    def _leaves_of(self, pool: ReplicaPool, from_outside: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Return a tensor like each leaf that workers have; the same object, as long as they are of the same forms."""
         if self._linked_pool is pool:
             return self._remote_leaves
         self._linked_pool, leaves = pool, [*pool.live_parameters, *from_outside]
@@ -274,24 +324,20 @@ class Processes(FailureOptions):
             self._end_worker_group()
 
     def _worker_group_for(self, devices: Sequence[torch.device]) -> WorkerGroup:
-        worker_group, timeout_s = self._worker_group, self._policy.timeout
-        if worker_group is not None and worker_group.timeout_s != timeout_s:
-            worker_group.set_timeout(timeout_s)
-        if worker_group is None or worker_group.ended or worker_group.devices[: len(devices)] != [*devices]:
-            return self._other_worker_group(devices)
-        return worker_group
-
-    def _other_worker_group(self, devices: Sequence[torch.device]) -> WorkerGroup:
-        """Return the worker group with more workers; another one if it has ended, or cannot have them."""
-        previous = self._worker_group
-        if previous is not None and previous.can_grow(devices, self._share_memory):
-            previous.grow(devices)
-            return previous
+        """Return the worker group, with more workers if need be; another one if it has ended, or cannot have them."""
+        group, timeout_s = self._worker_group, self._policy.timeout
+        if group is not None and group.timeout_s != timeout_s:
+            group.set_timeout(timeout_s)
+        if group is not None and not group.ended and group.devices[: len(devices)] == [*devices]:
+            return group
+        if group is not None and group.can_grow(devices, self._share_memory):
+            group.grow(devices)
+            return group
         self._end_worker_group()
-        worker_group = self._worker_group = WorkerGroup(devices, self._share_memory, self._policy.timeout)
-        if previous is not None:
-            worker_group.transport.succeed(previous.transport)
-        return worker_group
+        self._worker_group = WorkerGroup(devices, self._share_memory, timeout_s)
+        if group is not None:
+            self._worker_group.transport.succeed(group.transport)
+        return self._worker_group
 
     def _end_worker_group(self) -> None:
         worker_group, self._worker_group, self._lanes = self._worker_group, None, None
@@ -300,30 +346,29 @@ class Processes(FailureOptions):
             worker_group.end(graceful=True)
 
 
-class _ProcessesStep(Step[int]):
+class _ProcessesForward(ForwardPass[int]):
     """One forward; made, it has its workers."""
 
     graphs: RemoteGraphs
 
     def __init__(self, engine: Processes, module: nn.Module, call: Call, again: Replay | None) -> None:
-        self.call, self.tracked, self.is_again = call, torch.is_grad_enabled(), again is not None
-        self._engine, self.replay = engine, again
+        super().__init__(call, again)
+        self._engine = engine
         self._objects: list[torch.Tensor] = []  # tensors inside objects in the inputs
         self._replies: dict[int, Reply] = {}
         where = call.where()
-        timings = [ReplicaTiming(device, size) for device, size in zip(call.devices, call.sizes, strict=True)]
         if timeline.recording:
             timeline.mark(timeline.REPLICATE)
-        worker_group, self.pool = engine._prepared(module, call)
+        self._group, self.pool = engine._prepared(module, call)
         policy, self.buffers = engine._policy, unchanged_on_failure(self.pool.buffers)
         if again is None and self.tracked and policy.recovers:
             forward = partial(engine._forward_again, module)
             self.replay = Replay(policy, call, self.pool.blueprint, self.buffers, call.devices[:1], forward)
-        number = next(worker_group.graph_numbers)
+        number = next(self._group.graph_numbers)
         self.graphs = RemoteGraphs(
-            timings,
+            self.timings,
             where,
-            worker_group=worker_group,
+            worker_group=self._group,
             step_lock=engine._step_lock,
             new_streams=(
                 partial(SharedStream, type(module).__name__, call.sizes)
@@ -331,7 +376,7 @@ class _ProcessesStep(Step[int]):
                 else partial(SeededStreams, len(where))
             ),
             number=number,
-            kept=worker_group.keep_graph(number),
+            kept=self._group.keep_graph(number),
         )
 
     @contextmanager
@@ -339,17 +384,17 @@ class _ProcessesStep(Step[int]):
         devices = self.call.devices
         with (
             divided_intra_op_threads(devices) as num_threads,
-            self.graphs.worker_group,
+            self._group.step(self.graphs.where),
             Copies(devices[:1]) as self._copies,
         ):
             yield num_threads
 
     def run(self, opened: int) -> list[Any]:
-        call, graphs = self.call, self.graphs
+        call, graphs, limits = self.call, self.graphs, self._engine._policy.row_limits
         if timeline.recording:
             timeline.mark(timeline.SCATTER)
             graphs.step = timeline.current_step()
-        self._inputs = Inputs(call, self.tracked, self._copies, num_here=1)
+        inputs = self._inputs = Inputs(call, self.tracked, self._copies, num_here=1)
         streams = graphs.new_streams()
         self._send(streams.seeds, num_threads=opened)
         if timeline.recording:
@@ -357,106 +402,79 @@ class _ProcessesStep(Step[int]):
         self.replicas = self.pool.take(call.devices[:1], self.tracked, self._copies)
         graphs.on_release = self.replicas.give_back
         graphs.passes = Passes(self._contexts())
+        first = partial(call_replica, call, limits, inputs, self.replicas.roots, self._copies, self.timings, 0)
         with streams as of_streams, one_pass([*of_streams, *graphs.passes.contexts]) as replica_context:
-            return self._outputs(streams, replica_context)
+            outcomes: list[Outcome[Any]] = run_together([first], call.devices[:1], replica_context)
+            return graphs.values_of(outcomes, streams, self._sent, self._output_of)
 
     def _contexts(self) -> list[PassContext]:
         """Return what is around each pass of this process's replica, beside the random streams."""
-        call, graphs = self.call, self.graphs
+        call = self.call
         contexts: list[PassContext] = []
         if call.sync_batch_norm or call.one_device_randomness:
             contexts += exchange_contexts(
-                [*self.replicas.roots, *[None] * (len(graphs.where) - 1)],
-                partial(graphs.worker_group.open_exchange, cross_process=call.cross_process),
+                [*self.replicas.roots, *[None] * (len(call.devices) - 1)],
+                partial(self._group.open_exchange, cross_process=call.cross_process),
                 sync_batch_norm=call.sync_batch_norm,
             )
         if timeline.recording:
-            contexts += timeline.contexts(call.replica_numbers, graphs.timings)
+            contexts += timeline.contexts(call.replica_numbers, self.timings)
         return contexts
 
-    def _outputs(self, streams: SeededStreams | SharedStream, replica_context: ReplicaContext) -> list[Any]:
-        """Run this process's replica, and wait for the workers' replies; return all outputs."""
-        call, graphs, timings = self.call, self.graphs, self.graphs.timings
-        group, where, limits = graphs.worker_group, graphs.where, self._engine._policy.row_limits
-        run = partial(call_replica, call, limits, self._inputs, self.replicas.roots, self._copies, timings, 0)
-        outcomes = run_together([run], call.devices[:1], replica_context)
-        try:
-            self._engine._module_sync.commit()
-            if not group.transport.shares_parameters:
-                with group.collective:
-                    group.transport.end_sending(lambda waited_s: group.poll(where, waited_s))
-            self._replies = replies = graphs.take_replies(streams)
-            for i, reply in replies.items():
-                timings[i + 1].forward_s = reply.seconds
-                if timeline.recording:
-                    timings[i + 1].record(reply.spans)
-            outcomes += graphs.outcomes(replies)
-            return values_or_raise(outcomes, [where[0], *(where[i + 1] for i in replies)])
-        finally:
-            outcomes.clear()  # a traceback refers to this frame: nothing in it may refer to an exception
+    def _sent(self, _: bool) -> None:
+        """Take note that the workers have what they were sent."""
+        self._engine._module_sync.commit()
+        self._engine._end_sending(self._group)
 
-    def release(self) -> None:
-        self.graphs.release()
+    def _output_of(self, index: int, reply: Reply) -> Any:
+        self._replies[index], self.timings[index + 1].forward_s = reply, reply.seconds
+        return self.graphs.output_of(index, reply)
 
     def _send(self, seeds: Sequence[int | bytes], num_threads: int) -> None:
         """Send every worker its forward; note the tensors inside objects in the inputs that need a gradient."""
-        call, graphs, inputs, blueprint = self.call, self.graphs, self._inputs, self.pool.blueprint
-        worker_group, module_sync, policy = graphs.worker_group, self._engine._module_sync, self._engine._policy
-        num_workers, limits = len(call.devices) - 1, policy.row_limits
-        update = self._engine._pack(blueprint, call.source, worker_group, num_workers)
-        thread, process = ThreadState.capture(), ProcessState.capture()
-        tracked = thread.grad_enabled
-        numbered = [(leaf, number_of_input(k)) for k, each in enumerate(inputs.of_boundary) for leaf in each.tensors]
+        call, engine, root = self.call, self._engine, self.pool.blueprint.root
+        limits, thread, process = engine._policy.row_limits, ThreadState.capture(), ProcessState.capture()
+        numbered = [(leaf, number_of_input(k)) for k, of in enumerate(self._inputs.of_boundary) for leaf in of.tensors]
         leaves = {id(leaf): number for leaf, number in numbered if leaf is not None}
-        objects = self._objects
-        replicas = tuple(range(num_workers + 1))
-        for i in range(num_workers):
-            send_buffer = worker_group.workers[i].send_buffer
 
-            def to_reference(
-                tensor: torch.Tensor, send_buffer: SendBuffer = send_buffer, device: torch.device = call.devices[i + 1]
-            ) -> TensorRef:
-                leaf = None
-                if tracked and tensor.requires_grad:
-                    leaf = leaves.get(id(tensor))
-                    if leaf is None:  # not one of the inputs' leaves: it was inside an object
-                        leaf = leaves[id(tensor)] = number_of_input(len(inputs.of_boundary) + len(objects))
-                        objects.append(tensor)
-                target = device if id(tensor) in inputs.parts_elsewhere else tensor.device
-                return TensorRef.put(send_buffer, tensor, leaf=leaf, requires_grad=tensor.requires_grad, device=target)
-
-            shard = dumps(inputs.shards[i + 1], to_reference)
-            message = Forward(
-                specs=send_buffer.flush(),
+        def message_for(i: int) -> Forward:
+            return Forward(
                 thread=thread,
-                graph=graphs.number,
-                update=update,
+                process=process,
+                graph=self.graphs.number,
                 method=call.method,
-                shard=shard,
-                seed=seeds[i + 1],
+                shard=dumps(self._inputs.shards[i], partial(self._reference, i, leaves)),
+                seed=seeds[i],
                 num_threads=num_threads,
-                where=graphs.where[i + 1],
-                parts=parts_of(limits, call, blueprint.root, i + 1) if call.parts > 1 or limits else None,
-                rescue=policy.rescue,
-                exchange_rank=(i + 1, num_workers + 1) if call.sync_batch_norm or call.one_device_randomness else None,
+                replica=i,
+                num_replicas=len(call.devices),
+                device=call.devices[i],
+                parts=parts_of(limits, call, root, i) if call.parts > 1 or limits else None,
+                rescue=engine._policy.rescue,
                 sync_batch_norm=call.sync_batch_norm,
-                is_recorded=graphs.step is not None,
                 rows=call.sizes if call.one_device_randomness else None,
-                device=call.devices[i + 1],
-                rendezvous=worker_group.transport.rendezvous(i + 1) if update.sent else None,
-                replicas=replicas,
+                is_recorded=self.graphs.step is not None,
             )
-            segments = (
-                [*module_sync.segments, *worker_group.transport.segments] if update.sent else module_sync.segments
-            )
-            worker_group.send(i, message, segments, process, graphs.where)
-        if not worker_group.transport.shares_parameters:
-            with worker_group.collective:
-                worker_group.transport.begin_sending(
-                    module_sync.take_flats(), replicas, lambda waited_s: worker_group.poll(graphs.where, waited_s)
-                )
 
-    def link(self, groups: Sequence[Group]) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        update = engine._pack(self.pool.blueprint, call, self._group)
+        engine._send(self._group, update, len(call.devices), message_for)
+
+    def _reference(self, replica: int, leaves: dict[int, int], tensor: torch.Tensor) -> TensorRef:
+        """Put a tensor of a worker's inputs into its send buffer; return its reference.
+
+        `leaves` has the number of the leaf of each tensor that needs a gradient, by its id.
+        """
+        send_buffer = self._group.workers[replica - 1].send_buffer
+        leaf = None
+        if self.tracked and tensor.requires_grad:
+            leaf = leaves.get(id(tensor))
+            if leaf is None:  # not one of the inputs' leaves: it was inside an object
+                leaf = leaves[id(tensor)] = number_of_input(len(self._inputs.of_boundary) + len(self._objects))
+                self._objects.append(tensor)
+        target = self.call.devices[replica] if id(tensor) in self._inputs.parts_elsewhere else tensor.device
+        return TensorRef.put(send_buffer, tensor, leaf=leaf, requires_grad=tensor.requires_grad, device=target)
+
+    def link(self, groups: Sequence[Group]) -> Sequence[torch.Tensor]:
         call, graphs, pool, replicas, inputs = self.call, self.graphs, self.pool, self.replicas, self._inputs
         own_leaves = [given.tensors[0] for given in inputs.of_boundary if given.tensors[0] is not None]
         own_leaves += replicas.leaves[0]
@@ -468,14 +486,14 @@ class _ProcessesStep(Step[int]):
         graphs.parameters = ParameterLeaves(pool.live_parameters, leaves, replicas.hooks)
         graphs.sync_context, graphs.keep = call.sync_context, bool(self._objects)
         if not self.is_again:
-            graphs.pass_on_gradients_of_forward([*live, *pool.live_parameters], self._replies)
-        return live, ()
+            has_own = bool([leaf for leaf in own_leaves if leaf.grad is not None])
+            if has_own or any([reply.gradients for reply in self._replies.values()]):
+                of_inputs, of_parameters = graphs.graph(0).take_gradients()
+                graphs.pass_on(live, graphs.joined_with_replies(of_inputs, of_parameters, self._replies))
+        return live
 
     def _link_inputs(self) -> list[torch.Tensor]:
-        """Give the graphs the boundary's inputs; return the live tensors behind them.
-
-        Workers own their leaves. Here a same-shaped stand-in marks that one exists.
-        """
+        """Give the graphs the boundary's inputs; return the live tensors behind them."""
         graphs, pool, objects = self.graphs, self.pool, self._objects
         num_workers = len(graphs.where) - 1
         replicate = Replicate()
@@ -485,16 +503,21 @@ class _ProcessesStep(Step[int]):
         graphs.keys = [*map(number_of_input, range(len(boundary_inputs)))]
         from_outside = self._engine._module_sync.tensors_from_outside()
         in_workers = {id(tensor): n for n, tensor in enumerate(from_outside, len(pool.live_parameters))}
-        in_first = set(map(id, graphs.outside.leaves))
-        outside = {id(tensor): tensor for tensor in (*from_outside, *graphs.outside.leaves)}
+        in_first = {id(leaf): leaf for leaf in graphs.outside.leaves}
+        if in_first and not self.is_again:
+            self._engine._check_for_globals([leaf for key, leaf in in_first.items() if key not in in_workers], objects)
+        outside = {id(tensor): tensor for tensor in from_outside} | in_first
         for key, tensor in outside.items():
             of_workers = tensor if key in in_workers else None
-            of_first = tensor if key in in_first else None
+            of_first = in_first.get(key)
             boundary_inputs.append(BoundaryTensor(replicate, tensor.device, [of_first, *[of_workers] * num_workers]))
             graphs.keys.append(in_workers.get(key))
         graphs.remote_leaves = self._engine._leaves_of(pool, from_outside)
         graphs.inputs = boundary_inputs
         return [*self._inputs.live, *objects, *outside.values()]
+
+    def release(self) -> None:
+        self.graphs.release()
 
 
 def _log_if_hooks(blueprint: Blueprint) -> None:

@@ -12,7 +12,6 @@ A worker that dies takes its batch with it. Its lane ends, the other ones go on;
 get another batch.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,12 +20,11 @@ from unisono.engines.base import Lane, LaneCall, LaneEndedError, LaneOutput, Lan
 from unisono.engines.lanes import tensors_to_place
 from unisono.engines.processes.channel import ChannelClosedError
 from unisono.engines.processes.messages import Forward, Reply, TensorRef
-from unisono.engines.processes.module_sync import ModuleSync, Update
-from unisono.engines.processes.pickling import dumps, loads
+from unisono.engines.processes.pickling import dumps
 from unisono.engines.processes.remote_graph import repeat_messages
 from unisono.engines.processes.worker_group import StepLock, WorkerGroup, workers_timed_out
 from unisono.runtime import devices as _devices
-from unisono.runtime.errors import ReplicaLost, ReplicaNames, annotate, log
+from unisono.runtime.errors import ReplicaLost, log
 from unisono.runtime.thread_state import ProcessState, ThreadState
 
 _BATCH_IS_LOST = "Its batch is lost. The iteration can go on, without this worker; the module is as it was."
@@ -61,21 +59,15 @@ class WorkerLanes(Lanes):
 
 
 class WorkerLane(Lane):
-    """See the module's docstring.
-
-    Args:
-        number: of the replica.
-        retries: as in `WorkerLanes`.
-    """
+    """See the module's docstring; `retries` as in `WorkerLanes`."""
 
     has_own_timeout = True  # the channel's, which has that of the group
 
     def __init__(
         self, worker_group: WorkerGroup, step_lock: StepLock, call: LaneCall, number: int, retries: bool
     ) -> None:
-        self.number, self.device = number, call.devices[number]
-        self.name = f"replica {number} on {self.device}"
-        self._group, self._step_lock, self._call = worker_group, step_lock, call
+        super().__init__(call, number)
+        self._group, self._step_lock = worker_group, step_lock
         self._worker, self._retries = worker_group.workers[number - 1], retries
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int | None) -> LaneOutput:
@@ -99,7 +91,9 @@ class WorkerLane(Lane):
             repeat_messages(reply)
             if reply.error is not None:
                 raise reply.error.exception()
-            return LaneOutput(self._value(reply), reply.random_digest is not None)
+            segments, target = self._worker.received_segments, self.call.output_device
+            value = reply.output(segments, lambda _, tensor: _devices.copied_to(tensor, target))
+            return LaneOutput(value, reply.random_digest is not None)
 
     def _lost(self, error: ReplicaLost) -> Exception:
         """Return what to raise when the worker is lost."""
@@ -122,66 +116,20 @@ class WorkerLane(Lane):
         except BaseException:
             buffer.clear()
             raise
-        message = _message(self._call, self.name, self.device, shard, buffer.flush(), seed, torch.get_num_threads())
-        self._worker.send(message, (), ProcessState.capture(), kept=())
-
-    def _value(self, reply: Reply) -> Any:
-        """Return the output, in memory of its own."""
-        tensors: dict[int, torch.Tensor] = {}
-
-        def tensor_of(sent: TensorRef) -> torch.Tensor:
-            if sent.output not in tensors:
-                tensor = sent.tensor(reply.specs, self._worker.received_segments)
-                tensors[sent.output] = _devices.copied_to(tensor, self._call.output_device)
-            return tensors[sent.output]
-
-        assert reply.value is not None
-        return loads(reply.value, tensor_of)
+        self._worker.send(forward_of_lane(self.call, self.number, shard, seed), ())
 
 
-def send_update(worker_group: WorkerGroup, module_sync: ModuleSync, update: Update, call: LaneCall) -> None:
-    """Send all workers what changed in the module, and wait until they have it.
-
-    Raises:
-        ReplicaDied: a worker has died. The group is ended.
-    """
-    where = ReplicaNames([f"replica {i} on {device}" for i, device in enumerate(call.devices)])
-    where.numbers, where.devices = range(len(where)), call.devices
-    transport, replicas = worker_group.transport, tuple(range(len(where)))
-    with worker_group:
-        for i in replicas[1:]:
-            buffer = worker_group.workers[i - 1].send_buffer
-            message = _message(call, where[i], call.devices[i], None, buffer.flush(), 0, 1)
-            message.update, message.replicas = update, replicas
-            message.rendezvous = transport.rendezvous(i) if update.sent else None
-            segments: Sequence[Any] = [*module_sync.segments, *(transport.segments if update.sent else ())]
-            worker_group.send(i - 1, message, segments, ProcessState.capture(), where)
-        with worker_group.collective:
-            transport.begin_sending(
-                module_sync.take_flats(), replicas, lambda waited_s: worker_group.poll(where, waited_s)
-            )
-            transport.end_sending(lambda waited_s: worker_group.poll(where, waited_s))
-        replies = worker_group.replies(where)
-        errors = [(where[i + 1], reply.error.exception()) for i, reply in replies.items() if reply.error]
-        if errors:
-            raise annotate(errors)
-
-
-def _message(
-    call: LaneCall, where: str, device: torch.device, shard: bytes | None, specs: Any, seed: int, num_threads: int
-) -> Forward:
+def forward_of_lane(call: LaneCall, replica: int, shard: bytes | None, seed: int) -> Forward:
+    """Return the message of a batch to a replica; without a shard, of an update only."""
     return Forward(
-        specs=specs,
         thread=ThreadState.capture(),
-        num_threads=num_threads,
+        process=ProcessState.capture(),
+        num_threads=torch.get_num_threads(),
         seed=seed,
         graph=-1,  # without gradients there is none
-        update=Update(),
         method=call.method,
         shard=shard,
-        where=where,
-        exchange_rank=None,
-        device=device,
-        rendezvous=None,
-        replicas=(),
+        replica=replica,
+        num_replicas=len(call.devices),
+        device=call.devices[replica],
     )

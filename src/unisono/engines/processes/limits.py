@@ -8,13 +8,10 @@ import contextlib
 import errno
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 with contextlib.suppress(ImportError):  # on Windows, where there are no workers
     import resource
-
-_DESCRIPTORS_OF_A_WORKER = 10  # in the caller's process: a channel, and memory that two processes share
-_OTHERWISE = 'use fewer devices, or use engine="threads"'
 
 
 @contextlib.contextmanager
@@ -36,10 +33,11 @@ def explanation(error: OSError, wanted: str) -> OSError:
     Args:
         wanted: what was asked of the system, in words.
     """
-    remedy = _REMEDIES.get(error.errno or 0)
-    if remedy is None:
+    if error.errno is None or error.errno not in _REMEDIES:
         return error
-    return OSError(error.errno, f"{os.strerror(error.errno or 0)}: {wanted} cannot be had. {remedy()}")
+    remedy, limit = _REMEDIES[error.errno]
+    remedy = remedy.format(limit=_soft(limit), folder=tempfile.gettempdir())
+    return OSError(error.errno, f"{os.strerror(error.errno)}: {wanted} cannot be had. {remedy}")
 
 
 def share_with(pid: int) -> None:
@@ -50,58 +48,43 @@ def share_with(pid: int) -> None:
                 resource.prlimit(pid, limit, resource.getrlimit(limit))
 
 
-def _limit(number: int) -> str:
-    soft, _ = resource.getrlimit(number)
+def _soft(limit: str | None) -> str:
+    """Return the value that a limit has now, by its name in `resource`."""
+    soft = resource.RLIM_INFINITY if limit is None else resource.getrlimit(getattr(resource, limit))[0]
     return "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
 
 
-def _descriptors() -> str:
-    return (
-        f"This process may have {_limit(resource.RLIMIT_NOFILE)} file descriptors, and needs about "
-        f"{_DESCRIPTORS_OF_A_WORKER} for each worker process, beside its own: raise the limit (ulimit -n 1024, or "
-        f"resource.setrlimit(resource.RLIMIT_NOFILE, ...)), {_OTHERWISE}."
-    )
-
-
-def _descriptors_of_the_machine() -> str:
-    return f"All processes of this machine together have too many files open: raise fs.file-max, {_OTHERWISE}."
-
-
-def _size_of_a_file() -> str:
-    return (
-        f"A file of this process may have {_limit(resource.RLIMIT_FSIZE)} bytes, and what processes share counts as "
-        f'a file: raise the limit (ulimit -f unlimited), or use engine="threads".'
-    )
-
-
-def _memory() -> str:
-    return (
-        "This process may have an address space of "
-        f"{_limit(resource.RLIMIT_AS)} bytes (ulimit -v), and the machine, or this control group, has a limit, too: "
-        f"raise it, use smaller batches, {_OTHERWISE}."
-    )
-
-
-def _processes() -> str:
-    return (
-        f"This user may have {_limit(resource.RLIMIT_NPROC)} processes and threads (ulimit -u), and a control group "
-        f"may have fewer (pids.max): raise the limit, {_OTHERWISE}."
-    )
-
-
-def _disk() -> str:
-    return (
-        f"Without memfd_create, processes share files in {tempfile.gettempdir()}, which is full: set TMPDIR to another "
-        'folder, or use engine="threads".'
-    )
-
-
-_REMEDIES: dict[int, Callable[[], str]] = {
-    errno.EMFILE: _descriptors,
-    errno.ETOOMANYREFS: _descriptors,  # those in messages that have not been read count, too
-    errno.ENFILE: _descriptors_of_the_machine,
-    errno.EFBIG: _size_of_a_file,
-    errno.ENOMEM: _memory,
-    errno.EAGAIN: _processes,
-    errno.ENOSPC: _disk,
+_OTHERWISE = 'use fewer devices, or use engine="threads"'
+_DESCRIPTORS = (
+    "This process may have {limit} file descriptors, and needs about 10 for each worker process, beside its own: raise "
+    f"the limit (ulimit -n 1024, or resource.setrlimit(resource.RLIMIT_NOFILE, ...)), {_OTHERWISE}."
+)
+# By error: what helps, and the name of the limit in it.
+_REMEDIES: dict[int, tuple[str, str | None]] = {
+    errno.EMFILE: (_DESCRIPTORS, "RLIMIT_NOFILE"),
+    errno.ETOOMANYREFS: (_DESCRIPTORS, "RLIMIT_NOFILE"),  # those in messages that have not been read count, too
+    errno.ENFILE: (
+        f"All processes of this machine together have too many files open: raise fs.file-max, {_OTHERWISE}.",
+        None,
+    ),
+    errno.EFBIG: (
+        "A file of this process may have {limit} bytes, and what processes share counts as a file: raise the limit "
+        '(ulimit -f unlimited), or use engine="threads".',
+        "RLIMIT_FSIZE",
+    ),
+    errno.ENOMEM: (
+        "This process may have an address space of {limit} bytes (ulimit -v), and the machine, or this control group, "
+        f"has a limit, too: raise it, use smaller batches, {_OTHERWISE}.",
+        "RLIMIT_AS",
+    ),
+    errno.EAGAIN: (
+        "This user may have {limit} processes and threads (ulimit -u), and a control group may have fewer (pids.max): "
+        f"raise the limit, {_OTHERWISE}.",
+        "RLIMIT_NPROC",
+    ),
+    errno.ENOSPC: (
+        "Without memfd_create, processes share files in {folder}, which is full: set TMPDIR to another folder, or use "
+        'engine="threads".',
+        None,
+    ),
 }

@@ -8,7 +8,8 @@ the k-th tensor of a call that needs a gradient.
 """
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,13 +17,20 @@ import torch
 
 from unisono.engines.base import Parts
 from unisono.engines.processes.module_sync import Update
-from unisono.engines.processes.pickling import dumps, loads
+from unisono.engines.processes.pickling import classes_by_value, dumps, loads
 from unisono.engines.processes.reducers.collectives import CollectiveConfig, Rendezvous
 from unisono.engines.processes.reducers.shared_memory import SharedMemoryConfig
 from unisono.engines.processes.shared_memory import Segment, SendBuffer, TensorSpec, is_plain_strided
 from unisono.runtime.thread_state import ProcessState, ThreadState
 from unisono.runtime.timeline import Span
-from unisono.runtime.tracebacks import FrameSummary, rebuilt
+from unisono.runtime.tracebacks import FrameSummary, rebuilt, summaries
+
+_LONGEST_CHAIN = 10  # of an exception, its cause, and so on
+
+
+def number_of_input(k: int) -> int:
+    """Return the number of the leaf of a call's k-th input: they count down from -1."""
+    return ~k
 
 
 class TensorRef(NamedTuple):
@@ -68,29 +76,29 @@ class TensorRef(NamedTuple):
 class Message:
     """What every message to a worker carries.
 
-    Fields with a default depend on what the worker already has; `WorkerHandle.send` fills them in.
+    What depends on what the worker already has, and `specs`, is filled in by `WorkerHandle.send`.
 
     Attributes:
-        specs: of the tensors in the message.
         thread: the state of the caller's thread.
+        process: that of its process; sent as None if it is unchanged.
         num_threads: intra-op threads.
         seed: for torch's generator.
+        specs: of the tensors in the message.
         segments: (number, size in bytes) of the segments whose file descriptors come with the message.
         freed: numbers of segments that are no longer needed.
         released_graphs: graphs that are no longer needed.
-        process: the state of the caller's process; None if it is unchanged.
         cores: those that the worker runs on; None if they are unchanged.
         is_recorded: whether the worker records what it does when.
     """
 
-    specs: list[TensorSpec]
     thread: ThreadState
+    process: ProcessState | None
     num_threads: int
     seed: int | bytes
+    specs: list[TensorSpec] = field(default_factory=list)
     segments: list[tuple[int, int]] = field(default_factory=list)
     freed: list[int] = field(default_factory=list)
     released_graphs: list[int] = field(default_factory=list)
-    process: ProcessState | None = None
     cores: tuple[int, ...] | None = None
     is_recorded: bool = False
 
@@ -101,25 +109,23 @@ class Forward(Message):
 
     Attributes:
         shard: the replica's positional and keyword inputs, pickled; None: only take the update.
-        exchange_rank: where replicas exchange values: this replica's index and their number; else None.
-        sync_batch_norm: whether batch norm is over all replicas.
-        rows: where replicas draw the random numbers of one device: the rows of each; else None.
+        replica, num_replicas: its index, and how many take part.
         device: the replica's.
         rendezvous: of the process group over which parameters are sent; None if none are.
-        replicas: those that take part.
+        sync_batch_norm: whether batch norm is over all replicas.
+        rows: where replicas draw the random numbers of one device: the rows of each; else None.
         parts: how the replica runs its shard in parts; None: as a whole.
         rescue: whether a later message may have it run in parts.
     """
 
     graph: int
-    update: Update
     method: str | None
     shard: bytes | None
-    where: str
-    exchange_rank: tuple[int, int] | None
+    replica: int
+    num_replicas: int
     device: torch.device
-    rendezvous: Rendezvous | None
-    replicas: tuple[int, ...]
+    update: Update = field(default_factory=Update)
+    rendezvous: Rendezvous | None = None
     sync_batch_norm: bool = False
     rows: tuple[int, ...] | None = None
     parts: Parts | None = None
@@ -144,7 +150,7 @@ class Backward(Message):
     create_graph_as: int | None
     placed: dict[int, TensorSpec] | None
     reducer_config: SharedMemoryConfig | CollectiveConfig | None
-    needed: frozenset[int] | None
+    needed: frozenset[int | None] | None
 
 
 @dataclass(slots=True)
@@ -181,6 +187,25 @@ class Reply:
     out_of_step: bool = False
     missed_update: bool = False
 
+    def output(
+        self, segments: Mapping[int, Segment], received: Callable[[TensorRef, torch.Tensor], torch.Tensor]
+    ) -> Any:
+        """Return the output of a forward.
+
+        Args:
+            segments: the caller's, by number.
+            received: returns what becomes of a tensor, which is in memory that the next reply overwrites.
+        """
+        tensors: dict[int, torch.Tensor] = {}
+
+        def tensor_of(sent: TensorRef) -> torch.Tensor:
+            if sent.output not in tensors:
+                tensors[sent.output] = received(sent, sent.tensor(self.specs, segments))
+            return tensors[sent.output]
+
+        assert self.value is not None
+        return loads(self.value, tensor_of)
+
 
 @dataclass(slots=True)
 class RemoteError:
@@ -203,6 +228,24 @@ class RemoteError:
     cause: "RemoteError | None" = None
     context: "RemoteError | None" = None
 
+    @classmethod
+    def of(cls, error: BaseException, above: Sequence[BaseException] = ()) -> "RemoteError":
+        """Return what the caller needs to raise an equal exception.
+
+        Args:
+            above: the exceptions of which it is the cause or the context.
+        """
+        text = "".join(traceback.format_exception_only(error)).strip()
+        frames, notes = summaries(error.__traceback__), [str(note) for note in getattr(error, "__notes__", ())]
+        remote = cls(_pickled_error(error), text, frames, notes, not isinstance(error, Exception))
+        above = (*above, error)
+        if len(above) < _LONGEST_CHAIN:
+            if error.__cause__ is not None:
+                remote.cause = cls.of(error.__cause__, above)
+            elif error.__context__ is not None and not error.__suppress_context__:
+                remote.context = cls.of(error.__context__, above)
+        return remote
+
     def exception(self) -> BaseException:
         """Return an exception equal to the one that the worker raised."""
         error: BaseException | None = None
@@ -224,3 +267,16 @@ class RemoteError:
             if other is not None:
                 BaseException.__setattr__(error, name, other.exception())  # its class may forbid it
         return error.with_traceback(rebuilt(self.frames))
+
+
+def _pickled_error(error: BaseException) -> bytes | None:
+    known = set(classes_by_value())
+    for attempt in (error, (type(error), error.args, dict(error.__dict__)), (type(error), error.args, {})):
+        try:
+            pickled = dumps(attempt, known=known)
+            again = loads(pickled)
+            if attempt is not error or (type(again) is type(error) and again.args == error.args):
+                return pickled
+        except Exception:  # noqa: BLE001 - whatever its class raises: try the next form
+            continue
+    return None

@@ -18,23 +18,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from types import MappingProxyType
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 
-from unisono.autograd.reducer import number_of_input, sums_of
+from unisono.autograd.reducer import sums_of
 from unisono.autograd.replica_graph import (
     BoundaryTensor,
+    Gradients,
     ReplicaGraph,
     ReplicaGraphs,
     any_batched,
-    gradients_aside,
     gradients_of,
-    pass_on,
 )
 from unisono.distributed.gradient_sync import RankReduction
-from unisono.engines.processes.messages import Backward, Reply, TensorRef
-from unisono.engines.processes.pickling import loads
+from unisono.engines.processes.messages import Backward, Reply, TensorRef, number_of_input
 from unisono.engines.processes.reducers.base import WorkerReducer
 from unisono.engines.processes.shared_memory import BumpAllocator, Segment, TensorSpec, is_plain_strided
 from unisono.engines.processes.worker_group import StepLock, WorkerGroup, WorkerHandle
@@ -50,8 +48,8 @@ from unisono.runtime.thread_state import ProcessState, ThreadState, modes_that_s
 from unisono.runtime.whole_batch_draws import SharedStream
 
 T = TypeVar("T")
-Gradients: TypeAlias = list[torch.Tensor | None]
 
+_NO_SUMS: Mapping[int, torch.Tensor] = MappingProxyType({})
 _registry: dict[Any, Any] = {}  # of the workers' warnings that were given; the warnings module fills it
 
 
@@ -67,8 +65,8 @@ def repeat_messages(reply: Reply) -> None:
 class RemoteGraphs(ReplicaGraphs):
     """See the module's docstring.
 
-    Among the outputs, a worker's is a view of memory that its next reply overwrites. Among the inputs, and in
-    `parameters`, a worker's leaf is any tensor of its size.
+    Among the outputs, a worker's is a view of memory that its next reply overwrites. Workers own their leaves: among
+    the inputs, and in `parameters`, a tensor of the same form marks that a worker has one.
 
     Attributes:
         worker_group, step_lock: the engine's.
@@ -102,55 +100,56 @@ class RemoteGraphs(ReplicaGraphs):
     def graphs(self) -> list[ReplicaGraph]:
         return [self.graph(0)]
 
-    def take_replies(self, streams: SeededStreams | SharedStream) -> dict[int, Reply]:
-        """Wait for the workers' replies; return them by index, in order.
+    # ---- a forward, or a backward ----
 
-        Their warnings and log messages are repeated here; that they drew random numbers is noted.
+    def values_of(
+        self,
+        outcomes: list[Outcome[Any]],
+        streams: SeededStreams | SharedStream,
+        end: Callable[[bool], object],
+        value_of: Callable[[int, Reply], Any],
+        of: str = "",
+    ) -> list[Any]:
+        """Wait for the workers' replies; return all replicas' values, in order, or raise what one has raised.
+
+        Args:
+            outcomes: that of the first replica; used up.
+            streams: those of the pass.
+            end: finishes this process's part in a collective; it is told whether the first replica has failed.
+            value_of: returns the value of a worker, by its index and its reply.
+            of: what has failed, in words before the replica's name.
         """
-        replies = self.worker_group.replies(self.where)
-        streams.ended([reply.random_digest for reply in replies.values()])
-        for reply in replies.values():
-            if reply.log_messages or reply.warnings:
-                repeat_messages(reply)
-        return replies
+        names = [of + self.where[0]]
+        try:
+            end(outcomes[0].error is not None)
+            replies = self.worker_group.replies()
+            streams.ended([reply.random_digest for reply in replies.values()])
+            for i, reply in replies.items():
+                if reply.log_messages or reply.warnings:
+                    repeat_messages(reply)
+                if timeline.recording:
+                    self.timings[i + 1].record(reply.spans)
+                names.append(of + self.where[i + 1])
+                if reply.error is not None:
+                    outcomes.append(Outcome(error=reply.error.exception()))
+                else:
+                    outcomes.append(Outcome(value_of(i, reply)))
+            return values_or_raise(outcomes, names)
+        finally:
+            outcomes.clear()  # a traceback refers to this frame: nothing in it may refer to an exception
 
-    # ---- after a forward ----
+    def output_of(self, index: int, reply: Reply) -> Any:
+        """Return a worker's output of a forward, whose tensors are views of the worker's memory."""
 
-    def outcomes(self, replies: dict[int, Reply]) -> list[Outcome[Any]]:
-        """Return how the workers' forwards ended, in order; outputs are views of the workers' memory."""
-        return [self._outcome(i, reply) for i, reply in replies.items()]
+        def received(sent: TensorRef, tensor: torch.Tensor) -> torch.Tensor:
+            self._output_numbers[id(tensor)] = sent.output
+            return tensor.requires_grad_() if sent.requires_grad else tensor
+
+        return reply.output(self.worker_group.workers[index].received_segments, received)
 
     def joined_outputs(self) -> list[torch.Tensor]:
         joined = ReplicaGraphs.joined_outputs(self)
         return [tensor.clone() if id(tensor) in self._output_numbers else tensor for tensor in joined]
-
-    def pass_on_gradients_of_forward(self, live: Sequence[torch.Tensor], replies: dict[int, Reply]) -> None:
-        """Pass on the gradients that a backward inside the module's forward has left in the replicas' leaves."""
-        of_caller = set(map(id, live))
-        own = [each.tensors[0] for each in self.inputs if id(each.tensors[0]) not in of_caller]
-        gradients = [leaf for leaf in (*own, *self.parameters.leaves[0]) if leaf is not None and leaf.grad is not None]
-        if not gradients and not any([reply.gradients for reply in replies.values()]):
-            return
-        self.check_backward_inside_forward()
-        of_inputs, of_parameters = self.graph(0).take_gradients()
-        pass_on(live, self._with_replies(of_inputs, of_parameters, replies))
-
-    def _outcome(self, index: int, reply: Reply) -> Outcome[Any]:
-        if reply.error is not None:
-            return Outcome(error=reply.error.exception())
-        views: dict[int, torch.Tensor] = {}
-
-        def tensor_of(sent: TensorRef) -> torch.Tensor:
-            if sent.output not in views:
-                tensor = self._received(index, sent, reply)
-                if sent.requires_grad:
-                    tensor.requires_grad_()
-                views[sent.output] = tensor
-                self._output_numbers[id(tensor)] = sent.output
-            return views[sent.output]
-
-        assert reply.value is not None
-        return Outcome(value=loads(reply.value, tensor_of))
 
     # ---- backward ----
 
@@ -158,9 +157,9 @@ class RemoteGraphs(ReplicaGraphs):
         self,
         output_grads: Sequence[torch.Tensor | None],
         keep: bool,
-        reduction: RankReduction | None = None,
-        needed: Sequence[bool] | None = None,
-    ) -> list[torch.Tensor | None]:
+        reduction: RankReduction | None,
+        needed: Sequence[bool] | None,
+    ) -> Gradients:
         # No gradient goes to the sum over processes early: this process's sums are known only at the end.
         if any_batched(output_grads):
             return self._backward_batch(output_grads)
@@ -173,17 +172,38 @@ class RemoteGraphs(ReplicaGraphs):
         keep: bool,
         into_grad: bool,
         needed: Sequence[bool] | None = None,
-    ) -> list[torch.Tensor | None]:
-        graph, grads = self.graph(0), self._parts_of(output_grads)
+    ) -> Gradients:
+        graph, grads, callers = self.graph(0), self._parts_of(output_grads), self.outside.leaves
 
         def backward_own(reducer: WorkerReducer | None) -> tuple[Gradients, Gradients]:
-            return self._backward_own(graph, grads[0], keep, into_grad, needed, reducer)
+            own = graph.gradients(grads[0], keep, into_grad=into_grad, needed=needed, callers=callers, reducer=reducer)
+            if reducer is not None:
+                self._hand_over_rest(reducer, *own)
+            return own
 
-        with self.step_lock as is_outermost, self._divided_threads(is_outermost) as num_threads, self.worker_group:
-            (of_inputs, of_parameters), replies, sums = self._run_everywhere(
-                grads, backward_own, num_threads, keep, needed
-            )
-            return self._with_replies(of_inputs, of_parameters, replies, sums)
+        with self.step_lock as is_outermost:
+            own, replies, sums = self._run_everywhere(is_outermost, grads, backward_own, keep, needed)
+            return self.joined_with_replies(*own, replies, sums)
+
+    def _hand_over_rest(self, reducer: WorkerReducer, of_inputs: Gradients, of_parameters: Gradients) -> None:
+        """Give the reducer what hooks could not hand over, and take it out of the lists."""
+        for number in reducer.numbers:
+            of, place = (of_parameters, number) if number < len(of_parameters) else (of_inputs, self._place_of[number])
+            if (grad := of[place]) is not None and reducer.add(number, grad):
+                of[place] = None
+
+    def _backward_batch(self, output_grads: Sequence[torch.Tensor | None]) -> Gradients:
+        """Run one backward for each entry of the axis that vmap hides; hide it again in the results."""
+        plain = [None if grad is None else torch_private.without_batch(grad) for grad in output_grads]
+        num_passes = next(len(grad) for grad in plain if grad is not None)
+        passes = [
+            self._backward([None if grad is None else grad[b] for grad in plain], keep=True, into_grad=False)
+            for b in range(num_passes)
+        ]
+        return [
+            None if parts[0] is None else torch_private.with_batch(torch.stack(parts))
+            for parts in zip(*passes, strict=True)
+        ]
 
     def _higher(self, incoming: Sequence[BoundaryTensor], **changes: Any) -> Self:
         keys = [*self.keys, *[number_of_input(len(self.keys) + k) for k, _ in enumerate(incoming)]]
@@ -200,8 +220,8 @@ class RemoteGraphs(ReplicaGraphs):
             (gradients,) = gradients_of([graph], [grads[0]], needed, create_graph=True)
             return gradients
 
-        with self.step_lock as is_outermost, self._divided_threads(is_outermost) as num_threads, self.worker_group:
-            own, replies, _ = self._run_everywhere(grads, backward_own, num_threads, True, needed, higher)
+        with self.step_lock as is_outermost:
+            own, replies, _ = self._run_everywhere(is_outermost, grads, backward_own, True, needed, higher)
             parts: list[Gradients] = [[grad, *[None] * (len(self.where) - 1)] for grad in own]
             place_of, first = self._place_of, len(self.inputs)
             for i, reply in replies.items():
@@ -214,16 +234,17 @@ class RemoteGraphs(ReplicaGraphs):
 
     def _run_everywhere(
         self,
+        is_outermost: bool,
         grads: Sequence[Sequence[torch.Tensor | None]],
         backward_own: Callable[[WorkerReducer | None], T],
-        num_threads: int,
         keep: bool,
         needed: Sequence[bool] | None,
         higher: Self | None = None,
-    ) -> tuple[T, dict[int, Reply], dict[int, torch.Tensor]]:
+    ) -> tuple[T, dict[int, Reply], Mapping[int, torch.Tensor]]:
         """Run every replica's backward: the first one's here, and the other ones in the workers; raise what one raised.
 
         Args:
+            is_outermost: what the step lock gives.
             grads: each replica's gradients of its outputs.
             backward_own: the first replica's; it is given what reduces large gradients, None if nothing does.
             needed: as in `backward`; if not all are, none is reduced.
@@ -232,24 +253,77 @@ class RemoteGraphs(ReplicaGraphs):
         Returns:
             What `backward_own` returned, the workers' replies, and sums by the leaf's number.
         """
+        self._check_workers(is_outermost)
+        group, devices, reducer = self.worker_group, [timing.device for timing in self.timings], None
+
+        def run() -> T:
+            started = time.perf_counter()
+            result = backward_own(reducer)
+            self.timings[0].backward_s = time.perf_counter() - started
+            return result
+
+        def end(has_failed: bool) -> None:
+            if reducer is not None:
+                with group.collective():
+                    (reducer.fail if has_failed else reducer.end)(group.poll)
+
+        def of_worker(i: int, reply: Reply) -> tuple[int, Reply]:
+            self.timings[i + 1].backward_s = reply.seconds
+            return i, reply
+
+        with divided_intra_op_threads(devices) as num_threads, group.step(self.where):
+            streams = self.new_streams()
+            has_work = self._ask(grads, streams, num_threads, keep, needed, higher)
+            with streams as contexts, one_pass([*contexts, *self.passes.contexts]) as replica_context:
+                if has_work:
+                    with group.collective():  # workers that are connected already may come to a batch norm meanwhile
+                        reducer = group.transport.reducer(group.poll)
+                outcomes: list[Outcome[Any]] = [*run_together([run], devices[:1], replica_context)]
+                own, *replies = self.values_of(outcomes, streams, end, of_worker, "the backward of ")
+            if timeline.recording:
+                timeline.mark(timeline.REDUCE)
+            return own, dict(replies), group.transport.results() if has_work else _NO_SUMS
+
+    def _check_workers(self, is_outermost: bool) -> None:
+        """Check that the workers can run a backward of these graphs."""
+        if not is_outermost:
+            raise RuntimeError(
+                'backward through a model with engine="processes" was called from inside a step of the same model '
+                '(a hook, say), whose workers are busy: use engine="threads".'
+            )
+        if self.worker_group.ended:
+            raise ReplicaDied(
+                "the worker processes that ran this forward have ended, and what they had saved for its backward "
+                "is gone: call the model again.",
+                cause="The worker processes that ran this forward have ended.",
+            )
+
+    def _ask(
+        self,
+        grads: Sequence[Sequence[torch.Tensor | None]],
+        streams: SeededStreams | SharedStream,
+        num_threads: int,
+        keep: bool,
+        needed: Sequence[bool] | None,
+        higher: Self | None,
+    ) -> bool:
+        """Send the workers their backwards, as `_run_everywhere` was told; return whether gradients are reduced."""
         group, thread, process = self.worker_group, ThreadState.capture(), ProcessState.capture()
-        streams = self.new_streams()
         of_boundary = [] if higher is None else zip(higher.inputs, higher.keys, strict=True)
         leaf_of = {id(leaf): key for each, key in of_boundary for leaf in each.tensors if leaf is not None}
         asked = {i: sent for i, _ in enumerate(self.where[1:]) if (sent := self._put_grads(i, grads[i + 1], leaf_of))}
-        replicas = (0, *[i + 1 for i in asked])
-        in_workers = None
-        if needed is not None:
-            keys = [*self.keys, *range(len(self.parameters.live))]
-            in_workers = frozenset([key for key in compress(keys, needed) if key is not None])
-        of_all = higher is None and needed is None
-        has_work = of_all and bool(asked) and group.transport.begin_backward(self.remote_leaves, replicas)
+        keys = [*self.keys, *range(len(self.parameters.live))]
+        in_workers = None if needed is None else frozenset(compress(keys, needed))
+        has_work = False
+        if asked and higher is None and needed is None:
+            has_work = group.transport.begin_backward(self.remote_leaves, (0, *[i + 1 for i in asked]))
         for i, sent in asked.items():
             worker = group.workers[i]
-            placed = self._place_gradients(worker) if group.transport.shares_parameters else None
+            is_placed = higher is None and group.transport.shares_parameters
+            placed = self._place_gradients(worker) if is_placed else None
             message = Backward(
-                specs=worker.send_buffer.flush(),
                 thread=thread,
+                process=process,
                 seed=streams.seeds[i + 1],
                 graph=self.number,
                 keep=keep,
@@ -262,43 +336,8 @@ class RemoteGraphs(ReplicaGraphs):
                 is_recorded=timeline.current_step() is not None,
             )
             segments = [*group.transport.segments] if has_work else []
-            if placed is not None:
-                segments.append(worker.placed_in)
-            group.send(i, message, segments, process, self.where)
-
-        def poll_workers(waited_s: float) -> None:
-            group.poll(self.where, waited_s)
-
-        def run() -> T:
-            started = time.perf_counter()
-            result = backward_own(reducer)
-            self.timings[0].backward_s = time.perf_counter() - started
-            return result
-
-        with streams as contexts, one_pass([*contexts, *self.passes.contexts]) as replica_context:
-            reducer = None
-            if has_work:
-                with group.collective:  # workers that are connected already may come to a batch norm meanwhile
-                    reducer = group.transport.reducer(poll_workers)
-            outcomes: list[Outcome[Any]] = [*run_together([run], [self.timings[0].device], replica_context)]
-            try:
-                if reducer is not None:
-                    with group.collective:
-                        (reducer.end if outcomes[0].error is None else reducer.fail)(poll_workers)
-                replies = self.take_replies(streams)
-                outcomes += [Outcome() for _ in self.where[1:]]
-                for i, reply in replies.items():
-                    self.timings[i + 1].backward_s = reply.seconds
-                    if timeline.recording:
-                        self.timings[i + 1].record(reply.spans)
-                    if reply.error is not None:
-                        outcomes[i + 1] = Outcome(error=reply.error.exception())
-                if timeline.recording:
-                    timeline.mark(timeline.REDUCE)
-                own, *_ = values_or_raise(outcomes, [f"the backward of {replica}" for replica in self.where])
-            finally:
-                outcomes.clear()  # a traceback refers to this frame: nothing in it may refer to an exception
-        return own, replies, group.transport.results() if has_work else {}
+            group.send(i, message, segments if placed is None else [*segments, worker.placed_in])
+        return has_work
 
     def _put_grads(
         self, index: int, grads: Sequence[torch.Tensor | None], leaf_of: Mapping[int, int | None]
@@ -331,57 +370,13 @@ class RemoteGraphs(ReplicaGraphs):
         worker.placed = {k: worker.placed_in.view(spec) for k, spec in specs.items()}
         return specs
 
-    def _backward_own(
-        self,
-        graph: ReplicaGraph,
-        grads: Sequence[torch.Tensor | None],
-        keep: bool,
-        into_grad: bool,
-        needed: Sequence[bool] | None,
-        reducer: WorkerReducer | None,
-    ) -> tuple[Gradients, Gradients]:
-        """Run the first replica's backward; return the gradients of its leaves, except those that `reducer` took.
-
-        Args:
-            into_grad: whether gradients go through the leaves' `.grad`, as a module may expect; not where the leaves
-                are the caller's own, nor under a mode.
-        """
-        if into_grad and not self.outside.leaves:
-            graph.backward(grads, keep, reducer)
-            of_inputs, of_parameters = graph.take_gradients()
-        elif into_grad:
-            with gradients_aside(self.outside.leaves):
-                graph.backward(grads, keep, reducer)
-                of_inputs, of_parameters = graph.take_gradients()
-        else:
-            (gradients,) = gradients_of([graph], [grads], needed, keep=keep)
-            of_inputs, of_parameters = gradients[: len(self.inputs)], gradients[len(self.inputs) :]
-        for number in reducer.numbers if reducer is not None else ():  # what the hooks could not hand over
-            of, place = (of_parameters, number) if number < len(of_parameters) else (of_inputs, self._place_of[number])
-            if (grad := of[place]) is not None and reducer is not None and reducer.add(number, grad):
-                of[place] = None
-        return of_inputs, of_parameters
-
-    def _backward_batch(self, output_grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Run one backward for each entry of the axis that vmap hides; hide it again in the results."""
-        plain = [None if grad is None else torch_private.without_batch(grad) for grad in output_grads]
-        num_passes = next(len(grad) for grad in plain if grad is not None)
-        passes = [
-            self._backward([None if grad is None else grad[b] for grad in plain], keep=True, into_grad=False)
-            for b in range(num_passes)
-        ]
-        return [
-            None if parts[0] is None else torch_private.with_batch(torch.stack(parts))
-            for parts in zip(*passes, strict=True)
-        ]
-
-    def _with_replies(
+    def joined_with_replies(
         self,
         of_inputs: Gradients,
         of_parameters: Gradients,
-        replies: dict[int, Reply],
-        sums: Mapping[int, torch.Tensor] = MappingProxyType({}),
-    ) -> list[torch.Tensor | None]:
+        replies: Mapping[int, Reply],
+        sums: Mapping[int, torch.Tensor] = _NO_SUMS,
+    ) -> Gradients:
         """Return the gradient of each of the boundary's inputs.
 
         Args:
@@ -418,22 +413,3 @@ class RemoteGraphs(ReplicaGraphs):
 
     def _received(self, index: int, sent: TensorRef, reply: Reply) -> torch.Tensor:
         return sent.tensor(reply.specs, self.worker_group.workers[index].received_segments)
-
-    def _divided_threads(self, is_outermost: bool) -> divided_intra_op_threads:
-        """Check that workers can run a backward of these graphs; return the context that divides intra-op threads.
-
-        Args:
-            is_outermost: what the step lock gives.
-        """
-        if not is_outermost:
-            raise RuntimeError(
-                'backward through a model with engine="processes" was called from inside a step of the same model '
-                '(a hook, say), whose workers are busy: use engine="threads".'
-            )
-        if self.worker_group.ended:
-            raise ReplicaDied(
-                "the worker processes that ran this forward have ended, and what they had saved for its backward "
-                "is gone: call the model again.",
-                cause="The worker processes that ran this forward have ended.",
-            )
-        return divided_intra_op_threads([timing.device for timing in self.timings])

@@ -43,7 +43,6 @@ _END_TIMEOUT_S = 1.0  # within which all connections of a killed process close
 _SLEEP_S = 0.001
 _ENDED = "has ended; how, is not known"
 _STEP_IS_LOST = "This step is lost; the module is as it was, and the next forward starts other workers."
-_STOPPED = "was stopped"
 _WAITS_FOR_OTHERS = ("in wait_until", "in submit_and_wait")  # in the stack of a worker
 
 
@@ -64,12 +63,7 @@ class WorkerHandle:
     def __init__(
         self, pid: int, server_pid: int, channel: Channel, stack_file: StackFile, kills_before: Mapping[str, int]
     ) -> None:
-        """Take a worker that has just been started.
-
-        Args:
-            server_pid: of the fork server that forked it.
-            kills_before: `oom_kills` before it was started.
-        """
+        """Take a worker that the fork server `server_pid` has just forked; `oom_kills` was `kills_before` then."""
         self.pid, self.channel, self.stack_file = pid, channel, stack_file
         self._server_pid, self._kills_before = server_pid, kills_before
         self.send_buffer = SendBuffer()
@@ -82,15 +76,14 @@ class WorkerHandle:
         self.placed_for: object = None
         self._process: ProcessState | None = None
 
-    def send(
-        self, message: Message, segments: Sequence[Segment], process: ProcessState, kept: Sequence[Segment]
-    ) -> None:
-        """Send a message, with the segments that the worker does not have yet.
+    def send(self, message: Message, segments: Sequence[Segment], kept: Sequence[Segment] = ()) -> None:
+        """Send a message, with the tensors in the send buffer and the segments that the worker does not have yet.
 
         Args:
             segments: those that the message refers to.
             kept: those that the worker keeps even if the message brings another module.
         """
+        message.specs = self.send_buffer.flush()
         needed = (self.send_buffer.segment, *segments)
         if isinstance(message, Forward) and message.update.module is not None:  # frees the last one's segments
             message.freed = list(self.known_segments - {segment.number for segment in (*needed, *kept)})
@@ -100,8 +93,10 @@ class WorkerHandle:
         message.released_graphs = self.released_graphs[:]
         del self.released_graphs[: len(message.released_graphs)]
         message.cores, self.cores = self.cores, None
-        if process != self._process:
-            message.process = self._process = process
+        if message.process == self._process:
+            message.process = None
+        else:
+            self._process = message.process
         if new:
             message.segments = [(segment.number, segment.num_bytes) for segment in new.values()]
         fds = [segment.fd for segment in new.values()]
@@ -121,9 +116,7 @@ class WorkerHandle:
     def death(self, name: str, replica: int, device: torch.device, lost: str) -> ReplicaDied:
         """Close the channel of a worker that has died; return the error that says what is known about its death.
 
-        Args:
-            name, replica, device: of its replica.
-            lost: what is lost with it, in words.
+        `lost` says in words what is lost with it.
         """
         self.channel.close()
         status, server_code = fork_server.server.status(self.pid, self._server_pid)
@@ -219,14 +212,11 @@ class StepLock:
 class WorkerGroup:
     """Workers that run the replicas of one engine.
 
-    It is the context of a step: if that raises while a worker owes a reply, or has missed a collective, the group ends.
-
     Attributes:
         workers: those of replicas 1, 2, ...
         num_in_sync: how many of them have the module as it is.
         devices: of replicas 0, 1, ...
         transport: how parameters reach them, and gradients come back.
-        collective: the context of the caller's part in a collective: if that raises, the group cannot go on.
         timeout_s: for how long the caller waits without a message; None: for ever. See `set_timeout`.
         graph_numbers: yields the numbers of their graphs.
         ended: whether it has been ended.
@@ -238,7 +228,7 @@ class WorkerGroup:
         self.ended = False
         self.timeout_s = timeout_s
         self._progress_at = 0.0  # when this wait began, or the last message came
-        self._names: ReplicaNames | None = None  # of the last step
+        self._names = ReplicaNames()  # of the last step's replicas
         self._timed_out: ReplicaTimeout | None = None
         self.num_in_sync = 0
         self.devices: list[torch.device] = []
@@ -251,7 +241,6 @@ class WorkerGroup:
         self._dead: set[int] = set()  # those of them that have died
         self._has_urgent = False  # whether one of them has died, or has replied with an urgent error
         self._out_of_step: set[int] = set()  # replicas that cannot go on, or have not done their part in a collective
-        self.collective = _Collective(self._out_of_step)
         self._replies: dict[int, Reply] = {}  # of workers that are no longer awaited
         self._exchange: LocalExchange | None = None
         self.workers: list[WorkerHandle] = []  # last of the attributes that `end` needs
@@ -266,10 +255,7 @@ class WorkerGroup:
     def grow(self, devices: Sequence[torch.device]) -> None:
         """Start workers until there is one for each replica but the first; if one cannot be started, start none.
 
-        Workers that are there already keep their graphs.
-
-        Args:
-            devices: of all replicas; they begin with the group's.
+        Workers that are there already keep their graphs. `devices` are those of all replicas.
         """
         kills_before, num_before = oom_kills(), len(self.workers)
         try:
@@ -291,14 +277,18 @@ class WorkerGroup:
             pid, server_pid, channel = fork_server.server.fork(seed, stack_file.fd, self.timeout_s)
         except fork_server.ForkServerDiedError as died:
             self.end()
-            raise _not_started(died, replica, device, kills_before) from None
+            message = _not_started(replica, device, died.pid, how_it_ended(died.code, kills_before))
+            raise ReplicaDied(message, replica=replica, device=device) from None
         except BaseException as error:
             if not fork_server.server.is_running:  # it was ended here, and so were the workers of all groups
                 for group in list(_groups):
                     group.ended = True
             if isinstance(error, fork_server.ForkServerStuckError):
                 self.end()
-                raise _not_started_in_time(error, replica, device, self.timeout_s) from None
+                how = "was stopped" if error.stopped else "did not reply"
+                waited = f"for {self.timeout_s:g} s (timeout={self.timeout_s:g}), and has been ended"
+                message = _not_started(replica, device, error.pid, f"{how} {waited}")
+                raise ReplicaTimeout(message, replica=replica, device=device, timeout=self.timeout_s or 0.0) from None
             raise
         try:
             channel.set_timeout(self.timeout_s)
@@ -317,22 +307,13 @@ class WorkerGroup:
         """Return what keeps a graph in every worker: when it is deleted, each drops the graph with its next message."""
         return at_deletion(*[map(worker.released_graphs.append, [graph]) for worker in self.workers])
 
-    def send(
-        self, index: int, message: Message, segments: Sequence[Segment], process: ProcessState, where: ReplicaNames
-    ) -> None:
-        """Send a worker a message.
+    def step(self, names: ReplicaNames) -> "WorkerGroup":
+        """Return this group as the context of a step over replicas with these names.
 
-        Raises:
-            ReplicaDied: it has died. The group is ended.
+        If that raises while a worker owes a reply, or somebody has missed a part in a collective, the group ends.
         """
-        self._names = where
-        self._awaited.add(index)  # before it is sent: if Ctrl-C interrupts the send, the group must end
-        try:
-            self.workers[index].send(message, segments, process, kept=self.transport.segments)
-        except ChannelClosedError:
-            raise self._end_with_error(index, where) from None
-        except TimeoutError:
-            self._give_up([index])
+        self._names = names
+        return self
 
     def __enter__(self) -> None:
         pass
@@ -341,6 +322,27 @@ class WorkerGroup:
         if kind is not None and (self._awaited or self._out_of_step):
             self.end()
         self._replies, self._exchange, self._has_urgent = {}, None, False
+
+    @contextlib.contextmanager
+    def collective(self) -> Iterator[None]:
+        """Enter the context of the caller's part in a collective: if that raises, the group cannot go on."""
+        self._out_of_step.add(0)
+        yield
+        self._out_of_step.discard(0)
+
+    def send(self, index: int, message: Message, segments: Sequence[Segment]) -> None:
+        """Send a worker a message.
+
+        Raises:
+            ReplicaDied: it has died. The group is ended.
+        """
+        self._awaited.add(index)  # before it is sent: if Ctrl-C interrupts the send, the group must end
+        try:
+            self.workers[index].send(message, segments, kept=self.transport.segments)
+        except ChannelClosedError:
+            raise self._end_with_error(index) from None
+        except TimeoutError:
+            self._give_up([index])
 
     def open_exchange(self, num_replicas: int, cross_process: CrossProcess | None = None) -> LocalExchange:
         """Open the exchange of the caller's replica and of the workers that were sent a message; return it.
@@ -353,7 +355,7 @@ class WorkerGroup:
             self._exchange.withdraw(index + 1, failed=False)
         return self._exchange
 
-    def replies(self, where: ReplicaNames) -> dict[int, Reply]:
+    def replies(self) -> dict[int, Reply]:
         """Wait for the replies of the workers that were sent a message; return them by index, in order.
 
         An urgent one is returned at once, and alone.
@@ -367,7 +369,7 @@ class WorkerGroup:
         if self._exchange is not None and self._exchange.error is not None:
             raise self._exchange.error
         self._receive(lambda: self._has_urgent)
-        self._raise_if_died(where)
+        self._raise_if_died()
         replies, self._replies = dict(sorted(self._replies.items())), {}
         if self._has_urgent:
             self._has_urgent = False
@@ -417,11 +419,8 @@ class WorkerGroup:
         if exchange is not None:
             exchange.withdraw(index + 1, failed=failed)
 
-    def poll(self, where: ReplicaNames, waited_s: float) -> None:
-        """Receive what workers have sent so far; for a caller that waits for them elsewhere.
-
-        Args:
-            waited_s: for how long it has waited there.
+    def poll(self, waited_s: float) -> None:
+        """Receive what workers have sent so far; for a caller that has waited for them elsewhere, for `waited_s`.
 
         Raises:
             ReplicaTimeout: that, and the time since the last message, is longer than the timeout.
@@ -429,7 +428,7 @@ class WorkerGroup:
             BaseException: the error of a worker that cannot go on.
         """
         self._receive_ready()
-        self._raise_if_died(where)
+        self._raise_if_died()
         if self.timeout_s is not None and waited_s > self.timeout_s:
             self._check_progress()
         for index, reply in sorted(self._replies.items()):
@@ -439,8 +438,8 @@ class WorkerGroup:
                 while self._awaited and not self._dead and time.monotonic() < until:
                     time.sleep(_SLEEP_S)
                     self._receive_ready()
-                self._raise_if_died(where)
-                raise annotate([(where[index + 1], reply.error.exception())])
+                self._raise_if_died()
+                raise annotate([(self._names[index + 1], reply.error.exception())])
 
     def _check_progress(self) -> None:
         if self.timeout_s is not None and time.monotonic() - self._progress_at > self.timeout_s:
@@ -450,7 +449,6 @@ class WorkerGroup:
 
     def _give_up(self, indices: Sequence[int]) -> NoReturn:
         """End the group because none of these workers makes progress; raise the error that says where they are."""
-        assert self._names is not None
         stuck = {index + 1: self.workers[index] for index in indices}
         self._timed_out = workers_timed_out(stuck, self.timeout_s or 0.0, self._names, _STEP_IS_LOST)
         self.end()
@@ -458,18 +456,17 @@ class WorkerGroup:
 
     def _receive_ready(self) -> None:
         for index in sorted(self._awaited - self._dead):
-            if self.workers[index].channel.is_ready():
+            if self.workers[index].channel.wait(0):
                 self._receive_from(index)
 
-    def _raise_if_died(self, where: ReplicaNames) -> None:
+    def _raise_if_died(self) -> None:
         if self._dead:
-            index = min(self._dead)
-            raise self._end_with_error(index, where)
+            raise self._end_with_error(min(self._dead))
 
-    def _end_with_error(self, index: int, where: ReplicaNames) -> ReplicaDied:
+    def _end_with_error(self, index: int) -> ReplicaDied:
         """End the group after a worker's death; return the error that describes it."""
-        place = index + 1
-        died = self.workers[index].death(where[place], where.numbers[place], where.devices[place], _STEP_IS_LOST)
+        names, i = self._names, index + 1
+        died = self.workers[index].death(names[i], names.numbers[i], names.devices[i], _STEP_IS_LOST)
         self.end()
         return died
 
@@ -495,18 +492,6 @@ class WorkerGroup:
         self.end(graceful=True)
 
 
-class _Collective:
-    def __init__(self, missed: set[int]) -> None:
-        self._missed = missed
-
-    def __enter__(self) -> None:
-        self._missed.add(0)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self._missed.discard(0)
-
-
 def _backend_for(devices: Sequence[torch.device], share_memory: bool) -> str | None:
     """Return the backend of torch.distributed that replicas on these devices need; None: they share memory."""
     if share_memory and all(map(_devices.is_cpu, devices)):
@@ -519,29 +504,11 @@ def _is_urgent(reply: Reply) -> bool:
     return reply.error is not None and reply.error.is_urgent
 
 
-def _not_started(
-    died: fork_server.ForkServerDiedError, replica: int, device: torch.device, kills_before: Mapping[str, int]
-) -> ReplicaDied:
-    """Return the error for a worker that could not be started."""
-    return ReplicaDied(
+def _not_started(replica: int, device: torch.device, server_pid: int, how: str) -> str:
+    """Return the message for a worker that could not be started."""
+    return (
         f"replica {replica} on {device}: its worker process could not be started: the fork server that all workers of "
-        f"this process come from, process {died.pid}, {how_it_ended(died.code, kills_before)}. {_STEP_IS_LOST}",
-        replica=replica,
-        device=device,
-    )
-
-
-def _not_started_in_time(
-    stuck: fork_server.ForkServerStuckError, replica: int, device: torch.device, timeout_s: float | None
-) -> ReplicaTimeout:
-    """Return the error for a worker for which the fork server did not reply in time."""
-    return ReplicaTimeout(
-        f"replica {replica} on {device}: its worker process could not be started: the fork server that all workers of "
-        f"this process come from, process {stuck.pid}, {_STOPPED if stuck.stopped else 'did not reply'} for "
-        f"{timeout_s:g} s (timeout={timeout_s:g}), and has been ended. {_STEP_IS_LOST}",
-        replica=replica,
-        device=device,
-        timeout=timeout_s or 0.0,
+        f"this process come from, process {server_pid}, {how}. {_STEP_IS_LOST}"
     )
 
 
@@ -559,7 +526,7 @@ def workers_timed_out(
     stacks = {i: worker.stack_file.ask(worker.pid) for i, worker in workers.items()}
     stuck = min(workers, key=lambda i: (i not in stopped, any(place in stacks[i] for place in _WAITS_FOR_OTHERS), i))
     pid = workers[stuck].pid
-    is_in = f"{_STOPPED} (SIGSTOP, or a debugger)" if stuck in stopped else "does not answer"
+    is_in = "was stopped (SIGSTOP, or a debugger)" if stuck in stopped else "does not answer"
     texts = [
         f"{names[i]}, in process {workers[i].pid}, is here:\n{stack or 'its Python stack could not be read'}"
         for i, stack in stacks.items()
