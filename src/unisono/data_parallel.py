@@ -1,7 +1,6 @@
 """DataParallel: the one line, and its plain composition `data_parallel`.
 
-An engine runs the replicas. If a subclass overrides one of the four verbs, if a mode is active that cannot follow into
-other threads, or if a hook keeps tensors of replicas, the plain composition of the verbs runs instead (ways.py).
+ways.py decides how a call is run: by an engine, by the plain composition of the four verbs, or on one device.
 """
 
 import contextlib
@@ -22,7 +21,7 @@ from unisono.engines.distributed import DistributedEngine
 from unisono.inference.map_and_evaluate import evaluate_batches, map_batches
 from unisono.options import Options, decided, engine_of
 from unisono.primitives.batch_types import batch_type_of
-from unisono.primitives.checks import check_flag, check_word
+from unisono.primitives.checks import check_flag, check_module, check_word
 from unisono.primitives.dims import check_dim
 from unisono.primitives.outputs import gathered
 from unisono.primitives.parallel_apply import parallel_apply
@@ -41,11 +40,6 @@ from unisono.runtime.step_status import StepStatus
 from unisono.runtime.timeline import ReplicaTiming
 from unisono.runtime.tracebacks import leave_out_own_frames, without_own_frames
 from unisono.wrapper import Wrapper, accept_clean_names
-
-_NO_ACCELERATOR = (
-    "this machine has no accelerator: DataParallel runs the plain module. For several replicas on the CPU, write "
-    'DataParallel(model, ["cpu"] * n).'
-)
 
 
 class DataParallel(Wrapper, nn.DataParallel[Any]):
@@ -150,7 +144,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         loss: str = "mean",
     ) -> None:
         nn.Module.__init__(self)  # not that of torch.nn.DataParallel, which knows GPUs only
-        _check_is_module(module)
+        check_module(module, "module")
         check_word(("mean", "sum"), loss, "loss")
         communicator = communicator_for(process_group)
         is_launched = communicator is not None or (process_group is None and started_by_launcher())
@@ -185,7 +179,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             self.src_device_obj = devices[0]  # torch's, for code that reads it off a wrapper
         self.module = module  # the last one: from here on, what is assigned and only the module has is the module's
         if not devices:
-            log_once(_NO_ACCELERATOR)
+            log_once(ways.NO_ACCELERATOR)
         elif len(devices) == 1:
             module.to(devices[0])
         if communicator is not None:
@@ -195,7 +189,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "module":
-            _check_is_module(value)
+            check_module(value, "module")
             if self._is_made() and self.spans_processes:
                 raise decided("module", value, "DataParallel(module)")
         Wrapper.__setattr__(self, name, value)
@@ -589,23 +583,18 @@ def data_parallel(
         The gathered output, linked to inputs and parameters for autograd.
 
     Raises:
-        As the four verbs; RuntimeError for a parameter that is not on the first device.
+        RuntimeError: a parameter that is not on the first device. Else as the four verbs.
     """
-    _check_is_module(module)
+    check_module(module, "module")
     check_dim(dim)
     if not isinstance(inputs, tuple) or batch_type_of(inputs) is not None:
         inputs = () if inputs is None else (inputs,)
     kwargs = check_kwargs(module_kwargs, "module_kwargs")
     devices = _devices.resolve(device_ids)
     if not devices:
-        log_once(_NO_ACCELERATOR)
+        log_once(ways.NO_ACCELERATOR)
         return module(*inputs, **kwargs)
     wrapper = DataParallel(module, devices, output_device, dim, process_group=False)
     wrapper._idle_devices.say_nothing()  # a single call cannot tell a short last batch from a full one
     way = ways.on_one_device if len(devices) == 1 else ways.plain_composition
     return way(wrapper, ways.Invocation(None, inputs, kwargs))
-
-
-def _check_is_module(module: object) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module: expected a torch.nn.Module, got {module!r}")

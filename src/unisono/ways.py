@@ -47,6 +47,10 @@ from unisono.runtime.timeline import ReplicaTiming
 from unisono.runtime.whole_batch_draws import draws_for_whole_batch
 from unisono.sync_batch_norm.function_mode import inside_synchronised_replica, run_synchronised
 
+NO_ACCELERATOR = (
+    "this machine has no accelerator: DataParallel runs the plain module. For several replicas on the CPU, write "
+    'DataParallel(model, ["cpu"] * n).'
+)
 _VERBS = ("replicate", "scatter", "parallel_apply", "gather")
 _RUNS_WHOLE = (
     "DataParallel with {option} runs the whole batch on its first device while a mode is active that cannot follow "

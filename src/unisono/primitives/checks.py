@@ -1,12 +1,21 @@
-"""Arguments that are one of a few values."""
+"""Arguments that are modules, or one of a few values."""
 
 from collections.abc import Sequence
+
+from torch import nn
 
 
 def check_flag(value: object, argument: str) -> bool:
     """Return a flag; raise TypeError for anything but True and False."""
     if not isinstance(value, bool):
         raise TypeError(f"{argument}={value!r}: expected True or False")
+    return value
+
+
+def check_module(value: object, argument: str) -> nn.Module:
+    """Return a module; raise TypeError for anything else."""
+    if not isinstance(value, nn.Module):
+        raise TypeError(f"{argument}: expected a torch.nn.Module, got {value!r}")
     return value
 
 

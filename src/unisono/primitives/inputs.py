@@ -16,16 +16,7 @@ from unisono.runtime import devices as _devices
 # Makes each replica's part from a tensor and its placement.
 Place = Callable[[torch.Tensor, Placement], Sequence[Any]]
 
-Flags: TypeAlias = tuple[tuple[Any, ...], tuple[str, ...]]  # of all inputs; and the names of the keyword inputs
-
-
-def flags_of(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Flags:
-    """Return what can lead a forward another way: inputs that are bools, strings or None, and the others' types.
-
-    >>> flags_of((3, None), {"training": True})
-    ((<class 'int'>, None, True), ('training',))
-    """
-    return tuple([value if type(value) in MODES else type(value) for value in (*inputs, *kwargs.values())]), (*kwargs,)
+Flags: TypeAlias = tuple[tuple[Any, ...], tuple[str, ...]]  # of all leaves; and the names of the keyword inputs
 
 
 class Arguments:
@@ -36,7 +27,7 @@ class Arguments:
         axes: of each leaf, the axis that holds its rows; None: it has none.
         entries: of each leaf, by its number, that has one entry for each of the wrapper's `devices`: the axis of these.
         leaves: every leaf of the inputs, positional ones first.
-        flags: what `flags_of` returns, but of every leaf: inputs inside lists and dicts are in it too.
+        flags: what can lead a forward another way: leaves that are bools, strings or None, and the others' types.
 
     Raises:
         ValueError: tensors with different numbers of rows, or one without its axis; names each.
@@ -62,7 +53,6 @@ class Arguments:
         else:
             self.leaves = self._flatten()
             self._batch_types = [*map(batch_type_of, self.leaves)]
-        # Written out, because a call of `flags_of` would be one more Python call in every step.
         self.flags: Flags = tuple([each if type(each) in MODES else type(each) for each in self.leaves]), (*kwargs,)
         if axes is not None:
             self.axes = [*axes]

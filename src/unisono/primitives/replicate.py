@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from unisono.primitives.blueprint import Blueprint, check_initialized, collector_paused, warn_of_observers
+from unisono.primitives.checks import check_module
 from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
 from unisono.runtime.devices import DeviceLike
@@ -37,8 +38,7 @@ def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -
         TypeError: no module. ValueError: a device that does not exist; a lazy module that has not had its first input
             yet.
     """
-    if not isinstance(network, nn.Module):
-        raise TypeError(f"network: expected a torch.nn.Module, got {network!r}")
+    check_module(network, "network")
     targets = _devices.resolve_each(devices, "devices")
     with collector_paused:
         blueprint = Blueprint(network)

@@ -18,6 +18,7 @@ from torch import nn
 from unisono.data_parallel import DataParallel
 from unisono.engines.threads import Threads
 from unisono.primitives.blueprint import check_initialized
+from unisono.primitives.checks import check_module
 from unisono.primitives.placements import check_have_data
 from unisono.runtime import devices as _devices
 from unisono.runtime.devices import DeviceLike
@@ -159,8 +160,7 @@ def _wrap(
     Raises:
         TypeError, ValueError: it cannot be wrapped like this.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, got {model!r}")
+    check_module(model, "model")
     check_initialized(model, chain(model.parameters(), model.buffers()))
     if isinstance(model, DataParallel):
         if device_ids is not None or output_device is not None or dim != 0 or options:
