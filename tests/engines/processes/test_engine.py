@@ -259,6 +259,22 @@ def test_large_gradients_that_some_replicas_have_not_or_have_twice(wrap):
         model.zero_grad()
 
 
+def test_a_first_backward_with_a_graph_is_followed_by_one_without(wrap):
+    """N3: its message had the places of the workers' small gradients, and no worker kept them for the next backward."""
+    module, x = nn.Linear(3, 2), torch.randn(5, 3)
+    model = wrap(copy.deepcopy(module), 2)
+    for create_graph in (True, False, False):
+        expected = torch.autograd.grad(module(x).pow(2).sum(), [*module.parameters()])
+        loss = model(x).pow(2).sum()
+        if create_graph:
+            found = torch.autograd.grad(loss, [*model.parameters()], create_graph=True)
+        else:
+            model.zero_grad()
+            loss.backward()
+            found = [parameter.grad for parameter in model.parameters()]
+        torch.testing.assert_close([*found], [*expected])
+
+
 def test_a_worker_without_rows_gets_the_updates_that_it_missed(wrap):
     """A smaller batch leaves the last worker idle."""
     model = wrap(Returns(lambda module, x: module.value, value=1.0), 3)
