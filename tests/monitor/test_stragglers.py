@@ -5,12 +5,15 @@ from typing import Any
 import pytest
 
 from unisono.monitor.nvml import Gpu
-from unisono.monitor.stragglers import Replica, find
+from unisono.monitor.stragglers import ReplicaFigures, find
 
 
-def on_host(*figures: tuple[int, float]) -> list[Replica]:
+def on_host(*figures: tuple[int, float]) -> list[ReplicaFigures]:
     """Return replicas with these rows and milliseconds."""
-    return [Replica(i, "cpu", None, rows, None, ms / 3000, 2 * ms / 3000, None) for i, (rows, ms) in enumerate(figures)]
+    return [
+        ReplicaFigures(i, "cpu", None, rows, None, ms / 3000, 2 * ms / 3000, None)
+        for i, (rows, ms) in enumerate(figures)
+    ]
 
 
 def gpus(*loads: float | None, **changes: Any) -> list[Gpu]:
@@ -23,8 +26,8 @@ def gpus(*loads: float | None, **changes: Any) -> list[Gpu]:
     ]  # fmt: skip
 
 
-def on_gpus(*rows: int) -> list[Replica]:
-    return [Replica(i, f"cuda:{i}", i, count, None, None, None, None) for i, count in enumerate(rows)]
+def on_gpus(*rows: int) -> list[ReplicaFigures]:
+    return [ReplicaFigures(i, f"cuda:{i}", i, count, None, None, None, None) for i, count in enumerate(rows)]
 
 
 @pytest.mark.parametrize(
@@ -75,5 +78,5 @@ def test_on_gpus(
 
 def test_two_replicas_on_one_gpu_have_one_load() -> None:
     """M8: which of them is slow cannot be told."""
-    both = [Replica(i, "cuda:0", 0, 8, None, None, None, None) for i in range(2)]
+    both = [ReplicaFigures(i, "cuda:0", 0, 8, None, None, None, None) for i in range(2)]
     assert find(both, gpus(0.9, 0.1)) is None

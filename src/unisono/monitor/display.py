@@ -10,7 +10,7 @@ from rich.text import Text
 
 from unisono.monitor.report import gib
 from unisono.monitor.sample import Sample, Wrapper
-from unisono.monitor.stragglers import Replica
+from unisono.monitor.stragglers import ReplicaFigures
 
 _NONE = "-"
 _MOST_COMMAND = 60
@@ -79,7 +79,7 @@ def _training(wrapper: Wrapper) -> Iterator[RenderableType]:
         yield _note(f"{wrapper.command[: _MOST_COMMAND - 3]}..." if cut else wrapper.command)
 
 
-def _cells(replica: Replica) -> list[str]:
+def _cells(replica: ReplicaFigures) -> list[str]:
     device = replica.device if replica.gpu is None else f"{replica.device} (GPU {replica.gpu})"
     times = (replica.forward_s, replica.backward_s, replica.wait_s)
     return [str(replica.number), device, str(replica.rows or _NONE), _percent(replica.share), *map(_time, times)]

@@ -12,7 +12,7 @@ import psutil
 from unisono.bench.processes import cpu_seconds, family
 from unisono.monitor.nvml import Gpu, GpuReader
 from unisono.monitor.report import printable
-from unisono.monitor.stragglers import Replica, Straggler, find
+from unisono.monitor.stragglers import ReplicaFigures, Straggler, find
 from unisono.runtime.step_status import Published, ReplicaStatus, read_all
 
 _KEPT = 5  # publications whose mean is shown
@@ -31,7 +31,7 @@ class Wrapper:
     step_s: float
     age_s: float  # seconds since it published a step
     has_stopped: bool  # whether that is so long that no step runs; its replicas are those of the last one
-    replicas: tuple[Replica, ...]
+    replicas: tuple[ReplicaFigures, ...]
     straggler: Straggler | None  # None, too, if it has stopped: no replica waits for another one
 
 
@@ -108,7 +108,7 @@ class Sampler:
         return Sample(time.time(), gpus, core_loads, used_bytes, memory.total, *found)
 
 
-def _replicas(kept: Sequence[Published], gpus: Sequence[Gpu]) -> Iterator[Replica]:
+def _replicas(kept: Sequence[Published], gpus: Sequence[Gpu]) -> Iterator[ReplicaFigures]:
     """Yield the replicas in the mean of the last steps that had the same rows, with how long each waits for the others.
 
     On the host a replica waits at the end of forward, and of backward, for the slowest one. On accelerators their times
@@ -129,7 +129,7 @@ def _replicas(kept: Sequence[Published], gpus: Sequence[Gpu]) -> Iterator[Replic
         number, share = None if gpu is None else gpu.number, replica.rows / total if total else None
         forward_s, backward_s = mean or (None, None)
         device = printable(replica.device)
-        yield Replica(replica.number, device, number, replica.rows, share, forward_s, backward_s, wait_s)
+        yield ReplicaFigures(replica.number, device, number, replica.rows, share, forward_s, backward_s, wait_s)
 
 
 def _mean_times(of: Sequence[ReplicaStatus]) -> tuple[float, float] | None:

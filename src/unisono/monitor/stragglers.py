@@ -12,7 +12,7 @@ _BUSIER = 0.2  # on GPUs: so much more load than the others' median
 
 
 @dataclass(frozen=True)
-class Replica:
+class ReplicaFigures:
     """One replica, in the mean of the last steps that were published; None where a figure is not known."""
 
     number: int  # its place among the replicas that had rows
@@ -34,7 +34,7 @@ class Straggler:
 
 
 def find(
-    replicas: Sequence[Replica],
+    replicas: Sequence[ReplicaFigures],
     gpus: Sequence[Gpu] = (),
     own_pids: Sequence[int] = (),
     core_loads: Sequence[float] = (),
@@ -69,7 +69,9 @@ def find(
     return Straggler(busiest, _gpu_cause(busiest, replicas, found, own_pids))
 
 
-def _gpu_cause(busiest: int, replicas: Sequence[Replica], gpus: Sequence[Gpu], own_pids: Sequence[int]) -> str | None:
+def _gpu_cause(
+    busiest: int, replicas: Sequence[ReplicaFigures], gpus: Sequence[Gpu], own_pids: Sequence[int]
+) -> str | None:
     gpu = gpus[busiest]
     if gpu.slowdown is not None:
         return f"GPU {gpu.number} runs at a low clock: {gpu.slowdown}"
@@ -82,7 +84,7 @@ def _gpu_cause(busiest: int, replicas: Sequence[Replica], gpus: Sequence[Gpu], o
     return None
 
 
-def _rows(slowest: int, replicas: Sequence[Replica]) -> str | None:
+def _rows(slowest: int, replicas: Sequence[ReplicaFigures]) -> str | None:
     """Return that its rows are why, if they alone make it a straggler."""
     rows = [replica.rows for replica in replicas]
     if not all(rows) or rows[slowest] < SLOWER * _median_without(rows, slowest):
