@@ -17,7 +17,7 @@ Guarantees
       is only dropped does not wait: its lanes finish their batch and end.
     - The threads do not refer to the iterator, so it can be deleted while they run.
 
-Assumes that the loader is used by nobody else, and that nobody writes into a batch before its output is there.
+Assumes that nothing else uses the loader, and that a batch is not written into before its output is there.
 """
 
 import contextlib

@@ -105,7 +105,7 @@ def fill(target: dict[Any, Any], items: dict[Any, Any]) -> None:
 class TensorSnapshot:
     """Memory, form, flags and attributes of some tensors at one moment. They have to be plain ones (`is_plain`).
 
-    Whoever keeps a snapshot keeps the tensors' memory too, in a tensor of its own: otherwise other memory could come to
+    The owner of a snapshot also keeps the tensors' memory, in a tensor of its own: otherwise other memory could come to
     lie at the same address.
 
     Args:

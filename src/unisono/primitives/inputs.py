@@ -119,7 +119,7 @@ class Arguments:
     def _entries(self, counts: dict[int, int], devices: Sequence[torch.device] | None) -> dict[int, int]:
         """Return the leaves with one entry a replica, as `entries` has them; all others agree on the rows.
 
-        Programs that know torch's DataParallel repeat a number for each device, as torch's scatter deals it out. So
+        Programs that know torch's DataParallel repeat a number for each device, as torch's scatter splits it. So
         this is a tensor of as many numbers as there are devices, beside a batch of more rows; what holds more numbers
         may be misplaced rows. Without `devices` no leaf is taken for one.
 
@@ -147,7 +147,7 @@ class Arguments:
             "DataParallel(..., in_dims={'x': 0, 'table': None})."
         )
 
-    def deal(
+    def split(
         self, sizes: Sequence[int], place: Place, replica_numbers: Sequence[int]
     ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Return each replica's positional and keyword inputs: `sizes[i]` rows for replica i; other values unchanged.
@@ -158,7 +158,7 @@ class Arguments:
             replica_numbers: of the replicas that have a share: which of the `entries` they get.
         """
         sizes = tuple(sizes)
-        dealt = [
+        split = [
             place(*self._chosen(number, replica_numbers))
             if number in self.entries
             else _parts(leaf, axis, batch_type, sizes, place)
@@ -168,9 +168,9 @@ class Arguments:
         ]
         if self._is_flat:
             num, names = len(self._inputs), list(self._kwargs)
-            of_replicas = zip(*dealt, strict=True) if dealt else [()] * len(sizes)
+            of_replicas = zip(*split, strict=True) if split else [()] * len(sizes)
             return [(parts[:num], dict(zip(names, parts[num:], strict=True))) for parts in of_replicas]
-        return [self._with_leaves([parts[index] for parts in dealt]) for index in range(len(sizes))]
+        return [self._with_leaves([parts[index] for parts in split]) for index in range(len(sizes))]
 
     def first_rows(self, rows: int) -> "Arguments | None":
         """Return arguments with the first `rows` rows, copied; if there are fewer, they are repeated.
@@ -293,4 +293,4 @@ def scattered(
         parts = [placement.part(tensor, i) for i in range(len(devices))]
         return [p if p is None else _devices.copied_to(p, device) for p, device in zip(parts, devices, strict=True)]
 
-    return arguments.deal(sizes, place, range(len(sizes)) if replica_numbers is None else replica_numbers)
+    return arguments.split(sizes, place, range(len(sizes)) if replica_numbers is None else replica_numbers)

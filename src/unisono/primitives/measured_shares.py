@@ -51,7 +51,7 @@ class StepTime(NamedTuple):
         sizes: the rows of each replica, 0 for those that had none.
         replica_s: how long each replica took; empty where that is not known.
         seconds: how long the whole step took.
-        most_rows: how many rows each replica can bear.
+        most_rows: how many rows fit in each replica's memory.
     """
 
     weights: Weights
@@ -218,7 +218,7 @@ class MeasuredShares:
             return []
         alone = tuple(int(speed == max(speeds)) for speed in speeds)
         goal = [self._rows * speed / sum(speeds) for speed in speeds]
-        on_the_way = [  # not all of it where a replica cannot bear so many rows
+        on_the_way = [  # not all of it where so many rows do not fit in a replica's memory
             self._small([size + part * (to - size) for size, to in zip(sizes, goal, strict=True)])
             for part in (1.0, 0.5, 0.25)
         ]

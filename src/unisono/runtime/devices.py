@@ -542,7 +542,7 @@ def allocated_bytes(device: torch.device) -> int:
 
 
 def most_rows(device: torch.device, rows: int, bytes_before: int) -> float:
-    """Return how many rows an accelerator can bear at most, after a step of `rows` rows; inf on the host.
+    """Return how many rows fit in an accelerator's memory, after a step of `rows` rows; inf on the host.
 
     The step needed no more than what the largest amount so far exceeds the amount before it, and what it needed is free
     for the next one.

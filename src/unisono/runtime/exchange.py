@@ -36,12 +36,12 @@ T = TypeVar("T")
 
 
 class Purpose(abc.ABC):
-    """What an all-gather is for. Whoever exchanges has a subclass, and requests carry it as a class.
+    """What an all-gather is for: each use has a subclass, and its requests carry that class.
 
     Attributes:
         went_different_ways: the error where the data leads the replicas different ways; {ways} is where each one is.
-        needs_withdrawn: whether replicas that have withdrawn are missed. Otherwise the values are those of the others,
-            and a request's value is whether an exception is on its way through the replica.
+        needs_withdrawn: whether the result needs the values of replicas that have withdrawn. If not, it has the
+            others' values, and a request's value says whether an exception is on its way through the replica.
     """
 
     went_different_ways: ClassVar[str]

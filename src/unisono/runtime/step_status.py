@@ -177,7 +177,7 @@ def folders() -> list[Path]:
 
 
 def expect_private(folder: Path) -> None:
-    """Check that a folder is this user's, and that nobody else may enter it.
+    """Check that a folder is this user's, and that no other user may enter it.
 
     Raises:
         OSError: it is not, or there is none.

@@ -465,7 +465,7 @@ class _ThreadCounts:
 class _AsReplica:
     """The context of a replica's task in its thread: the number of intra-op threads, device, streams, and its mark.
 
-    The number is not restored: whoever divides the threads does that (`_ThreadCounts`).
+    The number is not restored here: `_ThreadCounts` divides the threads, and restores it.
 
     Args:
         num_threads: None: as many as the thread has.
@@ -559,7 +559,7 @@ class _Pool:
     def stop(self) -> None:
         """Stop every worker and join it; interrupt those whose task runs too long, and give up after `_EXIT_WAIT_S`.
 
-        A worker whose task sleeps, in `time.sleep` or for a lock that nobody releases, is not waited for.
+        A worker whose task sleeps, in `time.sleep` or for a lock that is never released, is not waited for.
         """
         for background in list(_backgrounds):
             background.stop()

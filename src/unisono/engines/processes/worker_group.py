@@ -190,7 +190,7 @@ class StepLock:
         return self._depth == 1
 
     def after_fork(self) -> None:
-        """In the child of a fork: let nobody wait for a thread that is in a step of the parent."""
+        """In the child of a fork: free the lock if a thread of the parent was in a step."""
         if self._lock.acquire(blocking=False):
             self._lock.release()
         else:
@@ -310,7 +310,7 @@ class WorkerGroup:
     def step(self, names: ReplicaNames) -> "WorkerGroup":
         """Return this group as the context of a step over replicas with these names.
 
-        If that raises while a worker owes a reply, or somebody has missed a part in a collective, the group ends.
+        If that raises while a worker owes a reply, or a process has missed its part in a collective, the group ends.
         """
         self._names = names
         return self
