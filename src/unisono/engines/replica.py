@@ -378,6 +378,10 @@ class GraphSearch:
         # Structures in whose graphs no leaf was found; whether they have reentrant checkpoints.
         self._self_contained: dict[tuple[Any, ...], bool] = {}
 
+    def is_due(self, pool: "ReplicaPool", call: Call) -> bool:
+        """Return whether the graphs of a call are to be searched; else it is known that nothing is there."""
+        return carries_objects(call) or _structure(pool, call) not in self._self_contained
+
     def outside_leaves(
         self,
         pool: "ReplicaPool",
@@ -385,17 +389,17 @@ class GraphSearch:
         groups: Sequence[Group],
         where: Sequence[str],
         own_leaves: Sequence[torch.Tensor],
-        with_objects: bool,
+        may_differ: bool,
     ) -> OutsideLeaves:
         """Return the leaves in the graphs behind `groups` that belong neither to the module nor to a replica.
 
-        Where the inputs carry objects (`with_objects`), the next call may find other leaves.
+        The next call `may_differ` where the inputs carry objects, or where a worker has found such leaves.
         """
-        structure = call.method, call.arguments.flags, pool.blueprint.signature
-        if not with_objects and structure in self._self_contained:
+        structure = _structure(pool, call)
+        if not may_differ and structure in self._self_contained:
             return OutsideLeaves((), self._self_contained[structure])
         outside = look_for_live_tensors(pool.blueprint, groups, where, own_leaves)
-        if not outside.leaves and not with_objects:
+        if not outside.leaves and not may_differ:
             if len(self._self_contained) >= MOST_STRUCTURES:
                 self.clear()
             self._self_contained[structure] = outside.with_reentrant_checkpoint
@@ -404,6 +408,10 @@ class GraphSearch:
     def clear(self) -> None:
         """Search again."""
         self._self_contained.clear()
+
+
+def _structure(pool: "ReplicaPool", call: Call) -> tuple[Any, ...]:
+    return call.method, call.arguments.flags, pool.blueprint.signature
 
 
 def carries_objects(call: Call) -> bool:

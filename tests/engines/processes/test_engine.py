@@ -691,9 +691,29 @@ def test_a_global_of_an_imported_module_that_only_later_forwards_use(wrap):
     model, x = wrap(UsesGlobal()), torch.randn(4, 3)
     for used in (False, True, False, False):
         model(x, used=used).sum().backward()
-    with pytest.raises(RuntimeError, match=r"replicas used a tensor of shape \(3,\) that needs a gradient"):
+    with pytest.raises(RuntimeError, match=r"a replica used a tensor of shape \(3,\) that needs a gradient"):
         model(x, used=True)
     assert torch.equal(model(x), model.module(x))
+
+
+def test_a_global_of_an_imported_module_that_only_some_rows_use(wrap):
+    """N1: used by a worker's rows only, it had no gradient, step after step, without an error.
+
+    Used by the first replica's only, it is in reach.
+    """
+
+    def use_by_rows(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return module.inner(x, used=bool(x[0, 0] > 0))
+
+    x = torch.tensor([0.0, 0.0, 1.0, 1.0]).reshape(4, 1).expand(4, 3)
+    model = wrap(Calls(use_by_rows, inner=UsesGlobal()))
+    model(x).sum().backward()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"a replica used a tensor of shape \(3,\) that needs a gradient"):
+            model(x)
+    rows = x.flip(0)
+    for _ in range(2):
+        assert model(rows).requires_grad
 
 
 def test_the_leaf_behind_a_tensor_in_an_object_is_no_global(wrap):

@@ -25,7 +25,6 @@ Assumes, as the threads engine does, that the module does not change while a for
 import os
 import socket
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -47,7 +46,7 @@ from unisono.engines.processes.pickling import dumps
 from unisono.engines.processes.remote_graph import RemoteGraphs
 from unisono.engines.processes.worker_group import StepLock, WorkerGroup
 from unisono.engines.replay import Replay, parts_of, run_recovering
-from unisono.engines.replica import GraphSearch, Inputs, ReplicaPool, call_replica, carries_objects, leaves_and_nodes
+from unisono.engines.replica import GraphSearch, Inputs, ReplicaPool, call_replica, carries_objects
 from unisono.engines.step import ForwardPass
 from unisono.engines.threads import Threads
 from unisono.primitives.blueprint import HOOKS, Blueprint
@@ -137,7 +136,6 @@ class Processes(FailureOptions):
         self._remote_leaves: dict[int, torch.Tensor] = {}
         self._leaf_forms: list[tuple[Any, ...]] = []
         self._search = GraphSearch()
-        self._only_here: list[weakref.ref[torch.Tensor]] = []  # leaves of the first replica's graphs, not the workers'
 
     @property
     def on_worker_loss(self) -> str:
@@ -258,27 +256,6 @@ class Processes(FailureOptions):
         if not worker_group.transport.shares_parameters:
             with worker_group.collective():
                 worker_group.transport.end_sending(worker_group.poll)
-
-    def _check_for_globals(self, leaves: Sequence[torch.Tensor], objects: Sequence[torch.Tensor]) -> None:
-        """Raise RuntimeError if the first replica's graph reaches a global: the workers have a copy of their own.
-
-        A leaf that forward itself made is gone with its graph; a leaf that two forwards reach is a global.
-
-        Args:
-            leaves: those of the graph that are neither the module's nor the workers'.
-            objects: tensors inside objects in the inputs; the leaves behind them get their gradients.
-        """
-        known = [leaf for reference in self._only_here if (leaf := reference()) is not None]
-        behind = {id(reached) for reached in leaves_and_nodes(objects)} if objects else set()
-        leaves = [leaf for leaf in leaves if id(leaf) not in behind]
-        self._only_here = [*map(weakref.ref, [*known, *leaves])]
-        for leaf in leaves:
-            if any(leaf is other for other in known):
-                raise RuntimeError(
-                    f"the replicas used a tensor of shape {tuple(leaf.shape)} that needs a gradient and is not the "
-                    'module\'s: with engine="processes" the gradients of those in workers cannot reach it. Make it a '
-                    'parameter of the module, give it to the model as an input, or use engine="threads".'
-                )
 
     def _leaves_of(self, pool: ReplicaPool, from_outside: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return a tensor like each leaf that workers have; the same object, as long as they are of the same forms."""
@@ -436,6 +413,7 @@ class _ProcessesForward(ForwardPass[int]):
         limits, thread, process = engine._policy.row_limits, ThreadState.capture(), ProcessState.capture()
         numbered = [(leaf, number_of_input(k)) for k, of in enumerate(self._inputs.of_boundary) for leaf in of.tensors]
         leaves = {id(leaf): number for leaf, number in numbered if leaf is not None}
+        is_searched = self.tracked and not self.is_again and engine._search.is_due(self.pool, call)
 
         def message_for(i: int) -> Forward:
             return Forward(
@@ -451,6 +429,7 @@ class _ProcessesForward(ForwardPass[int]):
                 device=call.devices[i],
                 parts=parts_of(limits, call, root, i) if call.parts > 1 or limits else None,
                 rescue=engine._policy.rescue,
+                is_searched=is_searched,
                 sync_batch_norm=call.sync_batch_norm,
                 rows=call.sizes if call.one_device_randomness else None,
                 is_recorded=self.graphs.step is not None,
@@ -479,8 +458,9 @@ class _ProcessesForward(ForwardPass[int]):
         own_leaves = [given.tensors[0] for given in inputs.of_boundary if given.tensors[0] is not None]
         own_leaves += replicas.leaves[0]
         of_first = [Group(group.tensors[:1], group.placement) for group in groups]
-        search, with_objects = self._engine._search, carries_objects(call)
-        graphs.outside = search.outside_leaves(pool, call, of_first, graphs.where[:1], own_leaves, with_objects)
+        search = self._engine._search
+        may_differ = carries_objects(call) or any([reply.found_leaves for reply in self._replies.values()])
+        graphs.outside = search.outside_leaves(pool, call, of_first, graphs.where[:1], own_leaves, may_differ)
         live = self._link_inputs()
         leaves = replicas.leaves * len(graphs.where)
         graphs.parameters = ParameterLeaves(pool.live_parameters, leaves, replicas.hooks)
@@ -504,8 +484,6 @@ class _ProcessesForward(ForwardPass[int]):
         from_outside = self._engine._module_sync.tensors_from_outside()
         in_workers = {id(tensor): n for n, tensor in enumerate(from_outside, len(pool.live_parameters))}
         in_first = {id(leaf): leaf for leaf in graphs.outside.leaves}
-        if in_first and not self.is_again:
-            self._engine._check_for_globals([leaf for key, leaf in in_first.items() if key not in in_workers], objects)
         outside = {id(tensor): tensor for tensor in from_outside} | in_first
         for key, tensor in outside.items():
             of_workers = tensor if key in in_workers else None

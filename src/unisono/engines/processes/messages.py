@@ -116,6 +116,7 @@ class Forward(Message):
         rows: where replicas draw the random numbers of one device: the rows of each; else None.
         parts: how the replica runs its shard in parts; None: as a whole.
         rescue: whether a later message may have it run in parts.
+        is_searched: whether its graph is searched for leaves that belong neither to the module nor to the inputs.
     """
 
     graph: int
@@ -130,6 +131,7 @@ class Forward(Message):
     rows: tuple[int, ...] | None = None
     parts: Parts | None = None
     rescue: bool = False
+    is_searched: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -161,6 +163,7 @@ class Reply:
         value: of a forward: the output, pickled. Of a backward: None.
         gradients: (leaf, its gradient), of those that are not at their places.
         all_placed: whether all parameters that have a place have their gradients there.
+        found_leaves: of a forward: whether the search of its graph has found leaves.
         seconds: how long it took.
         error: what the worker raised, if it did.
         specs, segments: as in `Message`.
@@ -176,6 +179,7 @@ class Reply:
     value: bytes | None = None
     gradients: list[tuple[int, TensorRef]] = field(default_factory=list)
     all_placed: bool = False
+    found_leaves: bool = False
     seconds: float = 0.0
     error: "RemoteError | None" = None
     specs: list[TensorSpec] = field(default_factory=list)

@@ -20,6 +20,7 @@ import sys
 import time
 import traceback
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -40,7 +41,9 @@ from unisono.engines.processes.reducers.shared_memory import ReduceBuffers, Shar
 from unisono.engines.processes.remote_exchange import RemoteExchange
 from unisono.engines.processes.shared_memory import Segment, SendBuffer
 from unisono.engines.processes.worker_module import WorkerModule
-from unisono.engines.replica import Replicas, call_with_shard
+from unisono.engines.replica import Replicas, call_with_shard, look_for_live_tensors
+from unisono.primitives.outputs import Group
+from unisono.primitives.placements import Single
 from unisono.runtime import affinity, timeline, torch_private
 from unisono.runtime import devices as _devices
 from unisono.runtime.buckets import Bucket
@@ -100,6 +103,7 @@ class Worker:
         self._gradient_buckets: Sequence[Bucket] = ()
         self._in_collective = False  # whether the other replicas wait for this one's part in a collective
         self._in_update = False  # whether the module is not as it is in the caller, yet
+        self._found: list[weakref.ref[torch.Tensor]] = []  # leaves in its graphs that are not the module's
         self._log_messages: list[str] = []
         self._clocks = cache(_devices.DeviceClock)
         log.addHandler(_LogCollector(self._log_messages))
@@ -247,6 +251,8 @@ class Worker:
             self._idle = replicas
             return
         (of_parameters,), (hooks,) = replicas.leaves, replicas.hooks
+        if message.is_searched:
+            reply.found_leaves = self._finds_leaves(module, outputs, [*leaves.values(), *of_parameters])
         graph = ReplicaGraph(list(leaves.values()), of_parameters, outputs, hooks)
         self._graphs[message.graph] = kept = Graph(graph, list(leaves), replica_context, replicas)
         if [leaf for leaf in graph.leaves if leaf is not None and leaf.grad is not None]:  # forward has called backward
@@ -330,6 +336,26 @@ class Worker:
                 "or strings, in tuples, lists, dicts or dataclasses."
             ) from error
         return outputs
+
+    def _finds_leaves(self, module: WorkerModule, outputs: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> bool:
+        """Return whether a graph reaches leaves that are not its own: globals, or made by forward.
+
+        Raises:
+            RuntimeError: one is a global, whose gradient would be lost: an earlier forward has reached it, too. What
+                forward makes is gone with its graph. Or the graph reaches a tensor of the module itself.
+        """
+        known = [leaf for reference in self._found if (leaf := reference()) is not None]
+        groups = [Group((tensor,), Single(0)) for tensor in outputs]
+        leaves = look_for_live_tensors(module.blueprint, groups, ["a replica in a worker"], own).leaves
+        self._found = [*map(weakref.ref, [*known, *leaves])]
+        for leaf in leaves:
+            if any(leaf is other for other in known):
+                raise RuntimeError(
+                    f"a replica used a tensor of shape {tuple(leaf.shape)} that needs a gradient and is not the "
+                    'module\'s: with engine="processes" the gradients of workers cannot reach it. Make it a '
+                    'parameter of the module, give it to the model as an input, or use engine="threads".'
+                )
+        return bool(leaves)
 
     # ---- backward ----
 
