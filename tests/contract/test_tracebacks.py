@@ -20,7 +20,7 @@ from helpers.garbage import no_garbage
 from helpers.modules import Calls, WithBackward
 
 _OURS = str(Path(unisono.__file__).parent)
-_MOST_LINES_MORE = 12  # two frames of torch's for the wrapper's own call, and the notes
+_MOST_LINES_MORE = 12  # the notes; in backward also the node of torch's graph that runs the replicas' backward
 
 
 class OwnVerb(unisono.DataParallel):
@@ -100,6 +100,21 @@ def test_an_error_in_forward(wrap: Wrap) -> None:
     model, plain = wrap(module, 2), raised(module, x)
     for call in (model, model.forward, lambda x: model.call("forward", x)):
         assert_reads_as(raised(call, x), plain, "forward")
+
+
+def test_the_frames_are_those_of_the_plain_module(wrap: Wrap) -> None:
+    """F13: torch's call of the replica is not shown beside that of the wrapper.
+
+    IPython shows seven lines for each frame, so that two more frames were 14 more lines in a notebook.
+    """
+    module, x = Misfit(), torch.zeros(8, 5)
+    model, plain = wrap(module, 2), raised(module, x)
+    assert frames_of(raised(model, x)) == frames_of(plain)
+    in_replica = [name for _, _, name in frames_of(raised(model.call, "forward", x))]
+    assert in_replica[0] == "forward"
+    with pytest.raises(TypeError, match="missing 1 required positional argument") as missing:
+        model()
+    assert frames_of(missing.value)[-1] == frames_of(raised(module))[-1]  # torch's call itself stays where it fails
 
 
 def test_an_error_in_another_replica(wrap: Wrap) -> None:

@@ -48,7 +48,7 @@ def test_an_entry_applies_to_everything_below_it(rule, value, entries):
     ("rule", "value", "message"),
     [
         ((0, 1), (1, 2, 3), r"rule=\(0, 1\) has 2 entries for a tuple of 3"),
-        ({"c": 0}, {"a": 1}, r"rule names 'c', which is not there: a dict of \['a'\]"),
+        ({"c": 0}, {"a": 1}, r"rule names 'c', but the dict has only \['a'\]"),
         ((0,), 5, r"rule=\(0,\) is nested further than what it describes, a int"),
         ({"a": (0, 1)}, {"a": 3}, r"rule\['a'\]=\(0, 1\) is nested further"),
     ],

@@ -3,6 +3,10 @@
 import logging
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+import torch
+
+import unisono
 from unisono.runtime import errors
 
 
@@ -15,6 +19,23 @@ def test_log_once_logs_a_message_the_first_time_only(caplog):
         ("unisono", logging.WARNING, "100 % of %s rows"),
         ("unisono", logging.WARNING, "another"),
     ]
+
+
+def test_a_warning_is_about_the_users_line():
+    """It named a line inside unisono, and printed that line's source below the message."""
+    model = unisono.DataParallel(torch.nn.MSELoss(), ["cpu", "cpu"])
+    errors.forget_logged()
+    with pytest.warns(UserWarning, match="gathering 0-dim outputs") as warned:
+        model(torch.zeros(4, 2), torch.zeros(4, 2))
+    assert [each.filename for each in warned] == [__file__]
+
+
+def test_the_replica_of_a_single_row_is_named_by_it():
+    """It was "rows 2 to 2 of 3"."""
+    model = unisono.DataParallel(torch.nn.BatchNorm1d(5), ["cpu", "cpu"])
+    with pytest.raises(ValueError, match="more than 1 value per channel") as raised:
+        model(torch.zeros(3, 5))
+    assert raised.value.__notes__[0] == "raised in replica 1 on cpu, row 2 of 3"
 
 
 def test_annotate_does_not_name_one_exception_twice():

@@ -65,7 +65,8 @@ class Call:
         places.numbers, places.devices = self.replica_numbers, self.devices
         start, total = 0, sum(self.sizes)
         for number, device, size in zip(self.replica_numbers, self.devices, self.sizes, strict=True):
-            rows = f"rows {start} to {start + size - 1} of {total}" if size else "no rows"
+            rows = "no rows" if not size else f"row {start}" if size == 1 else f"rows {start} to {start + size - 1}"
+            rows += f" of {total}" if size else ""
             places.append(f"replica {number} on {device}, {rows}")
             start += size
         return places

@@ -207,6 +207,6 @@ def _spread(rule: Any, spec: pytree.Spec, default: Any, argument: str) -> Iterat
             raise ValueError(f"{argument}={rule!r} has {len(entries)} entries for a {kind} of {len(spec.keys)}")
         entries = dict(zip(spec.keys, entries.values(), strict=True))
     if unknown := [key for key in entries if key not in spec.keys]:
-        raise ValueError(f"{argument} names {unknown[0]!r}, which is not there: a {kind} of {[*spec.keys]}")
+        raise ValueError(f"{argument} names {unknown[0]!r}, but the {kind} has only {[*spec.keys]}")
     for key, child in zip(spec.keys, spec.specs, strict=True):
         yield from _spread(entries.get(key, ...), child, default, f"{argument}[{key!r}]")

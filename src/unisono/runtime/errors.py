@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 log = logging.getLogger("unisono")
+_NOT_THE_USERS = ("unisono", "torch")  # packages between the user's line and a warning
 
 
 class ReplicaNames(list[str]):
@@ -164,9 +165,12 @@ def log_once(message: str) -> None:
 
 
 def warn_once(message: str) -> None:
-    """Issue `message` as a `UserWarning`, the first time only in this process."""
+    """Issue `message` as a `UserWarning` about the user's line, the first time only in this process."""
     if _first_time(message):
-        warnings.warn(message, UserWarning, stacklevel=2)
+        level, frame = 1, sys._getframe()
+        while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_THE_USERS:
+            level, frame = level + 1, frame.f_back
+        warnings.warn(message, UserWarning, stacklevel=level)
 
 
 def forget_logged() -> None:

@@ -2,8 +2,9 @@
 
 Between the call of a wrapper and the forward of its module there are some ten frames of this package, and some of them
 are in another process. `leave_out_own_frames` removes ours where an exception leaves unisono, so that its traceback
-reads as the plain module's. Where unisono itself raises an exception, that last frame stays. With
-UNISONO_TRACEBACK=full in the environment all of them stay.
+reads as the plain module's. It also removes the frames of torch that call the replica: the wrapper's own call has the
+same ones. Where unisono itself raises an exception, that last frame stays. With UNISONO_TRACEBACK=full in the
+environment all of them stay.
 
 A traceback cannot be pickled. A worker sends its frames as `FrameSummary`s, of which `rebuilt` makes a traceback that
 reads the same, in a debugger too; it lacks the local variables.
@@ -26,6 +27,11 @@ T = TypeVar("T")
 
 _PACKAGE = __name__.partition(".")[0]
 _SHOWS_NOTES = (8, 14)  # the first IPython that does
+_TORCH_CALLS = {  # how torch calls a module, and a backward: (module, function)
+    ("torch.nn.modules.module", "_wrapped_call_impl"),
+    ("torch.nn.modules.module", "_call_impl"),
+    ("torch.autograd.graph", "_engine_run_backward"),
+}
 
 
 def leave_out_own_frames(error: BaseException) -> None:
@@ -67,10 +73,12 @@ def without_own_frames(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _without_own_frames(first: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without the frames of unisono, except for the innermost frame of all."""
+    """Return a traceback without the frames of unisono, and of its calls, except for the innermost frame of all."""
     entries: list[TracebackType] = []
+    left_out = False
     while first is not None:
-        if first.tb_next is None or not _is_own(first):
+        left_out = _is_own(first) or (left_out and _is_torch_call(first))
+        if first.tb_next is None or not left_out:
             entries.append(first)
         first = first.tb_next
     kept: TracebackType | None = None
@@ -83,6 +91,11 @@ def _without_own_frames(first: TracebackType | None) -> TracebackType | None:
 def _is_own(entry: TracebackType) -> bool:
     module = entry.tb_frame.f_globals.get("__name__")
     return isinstance(module, str) and module.partition(".")[0] == _PACKAGE
+
+
+def _is_torch_call(entry: TracebackType) -> bool:
+    frame = entry.tb_frame
+    return (frame.f_globals.get("__name__"), frame.f_code.co_name) in _TORCH_CALLS
 
 
 def _notes_are_shown() -> bool:
