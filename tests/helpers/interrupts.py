@@ -267,7 +267,8 @@ def interrupted_after(step: Step, seconds: float) -> list[str]:
             sender.start()
             try:
                 while sender.is_alive():
-                    step.reset()
+                    with _later(signal.SIGINT):  # else it may split the reset, which is no step
+                        step.reset()
                     step.run()
             finally:
                 sender.join()
@@ -275,6 +276,16 @@ def interrupted_after(step: Step, seconds: float) -> list[str]:
             error = caught.with_traceback(None)
             error.__context__ = None
     return step.wrong_after(error, unraisable)
+
+
+@contextlib.contextmanager
+def _later(kind: signal.Signals) -> Iterator[None]:
+    """Let a signal for this thread wait until the block is over."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {kind})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {kind})
 
 
 @contextlib.contextmanager
