@@ -379,8 +379,8 @@ class GraphSearch:
         self._self_contained: dict[tuple[Any, ...], bool] = {}
 
     def is_due(self, pool: "ReplicaPool", call: Call) -> bool:
-        """Return whether the graphs of a call are to be searched; else it is known that nothing is there."""
-        return carries_objects(call) or _structure(pool, call) not in self._self_contained
+        """Return whether graphs have to be searched, of a call whose inputs carry no objects."""
+        return _structure(pool, call) not in self._self_contained
 
     def outside_leaves(
         self,

@@ -413,7 +413,9 @@ class _ProcessesForward(ForwardPass[int]):
         limits, thread, process = engine._policy.row_limits, ThreadState.capture(), ProcessState.capture()
         numbered = [(leaf, number_of_input(k)) for k, of in enumerate(self._inputs.of_boundary) for leaf in of.tensors]
         leaves = {id(leaf): number for leaf, number in numbered if leaf is not None}
-        is_searched = self.tracked and not self.is_again and engine._search.is_due(self.pool, call)
+        self._with_objects = self.tracked and carries_objects(call)
+        may_search = self.tracked and not self.is_again
+        is_searched = may_search and (self._with_objects or engine._search.is_due(self.pool, call))
 
         def message_for(i: int) -> Forward:
             return Forward(
@@ -459,7 +461,7 @@ class _ProcessesForward(ForwardPass[int]):
         own_leaves += replicas.leaves[0]
         of_first = [Group(group.tensors[:1], group.placement) for group in groups]
         search = self._engine._search
-        may_differ = carries_objects(call) or any([reply.found_leaves for reply in self._replies.values()])
+        may_differ = self._with_objects or any([reply.found_leaves for reply in self._replies.values()])
         graphs.outside = search.outside_leaves(pool, call, of_first, graphs.where[:1], own_leaves, may_differ)
         live = self._link_inputs()
         leaves = replicas.leaves * len(graphs.where)
