@@ -111,7 +111,7 @@ def test_the_help_is_plain_ascii(capsys: pytest.CaptureFixture[str]):
         ([*STEP, "--output", "own.py/deeper"], "own.py is not a folder"),
         ([*STEP, "--output", "/proc/deeper"], "--output /proc/deeper: /proc cannot be written to"),
         (["own:frozen"], "own:frozen: backward gave no parameter a gradient"),
-        (["own:failing"], "own:failing could not be measured: RuntimeError: mat1 and mat2 shapes"),
+        (["own:failing"], "own:failing could not be measured: RuntimeError: "),
         (["own:build", "--compute", "3ms"], "own:build would be measured: leave out own:build, or --compute"),
     ],
 )

@@ -178,7 +178,7 @@ def test_the_report_and_the_status(
             )
         ),
         (["theirs:without_output", *TWO], "nothing was compared, because the model has no output"),
-        (["theirs:fails_in_forward"], "theirs:fails_in_forward could not be compared: RuntimeError: mat1 and mat2"),
+        (["theirs:fails_in_forward"], "theirs:fails_in_forward could not be compared: RuntimeError: "),
     ],
 )
 def test_a_mistake_is_one_line(arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
