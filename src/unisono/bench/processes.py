@@ -19,6 +19,13 @@ def family(pids: Iterable[int]) -> list[psutil.Process]:
     return list(found.values())
 
 
+def is_running(pid: int) -> bool:
+    """Return whether there is a process of this number that has not ended."""
+    with contextlib.suppress(psutil.Error):
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
 def memory_kind() -> str:
     """Return what `memory_bytes` sums on this system.
 
