@@ -8,18 +8,15 @@ The workloads are those of `unisono bench`: two processes over gloo, each with h
 process has the model three times: as it is, wrapped by DDP, and by unisono.DataParallel. The three take short turns,
 so that what else the machine does meets all alike. The module as it is sums no gradients: nothing can be faster.
 
-A time is the median of a turn's steps, in rank 0, and then of all turns; a speed is DDP's time divided by ours within a
-round, and then the median of all rounds. A step is forward and loss, backward, foreach SGD with momentum.
+The time of a turn is the lower quartile of its steps, in rank 0, and that of a way the lower quartile of its turns, as
+in `unisono bench`; so is the range of a speed. A step is that of `unisono bench`; forward is with the loss.
 """
 
 import argparse
 import os
-import statistics
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,8 +25,9 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 import unisono
-from unisono.bench.contenders import Task
-from unisono.bench.turns import in_turn
+from unisono.bench.results import Line
+from unisono.bench.tasks import Step, Task
+from unisono.bench.turns import in_turn, lower_quartile
 from unisono.console import progress
 from unisono.console.tables import table
 
@@ -39,16 +37,9 @@ WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "ddp": lambda model: DistributedDataParallel(model, gradient_as_bucket_view=True),
     "unisono": lambda model: unisono.DataParallel(model, ["cpu"]),
 }
+PARTS = ("whole_s", "forward_s", "backward_s")
 WORLD_SIZE = 2
 _WARM_UP = 4
-
-
-class Step(NamedTuple):
-    """The seconds of one step, or medians of several."""
-
-    forward: float
-    backward: float
-    whole: float
 
 
 def main() -> None:
@@ -73,7 +64,7 @@ def rank_main(rank: int, workloads: Sequence[str], rounds: int, seconds: float, 
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD_SIZE)
     shown = progress.for_stdout() if rank == 0 else progress.Silent()
     try:
-        rows = [row_of(name, measure(rank, name, rounds, seconds, shown)) for name in workloads]
+        rows = [rows_of(name, measure(rank, name, rounds, seconds, shown)) for name in workloads]
     finally:
         shown.close()
     if rank == 0:
@@ -82,55 +73,42 @@ def rank_main(rank: int, workloads: Sequence[str], rounds: int, seconds: float, 
     dist.destroy_process_group()
 
 
-def row_of(name: str, turns: dict[str, list[Step]]) -> list[list[str]]:
-    """Return the lines of one workload: the step, forward, backward."""
-    lines = []
-    for part in ("whole", "forward", "backward"):
-        times = {way: [getattr(turn, part) for turn in of_way] for way, of_way in turns.items()}
-        shown = [f"{1e3 * statistics.median(of_way):.2f}" for of_way in times.values()]
-        speeds = [theirs / own for own, theirs in zip(times["unisono"], times["ddp"], strict=True)]
-        quartiles = statistics.quantiles(speeds, n=4) if len(speeds) > 1 else speeds * 3
-        speed = f"{statistics.median(speeds):.3f} ({quartiles[0]:.2f} to {quartiles[2]:.2f})"
-        is_whole = part == "whole"
-        lines.append([name if is_whole else "", part, *shown, speed, f"{GOALS[name]:.2f}" if is_whole else ""])
-    return lines
+def rows_of(name: str, lines: dict[str, dict[str, Line]]) -> list[list[str]]:
+    """Return the rows of one workload: the step, forward, backward."""
+    rows = []
+    for part, of_part in lines.items():
+        ours, theirs = of_part["unisono"], of_part["ddp"]
+        low, high = ours.speed_range_of(theirs)
+        speed = f"{ours.speed_of(theirs):.3f} ({low:.2f} to {high:.2f})"
+        first, goal = (name, f"{GOALS[name]:.2f}") if part == "whole_s" else ("", "")
+        shown = [f"{1e3 * line.step_s:.2f}" for line in of_part.values()]
+        rows.append([first, part.removesuffix("_s"), *shown, speed, goal])
+    return rows
 
 
-def measure(rank: int, name: str, rounds: int, seconds: float, shown: progress.Progress) -> dict[str, list[Step]]:
-    """Return the median step of each turn, by way."""
-    steps = {way: step_of(name, rank, wrap) for way, wrap in WAYS.items()}
-    estimates = [statistics.median(step().whole for _ in range(_WARM_UP)) for step in steps.values()]
-    longest = torch.tensor(max(estimates))
+def measure(rank: int, name: str, rounds: int, seconds: float, shown: progress.Progress) -> dict[str, dict[str, Line]]:
+    """Return the measurements by part of the step and way."""
+    steps = {way: stepper(name, rank, wrap) for way, wrap in WAYS.items()}
+    longest = torch.tensor(max(lower_quartile([step().whole_s for _ in range(_WARM_UP)]) for step in steps.values()))
     dist.all_reduce(longest, dist.ReduceOp.MAX)  # every process takes as many steps
     num_steps = max(1, round(seconds / longest.item()))
     task = progress.Task(shown, name, rounds * len(steps) * seconds)
-    turns: dict[str, list[Step]] = {way: [] for way in steps}
+    lines = {part: {way: Line(way, WORLD_SIZE) for way in steps} for part in PARTS}
     for way in in_turn([*steps], rounds):
         dist.barrier()
         steps[way]()  # the caches are another way's
         taken = [steps[way]() for _ in range(num_steps)]
-        turns[way].append(Step(*map(statistics.median, zip(*taken, strict=True))))
-        task.advance(f"{way}: {1e3 * turns[way][-1].whole:.1f} ms a step", seconds)
-    return turns
+        for part in PARTS:
+            lines[part][way].turns_s.append(lower_quartile([getattr(step, part) for step in taken]))
+        task.advance(f"{way}: {1e3 * lines['whole_s'][way].turns_s[-1]:.1f} ms a step", seconds)
+    return lines
 
 
-def step_of(name: str, rank: int, wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], Step]:
-    """Return a training step of a workload, on this process's rows."""
+def stepper(name: str, rank: int, wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], Step]:
+    """Return what takes a training step of a workload, on this process's rows."""
     task = Task.of_target(f"unisono.bench.workloads:{name}").shard(rank, WORLD_SIZE)
-    model = wrap(task.model)
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=True)
-
-    def step() -> Step:
-        began = time.perf_counter()
-        loss = task.loss(model(*task.args, **task.kwargs))
-        forward = time.perf_counter()
-        loss.backward()  # type: ignore[no-untyped-call]
-        backward = time.perf_counter()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return Step(forward - began, backward - forward, time.perf_counter() - began)
-
-    return step
+    task.model = wrap(task.model)
+    return task.stepper()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The time to expect of an epoch of the training command on a GPU, by part: launches, operations, bytes.
 
-    PYTHONPATH=src python benchmarks/epoch_time.py     writes benchmarks/epoch_time.md; a minute on a CPU
+    python benchmarks/epoch_time.py     writes benchmarks/epoch_time.md; a minute on a CPU
 
 It computes from the model, and measures nothing. One training step of `unisono train` is traced, and torch counts the
 operations of its products. Bytes are those of the tensors that a kernel reads and writes. A step that is not compiled
@@ -277,7 +277,7 @@ def page(gpu: Gpu = H200) -> tuple[str, list[Estimate]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=HERE / "epoch_time.md", help="the page (%(default)s)")
     given = parser.parse_args()
     text, _ = page()

@@ -345,7 +345,7 @@ def expect_packages(machine: dict[str, Any]) -> None:
 
 def options_from(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("gpu-results.md"), help="the report (default: %(default)s)")
     parser.add_argument("--wheels", type=Path, default=Path("wheels"), help="packages brought along (%(default)s)")
     parser.add_argument("--only", action="append", metavar="WORD", help="only groups whose name contains WORD")

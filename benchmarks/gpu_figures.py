@@ -1,9 +1,9 @@
 """Figures on one GPU: the wrapper's cost, the floor, epochs of `unisono train`, and a module with little to compute.
 
-    PYTHONPATH=src python benchmarks/gpu_figures.py                                on the first GPU
-    PYTHONPATH=src python benchmarks/gpu_figures.py --data path/to/fashion-mnist   with the accuracy on real pictures
-    PYTHONPATH=src python benchmarks/gpu_figures.py --dry-run                      tiny sizes on the CPU: it runs, and
-                                                                                   measures nothing
+    python benchmarks/gpu_figures.py                                on the first GPU
+    python benchmarks/gpu_figures.py --data path/to/fashion-mnist   with the accuracy on real pictures
+    python benchmarks/gpu_figures.py --dry-run                      tiny sizes on the CPU: it runs, and
+                                                                    measures nothing
 
 `make gpu-check` measures them among its checks. Device times are measured with the device's own events after a warm-up,
 and are medians; contenders take turns. Epochs are those of the training command itself, on generated pictures, with the
@@ -528,7 +528,7 @@ def bench_on(device: str, *, dry: bool, data: Path | None = None) -> Bench:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU; not a measurement")
     parser.add_argument("--data", type=Path, metavar="DIR", help=f"IDX files for the accuracy (default: {SUBSET})")
     given = parser.parse_args()

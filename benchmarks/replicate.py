@@ -6,6 +6,7 @@ torch's copy layer is replaced by one that copies nothing, so that only the work
 code runs on the CPU; ours does all its work. Two replicas on the CPU. The goal is a ratio of 8 or more on both models.
 """
 
+import argparse
 import importlib
 from functools import partial
 from unittest import mock
@@ -24,6 +25,7 @@ torch_replicate = importlib.import_module("torch.nn.parallel.replicate")  # the 
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print(f"torch {torch.__version__}, 2 replicas, lower quartiles of {REPEATS} runs in turn\n")
     rows = []
     for name, model in (

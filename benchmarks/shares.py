@@ -1,6 +1,8 @@
 """How fast shares="measured" is: against the plain module and fixed shares, and where one replica is four times slower.
 
-    python benchmarks/shares.py [--workloads tiny,mlp] [--rounds 5] [--seconds-per-turn 2]
+    python benchmarks/shares.py                                              # all workloads
+    python benchmarks/shares.py --workloads tiny,mlp --rounds 9              # some of them, more turns
+    python benchmarks/shares.py --workloads ""                               # only the slow replica
 
 The four models of `unisono bench`, with both engines. The contenders take turns as there. The warm-up is long enough
 for the shares to be frozen. The goal: at least 0.97 of the faster of the plain module and equal shares, which are the
@@ -12,7 +14,6 @@ then the steps of shares="measured" from the first one on. The goal: from step 3
 
 import argparse
 import os
-import statistics
 import threading
 import time
 
@@ -20,11 +21,12 @@ import torch
 from torch import nn
 
 import unisono
+from unisono.bench.command import WORKLOADS
 from unisono.bench.contenders import MEASURED, OURS, Contender
 from unisono.bench.measure import expected_s, measure
+from unisono.bench.turns import lower_quartile
 from unisono.console import progress
 
-WORKLOADS = ("resnet", "mlp", "gpt", "tiny")
 GOAL, GOAL_SLOWED = 0.97, 1.15
 ROWS, ROW_S, FACTOR = 32, 0.004, 4
 STEPS_BEFORE, STEPS_COUNTED = 30, 10
@@ -34,10 +36,13 @@ _USERS_PROCESS = os.getpid()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="some of them; '' for none")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds-per-turn", type=float, default=2.0)
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each contender (default: %(default)s)")
+    parser.add_argument("--seconds-per-turn", type=float, default=2.0, help="about (default: %(default)s)")
     options = parser.parse_args()
-    for name in filter(None, options.workloads.split(",")):
+    names = list(filter(None, options.workloads.split(",")))
+    if unknown := [name for name in names if name not in WORKLOADS]:
+        parser.error(f"--workloads: {', '.join(unknown)}: expected some of {', '.join(WORKLOADS)}")
+    for name in names:
         compare(name, options.rounds, options.seconds_per_turn)
     for engine in OURS:
         slowed(engine)
@@ -83,10 +88,10 @@ class Sleeper(nn.Module):
 
 def slowed(engine: str) -> None:
     """Print how fast measured shares are where one replica is slow."""
-    fixed = {first: statistics.median(steps_s(engine, [first, ROWS - first], 5)[2:]) for first in (16, 24, 25, 26, 32)}
+    fixed = {first: lower_quartile(steps_s(engine, [first, ROWS - first], 5)[2:]) for first in (16, 24, 25, 26, 32)}
     first, best = min(fixed.items(), key=lambda item: item[1])
     steps = steps_s(engine, "measured", STEPS_BEFORE + STEPS_COUNTED)
-    measured = statistics.median(steps[STEPS_BEFORE:])
+    measured = lower_quartile(steps[STEPS_BEFORE:])
     print(
         f"one of two replicas four times slower, {engine}: {measured / best:.2f} of the best fixed split's step "
         f"([{first}, {ROWS - first}], {1000 * best:.1f} ms) after {STEPS_BEFORE} steps; equal shares "

@@ -125,7 +125,7 @@ def test_a_contender_that_fails_is_a_failure(measured: list, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["tiny", "huge"], "huge: expected package.module:build"),
+        (["tiny", "tinyy"], "tinyy: expected one of ours, resnet, mlp, gpt, tiny, or package.module:build for one of"),
         (["--contenders", "us"], "--contenders: expected some of plain, limit, ddp, torchrun, threads, processes; got"),
         (["--rounds", "0"], "--rounds 0: expected a whole number from 1 up"),
         (["--seconds-per-turn", "0"], "--seconds-per-turn 0: expected a number above 0, up to 60"),

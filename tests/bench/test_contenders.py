@@ -8,8 +8,9 @@ import torch
 
 from helpers.ranks import run_ranks
 from unisono.bench import contenders
-from unisono.bench.contenders import Contender, Task, step_of
+from unisono.bench.contenders import Contender, step_of
 from unisono.bench.measure import mean_over_rows
+from unisono.bench.tasks import Task
 from unisono.console.targets import TargetError
 
 SCRIPT = """\
@@ -61,7 +62,7 @@ def losses_of(contender: Contender, target: str, folder: Path, num_steps: int = 
             if contender.num_programs > 1:
                 task = task.shard(rank, contender.replicas)
             step = step_of(contender, rank, task, folder)
-            losses.append([step().item() for _ in range(num_steps)])
+            losses.append([step().loss.item() for _ in range(num_steps)])
             rows.append(task.rows)
     finally:
         torch.set_num_threads(threads)
@@ -93,7 +94,7 @@ def test_ours_agree_with_ddp_with_batch_norm(tmp_path: Path):
 
     def of_ddp(rank: int) -> list[float]:
         step = step_of(Contender("ddp", 2), rank, Task.of_target(target).shard(rank, 2), tmp_path)
-        return [step().item() for _ in range(3)]
+        return [step().loss.item() for _ in range(3)]
 
     expected = mean_over_rows(run_ranks(2, of_ddp, init=False), [16, 16])
     for engine in contenders.OURS:

@@ -13,7 +13,7 @@ import pytest
 
 from unisono.bench import measure
 from unisono.bench.contenders import CONTENDERS, Contender
-from unisono.bench.programs import ContenderFailedError, ContenderProcesses, Ready, StepTimes
+from unisono.bench.programs import ContenderFailedError, ContenderProcesses, Ready, StepsTaken
 from unisono.bench.results import Line, Workload
 from unisono.console.progress import Lines, Task
 
@@ -33,14 +33,13 @@ class Imagined:
     def wait_until_ready(self) -> list[Ready]:
         return [Ready(8, 100, False)] * self.contender.num_programs
 
-    def take(self, num_untimed: int, num_timed: int) -> list[StepTimes]:
+    def take(self, num_steps: int) -> list[StepsTaken]:
         self._turn += 1
-        self.turns.append(f"{self.contender.name} {num_untimed}+{num_timed}")
+        self.turns.append(f"{self.contender.name} {num_steps}")
         if self._turn == self.fails_in_turn.get(self.contender.name):
             raise ContenderFailedError("as asked")
-        seconds = [0.1] * (num_timed - 1) + [9.0]  # the last one was disturbed
-        taken = StepTimes(seconds if num_timed > 1 else [0.1], [1.0] * (num_untimed + num_timed))
-        return [taken] * self.contender.num_programs
+        seconds = [0.01, *[0.1] * (num_steps - 2), 0.1 if num_steps == 3 else 9.0]  # the last one was disturbed
+        return [StepsTaken(seconds, [1.0] * num_steps)] * self.contender.num_programs
 
     def peak_memory_bytes(self, num_steps: int) -> int:
         return 5
@@ -69,7 +68,7 @@ THREE = [Contender("plain", 1), Contender("ddp", 2), Contender("threads", 2)]
 def test_contenders_take_turns(imagined: type[Imagined]):
     """There and back again, so that none always follows the same one."""
     workload = measure.measure("name", TINY, THREE, rounds=2, seconds=0.5, task=task())
-    there = ["plain 1+5", "ddp 1+5", "threads 1+5"]
+    there = ["plain 6", "ddp 6", "threads 6"]
     assert imagined.turns[-6:] == [*there, *reversed(there)]
     assert [line.turns_s for line in workload.lines] == [[pytest.approx(0.1)] * 2] * 3
     assert (workload.num_parameters, workload.lines[1].memory_bytes) == (100, 5)
@@ -95,9 +94,9 @@ def test_other_programs_that_keep_cores_busy_are_told(
     busy: float, own: float, said: str, imagined: type[Imagined], monkeypatch: pytest.MonkeyPatch
 ):
     """Cores that are all busy, and a fifth of them not with our work."""
-    readings, times, clock = itertools.count(), itertools.count(), itertools.count()
+    times, clock = itertools.count(), itertools.count()
     monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: next(clock), process_time=lambda: 0.0))
-    monkeypatch.setattr(measure, "busy_seconds", lambda: next(readings) * busy)
+    monkeypatch.setattr(measure, "busy_cores", lambda: busy)
     monkeypatch.setattr(Imagined, "cpu_seconds", lambda self: next(times) * own)
     monkeypatch.setattr(measure, "num_cores", lambda: 2)
     workload = measure.measure("name", TINY, THREE, rounds=2, seconds=0.5, task=task())
@@ -130,10 +129,9 @@ def test_losses_that_differ_are_told(losses: dict[str, list[float]], workload: d
 def test_programs_take_steps_and_end():
     with contextlib.closing(ContenderProcesses(Contender("limit", 2), TINY)) as limit:
         assert [ready.rows for ready in limit.wait_until_ready()] == [32, 32]
-        first, second = limit.take(1, 2)
-        assert len(first.seconds) == 2
+        first, second = limit.take(3)
         assert min(first.seconds) > 0
-        assert len(first.losses) == len(second.losses) == 3
+        assert len(first.seconds) == len(first.losses) == len(second.losses) == 3
         assert first.losses[0] != second.losses[0]  # other rows
         assert limit.peak_memory_bytes(2) > 50 * 2**20
         assert limit.cpu_seconds() > 0
@@ -141,7 +139,7 @@ def test_programs_take_steps_and_end():
 
         os.kill(processes[1].pid, signal.SIGKILL)
         with pytest.raises(ContenderFailedError, match="its process was ended by SIGKILL"):
-            limit.take(0, 1)
+            limit.take(1)
     assert psutil.wait_procs(processes, timeout=20)[1] == []
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import signal
@@ -22,7 +23,7 @@ from helpers.commands import assert_misused
 from helpers.fake_gpus import install, nvml
 from unisono.cli import main
 from unisono.monitor import sample
-from unisono.monitor.display import fitted
+from unisono.monitor.display import shown
 from unisono.monitor.nvml import GpuReader
 from unisono.monitor.sample import Sample, Sampler
 from unisono.runtime.step_status import Published, ReplicaStatus
@@ -30,7 +31,7 @@ from unisono.runtime.step_status import Published, ReplicaStatus
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="uses terminals and /proc")
 
 TRAINING = """
-    import time
+    import os, time
     import torch
     from unisono import DataParallel
     from unisono.runtime.step_status import read_all
@@ -44,7 +45,7 @@ TRAINING = """
     has_said = False
     while True:
         model(torch.ones(8, 3)).sum().backward()
-        if not has_said and read_all()[0]:
+        if not has_said and os.getpid() in [each.pid for each in read_all()[0]]:
             print("published", flush=True)
             has_said = True
 """
@@ -65,17 +66,23 @@ def environment(runtime: Path, **others: str) -> dict[str, str]:
     return kept | own | others
 
 
-@pytest.fixture(scope="module")
-def training(runtime: Path) -> Iterator[int]:
+@contextlib.contextmanager
+def train(runtime: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A training that has published: replica 0 has three quarters of the rows, and each row takes 50 ms."""
     program = [sys.executable, "-c", textwrap.dedent(TRAINING)]
     with subprocess.Popen(program, env=environment(runtime), stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == b"published\n"
-            yield process.pid
+            yield process
         finally:
             process.kill()
+
+
+@pytest.fixture(scope="module")
+def training(runtime: Path) -> Iterator[int]:
+    with train(runtime) as process:
+        yield process.pid
 
 
 def watch(*arguments: str) -> list[str]:
@@ -94,9 +101,9 @@ def test_one_sample_finds_the_straggler_and_says_why(
 ) -> None:
     """M4, M8: as text, and with the same figures as a line of JSON."""
     assert main(["watch", "--once", "--every", "0.2"]) == 0
-    shown = capsys.readouterr().out
-    assert shown.isascii()
-    lines = [line.strip() for line in shown.splitlines()]
+    out = capsys.readouterr().out
+    assert out.isascii()
+    lines = [line.strip() for line in out.splitlines()]
     assert any(line.startswith(f"process {training}: Slow, Threads; ") for line in lines)
     marked = next(line for line in lines if line.endswith("<- slowest"))
     assert marked.split()[:4] == ["0", "cpu", "6", "75%"]
@@ -111,6 +118,21 @@ def test_one_sample_finds_the_straggler_and_says_why(
     assert [slow["share"], fast["share"]] == [0.75, 0.25]
     assert slow["forward_s"] >= 0.3  # the least that its sleeps take
     assert fast["wait_s"] > slow["wait_s"]
+
+
+def test_a_training_that_is_killed(
+    here: None, runtime: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """M5, M7: the watch of it says so and ends; it went on without a word, as if nothing had ever trained."""
+    with train(runtime) as process:
+        naps = itertools.count()
+        monkeypatch.setattr(time, "sleep", lambda seconds: process.kill() if next(naps) else None)
+        assert main(["watch", "--pid", str(process.pid)]) == 0
+    captured = capsys.readouterr()
+    assert f"process {process.pid}: Slow, Threads; " in captured.out
+    said = f"process {process.pid} has ended without Python's usual exit, as a killed one does: Slow, "
+    assert captured.err.startswith(said)
+    assert said in captured.out
 
 
 def test_lines_wrap_on_a_narrow_terminal(here: None, training: int) -> None:
@@ -153,16 +175,16 @@ class Screen:
 
 
 @pytest.mark.parametrize(
-    ("columns", "number", "shown"),
+    ("columns", "number", "text"),
     [(100, signal.SIGINT, WHY), pytest.param(40, signal.SIGTERM, "75%", marks=pytest.mark.slow)],
 )
 def test_the_table_stays_in_place_on_a_terminal(
-    runtime: Path, training: int, columns: int, number: int, shown: str
+    runtime: Path, training: int, columns: int, number: int, text: str
 ) -> None:
     """M4: also one of 40 columns; at the end the terminal is as it was before."""
     screen = Screen(watch("--every", "0.2"), environment(runtime, TERM="xterm"), columns)
     try:
-        screen.read_until(shown)
+        screen.read_until(text)
         assert screen.end(number) == 0
     finally:
         screen.process.kill()
@@ -193,7 +215,10 @@ def test_a_reader_that_ends(runtime: Path) -> None:
         (["--every", "soon"], "expected seconds from 0.1 to 3600; got 'soon'"),
         (["--twice"], "there is no option --twice"),
         (["5"], "there is no option 5"),
-        (["--pid", "soon"], "argument --pid: invalid int value: 'soon'"),
+        *(
+            (["--pid", pid], f"--pid {pid}: there is no such process; expected the number of one that trains, as")
+            for pid in ("soon", "-1", "999999999", "9" * 30)
+        ),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -216,10 +241,10 @@ def on_gpu(steps: int, *rows: int, module: str = "Net", age_s: float = 0.0) -> P
     return Published("a", os.getpid(), steps, time.time() - age_s, 0.5, module, "Threads", tuple(replicas))
 
 
-def lines_of(taken: Sample, width: int = 1000, height: int = 100) -> list[str]:
-    console = Console(file=io.StringIO(), width=width, height=height)
+def lines_of(taken: Sample, width: int = 1000) -> list[str]:
+    console = Console(file=io.StringIO(), width=width)
     with console.capture() as text:
-        console.print(fitted(taken, console))
+        console.print(shown(taken))
     return [line.strip() for line in text.get().splitlines()]
 
 
@@ -287,14 +312,10 @@ def test_text_of_other_programs_cannot_command_the_terminal(published: list[Publ
 
 
 def test_what_is_left_out_is_said(published: list[Published], monkeypatch: pytest.MonkeyPatch) -> None:
-    """M4: a long command ends with dots, and so does a table on a terminal that is not high enough for it."""
+    """M4: a long command ends with dots."""
     monkeypatch.setattr(sample, "_process", lambda pid: ("python train.py " + "x" * 50, [pid], 0.0))
     published.append(on_gpu(1, 8))
-    taken = Sampler(GpuReader()).take()
-    lines = lines_of(taken)
-    assert "python train.py " + "x" * 41 + "..." in lines
-    assert lines_of(taken, height=len(lines)) == lines
-    assert lines_of(taken, height=3) == [*lines[:2], f"... {len(lines) - 2} more"]
+    assert "python train.py " + "x" * 41 + "..." in lines_of(Sampler(GpuReader()).take())
 
 
 def test_ctrl_c_is_the_usual_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -155,9 +155,9 @@ def test_nothing_that_goes_wrong_reaches_the_training(
     for _ in range(2):
         publish(model, clock)
     assert own() == []
-    problems = read_all()[1]
-    assert len(problems) == (trouble in ("folder for all", "file in its place"))
-    assert all("is no private folder of this user" in problem for problem in problems)
+    notes = read_all()[1]
+    assert len(notes) == (trouble in ("folder for all", "file in its place"))
+    assert all("is no private folder of this user" in note for note in notes)
 
 
 def test_without_a_runtime_folder_it_is_the_one_for_temporary_files(
@@ -192,7 +192,7 @@ def test_a_file_that_is_damaged_is_not_read(folder: Path, clock: Clock) -> None:
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="reads /proc")
 def test_files_of_others_are_left_alone_or_removed(folder: Path, clock: Clock, tmp_path: Path) -> None:
-    """M7: removed are those of processes that have ended, also where the number has a process again; others stay."""
+    """M7: removed, and told once, are those of processes that have ended, also where the number has a process again."""
     model = wrapper()
     publish(model, clock)
     (file,) = folder.iterdir()
@@ -215,8 +215,14 @@ def test_files_of_others_are_left_alone_or_removed(folder: Path, clock: Clock, t
             os.mkfifo(folder / name)
         else:
             (folder / name).write_bytes(file.read_bytes())
-    assert [each.name for each in own()] == [file.name]
+    found, notes = read_all()
+    assert [each.name for each in found] == [file.name]
     assert {path.name for path in folder.iterdir()} == kept
+    for number, note in zip(sorted([pid, "999999999"]), sorted(notes), strict=True):
+        assert note.startswith(
+            f"process {number} has ended without Python's usual exit, as a killed one does: Linear, 2 steps, the last "
+        )
+    assert read_all() == (found, [])
 
 
 def test_a_reader_sees_whole_publications_only(folder: Path, clock: Clock) -> None:

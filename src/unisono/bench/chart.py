@@ -28,16 +28,15 @@ def png(results: Results) -> bytes:
     names = [name for name in CONTENDERS if any(w.line(name, n) for w, n in groups)]
     width = 0.88 / max(1, len(names))
     for number, name in enumerate(names):
-        lines = [(place, w.line(name, n)) for place, (w, n) in enumerate(groups)]
-        places = [place + (number + 0.5) * width - 0.44 for place, line in lines if line]
-        heights = [line.speed_of(references[place]) for place, line in lines if line]
-        ranges = [[references[place].step_s / s for s in line.range_s] for place, line in lines if line]
-        axes.bar(places, heights, width * 0.94, label=label(name), color=_COLORS[name])
-        axes.vlines(places, [low for _, low in ranges], [high for high, _ in ranges], color=INK, linewidth=0.8)
-        for place, height, (highest, _) in zip(places, heights, ranges, strict=True):
-            above = max(height, highest) + 0.01
-            white = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
-            axes.text(place, above, f"{height:.2f}", ha="center", va="bottom", fontsize=8, color=INK, bbox=white)
+        found = [(place, line) for place, (w, n) in enumerate(groups) if (line := w.line(name, n))]
+        places = [place + (number + 0.5) * width - 0.44 for place, _ in found]
+        speeds = [line.speed_of(references[place]) for place, line in found]
+        below = [line.speed_of(references[place]) * (1 - line.step_s / line.range_s[1]) for place, line in found]
+        above = [line.speed_of(references[place]) * (line.step_s / line.range_s[0] - 1) for place, line in found]
+        bars = axes.bar(places, speeds, width * 0.94, yerr=[below, above], label=label(name), color=_COLORS[name],
+                        error_kw={"ecolor": INK, "elinewidth": 0.8})  # fmt: skip
+        white = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+        axes.bar_label(bars, fmt="%.2f", padding=2, fontsize=8, color=INK, bbox=white)
     labels = [f"{w.name}\n{n} replicas" if n > 1 else w.name for w, n in groups]
     axes.set_xticks(range(len(groups)), labels, color=INK, parse_math=False)
     axes.axhline(1, color=INK, linewidth=0.8, zorder=0.9)

@@ -1,13 +1,16 @@
 """The command `unisono bench`: from the words of the command line to tables, files and advice."""
 
 import argparse
+import dataclasses
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from unisono.bench import machine, report
-from unisono.bench.contenders import CONTENDERS, Contender, Task
+from unisono.bench.contenders import CONTENDERS, Contender
 from unisono.bench.results import Results
+from unisono.bench.tasks import Task
 from unisono.console import options, progress
 from unisono.console.errors import DONE, FAILED, OptionError
 from unisono.console.files import expect_writable, write
@@ -88,6 +91,9 @@ def run(given: dict[str, Any]) -> int:
         CommandError: nothing was measured.
     """
     names = given.get("models") or WORKLOADS
+    for name in names:
+        if ":" not in name and name not in WORKLOADS:
+            raise OptionError(f"{name}: expected one of ours, {', '.join(WORKLOADS)}, or {TARGET} for one of yours")
     targets = {name: f"unisono.bench.workloads:{name}" if name in WORKLOADS else name for name in names}
     settings = (_QUICK if "quick" in given else _USUAL) | {key: given[key] for key in _USUAL if key in given}
     rounds, seconds = int(settings["rounds"]), settings["seconds_per_turn"]
@@ -105,7 +111,7 @@ def run(given: dict[str, Any]) -> int:
     counts = given.get("replicas", _up_to(machine.num_cores()))
     participants = _contenders(given.get("contenders", CONTENDERS), counts)
     expected_s = len(targets) * measure.expected_s(participants, rounds, seconds)
-    results = Results(machine.describe(), settings, processes.memory_kind(), [])
+    results = Results(machine.describe(), settings, processes.MEMORY_KIND, [])
     print(machine.in_one_line(results.machine), flush=True)
     print(f"this takes {progress.duration(expected_s)}; results in {output}", flush=True)
     if accelerators():
@@ -125,7 +131,7 @@ def run(given: dict[str, Any]) -> int:
 def _conclude(results: Results, output: Path) -> None:
     """Save the results, and print the tables."""
     why_no_picture = options.why_no_picture()
-    files = {"results.json": results.to_json().encode()}
+    files = {"results.json": (json.dumps(dataclasses.asdict(results), indent=1) + "\n").encode()}
     if not why_no_picture:
         from unisono.bench import chart
 

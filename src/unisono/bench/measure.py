@@ -14,8 +14,8 @@ from typing import Any
 
 from unisono.bench.contenders import MEASURED, STEPS_UNTIL_FROZEN, Contender
 from unisono.bench.machine import num_cores, other_programs
-from unisono.bench.processes import busy_seconds
-from unisono.bench.programs import ContenderFailedError, ContenderProcesses, StepTimes
+from unisono.bench.processes import busy_cores
+from unisono.bench.programs import ContenderFailedError, ContenderProcesses, StepsTaken
 from unisono.bench.results import Line, Workload
 from unisono.bench.turns import in_turn, lower_quartile
 from unisono.console.progress import Task
@@ -35,17 +35,14 @@ def expected_s(contenders: Sequence[Contender], rounds: int, seconds: float) -> 
 def measure(
     name: str, target: str, contenders: Sequence[Contender], rounds: int, seconds: float, task: Task
 ) -> Workload:
-    """Measure how fast the contenders take training steps on a target.
+    """Return how fast contenders take training steps on a target, a line for each in their order.
 
     Args:
         name: what the workload is called.
         target: `package.module:build`.
-        contenders: all that take part.
+        contenders: all that take part; the line of one that fails has the reason.
         rounds, seconds: the number of turns of each, and their approximate length.
         task: shows how far it is, in the seconds of `expected_s`.
-
-    Returns:
-        A line for each contender, in their order; a failed one has the reason.
     """
     workload = Workload(name, [Line(contender.name, contender.replicas) for contender in contenders])
     with contextlib.ExitStack() as stack:
@@ -64,7 +61,9 @@ def measure(
     for line in workload.lines:
         if line.failure:
             line.turns_s = []
-    workload.disturbance = _disturbance([use for runner in runners for use in runner.uses])
+    if uses := [use for runner in runners for use in runner.uses]:
+        elapsed_s, busy_s, own_s = map(sum, zip(*uses, strict=True))
+        workload.disturbance = other_programs(busy_s / elapsed_s, own_s / elapsed_s, num_cores()) or ""
     return workload
 
 
@@ -77,7 +76,7 @@ class _Runner:
 
     def __init__(self, contender: Contender, line: Line, target: str, stack: contextlib.ExitStack) -> None:
         self.contender, self.line, self._target, self._stack = contender, line, target, stack
-        self.uses: list[list[float]] = []  # of each turn, what `_clocks` counts
+        self.uses: list[tuple[float, float, float]] = []  # of each turn: seconds, cores' busy seconds, its own of these
         self._step_s = 0.0  # an estimate
 
     def attempt(self, action: Callable[..., object], *arguments: Any) -> None:
@@ -96,44 +95,37 @@ class _Runner:
         rows = [each.rows for each in ready]
         workload.rows, workload.num_parameters = sum(rows), ready[0].num_parameters
         workload.normalises_shards = ready[0].normalises_shards
-        taken = self._processes.take(_NUM_CHECKED - 1, 1)
+        taken = self._processes.take(_NUM_CHECKED)
         self.line.losses = mean_over_rows([each.losses for each in taken], rows)
-        self._step_s = _step_s(taken)
+        self._step_s = max(each.seconds[-1] for each in taken)
 
     def warm_up(self, seconds: float) -> None:
         """Note the memory; take steps for about a turn, or until measured shares are frozen, to estimate their time."""
         self.line.memory_bytes = self._processes.peak_memory_bytes(_NUM_MEMORY_STEPS)
         if self.contender.name in MEASURED:
-            self._processes.take(1, STEPS_UNTIL_FROZEN)
+            self._processes.take(STEPS_UNTIL_FROZEN)
         num_steps = min(_LONGEST_WARM_UP, math.ceil(seconds / self._step_s))
-        self._step_s = _step_s(self._processes.take(1, num_steps))
+        self._step_s = _step_s(self._processes.take(1 + num_steps))
 
     def take_turn(self, seconds: float) -> None:
-        before = _clocks(self._processes)
-        taken = self._processes.take(1, max(1, round(seconds / self._step_s)))
-        self.uses.append([end - began for began, end in zip(before, _clocks(self._processes), strict=True)])
+        own_s = self._cpu_seconds()
+        busy_cores()  # counts from here
+        began = time.perf_counter()
+        taken = self._processes.take(1 + max(1, round(seconds / self._step_s)))
+        elapsed_s = time.perf_counter() - began
+        self.uses.append((elapsed_s, elapsed_s * busy_cores(), self._cpu_seconds() - own_s))
         self.line.turns_s.append(_step_s(taken))
 
     def last_result(self) -> str:
         return self.line.failure or f"{1000 * self.line.turns_s[-1]:.1f} ms a step"
 
-
-def _step_s(taken: Sequence[StepTimes]) -> float:
-    """Return the seconds of a step of a turn: of its slowest process."""
-    return max(lower_quartile(each.seconds) for each in taken)
+    def _cpu_seconds(self) -> float:
+        return self._processes.cpu_seconds() + time.process_time()
 
 
-def _clocks(processes: ContenderProcesses) -> tuple[float, float, float]:
-    """Return the time, how long cores were busy so far, and how long the contender and this process were."""
-    return time.perf_counter(), busy_seconds(), processes.cpu_seconds() + time.process_time()
-
-
-def _disturbance(uses: Sequence[Sequence[float]]) -> str:
-    """Return in words the other programs that kept cores busy during turns; "" if there were none."""
-    if not uses:
-        return ""
-    seconds, busy, own = map(sum, zip(*uses, strict=True))
-    return other_programs(busy / seconds, own / seconds, num_cores()) or ""
+def _step_s(taken: Sequence[StepsTaken]) -> float:
+    """Return the seconds of a step of a turn, without its first: of its slowest process."""
+    return max(lower_quartile(each.seconds[1:]) for each in taken)
 
 
 def mean_over_rows(losses: Sequence[Sequence[float]], rows: Sequence[int]) -> list[float]:

@@ -8,6 +8,10 @@ import psutil
 
 from unisono.bench.machine import usable_cores
 
+# What `memory_bytes` sums. The proportional set size (PSS), which Linux has, counts a page that several processes share
+# once in all; the resident set size (RSS) counts it once for each.
+MEMORY_KIND = "PSS" if psutil.LINUX else "RSS"
+
 
 def family(pids: Iterable[int]) -> list[psutil.Process]:
     """Return these processes and all that descend from them; those that have ended are left out."""
@@ -19,13 +23,11 @@ def family(pids: Iterable[int]) -> list[psutil.Process]:
     return list(found.values())
 
 
-def memory_kind() -> str:
-    """Return what `memory_bytes` sums on this system.
-
-    The proportional set size (PSS) counts a page that several processes share once in all. Linux has it. Elsewhere it
-    is the resident set size (RSS), which counts such a page once for each process.
-    """
-    return "PSS" if hasattr(psutil.Process().memory_full_info(), "pss") else "RSS"
+def is_running(pid: int) -> bool:
+    """Return whether there is a process of this number that has not ended."""
+    with contextlib.suppress(psutil.Error):
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 def memory_bytes(processes: Iterable[psutil.Process]) -> int:
@@ -39,13 +41,10 @@ def cpu_seconds(processes: Iterable[psutil.Process]) -> float:
     return float(sum(times.user + times.system for times in _each(processes, psutil.Process.cpu_times)))
 
 
-def busy_seconds() -> float:
-    """Return the time so far in which the cores that this process may use were busy, summed over them."""
-    each = psutil.cpu_times(percpu=True)
-    mine = [each[core] for core in usable_cores() if core < len(each)] or each
-    idle = [times.idle + getattr(times, "iowait", 0.0) for times in mine]
-    twice = [getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0) for times in mine]  # in `user`, too
-    return float(sum(map(sum, mine)) - sum(idle) - sum(twice))
+def busy_cores() -> float:
+    """Return how many of the cores that this process may use were busy since the call before, on average."""
+    percent = psutil.cpu_percent(percpu=True)
+    return float(sum(percent[core] for core in usable_cores() if core < len(percent)) / 100)
 
 
 def _each(processes: Iterable[psutil.Process], ask: Callable[[psutil.Process], Any]) -> list[Any]:

@@ -3,8 +3,8 @@
 Each leads its own process group, so that Ctrl-C in a terminal reaches the benchmark only, which then ends them all. A
 process ends when its connection to the benchmark closes, which also happens when the benchmark is killed.
 
-    benchmark   (contender, rank, target, folder) ──►            (untimed, timed) ──►            ...
-    process                                        ◄── Ready                      ◄── StepTimes  ...
+    benchmark   (contender, rank, target, folder) ──►            number of steps ──►              ...
+    process                                        ◄── Ready                      ◄── StepsTaken  ...
 
     or the reply is a ContenderFailedError
 """
@@ -16,18 +16,16 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
-from itertools import pairwise
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from unisono.bench import processes
-from unisono.bench.contenders import Contender, Task, step_of, use_part_of_cores
+from unisono.bench.contenders import Contender, step_of, use_part_of_cores
+from unisono.bench.tasks import Step, Task
 from unisono.console.targets import TargetError, one_line
 from unisono.runtime.malloc import keep_freed_memory
 
@@ -47,8 +45,8 @@ class Ready(NamedTuple):
     normalises_shards: bool
 
 
-class StepTimes(NamedTuple):
-    """The reply to a turn: the seconds of each timed step, and the loss of every step."""
+class StepsTaken(NamedTuple):
+    """The reply to a turn: the seconds and the loss of each step."""
 
     seconds: list[float]
     losses: list[float]
@@ -78,13 +76,13 @@ class ContenderProcesses:
         """
         return self._replies()
 
-    def take(self, num_untimed: int, num_timed: int) -> list[StepTimes]:
+    def take(self, num_steps: int) -> list[StepsTaken]:
         """Let every process take steps at the same time; return their replies.
 
         Raises:
             ContenderFailedError: a process failed.
         """
-        self._request(num_untimed, num_timed)
+        self._request(num_steps)
         return self._replies()
 
     def peak_memory_bytes(self, num_steps: int) -> int:
@@ -93,7 +91,7 @@ class ContenderProcesses:
         Raises:
             ContenderFailedError: a process failed.
         """
-        self._request(0, num_steps)
+        self._request(num_steps)
         most, is_over = 0, False
         while not is_over:
             is_over = bool(wait(self._connections, _SAMPLE_EVERY_S))
@@ -134,10 +132,10 @@ class ContenderProcesses:
     def _family(self) -> list[Any]:
         return processes.family(process.pid for process in self._processes)
 
-    def _request(self, num_untimed: int, num_timed: int) -> None:
+    def _request(self, num_steps: int) -> None:
         for connection in self._connections:
             with contextlib.suppress(OSError):  # the process has ended: reading its reply will say so
-                connection.send((num_untimed, num_timed))
+                connection.send(num_steps)
 
     def _replies(self) -> list[Any]:
         """Wait for the reply of every process; raise the first failure."""
@@ -176,7 +174,9 @@ def serve(fd: int) -> None:
         step, ready = _set_up(*connection.recv())
         connection.send(ready)
         while True:
-            connection.send(_taken(step, *connection.recv()))
+            steps = [step() for _ in range(connection.recv())]
+            losses = torch.stack([each.loss for each in steps]).tolist()
+            connection.send(StepsTaken([each.whole_s for each in steps], losses))
     except (EOFError, ConnectionError):
         return
     except TargetError as error:
@@ -186,7 +186,7 @@ def serve(fd: int) -> None:
     connection.send(ContenderFailedError(failure))
 
 
-def _set_up(contender: Contender, rank: int, target: str, folder: Path) -> tuple[Callable[[], Tensor], Ready]:
+def _set_up(contender: Contender, rank: int, target: str, folder: Path) -> tuple[Callable[[], Step], Ready]:
     keep_freed_memory()
     use_part_of_cores(contender, rank)
     task = Task.of_target(target)
@@ -195,12 +195,3 @@ def _set_up(contender: Contender, rank: int, target: str, folder: Path) -> tuple
     num_parameters = sum(parameter.numel() for parameter in task.model.parameters())
     ready = Ready(task.rows, num_parameters, task.normalises_shards())
     return step_of(contender, rank, task, folder), ready
-
-
-def _taken(step: Callable[[], Tensor], num_untimed: int, num_timed: int) -> StepTimes:
-    losses = [step() for _ in range(num_untimed)]
-    ends = [time.perf_counter()]
-    for _ in range(num_timed):
-        losses.append(step())
-        ends.append(time.perf_counter())
-    return StepTimes([end - began for began, end in pairwise(ends)], torch.stack(losses).tolist())

@@ -1,7 +1,5 @@
 """The measurements as values, for tables, chart, advice and results.json."""
 
-import dataclasses
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,7 +81,3 @@ class Results:
     settings: dict[str, Any]  # rounds and seconds of a turn
     memory_kind: str  # PSS or RSS
     workloads: list[Workload]
-
-    def to_json(self) -> str:
-        """Return all of it as JSON."""
-        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"

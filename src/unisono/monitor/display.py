@@ -2,9 +2,8 @@
 
 from collections.abc import Collection, Iterator, Sequence
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.segment import Segment, Segments
 from rich.table import Table
 from rich.text import Text
 
@@ -50,18 +49,9 @@ def shown(sample: Sample) -> Group:
     if not sample.wrappers:
         whose = "this user" if sample.pid is None else f"process {sample.pid}"
         parts += [Text(), _heading(f"no wrapper of {whose} has taken a step yet")]
-    if sample.problems:
-        parts += [Text(), _heading("not read:"), *map(_note, sample.problems)]
+    if sample.notes:
+        parts += [Text(), *map(_heading, sample.notes)]
     return Group(*parts)
-
-
-def fitted(sample: Sample, console: Console) -> Group:
-    """Return what of a display fits on the terminal; its last line counts what does not."""
-    lines = console.render_lines(shown(sample), pad=False)
-    if len(lines) <= console.height:
-        return shown(sample)
-    kept = [Segments([*line, Segment.line()]) for line in lines[: console.height - 1]]
-    return Group(*kept, _heading(f"... {len(lines) - len(kept)} more"))
 
 
 def _training(wrapper: Wrapper) -> Iterator[RenderableType]:
@@ -99,8 +89,8 @@ def _heading(text: str) -> Text:
     return Text(text, style="bold")
 
 
-def _note(text: str, style: str = "") -> Padding:
-    return Padding.indent(Text(text, style=style), 2)
+def _note(text: str) -> Padding:
+    return Padding.indent(Text(text), 2)
 
 
 def _percent(part: float | None) -> str:

@@ -46,7 +46,7 @@ class Sample:
     memory_bytes: int
     wrappers: tuple[Wrapper, ...]
     pid: int | None  # of the only process whose wrappers are wanted; None: all
-    problems: tuple[str, ...]  # what could not be read
+    notes: tuple[str, ...]  # processes that were killed, and what could not be read
 
 
 class Sampler:
@@ -60,9 +60,10 @@ class Sampler:
     def __init__(self, reader: GpuReader, pid: int | None = None) -> None:
         self._reader, self._pid = reader, pid
         self._kept: dict[str, deque[Published]] = {}
-        self._cpu_seconds = {each.pid: cpu_seconds(family([each.pid])) for each in read_all()[0]}
+        self._cpu_seconds: dict[int, float] = {}
+        self._notes: list[str] = []  # a killed process is noted once, when its file is removed
         self._taken_at = time.monotonic()
-        psutil.cpu_percent(percpu=True)  # the first one counts from here
+        self.take()  # the next one counts from here
 
     def take(self) -> Sample:
         """Return what is so now; wrappers that have stopped come last."""
@@ -70,8 +71,8 @@ class Sampler:
         elapsed_s, self._taken_at = max(now - self._taken_at, 1e-3), now
         gpus = tuple(self._reader.read())
         core_loads = tuple(percent / 100 for percent in psutil.cpu_percent(percpu=True))
-        memory = psutil.virtual_memory()
-        published, problems = read_all()
+        published, notes = read_all()
+        self._notes += [note for note in map(printable, notes) if note not in self._notes]
         published = [each for each in published if self._pid in (None, each.pid)]
         self._kept = {each.name: self._kept.get(each.name, deque(maxlen=_KEPT)) for each in published}
         before, self._cpu_seconds = self._cpu_seconds, {}
@@ -88,23 +89,15 @@ class Sampler:
             age_s = max(time.time() - each.published_at, 0.0)
             has_stopped = age_s > max(_STOPPED_STEPS * step_s, _STOPPED_S)
             replicas = tuple(_replicas(kept, gpus))
-            straggler = None if has_stopped else find(replicas, gpus, pids, core_loads, own_cores)
-            wrapper = Wrapper(
-                pid=each.pid,
-                command=command,
-                module=printable(each.module),
-                engine=printable(each.engine),
-                steps=each.steps,
-                step_s=step_s,
-                age_s=age_s,
-                has_stopped=has_stopped,
-                replicas=replicas,
-                straggler=straggler,
+            straggler = None if has_stopped else find(replicas, step_s, gpus, pids, core_loads, own_cores)
+            names = (printable(each.module), printable(each.engine))
+            wrappers.append(
+                Wrapper(each.pid, command, *names, each.steps, step_s, age_s, has_stopped, replicas, straggler)
             )
-            wrappers.append(wrapper)
         wrappers.sort(key=lambda wrapper: wrapper.has_stopped)
+        memory = psutil.virtual_memory()
         used_bytes = memory.total - memory.available
-        found = (tuple(wrappers), self._pid, tuple(problems))
+        found = (tuple(wrappers), self._pid, tuple(self._notes))
         return Sample(time.time(), gpus, core_loads, used_bytes, memory.total, *found)
 
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from unisono.bench.machine import other_programs
 from unisono.monitor.nvml import Gpu
 
-SLOWER = 1.2  # a straggler takes so many times as long as the others' median
+_SLOWER = 1.2  # a straggler takes so many times as long as the others' median
 _BUSIER = 0.2  # on GPUs: so much more load than the others' median
+_LEAST_S, _LEAST_PART = 1e-3, 0.05  # a shorter wait of the others in a step, or part of it, is nothing to mend
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Straggler:
 
 def find(
     replicas: Sequence[ReplicaFigures],
+    step_s: float,
     gpus: Sequence[Gpu] = (),
     own_pids: Sequence[int] = (),
     core_loads: Sequence[float] = (),
@@ -43,6 +45,7 @@ def find(
     """Return the straggler among the replicas of a wrapper; None if there is none, or if it cannot be told.
 
     Args:
+        step_s: the seconds from one step to the next.
         gpus: of the machine.
         own_pids: of the wrapper's processes.
         core_loads: of each core, from 0 to 1.
@@ -53,7 +56,8 @@ def find(
     times = [r.forward_s + r.backward_s for r in replicas if r.forward_s is not None and r.backward_s is not None]
     if len(times) == len(replicas):
         slowest = max(range(len(times)), key=times.__getitem__)
-        if times[slowest] < SLOWER * _median_without(times, slowest):
+        others_s = _median_without(times, slowest)
+        if times[slowest] < _SLOWER * others_s or not _matters(times[slowest] - others_s, step_s):
             return None
         causes = [_rows(slowest, replicas), other_programs(sum(core_loads), own_cores, len(core_loads))]
         return Straggler(slowest, "; ".join(filter(None, causes)) or None)
@@ -64,9 +68,14 @@ def find(
     if len(loads) < len(replicas) or len({gpu.number for gpu in found}) < len(replicas):  # or two on one GPU
         return None
     busiest = max(range(len(loads)), key=loads.__getitem__)
-    if loads[busiest] < _BUSIER + _median_without(loads, busiest):  # the others are idle while they wait for it
+    more = loads[busiest] - _median_without(loads, busiest)  # the others are idle while they wait for it
+    if more < _BUSIER or not _matters(more * step_s, step_s):
         return None
     return Straggler(busiest, _gpu_cause(busiest, replicas, found, own_pids))
+
+
+def _matters(wait_s: float, step_s: float) -> bool:
+    return wait_s >= max(_LEAST_S, _LEAST_PART * step_s)
 
 
 def _gpu_cause(
@@ -87,7 +96,7 @@ def _gpu_cause(
 def _rows(slowest: int, replicas: Sequence[ReplicaFigures]) -> str | None:
     """Return that its rows are why, if they alone make it a straggler."""
     rows = [replica.rows for replica in replicas]
-    if not all(rows) or rows[slowest] < SLOWER * _median_without(rows, slowest):
+    if not all(rows) or rows[slowest] < _SLOWER * _median_without(rows, slowest):
         return None
     return f"it has {rows[slowest]} of {sum(rows)} rows: change shares"
 

@@ -5,11 +5,12 @@ import contextlib
 import json
 import math
 import signal
+import sys
 import time
 from dataclasses import asdict
 from typing import Any
 
-from unisono.console.errors import DONE
+from unisono.console.errors import DONE, OptionError
 from unisono.monitor.nvml import GpuReader
 
 _EVERY_S = 1.0
@@ -23,7 +24,8 @@ Show, once a second, the load, memory, temperature and power of each NVIDIA GPU,
 running DataParallel of this user each replica's share of the rows, its times, and how long it waits for the others. The
 replica that the others wait for is marked, with the cause where the figures tell it. Ctrl-C ends it.
 
-A training that takes no steps is only named, on one line at the end.
+A training that takes no steps is only named, on one line at the end, and so is one that was killed. With --pid the
+command ends with the process.
 
 On a terminal the table stays in place. Elsewhere each sample is a paragraph; with --json it is a line of JSON.
 """
@@ -40,7 +42,7 @@ A wrapper publishes its last step once a second, in a file that only its user ca
 or unisono-UID in the folder for temporary files. UNISONO_PUBLISH=0 in its environment switches that off.
 
 exit status:
-  0  shown; also after Ctrl-C
+  0  shown; also after Ctrl-C, and when the process of --pid has ended
   1  the output cannot be written any more
   2  nothing was shown: the arguments cannot be used
 """
@@ -49,7 +51,7 @@ exit status:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command to its parser; only what was given comes out of it."""
     parser.add_argument("--once", action="store_true", help="show one sample and end")
-    parser.add_argument("--pid", type=int, metavar="N", help="show only the training in this process")
+    parser.add_argument("--pid", metavar="N", help="show only the training in this process")
     parser.add_argument("--json", action="store_true", help="print each sample as a line of JSON")
     parser.add_argument("--every", type=_seconds, metavar="S", help=f"seconds between samples (default: {_EVERY_S:g})")
 
@@ -64,9 +66,16 @@ def run(given: dict[str, Any]) -> int:
     from rich.console import Console
     from rich.live import Live
 
-    from unisono.monitor.display import fitted, shown
-    from unisono.monitor.sample import Sampler  # imports psutil, which `needed` has checked
+    from unisono.bench.processes import is_running  # imports psutil, which `needed` has checked
+    from unisono.monitor.display import shown
+    from unisono.monitor.sample import Sampler
 
+    pid = int(given["pid"]) if given.get("pid", "").isdecimal() else None
+    if "pid" in given and (pid is None or not is_running(pid)):
+        raise OptionError(
+            f"--pid {given['pid']}: there is no such process; expected the number of one that trains, as `unisono "
+            "watch` shows it"
+        )
     once, as_json = given.get("once", False), given.get("json", False)
     console = Console()
     in_place = not once and not as_json and console.is_terminal and not console.is_dumb_terminal
@@ -79,12 +88,13 @@ def run(given: dict[str, Any]) -> int:
                 signal.signal(getattr(signal, name), signal.default_int_handler)
     try:
         with live if in_place else contextlib.nullcontext():
-            sampler = Sampler(GpuReader(), given.get("pid"))
+            sampler = Sampler(GpuReader(), pid)
             while True:
                 time.sleep(given.get("every", _EVERY_S))
+                has_ended = pid is not None and not is_running(pid)  # asked first, so that the sample knows why
                 sample = sampler.take()
                 if in_place:
-                    live.update(fitted(sample, console), refresh=True)
+                    live.update(shown(sample), refresh=True)
                 elif as_json:
                     print(json.dumps(asdict(sample)), flush=True)
                 else:
@@ -93,8 +103,13 @@ def run(given: dict[str, Any]) -> int:
                     print(*map(str.rstrip, text.get().splitlines()), sep="\n", end="\n\n", flush=True)
                 if once:
                     return DONE
+                if has_ended:
+                    break
     except KeyboardInterrupt:  # the usual way to end it
         return DONE
+    own = [note for note in sample.notes if note.startswith(f"process {pid} ")]
+    print(*own or [f"process {pid} has ended"], file=sys.stderr, flush=True)
+    return DONE
 
 
 def _seconds(text: str) -> float:

@@ -1,6 +1,7 @@
 """The command `unisono plan`: from the words of the command line to a table, a picture, and a conclusion."""
 
 import argparse
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from unisono.runtime.devices import is_cpu
 _BACKWARD_FRACTION = 2 / 3
 _DEFAULTS = {"bucket": "25MiB", "inside": "pcie3", "between": "25gbe"}
 _DEVICES_PER_MACHINE = 8
+
+_time = functools.partial(parse_quantity, units=SECONDS)
+_size = functools.partial(parse_quantity, units=BYTES)
 
 SUMMARY = "say how far a training step will scale, up to 1,024 devices"
 
@@ -137,18 +141,3 @@ def _described_step(given: dict[str, Any], bucket_bytes: float) -> StepCost:
     if backward_s > compute_s:
         raise OptionError(f"--backward {backward_s:g}s is a part of --compute {compute_s:g}s, and cannot be longer")
     return StepCost(compute_s, backward_s, given["gradients"], bucket_bytes)
-
-
-def _time(text: str) -> float:
-    return _positive(text, SECONDS)
-
-
-def _size(text: str) -> float:
-    return _positive(text, BYTES)
-
-
-def _positive(text: str, units: dict[str, float]) -> float:
-    value = parse_quantity(text, units)
-    if not value:
-        raise argparse.ArgumentTypeError(f"expected more than 0; got {text!r}")
-    return value

@@ -65,23 +65,19 @@ LINKS = {
 
 
 def parse_quantity(text: str, units: dict[str, float]) -> float:
-    """Return the value of a number with a unit, which may be 0; an argparse type, given the units.
+    """Return the value of a number with one of these units; an argparse type, given the units.
 
     >>> parse_quantity("25MiB", BYTES), parse_quantity("25 Gbit/s", BYTES_PER_SECOND)
     (26214400.0, 3125000000.0)
 
-    Args:
-        text: the number, then the unit.
-        units: the known units, and the value of each.
-
     Raises:
-        argparse.ArgumentTypeError: it has another form, or is infinite.
+        argparse.ArgumentTypeError: it has another form, is infinite or 0.
     """
     found = _NUMBER.fullmatch(text)
-    value = math.inf if found is None or found[2] not in units else float(found[1]) * units[found[2]]
-    if value == math.inf:
+    value = float(found[1]) * units[found[2]] if found and found[2] in units else 0.0
+    if not 0 < value < math.inf:
         known = ", ".join(units)
-        raise argparse.ArgumentTypeError(f"expected a finite number and one of the units {known}; got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a number above 0 and one of the units {known}; got {text!r}")
     return value
 
 
@@ -92,7 +88,7 @@ def parse_link(text: str) -> Link:
     Link(latency_s=1e-06, bandwidth_bytes_per_s=3125000000.0)
 
     Raises:
-        argparse.ArgumentTypeError: no link has this name, the text has another form, or the bandwidth is 0.
+        argparse.ArgumentTypeError: no link has this name, or the text has another form.
     """
     if text in LINKS:
         return LINKS[text]
@@ -101,7 +97,4 @@ def parse_link(text: str) -> Link:
         raise argparse.ArgumentTypeError(
             f"expected a latency and a bandwidth, such as 10us,25Gbit/s, or one of {', '.join(LINKS)}; got {text!r}"
         )
-    link = Link(parse_quantity(latency, SECONDS), parse_quantity(bandwidth, BYTES_PER_SECOND))
-    if not link.bandwidth_bytes_per_s:
-        raise argparse.ArgumentTypeError(f"expected a bandwidth above 0; got {text!r}")
-    return link
+    return Link(parse_quantity(latency, SECONDS), parse_quantity(bandwidth, BYTES_PER_SECOND))

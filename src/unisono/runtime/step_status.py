@@ -1,7 +1,7 @@
 """What a wrapper says about its steps to `unisono watch`: a small file for each, which only its user can read.
 
     a wrapper   once a second, at the beginning of a forward: the step before it, as JSON
-    a reader    all files of this user's processes that still run; it removes those of processes that have ended
+    a reader    all files of this user's processes; it removes those of processes that have ended
 
 The folder is `$XDG_RUNTIME_DIR/unisono`, or `unisono-UID` in the folder for temporary files. One that belongs to
 someone else, or that others may enter, is not used.
@@ -10,7 +10,7 @@ Guarantees
     - A step costs a comparison with the clock, and once a second one small file.
     - Nothing that goes wrong here reaches the training. The wrapper then says nothing more.
     - A reader sees the whole of one publication: it is written under another name, and renamed. Its name tells whose it
-      is, so what a process leaves that was killed is ignored, and removed.
+      is. A process removes its own when it exits; a killed one leaves it to the next reader, who tells of it.
 
 `UNISONO_PUBLISH=0` switches it off.
 """
@@ -23,7 +23,7 @@ import re
 import stat
 import tempfile
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic, time
@@ -188,12 +188,12 @@ def expect_private(folder: Path) -> None:
 
 
 def read_all() -> tuple[list[Published], list[str]]:
-    """Return what this user's wrappers have published, in order of their processes, and what could not be read.
+    """Return what this user's running processes have published, in order of their numbers, and notes for the user.
 
-    Files of processes that have ended are removed.
+    The notes name folders that cannot be read, and processes that have left files, which are removed.
     """
     found: list[Published] = []
-    problems: list[str] = []
+    notes: list[str] = []
     if not hasattr(os, "getuid"):
         return [], ["wrappers publish nothing on this system"]
     for folder in folders():
@@ -203,25 +203,32 @@ def read_all() -> tuple[list[Published], list[str]]:
         except FileNotFoundError:
             continue
         except OSError as error:
-            problems.append(str(error))
+            notes.append(f"not read: {error}")
             continue
         for path in paths:
-            found += _read(path)
-    return sorted(found, key=lambda each: (each.pid, each.name)), problems
+            with contextlib.suppress(OSError):
+                _read(path, found, notes)
+    return sorted(found, key=lambda each: (each.pid, each.name)), notes
 
 
-def _read(path: Path) -> Iterator[Published]:
+def _read(path: Path, found: list[Published], notes: list[str]) -> None:
     parts = _NAME.fullmatch(path.name)
     if parts is None:
         return
     pid, start, namespace = map(int, parts.groups()[:3])
     if namespace != _namespace():  # of a container: its numbers of processes mean others here
         return
-    with contextlib.suppress(OSError):
-        if _start_of(pid) != start:
-            path.unlink()
-        elif path.suffix != _UNFINISHED and (found := _parsed(_content(path))):
-            yield found
+    has_ended = _start_of(pid) != start
+    published = _parsed(_content(path)) if path.suffix != _UNFINISHED else None
+    if has_ended:
+        path.unlink()
+        if published:
+            notes.append(
+                f"process {pid} has ended without Python's usual exit, as a killed one does: {published.module}, "
+                f"{published.steps:,} steps, the last {time() - published.published_at:.0f} s ago"
+            )
+    elif published:
+        found.append(published)
 
 
 def _content(path: Path) -> bytes:
