@@ -285,7 +285,7 @@ print({name: value.tolist() for name, value in output.items()})
 
 @pytest.mark.parametrize(
     ("forwards", "backward_s", "line"),
-    [(3, 0.0, "forward 50%, the rest"), (3, 0.001, "forward 50%, the rest"), (3, 0.1, "forward 50%, backward 10%, th")],
+    [(3, 0.0, "forward 50%, the rest"), (3, 0.005, "forward 50%, the rest"), (3, 0.1, "forward 50%, backward 10%, th")],
 )
 def test_what_is_nothing_is_not_in_the_closing_line(forwards: int, backward_s: float, line: str) -> None:
     """X5: short runs, and those without a backward, said "backward 0%"."""
@@ -310,11 +310,13 @@ def phases_sum_to_one(report: Report) -> bool:
         (["-m", "no_such_module.inner"], "-m no_such_module.inner: there is no such module in "),
         (["-m", "folder"], "-m folder: it is a package without a __main__"),
         (["--devices", "gpu", "train.py"], "--devices gpu: gpu is no device"),
-        (["--shares", "2,1", "--devices", "cpu*3", "train.py"], "2 weights for 3 devices"),
+        (["--shares", "2,1", "--devices", "cpu*3", "train.py"], "--shares [2.0, 1.0] has 2 weights for 3 devices"),
         (["--shares", "fast", "train.py"], "argument --shares: expected chunk, even, measured, or weights such as 2,1"),
-        (["--in-dims", "(0, ", "train.py"], "--in-dims: expected a value in Python's notation, such as 1, "),
-        (["--out-dims", "{0: 'x'}", "train.py"], "out_dims[0]='x': expected an int (the axis that holds the rows)"),
-        (["--scalars", "median", "train.py"], "scalars='median': expected"),
+        # These named the Python argument, and showed axes where --scalars takes words.
+        (["--in-dims", "(0, ", "train.py"], "--in-dims: expected Python's notation, such as 1, (0, None)"),
+        (["--out-dims", "{0: 'x'}", "train.py"], "--out-dims: DIMS[0]='x': expected an int (the axis that holds"),
+        (["--scalars", "median", "train.py"], "--scalars: RULE='median': expected \"stack\", "),
+        (["--scalars", "{'a'", "train.py"], "--scalars: expected Python's notation, such as mean, mean:tokens or {'"),
         (["--engine", "fibres", "train.py"], "argument --engine: invalid choice"),
         (["--count-replicas", "train.py"], "--count-replicas counts those of --devices: give --devices too"),
         (["--speed", "train.py"], "there is no option --speed"),

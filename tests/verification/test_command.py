@@ -158,7 +158,7 @@ def test_the_report_and_the_status(
         ),
         (["theirs:build", *TWO, "--shares", "1,2,3"], "3 weights for 2 devices"),
         (["theirs:build", "--dim", "x"], "argument --dim: invalid int value"),
-        (["theirs:build", "--scalars", "median"], "scalars='median': expected"),
+        (["theirs:build", "--scalars", "median"], "--scalars: RULE='median': expected"),
         (["theirs.py"], "theirs.py: expected package.module:build"),
         (["nowhere:build"], "there is no module nowhere in "),
         (["unfinished:build"], "importing unfinished raised ModuleNotFoundError: No module named 'a_library_that"),

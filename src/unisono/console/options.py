@@ -3,11 +3,12 @@
 import argparse
 import ast
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from unisono.console.errors import OptionError
+from unisono.primitives.dims import check_dims, check_scalars
 from unisono.primitives.split_sizes import RULES, check_shares
 
 TARGET = "package.module:build"
@@ -34,23 +35,41 @@ def shares(text: str) -> str | list[float]:
     return weights
 
 
-def literal(text: str) -> Any:
-    """Return what a text in Python's notation means, of numbers, strings, None, tuples, lists, dicts: an argparse type.
+def dims(text: str) -> Any:
+    """Return what a text says of the axes of the rows, in Python's notation; an argparse type.
 
-    >>> literal("{'mask': None}")
+    >>> dims("{'mask': None}")
     {'mask': None}
     """
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        raise argparse.ArgumentTypeError(
-            f"expected a value in Python's notation, such as 1, (0, None) or {{'mask': None}}; got {text!r}"
-        ) from None
+    return _checked(lambda: check_dims(_literal(text), "DIMS"), text, "1, (0, None) or {'mask': None}")
 
 
 def scalars(text: str) -> Any:
     """Return the rule for 0-dim outputs, a word or such words in a tuple or dict; an argparse type."""
-    return literal(text) if text[:1] in ("(", "[", "{") else text
+    is_nested = text[:1] in ("(", "[", "{")
+    example = "mean, mean:tokens or {'loss': 'mean:tokens', 'tokens': 'sum'}"
+    return _checked(lambda: check_scalars(_literal(text) if is_nested else text, "RULE"), text, example)
+
+
+def _checked(value_of: Callable[[], Any], text: str, example: str) -> Any:
+    try:
+        return value_of()
+    except SyntaxError:
+        raise argparse.ArgumentTypeError(f"expected Python's notation, such as {example}; got {text!r}") from None
+    except (ValueError, TypeError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _literal(text: str) -> Any:
+    """Return the numbers, strings, None, tuples, lists or dicts that a text means in Python's notation.
+
+    Raises:
+        SyntaxError: it means none.
+    """
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, TypeError, MemoryError, RecursionError) as error:
+        raise SyntaxError from error
 
 
 def flag(name: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from unisono.console.device_option import choose_devices
 from unisono.console.errors import FAILED, OptionError
-from unisono.console.options import flag, literal, scalars, shares
+from unisono.console.options import dims, flag, scalars, shares
 from unisono.distributed.environment import started_by_launcher
 from unisono.primitives.split_sizes import check_shares
 from unisono.runtime import devices as _devices
@@ -72,14 +72,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--in-dims",
-        type=literal,
+        type=dims,
         metavar="DIMS",
         help="the axis of the rows in each input; None: whole, to every replica. In Python's notation, such as "
         "(0, None) or {'mask': None} (default: the script's dim, for all)",
     )
     parser.add_argument(
         "--out-dims",
-        type=literal,
+        type=dims,
         metavar="DIMS",
         help="the same for outputs, nested like them, such as (0, (1, 1)) for an LSTM with batch_first=True",
     )
@@ -140,7 +140,7 @@ def run(given: dict[str, Any]) -> int:
         check_shares(options.get("shares", "chunk"), len(devices) if devices else None)
         installed = install(devices, **options)
     except (TypeError, ValueError) as error:
-        raise OptionError(error) from error
+        raise OptionError(str(error).replace("shares=", "--shares ", 1)) from error
 
     replaced = contextlib.ExitStack()
     replaced.enter_context(installed)

@@ -11,7 +11,6 @@ _NO_WRAPPER = (
     "with python alone"
 )
 _PLAIN = "no accelerator, where the plain module runs (--devices 'cpu*2' makes two replicas)"
-_LEAST_SHARE = 0.005  # what is less would be shown as 0 %
 
 
 def line(report: Report, engine: str, world_size: int = 1, advice: str = "") -> str:
@@ -34,8 +33,8 @@ def line(report: Report, engine: str, world_size: int = 1, advice: str = "") -> 
     if report.forwards:
         rate = f", {report.rows / report.seconds:,.0f} rows/s" if report.seconds else ""
         parts.append(f"{_counted(report.rows, 'row')} in {_counted(report.forwards, 'forward')}{rate}")
-        shown = {name: share for name, share in phases(report).items() if share >= _LEAST_SHARE}
-        parts.append(", ".join(f"{name} {share:.0%}" for name, share in shown.items()))
+        shown = {name: f"{share:.0%}" for name, share in phases(report).items()}
+        parts.append(", ".join(f"{name} {share}" for name, share in shown.items() if share != "0%"))
     elif report.devices:
         parts.append("no forward")
     if report.not_replaced:
