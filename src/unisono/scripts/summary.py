@@ -7,8 +7,8 @@ from unisono.console.device_option import describe
 from unisono.scripts.activity import Report
 
 _NO_WRAPPER = (
-    "the script made no torch.nn.DataParallel in this process and called none of the functions beside it: it ran as "
-    "with python alone"
+    "the script made no torch.nn.DataParallel that is unisono's in this process, and called none of the functions "
+    "beside it: it ran as with python alone"
 )
 _PLAIN = "no accelerator, where the plain module runs (--devices 'cpu*2' makes two replicas)"
 
@@ -20,7 +20,7 @@ def line(report: Report, engine: str, world_size: int = 1, advice: str = "") -> 
         world_size: how many processes run the script; the report is that of rank 0.
         advice: for a script that has made no wrapper.
     """
-    if not report.devices and not report.functions and not report.not_replaced:
+    if not report.devices and not report.functions:
         return _NO_WRAPPER + advice
     parts = [f"rank 0 of {world_size}"] if world_size > 1 else []
     if report.devices:
@@ -37,8 +37,6 @@ def line(report: Report, engine: str, world_size: int = 1, advice: str = "") -> 
         parts.append(", ".join(f"{name} {share}" for name, share in shown.items() if share != "0%"))
     elif report.devices:
         parts.append("no forward")
-    if report.not_replaced:
-        parts.append(f"not replaced, and torch's own: {', '.join(report.not_replaced)}")
     return "; ".join(filter(None, parts))
 
 
@@ -63,7 +61,6 @@ def record(report: Report, engine: str, status: int, world_size: int = 1) -> str
     """Return the same for machines: one line of JSON."""
     content: dict[str, Any] = {
         "wrappers": [[str(device) for device in devices] for devices in report.devices],
-        "not_replaced": report.not_replaced,
         "engine": engine,
         "functions": report.functions,
         "forwards": report.forwards,
