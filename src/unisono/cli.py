@@ -9,7 +9,6 @@ them, by the extra that has them. A module with `split(words)` says which of its
 import argparse
 import io
 import os
-import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -147,7 +146,7 @@ def _parse(argv: Sequence[str]) -> tuple[ModuleType | None, dict[str, Any]]:
     if argv and (split := getattr(_COMMANDS.get(argv[0]), "split", None)):
         own, foreign = split(argv[1:])
         argv = [argv[0], *own]
-    arguments, unknown = parser.parse_known_args(_with_negative_values(argv))
+    arguments, unknown = parser.parse_known_args(argv)
     given = vars(arguments) | ({} if foreign is None else {"arguments": foreign})
     name = given.pop("command")
     if unknown:
@@ -158,17 +157,6 @@ def _parse(argv: Sequence[str]) -> tuple[ModuleType | None, dict[str, Any]]:
     command = _COMMANDS[name]
     expect_installed(command.needed(given) if hasattr(command, "needed") else {})
     return command, given
-
-
-def _with_negative_values(argv: Sequence[str]) -> list[str]:
-    """Return `--compute -1ms` as `--compute=-1ms`: argparse would take the value for an option."""
-    joined: list[str] = []
-    for word in argv:
-        if joined and re.match(r"-\.?\d", word) and re.fullmatch(r"--[a-z-]+", joined[-1]):
-            joined[-1] += f"={word}"
-        else:
-            joined.append(word)
-    return joined
 
 
 class _Parser(argparse.ArgumentParser):

@@ -12,6 +12,49 @@ from unisono.primitives.dims import check_dims, check_scalars
 from unisono.primitives.split_sizes import RULES, check_shares
 
 TARGET = "package.module:build"
+OF_WRAPPERS = ("engine", "shares", "in_dims", "out_dims", "scalars", "sync_batch_norm", "randomness")
+
+
+def add_options_of_wrappers(parser: argparse.ArgumentParser) -> None:
+    """Add the options that are arguments of `DataParallel`, for commands whose wrappers take them as they are."""
+    parser.add_argument("--engine", choices=("threads", "processes"), help="what runs replicas (default: threads)")
+    parser.add_argument(
+        "--shares",
+        type=shares,
+        metavar="RULE",
+        help="rows of each replica: chunk; even; measured, which tries a few in the first steps and keeps the "
+        "fastest; or one weight a device, such as 2,1 (default: chunk)",
+    )
+    parser.add_argument(
+        "--in-dims",
+        type=dims,
+        metavar="DIMS",
+        help="the axis of the rows in each input; None: whole, to every replica. In Python's notation, such as "
+        "(0, None) or {'mask': None} (default: dim, for all)",
+    )
+    parser.add_argument(
+        "--out-dims",
+        type=dims,
+        metavar="DIMS",
+        help="the same for outputs, nested like them, such as (0, (1, 1)) for an LSTM with batch_first=True",
+    )
+    parser.add_argument(
+        "--scalars",
+        type=scalars,
+        metavar="RULE",
+        help="how 0-dim outputs such as a loss are combined: stack, mean, sum, mean:name, or these nested like the "
+        "output, such as {'loss': 'mean:tokens', 'tokens': 'sum'} (default: stack)",
+    )
+    parser.add_argument(
+        "--sync-batch-norm",
+        action=argparse.BooleanOptionalAction,
+        help="batch norm with the statistics of the whole batch, or with --no of each shard (default)",
+    )
+    parser.add_argument(
+        "--randomness",
+        choices=("per_replica", "one_device"),
+        help="the random numbers of dropout and other draws: of each replica (default), or those of one device",
+    )
 
 
 def folder(name: str) -> Path:

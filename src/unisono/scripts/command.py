@@ -11,7 +11,7 @@ from typing import Any
 
 from unisono.console.device_option import choose_devices
 from unisono.console.errors import FAILED, OptionError
-from unisono.console.options import dims, flag, scalars, shares
+from unisono.console.options import OF_WRAPPERS, add_options_of_wrappers, flag
 from unisono.distributed.environment import started_by_launcher
 from unisono.primitives.split_sizes import check_shares
 from unisono.runtime import devices as _devices
@@ -20,8 +20,7 @@ from unisono.scripts.gpu_count import counted_as_gpus
 from unisono.scripts.install import Installation, install
 from unisono.scripts.main_program import ProgramError, find_module, find_script, run_program
 
-_OF_WRAPPERS = ("engine", "shares", "in_dims", "out_dims", "scalars", "sync_batch_norm", "randomness")
-_WITH_VALUE = {"--devices", *map(flag, _OF_WRAPPERS)} - {"--sync-batch-norm"}
+_WITH_VALUE = {"--devices", *map(flag, OF_WRAPPERS)} - {"--sync-batch-norm"}
 _COUNT_REPLICAS = (
     ". If it makes one only where there are several GPUs: unisono run --devices 'cpu*2' --count-replicas answers with "
     "the number of the replicas"
@@ -62,42 +61,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="those of every wrapper, whatever the script names. auto: every accelerator, or two CPU replicas without "
         "one; a count; or by name: cpu,cpu, 'cpu*8', cuda:0,cuda:1 (default: the script's own)",
     )
-    parser.add_argument("--engine", choices=("threads", "processes"), help="what runs replicas (default: threads)")
-    parser.add_argument(
-        "--shares",
-        type=shares,
-        metavar="RULE",
-        help="rows of each replica: chunk; even; measured, which tries a few in the first steps and keeps the "
-        "fastest; or one weight a device, such as 2,1 (default: chunk)",
-    )
-    parser.add_argument(
-        "--in-dims",
-        type=dims,
-        metavar="DIMS",
-        help="the axis of the rows in each input; None: whole, to every replica. In Python's notation, such as "
-        "(0, None) or {'mask': None} (default: the script's dim, for all)",
-    )
-    parser.add_argument(
-        "--out-dims",
-        type=dims,
-        metavar="DIMS",
-        help="the same for outputs, nested like them, such as (0, (1, 1)) for an LSTM with batch_first=True",
-    )
-    parser.add_argument(
-        "--scalars",
-        type=scalars,
-        metavar="RULE",
-        help="how 0-dim outputs such as a loss are combined: stack, mean, sum, mean:name, or these nested like the "
-        "output, such as {'loss': 'mean:tokens', 'tokens': 'sum'} (default: stack)",
-    )
-    parser.add_argument(
-        "--sync-batch-norm", action="store_true", help="batch norm with the statistics of the whole batch"
-    )
-    parser.add_argument(
-        "--randomness",
-        choices=("per_replica", "one_device"),
-        help="the random numbers of dropout and other draws (default: per_replica)",
-    )
+    add_options_of_wrappers(parser)
     parser.add_argument(
         "--count-replicas",
         action="store_true",
@@ -132,7 +96,7 @@ def run(given: dict[str, Any]) -> int:
     if (script is None) == (module is None):
         raise OptionError("expected one script, or -m module (unisono run --help has examples)")
     devices = choose_devices(given["devices"], among_several=_among_several()) if "devices" in given else None
-    options = {name: given[name] for name in _OF_WRAPPERS if name in given}
+    options = {name: given[name] for name in OF_WRAPPERS if name in given}
     counts_replicas = "count_replicas" in given
     if counts_replicas and devices is None:
         raise OptionError("--count-replicas counts those of --devices: give --devices too, such as --devices 'cpu*2'")

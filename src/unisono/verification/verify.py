@@ -204,29 +204,29 @@ def _rows(mode: str, one: RecordedStep, many: RecordedStep, tolerance: Tolerance
         gradients = compare.common_scales(one.gradients)
         rows += compare.rows_of(mode, Kind.GRADIENT, one.gradients, many.gradients, gradients, tolerance)
     rows += compare.rows_of(mode, Kind.BUFFER, one.buffers, many.buffers, compare.module_scales(one.buffers), tolerance)
-    names = _updated(one, many)
-    attributes = {name: one.attributes.get(name) for name in names}
-    of_many = {name: many.attributes[name] for name in names if name in many.attributes}
+    updated = _updated(one, many)
+    scales = compare.own_scales(updated)
     return [
         *rows,
-        *compare.rows_of(mode, Kind.ATTRIBUTE, attributes, of_many, compare.own_scales(attributes), tolerance),
+        *compare.rows_of(
+            mode, Kind.ATTRIBUTE, updated, {name: many.attributes.get(name) for name in updated}, scales, tolerance
+        ),
     ]
 
 
-def _updated(one: RecordedStep, many: RecordedStep) -> list[str]:
-    """Return the names of the numbers in attributes that the step has updated, and did not only fill or take away."""
+def _updated(one: RecordedStep, many: RecordedStep) -> dict[str, torch.Tensor]:
+    """Return the numbers in attributes that the step has updated, on one device or on several."""
 
     def is_as_before(step: RecordedStep, name: str) -> bool:
-        before, after = one.attributes_before.get(name), step.attributes.get(name)
-        return before is not None and after is not None and before.dtype == after.dtype and torch.equal(before, after)
+        before, after = one.attributes_before[name], step.attributes.get(name)
+        return after is not None and before.dtype == after.dtype and torch.equal(before, after)
 
-    filled, taken = _filled(one, many), one.attributes_before.keys() - one.attributes.keys()
-    names = dict.fromkeys([*one.attributes, *many.attributes])
-    return [
-        name
-        for name in names
-        if name not in filled and name not in taken and not (is_as_before(one, name) and is_as_before(many, name))
-    ]
+    names = one.attributes_before.keys() & one.attributes.keys()
+    return {
+        name: number
+        for name, number in one.attributes.items()
+        if name in names and not (is_as_before(one, name) and is_as_before(many, name))
+    }
 
 
 def _filled(one: RecordedStep, many: RecordedStep) -> set[str]:
@@ -252,7 +252,7 @@ def _notes(mode: str, one: RecordedStep, many: RecordedStep) -> Iterator[str]:
         yield f"{mode}: gradients are not compared, because the backward fails on one device: {one.no_gradients}"
     elif not one.gradients:
         yield f"{mode}: there are no gradients to compare: the loss needs none"
-    if names := sorted({name.partition("[")[0] for name in _filled(one, many)}):
+    if names := sorted(_filled(one, many)):
         yield f"forward fills {', '.join(names)}: {LOST}. If they are read after forward, return them as outputs"
     if len(many.rows) == 1:
         yield "only one replica had rows: give a batch with more rows"
