@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from unisono.console.device_option import choose_devices
-from unisono.console.errors import FAILED, OptionError
+from unisono.console.errors import OptionError
 from unisono.console.options import OF_WRAPPERS, add_options_of_wrappers, flag
 from unisono.distributed.environment import started_by_launcher
 from unisono.primitives.split_sizes import check_shares
@@ -68,7 +68,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="device_count() of torch.cuda is the number of --devices to the script, for one that makes no "
         "DataParallel if it has less than two GPUs",
     )
-    parser.add_argument("--json", action="store_true", help="the closing line as JSON")
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -111,18 +110,18 @@ def run(given: dict[str, Any]) -> int:
     if devices and counts_replicas:
         replaced.enter_context(counted_as_gpus(len(devices)))
     advice = "" if counts_replicas or len(_devices.accelerators()) > 1 else _COUNT_REPLICAS
-    ending = _Ending(installed, replaced, options.get("engine", "threads"), advice, as_json="json" in given)
+    ending = _Ending(installed, replaced, options.get("engine", "threads"), advice)
     atexit.register(ending)  # before the script's own, so it is called after them
     find = partial(find_script, script) if script is not None else partial(find_module, str(module))
     try:
-        ending.status = run_program(find, given["arguments"])
+        status = run_program(find, given["arguments"])
     except ProgramError:
         atexit.unregister(ending)
         replaced.close()
         raise
     with contextlib.suppress(AttributeError, ValueError):  # the script has put None there, or closed it
         sys.stdout.flush()
-    return ending.status
+    return status
 
 
 class _Ending:
@@ -130,29 +129,18 @@ class _Ending:
 
     Threads of the script may outlive its last line, and its exit handlers come later still. All of these may make
     wrappers, and what they do counts.
-
-    Attributes:
-        status: the script's exit status.
     """
 
-    def __init__(
-        self, installed: Installation, replaced: contextlib.ExitStack, engine: str, advice: str, *, as_json: bool
-    ) -> None:
-        self.status = FAILED
-        self._installed, self._replaced, self._engine = installed, replaced, engine
-        self._advice, self._as_json = advice, as_json
+    def __init__(self, installed: Installation, replaced: contextlib.ExitStack, engine: str, advice: str) -> None:
+        self._installed, self._replaced, self._engine, self._advice = installed, replaced, engine, advice
         self._process, self._stream = os.getpid(), sys.stderr
 
     def __call__(self) -> None:
-        """Print the closing line."""
         report = self._installed.report()
         self._replaced.close()
         if report is None or os.getpid() != self._process or os.environ.get("RANK", "0") != "0":
             return  # a child that the script has forked, and another rank, have no line of their own
-        if self._as_json:
-            text = summary.record(report, self._engine, self.status, _world_size())
-        else:
-            text = f"unisono run: {summary.line(report, self._engine, _world_size(), self._advice)}"
+        text = f"unisono run: {summary.line(report, self._engine, _world_size(), self._advice)}"
         with contextlib.suppress(AttributeError, ValueError, OSError):
             sys.stdout.flush()  # the closing line comes after all that the script has printed
         with contextlib.suppress(ValueError, OSError):  # the script has closed it, or nothing reads it any more

@@ -1,8 +1,5 @@
 """The closing line of `unisono run`: devices, rows a second, and the share of time of each phase."""
 
-import json
-from typing import Any
-
 from unisono.console.device_option import describe
 from unisono.scripts.activity import Report
 
@@ -55,20 +52,3 @@ def phases(report: Report) -> dict[str, float]:
     named[rest] = max(0.0, report.seconds - sum(named.values()))
     whole = sum(named.values())
     return {name: seconds / whole for name, seconds in named.items()} if whole else {}
-
-
-def record(report: Report, engine: str, status: int, world_size: int = 1) -> str:
-    """Return the same for machines: one line of JSON."""
-    content: dict[str, Any] = {
-        "wrappers": [[str(device) for device in devices] for devices in report.devices],
-        "engine": engine,
-        "functions": report.functions,
-        "forwards": report.forwards,
-        "rows": report.rows,
-        "seconds": round(report.seconds, 6),
-        "rows_per_second": round(report.rows / report.seconds, 3) if report.seconds else None,
-        "shares": {name: round(share, 4) for name, share in phases(report).items()},
-        "exit_status": status,
-        "world_size": world_size,
-    }
-    return json.dumps(content)
