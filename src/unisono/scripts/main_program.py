@@ -34,7 +34,7 @@ class Program:
 
     Attributes:
         code: the program, compiled.
-        attributes: those of `__main__`, beside its name.
+        attributes: those of `__main__`.
         argument: `sys.argv[0]`.
         folder: what is first on `sys.path`.
     """
@@ -59,8 +59,7 @@ def find_script(name: str) -> Program:
     if name == "-":
         source = sys.stdin.buffer.read() if sys.stdin is not None else b""
         return Program(compile(source, "<stdin>", "exec"), {}, name, "")
-    folder = name if os.path.isdir(name) else os.path.dirname(os.path.realpath(name))
-    path = os.path.abspath(os.path.join(name, "__main__.py") if folder == name else name)
+    path = os.path.abspath(os.path.join(name, "__main__.py") if os.path.isdir(name) else name)
     try:
         with io.open_code(path) as file:
             source = file.read()
@@ -68,7 +67,7 @@ def find_script(name: str) -> Program:
         raise ProgramError(f"{path} cannot be read ({error.strerror}): expected a script, or -m module") from error
     loader = importlib.machinery.SourceFileLoader("__main__", path)
     attributes = {"__file__": path, "__loader__": loader, "__cached__": None}
-    return Program(compile(source, path, "exec"), attributes, name, folder)
+    return Program(compile(source, path, "exec"), attributes, name, os.path.dirname(os.path.realpath(path)))
 
 
 def find_module(name: str) -> Program:
@@ -83,13 +82,7 @@ def find_module(name: str) -> Program:
         _, spec, code = runpy._get_module_details(name, ProgramError)  # type: ignore[attr-defined]  # pdb's way
     except ProgramError as error:
         raise ProgramError(f"-m {name}: {error}; expected a module in {os.getcwd()} or installed") from error
-    attributes = {
-        "__file__": spec.origin,
-        "__spec__": spec,
-        "__loader__": spec.loader,
-        "__package__": spec.parent,
-        "__cached__": spec.cached,
-    }
+    attributes = vars(importlib.util.module_from_spec(spec)) | {"__name__": "__main__"}
     return Program(code, attributes, spec.origin or name, os.getcwd())
 
 
