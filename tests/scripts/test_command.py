@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from helpers.commands import assert_misused, run_to_the_end, status_of
+from helpers.commands import assert_misused, run_to_the_end
 from unisono.scripts import summary
 from unisono.scripts.activity import Report
 from unisono.scripts.command import split
@@ -300,7 +300,13 @@ def phases_sum_to_one(report: Report) -> bool:
         (["-m", "folder"], "-m folder: No module named folder.__main__; 'folder' is a package"),
         (["--devices", "gpu", "train.py"], "--devices gpu: gpu is no device"),
         (["--shares", "2,1", "--devices", "cpu*3", "train.py"], "--shares [2.0, 1.0] has 2 weights for 3 devices"),
-        (["--shares", "fast", "train.py"], "argument --shares: expected chunk, even, measured, or weights such as 2,1"),
+        *(
+            (
+                ["--shares", text, "train.py"],
+                "argument --shares: expected chunk, even, measured, or weights such as 2,1",
+            )
+            for text in ("fast", "2,x", "0,0")
+        ),
         # These named the Python argument, and showed axes where --scalars takes words.
         (["--in-dims", "(0, ", "train.py"], "--in-dims: expected Python's notation, such as 1, (0, None)"),
         (["--out-dims", "{0: 'x'}", "train.py"], "--out-dims: DIMS[0]='x': expected an int (the axis that holds"),
@@ -318,12 +324,6 @@ def test_a_mistake_is_one_line_and_runs_nothing(
     Path("folder").mkdir()
     script("raise SystemExit(9)")
     assert assert_misused(["run", *arguments], error, capsys) == ""
-
-
-def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    """X6: of the command, not of the script."""
-    assert status_of("run", "--help") == 0
-    assert "examples:\n  unisono run train.py" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals and pipes of POSIX")

@@ -147,18 +147,12 @@ def test_the_report_and_the_status(
         ([], "the following arguments are required: package.module:build"),
         (["theirs:build", "--device", "2"], "there is no option --device"),
         (["theirs:build", "--devices", "gpu"], "--devices gpu: gpu is no device; expected auto, a count, or"),
-        (
-            ["theirs:build", "--shares", "2,x"],
-            "argument --shares: expected chunk, even, measured, or weights such as 2,1",
-        ),
-        (["theirs:build", "--shares", "0,0"], "--shares: expected chunk, even, measured, or weights such as 2,1"),
         *(
             (["theirs:build", f"--rtol={rtol}"], f"--rtol: expected a finite number, 0 or more; got '{rtol}'")
             for rtol in ("nan", "inf", "-1", "x")
         ),
         (["theirs:build", *TWO, "--shares", "1,2,3"], "3 weights for 2 devices"),
         (["theirs:build", "--dim", "x"], "argument --dim: invalid int value"),
-        (["theirs:build", "--scalars", "median"], "--scalars: RULE='median': expected"),
         (["theirs.py"], "theirs.py: expected package.module:build"),
         (["nowhere:build"], "there is no module nowhere in "),
         (["unfinished:build"], "importing unfinished raised ModuleNotFoundError: No module named 'a_library_that"),
