@@ -205,6 +205,9 @@ def test_a_wrapper_inside_a_replica_is_part_of_it(wrap: Wrap) -> None:
         with model.profile() as profile, inner.profile() as of_inner:
             train(model, x)
         assert (len(profile.steps()), len(of_inner.steps())) == num_steps
+        with model.profile() as alone:
+            train(model, x)
+        assert len(alone.steps()) == num_steps[0]
         for step in checked(profile):
             for lane in step.lanes:
                 found = phases(step, lane, "reduce", "replicate", "scatter")

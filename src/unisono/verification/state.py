@@ -20,7 +20,6 @@ from unisono.runtime import devices as _devices
 from unisono.verification.compare import plain
 
 _TOO_LARGE = 2**62  # for an integer tensor
-_OWN = frozenset(vars(nn.Module()))
 
 
 def copied(model: nn.Module) -> nn.Module:
@@ -92,8 +91,6 @@ def numbers_in(model: nn.Module) -> dict[str, torch.Tensor]:
         if isinstance(module, torch.jit.ScriptModule | DataParallel):  # not in its `__dict__`; a wrapper's own
             continue
         for name, value in vars(module).items():
-            if name in _OWN:
-                continue
             name = f"{path}.{name}" if path else name
             if isinstance(value, bool | float | complex) or (isinstance(value, int) and abs(value) < _TOO_LARGE):
                 found[name] = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
