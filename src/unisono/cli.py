@@ -87,7 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = command.run(given, ranks) if command is train else command.run(given)
         return status
     except KeyboardInterrupt:
-        return fail("stopped at once; what had been saved stays", _STOPPED + signal.SIGINT)
+        saved = "" if argv[:1] == ["verify"] else "; what had been saved stays"
+        return fail(f"stopped at once{saved}", _STOPPED + signal.SIGINT)
     except Interrupted as stopped:
         ranks.wait_for_first()
         return _STOPPED + stopped.received

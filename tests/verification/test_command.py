@@ -47,6 +47,9 @@ class Loss(nn.Module):
 def fails():
     raise KeyError("as asked")
 
+def interrupted():
+    raise KeyboardInterrupt
+
 def leaves():
     raise SystemExit(3)
 
@@ -185,6 +188,12 @@ def test_the_traceback_is_shown_when_asked(capsys: pytest.CaptureFixture[str]) -
     assert "Traceback (most recent call last)" in err
     assert 'raise KeyError("as asked")' in err
     assert err.splitlines()[-1].startswith("unisono verify: error: theirs:fails raised KeyError")
+
+
+def test_ctrl_c_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """It spoke of what had been saved, and this command saves nothing."""
+    assert run("theirs:interrupted") == 130
+    assert capsys.readouterr().err == "unisono verify: error: stopped at once\n"
 
 
 def test_a_model_goes_to_the_first_device(simulated_accelerators, capsys: pytest.CaptureFixture[str]) -> None:
