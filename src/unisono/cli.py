@@ -63,7 +63,7 @@ examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with these arguments (None: those of the process), and return its exit status."""
-    argv = sys.argv[1:] if argv is None else argv
+    argv = list(sys.argv[1:] if argv is None else argv)
     _open_closed_streams()
     ranks, program = ALONE, " ".join(["unisono", *(name for name in argv[:1] if name in _COMMANDS)])
 
