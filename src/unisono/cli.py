@@ -2,8 +2,7 @@
 
 Each subcommand is a module with SUMMARY, DESCRIPTION, EXAMPLES, `add_options(parser)` and `run(given)`, which returns
 the exit status. `given` has only what was on the command line. If packages must be installed, `needed(given)` names
-them, by the extra that has them. A module with `split(words)` says which of its words are its own; the others are in
-`given["arguments"]` as they are.
+them, by the extra that has them.
 """
 
 import argparse
@@ -143,12 +142,8 @@ def _parse(argv: Sequence[str]) -> tuple[ModuleType | None, dict[str, Any]]:
         texts = _texts(module.DESCRIPTION, module.EXAMPLES)
         module.add_options(subparsers.add_parser(name, help=module.SUMMARY, **texts))
 
-    argv, foreign = list(argv), None
-    if argv and (split := getattr(_COMMANDS.get(argv[0]), "split", None)):
-        own, foreign = split(argv[1:])
-        argv = [argv[0], *own]
     arguments, unknown = parser.parse_known_args(argv)
-    given = vars(arguments) | ({} if foreign is None else {"arguments": foreign})
+    given = vars(arguments)
     name = given.pop("command")
     if unknown:
         (subparsers.choices[name] if name else parser).error(f"there is no option {unknown[0]}")

@@ -13,7 +13,6 @@ import torch
 from helpers.commands import assert_misused, run_to_the_end
 from unisono.scripts import summary
 from unisono.scripts.activity import Report
-from unisono.scripts.command import split
 
 SOURCES = str(Path(__file__).parents[2] / "src")
 WRAPPED = """
@@ -41,14 +40,6 @@ def script(text: str, name: str = "train.py") -> str:
     return name
 
 
-def test_words_after_the_script_are_its_own() -> None:
-    """X6: options of the same names, negative values, help."""
-    rest = ["--devices", "3", "--lr", "-1", "-m", "--help"]
-    assert split(["--devices", "cpu*2", "a.py", *rest]) == (["--devices", "cpu*2", "a.py"], rest)
-    assert split(["--devices=2", "-m", "a.b", *rest]) == (["--devices=2", "-m", "a.b"], rest)
-    assert split(["-"]) == (["-"], [])
-
-
 def test_a_wrapper_that_stays_torchs_is_named_once(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -70,7 +61,7 @@ for _ in range(3):
 
 
 def test_a_script_sees_what_it_would_with_python_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    """X6: `__name__`, `__file__`, arguments, its folder on the path, its classes for pickle."""
+    """X6: `__name__`, `__file__`, its folder, its classes for pickle; its arguments, whatever they look like."""
     script("value = 3", "project/beside.py")
     name = script(
         """
@@ -82,7 +73,7 @@ print(__name__, __file__, sys.argv, sys.path[0], beside.value, __spec__)
 """,
         "project/train.py",
     )
-    arguments = ["--lr", "-1", "--devices", "x"]
+    arguments = ["--", "--lr", "-1", "--devices", "x", "-m", "--help", "--version", "-"]
     assert run_to_the_end(name, *arguments) == 0
     path = Path(name).absolute()
     assert capsys.readouterr().out == f"__main__ {path} {[name, *arguments]} {path.parent} 3 None\n"
@@ -93,7 +84,7 @@ def test_a_module_runs_as_with_python_m(capsys: pytest.CaptureFixture[str]) -> N
     script("", "packaged/__init__.py")
     script("import sys\nfrom packaged import other\nprint(__name__, __package__, sys.argv[1:])", "packaged/__main__.py")
     script("", "packaged/other.py")
-    assert run_to_the_end("-m", "packaged", "--x") == 0
+    assert run_to_the_end("--engine", "threads", "-m", "packaged", "--x") == 0
     assert capsys.readouterr().out == "__main__ packaged ['--x']\n"
 
 
@@ -290,7 +281,8 @@ def phases_sum_to_one(report: Report) -> bool:
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ([], "expected one script, or -m module"),
+        ([], "expected a script, or -m module"),
+        (["-m"], "expected a script, or -m module"),
         (["absent.py"], "absent.py cannot be read (No such file or directory): expected a script, or -m module"),
         (["folder"], "folder/__main__.py cannot be read (No such file or directory)"),
         (

@@ -5,13 +5,12 @@ import atexit
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from unisono.console.device_option import choose_devices
 from unisono.console.errors import OptionError
-from unisono.console.options import OF_WRAPPERS, add_options_of_wrappers, flag
+from unisono.console.options import OF_WRAPPERS, add_options_of_wrappers
 from unisono.distributed.environment import started_by_launcher
 from unisono.primitives.split_sizes import check_shares
 from unisono.runtime import devices as _devices
@@ -20,7 +19,6 @@ from unisono.scripts.gpu_count import counted_as_gpus
 from unisono.scripts.install import Installation, install
 from unisono.scripts.main_program import ProgramError, find_module, find_script, run_program
 
-_WITH_VALUE = {"--devices", *map(flag, OF_WRAPPERS)} - {"--sync-batch-norm"}
 _COUNT_REPLICAS = (
     ". If it makes one only where there are several GPUs: unisono run --devices 'cpu*2' --count-replicas answers with "
     "the number of the replicas"
@@ -53,8 +51,9 @@ exit status:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command to its parser; only what was given comes out of it."""
     parser.usage = "unisono run [options] (SCRIPT | -m MODULE) [ARGUMENT ...]"
-    parser.add_argument("script", nargs="?", metavar="SCRIPT", help="a file, a folder with a __main__.py, or -")
-    parser.add_argument("-m", dest="module", metavar="MODULE", help="a module instead, as with python -m")
+    program = "a file, a folder with a __main__.py, or -; all that follows are its own arguments"
+    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="SCRIPT", help=program)
+    parser.add_argument("-m", dest="is_module", action="store_true", help="a module instead, as with python -m")
     parser.add_argument(
         "--devices",
         metavar="WHICH",
@@ -70,30 +69,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the words that are the command's own, the script's name last, and the script's own arguments."""
-    position = 0
-    while position < len(words):
-        word = words[position]
-        position += 1
-        if word == "-m":
-            position += 1
-            break
-        if word == "-" or not word.startswith("-") or (word.startswith("-m") and word != "-m"):
-            break
-        position += word in _WITH_VALUE
-    return list(words[:position]), list(words[position:])
-
-
 def run(given: dict[str, Any]) -> int:
     """Run the script, and return its exit status; the closing line is printed when the program exits.
 
     Raises:
         CommandError: nothing was run.
     """
-    script, module = given.get("script"), given.get("module")
-    if (script is None) == (module is None):
-        raise OptionError("expected one script, or -m module (unisono run --help has examples)")
+    if not given["program"]:
+        raise OptionError("expected a script, or -m module (unisono run --help has examples)")
+    name, *arguments = given["program"]
     devices = choose_devices(given["devices"], among_several=_among_several()) if "devices" in given else None
     options = {name: given[name] for name in OF_WRAPPERS if name in given}
     counts_replicas = "count_replicas" in given
@@ -112,9 +96,9 @@ def run(given: dict[str, Any]) -> int:
     advice = "" if counts_replicas or len(_devices.accelerators()) > 1 else _COUNT_REPLICAS
     ending = _Ending(installed, replaced, options.get("engine", "threads"), advice)
     atexit.register(ending)  # before the script's own, so it is called after them
-    find = partial(find_script, script) if script is not None else partial(find_module, str(module))
+    find = find_module if "is_module" in given else find_script
     try:
-        status = run_program(find, given["arguments"])
+        status = run_program(partial(find, name), arguments)
     except ProgramError:
         atexit.unregister(ending)
         replaced.close()
