@@ -2,14 +2,12 @@
 
 Each subcommand is a module with SUMMARY, DESCRIPTION, EXAMPLES, `add_options(parser)` and `run(given)`, which returns
 the exit status. `given` has only what was on the command line. If packages must be installed, `needed(given)` names
-them, by the extra that has them. A module with `split(words)` says which of its words are its own; the others are in
-`given["arguments"]` as they are.
+them, by the extra that has them.
 """
 
 import argparse
 import io
 import os
-import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -64,7 +62,7 @@ examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with these arguments (None: those of the process), and return its exit status."""
-    argv = sys.argv[1:] if argv is None else argv
+    argv = list(sys.argv[1:] if argv is None else argv)
     _open_closed_streams()
     ranks, program = ALONE, " ".join(["unisono", *(name for name in argv[:1] if name in _COMMANDS)])
 
@@ -88,7 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = command.run(given, ranks) if command is train else command.run(given)
         return status
     except KeyboardInterrupt:
-        return fail("stopped at once; what had been saved stays", _STOPPED + signal.SIGINT)
+        saved = "" if argv[:1] == ["verify"] else "; what had been saved stays"
+        return fail(f"stopped at once{saved}", _STOPPED + signal.SIGINT)
     except Interrupted as stopped:
         ranks.wait_for_first()
         return _STOPPED + stopped.received
@@ -143,12 +142,8 @@ def _parse(argv: Sequence[str]) -> tuple[ModuleType | None, dict[str, Any]]:
         texts = _texts(module.DESCRIPTION, module.EXAMPLES)
         module.add_options(subparsers.add_parser(name, help=module.SUMMARY, **texts))
 
-    argv, foreign = list(argv), None
-    if argv and (split := getattr(_COMMANDS.get(argv[0]), "split", None)):
-        own, foreign = split(argv[1:])
-        argv = [argv[0], *own]
-    arguments, unknown = parser.parse_known_args(_with_negative_values(argv))
-    given = vars(arguments) | ({} if foreign is None else {"arguments": foreign})
+    arguments, unknown = parser.parse_known_args(argv)
+    given = vars(arguments)
     name = given.pop("command")
     if unknown:
         (subparsers.choices[name] if name else parser).error(f"there is no option {unknown[0]}")
@@ -158,17 +153,6 @@ def _parse(argv: Sequence[str]) -> tuple[ModuleType | None, dict[str, Any]]:
     command = _COMMANDS[name]
     expect_installed(command.needed(given) if hasattr(command, "needed") else {})
     return command, given
-
-
-def _with_negative_values(argv: Sequence[str]) -> list[str]:
-    """Return `--compute -1ms` as `--compute=-1ms`: argparse would take the value for an option."""
-    joined: list[str] = []
-    for word in argv:
-        if joined and re.match(r"-\.?\d", word) and re.fullmatch(r"--[a-z-]+", joined[-1]):
-            joined[-1] += f"={word}"
-        else:
-            joined.append(word)
-    return joined
 
 
 class _Parser(argparse.ArgumentParser):

@@ -537,10 +537,18 @@ def test_containers_without_an_end(wrap: Wrap, nesting: str) -> None:
         wrap(nn.Identity(), 1)(nested(x))
 
 
-def test_an_output_that_is_a_generator(wrap: Wrap) -> None:
-    """G5: it cannot be joined, nor leave a worker process."""
-    with pytest.raises(TypeError, match=r"cannot gather .*output.* Return tensors, numbers or strings"):
-        wrap(Fn(lambda y: (row for row in y), nn.Linear(5, 3)))(torch.randn(4, 5))
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda y: (row for row in y), "Return tensors, numbers or strings"),
+        (lambda y: y.detach().numpy(), r"of type ndarray, and outputs are tensors.* \(without \.numpy\(\)\)"),
+    ],
+    ids=["a generator", "an array"],
+)
+def test_an_output_that_cannot_be_joined(wrap: Wrap, make: Callable[[Any], Any], says: str) -> None:
+    """G5: a generator, which cannot leave a worker process either; an array was told about what iterating it yields."""
+    with pytest.raises(TypeError, match=f"cannot gather .*output.* {says}"):
+        wrap(Fn(make, nn.Linear(5, 3)))(torch.randn(4, 5))
 
 
 def test_sparse_outputs(wrap: Wrap) -> None:

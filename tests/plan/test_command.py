@@ -95,10 +95,10 @@ def test_the_help_is_plain_ascii(capsys: pytest.CaptureFixture[str]):
         (["--compute", "300", "--gradients", "1MB"], "expected a number above 0 and one of the units s, ms"),
         (["--compute", "0ms", "--gradients", "1MB"], "expected a number above 0 and one of the units"),
         (
-            ["--compute", "-3ms", "--gradients", "1MB"],
+            ["--compute=-3ms", "--gradients", "1MB"],
             "--compute: expected a number above 0 and one of the units s, ms",
         ),
-        (["--compute", "3ms", "--gradients", "-.5MB"], "--gradients: expected a number above 0 and one of the units B"),
+        (["--compute", "3ms", "--gradients=-.5MB"], "--gradients: expected a number above 0 and one of the units B"),
         ([*STEP, "--backward", "301ms"], "--backward 0.301s is a part of --compute 0.3s, and cannot be longer"),
         ([*STEP, "--bucket", "1B"], "--bucket 1B makes 100,000,000 buckets of 100 MB: expected 10,000 at most"),
         (

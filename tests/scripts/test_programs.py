@@ -15,15 +15,13 @@ from helpers.commands import run_to_the_end
 from helpers.rounding import rounding_bound
 
 PROGRAMS = Path(__file__).parent / "programs"
-TUTORIALS = ["first_steps", "notebook_cells", "wrapped_block", "recurrent_batches", "residual_course"]
+TUTORIALS = ["first_steps", "wrapped_block", "recurrent_batches"]
 REPOSITORIES = ["imagenet_loop", "dcgan", "language_model"]
 # What the numbers of one device need: where rows interact, and where random numbers are drawn.
 OPTIONS = {
     "first_steps": ["--count-replicas"],
-    "notebook_cells": ["--count-replicas"],
     "wrapped_block": ["--count-replicas"],
     "recurrent_batches": [],
-    "residual_course": ["--sync-batch-norm"],
     "imagenet_loop": ["--sync-batch-norm"],
     "dcgan": ["--sync-batch-norm", "--shares", "2,1"],
     "language_model": ["--randomness", "one_device"],

@@ -47,6 +47,9 @@ class Loss(nn.Module):
 def fails():
     raise KeyError("as asked")
 
+def interrupted():
+    raise KeyboardInterrupt
+
 def leaves():
     raise SystemExit(3)
 
@@ -147,18 +150,12 @@ def test_the_report_and_the_status(
         ([], "the following arguments are required: package.module:build"),
         (["theirs:build", "--device", "2"], "there is no option --device"),
         (["theirs:build", "--devices", "gpu"], "--devices gpu: gpu is no device; expected auto, a count, or"),
-        (
-            ["theirs:build", "--shares", "2,x"],
-            "argument --shares: expected chunk, even, measured, or weights such as 2,1",
-        ),
-        (["theirs:build", "--shares", "0,0"], "--shares: expected chunk, even, measured, or weights such as 2,1"),
         *(
             (["theirs:build", f"--rtol={rtol}"], f"--rtol: expected a finite number, 0 or more; got '{rtol}'")
             for rtol in ("nan", "inf", "-1", "x")
         ),
         (["theirs:build", *TWO, "--shares", "1,2,3"], "3 weights for 2 devices"),
         (["theirs:build", "--dim", "x"], "argument --dim: invalid int value"),
-        (["theirs:build", "--scalars", "median"], "scalars='median': expected"),
         (["theirs.py"], "theirs.py: expected package.module:build"),
         (["nowhere:build"], "there is no module nowhere in "),
         (["unfinished:build"], "importing unfinished raised ModuleNotFoundError: No module named 'a_library_that"),
@@ -191,6 +188,12 @@ def test_the_traceback_is_shown_when_asked(capsys: pytest.CaptureFixture[str]) -
     assert "Traceback (most recent call last)" in err
     assert 'raise KeyError("as asked")' in err
     assert err.splitlines()[-1].startswith("unisono verify: error: theirs:fails raised KeyError")
+
+
+def test_ctrl_c_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """It spoke of what had been saved, and this command saves nothing."""
+    assert run("theirs:interrupted") == 130
+    assert capsys.readouterr().err == "unisono verify: error: stopped at once\n"
 
 
 def test_a_model_goes_to_the_first_device(simulated_accelerators, capsys: pytest.CaptureFixture[str]) -> None:

@@ -111,7 +111,7 @@ X = torch.ones(2)
     ],
 )
 def test_tensors_are_matched_by_their_names(one: Any, many: Any, expected: dict[str, tuple[bool, str]]) -> None:
-    found = rows_of("eval", Kind.OUTPUT, one, many, {}, EXACT)
+    found = rows_of("eval", Kind.OUTPUT, one, many, EXACT)
     assert {row.name: (row.differs, row.note) for row in found} == expected
 
 
@@ -152,7 +152,7 @@ def test_gradients_may_differ_as_far_as_nudges_move_them() -> None:
     moved = sensitivity(one, nudged)
     assert moved == pytest.approx(0.01, rel=1e-4)
     many = one | {"b": torch.ones(2) * 1.15, "lost": None}
-    rows = list(rows_of("eval", Kind.GRADIENT, one, many, common_scales(one), Tolerance(1e-6, 0.0)))
+    rows = list(rows_of("eval", Kind.GRADIENT, one, many, Tolerance(1e-6, 0.0), common_scales(one)))
     assert [row.differs for row in rows] == [False, True, True]
     assert [row.differs for row in allowing(rows, moved)] == [False, False, True]
     assert [row.allowed for row in allowing(rows, 5.0)] == pytest.approx([1.0] * 3)  # a tenth of the largest at most

@@ -3,14 +3,58 @@
 import argparse
 import ast
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from unisono.console.errors import OptionError
+from unisono.primitives.dims import check_dims, check_scalars
 from unisono.primitives.split_sizes import RULES, check_shares
 
 TARGET = "package.module:build"
+OF_WRAPPERS = ("engine", "shares", "in_dims", "out_dims", "scalars", "sync_batch_norm", "randomness")
+
+
+def add_options_of_wrappers(parser: argparse.ArgumentParser) -> None:
+    """Add the options that are arguments of `DataParallel`, for commands whose wrappers take them as they are."""
+    parser.add_argument("--engine", choices=("threads", "processes"), help="what runs replicas (default: threads)")
+    parser.add_argument(
+        "--shares",
+        type=shares,
+        metavar="RULE",
+        help="rows of each replica: chunk; even; measured, which tries a few in the first steps and keeps the "
+        "fastest; or one weight a device, such as 2,1 (default: chunk)",
+    )
+    parser.add_argument(
+        "--in-dims",
+        type=dims,
+        metavar="DIMS",
+        help="the axis of the rows in each input; None: whole, to every replica. In Python's notation, such as "
+        "(0, None) or {'mask': None} (default: dim, for all)",
+    )
+    parser.add_argument(
+        "--out-dims",
+        type=dims,
+        metavar="DIMS",
+        help="the same for outputs, nested like them, such as (0, (1, 1)) for an LSTM with batch_first=True",
+    )
+    parser.add_argument(
+        "--scalars",
+        type=scalars,
+        metavar="RULE",
+        help="how 0-dim outputs such as a loss are combined: stack, mean, sum, mean:name, or these nested like the "
+        "output, such as {'loss': 'mean:tokens', 'tokens': 'sum'} (default: stack)",
+    )
+    parser.add_argument(
+        "--sync-batch-norm",
+        action=argparse.BooleanOptionalAction,
+        help="batch norm with the statistics of the whole batch, or with --no of each shard (default)",
+    )
+    parser.add_argument(
+        "--randomness",
+        choices=("per_replica", "one_device"),
+        help="the random numbers of dropout and other draws: of each replica (default), or those of one device",
+    )
 
 
 def folder(name: str) -> Path:
@@ -34,23 +78,41 @@ def shares(text: str) -> str | list[float]:
     return weights
 
 
-def literal(text: str) -> Any:
-    """Return what a text in Python's notation means, of numbers, strings, None, tuples, lists, dicts: an argparse type.
+def dims(text: str) -> Any:
+    """Return what a text says of the axes of the rows, in Python's notation; an argparse type.
 
-    >>> literal("{'mask': None}")
+    >>> dims("{'mask': None}")
     {'mask': None}
     """
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        raise argparse.ArgumentTypeError(
-            f"expected a value in Python's notation, such as 1, (0, None) or {{'mask': None}}; got {text!r}"
-        ) from None
+    return _checked(lambda: check_dims(_literal(text), "DIMS"), text, "1, (0, None) or {'mask': None}")
 
 
 def scalars(text: str) -> Any:
     """Return the rule for 0-dim outputs, a word or such words in a tuple or dict; an argparse type."""
-    return literal(text) if text[:1] in ("(", "[", "{") else text
+    is_nested = text[:1] in ("(", "[", "{")
+    example = "mean, mean:tokens or {'loss': 'mean:tokens', 'tokens': 'sum'}"
+    return _checked(lambda: check_scalars(_literal(text) if is_nested else text, "RULE"), text, example)
+
+
+def _checked(value_of: Callable[[], Any], text: str, example: str) -> Any:
+    try:
+        return value_of()
+    except SyntaxError:
+        raise argparse.ArgumentTypeError(f"expected Python's notation, such as {example}; got {text!r}") from None
+    except (ValueError, TypeError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _literal(text: str) -> Any:
+    """Return the numbers, strings, None, tuples, lists or dicts that a text means in Python's notation.
+
+    Raises:
+        SyntaxError: it means none.
+    """
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, TypeError, MemoryError, RecursionError) as error:
+        raise SyntaxError from error
 
 
 def flag(name: str) -> str:

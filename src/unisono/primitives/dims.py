@@ -111,10 +111,10 @@ def check_dims(dims: object, argument: str) -> Any:
     return dims
 
 
-def check_scalars(scalars: object) -> Any:
+def check_scalars(scalars: object, argument: str = "scalars") -> Any:
     """Return `scalars`; raise TypeError or ValueError if it is no rule for 0-dim outputs."""
     expected = 'expected "stack", "mean", "sum" or "mean:name", or these in tuples and dicts nested like the output'
-    for path, entry in pytree.leaves(scalars, "scalars"):
+    for path, entry in pytree.leaves(scalars, argument):
         if not isinstance(entry, str):
             raise TypeError(f"{path}={entry!r}: {expected}")
         rule, colon, name = entry.partition(":")

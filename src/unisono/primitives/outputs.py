@@ -320,10 +320,15 @@ def _common_value(path: str, given: tuple[Any, ...], whole: bool) -> Any:
         if any(value != first for value in given):
             raise pytree.disagreement(path, "values", [repr(value) for value in given])
         return first
+    returned = f"cannot gather {path}: the replicas returned objects of type {type(first).__name__}"
+    if hasattr(first, "__array__"):  # numpy's, say
+        raise TypeError(
+            f"{returned}, and outputs are tensors, or containers of them. Return the tensor itself (without .numpy()), "
+            "or torch.as_tensor(array), and convert the gathered output."
+        )
     raise TypeError(
-        f"cannot gather {path}: the replicas returned objects of type {type(first).__name__}, and "
-        f"{why_whole(first)}. Return tensors, numbers or strings, in tuples, lists, dicts or dataclasses; or register "
-        "how the class is joined: unisono.register_batch_type."
+        f"{returned}, and {why_whole(first)}. Return tensors, numbers or strings, in tuples, lists, dicts or "
+        "dataclasses; or register how the class is joined: unisono.register_batch_type."
     )
 
 

@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from unisono.console import charts
 from unisono.console.charts import INK
 from unisono.profiling.steps import OUTSIDE, PHASES, ProfiledStep, lanes_of
+from unisono.runtime.timeline import WAIT, Span
 
 _COLORS = {
     "scatter": "#61988e", "replicate": "#edc46f", "forward": charts.BLUE, "gather": "#6fb3d2",
@@ -35,12 +36,7 @@ def draw(path: Path, steps: Sequence[ProfiledStep], title: str) -> None:
 
 
 def _typical(steps: Sequence[ProfiledStep]) -> Sequence[ProfiledStep]:
-    """Return consecutive steps that together take about as long as such steps do: their sum is the median one.
-
-    They are those of one thread, the one with most steps.
-    """
-    thread = statistics.mode(step.thread for step in steps) if steps else 0
-    steps = [step for step in steps if step.thread == thread]
+    """Return consecutive steps that together take about as long as such steps do: their sum is the median one."""
     windows = [steps[i : i + _NUM_STEPS] for i in range(max(1, len(steps) - _NUM_STEPS + 1))]
     seconds = [sum(step.seconds for step in window) for window in windows]
     return windows[seconds.index(statistics.median_low(seconds))]
@@ -49,11 +45,12 @@ def _typical(steps: Sequence[ProfiledStep]) -> Sequence[ProfiledStep]:
 def _draw_steps(axes: Axes, steps: Sequence[ProfiledStep], lanes: Sequence[str]) -> None:
     first = steps[0].began if steps else 0.0
     for step in steps:
+        waits = [Span(WAIT, began, ended) for _, began, ended in step.passes]
         for lane, spans in step.lanes.items():
-            bars = [(1000 * (began - first), 1000 * (ended - began)) for _, began, ended in spans]
-            axes.broken_barh(
-                bars, (lanes.index(lane) - 0.4, 0.8), facecolors=[_COLORS[phase] for phase, _, _ in spans], linewidth=0
-            )
+            shown = [*waits, *spans]  # a lane waits where nothing is drawn over it
+            bars = [(1000 * (began - first), 1000 * (ended - began)) for _, began, ended in shown]
+            colors = [_COLORS[phase] for phase, _, _ in shown]
+            axes.broken_barh(bars, (lanes.index(lane) - 0.4, 0.8), facecolors=colors, linewidth=0)
         axes.axvline(1000 * (step.began - first), color=INK, linewidth=0.6)
     several = f"{len(steps)} steps" if len(steps) != 1 else "1 step"
     charts.style(axes, f"{several} of about the median time", "milliseconds", grid="x")

@@ -1,9 +1,8 @@
-"""The steps of a profile: who did what when, without gaps, and how long each phase of a step lasts."""
+"""The steps of a profile: what each lane did in them, and how long each phase of a step lasts."""
 
 import statistics
-from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from unisono.runtime import timeline
@@ -22,22 +21,58 @@ class ProfiledStep:
 
     Attributes:
         began, ended: in seconds of `time.perf_counter`.
-        lanes: by name, what each replica did from `began` to `ended`, without gaps; first "host", what the caller's
-            thread did, where the first replica computes elsewhere.
+        passes: its forwards and backwards, in the caller's thread.
+        lanes: by name, what was recorded of each replica; first "host", what the caller's thread did, where the first
+            replica computes elsewhere. Between two spans a lane waits, in a pass, or is outside of the model.
         rows: by name of a replica, its share of the batch; of all batches, where a step has several forwards.
-        thread: the number of its thread, in the order of their first steps.
     """
 
     began: float
     ended: float
+    passes: list[Span]
     lanes: dict[str, list[Span]]
     rows: dict[str, int]
-    thread: int = 0
 
     @property
     def seconds(self) -> float:
         """How long it took."""
         return self.ended - self.began
+
+    def phases(self, lane: str) -> dict[str, float]:
+        """Return the seconds of each phase of a lane; together they are those of the step.
+
+        A device may lag behind the host, and compute while the host is outside of the model. So of the time in which a
+        lane does nothing, as much counts as outside as the host was outside, and the rest as a wait.
+        """
+        seconds = _seconds(self.lanes[lane])
+        idle = max(0.0, self.seconds - sum(seconds.values()))
+        outside = min(idle, max(0.0, self.seconds - sum(_seconds(self.passes).values())))
+        seconds[WAIT] = seconds.get(WAIT, 0.0) + idle - outside
+        seconds[OUTSIDE] = outside
+        return seconds
+
+
+def steps_of(recorded: Sequence[StepRecording], now: float) -> list[ProfiledStep]:
+    """Return the steps of the forwards of one thread, and of their backwards; the last one lasts until `now`."""
+    groups = grouped(recorded)
+    passes = [_in_order(each for step in group for each in step.passes) for group in groups]
+    began = [of_group[0].began for of_group in passes]
+    steps = []
+    for number, group in enumerate(groups):
+        lanes: dict[str, list[Span]] = {}
+        rows = Counter[str]()
+        for step in group:
+            if all(timing.track is not step.caller for timing in step.replicas.values()):
+                lanes.setdefault("host", []).extend(step.caller.spans())
+            for replica, timing in sorted(step.replicas.items()):
+                assert timing.track is not None
+                lane = f"replica {replica}, {timing.device}"
+                lanes.setdefault(lane, []).extend(timing.track.spans())
+                rows[lane] += timing.rows
+        ended = began[number + 1] if number + 1 < len(groups) else max(now, *(each.ended for each in passes[number]))
+        in_order = {lane: _in_order(spans) for lane, spans in lanes.items()}  # two forwards, then both backwards
+        steps.append(ProfiledStep(began[number], ended, passes[number], in_order, dict(rows)))
+    return steps
 
 
 def grouped(recorded: Sequence[StepRecording]) -> list[list[StepRecording]]:
@@ -56,60 +91,22 @@ def grouped(recorded: Sequence[StepRecording]) -> list[list[StepRecording]]:
     return found
 
 
-def filled(spans: Sequence[Span], passes: Sequence[Span], began: float, ended: float) -> list[Span]:
-    """Return spans with the gaps between them: a lane waits in a pass, and is outside between passes.
-
-    >>> [tuple(span) for span in filled([Span("forward", 1, 3)], [Span("forward", 0, 3)], 0, 5)]
-    [('wait', 0, 1), ('forward', 1, 3), ('outside', 3, 5)]
-    """
-    gaps = [Span(OUTSIDE, began, ended)]  # what the lane does where nothing is recorded of it
-    for _, start, end in sorted(passes, key=lambda each: each.began):
-        _, free, _ = gaps.pop()
-        gaps += [Span(OUTSIDE, free, max(free, start)), Span(WAIT, max(free, start), max(free, end))]
-        gaps.append(Span(OUTSIDE, gaps[-1].ended, ended))
-    starts = [gap.began for gap in gaps]
-    found: list[Span] = []
-    now = began
-    for phase, start, end in [*sorted(spans, key=lambda span: span.began), Span(OUTSIDE, ended, ended)]:
-        if start > now:
-            for gap in gaps[bisect_right(starts, now) - 1 : bisect_left(starts, start)]:
-                found.append(Span(gap.phase, max(gap.began, now), min(gap.ended, start)))
-        found.append(Span(phase, max(now, start), end))
-        now = max(now, start, end)
-    return [span for span in found if span.ended > span.began]
-
-
-def divided(spans: Sequence[Span], edges: Sequence[float]) -> list[list[Span]]:
-    """Return spans without gaps divided at the inner edges: what is between the first two edges, the next two, and on.
-
-    >>> [[tuple(span) for span in part] for part in divided([Span("forward", 0, 5)], [0, 2, 5])]
-    [[('forward', 0, 2)], [('forward', 2, 5)]]
-    """
-    parts: list[list[Span]] = [[] for _ in edges[1:]]
-    number = 0
-    for phase, start, end in spans:
-        while end > edges[number + 1]:
-            if start < edges[number + 1]:
-                parts[number].append(Span(phase, start, edges[number + 1]))
-                start = edges[number + 1]
-            number += 1
-        parts[number].append(Span(phase, start, end))
-    return parts
-
-
 def lanes_of(steps: Sequence[ProfiledStep]) -> dict[str, dict[str, float]]:
     """Return the median seconds of a step that each lane spends in each phase."""
     found = {}
-    for name in dict.fromkeys(name for step in steps for name in step.lanes):
-        of_steps = [_seconds(step.lanes[name]) for step in steps if name in step.lanes]
+    for lane in dict.fromkeys(lane for step in steps for lane in step.lanes):
+        of_steps = [step.phases(lane) for step in steps if lane in step.lanes]
         used = [phase for phase in PHASES if any(phase in of_step for of_step in of_steps)]
-        found[name] = {phase: statistics.median(of_step[phase] for of_step in of_steps) for phase in used}
+        found[lane] = {phase: statistics.median(of_step.get(phase, 0.0) for of_step in of_steps) for phase in used}
     return found
 
 
-def _seconds(spans: Sequence[Span]) -> Counter[str]:
-    """Return how long each phase lasted."""
-    seconds: Counter[str] = Counter()
+def _in_order(spans: Iterable[Span]) -> list[Span]:
+    return sorted(spans, key=lambda span: span.began)
+
+
+def _seconds(spans: Sequence[Span]) -> dict[str, float]:
+    seconds: dict[str, float] = {}
     for phase, began, ended in spans:
-        seconds[phase] += ended - began  # type: ignore[assignment]
+        seconds[phase] = seconds.get(phase, 0.0) + ended - began
     return seconds

@@ -29,8 +29,6 @@ class Report:
 
     Attributes:
         devices: those of each wrapper, in the order in which they were made.
-        not_replaced: wrappers that stayed torch's own, because they were made through a reference that `install` did
-            not find: their classes, and where they were made.
         functions: how often data_parallel and the verbs were called, by name.
         forwards, rows: of wrappers and of data_parallel, those without gradients too.
         timed_forwards: those of them that an engine ran, on several devices: of these backward is known.
@@ -40,7 +38,6 @@ class Report:
     """
 
     devices: tuple[tuple[torch.device, ...], ...] = ()
-    not_replaced: tuple[str, ...] = ()
     functions: Counter[str] = field(default_factory=Counter)
     forwards: int = 0
     rows: int = 0
@@ -64,11 +61,6 @@ class Activity:
     def add_wrapper(self, devices: list[torch.device]) -> None:
         with self._lock:
             self._so_far.devices += (tuple(devices),)
-
-    def add_not_replaced(self, wrapper: str) -> None:
-        with self._lock:
-            if wrapper not in self._so_far.not_replaced:
-                self._so_far.not_replaced += (wrapper,)
 
     def add_call(self, function: str) -> None:
         with self._lock:

@@ -5,13 +5,12 @@ import atexit
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from unisono.console.device_option import choose_devices
-from unisono.console.errors import FAILED, OptionError
-from unisono.console.options import flag, literal, scalars, shares
+from unisono.console.errors import OptionError
+from unisono.console.options import OF_WRAPPERS, add_options_of_wrappers
 from unisono.distributed.environment import started_by_launcher
 from unisono.primitives.split_sizes import check_shares
 from unisono.runtime import devices as _devices
@@ -20,8 +19,6 @@ from unisono.scripts.gpu_count import counted_as_gpus
 from unisono.scripts.install import Installation, install
 from unisono.scripts.main_program import ProgramError, find_module, find_script, run_program
 
-_OF_WRAPPERS = ("engine", "shares", "in_dims", "out_dims", "scalars", "sync_batch_norm", "randomness")
-_WITH_VALUE = {"--devices", *map(flag, _OF_WRAPPERS)} - {"--sync-batch-norm"}
 _COUNT_REPLICAS = (
     ". If it makes one only where there are several GPUs: unisono run --devices 'cpu*2' --count-replicas answers with "
     "the number of the replicas"
@@ -54,72 +51,22 @@ exit status:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command to its parser; only what was given comes out of it."""
     parser.usage = "unisono run [options] (SCRIPT | -m MODULE) [ARGUMENT ...]"
-    parser.add_argument("script", nargs="?", metavar="SCRIPT", help="a file, a folder with a __main__.py, or -")
-    parser.add_argument("-m", dest="module", metavar="MODULE", help="a module instead, as with python -m")
+    program = "a file, a folder with a __main__.py, or -; all that follows are its own arguments"
+    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="SCRIPT", help=program)
+    parser.add_argument("-m", dest="is_module", action="store_true", help="a module instead, as with python -m")
     parser.add_argument(
         "--devices",
         metavar="WHICH",
         help="those of every wrapper, whatever the script names. auto: every accelerator, or two CPU replicas without "
         "one; a count; or by name: cpu,cpu, 'cpu*8', cuda:0,cuda:1 (default: the script's own)",
     )
-    parser.add_argument("--engine", choices=("threads", "processes"), help="what runs replicas (default: threads)")
-    parser.add_argument(
-        "--shares",
-        type=shares,
-        metavar="RULE",
-        help="rows of each replica: chunk; even; measured, which tries a few in the first steps and keeps the "
-        "fastest; or one weight a device, such as 2,1 (default: chunk)",
-    )
-    parser.add_argument(
-        "--in-dims",
-        type=literal,
-        metavar="DIMS",
-        help="the axis of the rows in each input; None: whole, to every replica. In Python's notation, such as "
-        "(0, None) or {'mask': None} (default: the script's dim, for all)",
-    )
-    parser.add_argument(
-        "--out-dims",
-        type=literal,
-        metavar="DIMS",
-        help="the same for outputs, nested like them, such as (0, (1, 1)) for an LSTM with batch_first=True",
-    )
-    parser.add_argument(
-        "--scalars",
-        type=scalars,
-        metavar="RULE",
-        help="how 0-dim outputs such as a loss are combined: stack, mean, sum, mean:name, or these nested like the "
-        "output, such as {'loss': 'mean:tokens', 'tokens': 'sum'} (default: stack)",
-    )
-    parser.add_argument(
-        "--sync-batch-norm", action="store_true", help="batch norm with the statistics of the whole batch"
-    )
-    parser.add_argument(
-        "--randomness",
-        choices=("per_replica", "one_device"),
-        help="the random numbers of dropout and other draws (default: per_replica)",
-    )
+    add_options_of_wrappers(parser)
     parser.add_argument(
         "--count-replicas",
         action="store_true",
         help="device_count() of torch.cuda is the number of --devices to the script, for one that makes no "
         "DataParallel if it has less than two GPUs",
     )
-    parser.add_argument("--json", action="store_true", help="the closing line as JSON")
-
-
-def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the words that are the command's own, the script's name last, and the script's own arguments."""
-    position = 0
-    while position < len(words):
-        word = words[position]
-        position += 1
-        if word == "-m":
-            position += 1
-            break
-        if word == "-" or not word.startswith("-") or (word.startswith("-m") and word != "-m"):
-            break
-        position += word in _WITH_VALUE
-    return list(words[:position]), list(words[position:])
 
 
 def run(given: dict[str, Any]) -> int:
@@ -128,11 +75,11 @@ def run(given: dict[str, Any]) -> int:
     Raises:
         CommandError: nothing was run.
     """
-    script, module = given.get("script"), given.get("module")
-    if (script is None) == (module is None):
-        raise OptionError("expected one script, or -m module (unisono run --help has examples)")
+    if not given["program"]:
+        raise OptionError("expected a script, or -m module (unisono run --help has examples)")
+    name, *arguments = given["program"]
     devices = choose_devices(given["devices"], among_several=_among_several()) if "devices" in given else None
-    options = {name: given[name] for name in _OF_WRAPPERS if name in given}
+    options = {name: given[name] for name in OF_WRAPPERS if name in given}
     counts_replicas = "count_replicas" in given
     if counts_replicas and devices is None:
         raise OptionError("--count-replicas counts those of --devices: give --devices too, such as --devices 'cpu*2'")
@@ -140,25 +87,25 @@ def run(given: dict[str, Any]) -> int:
         check_shares(options.get("shares", "chunk"), len(devices) if devices else None)
         installed = install(devices, **options)
     except (TypeError, ValueError) as error:
-        raise OptionError(error) from error
+        raise OptionError(str(error).replace("shares=", "--shares ", 1)) from error
 
     replaced = contextlib.ExitStack()
     replaced.enter_context(installed)
     if devices and counts_replicas:
         replaced.enter_context(counted_as_gpus(len(devices)))
     advice = "" if counts_replicas or len(_devices.accelerators()) > 1 else _COUNT_REPLICAS
-    ending = _Ending(installed, replaced, options.get("engine", "threads"), advice, as_json="json" in given)
+    ending = _Ending(installed, replaced, options.get("engine", "threads"), advice)
     atexit.register(ending)  # before the script's own, so it is called after them
-    find = partial(find_script, script) if script is not None else partial(find_module, str(module))
+    find = find_module if "is_module" in given else find_script
     try:
-        ending.status = run_program(find, given["arguments"])
+        status = run_program(partial(find, name), arguments)
     except ProgramError:
         atexit.unregister(ending)
         replaced.close()
         raise
     with contextlib.suppress(AttributeError, ValueError):  # the script has put None there, or closed it
         sys.stdout.flush()
-    return ending.status
+    return status
 
 
 class _Ending:
@@ -166,29 +113,18 @@ class _Ending:
 
     Threads of the script may outlive its last line, and its exit handlers come later still. All of these may make
     wrappers, and what they do counts.
-
-    Attributes:
-        status: the script's exit status.
     """
 
-    def __init__(
-        self, installed: Installation, replaced: contextlib.ExitStack, engine: str, advice: str, *, as_json: bool
-    ) -> None:
-        self.status = FAILED
-        self._installed, self._replaced, self._engine = installed, replaced, engine
-        self._advice, self._as_json = advice, as_json
+    def __init__(self, installed: Installation, replaced: contextlib.ExitStack, engine: str, advice: str) -> None:
+        self._installed, self._replaced, self._engine, self._advice = installed, replaced, engine, advice
         self._process, self._stream = os.getpid(), sys.stderr
 
     def __call__(self) -> None:
-        """Print the closing line."""
         report = self._installed.report()
         self._replaced.close()
         if report is None or os.getpid() != self._process or os.environ.get("RANK", "0") != "0":
             return  # a child that the script has forked, and another rank, have no line of their own
-        if self._as_json:
-            text = summary.record(report, self._engine, self.status, _world_size())
-        else:
-            text = f"unisono run: {summary.line(report, self._engine, _world_size(), self._advice)}"
+        text = f"unisono run: {summary.line(report, self._engine, _world_size(), self._advice)}"
         with contextlib.suppress(AttributeError, ValueError, OSError):
             sys.stdout.flush()  # the closing line comes after all that the script has printed
         with contextlib.suppress(ValueError, OSError):  # the script has closed it, or nothing reads it any more

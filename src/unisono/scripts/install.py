@@ -2,8 +2,8 @@
 
 References are replaced: the names in torch's modules, and whatever the modules of the program have taken already
 (`replacement`). `uninstall` puts torch's back in both. What is torch's own use of them (DistributedDataParallel,
-torch.compile) stays as it is. Of torch's class only `__init__` changes: it notes who makes torch's own wrapper, through
-a reference that was not found.
+torch.compile) stays as it is. Of torch's class only `__init__` changes: it says in the log who makes torch's own
+wrapper, through a reference that was not found.
 
 Assumes that one thread installs, while no other imports.
 """
@@ -40,9 +40,9 @@ _NAMES = {
     "torch.nn.parallel.parallel_apply": ["parallel_apply"],
 }
 _ENGINES = ("threads", "processes")
-_DEFINED_BEFORE = (
-    "{classes}: defined before unisono.install() as subclasses of torch.nn.DataParallel, so these stay torch's. Call "
-    "install() before they are defined."
+_STAYS_TORCHS = (
+    "{wrapper} ({file}:{line}) is torch's own DataParallel: its class was defined before unisono.install(), or kept "
+    "where install() does not look. Call install() before that, or take the class from torch.nn where it is used."
 )
 
 
@@ -66,9 +66,9 @@ def install(
         [15, 15]
 
     `unisono run script.py` does this for a script that is left as it is. Options hold for every wrapper that is made
-    from then on. What the program's modules have imported already is replaced too, also in containers, default
-    arguments, partials, closures and class attributes; an object that was made before, and a subclass that was defined
-    before, stay torch's. A second call only changes the options.
+    from then on. What the program's modules have imported already is replaced too, also in registries, default
+    arguments and class attributes; an object that was made before, and a subclass that was defined before, stay
+    torch's, and the log says so when one is made. A second call only changes the options.
 
     Args:
         device_ids: the devices of every wrapper, whatever the script names. A device's number, as the verbs take it, is
@@ -101,9 +101,6 @@ def install(
     if now is not None:
         set_settings(Settings(devices, options, now.activity))
         return Installation((), now)
-    classes = [cls for cls in _torchs["DataParallel"].__subclasses__() if cls is not OwnDataParallel]
-    if classes:
-        log_once(_DEFINED_BEFORE.format(classes=", ".join(sorted(f"{c.__module__}.{c.__qualname__}" for c in classes))))
     set_settings(Settings(devices, options))
     type.__setattr__(_torchs["DataParallel"], "__init__", _noted_init)
     trainer.adapt_when_imported()
@@ -237,14 +234,12 @@ _torchs_init = _torchs["DataParallel"].__init__
 
 @functools.wraps(_torchs_init)
 def _noted_init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """Make one of torch's own wrappers, which no name leads to any more, and note where that was."""
-    now = settings()
-    if now is not None:
-        caller = sys._getframe(1)
-        while caller.f_back is not None and caller.f_globals.get("__name__", "").startswith("unisono."):
-            caller = caller.f_back
-        name = f"{type(self).__module__}.{type(self).__qualname__}"
-        now.activity.add_not_replaced(f"{name} ({caller.f_code.co_filename}:{caller.f_lineno})")
+    """Make one of torch's own wrappers, which no name leads to any more, and say where that was."""
+    caller = sys._getframe(1)
+    while caller.f_back is not None and caller.f_globals.get("__name__", "").startswith("unisono."):
+        caller = caller.f_back
+    name = f"{type(self).__module__}.{type(self).__qualname__}"
+    log_once(_STAYS_TORCHS.format(wrapper=name, file=caller.f_code.co_filename, line=caller.f_lineno))
     _torchs_init(self, *args, **kwargs)
 
 

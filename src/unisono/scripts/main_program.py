@@ -14,6 +14,7 @@ import importlib.machinery
 import importlib.util
 import io
 import os
+import runpy
 import signal
 import sys
 import traceback
@@ -33,7 +34,7 @@ class Program:
 
     Attributes:
         code: the program, compiled.
-        attributes: those of `__main__`, beside its name.
+        attributes: those of `__main__`.
         argument: `sys.argv[0]`.
         folder: what is first on `sys.path`.
     """
@@ -58,20 +59,15 @@ def find_script(name: str) -> Program:
     if name == "-":
         source = sys.stdin.buffer.read() if sys.stdin is not None else b""
         return Program(compile(source, "<stdin>", "exec"), {}, name, "")
-    if os.path.isdir(name):
-        spec = importlib.machinery.PathFinder.find_spec("__main__", [name])
-        if spec is None:
-            raise ProgramError(f"{name}: there is no __main__.py in it; name a script in it")
-        return _from_spec(spec, name, name)
-    path = os.path.abspath(name)
+    path = os.path.abspath(os.path.join(name, "__main__.py") if os.path.isdir(name) else name)
     try:
         with io.open_code(path) as file:
             source = file.read()
     except OSError as error:
-        raise ProgramError(f"{name} cannot be read ({error.strerror}): expected a script, or -m module") from error
+        raise ProgramError(f"{path} cannot be read ({error.strerror}): expected a script, or -m module") from error
     loader = importlib.machinery.SourceFileLoader("__main__", path)
     attributes = {"__file__": path, "__loader__": loader, "__cached__": None}
-    return Program(compile(source, path, "exec"), attributes, name, os.path.dirname(os.path.realpath(name)))
+    return Program(compile(source, path, "exec"), attributes, name, os.path.dirname(os.path.realpath(path)))
 
 
 def find_module(name: str) -> Program:
@@ -83,31 +79,11 @@ def find_module(name: str) -> Program:
     """
     _put_first(os.getcwd())
     try:
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.submodule_search_locations is not None:
-            spec = importlib.util.find_spec(f"{name}.__main__")
-            if spec is None:
-                raise ProgramError(f"-m {name}: it is a package without a __main__; name a module in it")
-    except (ModuleNotFoundError, ValueError) as error:
-        missing = getattr(error, "name", None)
-        if missing is not None and not f"{name}.".startswith(f"{missing}."):
-            raise  # a module on the way fails
-        spec = None
-    if spec is None or spec.loader is None:
-        raise ProgramError(f"-m {name}: there is no such module in {os.getcwd()} or installed")
-    return _from_spec(spec, spec.origin or name, os.getcwd())
-
-
-def _from_spec(spec: importlib.machinery.ModuleSpec, argument: str, folder: str) -> Program:
-    loader: Any = spec.loader
-    attributes = {
-        "__file__": spec.origin,
-        "__spec__": spec,
-        "__loader__": loader,
-        "__package__": spec.parent,
-        "__cached__": spec.cached,
-    }
-    return Program(loader.get_code(spec.name), attributes, argument, folder)
+        _, spec, code = runpy._get_module_details(name, ProgramError)  # type: ignore[attr-defined]  # pdb's way
+    except ProgramError as error:
+        raise ProgramError(f"-m {name}: {error}; expected a module in {os.getcwd()} or installed") from error
+    attributes = vars(importlib.util.module_from_spec(spec)) | {"__name__": "__main__"}
+    return Program(code, attributes, spec.origin or name, os.getcwd())
 
 
 def run_program(find: Callable[[], Program], arguments: Sequence[str]) -> int:

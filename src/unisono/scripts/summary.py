@@ -1,17 +1,13 @@
 """The closing line of `unisono run`: devices, rows a second, and the share of time of each phase."""
 
-import json
-from typing import Any
-
 from unisono.console.device_option import describe
 from unisono.scripts.activity import Report
 
 _NO_WRAPPER = (
-    "the script made no torch.nn.DataParallel in this process and called none of the functions beside it: it ran as "
-    "with python alone"
+    "the script made no torch.nn.DataParallel that is unisono's in this process, and called none of the functions "
+    "beside it: it ran as with python alone"
 )
 _PLAIN = "no accelerator, where the plain module runs (--devices 'cpu*2' makes two replicas)"
-_LEAST_SHARE = 0.005  # what is less would be shown as 0 %
 
 
 def line(report: Report, engine: str, world_size: int = 1, advice: str = "") -> str:
@@ -21,7 +17,7 @@ def line(report: Report, engine: str, world_size: int = 1, advice: str = "") -> 
         world_size: how many processes run the script; the report is that of rank 0.
         advice: for a script that has made no wrapper.
     """
-    if not report.devices and not report.functions and not report.not_replaced:
+    if not report.devices and not report.functions:
         return _NO_WRAPPER + advice
     parts = [f"rank 0 of {world_size}"] if world_size > 1 else []
     if report.devices:
@@ -34,12 +30,10 @@ def line(report: Report, engine: str, world_size: int = 1, advice: str = "") -> 
     if report.forwards:
         rate = f", {report.rows / report.seconds:,.0f} rows/s" if report.seconds else ""
         parts.append(f"{_counted(report.rows, 'row')} in {_counted(report.forwards, 'forward')}{rate}")
-        shown = {name: share for name, share in phases(report).items() if share >= _LEAST_SHARE}
-        parts.append(", ".join(f"{name} {share:.0%}" for name, share in shown.items()))
+        shown = {name: f"{share:.0%}" for name, share in phases(report).items()}
+        parts.append(", ".join(f"{name} {share}" for name, share in shown.items() if share != "0%"))
     elif report.devices:
         parts.append("no forward")
-    if report.not_replaced:
-        parts.append(f"not replaced, and torch's own: {', '.join(report.not_replaced)}")
     return "; ".join(filter(None, parts))
 
 
@@ -58,21 +52,3 @@ def phases(report: Report) -> dict[str, float]:
     named[rest] = max(0.0, report.seconds - sum(named.values()))
     whole = sum(named.values())
     return {name: seconds / whole for name, seconds in named.items()} if whole else {}
-
-
-def record(report: Report, engine: str, status: int, world_size: int = 1) -> str:
-    """Return the same for machines: one line of JSON."""
-    content: dict[str, Any] = {
-        "wrappers": [[str(device) for device in devices] for devices in report.devices],
-        "not_replaced": report.not_replaced,
-        "engine": engine,
-        "functions": report.functions,
-        "forwards": report.forwards,
-        "rows": report.rows,
-        "seconds": round(report.seconds, 6),
-        "rows_per_second": round(report.rows / report.seconds, 3) if report.seconds else None,
-        "shares": {name: round(share, 4) for name, share in phases(report).items()},
-        "exit_status": status,
-        "world_size": world_size,
-    }
-    return json.dumps(content)

@@ -235,9 +235,9 @@ class Run:
         if self.profile is None or not self.profile.steps():
             return
         with replaced(self.folder.trace) as unfinished:
-            self.profile.write_trace(unfinished)
+            self.profile.save(unfinished)
         with replaced(self.folder.timeline) as unfinished:
-            self.profile.write_picture(unfinished)
+            self.profile.draw(unfinished)
 
     def close(self) -> None:
         """Close the file; end the replicas' threads or processes."""
@@ -255,7 +255,7 @@ class Run:
             f"on {describe(*self.devices_by_rank)}"
         ]
         if self.profile is not None:
-            lines += self.profile.in_words()
+            lines += str(self.profile).splitlines()
             if self.profile.steps():
                 lines.append(f"see {folder.timeline}; chrome://tracing and https://ui.perfetto.dev open {folder.trace}")
         return [*lines, f"see {folder.curves}; the weights are {folder.model}"]

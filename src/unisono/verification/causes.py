@@ -62,9 +62,8 @@ _FIRST_BUFFERS = (
     "else differs"
 )
 _ATTRIBUTES = (
-    f"forward updates {{names}}, and {LOST}; a list or a tensor that it changes in place has the changes of all "
-    "replicas. Update it outside of forward, from the gathered output; or make it a buffer, of which the first "
-    "replica's updates stay"
+    f"forward updates {{names}}, and {LOST}; a tensor that it changes in place has the changes of all replicas. Update "
+    "it outside of forward, from the gathered output; or make it a buffer, of which the first replica's updates stay"
 )
 _NONDETERMINISTIC = (
     "two runs on one device, from one state, differ as well{where}: an operation is not deterministic "
@@ -238,8 +237,7 @@ class Comparison:
 
     def _attributes(self) -> Iterator[Finding]:
         """Yield a finding about the attributes that differ."""
-        differing = [row.name for row in self.rows if row.differs and row.kind is Kind.ATTRIBUTE]
-        names = [*dict.fromkeys(name.partition("[")[0] for name in differing)]
+        names = [row.name for row in self.rows if row.differs and row.kind is Kind.ATTRIBUTE]
         if names:
             text = _ATTRIBUTES.format(names=", ".join(names))
             yield self._finding(names[0].rpartition(".")[0], Cause.ATTRIBUTES_OF_REPLICAS, text)

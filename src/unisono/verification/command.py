@@ -10,7 +10,7 @@ import traceback
 from typing import Any
 
 from unisono.console.device_option import choose_devices
-from unisono.console.options import TARGET, scalars, shares
+from unisono.console.options import TARGET, add_options_of_wrappers
 from unisono.console.targets import TargetError, current_folder_first, one_line
 from unisono.verification.targets import build_arguments
 from unisono.verification.verify import verify
@@ -58,31 +58,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="auto: every accelerator (one alone counts twice), or two CPU replicas without one; a count: so many "
         "accelerators, or CPU replicas without one; or by name: cpu,cpu, 'cpu*8', cuda:0,cuda:1 (default: auto)",
     )
-    parser.add_argument(
-        "--shares",
-        type=shares,
-        metavar="RULE",
-        help="rows of each replica: chunk, even, measured, or one weight a device, such as 2,1 (default: chunk)",
-    )
     parser.add_argument("--dim", type=int, metavar="AXIS", help="the axis of the rows (default: 0)")
-    parser.add_argument(
-        "--scalars",
-        type=scalars,
-        metavar="RULE",
-        help="how 0-dim outputs are combined: stack, mean, sum, mean:name, or these nested like the output (default: "
-        "stack)",
-    )
-    parser.add_argument(
-        "--sync-batch-norm",
-        action=argparse.BooleanOptionalAction,
-        help="batch norm with the statistics of the whole batch; with --no, given, of each shard, as intended",
-    )
-    parser.add_argument(
-        "--randomness",
-        choices=("per_replica", "one_device"),
-        help="the random numbers of dropout and other draws; with one_device they are compared too (default: "
-        "per_replica)",
-    )
+    add_options_of_wrappers(parser)
     parser.add_argument(
         "--rtol",
         type=_tolerance,

@@ -169,9 +169,10 @@ def module_scales(buffers: Tensors) -> dict[str, float]:
 
 
 def rows_of(
-    mode: str, kind: Kind, one: Tensors, many: Tensors, scales: Mapping[str, float], tolerance: Tolerance
+    mode: str, kind: Kind, one: Tensors, many: Tensors, tolerance: Tolerance, scales: Mapping[str, float] | None = None
 ) -> Iterator[Row]:
-    """Yield a row for each tensor that is there on one device, or on several."""
+    """Yield a row for each tensor that is there on one device, or on several; `scales`: their own, if not given."""
+    scales = own_scales(one) if scales is None else scales
     for name in dict.fromkeys([*one, *many]):
         a, b, scale = one.get(name), many.get(name), scales.get(name, 0.0)
         if a is not None and b is not None and a.shape == b.shape and a.dtype == b.dtype:

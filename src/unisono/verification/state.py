@@ -8,21 +8,18 @@ import copy
 import pickle
 import random
 import sys
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from unisono.data_parallel import DataParallel
-from unisono.primitives.references import LARGE, references
+from unisono.primitives.references import references
 from unisono.runtime import devices as _devices
 from unisono.verification.compare import plain
 
-_DEPTH = 4  # of containers in attributes
-_MOST_BITS = 62
-_OWN = frozenset(vars(nn.Module()))
+_TOO_LARGE = 2**62  # for an integer tensor
 
 
 def copied(model: nn.Module) -> nn.Module:
@@ -84,27 +81,19 @@ class RandomState:
 
 
 def numbers_in(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return copies of the numbers and tensors in attributes of modules, by name: metrics, counters, running values.
+    """Return copies of the numbers and tensors that are attributes of modules, by name: metrics, counters, features.
 
     What a replica assigns is lost when its forward ends, so an attribute that forward updates differs from the plain
-    module's, and nothing else shows it. Looked at are plain containers, too, not objects.
+    module's, and nothing else shows it.
     """
     found: dict[str, torch.Tensor] = {}
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule | DataParallel):  # not in its `__dict__`; a wrapper's own
             continue
         for name, value in vars(module).items():
-            if name not in _OWN:
-                found.update(_numbers(value, f"{path}.{name}" if path else name, _DEPTH))
+            name = f"{path}.{name}" if path else name
+            if isinstance(value, bool | float | complex) or (isinstance(value, int) and abs(value) < _TOO_LARGE):
+                found[name] = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+            elif type(value) is torch.Tensor and not (value.requires_grad or value.is_nested or value.is_meta):
+                found[name] = plain(value).to("cpu", copy=True)
     return found
-
-
-def _numbers(value: Any, path: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, bool | float | complex) or (isinstance(value, int) and value.bit_length() <= _MOST_BITS):
-        yield path, torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
-    elif type(value) is torch.Tensor and value.layout is torch.strided:
-        if not (value.requires_grad or value.is_nested or value.is_meta):  # such as a derived weight
-            yield path, plain(value).to("cpu", copy=True)
-    elif isinstance(value, list | tuple | deque | dict) and len(value) <= LARGE and depth:
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _numbers(item, f"{path}[{key!r}]", depth - 1)

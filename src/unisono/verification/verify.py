@@ -196,45 +196,31 @@ def _rows(mode: str, one: RecordedStep, many: RecordedStep, tolerance: Tolerance
         rows.append(Row(mode, Kind.OUTPUT, "", difference=math.inf, note=str(many.error).split(". ")[0]))
     else:
         of_many = compare.joined_numbers(outputs, many.outputs)
-        rows += compare.rows_of(mode, Kind.OUTPUT, outputs, of_many, compare.own_scales(outputs), tolerance)
+        rows += compare.rows_of(mode, Kind.OUTPUT, outputs, of_many, tolerance)
     if one.loss is not None and many.loss is not None:
-        loss = {"": one.loss}
-        scale = max([*compare.own_scales(outputs).values(), *compare.own_scales(loss).values()])
-        rows += compare.rows_of(mode, Kind.LOSS, loss, {"": many.loss}, {"": scale}, tolerance)
-        gradients = compare.common_scales(one.gradients)
-        rows += compare.rows_of(mode, Kind.GRADIENT, one.gradients, many.gradients, gradients, tolerance)
-    rows += compare.rows_of(mode, Kind.BUFFER, one.buffers, many.buffers, compare.module_scales(one.buffers), tolerance)
-    names = _updated(one, many)
-    attributes = {name: one.attributes.get(name) for name in names}
-    of_many = {name: many.attributes[name] for name in names if name in many.attributes}
-    return [
-        *rows,
-        *compare.rows_of(mode, Kind.ATTRIBUTE, attributes, of_many, compare.own_scales(attributes), tolerance),
-    ]
+        scale = max(map(compare.largest, (one.loss, *outputs.values())))
+        rows += compare.rows_of(mode, Kind.LOSS, {"": one.loss}, {"": many.loss}, tolerance, {"": scale})
+        scales = compare.common_scales(one.gradients)
+        rows += compare.rows_of(mode, Kind.GRADIENT, one.gradients, many.gradients, tolerance, scales)
+    rows += compare.rows_of(mode, Kind.BUFFER, one.buffers, many.buffers, tolerance, compare.module_scales(one.buffers))
+    updated = _updated(one, many)
+    of_many = {name: number for name, number in many.attributes.items() if name in updated}
+    return [*rows, *compare.rows_of(mode, Kind.ATTRIBUTE, updated, of_many, tolerance)]
 
 
-def _updated(one: RecordedStep, many: RecordedStep) -> list[str]:
-    """Return the names of the numbers in attributes that the step has updated, and did not only fill or take away."""
+def _updated(one: RecordedStep, many: RecordedStep) -> dict[str, torch.Tensor]:
+    """Return the numbers in attributes that the step has updated, on one device or on several."""
 
     def is_as_before(step: RecordedStep, name: str) -> bool:
-        before, after = one.attributes_before.get(name), step.attributes.get(name)
-        return before is not None and after is not None and before.dtype == after.dtype and torch.equal(before, after)
+        before, after = one.attributes_before[name], step.attributes.get(name)
+        return after is not None and before.dtype == after.dtype and torch.equal(before, after)
 
-    filled, taken = _filled(one, many), one.attributes_before.keys() - one.attributes.keys()
-    names = dict.fromkeys([*one.attributes, *many.attributes])
-    return [
-        name
-        for name in names
-        if name not in filled and name not in taken and not (is_as_before(one, name) and is_as_before(many, name))
-    ]
-
-
-def _filled(one: RecordedStep, many: RecordedStep) -> set[str]:
-    """Return the names of numbers in attributes that were none before, and are there after a step on one device only.
-
-    A cache is filled so, or values are kept for who reads them: no difference, but its name is a note.
-    """
-    return one.attributes.keys() - one.attributes_before.keys() - many.attributes.keys()
+    names = one.attributes_before.keys() & one.attributes.keys()
+    return {
+        name: number
+        for name, number in one.attributes.items()
+        if name in names and not (is_as_before(one, name) and is_as_before(many, name))
+    }
 
 
 def _only_gradients_differ(rows: Sequence[Row]) -> bool:
@@ -252,8 +238,9 @@ def _notes(mode: str, one: RecordedStep, many: RecordedStep) -> Iterator[str]:
         yield f"{mode}: gradients are not compared, because the backward fails on one device: {one.no_gradients}"
     elif not one.gradients:
         yield f"{mode}: there are no gradients to compare: the loss needs none"
-    if names := sorted({name.partition("[")[0] for name in _filled(one, many)}):
-        yield f"forward fills {', '.join(names)}: {LOST}. If they are read after forward, return them as outputs"
+    # A cache, or values that are kept for who reads them: no difference.
+    if filled := sorted(one.attributes.keys() - one.attributes_before.keys() - many.attributes.keys()):
+        yield f"forward fills {', '.join(filled)}: {LOST}. If they are read after forward, return them as outputs"
     if len(many.rows) == 1:
         yield "only one replica had rows: give a batch with more rows"
 
