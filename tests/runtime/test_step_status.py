@@ -206,6 +206,7 @@ def test_files_of_others_are_left_alone_or_removed(folder: Path, clock: Clock, t
     }
     ended = {f"{pid}-{int(start) + 1}-{namespace}-{number}.status", f"999999999-{start}-{namespace}-0.status"}
     ended.add(f"999999999-{start}-{namespace}-0.unfinished")
+    ended.add(f"999999999-{start}-{namespace}-8.status")  # a pipe
     elsewhere = tmp_path / "elsewhere"
     elsewhere.write_bytes(file.read_bytes())
     for name in (kept | ended) - {file.name}:

@@ -1,5 +1,7 @@
 """results.png: the speed of every contender as a bar, relative to the limit of the machine."""
 
+from typing import Any
+
 from unisono.bench import machine
 from unisono.bench.contenders import CONTENDERS, label
 from unisono.bench.results import Results
@@ -31,10 +33,10 @@ def png(results: Results) -> bytes:
         found = [(place, line) for place, (w, n) in enumerate(groups) if (line := w.line(name, n))]
         places = [place + (number + 0.5) * width - 0.44 for place, _ in found]
         speeds = [line.speed_of(references[place]) for place, line in found]
-        below = [line.speed_of(references[place]) * (1 - line.step_s / line.range_s[1]) for place, line in found]
-        above = [line.speed_of(references[place]) * (line.step_s / line.range_s[0] - 1) for place, line in found]
-        bars = axes.bar(places, speeds, width * 0.94, yerr=[below, above], label=label(name), color=_COLORS[name],
-                        error_kw={"ecolor": INK, "elinewidth": 0.8})  # fmt: skip
+        below = [speed * (1 - line.step_s / line.range_s[1]) for speed, (_, line) in zip(speeds, found, strict=True)]
+        above = [speed * (line.step_s / line.range_s[0] - 1) for speed, (_, line) in zip(speeds, found, strict=True)]
+        ranges: dict[str, Any] = {"yerr": [below, above], "error_kw": {"ecolor": INK, "elinewidth": 0.8}}
+        bars = axes.bar(places, speeds, width * 0.94, label=label(name), color=_COLORS[name], **ranges)
         white = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
         axes.bar_label(bars, fmt="%.2f", padding=2, fontsize=8, color=INK, bbox=white)
     labels = [f"{w.name}\n{n} replicas" if n > 1 else w.name for w, n in groups]

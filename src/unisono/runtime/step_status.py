@@ -218,8 +218,9 @@ def _read(path: Path, found: list[Published], notes: list[str]) -> None:
     pid, start, namespace = map(int, parts.groups()[:3])
     if namespace != _namespace():  # of a container: its numbers of processes mean others here
         return
-    has_ended = _start_of(pid) != start
-    published = _parsed(_content(path)) if path.suffix != _UNFINISHED else None
+    has_ended, published = _start_of(pid) != start, None
+    with contextlib.suppress(OSError):  # a link or a pipe, say: of a process that has ended it is removed all the same
+        published = _parsed(_content(path)) if path.suffix != _UNFINISHED else None
     if has_ended:
         path.unlink()
         if published:

@@ -29,7 +29,7 @@ from unisono.training.metrics import Metrics, StepRecord
 from unisono.training.observers import Observer, Observers
 from unisono.training.options import Options
 from unisono.training.ranks import Ranks, is_first_of_its_host, launch
-from unisono.training.run_folder import RunFolder, replaced
+from unisono.training.run_folder import RunFolder, errors_say_how_to_resume
 from unisono.training.schedule import num_steps
 from unisono.training.transfers import has_room_for
 
@@ -234,10 +234,10 @@ class Run:
         """Write what the profiled steps show, if there are any: none are known of a step that is compiled whole."""
         if self.profile is None or not self.profile.steps():
             return
-        with replaced(self.folder.trace) as unfinished:
-            self.profile.save(unfinished)
-        with replaced(self.folder.timeline) as unfinished:
-            self.profile.draw(unfinished)
+        with errors_say_how_to_resume(self.folder.trace):
+            self.profile.save(self.folder.trace)
+        with errors_say_how_to_resume(self.folder.timeline):
+            self.profile.draw(self.folder.timeline)
 
     def close(self) -> None:
         """Close the file; end the replicas' threads or processes."""

@@ -187,9 +187,15 @@ def _digest(config: Mapping[str, Any]) -> str:
 @contextlib.contextmanager
 def replaced(path: Path, *, keep_as: Path | None = None) -> Iterator[Path]:
     """Replace a file of a run whole, as `console.files.replaced` does; an error says how to resume."""
+    with errors_say_how_to_resume(path), files.replaced(path, keep_as=keep_as) as unfinished:
+        yield unfinished
+
+
+@contextlib.contextmanager
+def errors_say_how_to_resume(path: Path) -> Iterator[None]:
+    """Have an OSError of the block, which writes a file of a run, say what was saved and how to go on."""
     try:
-        with files.replaced(path, keep_as=keep_as) as unfinished:
-            yield unfinished
+        yield
     except OSError as error:
         saved, folder = "nothing had been saved before", RunFolder(path.parent)
         if folder.has_checkpoint():
