@@ -320,15 +320,13 @@ def _common_value(path: str, given: tuple[Any, ...], whole: bool) -> Any:
         if any(value != first for value in given):
             raise pytree.disagreement(path, "values", [repr(value) for value in given])
         return first
-    returned = f"cannot gather {path}: the replicas returned objects of type {type(first).__name__}"
+    reason, remedy = why_whole(first), "tensors, numbers or strings, in tuples, lists, dicts or dataclasses"
     if hasattr(first, "__array__"):  # numpy's, say
-        raise TypeError(
-            f"{returned}, and outputs are tensors, or containers of them. Return the tensor itself (without .numpy()), "
-            "or torch.as_tensor(array), and convert the gathered output."
-        )
+        reason = f"outputs are tensors, or containers of them: {reason}"
+        remedy = "the tensor itself (without .numpy()), or torch.as_tensor(array), and convert the gathered output"
     raise TypeError(
-        f"{returned}, and {why_whole(first)}. Return tensors, numbers or strings, in tuples, lists, dicts or "
-        "dataclasses; or register how the class is joined: unisono.register_batch_type."
+        f"cannot gather {path}: the replicas returned objects of type {type(first).__name__}, and {reason}. Return "
+        f"{remedy}; or register how the class is joined: unisono.register_batch_type."
     )
 
 
