@@ -19,8 +19,12 @@ def build():
 def frozen():
     return nn.Linear(5, 4).requires_grad_(False), torch.randn(8, 5, requires_grad=True)
 
+class Failing(nn.Linear):
+    def forward(self, x):
+        raise RuntimeError("no such layer")
+
 def failing():
-    return nn.Linear(6, 4), torch.randn(8, 5)
+    return Failing(5, 4), torch.randn(8, 5)
 """
 STEP = ["--compute", "300ms", "--gradients", "100MB"]
 
@@ -111,7 +115,7 @@ def test_the_help_is_plain_ascii(capsys: pytest.CaptureFixture[str]):
         ([*STEP, "--output", "own.py/deeper"], "own.py is not a folder"),
         ([*STEP, "--output", "/proc/deeper"], "--output /proc/deeper: /proc cannot be written to"),
         (["own:frozen"], "own:frozen: backward gave no parameter a gradient"),
-        (["own:failing"], "own:failing could not be measured: RuntimeError: "),
+        (["own:failing"], "own:failing could not be measured: RuntimeError: no such layer"),
         (["own:build", "--compute", "3ms"], "own:build would be measured: leave out own:build, or --compute"),
     ],
 )

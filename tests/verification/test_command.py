@@ -53,8 +53,12 @@ def interrupted():
 def leaves():
     raise SystemExit(3)
 
+class Failing(nn.Linear):
+    def forward(self, x):
+        raise RuntimeError("no such layer")
+
 def fails_in_forward():
-    return nn.Linear(4, 2), x
+    return Failing(5, 2), x
 
 def three():
     return 1, 2, 3
@@ -175,7 +179,7 @@ def test_the_report_and_the_status(
             )
         ),
         (["theirs:without_output", *TWO], "nothing was compared, because the model has no output"),
-        (["theirs:fails_in_forward"], "theirs:fails_in_forward could not be compared: RuntimeError: "),
+        (["theirs:fails_in_forward"], "theirs:fails_in_forward could not be compared: RuntimeError: no such layer"),
     ],
 )
 def test_a_mistake_is_one_line(arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
