@@ -4,6 +4,7 @@ import ctypes
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,35 @@ def test_a_death_says_which_replica_and_how(end, exit_status, number, words):
     model.module.function = lambda module, x: x + 1
     assert torch.equal(model(ROWS), ROWS + 1)
     model.close()
+
+
+def test_the_stack_of_a_stopped_process_is_that_of_its_first_thread():
+    """F7: any thread could handle the signal, and the first one went on meanwhile, out of where it was stuck."""
+    file = StackFile()
+    process = subprocess.Popen([sys.executable, "-c", STOPS, str(file.fd)], pass_fds=[file.fd])
+    try:
+        for _ in range(20):
+            assert until(lambda: is_stopped(process.pid))
+            current = file.ask(process.pid).partition("Current thread ")[2].partition("\n\n")[0]
+            assert "in stops" in current
+    finally:
+        process.kill()
+        process.wait()
+
+
+STOPS = """
+import os, signal, sys, threading
+from unisono.engines.processes.post_mortem import write_stacks_to
+
+def stops():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+write_stacks_to(int(sys.argv[1]))
+for _ in range(8):
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+while True:
+    stops()
+"""
 
 
 def test_the_number_of_a_replica_is_its_place_in_device_ids():

@@ -11,6 +11,7 @@ this process's control group and on the machine: `oom_kills` before and after te
 """
 
 import contextlib
+import ctypes
 import faulthandler
 import os
 import signal
@@ -72,7 +73,7 @@ class StackFile:
         os.ftruncate(self.fd, 0)
         os.lseek(self.fd, 0, os.SEEK_SET)  # of the file that both processes have open
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, STACK_SIGNAL)
+            _signal_first_thread(pid, STACK_SIGNAL)
             if is_stopped(pid):
                 os.kill(pid, signal.SIGCONT)  # the first thing that it then does is to handle the other signal
         until = time.monotonic() + _WRITTEN_WITHIN_S
@@ -81,6 +82,17 @@ class StackFile:
             time.sleep(_SLEEP_S)
             before, text = text, self.read()
         return text
+
+
+def _signal_first_thread(pid: int, number: int) -> None:
+    """Send a signal to the first thread of a process, in which a worker runs its replica.
+
+    A signal to the process may be handled by any of its threads, while the first one, which was stopped, goes on and
+    leaves the place where it was stuck. Where the system has no such call, it is sent to the process.
+    """
+    tgkill = getattr(ctypes.CDLL(None), "tgkill", None)
+    if tgkill is None or tgkill(pid, pid, number):
+        os.kill(pid, number)
 
 
 def write_stacks_to(fd: int) -> None:
