@@ -695,7 +695,7 @@ def test_a_copy_of_the_wrapper_is_one_of_its_own(copied):
             "chunk",
             (9,),
             [
-                "a batch of 9 rows gives [3, 3, 3, 0] rows to the 4 devices: 1 of them (sim:3) stay idle. "
+                "a batch of 9 rows gives [3, 3, 3, 0] rows to the 4 devices: 1 of them (sim:3) stays idle. "
                 'Use shares="even".'
             ],
         ),
