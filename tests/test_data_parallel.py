@@ -699,6 +699,15 @@ def test_a_copy_of_the_wrapper_is_one_of_its_own(copied):
                 'Use shares="even".'
             ],
         ),
+        (
+            2,
+            "chunk",
+            (1,),
+            [
+                "a batch of 1 row gives [1, 0] rows to the 2 devices: 1 of them (sim:1) stays idle. "
+                "Use batches of 2 rows or more."
+            ],
+        ),
         (4, "chunk", (8, 8, 1), []),  # a short last batch
         (3, [1, 0, 1], (8,), []),
         (3, "chunk", (0,), []),
