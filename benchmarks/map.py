@@ -1,6 +1,6 @@
 """How fast `DataParallel.map` is: against a plain loop, and against the pools of concurrent.futures, in one run.
 
-    python benchmarks/map.py
+    python benchmarks/map.py [--rounds 7]
 
 Inference over the same batches, with two workers on the CPU. The pools have two workers with half the intra-op threads
 each, as the lanes of a map have; all of them take whole batches. Contenders take turns; lower quartiles are compared.
@@ -22,15 +22,16 @@ from unisono.console.tables import table
 from unisono.training import models
 
 WORKERS = 2
-BATCHES = 24
-BATCHES_TO_CHOOSE = 100  # of map, for each kind of batches
-ROUNDS = 7
+BATCHES = 8
+BATCHES_TO_CHOOSE = 60  # of map, for each kind of batches
 
 _model: nn.Module | None = None  # that of a process of the pool
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3, help="how often each contender is timed (default: 3)")
+    rounds = parser.parse_args().rounds
     unisono.keep_freed_memory()
     print(f"torch {torch.__version__}, {torch.get_num_threads()} intra-op threads, {WORKERS} workers")
     rows = []
@@ -39,10 +40,10 @@ def main() -> None:
     for name, model, batch, num_batches in (
         ("ResNet-18, 32 rows", models.build("resnet18", num_classes=10, image_shape=image), image_rows, BATCHES),
         ("wide layers, 64 rows", mlp(2048, 5), torch.randn(64, 2048), BATCHES),
-        ("52 thin layers, 64 rows", mlp(16, 52), torch.randn(64, 16), 10 * BATCHES),
+        ("52 thin layers, 64 rows", mlp(16, 52), torch.randn(64, 16), 30 * BATCHES),
     ):
         with contenders(model.eval(), [batch.clone() for _ in range(num_batches)]) as runs:
-            times = timed(runs, ROUNDS)
+            times = timed(runs, rounds)
         loop_s = lower_quartile(times["plain loop"])
         for contender, seconds in times.items():
             speeds = [loop_s / each for each in (lower_quartile(seconds), upper_quartile(seconds), min(seconds))]

@@ -695,8 +695,17 @@ def test_a_copy_of_the_wrapper_is_one_of_its_own(copied):
             "chunk",
             (9,),
             [
-                "a batch of 9 rows gives [3, 3, 3, 0] rows to the 4 devices: 1 of them (sim:3) stay idle. "
+                "a batch of 9 rows gives [3, 3, 3, 0] rows to the 4 devices: 1 of them (sim:3) stays idle. "
                 'Use shares="even".'
+            ],
+        ),
+        (
+            2,
+            "chunk",
+            (1,),
+            [
+                "a batch of 1 row gives [1, 0] rows to the 2 devices: 1 of them (sim:1) stays idle. "
+                "Use batches of 2 rows or more."
             ],
         ),
         (4, "chunk", (8, 8, 1), []),  # a short last batch

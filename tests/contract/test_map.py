@@ -42,6 +42,7 @@ from unisono import DataParallel, ReplicaDied, Threads, pad
 from unisono.inference.lane_choice import LaneChoice
 
 AHEAD = 2  # batches a device that are pulled before they are needed
+ROW = 32  # short batches that the caller's thread pulls and computes in a row
 
 
 # As many for the plain module as for each replica: then the numbers are equal bit for bit.
@@ -132,12 +133,13 @@ def test_batches_are_pulled_when_they_are_needed(wrap: Wrap) -> None:
     """I3: none before the first output is asked for, then two a device ahead."""
     model = wrap(mlp())
     source = Counted(batches(20))
-    outputs = model.map(source)
-    assert source.num_pulled == 0
-    for number in range(10):
-        next(outputs)
-        assert source.num_pulled == number + 2 * AHEAD
-    assert len(list(outputs)) == 10
+    with use_lanes(True):
+        outputs = model.map(source)
+        assert source.num_pulled == 0
+        for number in range(10):
+            next(outputs)
+            assert source.num_pulled == number + 2 * AHEAD
+        assert len(list(outputs)) == 10
 
 
 @pytest.mark.usefixtures("collector_off")
@@ -160,7 +162,7 @@ def test_memory_is_flat(wrap: Wrap) -> None:
     for output in model.map(source()):
         outputs.append(weakref.ref(output))
         assert alive(outputs) == 1
-        assert alive(inputs) <= 2 * AHEAD + 1
+        assert alive(inputs) <= max(2 * AHEAD, ROW) + 1
     del output
     assert alive(inputs) == alive(outputs) == 0
 
@@ -189,13 +191,13 @@ def test_each_row_exactly_once(num_replicas: int, sizes: list[int], batch_size: 
 @given(st.lists(st.booleans(), min_size=14, max_size=14))
 @settings(max_examples=30)
 def test_whichever_lanes_get_the_batches(uses_all: list[bool]) -> None:
-    """I15, I1, I3: the same outputs, in order; as many batches are pulled ahead."""
+    """I15, I1, I3: the same outputs, in order; no more batches are pulled ahead than two a lane, or a row."""
     model, some = DataParallel(Fn(lambda x: x + 0.5), ["cpu"] * 3), Counted(numbered(20))
     with use_lanes(uses_all[0]) as choice:
         outputs = model.map(some)
         for k, choice.uses_all in enumerate(uses_all):
             assert torch.equal(next(outputs), some.some[k] + 0.5)
-            assert some.num_pulled == min(20, k + 3 * AHEAD)
+            assert k < some.num_pulled <= min(20, k + max(3 * AHEAD, 1 + ROW))
         assert_equal(list(outputs), [x + 0.5 for x in some.some[14:]])
 
 
@@ -210,8 +212,8 @@ def use_lanes(uses_all: bool) -> Iterator[LaneChoice]:
 
 
 @on_the_cpu
-def test_batches_that_are_too_short_go_to_one_device(wrap: Wrap) -> None:
-    """I15, I4, I5: no other lane is opened; random numbers and intra-op threads are the same."""
+def test_batches_that_are_too_short_are_computed_by_the_caller(wrap: Wrap) -> None:
+    """I15, I4, I5: random numbers and intra-op threads are the same; those of the caller are left alone."""
     torch.set_num_threads(4)
     model, some = wrap(Fn(lambda x: (x + torch.rand(2), torch.get_num_threads(), threading.get_ident()))), numbered(12)
     found = []
@@ -222,7 +224,41 @@ def test_batches_that_are_too_short_go_to_one_device(wrap: Wrap) -> None:
     (of_all, threads_of_all, _), (of_one, threads_of_one, lanes) = found
     assert_equal(of_one, of_all)
     assert threads_of_one == threads_of_all == (2,) * 12
-    assert len({*lanes}) == 1
+    assert {*lanes} == {threading.get_ident()}
+    assert torch.get_num_threads() == 4
+
+
+@pytest.mark.parametrize("event", ["a change", "a change and a written input", "an error", "Ctrl-C"])
+def test_an_event_in_a_row_of_short_batches(event: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """I15, I4, I6, I7: as batch by batch: the module is looked at once a row, which is computed again if it changed."""
+    monkeypatch.setattr("unisono.inference.batch_map._ROW_S", 1000.0)
+    calls: list[float] = []
+
+    def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        calls.append(float(x[0, 0]))
+        if calls[-1] == 5 and event == "an error":
+            raise FailureError(5, "as asked")
+        if calls[-1] == 5 and event == "Ctrl-C" and calls.count(5) == 1:
+            raise KeyboardInterrupt
+        if calls[-1] == 5 and event.startswith("a change"):
+            module.number += 10
+            if event.endswith("written input"):
+                x += 1
+        return x + module.number
+
+    plain, some = Calls(forward, number=1), numbered(12)
+    with use_lanes(False):
+        found = outcomes_of(DataParallel(copy.deepcopy(plain), ["cpu"] * 2).map(some))
+    assert calls.count(5) == 1 + (event != "a change and a written input")
+    if event == "an error":
+        assert isinstance(found.pop(5), FailureError)
+        some.pop(5)
+    if event == "Ctrl-C":
+        assert isinstance(found.pop(1), KeyboardInterrupt)
+    expected = [x + 1 + 10 * (event == "a change" and x[0, 0] == 5) for x in some]
+    if event == "a change and a written input":  # it cannot be computed again: as in the plain loop
+        expected = [plain(x) for x in numbered(12)]
+    assert_equal(found, expected)
 
 
 def test_with_a_timeout_all_lanes_get_batches() -> None:
@@ -381,6 +417,21 @@ def test_the_module_is_left_as_it_was(wrap: Wrap) -> None:
     plain = copy.deepcopy(model.module)
     assert_same(model(torch.ones(6, 2))[2], plain(torch.ones(3, 2))[2].repeat(2, 1))
     assert model.module.number == 0
+
+
+@on_threads
+def test_what_is_reached_through_a_list_is_the_replicas_own(wrap: Wrap) -> None:
+    """I4, R3: a list of the module's layers led to the live ones, and a map wrote into their buffers."""
+
+    def forward(module: nn.Module, x: torch.Tensor) -> bool:
+        module.listed[0](x)
+        return module.listed[0] is module.norm
+
+    module = Calls(forward, norm=nn.BatchNorm1d(2))
+    module.listed = [module.norm]
+    model = wrap(module)
+    assert list(model.map(numbered(9, rows=3))) == [True] * 9
+    assert model.module.norm.num_batches_tracked == 0
 
 
 def test_changes_between_two_maps_are_seen(wrap: Wrap) -> None:

@@ -26,6 +26,8 @@ def test_options_that_change_later_are_checked_as_at_first(
     if engine is Threads and option == "on_worker_loss":
         with pytest.raises(TypeError, match="on_worker_loss"):
             engine(on_worker_loss=good)
+        with pytest.raises(AttributeError, match="Threads has no option 'on_worker_loss'"):
+            engine().on_worker_loss = good
         return
     model = DataParallel(nn.Linear(2, 2), ["cpu"] * 2, engine=engine())
     setattr(model.engine, option, good)

@@ -27,7 +27,7 @@ def run(choice: LaneChoice, seconds_of: Callable[[bool], float], num_batches: in
     used: list[bool] = []
     while not choice.is_made and len(used) < num_batches:
         used.append(choice.uses_all)
-        choice.record(seconds_of(used[-1]), used_all=used[-1])
+        choice.record(seconds_of(used[-1]), 1, used_all=used[-1])
     return used
 
 
@@ -71,9 +71,9 @@ def test_what_is_pulled_before_a_turn_does_not_count() -> None:
     """I15: batches that went the other way."""
     choice = LaneChoice("Model", 2, WINDOW)
     for _ in range(TURN):
-        choice.record(1.0, used_all=True)
+        choice.record(1.0, 1, used_all=True)
     for _ in range(WINDOW):
-        choice.record(100.0, used_all=True)
+        choice.record(100.0, 1, used_all=True)
     assert not choice.uses_all
     run(choice, machine(1.0, 0.5))
     assert not choice.uses_all
@@ -83,9 +83,9 @@ def test_a_map_that_begins_measures_a_whole_turn() -> None:
     """I15: its lanes have nothing to do yet."""
     choice = LaneChoice("Model", 2, WINDOW)
     for _ in range(TURN - 1):
-        choice.record(0.0, used_all=True)
+        choice.record(0.0, 1, used_all=True)
     choice.begin_map()
-    choice.record(1.0, used_all=True)
+    choice.record(1.0, 1, used_all=True)
     assert choice.uses_all
     run(choice, machine(1.0, 0.5))
     assert not choice.uses_all
@@ -97,10 +97,10 @@ def test_it_is_measured_again_when_a_map_begins() -> None:
     run(choice, machine(1.0, 0.5))
     for num_batches in (1000, 2000):
         for _ in range(num_batches - 1):
-            choice.record(1.0, used_all=False)
+            choice.record(1.0, 1, used_all=False)
         choice.begin_map()
         assert choice.is_made
-        choice.record(1.0, used_all=False)
+        choice.record(1.0, 1, used_all=False)
         assert choice.is_made
         assert len(run(choice, machine(1.0, 0.5))) == 6 * TURN
 

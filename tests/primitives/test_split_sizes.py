@@ -44,6 +44,7 @@ def test_shares(rows, devices, shares, expected):
         ([0, 0], ValueError, "at least one of them above 0"),
         ([1, math.nan], ValueError, "finite"),
         ([1, math.inf], ValueError, "finite"),
+        ([2**1025, 1], ValueError, "finite"),
     ],
 )
 def test_check_shares_says_what_is_wrong(shares, error, message):

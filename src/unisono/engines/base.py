@@ -8,8 +8,9 @@ tests/contract/ is the contract's test suite, and runs over every engine.
 import abc
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -122,6 +123,9 @@ class LaneOutput:
     wait: Callable[[], None] = lambda: None
 
 
+RunBatch: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any], Any], LaneOutput]  # inputs, and a seed or None
+
+
 class OneGraphNeededError(Exception):
     """The replicas have to be a part of the caller's graph: a hook keeps tensors of theirs for the caller.
 
@@ -145,10 +149,12 @@ class Lane(abc.ABC):
         number: of the replica.
         has_ended: whether it can compute no more: its process has died in the middle of a batch, or it is stuck.
         has_own_timeout: whether `run` itself raises `ReplicaTimeout`; else its caller notices, as far as it waits.
+        left_unchanged: whether all batches of the first lane's last `run` or `in_a_row` have left the module unchanged.
+        inputs_unchanged: if they have not, whether it is known that none has written into its inputs.
     """
 
-    has_ended = False
-    has_own_timeout = False
+    has_ended = has_own_timeout = False
+    left_unchanged = inputs_unchanged = False
 
     def __init__(self, call: LaneCall, number: int) -> None:
         self.call, self.number, self.device = call, number, call.devices[number]
@@ -162,7 +168,7 @@ class Lane(abc.ABC):
 
     @abc.abstractmethod
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int | None) -> LaneOutput:
-        """Compute a batch. Called in a thread of the lane's own, or in the caller's if there is one lane only.
+        """Compute a batch. Called in a thread of the lane's own; the first lane's, also in the caller's.
 
         Args:
             args, kwargs: the inputs, on any devices.
@@ -172,6 +178,13 @@ class Lane(abc.ABC):
             LaneEndedError: it cannot take the batch, nor another.
             BaseException: what the module raised.
         """
+
+    def in_a_row(self) -> AbstractContextManager[RunBatch]:
+        """Return the context in which the first lane computes several batches. At its end it looks at the module once.
+
+        Its value is called as `run` is, with seeds.
+        """
+        raise NotImplementedError
 
 
 class Lanes:

@@ -56,6 +56,11 @@ class FailureOptions(Engine):
     def __init__(self, policy: FailurePolicy) -> None:
         self._policy = policy
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_") and not hasattr(type(self), name):
+            raise AttributeError(f"{type(self).__name__} has no option {name!r} that can be assigned: got {value!r}")
+        super().__setattr__(name, value)
+
     @property
     def rescue(self) -> bool:
         """Whether a step is run again, in parts, where a replica ran out of memory."""

@@ -4,7 +4,8 @@
     a batch  inputs ──► the lane's device ──► a replica of the lane's pool ──► output ──► the output device
 
 A batch takes a replica from its lane's pool and gives it back, so what forward assigned to it or wrote into its buffers
-is undone. Parameters on the live module's device are the live module's own.
+is undone. To look for what was assigned takes as long as a few layers: of short batches in a row, only the last one is
+followed by a look. Parameters on the live module's device are the live module's own.
 
 Guarantees
     - No output is in memory that a later batch overwrites.
@@ -13,23 +14,25 @@ Guarantees
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from unisono.engines.base import Lane, LaneCall, LaneOutput, called
+from unisono.engines.base import Lane, LaneCall, LaneOutput, RunBatch, called
 from unisono.engines.compile_lock import CompileLock, kind_of, prepare_accelerators
-from unisono.engines.replica import ReplicaPool, Replicas
+from unisono.engines.replica import Replica, ReplicaPool, Replicas
 from unisono.primitives import pytree
 from unisono.primitives.blueprint import Blueprint, collector_paused
+from unisono.primitives.references import INERT
 from unisono.runtime import devices as _devices
 from unisono.runtime.buckets import is_plain
-from unisono.runtime.interrupts import critical, interruptibly
+from unisono.runtime.interrupts import interruptibly
 from unisono.runtime.process_state import LaneTurns
 from unisono.runtime.rng import SeededDraws
 from unisono.runtime.streams import Copies
 
+_UNKNOWN = -1
 _CUDA_GRAPHS = (
     'map and evaluate of a module that is compiled with CUDA graphs (torch.compile(mode="reduce-overhead" or '
     '"max-autotune")): a graph writes every output in one place, and lanes go on to the next batch before an output is '
@@ -53,69 +56,125 @@ def open_local_lanes(
         prepare_accelerators(blueprint, call.devices, _CUDA_GRAPHS)
     with torch.no_grad(), collector_paused, Copies(call.devices) as copies:
         pool = ReplicaPool(blueprint, call.source, separate_memory=separate_memory)
-        replicas = pool.take(call.devices, tracked=False, copies=copies, with_live_buffers=False)
+        replicas, _ = pool.stamp(call.devices, tracked=False, copies=copies, with_live_buffers=False)
         for i in range(len(call.devices)):
             copies.wait_copies(i)
         lock = compile_lock if blueprint.compiled else None
         turns = LaneTurns()
-        return [LocalLane(i, call, Blueprint(root), lock, turns) for i, root in enumerate(replicas.roots)]
+        return [LocalLane(i, call, replica, lock, turns) for i, replica in enumerate(replicas)]
 
 
 class LocalLane(Lane):
     """See the module's docstring.
 
     Args:
-        blueprint: of its own module, which is on its device.
+        original: the module as it was when lanes were opened, on the lane's device; a batch has a replica of it.
         compile_lock: None if nothing is compiled.
         turns: of all lanes.
     """
 
     def __init__(
-        self, number: int, call: LaneCall, blueprint: Blueprint, compile_lock: CompileLock | None, turns: LaneTurns
+        self, number: int, call: LaneCall, original: Replica, compile_lock: CompileLock | None, turns: LaneTurns
     ) -> None:
         super().__init__(call, number)
         self._compile_lock, self._turns = compile_lock, turns
-        self._pool = ReplicaPool(blueprint, self.device)
-        self._unchanged: Replicas | None = None  # the last batch's, if it has left nothing to undo
+        self._original = original  # its modules refer to each other only as long as it exists
+        self._pool = ReplicaPool(Blueprint(original.modules[0]), self.device)
+        self._name = type(original.modules[0]).__name__
+        self._replicas: Replicas | None = None  # the last batch's
+        self._memory_of_buffers: set[int] = set()
+        self._given: list[tuple[torch.Tensor, int]] = []  # inputs that are the caller's own tensors, with versions
+        self._is_on_host = _devices.computes_on_host(self.device)
         self._queued: list[Callable[[bool], bool]] = []
 
-    @critical
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int | None) -> LaneOutput:
-        for is_done in self._queued[:-1]:
-            is_done(True)
-        del self._queued[:-1]
-        name = type(self._pool.blueprint.root).__name__
-        draws = None if seed is None else SeededDraws(name, seed, self.device)
-        with Copies([self.device]) as copies:
-            args, kwargs = _on_device((args, kwargs), self.device, lambda tensor: copies.to(tensor, 0))
-            replicas, self._unchanged = self._unchanged, None
-            if replicas is not None:
-                replicas.renew_buffers()
-            else:
-                with collector_paused:
-                    replicas = self._pool.take([self.device], tracked=False, copies=copies, with_live_buffers=False)
-            copies.wait_copies(0)
-            with self._turn((args, kwargs)), self._turns.batch(), draws or contextlib.nullcontext():
-                output = interruptibly(called(replicas.roots[0], self.call.method), *args, **kwargs)
-        output = _apart_from(replicas.each[0].own_buffers, output)
-        # With a seed the thread is the lane's own, whose state stays. Nothing outside refers to unchanged replicas, so
-        # they need no other look before the next batch.
-        can_stay = seed is not None and self._pool.blueprint.is_reusable and not replicas.is_remote
-        if can_stay and replicas.are_unchanged():
-            self._unchanged = replicas
-        else:
+        with self._turn((args, kwargs)):
+            if seed is not None:
+                with self.in_a_row() as compute:
+                    return compute(args, kwargs, seed)
+            with self._turns.batch():
+                output = self._compute(args, kwargs)
+        self._give_back()  # the thread is the caller's, whose state may be another one at the next batch
+        return output
+
+    @contextlib.contextmanager
+    def in_a_row(self) -> Iterator[RunBatch]:
+        self.left_unchanged, self._given = False, []
+        with self._turns.batch(), SeededDraws(self._name, self.device) as draws:
+            yield lambda args, kwargs, seed: self._compute(args, kwargs, draws, seed)
+        replicas, given, self._given = self._replicas, self._given, []  # which are to be freed
+        can_stay = replicas is not None and self._pool.blueprint.is_reusable and not replicas.is_remote
+        # Nothing outside refers to unchanged replicas, so they need no other look before the next batch.
+        self.left_unchanged = can_stay and replicas is not None and replicas.are_unchanged()
+        if not self.left_unchanged:
+            self.inputs_unchanged = all([_version(tensor) == before != _UNKNOWN for tensor, before in given])
+            self._give_back()
+
+    def _give_back(self) -> None:
+        replicas, self._replicas = self._replicas, None
+        if replicas is not None:
             replicas.give_back()
-        self._queued.append(_devices.queued_work(self.device))
-        target = self.call.output_device
+
+    def _compute(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], draws: SeededDraws | None = None, seed: int = 0
+    ) -> LaneOutput:
+        if self._queued:
+            for is_done in self._queued[:-1]:
+                is_done(True)
+            del self._queued[:-1]
+        replicas, self._replicas = self._replicas, None  # one that fails is dropped
+        inputs = [*args, *kwargs.values()]
+        is_usual = replicas is not None and all([_is_on(value, self.device) for value in inputs])  # with few calls
+        given = [value for value in inputs if type(value) is torch.Tensor] if is_usual else tensors_to_place(inputs)
+        self._given += [(tensor, _version(tensor)) for tensor in given]
+        with contextlib.nullcontext() if is_usual else Copies([self.device]) as copies:
+            if copies is not None:
+                args, kwargs = _on_device((args, kwargs), self.device, lambda tensor: copies.to(tensor, 0))
+            if copies is not None and replicas is None:
+                replicas = self._taken(copies)
+            elif replicas is not None:
+                replicas.renew_buffers()
+            assert replicas is not None
+            if copies is not None:
+                copies.wait_copies(0)
+            if draws is not None:
+                draws.begin(seed)
+            output = interruptibly(called(replicas.roots[0], self.call.method), *args, **kwargs)
+        output = _apart_from(self._memory_of_buffers, output)
+        self._replicas = replicas
+        if not self._is_on_host:
+            self._queued.append(_devices.queued_work(self.device))
+        drew, target = draws is not None and draws.drew(), self.call.output_device
+        if _is_on(output, target):
+            return LaneOutput(output, drew)
         outgoing = Copies([target])
         with outgoing:
             value = _on_device(output, target, lambda tensor: outgoing.to(tensor, 0))
-        return LaneOutput(value, draws is not None and draws.drew, lambda: outgoing.wait_copies(0))
+        return LaneOutput(value, drew, lambda: outgoing.wait_copies(0))
+
+    def _taken(self, copies: Copies) -> Replicas:
+        with collector_paused:
+            replicas = self._pool.take([self.device], tracked=False, copies=copies, with_live_buffers=False)
+        buffers = [buffer for buffer in replicas.each[0].own_buffers if is_plain(buffer) and buffer.numel()]
+        self._memory_of_buffers = {buffer.untyped_storage().data_ptr() for buffer in buffers}
+        return replicas
 
     def _turn(self, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> contextlib.AbstractContextManager[None]:
         if self._compile_lock is None:
             return contextlib.nullcontext()
         return self._compile_lock.while_new((False, self._pool.blueprint.root.training, *kind_of(inputs)))
+
+
+def _is_on(value: Any, device: torch.device) -> bool:
+    """Return whether a value is a tensor on a device, or one that is on none, such as a number."""
+    if type(value) is torch.Tensor:
+        return _devices.same_device(value.device, device)
+    return type(value) in INERT
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Return how often a tensor has been written into, where torch counts it."""
+    return _UNKNOWN if tensor.is_inference() else tensor._version
 
 
 def _on_device(value: Any, device: torch.device, copy: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -138,13 +197,12 @@ def tensors_to_place(value: Any) -> list[torch.Tensor]:
     return found
 
 
-def _apart_from(buffers: list[torch.Tensor], output: Any) -> Any:
+def _apart_from(memory_of_buffers: set[int], output: Any) -> Any:
     """Return an output without history, and not in the memory of a replica's buffers: the next batch overwrites it."""
-    memory = {buffer.untyped_storage().data_ptr() for buffer in buffers if is_plain(buffer) and buffer.numel()}
 
     def apart(tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.detach() if tensor.requires_grad else tensor
-        is_shared = is_plain(tensor) and tensor.numel() and tensor.untyped_storage().data_ptr() in memory
-        return tensor.clone() if is_shared else tensor
+        is_shared = memory_of_buffers and is_plain(tensor) and tensor.numel()
+        return tensor.clone() if is_shared and tensor.untyped_storage().data_ptr() in memory_of_buffers else tensor
 
     return pytree.map_all_tensors(apart, output)

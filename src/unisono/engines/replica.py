@@ -269,6 +269,8 @@ class Replicas:
 
     def renew_buffers(self) -> None:
         """Write the live buffers into the replicas' copies."""
+        if not self._buffers:
+            return
         with torch.set_grad_enabled(False):
             for own, live in self._buffers:
                 torch_private.copy_all_in_place(own, live)
@@ -311,7 +313,6 @@ class ReplicaPool:
 
     def __init__(self, blueprint: Blueprint, source: torch.device, *, separate_memory: bool = False) -> None:
         self.blueprint, self.source, self._separate_memory = blueprint, source, separate_memory
-        blueprint.keep()
         self.live_parameters = [parameter for parameter in blueprint.parameters.values() if parameter.requires_grad]
         self.large = [
             k
@@ -345,6 +346,13 @@ class ReplicaPool:
                 if replicas.are_unchanged():
                     replicas.renew(copies, self._idle)
                     return replicas
+        each, broadcast = self.stamp(devices, tracked, copies, with_live_buffers=with_live_buffers)
+        return Replicas(each, broadcast, kind, self._idle if self.blueprint.is_reusable else None)
+
+    def stamp(
+        self, devices: Sequence[torch.device], tracked: bool, copies: Copies, *, with_live_buffers: bool
+    ) -> tuple[list[Replica], CoalescedBroadcast]:
+        """Return new replicas, as `take` does, and what copies the live module's tensors to them."""
         blueprint = self.blueprint
         tensors = {**blueprint.parameters, **blueprint.buffers, **blueprint.constants_on(self.source)}
         broadcast = CoalescedBroadcast(tensors, devices, separate_memory=self._separate_memory)
@@ -352,7 +360,7 @@ class ReplicaPool:
             Replica(blueprint, copied, tracked, with_live_buffers and i == 0)
             for i, copied in enumerate(broadcast(copies))
         ]
-        return Replicas(each, broadcast, kind, self._idle if self.blueprint.is_reusable else None)
+        return each, broadcast
 
 
 def own_leaf(parameter: torch.Tensor, data: torch.Tensor) -> torch.Tensor:

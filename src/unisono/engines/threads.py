@@ -120,6 +120,7 @@ class Threads(FailureOptions):
         if pool is None or pool.source != source or not pool.blueprint.is_current(module):
             blueprint = Blueprint(module)
             check_device(module, [*blueprint.parameters.values(), *blueprint.buffers.values()], source)
+            blueprint.keep()
             pool = ReplicaPool(blueprint, source, separate_memory=self._separate_memory)
             if not inside_replica():  # there, each replica of an outer module has this engine
                 self._pool = pool if blueprint.is_reusable else None

@@ -5,14 +5,15 @@
     (2) wait for the oldest output ◄─────── done ◄───────────────────────────────────────────┘
     (3) yield it; the lanes go on while the caller uses it
 
-Where it is faster, only the first lane gets batches (lane_choice.py).
+Where that is faster (lane_choice.py), the caller's thread computes the batches, on the first lane: a row of short ones,
+and then it yields their outputs.
 
 Guarantees
-    - Outputs are yielded in the order of the batches, one a batch. At most two batches a lane have been pulled and not
-      been yielded, whatever the speeds of lanes and caller.
+    - Outputs are yielded in the order of the batches, one a batch. At most two batches a lane, or one row, have been
+      pulled and not been yielded, whatever the speeds of lanes and caller.
     - An error of a batch is raised in that batch's turn; the next call of `next` goes on with the batch after it. An
       error of the loader is raised after all outputs before it, and ends the iteration. Ctrl-C is raised at once: while
-      the caller waits for an output, the iteration can go on; while it pulls a batch, that ends the iteration.
+      the caller waits for an output, or computes it, the iteration can go on; while it pulls a batch, that ends it.
     - When the iterator is exhausted or closed, no lane computes any more, and nothing of it is left. An iterator that
       is only dropped does not wait: its lanes finish their batch and end.
     - The threads do not refer to the iterator, so it can be deleted while they run.
@@ -26,6 +27,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -34,19 +36,21 @@ from typing import Any, Self, TypeAlias
 
 import torch
 
-from unisono.engines.base import Lane, LaneEndedError, LaneOutput, Lanes
+from unisono.engines.base import Lane, LaneEndedError, LaneOutput, Lanes, RunBatch
 from unisono.inference.batches import hint_for, inputs_of
 from unisono.inference.lane_choice import LaneChoice
 from unisono.runtime import torch_private
 from unisono.runtime.errors import annotate, threads_timed_out
 from unisono.runtime.interrupts import WAKE_S, critical, deliver, interruptibly
 from unisono.runtime.rng import BatchStreams
-from unisono.runtime.thread_pool import Background, Outcome, inside_replica
+from unisono.runtime.thread_pool import Background, Outcome, as_first_replica, inside_replica
 from unisono.runtime.thread_state import ThreadState, modes_that_stay
 from unisono.runtime.tracebacks import without_own_frames
 
 _Batch: TypeAlias = tuple[int, tuple[Any, ...], dict[str, Any], int | None]  # number, inputs, seed
 _AHEAD = 2  # batches a lane that have been pulled and not been yielded
+_MOST_IN_A_ROW = 32
+_ROW_S = 0.01
 _FORKED = (
     "this is a process forked while the outputs of a map were iterated over: the threads that compute them are in its "
     "parent. Call map in the process that iterates."
@@ -108,19 +112,32 @@ class BatchMap(OutputIterator):
         self._open_lanes: Callable[[Sequence[torch.device]], Lanes] | None = open_lanes  # None when it has ended
         self._devices = devices
         self._numbers, self._choice_for = numbers, choice_for
+        self._choice: LaneChoice | None = None
+        self._stays = False  # in this thread and its state, batch after batch
         self._has_more = True
         self._pulled: deque[tuple[int, str | None]] = deque()  # batches that have not been yielded, with their hints
         self._ready: dict[int, Outcome[LaneOutput]] = {}
+        self._row: list[_Batch] = []  # that this thread computes next
+        self._row_length = 1
+        self._outputs: deque[Any] = deque()  # of the last row
+        self._asked: tuple[float, int, bool] | None = None  # when outputs were asked for, how many; if from all lanes
         self._work: _Work | None = None
         self._stopped_at_deletion: _StoppedAtDeletion | None = None
         self._pid = os.getpid()
 
+    def __next__(self) -> Any:
+        return self._outputs.popleft() if self._outputs else self._next()
+
     @without_own_frames
     @critical
-    def __next__(self) -> Any:
+    def _next(self) -> Any:
         deliver()  # several calls may follow each other in one section, such as an evaluation
         if self._work is not None and os.getpid() != self._pid:
             raise RuntimeError(_FORKED)
+        now = time.monotonic()
+        if self._choice is not None and self._asked is not None:
+            before, num_outputs, used_all = self._asked
+            self._choice.record(now - before, num_outputs, used_all=used_all)
         try:
             self._pull()
         except BaseException:  # Ctrl-C, or no lanes: a batch may have been pulled, and must not be left out unnoticed
@@ -129,13 +146,19 @@ class BatchMap(OutputIterator):
         if not self._pulled:
             self.close()
             raise StopIteration
-        number, hint = self._pulled[0]
-        if number not in self._ready:
+        number, used_all = self._pulled[0][0], True
+        if self._row and self._row[0][0] == number:
+            self._compute_row()
+            used_all = False
+        elif number not in self._ready:
             assert self._work is not None
             self._work.wait_for(number)
-        if self._work is not None:
-            self._work.note_output(number)
-        self._pulled.popleft()
+        self._asked = now, max(1, len(self._outputs)), used_all
+        return self._outputs.popleft() if self._outputs else self._output()
+
+    def _output(self) -> Any:
+        """Return the output of the oldest batch, which has been computed; or raise its error."""
+        number, hint = self._pulled.popleft()
         outcome = self._ready.pop(number)
         try:
             if outcome.error is not None:
@@ -148,9 +171,30 @@ class BatchMap(OutputIterator):
         finally:
             del outcome  # a traceback refers to this frame: nothing in it may refer to an exception
 
+    def _compute_row(self) -> None:
+        """Compute the row, up to an error, in this thread."""
+        assert self._work is not None
+        began = time.monotonic()
+        with self._around_row():
+            computed, is_unchanged = self._work.compute_row(self._row)
+        each_s = (time.monotonic() - began) / len(computed)
+        self._row_length = min(_MOST_IN_A_ROW, 1 + int(_ROW_S / each_s)) if is_unchanged else 1
+        self._ready.update(computed)
+        del self._row[: len(computed)]
+        while self._pulled and (outcome := self._ready.get(self._pulled[0][0])) is not None and outcome.error is None:
+            self._outputs.append(self._output())
+
+    def _around_row(self) -> AbstractContextManager[None]:
+        if self._stays:
+            return torch.no_grad()
+        return as_first_replica(self._devices, self._state)
+
     def _pull(self) -> None:
-        """Pull batches until the lanes have enough of them."""
-        while self._has_more and len(self._pulled) < self._num_ahead:
+        """Pull batches until the lanes, or a row, have enough of them."""
+        if self._row:  # Ctrl-C or an error has ended it early
+            return
+        is_row = self._work is not None and self._computes_rows
+        while self._has_more and len(self._pulled) < self._num_ahead(is_row):
             try:
                 # Before the lanes' threads start: a loader may fork processes here.
                 self._batches = interruptibly(iter, self._source) if self._batches is None else self._batches
@@ -169,9 +213,14 @@ class BatchMap(OutputIterator):
                 continue
             if self._work is None:
                 self._work = self._begin((args, kwargs))
+                is_row = self._computes_rows
             number = next(self._numbers)
             self._pulled.append((number, hint_for(batch)))
-            self._work.submit(number, args, kwargs)
+            seed = None if self._stays else self._work.streams.seed(number)
+            if is_row:
+                self._row.append((number, args, kwargs, seed))
+            else:
+                self._work.submit((number, args, kwargs, seed))
 
     def _add_error(self, where: str, error: BaseException) -> None:
         number = next(self._numbers)
@@ -179,23 +228,28 @@ class BatchMap(OutputIterator):
         self._pulled.append((number, None))
 
     @property
-    def _num_ahead(self) -> int:
-        return 1 if self._work is not None and self._work.is_alone else _AHEAD * len(self._devices)
+    def _computes_rows(self) -> bool:
+        assert self._work is not None
+        return not self._work.has_threads or (self._choice is not None and not self._choice.uses_all)
+
+    def _num_ahead(self, is_row: bool) -> int:
+        if not is_row:
+            return _AHEAD * len(self._devices)
+        return self._row_length if len(self._row) == len(self._pulled) else 0  # the lanes end theirs first
 
     def _begin(self, inputs: object) -> "_Work":
         # A mode that other threads cannot join; a wrapper inside a replica; a cache of weights, one for all replicas.
-        is_alone = inside_replica() or modes_that_stay() or torch_private.caches_parametrizations()
-        choice = None
-        if self._choice_for is not None and len(self._devices) > 1 and not is_alone:
-            choice = self._choice_for(inputs, len(self._devices), self._num_ahead)
-            choice.begin_map()
-        is_one = is_alone or (choice is not None and choice.is_made and not choice.uses_all)
+        self._stays = inside_replica() or modes_that_stay() or torch_private.caches_parametrizations()
+        if self._choice_for is not None and not self._stays:
+            self._choice = self._choice_for(inputs, len(self._devices), _AHEAD * len(self._devices))
+            self._choice.begin_map()
+        is_one = self._stays or (self._choice is not None and self._choice.is_made and not self._choice.uses_all)
         assert self._open_lanes is not None
         with self._state.applied():
             lanes = self._open_lanes(self._devices[:1] if is_one else self._devices)
-        work = _Work(lanes, self._ready, choice)
+        work = _Work(lanes, self._ready)
         self._stopped_at_deletion = _StoppedAtDeletion(work)
-        if not is_alone:
+        if not is_one:
             work.start(self._devices, self._state)
         return work
 
@@ -211,6 +265,8 @@ class BatchMap(OutputIterator):
         self._has_more = False
         self._pulled.clear()
         self._ready.clear()
+        self._row.clear()
+        self._outputs.clear()
         self._source, self._batches, self._open_lanes = (), None, None
         self._stopped_at_deletion = None
 
@@ -232,57 +288,62 @@ class _Work:
     Args:
         ready: the outcomes of batches that have been computed. A lane writes into it, and then wakes the caller: what
             Ctrl-C interrupts in the caller cannot lose an outcome.
-        choice: which lanes get batches; None: all of them.
 
     Attributes:
-        is_alone: whether there is one lane only, which computes in the caller's thread.
+        has_threads: whether lanes compute in threads; else in the caller's.
         streams: the batches' random numbers.
     """
 
-    def __init__(self, lanes: Lanes, ready: dict[int, Outcome[LaneOutput]], choice: LaneChoice | None) -> None:
-        self._lanes, self._ready, self._choice = lanes, ready, choice
-        self._todo = _Todo()
-        self._of_first: set[int] = set()  # batches that only the first lane could get
-        self._output_at: float | None = None  # when the last output was there
-        self._num_lanes = len(lanes.each)
+    def __init__(self, lanes: Lanes, ready: dict[int, Outcome[LaneOutput]]) -> None:
+        self._lanes, self._ready = lanes, ready
+        self._todo: SimpleQueue[_Batch | None] = SimpleQueue()  # None: a lane ends
         self._has_new = threading.Event()
         self._computing: dict[int, tuple[int, int]] = {}  # by batch: its lane and that lane's thread
         self._abandoned: set[int] = set()  # batches whose lanes are stuck
         self._background: Background | None = None
-        self.is_alone = True
+        self.has_threads = False
         self.streams = BatchStreams()
 
     def start(self, devices: Sequence[torch.device], state: ThreadState) -> None:
         """Start the lanes' threads.
 
         Args:
-            devices: those among which intra-op threads are divided; there may be fewer lanes.
+            devices: those among which intra-op threads are divided.
         """
-        tasks = [partial(self._compute, i) for i in range(self._num_lanes)]
-        self.is_alone = False
+        tasks = [partial(self._compute, i) for i in range(len(self._lanes.each))]
+        self.has_threads = True
         self._background = Background(tasks, devices, state, self.stop, self._close)
 
     def _close(self) -> None:
         self._background = None  # it refers to this object
         self._lanes.close()
 
-    def submit(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.is_alone:
-            with torch.no_grad():
-                self._ready[number] = self._outcome(self._lanes.each[0], [(number, args, kwargs, None)])
-        else:
-            for_all = self._choice is None or self._choice.uses_all
-            if not for_all:
-                self._of_first.add(number)
-            self._todo.put((number, args, kwargs, self.streams.seed(number)), for_all=for_all)
+    def submit(self, batch: _Batch) -> None:
+        """Add a batch for whichever lane is free."""
+        self._todo.put(batch)
 
-    def note_output(self, number: int) -> None:
-        """Take note that an output is about to be yielded."""
-        now = time.monotonic()
-        if self._choice is not None and self._output_at is not None:
-            self._choice.record(now - self._output_at, used_all=number not in self._of_first)
-        self._output_at = now
-        self._of_first.discard(number)
+    def compute_row(self, batches: Sequence[_Batch]) -> tuple[dict[int, Outcome[LaneOutput]], bool]:
+        """Compute batches in the calling thread, on the first lane; whose own thread, if any, has nothing to do.
+
+        If one of them changes the module, which is looked at once, they are computed again, one by one: each is to find
+        the module as it was.
+
+        Returns:
+            Their outcomes by number, up to the first error; whether the module was as it was all the time.
+        """
+        lane = self._lanes.each[0]
+        outcomes: dict[int, Outcome[LaneOutput]] = {}
+        if len(batches) > 1:
+            with lane.in_a_row() as run:
+                for batch in batches:
+                    outcomes[batch[0]] = self._outcome(lane, run, [batch])
+                    if outcomes[batch[0]].error is not None:
+                        break
+            if lane.left_unchanged or not lane.inputs_unchanged:
+                return outcomes, lane.left_unchanged
+        again = batches[: len(outcomes) or 1]
+        outcomes = {batch[0]: self._outcome(lane, lane.run, [batch]) for batch in again}
+        return outcomes, lane.left_unchanged and len(again) == 1
 
     def wait_for(self, number: int) -> None:
         """Wait until a batch has been computed, or has been given up: no batch was finished for `timeout_s`.
@@ -322,14 +383,14 @@ class _Work:
     def _compute(self, index: int) -> None:
         """Compute batches, in the thread of a lane, until there will be no more."""
         lane = self._lanes.each[index]
-        while (batch := self._todo.get(index)) is not None:
+        while (batch := self._todo.get()) is not None:
             number, batches = batch[0], [batch]
             del batch
             self._computing[number] = index, threading.get_ident()
             try:
                 # Once the caller has the outcome, no reference to it or to the batch may be left here: what the caller
                 # then drops is to be freed at once. So no variable holds either.
-                self._put(number, self._outcome(lane, batches))
+                self._put(number, self._outcome(lane, lane.run, batches))
             except LaneEndedError:
                 return
             finally:
@@ -342,69 +403,40 @@ class _Work:
         if number not in self._abandoned:
             self._ready[number] = outcome
 
-    def _outcome(self, lane: Lane, batches: "list[_Batch]") -> Outcome[LaneOutput]:
+    def _outcome(self, lane: Lane, run: RunBatch, batches: list[_Batch]) -> Outcome[LaneOutput]:
         """Compute the one batch in a list, which is emptied.
 
         Raises:
             LaneEndedError: the lane can compute no more. Another one will take the batch.
+            KeyboardInterrupt: in the main thread. The batch is as it was.
         """
         number, args, kwargs, seed = batches.pop()
         try:
-            return Outcome(value=lane.run(args, kwargs, seed))
+            return Outcome(value=run(args, kwargs, seed))
         except LaneEndedError:
-            self._todo.put((number, args, kwargs, seed), for_all=True)
+            self._todo.put((number, args, kwargs, seed))
             raise
-        except BaseException as error:  # noqa: BLE001 - raised in the thread that iterates
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+                raise
             torch_private.end_checkpoints(error)
             return Outcome(error=annotate([(f"batch {number}, by {lane.name}", error)]))
 
     def stop(self) -> None:
         """Let each lane end after its current batch. May be called from a finalizer, and several times."""
-        self._todo.clear()
+        with contextlib.suppress(Empty):
+            while True:
+                self._todo.get_nowait()
         self._lanes.stop()
-        self._todo.end(self._num_lanes)
+        for _ in self._lanes.each:
+            self._todo.put(None)
 
     def wait(self) -> None:
         background = self._background
         if background is not None:
             background.wait()
-        elif self.is_alone:
+        elif not self.has_threads:
             self._lanes.close()
-
-
-class _Todo:
-    """The batches that no lane has taken yet. `clear` and `end` may be called from a finalizer, in any thread."""
-
-    def __init__(self) -> None:
-        self._for_all: SimpleQueue[_Batch | None] = SimpleQueue()  # None: the lane ends
-        self._for_first: SimpleQueue[_Batch | None] = SimpleQueue()  # None: there may be one in the other queue
-
-    def put(self, batch: _Batch, *, for_all: bool) -> None:
-        """Add a batch: for any lane, or for the first only."""
-        (self._for_all if for_all else self._for_first).put(batch)
-        if for_all:
-            self._for_first.put(None)
-
-    def get(self, lane: int) -> _Batch | None:
-        """Wait for a lane's next batch; None: there will be none."""
-        if lane > 0:
-            return self._for_all.get()
-        while (batch := self._for_first.get()) is None:
-            with contextlib.suppress(Empty):  # another lane has taken it
-                return self._for_all.get_nowait()
-        return batch
-
-    def clear(self) -> None:
-        for queue in (self._for_all, self._for_first):
-            with contextlib.suppress(Empty):
-                while True:
-                    queue.get_nowait()
-
-    def end(self, num_lanes: int) -> None:
-        """Let the lanes end."""
-        for _ in range(num_lanes):
-            self._for_all.put(None)
-        self._for_first.put(None)
 
 
 def _as_raised(error: BaseException, hint: str | None) -> BaseException:

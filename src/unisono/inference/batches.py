@@ -27,6 +27,8 @@ def inputs_of(batch: Any) -> Inputs:
         TypeError: a mapping with keys that are no names; a tensor without data (on the meta device).
         ValueError: containers that contain themselves, or are nested beyond Python's recursion limit.
     """
+    if type(batch) is torch.Tensor and not batch.is_meta:  # the common case, with few calls
+        return (batch,), {}
     check_have_data("compute", batch, "batch")
     if batch_type_of(batch) is None:
         if isinstance(batch, tuple | list):
@@ -43,7 +45,7 @@ def inputs_of(batch: Any) -> Inputs:
 
 def hint_for(batch: Any) -> str | None:
     """Return what to say if the model does not take a batch's inputs; None where they are not taken apart."""
-    if batch_type_of(batch) is not None or not isinstance(batch, tuple | list | Mapping):
+    if type(batch) is torch.Tensor or not isinstance(batch, tuple | list | Mapping) or batch_type_of(batch) is not None:
         return None
     if isinstance(batch, Mapping):
         return f"the batch gave the model the keyword inputs {list(batch)}"

@@ -1,12 +1,12 @@
-"""Whether the batches of a map go to all lanes, or to the first one only.
+"""Whether the batches of a map go to all lanes, or the caller's thread computes them on the first one.
 
-Batches may be too short to be worth handing over to several devices: threads wait for each other while they run Python,
-and a worker has to be sent its batch. How long a batch takes does not show it, so both take turns at the beginning:
+Batches may be too short to be worth handing over: threads wait for each other while they run Python, and a worker has
+to be sent its batch. How long a batch takes does not show it, so both take turns at the beginning:
 
-    all lanes, the first, all lanes, the first, ...    _ROUNDS turns each; a turn is two windows of batches
+    all lanes, the caller, all lanes, the caller, ...    _ROUNDS turns each; a turn is two windows of batches, or more
 
 The first window of a turn is not counted: the lanes change. Other programs make batches slower, never faster, so the
-fastest windows are compared. A first turn of one lane that is clearly slower ends after a few batches. What is chosen
+fastest turns are compared. A first turn of the caller that is clearly slower ends after a few batches. What is chosen
 is kept for the wrapper's batches of this kind: the same method, and inputs of about the same size. Numbers do not
 depend on it: a lane has as many intra-op threads either way, and a batch its own random stream.
 
@@ -22,13 +22,13 @@ from unisono.primitives import pytree
 from unisono.runtime.errors import log_once
 
 _ROUNDS = 3
-_WORTH = 1.05  # what one lane has to gain to be chosen
-_CLEAR = 1.5  # one lane is not tried further if each of a few batches is slower by this factor
+_WORTH = 1.05  # what the caller's thread has to gain to be chosen
+_CLEAR = 1.5  # it is not tried further if each of a few batches is slower by this factor
 _FEW = 3
 _PATIENCE = 1000  # batches after which a map measures again; doubled each time
 _TOO_SHORT = (
-    "map and evaluate of {name}: batches of this size are too short to be worth handing over to {num_lanes} devices, "
-    "so the first one computes all of them"
+    "map and evaluate of {name}: batches of this size are too short to be worth handing over to {threads}, so the "
+    "thread that iterates computes them, on the first device"
 )
 
 
@@ -66,22 +66,23 @@ class LaneChoice:
                 self._patience *= 2
                 self._begin()
 
-    def record(self, seconds: float, *, used_all: bool) -> None:
-        """Take note of a batch.
+    def record(self, seconds: float, num_batches: int, *, used_all: bool) -> None:
+        """Take note of some batches.
 
         Args:
-            seconds: from the output before it to its own, with what loader and caller have done meanwhile.
-            used_all: whether it could go to any lane.
+            seconds: from when the first of their outputs was asked for until that of the next batch was.
+            num_batches: of one row; 1 of the lanes.
+            used_all: whether all lanes could compute them.
         """
         with self._lock:
-            self._num_since += self.is_made
-            if self.is_made or used_all is not self.uses_all:  # the latter: it was pulled before this turn
+            self._num_since += num_batches * self.is_made
+            if self.is_made or used_all is not self.uses_all:  # the latter: they were pulled before this turn
                 return
-            self._turn.append(seconds)
+            self._turn += [seconds / num_batches] * num_batches
             is_first = not used_all and not self._of_one
-            if is_first and len(self._turn) == _FEW and min(self._turn) > _CLEAR * min(self._of_all):
+            if is_first and len(self._turn) >= _FEW and min(self._turn) > _CLEAR * min(self._of_all):
                 self._make(uses_all=True)
-            elif len(self._turn) == 2 * self._window:
+            elif len(self._turn) >= 2 * self._window:
                 windows = self._of_all if used_all else self._of_one
                 windows.append(statistics.fmean(self._turn[self._window :]))
                 self._turn.clear()
@@ -92,7 +93,8 @@ class LaneChoice:
     def _make(self, *, uses_all: bool) -> None:
         self.uses_all, self.is_made = uses_all, True
         if not uses_all:
-            log_once(_TOO_SHORT.format(name=self._name, num_lanes=self._num_lanes))
+            threads = f"{self._num_lanes} devices" if self._num_lanes > 1 else "another thread"
+            log_once(_TOO_SHORT.format(name=self._name, threads=threads))
 
 
 def choice_for(wrapper: Any, method: str | None, inputs: object, num_lanes: int, window: int) -> LaneChoice:

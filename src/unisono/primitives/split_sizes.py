@@ -39,7 +39,10 @@ def check_shares(shares: object, num_replicas: int | None) -> Shares:
         isinstance(weight, int | float) and not isinstance(weight, bool) for weight in shares
     ):
         raise TypeError(f"shares={shares!r}: {_EXPECTED} a sequence of numbers, one a device")
-    weights = tuple(map(float, shares))
+    try:
+        weights = tuple(map(float, shares))
+    except OverflowError:  # an int beyond the range of floats
+        weights = (math.inf,) * len(shares)
     if num_replicas is not None and len(weights) != num_replicas:
         raise ValueError(f"shares={shares!r} has {len(weights)} weights for {num_replicas} devices: give one a device")
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or sum(weights) <= 0:
@@ -133,7 +136,8 @@ class IdleDevices:
         if idle:
             needed = len(sizes) + unequal
             better = 'shares="even"' if rows >= needed else f"batches of {needed} rows or more"
+            batch = "1 row" if rows == 1 else f"{rows} rows"
             log_once(
-                f"a batch of {rows} rows gives {list(sizes)} rows to the {len(sizes)} devices: {len(idle)} of them "
-                f"({', '.join(dict.fromkeys(idle))}) stay idle. Use {better}."
+                f"a batch of {batch} gives {list(sizes)} rows to the {len(sizes)} devices: {len(idle)} of them "
+                f"({', '.join(dict.fromkeys(idle))}) {'stays' if len(idle) == 1 else 'stay'} idle. Use {better}."
             )

@@ -48,7 +48,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -333,12 +333,12 @@ class BatchStreams:
     """The seeds of the streams of batches: of each its own, from torch's random state now and the batch's number."""
 
     def __init__(self) -> None:
-        self._state = state_of(torch.default_generator)
+        self._of_state = zlib.crc32(state_of(torch.default_generator))
         self._has_moved_on = False
 
     def seed(self, batch: int) -> int:
         """Return the seed of a batch's stream; it is none of those that replicas get from the same random state."""
-        return zlib.crc32(b"batch" + batch.to_bytes(8), zlib.crc32(self._state))
+        return zlib.crc32(b"batch" + batch.to_bytes(8), self._of_state)
 
     def move_on(self) -> None:
         """Advance torch's random state by one number, once: some batch has drawn."""
@@ -348,42 +348,50 @@ class BatchStreams:
 
 
 class SeededDraws:
-    """The context in which the calling thread draws from a stream of its own, on the host and on its accelerator.
+    """The context in which the calling thread draws from streams of its own, on the host and on its accelerator.
 
-    An accelerator's generator is seeded for the context, and has its old state afterwards.
-
-    Attributes:
-        drew: whether random numbers were drawn; known when the context has ended.
+    An accelerator's generator is seeded in it, and has its old state afterwards.
     """
 
-    def __init__(self, name: str, seed: int, device: torch.device) -> None:
-        self._name, self._number, self._device = name, seed, device
-        self._stream = Stream(partial(_seeded, lambda: seed))
-        self.drew = False
+    def __init__(self, name: str, device: torch.device) -> None:
+        self._name, self._device = name, device
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
+            stack.callback(setattr, _thread, "stream", current_stream())
             caught = _process.catch_draws()
             if caught is not None:
-                stack.enter_context(DrawingFrom(self._stream, caught))
-            generator = _devices.generator_of(self._device)
-            if generator is not None:
+                stack.enter_context(caught())
+            else:
+                stack.callback(self._report_draws, state_of(torch.default_generator))
+            self._is_caught, self._generator = caught is not None, _devices.generator_of(self._device)
+            if self._generator is not None:
                 stack.enter_context(_process.lock_of(self._device))  # replicas on one accelerator share its generator
-                stack.callback(self._restore, generator, generator.get_state())
-                generator.manual_seed(self._number)
-                self._first_state = generator.get_state()
-            self._is_caught, self._state = caught is not None, state_of(torch.default_generator)
+                stack.callback(self._generator.set_state, self._generator.get_state())
             self._entered = stack.pop_all()
+        return self
 
-    def _restore(self, generator: torch.Generator, before: torch.Tensor) -> None:
-        self.drew = not torch.equal(generator.get_state(), self._first_state)
-        generator.set_state(before)
+    def begin(self, seed: int) -> None:
+        """Begin another stream."""
+        self._stream = Stream(partial(_seeded, lambda: seed))
+        if self._is_caught:
+            _thread.stream = self._stream
+        if self._generator is not None:
+            self._generator.manual_seed(seed)
+            self._first_state = self._generator.get_state()
+
+    def drew(self) -> bool:
+        """Return whether numbers of this stream were drawn."""
+        if self._generator is not None and not torch.equal(self._generator.get_state(), self._first_state):
+            return True
+        return self._stream.has_moved()
+
+    def _report_draws(self, before: bytes) -> None:
+        if state_of(torch.default_generator) != before:
+            log_once(_SHARED.format(name=self._name, what=NOTHING_IS_CAUGHT))
 
     def __exit__(self, *error: Any) -> None:
         self._entered.__exit__(*error)
-        self.drew = self.drew or self._stream.has_moved()
-        if not self._is_caught and state_of(torch.default_generator) != self._state:
-            log_once(_SHARED.format(name=self._name, what=NOTHING_IS_CAUGHT))
 
 
 def _seeds(state: bytes, number: int) -> list[int]:

@@ -339,6 +339,18 @@ class Background:
             torch_private.forget_dispatch_modes()  # those of the tasks' threads may have overlapped
 
 
+@contextlib.contextmanager
+def as_first_replica(devices: Sequence[torch.device], state: ThreadState) -> Iterator[None]:
+    """The context in which the calling thread is the first replica's, with a replica's part of its intra-op threads."""
+    before, each = _thread_counts.begin(devices)
+    try:
+        streams: list[torch.Stream] | None = None if _devices.computes_on_host(devices[0]) else []
+        with _AsReplica(devices[0], 0, each, streams), state.applied():
+            yield
+    finally:
+        _thread_counts.end(before, each)
+
+
 class divided_intra_op_threads:  # noqa: N801 - a context manager, as a class because a step enters it each time
     """Gives the calling thread one replica's part of its intra-op threads, for replicas that run in other processes.
 

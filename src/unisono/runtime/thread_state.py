@@ -66,7 +66,8 @@ class ThreadState:
                 message = self.saved_tensor_hooks_disabled
                 stack.enter_context(torch.autograd.graph.disable_saved_tensors_hooks(message))
             if self.flush_denormal != _flushes_denormals():
-                torch.set_flush_denormal(self.flush_denormal)  # nothing to undo: each task sets what it needs
+                torch.set_flush_denormal(self.flush_denormal)
+                stack.callback(torch.set_flush_denormal, not self.flush_denormal)
             stack.enter_context(torch.set_grad_enabled(self.grad_enabled))
             yield
 
