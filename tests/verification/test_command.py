@@ -158,7 +158,7 @@ def test_the_report_and_the_status(
             (["theirs:build", f"--rtol={rtol}"], f"--rtol: expected a finite number, 0 or more; got '{rtol}'")
             for rtol in ("nan", "inf", "-1", "x")
         ),
-        (["theirs:build", *TWO, "--shares", "1,2,3"], "3 weights for 2 devices"),
+        (["theirs:build", *TWO, "--shares", "1,2,3"], "3 weights for 2 devices: give one a device"),
         (["theirs:build", "--dim", "x"], "argument --dim: invalid int value"),
         (["theirs.py"], "theirs.py: expected package.module:build"),
         (["nowhere:build"], "there is no module nowhere in "),
@@ -184,6 +184,12 @@ def test_the_report_and_the_status(
 )
 def test_a_mistake_is_one_line(arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert assert_misused(["verify", *arguments], error, capsys) == ""
+
+
+def test_an_error_of_ours_names_no_file_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    """The line ended with a path into the package, as if that were where to look."""
+    assert run("theirs:build", *TWO, "--shares", "1,2,3") == 2
+    assert capsys.readouterr().err.endswith("has 3 weights for 2 devices: give one a device\n")
 
 
 def test_the_traceback_is_shown_when_asked(capsys: pytest.CaptureFixture[str]) -> None:

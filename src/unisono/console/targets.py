@@ -13,6 +13,8 @@ from typing import Any
 
 from unisono.console.errors import CommandError
 
+_OWN_FILES = os.path.dirname(os.path.dirname(__file__)) + os.sep
+
 
 class TargetError(CommandError):
     """The target cannot be used: one line that says why. Its `__cause__` is the error of the caller's code, if any."""
@@ -84,11 +86,12 @@ def _described(found: Any) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Return one line for an exception: its type, what it says, and where it was raised."""
+    """Return one line for an exception: its type, what it says, and where it was raised, if not by unisono itself."""
     try:
         text = (str(error).strip().splitlines() or [""])[0]
     except Exception:  # noqa: BLE001  an exception of the caller's may fail at this, too
         text = ""
     frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    is_shown = frames and not frames[-1].filename.startswith(_OWN_FILES)
+    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if is_shown else ""
     return f"{type(error).__name__}{f': {text}' if text else ''}{where}"
