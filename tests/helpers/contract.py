@@ -278,6 +278,37 @@ def twins(wrap: Wrap, plain: nn.Module, num_replicas: int = 2, **options: Any) -
     return plain, wrap(copy.deepcopy(plain), num_replicas, **options)
 
 
+def assert_alike(
+    wrap: Wrap,
+    module: nn.Module,
+    steps: Callable[[Callable[..., Any], Any], Any],
+    num_replicas: int = 2,
+    tolerance: float = 1e-12,
+    **options: Any,
+) -> DataParallel:
+    """Check steps of a wrapped copy of a module: what they return, all gradients, and the state are the plain module's.
+
+    Args:
+        steps: makes steps by `call(...)`, and returns tensors: `steps(call, root)`, of which `root` has the parameters.
+
+    Returns:
+        The wrapped copy.
+    """
+    plain, model = twins(wrap, module, num_replicas, **options)
+    found = []
+    for call, root in ((plain, plain), (model, model.module)):
+        torch.manual_seed(1)
+        found.append(_entries(in_time(lambda call=call, root=root: steps(call, root))))
+    assert_all_same(found[1], found[0], tolerance)
+    assert_same_gradients(model.module, plain, tolerance)
+    assert_same_state(model.module, plain, tolerance)
+    return model
+
+
+def _entries(value: Any) -> list[Any]:
+    return [entry for item in value for entry in _entries(item)] if isinstance(value, list | tuple) else [value]
+
+
 def assert_same(actual: torch.Tensor | None, expected: torch.Tensor | None, tolerance: float = 1e-12) -> None:
     assert (actual is None) == (expected is None), f"got {actual}, expected {expected}"
     if expected is not None and actual is not None:
