@@ -56,7 +56,7 @@ ENGINE_ARGUMENTS: dict[str, Callable[[list[str], KeptWorkers, pytest.MonkeyPatch
 ENGINES: list[Any] = [
     pytest.param(name, marks=[] if name in ("threads", "processes") else pytest.mark.slow) for name in ENGINE_ARGUMENTS
 ]
-WITH_GLOO: list[Any] = ["threads", "processes", "processes over gloo"]
+WITH_GLOO: list[Any] = ["threads", "processes", "processes over gloo", ENGINES[1]]
 if not ON_CPU:  # processes have tests of their own there: to start one takes seconds
     ENGINES = WITH_GLOO = ["threads", "threads with separate memory"]
 
