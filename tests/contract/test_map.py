@@ -172,8 +172,9 @@ def test_a_device_that_is_busy_does_not_hold_up_the_others(wrap: Wrap, tmp_path:
 
 def test_batches_are_pulled_when_they_are_needed(wrap: Wrap) -> None:
     """I3: none before the first output is asked for, then two a device ahead."""
+    model = wrap(mlp())
     source = Counted(batches(20))
-    outputs = wrap(mlp()).map(source)
+    outputs = model.map(source)
     assert source.num_pulled == 0
     for number in range(10):
         next(outputs)
@@ -184,6 +185,7 @@ def test_batches_are_pulled_when_they_are_needed(wrap: Wrap) -> None:
 @pytest.mark.usefixtures("collector_off")
 def test_memory_is_flat(wrap: Wrap) -> None:
     """I3: no more batches and outputs exist than have been pulled ahead, however many there are."""
+    model = wrap(mlp())
     inputs: list[weakref.ref[torch.Tensor]] = []
     outputs: list[weakref.ref[torch.Tensor]] = []
 
@@ -197,7 +199,7 @@ def test_memory_is_flat(wrap: Wrap) -> None:
     def alive(references: list[weakref.ref[torch.Tensor]]) -> int:
         return sum(reference() is not None for reference in references)
 
-    for output in wrap(mlp()).map(source()):
+    for output in model.map(source()):
         outputs.append(weakref.ref(output))
         assert alive(outputs) == 1
         assert alive(inputs) <= 2 * AHEAD + 1
@@ -216,7 +218,17 @@ def test_each_row_exactly_once(num_replicas: int, sizes: list[int], batch_size: 
         assert_equal(outputs, [part + 0.5 for part in rows.split(batch_size) if len(part)])
 
 
-# ---- which lanes get batches ---------------------------------------------------------------------
+@given(st.lists(st.booleans(), min_size=14, max_size=14))
+@settings(max_examples=30)
+def test_whichever_lanes_get_the_batches(uses_all: list[bool]) -> None:
+    """I15, I1, I3: the same outputs, in order; as many batches are pulled ahead."""
+    model, some = DataParallel(Fn(lambda x: x + 0.5), ["cpu"] * 3), Counted(numbered(20))
+    with use_lanes(uses_all[0]) as choice:
+        outputs = model.map(some)
+        for k, choice.uses_all in enumerate(uses_all):
+            assert torch.equal(next(outputs), some.some[k] + 0.5)
+            assert some.num_pulled == min(20, k + 3 * AHEAD)
+        assert_equal(list(outputs), [x + 0.5 for x in some.some[14:]])
 
 
 @contextlib.contextmanager
@@ -227,19 +239,6 @@ def use_lanes(uses_all: bool) -> Iterator[LaneChoice]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("unisono.ways.choice_for", lambda *_: choice)
         yield choice
-
-
-@given(st.lists(st.booleans(), min_size=14, max_size=14))
-@settings(max_examples=30)
-def test_whichever_lanes_get_the_batches(uses_all: list[bool]) -> None:
-    """I15, I1, I3: the same outputs, in order; as many batches are pulled ahead."""
-    model, some = DataParallel(Fn(lambda x: x + 1), ["cpu"] * 3), Counted(numbered(20))
-    with use_lanes(uses_all[0]) as choice:
-        outputs = model.map(some)
-        for k, choice.uses_all in enumerate(uses_all):
-            assert torch.equal(next(outputs), some.some[k] + 1)
-            assert some.num_pulled == min(20, k + 3 * AHEAD)
-        assert_equal(list(outputs), plus_1(some.some[14:]))
 
 
 @on_the_cpu
