@@ -11,30 +11,18 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from helpers.contract import (
-    ForceField,
-    Wrap,
+from helpers.comparisons import (
     assert_alike,
     assert_all_same,
     assert_same,
     assert_same_gradients,
     assert_same_state,
-    each_with,
-    fresh,
-    in_one_memory,
-    in_threads,
-    in_time,
-    in_turn,
-    loss_of,
-    mlp,
-    over_engines,
-    over_gloo_too,
-    rows_of,
-    tensors_in,
     train_both,
     twins,
 )
-from helpers.modules import Calls, Fn
+from helpers.contract import Wrap, each_with, in_one_memory, in_threads, in_time, in_turn, over_engines, over_gloo_too
+from helpers.losses import fresh, loss_of, tensors_in
+from helpers.modules import Calls, Fn, ForceField, mlp, rows_of
 from unisono import DataParallel, data_parallel
 
 SPLITS = [(2, 7), (4, 6), (2, 1)]  # replicas, rows; (4, 6) leaves one idle, (2, 1) runs one replica

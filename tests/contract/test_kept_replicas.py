@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.contract import Wrap, assert_all_same, assert_same, in_processes, loss_of, on_engines, twins
+from helpers.comparisons import assert_all_same, assert_same, twins
+from helpers.contract import Wrap, in_processes, on_engines
+from helpers.losses import loss_of
 from helpers.modules import Calls
 from unisono.engines import replica
 from unisono.runtime import torch_private

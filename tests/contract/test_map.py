@@ -20,23 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from helpers.contract import (
-    FailureError,
-    Wrap,
-    assert_all_same,
-    assert_same,
-    assert_same_gradients,
-    assert_unchanged,
-    in_time,
-    loss_of,
-    mlp,
-    on_engines,
-    on_the_cpu,
-    on_threads,
-    over_gloo_too,
-    twins,
-)
-from helpers.modules import Calls, Composed, Fn
+from helpers.comparisons import assert_all_same, assert_same, assert_same_gradients, assert_unchanged, twins
+from helpers.contract import Wrap, in_time, on_engines, on_the_cpu, on_threads, over_gloo_too
+from helpers.failing import FailureError
+from helpers.losses import loss_of
+from helpers.modules import Calls, Composed, Fn, mlp
 from helpers.programs import run_script, until
 from unisono import DataParallel, ReplicaDied, Threads, pad
 from unisono.inference.lane_choice import LaneChoice

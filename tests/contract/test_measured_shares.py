@@ -12,15 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.contract import (
-    Wrap,
-    assert_same,
-    assert_same_gradients,
-    assert_same_state,
-    mlp,
-    on_the_cpu,
-    twins,
-)
+from helpers.comparisons import assert_same, assert_same_gradients, assert_same_state, twins
+from helpers.contract import Wrap, on_the_cpu
+from helpers.modules import mlp
 from unisono import DataParallel
 from unisono.primitives.measured_shares import PERIOD, MeasuredShares
 

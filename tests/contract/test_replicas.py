@@ -11,23 +11,11 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.checkpoint import checkpoint
 
-from helpers.contract import (
-    FailureError,
-    Wrap,
-    assert_all_same,
-    assert_same,
-    assert_same_gradients,
-    fresh,
-    in_one_memory,
-    in_processes,
-    in_turn,
-    loss_of,
-    mlp,
-    num_here,
-    over_gloo_too,
-    twins,
-)
-from helpers.modules import Calls, Composed, Fn
+from helpers.comparisons import assert_all_same, assert_same, assert_same_gradients, twins
+from helpers.contract import Wrap, in_one_memory, in_processes, in_turn, num_here, over_gloo_too
+from helpers.failing import FailureError
+from helpers.losses import fresh, loss_of
+from helpers.modules import Calls, Composed, Fn, mlp
 
 
 def test_a_replicas_parameters_are_leaves(wrap: Wrap) -> None:
