@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from helpers.contract import Wrap, in_time
+from helpers.losses import fresh, loss_of
 from helpers.twins import assert_same_gradients as _assert_same_gradients
 from unisono import DataParallel
 
@@ -42,6 +43,17 @@ def assert_alike(
     assert_same_gradients(model.module, plain, tolerance)
     assert_same_state(model.module, plain, tolerance)
     return model
+
+
+def one_step(*shape: int) -> Callable[..., torch.Tensor | None]:
+    """Return a step for `assert_alike`, on a batch of this shape, which returns the gradient of the batch."""
+
+    def step(call: Callable[..., Any], root: nn.Module) -> torch.Tensor | None:
+        x = fresh(torch.randn(shape))
+        loss_of(call(x)).backward()
+        return x.grad
+
+    return step
 
 
 def _entries(value: Any) -> list[Any]:
