@@ -9,7 +9,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import unisono
-from helpers.contract import Wrap, assert_same_state
+from helpers.comparisons import assert_same_state
+from helpers.contract import Wrap
 
 accelerate = pytest.importorskip("accelerate")
 

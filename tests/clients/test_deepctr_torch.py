@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.contract import assert_same_state
+from helpers.comparisons import assert_same_state
 from unisono.scripts.install import Installation
 
 deepctr_torch = pytest.importorskip("deepctr_torch")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from helpers.contract import assert_same_state
+from helpers.comparisons import assert_same_state
 from unisono.scripts.install import Installation
 
 distributed = pytest.importorskip("fastai.distributed")

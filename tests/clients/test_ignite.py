@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from helpers.contract import Wrap, assert_same_state
+from helpers.comparisons import assert_same_state
+from helpers.contract import Wrap
 
 ignite = pytest.importorskip("ignite")
 engine_module = pytest.importorskip("ignite.engine")

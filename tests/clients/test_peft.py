@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.contract import Wrap, assert_same_gradients, assert_same_state
+from helpers.comparisons import assert_same_gradients, assert_same_state
+from helpers.contract import Wrap
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import unisono
-from helpers.contract import assert_same_state
+from helpers.comparisons import assert_same_state
 
 poutyne = pytest.importorskip("poutyne")
 

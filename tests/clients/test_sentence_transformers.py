@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import unisono
-from helpers.contract import Wrap, assert_same_state
+from helpers.comparisons import assert_same_state
+from helpers.contract import Wrap
 from unisono.scripts.install import Installation
 
 library = pytest.importorskip("sentence_transformers")

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from helpers.contract import Wrap, assert_same_state
+from helpers.comparisons import assert_same_state
+from helpers.contract import Wrap
 
 
 def model_ema() -> ModuleType:

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import unisono
-from helpers.contract import Wrap, assert_same_gradients, assert_same_state
+from helpers.comparisons import assert_same_gradients, assert_same_state
+from helpers.contract import Wrap
 
 with unisono.install(["cpu", "cpu"]):  # as under `unisono run`: its class is defined when the library is imported
     torch_geometric = pytest.importorskip("torch_geometric.nn")

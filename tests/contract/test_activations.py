@@ -2,13 +2,34 @@
 
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from helpers.contract import Watched, Wrap, fresh, loss_of, mlp, num_here, over_gloo_too
+from helpers.contract import Wrap, num_here, over_gloo_too
+from helpers.losses import fresh, loss_of
+from helpers.modules import mlp
 
 pytestmark = pytest.mark.usefixtures("collector_off")
+
+
+class Watched(nn.Module):
+    """Keeps weak references to its intermediate results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 5), nn.Linear(5, 3)
+        self.seen: list[Any] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.a(x)
+        self.seen.append(weakref.ref(hidden))
+        return self.b(torch.tanh(hidden) * hidden)  # hidden is saved for backward
+
+    def alive(self) -> int:
+        return sum(reference() is not None for reference in self.seen)
 
 
 @over_gloo_too

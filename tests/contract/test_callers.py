@@ -5,18 +5,10 @@ import sys
 import pytest
 import torch
 
-from helpers.contract import (
-    ON_CPU,
-    Wrap,
-    assert_same,
-    fresh,
-    in_threads,
-    loss_of,
-    mlp,
-    on_engines,
-    over_gloo_too,
-    twins,
-)
+from helpers.comparisons import assert_same, twins
+from helpers.contract import ON_CPU, Wrap, in_threads, on_engines, over_gloo_too
+from helpers.losses import fresh, loss_of
+from helpers.modules import mlp
 from helpers.programs import run_script
 
 

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from helpers.contract import ON_CPU, Wrap, in_turn, train_both
+from helpers.comparisons import train_both
+from helpers.contract import ON_CPU, Wrap, in_turn
 from helpers.modules import Calls
 from unisono import DataParallel, data_parallel, replicate
 

@@ -8,25 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.contract import (
-    FAILURES,
-    ON_CPU,
-    FailsOn,
-    FailureError,
-    Wrap,
-    assert_failure_leaves_nothing,
-    assert_same_gradients,
-    assert_unchanged,
-    each_with,
-    in_time,
-    in_turn,
-    loss_of,
-    numbered_rows,
-    on_threads,
-    over_engines,
-    over_gloo_too,
-    twins,
-)
+from helpers.comparisons import assert_same_gradients, assert_unchanged, twins
+from helpers.contract import ON_CPU, Wrap, each_with, in_time, in_turn, on_threads, over_engines, over_gloo_too
+from helpers.failing import FAILURES, FailsOn, FailureError, assert_failure_leaves_nothing, numbered_rows
+from helpers.losses import loss_of
 from helpers.modules import Calls, Fn
 from unisono import data_parallel
 

@@ -11,32 +11,22 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from helpers.contract import (
-    ForceField,
-    Wrap,
+from helpers.comparisons import (
+    assert_alike,
     assert_all_same,
     assert_same,
     assert_same_gradients,
     assert_same_state,
-    each_with,
-    fresh,
-    in_one_memory,
-    in_threads,
-    in_time,
-    in_turn,
-    loss_of,
-    mlp,
-    over_engines,
-    over_gloo_too,
-    rows_of,
-    tensors_in,
     train_both,
     twins,
 )
-from helpers.modules import Calls, Fn
+from helpers.contract import Wrap, each_with, in_one_memory, in_threads, in_time, in_turn, over_engines, over_gloo_too
+from helpers.losses import fresh, loss_of, tensors_in
+from helpers.modules import Calls, Fn, ForceField, mlp, rows_of
 from unisono import DataParallel, data_parallel
 
 SPLITS = [(2, 7), (4, 6), (2, 1)]  # replicas, rows; (4, 6) leaves one idle, (2, 1) runs one replica
+Call = Callable[..., Any]
 
 
 # ---- models --------------------------------------------------------------------------------------
@@ -183,22 +173,6 @@ def test_equal_calls_give_equal_bits(wrap: Wrap) -> None:
     assert all(torch.equal(other, seen[0]) for other in seen)
 
 
-def test_several_inputs_positional_keyword_and_whole(wrap: Wrap) -> None:
-    """S6, S7, N1: one tensor given twice, a 0-dim input, keywords; each gets its gradient."""
-
-    def forward(model: nn.Module, a: torch.Tensor, b: Any, *, scale: torch.Tensor, flag: bool) -> torch.Tensor:
-        return model.linear(a * scale + b["rows"][0]) if flag else a
-
-    grads = []
-    for module in twins(wrap, Calls(forward, linear=nn.Linear(5, 3)), 3):
-        x, y, scale = fresh(torch.ones(7, 5)), fresh(torch.arange(35.0).view(7, 5)), fresh(torch.tensor(1.5))
-        loss_of(module(x, {"rows": [y * x]}, scale=scale, flag=True)).backward()
-        twice = fresh(torch.ones(7, 5))
-        loss_of(module(twice, {"rows": [twice]}, scale=scale, flag=True)).backward()
-        grads.append((x.grad, y.grad, scale.grad, twice.grad))
-    assert_all_same(grads[1], grads[0])
-
-
 @over_gloo_too
 def test_wrapper_inside_a_wrapped_module(wrap: Wrap) -> None:
     """A10: forward and backward."""
@@ -211,21 +185,6 @@ def test_wrapper_inside_a_wrapped_module(wrap: Wrap) -> None:
         loss_of(plain(x)).backward()
         in_time(lambda: loss_of(model(x)).backward())
     assert_same_gradients(model.module, plain)
-
-
-def test_many_wrapped_blocks_in_a_row(wrap: Wrap) -> None:
-    """A10: one wrapper after the other, and one block many times, as in a loop over time."""
-    plain, model = twins(wrap, mlp(5, 5))
-    grads = []
-    for module in (plain, model):
-        x = fresh(torch.ones(5, 5))
-        h = x
-        for _ in range(30):
-            h = h + 0.1 * module(h)
-        h.sum().backward()
-        grads.append(x.grad)
-    assert_same(grads[1], grads[0], 1e-10)
-    assert_same_gradients(model.module, plain, 1e-10)
 
 
 def test_output_is_a_parameter(wrap: Wrap) -> None:
@@ -246,62 +205,12 @@ def test_output_is_a_parameter(wrap: Wrap) -> None:
     assert torch.equal(model.module.table.detach(), before)
 
 
-def test_outputs_may_be_written_into(wrap: Wrap) -> None:
-    """N8: in-place operations on the gathered output."""
-    plain, model = twins(wrap, nn.Linear(5, 3))
-    x = torch.randn(7, 5)
-    for module in (plain, model):
-        output = module(x)
-        output.mul_(2)
-        output[:, 0] = 1.0
-        output.pow(2).sum().backward()
-    assert_same_gradients(model.module, plain)
-
-
-@over_gloo_too
-def test_unused_parameters_keep_no_gradient(wrap: Wrap) -> None:
-    """N2: so weight decay does not move them; one that a single replica uses gets that replica's gradient."""
-
-    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        big = x[:, 0] > 5
-        return model.always(x) + (model.sometimes(x) * big[:, None] if big.any() else 0)
-
-    layers = {name: nn.Linear(2, 2) for name in ("always", "sometimes", "never")}
-    plain, model = twins(wrap, Calls(forward, **layers), 3)
-    x = torch.arange(14.0).view(7, 2) - 5
-    before = plain.never.weight.detach().clone()
-    for module in (plain, model):
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, weight_decay=0.5)
-        optimizer.zero_grad()
-        loss_of(module(x)).backward()
-        optimizer.step()
-    assert model.module.never.weight.grad is None
-    assert_same_gradients(model.module, plain)
-    assert torch.equal(model.module.never.weight.detach(), before)
-
-
 def test_unused_rows_of_an_input_get_zeros(wrap: Wrap) -> None:
     """N1: an input that only one replica uses has a gradient of zeros in the other replicas' rows."""
     model = wrap(Fn(lambda x, number: x * 2 if number[0] == 0 else torch.zeros_like(x, requires_grad=True)))
     x = torch.ones(5, 2, requires_grad=True)
     model(x, torch.arange(5)).sum().backward()
-    assert torch.equal(x.grad, torch.tensor([[2.0, 2.0]] * 3 + [[0.0, 0.0]] * 2))
-
-
-@over_gloo_too
-def test_frozen_parameters_toggled_between_steps(wrap: Wrap) -> None:
-    """R4: requires_grad is seen at each step."""
-    plain, model = twins(wrap, mlp())
-    for step in range(4):
-        x = torch.randn(7, 5)
-        for module, root in ((plain, plain), (model, model.module)):
-            root[2].requires_grad_(step % 2 == 1)
-            root[0].requires_grad_(step != 2)
-            root.zero_grad()
-            loss_of(module(x)).backward()
-        assert_same_gradients(model.module, plain)
-    model.module.requires_grad_(False)
-    assert not model(torch.randn(7, 5)).requires_grad
+    assert x.grad.tolist() == [[2.0, 2.0]] * 3 + [[0.0, 0.0]] * 2
 
 
 @over_gloo_too
@@ -326,10 +235,11 @@ def test_without_grad_and_in_inference_mode(wrap: Wrap) -> None:
 
 @pytest.mark.parametrize("how", ["backward", "twice", "grad", "grad of grad"])
 @pytest.mark.parametrize("leaf", ["none", "made", "kept"])
-def test_reentrant_checkpoints(wrap: Wrap, engine: str, leaf: str, how: str) -> None:
+def test_reentrant_checkpoints(wrap: Wrap, leaf: str, how: str) -> None:
     """N1, R13: torch differentiates such a checkpoint only in a backward that writes `.grad`. Leaves that forward makes
     kept the replicas from that: RuntimeError. So did `torch.autograd.grad`, which in the plain module does not reach
     the checkpoint. If forward keeps the leaf, its `grad` is the caller's, who may have one there already."""
+    x = torch.randn(7, 3)
 
     def forward(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
         x = x if leaf == "none" else x.detach().requires_grad_()
@@ -337,25 +247,19 @@ def test_reentrant_checkpoints(wrap: Wrap, engine: str, leaf: str, how: str) -> 
             net.kept.append(x)
         return net.head(checkpoint(net.body, net.foot(x) * 2, use_reentrant=True))
 
-    layers = {name: nn.Linear(3, 3) for name in ("foot", "body", "head")}
-    plain, model = twins(wrap, Calls(forward, kept=[], **layers), 3)
-    x = torch.randn(7, 3)
-    results = []
-    for module, root in ((plain, plain), (model, model.module)):
-        loss = loss_of(module(x))
+    def steps(call: Call, root: Any) -> Any:
+        loss = loss_of(call(x))
         if how.startswith("grad"):
             found = torch.autograd.grad(loss, [root.head.weight], create_graph=how == "grad of grad")
-            results.append(found)
             assert all(kept.grad is None for kept in root.kept)
-        else:
-            for again in (True, False) if how == "twice" else (False,):
-                loss.backward(retain_graph=again)
-    if results:
-        assert_all_same(results[1], results[0])
-    assert_same_gradients(model.module, plain)
-    if leaf == "kept" and not results:
-        rows = torch.cat([kept.grad for kept in sorted(model.module.kept, key=lambda kept: row_of(x, kept))])
-        assert_same(rows, plain.kept[0].grad[: len(rows)])
+            return found
+        for again in (True, False) if how == "twice" else (False,):
+            loss.backward(retain_graph=again)
+        kept = sorted(root.kept, key=lambda kept: int((x == kept[0]).all(1).nonzero()[0]))  # a worker's stay there
+        return [torch.cat([leaf.grad for leaf in kept])[:3]] if kept else []
+
+    layers = {name: nn.Linear(3, 3) for name in ("foot", "body", "head")}
+    assert_alike(wrap, Calls(forward, kept=[], **layers), steps, 3)
 
 
 def test_a_reentrant_checkpoint_behind_a_wrapper_inside_the_module(wrap: Wrap) -> None:
@@ -363,51 +267,14 @@ def test_a_reentrant_checkpoint_behind_a_wrapper_inside_the_module(wrap: Wrap) -
     differentiated through `.grad`: RuntimeError."""
 
     def forward(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        leaf = x.detach().requires_grad_()
-        return net.head(checkpoint(net.body, leaf * 2, use_reentrant=True))
+        return net.head(checkpoint(net.body, x.detach().requires_grad_() * 2, use_reentrant=True))
 
-    plain = Calls(forward, body=nn.Linear(3, 3), head=nn.Linear(3, 3))
+    plain = linears(forward, 3, "body", "head")()
     inner = copy.deepcopy(plain)
-    model = wrap(DataParallel(inner, ["cpu"] * 2), 2)
-    x = torch.randn(7, 3)
+    model, x = wrap(DataParallel(inner, ["cpu"] * 2), 2), torch.randn(7, 3)
     for module in (plain, model):
         loss_of(module(x)).backward()
     assert_same_gradients(inner, plain)
-
-
-def test_a_gradient_inside_forward_in_a_checkpoint_around_the_wrapper(wrap: Wrap) -> None:
-    """R13: the gradient makes torch compute the checkpoint's function again, up to the tensors that it has so far.
-    Replica 1 was run after replica 0 had come to that end: CheckpointError."""
-
-    def forward(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        leaf = x.detach().requires_grad_()
-        (slope,) = torch.autograd.grad(net.body(leaf).tanh().sum(), leaf)
-        return net.head(x + slope)
-
-    plain, model = twins(wrap, Calls(forward, body=nn.Linear(3, 3), head=nn.Linear(3, 3)), 3)
-    x = torch.randn(7, 3)
-    for module in (plain, model):
-        loss_of(checkpoint(module, x, use_reentrant=False)).backward()
-    assert_same_gradients(model.module, plain)
-
-
-def row_of(x: torch.Tensor, shard: torch.Tensor) -> int:
-    """Return the number of the row of `x` with which a shard begins."""
-    return int((x == shard[0]).all(1).nonzero()[0])
-
-
-def test_parameters_that_are_not_leaves(wrap: Wrap) -> None:
-    """N2, N7: `functional_call` with computed values. A parameter that no replica used got zeros, by way of its value's
-    history; the plain module leaves it without a gradient."""
-    net = Calls(lambda net, x: net.linear(x), linear=nn.Linear(3, 2), unused=nn.Parameter(torch.ones(2)))
-    plain, model = twins(wrap, net)
-    x = torch.randn(5, 3)
-    for part in (plain, model):
-        whole = nn.Sequential(part)
-        values = {name: value * 1.1 for name, value in whole.named_parameters()}
-        loss_of(torch.func.functional_call(whole, values, (x,))).backward()
-    assert model.module.unused.grad is None
-    assert_same_gradients(model.module, plain)
 
 
 @in_one_memory
@@ -468,31 +335,140 @@ def test_large_gradients_that_are_sparse_in_some_replicas(wrap: Wrap) -> None:
 # ---- how backward is asked for -------------------------------------------------------------------
 
 
-@over_gloo_too
-def test_gradients_accumulate_over_backwards(wrap: Wrap) -> None:
-    """N1, N7: over several forwards, in another order than theirs, and of one loss over two of them."""
-    plain, model = twins(wrap, mlp(), 3)
-    batches = [torch.randn(rows, 5) for rows in (7, 2, 8)]
-    for module in (plain, model):
-        losses = [loss_of(module(x)) for x in batches]
-        (losses[0] * 2).backward()
-        (losses[2] + losses[1]).backward()
-    assert_same_gradients(model.module, plain)
+def accumulated(call: Call, root: nn.Module) -> None:
+    """Over several forwards, in another order than theirs, and of one loss over two of them."""
+    losses = [loss_of(call(torch.randn(rows, 5))) for rows in (7, 2, 8)]
+    (losses[0] * 2).backward()
+    (losses[2] + losses[1]).backward()
 
 
-@over_gloo_too
-def test_retain_graph(wrap: Wrap) -> None:
-    """N1: a kept graph can run backward again; without `retain_graph` the second backward is refused, as in torch."""
-    plain, model = twins(wrap, mlp())
-    x = torch.randn(7, 5)
-    for module in (plain, model):
-        loss = loss_of(module(x))
-        loss.backward(retain_graph=True)
-        loss.backward(retain_graph=True)
+def of_kept_graphs(call: Call, root: nn.Module) -> None:
+    loss = loss_of(call(torch.randn(7, 5)))
+    loss.backward(retain_graph=True)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    with pytest.raises(RuntimeError, match=r"backward through .* a second time"):
         loss.backward()
-        with pytest.raises(RuntimeError, match=r"backward through .* a second time"):
-            loss.backward()
-    assert_same_gradients(model.module, plain)
+
+
+def of_some(call: Call, root: nn.Module) -> Any:
+    """By torch.autograd.grad, which accumulates nothing, and by `backward(inputs=...)`."""
+    x = torch.randn(7, 5, requires_grad=True)
+    loss = loss_of(call(x))
+    first = torch.autograd.grad(loss, [root[0].weight, x], retain_graph=True)
+    second = torch.autograd.grad(loss, [root[4].bias, root[2].weight])
+    assert all(p.grad is None for p in (x, *root.parameters()))
+    with pytest.raises(RuntimeError, match=r"unused|not have been used"):
+        torch.autograd.grad(loss_of(call(x)), [torch.ones((), requires_grad=True)])
+    loss_of(call(x)).backward(inputs=[root[0].bias])
+    return [first, second]
+
+
+def batched(call: Call, root: nn.Module) -> Any:
+    """`is_grads_batched` runs backward under vmap, as a vectorized jacobian does."""
+    x, vectors = torch.randn(3, 5, requires_grad=True), torch.randn(4, 3, 3)
+    return torch.autograd.grad(call(x), [x, *root.parameters()], vectors, is_grads_batched=True)
+
+
+def toggled(call: Call, root: nn.Module) -> None:
+    """`requires_grad` is seen at each step."""
+    for step in range(4):
+        root[2].requires_grad_(step % 2 == 1)
+        root[0].requires_grad_(step != 2)
+        loss_of(call(torch.randn(7, 5))).backward()
+    root.requires_grad_(False)
+    assert not call(torch.randn(7, 5)).requires_grad
+
+
+def output_written_into(call: Call, root: nn.Module) -> None:
+    output = call(torch.randn(7, 5))
+    output.mul_(2)
+    output[:, 0] = 1.0
+    output.pow(2).sum().backward()
+
+
+def many_in_a_row(call: Call, root: nn.Module) -> torch.Tensor | None:
+    """One block many times, as in a loop over time."""
+    x = h = torch.ones(5, 5, requires_grad=True)
+    for _ in range(30):
+        h = h + 0.1 * call(h)
+    h.sum().backward()
+    return x.grad
+
+
+def several_inputs(call: Call, root: nn.Module) -> Any:
+    """Positional ones, in keywords, 0-dim; one tensor given twice."""
+    x, y, scale = fresh(torch.ones(7, 5)), fresh(torch.arange(35.0).view(7, 5)), fresh(torch.tensor(1.5))
+    loss_of(call(x, {"rows": [y * x]}, scale=scale, flag=True)).backward()
+    twice = fresh(torch.ones(7, 5))
+    loss_of(call(twice, {"rows": [twice]}, scale=scale, flag=True)).backward()
+    return [x.grad, y.grad, scale.grad, twice.grad]
+
+
+def takes_several(model: nn.Module, a: torch.Tensor, b: Any, *, scale: torch.Tensor, flag: bool) -> torch.Tensor:
+    return model.linear(a * scale + b["rows"][0]) if flag else a
+
+
+def unused(call: Call, root: nn.Module) -> None:
+    """Weight decay does not move them; one that a single replica uses gets that replica's gradient."""
+    optimizer = torch.optim.SGD(root.parameters(), lr=0.1, weight_decay=0.5)
+    loss_of(call(torch.arange(14.0).view(7, 2) - 5)).backward()
+    optimizer.step()
+    assert root.never.weight.grad is None
+
+
+def uses_by_rows(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    big = x[:, 0] > 5
+    return model.always(x) + (model.sometimes(x) * big[:, None] if big.any() else 0)
+
+
+def values_that_are_no_leaves(call: Any, root: nn.Module) -> None:
+    """`functional_call` with computed values. A parameter that no replica used got zeros, by way of its value's
+    history; the plain module leaves it without a gradient."""
+    whole = nn.Sequential(call)
+    values = {name: value * 1.1 for name, value in whole.named_parameters()}
+    loss_of(torch.func.functional_call(whole, values, (torch.randn(5, 5),))).backward()
+    assert root.unused.grad is None
+
+
+def checkpoint_around(call: Call, root: nn.Module) -> None:
+    """The gradient makes torch compute the checkpoint's function again, up to the tensors that it has so far.
+    Replica 1 was run after replica 0 had come to that end: CheckpointError."""
+    loss_of(checkpoint(call, torch.randn(7, 3), use_reentrant=False)).backward()
+
+
+def uses_slope(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    leaf = x.detach().requires_grad_()
+    (slope,) = torch.autograd.grad(net.body(leaf).tanh().sum(), leaf)
+    return net.head(x + slope)
+
+
+def linears(function: Callable[..., Any], width: int, *names: str) -> Callable[[], nn.Module]:
+    return lambda: Calls(function, **{name: nn.Linear(width, width) for name in names})
+
+
+# The module, and the steps that are made with it.
+STEPS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Any], Any]]] = {
+    "accumulated": (mlp, accumulated),
+    "kept graphs": (mlp, of_kept_graphs),
+    "some gradients": (mlp, of_some),
+    "batched": (mlp, batched),
+    "frozen at times": (mlp, toggled),
+    "an output that is written into": (lambda: nn.Linear(5, 3), output_written_into),
+    "many in a row": (lambda: mlp(5, 5), many_in_a_row),
+    "several inputs": (linears(takes_several, 5, "linear"), several_inputs),
+    "unused parameters": (linears(uses_by_rows, 2, "always", "sometimes", "never"), unused),
+    "values that are no leaves": (with_unused_and_frozen, values_that_are_no_leaves),
+    "a checkpoint around a gradient": (linears(uses_slope, 3, "body", "head"), checkpoint_around),
+}
+
+
+@over_gloo_too
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_are_the_plain_modules(wrap: Wrap, name: str) -> None:
+    """N1, N2, N3, N7, N8, S6, S7, R4, R13, A10: returned and accumulated gradients, and the state."""
+    make, steps = STEPS[name]
+    assert_alike(wrap, make(), steps, 3, 1e-10 if name == "many in a row" else 1e-12)
 
 
 @over_gloo_too
@@ -513,27 +489,6 @@ def test_backward_of_a_kept_graph_from_two_threads(wrap: Wrap) -> None:
             torch.testing.assert_close(gradients(output, model.module, weights[number]), right[number])
 
     in_threads(2, backward)
-
-
-@over_gloo_too
-def test_partial_gradients(wrap: Wrap) -> None:
-    """N1: torch.autograd.grad of some parameters, of the input; nothing is accumulated. `backward(inputs=...)`."""
-    plain, model = twins(wrap, mlp())
-    x = torch.randn(7, 5)
-    results = []
-    for module, root in ((plain, plain), (model, model.module)):
-        x_here = fresh(x)
-        loss = loss_of(module(x_here))
-        first = torch.autograd.grad(loss, [root[0].weight, x_here], retain_graph=True)
-        second = torch.autograd.grad(loss, [root[4].bias, root[2].weight])
-        assert all(p.grad is None for p in root.parameters())
-        assert x_here.grad is None
-        results.append([*first, *second])
-    assert_all_same(results[1], results[0])
-    with pytest.raises(RuntimeError, match=r"unused|not have been used"):
-        torch.autograd.grad(loss_of(model(x)), [torch.ones((), requires_grad=True)])
-    loss_of(model(x)).backward(inputs=[model.module[0].bias])
-    assert [name for name, p in model.module.named_parameters() if p.grad is not None] == ["0.bias"]
 
 
 def test_gradients_given_by_the_caller_are_not_written_into(wrap: Wrap) -> None:
@@ -572,13 +527,3 @@ def test_anomaly_mode(wrap: Wrap) -> None:
         pytest.raises(RuntimeError, match="returned nan values"),
     ):
         model(torch.randn(4, 5)).sum().backward()
-
-
-def test_batched_gradients(wrap: Wrap) -> None:
-    """N3: `is_grads_batched`, which runs backward under vmap, as a vectorized jacobian does."""
-    x, vectors = torch.randn(3, 5, requires_grad=True), torch.randn(4, 3, 3)
-    results = [
-        torch.autograd.grad(module(x), [x, *module.parameters()], vectors, is_grads_batched=True)
-        for module in twins(wrap, mlp())
-    ]
-    assert_all_same(results[1], results[0])

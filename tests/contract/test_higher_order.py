@@ -7,23 +7,10 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from helpers.contract import (
-    ForceField,
-    Wrap,
-    assert_all_same,
-    assert_same_gradients,
-    assert_same_state,
-    each_with,
-    fresh,
-    in_turn,
-    loss_of,
-    mlp,
-    over_engines,
-    over_gloo_too,
-    penalty_loss,
-    twins,
-)
-from helpers.modules import Calls
+from helpers.comparisons import assert_all_same, assert_same_gradients, assert_same_state, twins
+from helpers.contract import Wrap, each_with, in_turn, over_engines, over_gloo_too
+from helpers.losses import fresh, loss_of, penalty_loss
+from helpers.modules import Calls, ForceField, mlp
 from unisono import data_parallel
 
 

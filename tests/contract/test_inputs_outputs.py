@@ -12,21 +12,25 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from helpers.contract import (
-    Wrap,
-    each_with,
-    in_processes,
-    loss_of,
-    mlp,
-    on_threads,
-    over_engines,
-    over_gloo_too,
-    same_results,
-)
-from helpers.modules import Calls, Fn
+from helpers.contract import Wrap, each_with, in_processes, on_threads, over_engines, over_gloo_too
+from helpers.losses import loss_of
+from helpers.modules import Calls, Fn, mlp
 from unisono import DataParallel, pad
+from unisono.primitives import pytree
 from unisono.primitives.object_state import state_of
 from unisono.runtime.buckets import LARGE_BYTES
+
+
+def same_results(model: nn.Module, wrapped: nn.Module, inputs: tuple[Any, ...], leaves: list[torch.Tensor]) -> None:
+    """Check outputs and gradients (of a loss over all floating outputs) against the plain module's."""
+
+    def results(call: Callable[..., Any]) -> list[torch.Tensor]:
+        outputs = [t for _, t in pytree.tensors(call(*inputs))]
+        loss = torch.stack([t.square().sum() for t in outputs if t.is_floating_point()]).sum()
+        return [*outputs, *torch.autograd.grad(loss, [*leaves, *model.parameters()])]
+
+    torch.testing.assert_close(results(wrapped), results(model), rtol=1e-12, atol=1e-12)
+
 
 # ---- rows on other axes --------------------------------------------------------------------------
 

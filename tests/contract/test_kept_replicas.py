@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.contract import Wrap, assert_all_same, assert_same, in_processes, loss_of, on_engines, twins
+from helpers.comparisons import assert_all_same, assert_same, twins
+from helpers.contract import Wrap, in_processes, on_engines
+from helpers.losses import loss_of
 from helpers.modules import Calls
 from unisono.engines import replica
 from unisono.runtime import torch_private
@@ -25,10 +27,47 @@ def use_head(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model.head(x) if hasattr(model, "head") else 2 * x
 
 
+def use_all(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    x = x.to(next(model.parameters()).dtype)
+    y = model.head(x) * model.scale + model.shift + (0 if model.training else 10)
+    return y if model.extra is None else y * model.extra
+
+
+def parts() -> dict[str, Any]:
+    return {"head": nn.Linear(4, 4), "scale": 1.0, "extra": None, "shift": nn.Buffer(torch.ones(4))}
+
+
+def one_head() -> dict[str, Any]:
+    return {"head": nn.Linear(4, 4), "table": Table(scale=2.0), "rate": rate_of(2.0)}
+
+
+def rate_of(value: float) -> Callable[[], float]:
+    return lambda: value
+
+
 def move_child(model: nn.Module) -> None:
     head = model.head
     del model.head
     model.body.add_module("head", head)
+
+
+def change_submodule(model: nn.Module) -> None:
+    torch.manual_seed(5)
+    model.head = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 4))
+
+
+def change_data(model: nn.Module) -> None:
+    model.head.weight.data = model.head.weight.data * 2
+    model.head.bias.data.zero_()
+
+
+def replace_forward(model: nn.Module) -> None:
+    forward = model.forward
+    model.forward = lambda x: forward(x) * 2
+
+
+def hook_head(model: nn.Module) -> object:
+    return model.head.register_forward_hook(lambda layer, args, output: output * layer.weight.sum())
 
 
 def use_layers(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -41,57 +80,73 @@ def layers_in_a_list() -> dict[str, Any]:
     return {"head": head, "tail": tail, "layers": [head, tail]}
 
 
-def rate_of(value: float) -> Callable[[], float]:
-    return lambda: value
-
-
-# Name -> (what forward computes, the module's attributes, the change).
-CHANGES: dict[str, tuple[Callable[..., torch.Tensor], Callable[[], dict[str, Any]], Callable[[nn.Module], object]]] = {
-    "a child that moves to the next module": (
-        use_head,
-        lambda: {"body": nn.Sequential(), "head": nn.Linear(4, 4)},
-        move_child,
+Change = Callable[[Any], object]
+# Name -> what forward computes, the module's attributes, and changes, one before each step.
+CHANGES: dict[str, tuple[Callable[..., torch.Tensor], Callable[[], dict[str, Any]], list[Change]]] = {
+    "attribute": (use_all, parts, [lambda model: setattr(model, "scale", 3.0)]),
+    "mode": (use_all, parts, [lambda model: model.eval()]),
+    "submodule": (use_all, parts, [change_submodule]),
+    "data": (use_all, parts, [change_data]),
+    "parameter": (use_all, parts, [lambda model: setattr(model.head, "weight", nn.Parameter(torch.ones(4, 4)))]),
+    "dtype": (use_all, parts, [lambda model: model.float()]),
+    "buffer": (use_all, parts, [lambda model: setattr(model, "shift", torch.full((4,), 4.0))]),
+    "new parameter": (
+        use_all,
+        parts,
+        [lambda model: setattr(model, "extra", nn.Parameter(torch.full((4,), 2.0)))],
     ),
-    "layers in a list that change places": (use_layers, layers_in_a_list, lambda model: model.layers.reverse()),
+    "hooks": (use_all, parts, [hook_head, lambda model: model.head._forward_hooks.clear()]),
+    "pre-hook": (use_all, parts, [lambda model: model.register_forward_pre_hook(lambda _, args: (args[0] * 2,))]),
+    "forward": (use_all, parts, [replace_forward]),
+    "no child": (
+        use_head,
+        lambda: {"body": nn.Linear(4, 4), "head": nn.Linear(4, 4)},
+        [lambda model: delattr(model, "head")],
+    ),
+    "a child that moves": (use_head, lambda: {"body": nn.Sequential(), "head": nn.Linear(4, 4)}, [move_child]),
+    "layers in a list that change places": (use_layers, layers_in_a_list, [lambda model: model.layers.reverse()]),
     "a module in a container of another class": (
         lambda model, x: model.table["layer"](x) if "layer" in model.table else model.head(x) * model.table["scale"],
-        lambda: {"head": nn.Linear(4, 4), "table": Table(scale=2.0)},
-        lambda model: model.table.update(layer=model.head),
+        one_head,
+        [lambda model: model.table.update(layer=model.head)],
     ),
     "an attribute of a parameter that becomes an equal one": (
         lambda model, x: model.head(x) * (3 if model.head.weight.flag is True else 1),
-        lambda: {"head": nn.Linear(4, 4)},
-        lambda model: setattr(model.head.weight, "flag", True),
+        one_head,
+        [lambda model: setattr(model.head.weight, "flag", True)],
     ),
     "a variable that a function closes over": (
         lambda model, x: model.head(x) * model.rate(),
-        lambda: {"head": nn.Linear(4, 4), "rate": rate_of(2.0)},
-        lambda model: setattr(model.rate.__closure__[0], "cell_contents", 5.0),
+        one_head,
+        [lambda model: setattr(model.rate.__closure__[0], "cell_contents", 5.0)],
     ),
 }
-NOT_SEEN_BY_WORKERS = [*CHANGES][2:]
+NOT_SEEN_BY_WORKERS = [*CHANGES][-3:]
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_changes_between_steps(wrap: Wrap, engine: str, change: str) -> None:
-    """R8"""
-    forward, attributes, change_module = CHANGES[change]
-    plain, model = twins(wrap, Calls(forward, **attributes()).double(), 3)
-    x = torch.randn(6, 4).double()
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_between_steps_are_seen(wrap: Wrap, engine: str, name: str) -> None:
+    """R8: whatever the caller changes, the next forward runs with it."""
+    forward, attributes, changes = CHANGES[name]
+    plain, model = twins(wrap, Calls(forward, **attributes()), 3)
+    x, tolerance = torch.randn(6, 4), 1e-5 if name == "dtype" else 1e-12
     for module in (plain, model.module):
         module.head.weight.flag = 1
-    for step in range(4):
-        if step == 2:
-            change_module(plain)
-            change_module(model.module)
-            if in_processes(engine) and change in NOT_SEEN_BY_WORKERS:
-                model.refresh()
-        outputs = [module(x) for module in (model, plain)]
-        assert_same(*outputs)
+    before = None
+    for change in (None, None, *changes, None):
+        for root in (plain, model.module) if change else ():
+            change(root)
+        if change and in_processes(engine) and name in NOT_SEEN_BY_WORKERS:
+            model.refresh()
+        output, expected = model(x), plain(x)
+        assert_same(output, expected, tolerance)
         gradients = [
-            torch.autograd.grad(loss_of(y), [*m.parameters()]) for y, m in zip(outputs, (model, plain), strict=True)
+            torch.autograd.grad(loss_of(y), [*m.parameters()], allow_unused=True)
+            for y, m in ((output, model), (expected, plain))
         ]
-        assert_all_same(*gradients)
+        assert_all_same(*gradients, tolerance)
+        assert change is None or not torch.equal(output.double(), before.double())
+        before = output
 
 
 @in_this_process

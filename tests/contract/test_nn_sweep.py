@@ -22,7 +22,8 @@ from torch.nn import functional as F
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrizations
 
-from helpers.contract import EngineFor, loss_of, tensors_in
+from helpers.contract import EngineFor
+from helpers.losses import loss_of, tensors_in
 from helpers.modules import Calls
 from unisono import DataParallel, data_parallel
 

@@ -16,24 +16,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from helpers.contract import (
-    FailureError,
-    Wrap,
-    assert_all_same,
-    assert_same,
-    fresh,
-    in_processes,
-    in_time,
-    loss_of,
-    on_engines,
-    on_the_cpu,
-    on_threads,
-    over_engines,
-    penalty_loss,
-    tensors_in,
-    twins,
-)
+from helpers.comparisons import assert_all_same, assert_same, twins
+from helpers.contract import Wrap, in_processes, in_time, on_engines, on_the_cpu, on_threads, over_engines
+from helpers.failing import FailureError
 from helpers.in_time import WAIT_S
+from helpers.losses import fresh, loss_of, penalty_loss, tensors_in
 from helpers.modules import Calls, Composed, Fn, WithBackward
 from helpers.random_layers import RandomLayers, recomputed, with_dropout
 from unisono import DataParallel, verify

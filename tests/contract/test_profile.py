@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.contract import ON_CPU, FailsOn, Wrap, in_threads, in_time, mlp, on_the_cpu, on_threads
+from helpers.contract import ON_CPU, Wrap, in_threads, in_time, on_the_cpu, on_threads
 from helpers.deaths import workers_of
-from helpers.modules import Calls
+from helpers.failing import FailsOn
+from helpers.modules import Calls, mlp
 from unisono import DataParallel
 from unisono.profiling.profile import Profile
 from unisono.profiling.steps import PHASES, ProfiledStep

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 import unisono
-from helpers.contract import loss_of
+from helpers.losses import loss_of
 from helpers.modules import Composed
 
 pytestmark = pytest.mark.property

@@ -11,24 +11,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from helpers.contract import (
-    FailureError,
-    Wrap,
-    assert_all_same,
-    assert_same,
-    assert_same_gradients,
-    fresh,
-    in_processes,
-    in_turn,
-    loss_of,
-    mlp,
-    on_the_cpu,
-    over_engines,
-    tensors_in,
-    twins,
-)
+from helpers.comparisons import assert_all_same, assert_same, assert_same_gradients, twins
+from helpers.contract import Wrap, in_processes, in_turn, on_the_cpu, over_engines
+from helpers.failing import FailureError
 from helpers.in_time import WAIT_S
-from helpers.modules import Fn, WithBackward
+from helpers.losses import fresh, loss_of, tensors_in
+from helpers.modules import Fn, WithBackward, mlp
 from helpers.random_layers import RandomLayers, recomputed, with_dropout
 from unisono import data_parallel
 

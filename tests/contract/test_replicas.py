@@ -11,23 +11,11 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.checkpoint import checkpoint
 
-from helpers.contract import (
-    FailureError,
-    Wrap,
-    assert_all_same,
-    assert_same,
-    assert_same_gradients,
-    fresh,
-    in_one_memory,
-    in_processes,
-    in_turn,
-    loss_of,
-    mlp,
-    num_here,
-    over_gloo_too,
-    twins,
-)
-from helpers.modules import Calls, Composed, Fn
+from helpers.comparisons import assert_alike, assert_all_same, assert_same, assert_same_gradients, one_step, twins
+from helpers.contract import Wrap, in_one_memory, in_processes, in_turn, num_here
+from helpers.failing import FailureError
+from helpers.losses import fresh, loss_of
+from helpers.modules import Calls, Composed, Fn, mlp
 
 
 def test_a_replicas_parameters_are_leaves(wrap: Wrap) -> None:
@@ -37,112 +25,32 @@ def test_a_replicas_parameters_are_leaves(wrap: Wrap) -> None:
         assert all(p.is_leaf and p.grad_fn is None and p.requires_grad for p in model.parameters())
         return model.layer(x)
 
-    plain, wrapped = twins(wrap, Calls(forward, layer=nn.Linear(5, 3)))
-    x = torch.randn(7, 5)
-    for model in (plain, wrapped):
-        model(x).square().sum().backward()
-    assert_same_gradients(wrapped.module, plain)
+    assert_alike(
+        wrap, Calls(forward, layer=nn.Linear(5, 3)), lambda call, _: loss_of(call(torch.randn(7, 5))).backward()
+    )
 
 
-def changeable(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    x = x.to(next(model.parameters()).dtype)
-    y = model.linear(x) * model.scale + model.shift + (0 if model.training else 10)
-    return y if model.extra is None else y * model.extra
+def count(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    model.calls += 1
+    model.rows += len(x)
+    model.latest = len(x)
+    model.log.append(float(x[0, 0]))
+    return model.linear(x) * 0 + model.calls
 
 
-def change_submodule(model: nn.Module) -> None:
-    torch.manual_seed(5)
-    model.linear = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3))
-
-
-def change_data(model: nn.Module) -> None:
-    model.linear.weight.data = model.linear.weight.data * 2
-    model.linear.bias.data.zero_()
-
-
-def replace_forward(model: nn.Module) -> None:
-    forward = model.forward
-    model.forward = lambda x: forward(x) * 2
-
-
-CHANGES: dict[str, Callable[[Any], object]] = {
-    "attribute": lambda model: setattr(model, "scale", 3.0),
-    "mode": lambda model: model.eval(),
-    "submodule": change_submodule,
-    "data": change_data,
-    "parameter": lambda model: setattr(model.linear, "weight", nn.Parameter(torch.ones(3, 5))),
-    "dtype": lambda model: model.float(),
-    "buffer": lambda model: setattr(model, "shift", torch.full((3,), 4.0)),
-    "new parameter": lambda model: setattr(model, "extra", nn.Parameter(torch.full((3,), 2.0))),
-    "hook": lambda model: model.linear.register_forward_hook(lambda layer, args, output: output * layer.weight.sum()),
-    "pre-hook": lambda model: model.register_forward_pre_hook(lambda module, args: (args[0] * 2,)),
-    "forward": replace_forward,
-}
-
-
-@pytest.mark.parametrize("what", CHANGES)
-def test_changes_between_steps_are_seen(wrap: Wrap, what: str) -> None:
-    """R8: whatever the caller changes, the next forward runs with it."""
-    attributes = {"linear": nn.Linear(5, 3), "scale": 1.0, "extra": None, "shift": nn.Buffer(torch.ones(3))}
-    plain, model = twins(wrap, Calls(changeable, **attributes))
-    x = torch.randn(7, 5)
-    loss_of(model(x)).backward()
-    before = model(x).detach()
-    for root in (plain, model.module):
-        root.zero_grad()
-        CHANGES[what](root)
-    output, expected = model(x), plain(x)
-    assert output.dtype == expected.dtype
-    assert what == "dtype" or not torch.equal(output, before)
-    tolerance = 1e-5 if what == "dtype" else 1e-12
-    assert_same(output.detach(), expected.detach(), tolerance)
-    output.pow(2).sum().backward()
-    expected.pow(2).sum().backward()
-    assert_same_gradients(model.module, plain, tolerance)
-
-
-@over_gloo_too
-def test_removed_hooks_and_children_are_gone(wrap: Wrap) -> None:
-    """R8"""
-    model = wrap(nn.Sequential(nn.Linear(5, 3), nn.Tanh()))
-    x = torch.randn(4, 5)
-    plain = model.module(x).detach()
-    handle = model.module.register_forward_hook(lambda module, args, output: output + 1)
-    assert_same(model(x).detach(), plain + 1)
-    handle.remove()
-    assert_same(model(x).detach(), plain)
-    del model.module[1]
-    assert_same(model(x).detach(), model.module[0](x).detach())
-
-
-class CountsCalls(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(1))
-        self.register_buffer("rows", torch.zeros(1), persistent=False)
-        self.linear = nn.Linear(2, 2)
-        self.log: list[float] = []
-        self.latest = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        self.rows += len(x)
-        self.latest = len(x)
-        self.log.append(float(x[0, 0]))
-        return self.linear(x) * 0 + self.calls
-
-
-def test_buffers_of_the_first_replica_persist(wrap: Wrap) -> None:
-    """R5: the other replicas' updates are lost, and every forward starts every replica from the live buffers."""
-    model = wrap(CountsCalls(), 3)
+def test_what_forward_writes(wrap: Wrap, engine: str) -> None:
+    """R5, R6: the first replica's writes into buffers persist; the other ones' are lost, and every forward starts every
+    replica from the live buffers. Assigned attributes are lost, and lists persist, but for what a worker adds."""
+    buffers = {"calls": nn.Buffer(torch.zeros(1)), "rows": nn.Buffer(torch.zeros(1), persistent=False)}
+    model = wrap(Calls(count, linear=nn.Linear(2, 2), log=[], latest=0, **buffers), 3)
     calls, rows = model.module.calls, model.module.rows
     for step in range(1, 4):
-        output = model(torch.zeros(7, 2))
-        assert torch.equal(output.detach(), torch.full((7, 2), float(step)))  # the same in every replica
+        assert model(torch.arange(14.0).view(7, 2)).tolist() == [[step] * 2] * 7  # the same in every replica
         assert model.module.calls is calls
-        assert calls.item() == step
-        assert rows.item() == 3 * step  # the first replica's rows
-    model.module.calls.fill_(10)
+        assert (calls.item(), rows.item()) == (step, 3 * step)  # the first replica's rows
+        assert model.module.latest == 0
+        assert sorted(model.module.log) == sorted([0.0, 6.0, 12.0][: num_here(engine, 3)] * step)
+    calls.fill_(10)
     assert model(torch.zeros(7, 2))[-1, 0].item() == 11
 
 
@@ -237,24 +145,14 @@ def test_a_reassigned_buffer_with_a_history(wrap: Wrap) -> None:
         net.state = state * 0.5 + net.cell.weight.sum(0)
         return y
 
-    net = Calls(forward, linear=nn.Linear(3, 2), cell=nn.Linear(2, 2), state=nn.Buffer(torch.ones(2)))
-    plain, model = twins(wrap, net, 3)
-    for i, (use, detach) in enumerate([(False, False), (False, False), (True, False), (True, True), (True, True)]):
-        x = torch.randn(5, 3)
-        for module in (plain, model):
-            module.zero_grad()
-            loss_of(module(x, use, detach)).backward(retain_graph=i < 3)
-        assert_same_gradients(model.module, plain)
-        assert_same(model.module.state, plain.state)
-    assert model.module.state.requires_grad
+    def steps(call: Callable[..., torch.Tensor], root: nn.Module) -> torch.Tensor:
+        for i, (use, detach) in enumerate([(False, False), (False, False), (True, False), (True, True), (True, True)]):
+            loss_of(call(torch.randn(5, 3), use, detach)).backward(retain_graph=i < 3)
+        assert root.state.requires_grad
+        return root.state
 
-
-def test_assigned_attributes_are_lost_and_lists_persist(wrap: Wrap, engine: str) -> None:
-    """R6; what a worker process adds to a list stays there."""
-    model = wrap(CountsCalls(), 3)
-    model(torch.arange(14.0).view(7, 2))
-    assert model.module.latest == 0
-    assert sorted(model.module.log) == [0.0, 6.0, 12.0][: num_here(engine, 3)]
+    layers = {"linear": nn.Linear(3, 2), "cell": nn.Linear(2, 2)}
+    assert_alike(wrap, Calls(forward, state=nn.Buffer(torch.ones(2)), **layers), steps, 3)
 
 
 def test_hooks_run_once_a_replica_and_parameter_hooks_once(wrap: Wrap, engine: str) -> None:
@@ -485,16 +383,17 @@ def test_methods_lists_and_lambdas_are_the_replicas_own(wrap: Wrap) -> None:
 @in_one_memory
 def test_objects_that_carry_tensors_with_a_history(wrap: Wrap) -> None:
     """S4: an object of an unknown class reaches every replica as it is, and gradients flow through what it holds."""
-    plain, model = twins(wrap, Fn(lambda y, batch: y * batch.held, nn.Linear(5, 3)))
-    for _ in range(3):  # other objects in each step, with other tensors
-        x, grads = torch.randn(7, 5), []
-        for module in (plain, model):
-            weight, leaf = fresh(torch.arange(3.0)), fresh(torch.ones(3))
-            loss_of(module(x, Holder(torch.exp(weight) * 2))).backward()
-            loss_of(module(x, Holder(leaf))).backward()
-            grads.append([weight.grad, leaf.grad])
-        assert_all_same(grads[1], grads[0])
-        assert_same_gradients(model.module, plain)
+
+    def steps(call: Callable[..., torch.Tensor], root: nn.Module) -> list[Any]:
+        grads = []
+        for _ in range(3):  # other objects in each step, with other tensors
+            x, weight, leaf = torch.randn(7, 5), fresh(torch.arange(3.0)), fresh(torch.ones(3))
+            loss_of(call(x, Holder(torch.exp(weight) * 2))).backward()
+            loss_of(call(x, Holder(leaf))).backward()
+            grads += [weight.grad, leaf.grad]
+        return grads
+
+    assert_alike(wrap, Fn(lambda y, batch: y * batch.held, nn.Linear(5, 3)), steps)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -505,11 +404,7 @@ def test_a_checkpoint_of_a_method_that_is_kept_as_an_attribute(wrap: Wrap, reent
         return checkpoint(lambda x: model.kept(torch.tanh(model.kept(x))), x, use_reentrant=reentrant)
 
     block = nn.Linear(3, 3)
-    plain, model = twins(wrap, Calls(forward, block=block, kept=block.forward))
-    x = torch.randn(6, 3)
-    for module in (plain, model):
-        loss_of(module(fresh(x))).backward()
-    assert_same_gradients(model.module, plain)
+    assert_alike(wrap, Calls(forward, block=block, kept=block.forward), one_step(6, 3))
 
 
 def test_a_hook_from_outside_that_sets_an_attribute_of_its_layer(wrap: Wrap) -> None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.contract import Wrap, train_both
+from helpers.comparisons import train_both
+from helpers.contract import Wrap
 from helpers.garbage import no_garbage
 from helpers.modules import Calls
 from unisono import DataParallel, data_parallel, replicate

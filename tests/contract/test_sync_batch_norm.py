@@ -16,24 +16,19 @@ from helpers.batch_norms import (
     compare_with_plain,
     refused,
 )
+from helpers.comparisons import assert_same_gradients, assert_same_state, assert_unchanged, twins
 from helpers.contract import (
     DEVICES,
     ON_CPU,
     Wrap,
-    assert_same_gradients,
-    assert_same_state,
-    assert_unchanged,
     each_with,
-    fresh,
     in_processes,
     in_time,
-    loss_of,
     on_threads,
     over_engines,
     over_gloo_too,
-    penalty_loss,
-    twins,
 )
+from helpers.losses import fresh, loss_of, penalty_loss
 from helpers.modules import Calls
 from helpers.rounding import assert_as_accurate
 from unisono import DataParallel

@@ -9,28 +9,17 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from helpers.batch_norms import ResidualBlock, assert_gradients_and_buffers_near, assert_near, compare_with_plain
-from helpers.contract import (
+from helpers.comparisons import assert_all_same, assert_same, assert_unchanged, twins
+from helpers.contract import Wrap, each_with, in_one_memory, in_threads, in_time, in_turn, over_engines
+from helpers.failing import (
     FAILURES,
     FailsOn,
     FailureError,
-    Wrap,
-    assert_all_same,
     assert_failure_leaves_nothing,
     assert_is_the_replicas,
-    assert_same,
-    assert_unchanged,
-    each_with,
-    fresh,
-    in_one_memory,
-    in_threads,
-    in_time,
-    in_turn,
-    loss_of,
     numbered_rows,
-    over_engines,
-    penalty_loss,
-    twins,
 )
+from helpers.losses import fresh, loss_of, penalty_loss
 from helpers.modules import Calls
 from unisono import data_parallel
 

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from torch.optim import swa_utils
 
-from helpers.contract import DEVICES, ON_CPU, in_turn, mlp, on_first_device
-from helpers.modules import Calls
+from helpers.contract import DEVICES, ON_CPU, in_turn, on_first_device
+from helpers.modules import Calls, mlp
 from unisono import DataParallel
 
 SIZES = (7, 8, 9, 5, 1)  # rows of the five batches: shares are uneven, and the last batch leaves replicas idle

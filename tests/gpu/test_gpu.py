@@ -17,8 +17,9 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.contract import assert_same_gradients, penalty_loss
+from helpers.comparisons import assert_same_gradients
 from helpers.in_time import in_time as _in_time
+from helpers.losses import penalty_loss
 from helpers.modules import Calls, WithBackward
 from unisono import DataParallel
 from unisono.autograd import broadcast

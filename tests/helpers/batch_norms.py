@@ -8,8 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from helpers.contract import ON_CPU, ForceField, fresh, in_time, loss_of, rows_of, tensors_in
-from helpers.modules import Calls
+from helpers.contract import ON_CPU, in_time
+from helpers.losses import fresh, loss_of, tensors_in
+from helpers.modules import Calls, ForceField, rows_of
 from unisono import DataParallel
 
 

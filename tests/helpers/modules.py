@@ -76,3 +76,25 @@ class Composed(DataParallel):
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         return super().gather(outputs, output_device)
+
+
+def mlp(width: int = 5, out: int = 3) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, 8), nn.Tanh(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, out))
+
+
+class ForceField(nn.Module):
+    """Differentiates inside its own forward, as models of molecules do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = mlp(5, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x.requires_grad_()
+        energy = self.energy(x)
+        (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return energy, -force
+
+
+def rows_of(*shape: int) -> Callable[[int], torch.Tensor]:
+    return lambda rows: torch.randn(rows, *shape)
