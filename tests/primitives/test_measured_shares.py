@@ -75,6 +75,17 @@ class Machine:
     def measured(self) -> MeasuredShares:
         return MeasuredShares(["cpu"] * len(self.lines), "training")
 
+    def frozen(self, rows: int) -> MeasuredShares:
+        """Measure until shares are chosen; return them."""
+        measured = self.measured()
+        until_frozen(measured, self, rows)
+        return measured
+
+    def best_of_two(self, rows: int) -> float:
+        """Return the time of the fastest split over two devices, one device included."""
+        splits = [[first, rows - first] for first in range(rows + 1) if 1 not in (first, rows - first)]
+        return min(map(self.seconds, splits))
+
 
 def until_frozen(measured: MeasuredShares, machine: Machine, rows: int, at_most: int = 1000) -> int:
     """Take steps until the shares are frozen; return how many."""
@@ -96,10 +107,7 @@ lines = st.builds(Line, st.floats(0, 5), st.floats(0.01, 1))
 def test_of_two_devices_the_choice_is_about_the_fastest_split_of_all(fixed_s, row_s, per_replica_s, rows):
     """S16: with times that are exact, devices that differ in speed, among all splits, one device included."""
     machine = Machine([Line(fixed_s, each) for each in row_s], per_replica_s)
-    measured = machine.measured()
-    until_frozen(measured, machine, rows)
-    splits = [[first, rows - first] for first in range(rows + 1) if 1 not in (first, rows - first)]
-    assert machine.seconds(measured.sizes(rows)) <= 1.06 * min(map(machine.seconds, splits))
+    assert machine.seconds(machine.frozen(rows).sizes(rows)) <= 1.06 * machine.best_of_two(rows)
 
 
 @pytest.mark.parametrize("are_equal", [True, False])
@@ -117,11 +125,8 @@ def test_of_200_noisy_machines_few_choices_are_wrong_by_more_than_three_percent(
             interrupted=numbers.uniform(0, 0.25),
             numbers=numbers,
         )
-        measured = machine.measured()
-        until_frozen(measured, machine, rows)
-        splits = [[first, rows - first] for first in range(rows + 1) if 1 not in (first, rows - first)]
-        seconds = machine.seconds(measured.sizes(rows))
-        ratios.append(seconds / min(map(machine.seconds, splits)))
+        seconds = machine.seconds(machine.frozen(rows).sizes(rows))
+        ratios.append(seconds / machine.best_of_two(rows))
         of_one_device.append(seconds / machine.seconds([rows, 0]))
     assert len([ratio for ratio in ratios if ratio > 1.03]) <= 5
     assert max(ratios) <= 1.1
@@ -156,15 +161,20 @@ def test_any_rows_and_any_times(steps, count):
 
 
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("per_replica_s", [6.0, 12.0])  # two devices are 1.2 times as fast as one, or one is so as two
-def test_other_programs_do_not_decide(per_replica_s, seed):
-    """S16: a quarter of all steps take twice as long, and the faster one is chosen all the same."""
-    machine = Machine([Line(0.0, 1.0)] * 2, per_replica_s, noise=0.01, interrupted=0.25)
-    machine.numbers.seed(seed)
-    measured = machine.measured()
-    until_frozen(measured, machine, 32)
-    best = min(machine.seconds([16, 16]), machine.seconds([32, 0]))
-    assert machine.seconds(measured.sizes(32)) <= 1.1 * best
+@pytest.mark.parametrize(
+    ("line", "per_replica_s", "noise", "interrupted", "rows"),
+    [
+        # A quarter of all steps take twice as long. Two devices are 1.2 times as fast as one, or one is so as two.
+        (Line(0, 1), 6.0, 0.01, 0.25, 32),
+        (Line(0, 1), 12.0, 0.01, 0.25, 32),
+        # Times differ by 10 % from step to step. One device is the fastest of the last.
+        *((Line(0, 1 / 64), per_replica_s, 0.1, 0.0, 64) for per_replica_s in (0.0, 0.3, 0.7)),
+    ],
+)
+def test_with_noise_the_choice_is_never_much_slower_than_the_best(line, per_replica_s, noise, interrupted, rows, seed):
+    """S16: neither noise nor other programs decide."""
+    machine = Machine([line] * 2, per_replica_s, noise, interrupted, numbers=random.Random(seed))
+    assert machine.seconds(machine.frozen(rows).sizes(rows)) <= 1.1 * machine.best_of_two(rows)
 
 
 @pytest.mark.parametrize("slow", [0, 1])
@@ -173,60 +183,30 @@ def test_one_replica_slowed_four_times(slow):
     machine = Machine([Line(0.2, 4.0 if i == slow else 1.0) for i in range(2)], 0.1, noise=0.02)
     measured = machine.measured()
     assert until_frozen(measured, machine, 32) <= 30
-    best = min(machine.seconds([first, 32 - first]) for first in range(33))
-    assert machine.seconds(measured.sizes(32)) <= 1.15 * best
-    assert machine.seconds([16, 16]) >= 2.4 * best
+    assert machine.seconds(measured.sizes(32)) <= 1.15 * machine.best_of_two(32)
+    assert machine.seconds([16, 16]) >= 2.4 * machine.best_of_two(32)
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_with_noise_the_choice_is_never_much_slower_than_the_best(seed):
-    """S16: times that differ by 10 % from step to step."""
-    for overhead, best in ((0.0, 0.5), (0.3, 0.8), (0.7, 1.0)):  # the last: one device
-        machine = Machine([Line(0, 1 / 64)] * 2, overhead, noise=0.1, numbers=random.Random(seed))
-        measured = machine.measured()
-        until_frozen(measured, machine, 64)
-        assert machine.seconds(measured.sizes(64)) <= 1.1 * best
-
-
-def test_equal_devices_get_equal_shares():
-    """S16: so that the line to paste is `shares=[1, 1]`."""
-    machine = Machine([Line(1, 1)] * 4)
-    measured = machine.measured()
-    until_frozen(measured, machine, 64)
-    assert measured.weights == (1, 1, 1, 1)
-
-
-def test_of_equals_the_one_with_the_fewest_devices():
-    """S16"""
-    machine = Machine([Line(0, 1 / 64)] * 2, per_replica_s=0.5)
-    measured = machine.measured()
-    until_frozen(measured, machine, 64)
-    assert measured.weights == (1, 0)
-    assert measured.on_first_device
-
-
-def test_a_device_that_costs_more_than_it_gives_is_left_out():
-    """S16: the fastest half of the devices is a candidate, and so on down to one."""
-    machine = Machine([Line(1, 1), Line(50, 1), Line(1, 1), Line(50, 1)])
-    measured = machine.measured()
-    until_frozen(measured, machine, 64)
-    assert measured.weights == (1, 0, 1, 0)
-
-
-def test_a_slow_first_device_can_be_left_out_too():
-    """S16"""
-    machine = Machine([Line(0, 20), Line(0, 1)], per_replica_s=30)
-    measured = machine.measured()
-    until_frozen(measured, machine, 32)
-    assert measured.weights == (0, 1)
-    assert not measured.on_first_device
+@pytest.mark.parametrize(
+    ("machine", "rows", "weights"),
+    [
+        pytest.param(Machine([Line(1, 1)] * 4), 64, (1, 1, 1, 1), id="equal devices"),
+        pytest.param(Machine([Line(0, 1 / 64)] * 2, 0.5), 64, (1, 0), id="of equals the fewest devices"),
+        pytest.param(Machine([Line(1, 1), Line(50, 1)] * 2), 64, (1, 0, 1, 0), id="without those that cost too much"),
+        pytest.param(Machine([Line(0, 20), Line(0, 1)], 30), 32, (0, 1), id="without a slow first device"),
+    ],
+)
+def test_the_weights_that_are_chosen(machine, rows, weights):
+    """S16: whole numbers, so that the line to paste is short: `shares=[1, 1]`."""
+    measured = machine.frozen(rows)
+    assert measured.weights == weights
+    assert measured.on_first_device == (weights == (1, 0))
 
 
 def test_no_replica_has_more_rows_than_it_can_bear():
     """S16: one device alone, and shares of the first turns, are left out if the rows do not fit."""
     machine = Machine([Line(0, 1), Line(0, 4)], most_rows=[20, INF])
-    measured = machine.measured()
-    until_frozen(measured, machine, 32)
+    measured = machine.frozen(32)
     tried = machine.borne[machine.borne.index([16, 16]) + 4 :]  # what it can bear is known after the first turn
     assert max(first for first, _ in tried) <= 20
     assert measured.sizes(32)[0] in (19, 20)
@@ -238,8 +218,7 @@ def test_no_replica_has_more_rows_than_it_can_bear():
 def test_frozen_shares_stay_under_noise(caplog):
     """S16: hysteresis does not flap. Also where one step in ten takes three times as long."""
     machine = Machine([Line(0, 1 / 64)] * 2, 0.1, noise=0.15)
-    measured = machine.measured()
-    until_frozen(measured, machine, 64)
+    measured = machine.frozen(64)
     weights, true = measured.weights, machine.seconds
     for number in range(20_000):
         factor = 3 if number // PERIOD % 10 == 0 else 1
@@ -253,8 +232,7 @@ def test_frozen_shares_stay_under_noise(caplog):
 def test_a_lasting_change_of_speed_is_measured_again_once(caplog):
     """S16: it says so; then the new shares are kept."""
     machine = Machine([Line(0, 1), Line(0, 1)], noise=0.02)
-    measured = machine.measured()
-    until_frozen(measured, machine, 32)
+    measured = machine.frozen(32)
     assert measured.weights == (1, 1)
     machine.lines = [Line(0, 1), Line(0, 4)]
     for _ in range(9 * PERIOD + 40):
@@ -274,8 +252,7 @@ def test_what_changes_back_and_forth_is_measured_less_and_less_often(caplog):
     """S16"""
     fast, slow = [Line(0, 1), Line(0, 1)], [Line(0, 2), Line(0, 2)]
     machine = Machine(fast, noise=0.02)
-    measured = machine.measured()
-    until_frozen(measured, machine, 32)
+    measured = machine.frozen(32)
     for number in range(100_000):
         machine.lines = slow if number // 400 % 2 else fast
         machine.step(measured, 32)
@@ -285,8 +262,7 @@ def test_what_changes_back_and_forth_is_measured_less_and_less_often(caplog):
 def test_frozen_weights_serve_batches_of_other_sizes():
     """S16: no replica gets a single row, on which batch norm could not train, if there are two for each."""
     machine = Machine([Line(0, 1), Line(0, 4)])
-    measured = machine.measured()
-    until_frozen(measured, machine, 32)
+    measured = machine.frozen(32)
     assert measured.weights == (4, 1)
     assert [measured.sizes(rows) for rows in (64, 10, 5, 2, 0)] == [[51, 13], [8, 2], [5, 0], [2, 0], [0, 0]]
 
@@ -307,8 +283,7 @@ def test_short_batches_do_not_count():
 def test_batches_of_another_size_for_long_are_measured_again(caplog):
     """S16: with 64 rows two devices are faster, with 4 rows one is."""
     machine = Machine([Line(0, 1)] * 2, per_replica_s=3)
-    measured = machine.measured()
-    until_frozen(measured, machine, 64)
+    measured = machine.frozen(64)
     assert measured.weights == (1, 1)
     for _ in range(8 * PERIOD):
         machine.step(measured, 4)
@@ -335,7 +310,7 @@ def test_a_first_batch_that_is_not_like_the_others():
 def test_the_line_to_paste(caplog):
     """S16: with the times of all that was tried; where one device wins, how to name it."""
     for machine in (Machine([Line(0, 0.001), Line(0, 0.003)]), Machine([Line(0, 0.001)] * 2, 1)):
-        until_frozen(machine.measured(), machine, 32)
+        machine.frozen(32)
     several, one = [record.getMessage() for record in caplog.records]
     begin, end = "measured shares of training, batches of 32 rows: ", "It is kept. To have it at once, write "
     assert several.startswith(
