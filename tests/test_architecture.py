@@ -106,6 +106,7 @@ def test_public_names():
         "Processes",
         "ReplicaDied",
         "ReplicaTimeout",
+        "SampleList",
         "Threads",
         "data_parallel",
         "gather",

@@ -11,6 +11,7 @@ from unisono.primitives.batch_types import register_batch_type
 from unisono.primitives.dims import pad
 from unisono.primitives.parallel_apply import parallel_apply
 from unisono.primitives.replicate import replicate
+from unisono.primitives.sample_lists import SampleList
 from unisono.primitives.scatter_gather import gather, scatter, scatter_kwargs
 from unisono.runtime.errors import ReplicaDied, ReplicaTimeout
 from unisono.runtime.malloc import keep_freed_memory
@@ -27,6 +28,7 @@ __all__ = [
     "Processes",
     "ReplicaDied",
     "ReplicaTimeout",
+    "SampleList",
     "Threads",
     "data_parallel",
     "gather",

@@ -11,10 +11,13 @@ from unisono.primitives.batch_types import BatchType, batch_type_of
 from unisono.primitives.dims import spread_inputs
 from unisono.primitives.placements import Placement, Replicate, Shard, Single, can_be_placed, cannot_be_placed
 from unisono.primitives.references import MODES
+from unisono.primitives.sample_lists import warn_of_whole_lists
 from unisono.runtime import devices as _devices
 
 # Makes each replica's part from a tensor and its placement.
 Place = Callable[[torch.Tensor, Placement], Sequence[Any]]
+
+_NAMED = 8  # inputs that a message names at most
 
 Flags: TypeAlias = tuple[tuple[Any, ...], tuple[str, ...]]  # of all leaves; and the names of the keyword inputs
 
@@ -141,10 +144,11 @@ class Arguments:
     def _different_rows(self, counts: dict[int, int]) -> ValueError:
         paths = self._paths()
         each = [f"{paths[number]} has {rows}" for number, rows in counts.items()]
+        named = ", ".join(each[:_NAMED]) + (f", and {len(each) - _NAMED} more" if len(each) > _NAMED else "")
         return ValueError(
-            f"cannot scatter tensors with different numbers of rows: {', '.join(each)}. Give every tensor the rows "
-            "of the batch (tensor.expand), or name the axis of the rows, and None for what every replica gets whole: "
-            "DataParallel(..., in_dims={'x': 0, 'table': None})."
+            f"cannot scatter tensors with different numbers of rows: {named}. Give every tensor the rows of the batch "
+            "(tensor.expand), or name the axis of the rows, and None for what every replica gets whole: "
+            "DataParallel(..., in_dims={'x': 0, 'table': None}). A list with one entry a row is a unisono.SampleList."
         )
 
     def split(
@@ -158,6 +162,10 @@ class Arguments:
             replica_numbers: of the replicas that have a share: which of the `entries` they get.
         """
         sizes = tuple(sizes)
+        if not self._is_flat and self.rows is not None and len(sizes) > 1:
+            following = zip(self.leaves, self.axes, strict=True)
+            for spec, name in zip(self._structure(), ("inputs", "kwargs"), strict=True):
+                warn_of_whole_lists(spec, name, following, self.rows)
         split = [
             place(*self._chosen(number, replica_numbers))
             if number in self.entries

@@ -22,6 +22,7 @@ from unisono.primitives.placements import (
     can_be_placed,
     cannot_be_placed,
 )
+from unisono.primitives.sample_lists import warn_of_joined_entries
 from unisono.runtime import devices as _devices
 from unisono.runtime.errors import warn_once
 
@@ -71,6 +72,8 @@ class Outputs:
             self._given, self._spec = pytree.flatten_together(outputs, "output")
         self._paths = [*self._spec.paths("output")]
         axes, paddings = rules.axes(self._spec)
+        if sizes is not None:
+            warn_of_joined_entries(self._spec, self._given, axes, sizes)
         scalars = spread(rules.scalars, self._spec, "stack", "scalars")
         leaves = zip(self._paths, self._given, axes, paddings, scalars, strict=True)
         # For each leaf a function that makes its gathered value from the joined tensors.

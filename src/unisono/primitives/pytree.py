@@ -75,7 +75,7 @@ class Spec:
         if self.keys is None:
             yield path
         for key, spec in zip(self.keys or (), self.specs, strict=True):
-            yield from spec.paths(path + _step(self.value, key))
+            yield from spec.paths(path + step(self.value, key))
 
     def num_leaves(self) -> int:
         return 1 if self.keys is None else sum([spec.num_leaves() for spec in self.specs])
@@ -197,14 +197,16 @@ def _matched(specs: Sequence[Spec], path: str) -> Iterator[tuple[Any, ...]]:
         raise disagreement(path, "types", [kind.__name__ for kind in kinds])
     if any({*keys} != {*all_keys[0]} for keys in all_keys):
         if isinstance(first.value, tuple | list):
-            raise disagreement(path, "lengths", [*map(len, all_keys)])
+            error = disagreement(path, "lengths", [*map(len, all_keys)])
+            error.add_note("If it is a list with one entry a row, return unisono.SampleList(entries).")
+            raise error
         raise disagreement(path, "keys", [[*keys] for keys in all_keys])
     contexts = [taken[2] for spec in specs if (taken := _registered(spec.value)) is not None]
     if any(context != contexts[0] for context in contexts):
         raise disagreement(path, f"{type(first.value).__name__}s", contexts)
     by_key = [dict(zip(keys, spec.specs, strict=True)) for keys, spec in zip(all_keys, specs, strict=True)]
     for key in all_keys[0]:
-        yield from _matched([below[key] for below in by_key], path + _step(first.value, key))
+        yield from _matched([below[key] for below in by_key], path + step(first.value, key))
 
 
 def _registered(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any], Any] | None:
@@ -239,13 +241,13 @@ def _too_deep(value: object, path: str) -> ValueError:
             )
         around = {**around, id(value): path}
         inside = (children(value) or {}).items()
-        return next(filter(None, (reason(child, path + _step(value, key), around) for key, child in inside)), None)
+        return next(filter(None, (reason(child, path + step(value, key), around) for key, child in inside)), None)
 
     path = path or "value"
     return ValueError(reason(value, path, {}) or f"{path} is nested beyond Python's recursion limit: flatten it.")
 
 
-def _step(container: object, key: object) -> str:
+def step(container: object, key: object) -> str:
     """Return the last step of the path to a child of `container`: `[0]`, `['x']` or `.field`."""
     if isinstance(container, MutableMapping) or (isinstance(container, tuple | list) and not isinstance(key, str)):
         return f"[{key!r}]"

@@ -1,0 +1,97 @@
+"""Lists with one entry a row: a batch type of unisono's own, and warnings where a plain list looks like one.
+
+As in torch, a plain list is a container: tensors in it are split and joined one by one, and every replica gets all of a
+list of strings. So pictures of several sizes are split along their channels, and a list of targets is not split at all.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
+from typing import Any, TypeVar
+
+import torch
+
+from unisono.primitives.batch_types import batch_type_of, register_batch_type
+from unisono.primitives.pytree import Spec, step
+from unisono.runtime.errors import warn_once
+
+T = TypeVar("T")
+
+
+class SampleList(list[T]):
+    """A list with one entry a row: pictures of several sizes, the boxes in each, strings.
+
+        >>> pictures = unisono.SampleList(torch.zeros(3, size, size) for size in (20, 30, 40))
+        >>> [[tuple(picture.shape) for picture in shard] for shard in unisono.scatter(pictures, ["cpu", "cpu"])]
+        [[(3, 20, 20), (3, 30, 30)], [(3, 40, 40)]]
+
+    It is split and joined by entry, where a plain list is a container, whose tensors are split and joined one by one.
+    Use it for each input that has one entry a row, and for an output that has: each replica returns its own, and the
+    gathered one has all entries, in the order of the rows. An entry is any value that `pickle` can serialise.
+    """
+
+
+def _split(samples: SampleList[Any], sizes: Sequence[int]) -> list[SampleList[Any]]:
+    entries = iter(samples)
+    return [type(samples)(islice(entries, size)) for size in sizes]
+
+
+def _join(parts: Sequence[SampleList[Any]]) -> SampleList[Any]:
+    return type(parts[0])(chain.from_iterable(parts))
+
+
+register_batch_type(SampleList, scatter=_split, gather=_join)
+
+
+def warn_of_whole_lists(spec: Spec, path: str, leaves: Iterator[tuple[Any, int | None]], rows: int) -> bool:
+    """Warn of an input that is a list without tensors and has as many entries as the batch has rows: it is not split.
+
+    A tuple of numbers counts as one value, such as a size.
+
+    Args:
+        spec, path: the structure of an input, and its name.
+        leaves: its leaves, each with the axis of its rows; None: every replica gets it on purpose.
+        rows: of the batch.
+
+    Returns:
+        Whether something in it is split, or whole on purpose.
+    """
+    if spec.keys is None:
+        leaf, axis = next(leaves)
+        return axis is None or isinstance(leaf, torch.Tensor) or batch_type_of(leaf) is not None
+    children = zip(spec.keys, spec.specs, strict=True)
+    split = [warn_of_whole_lists(child, path + step(spec.value, key), leaves, rows) for key, child in children]
+    if len(split) == rows > 1 and not any(split) and _may_be_samples(spec.value):
+        warn_once(
+            f"{path} has as many entries as the batch has rows, and no tensors: every replica gets all of them. If "
+            "each belongs to a row, give a unisono.SampleList; if every replica needs all: in_dims={'name': None}."
+        )
+    return any(split)
+
+
+def _may_be_samples(value: Any) -> bool:
+    return type(value) is list or (type(value) is tuple and not isinstance(value[0], int | float))
+
+
+def warn_of_joined_entries(
+    spec: Spec, leaves: Sequence[tuple[Any, ...]], axes: Sequence[int | None], sizes: Sequence[int]
+) -> None:
+    """Warn if the output is a list with as many entries as each replica has rows, and its tensors have other rows.
+
+    Args:
+        spec, leaves, axes: of the replicas' outputs: the structure, the replicas' leaves, and the axes of their rows.
+        sizes: the replicas' rows.
+    """
+    if type(spec.value) is not list or {len(spec.specs)} != {*sizes} or len(spec.specs) == 1:
+        return
+    shapes = [
+        (each.shape, axis, size)
+        for given, axis in zip(leaves, axes, strict=True)
+        if axis is not None
+        for each, size in zip(given, sizes, strict=True)
+        if isinstance(each, torch.Tensor)
+    ]
+    if any(len(shape) > axis >= -len(shape) and shape[axis] != size for shape, axis, size in shapes):
+        warn_once(
+            "the output is a list with as many entries as each replica has rows: the first entries of all replicas are "
+            "joined, then the second ones, and so on. If each belongs to a row, return unisono.SampleList(entries)."
+        )

@@ -1,0 +1,106 @@
+"""Lists with one entry a row, as in object detection: pictures of several sizes, with several boxes in each."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import unisono
+from helpers.contract import Wrap
+from helpers.modules import Calls, Fn
+from unisono import SampleList
+
+
+def detector() -> nn.Module:
+    """Like those of torchvision: losses in training, and in eval for each picture what was found in it."""
+
+    def forward(model, pictures, targets=None):
+        rows = torch.cat([model.layer(picture[None]).mean((2, 3)) for picture in pictures])
+        if targets is not None:
+            boxes = torch.stack([target["boxes"].mean(0) for target in targets])
+            return {"boxes": (rows - boxes).square().mean(), "labels": rows.sin().mean()}
+        found = zip(pictures, rows, strict=True)
+        return SampleList({"boxes": row.expand(len(p[0]), 4), "size": str(p.shape)} for p, row in found)
+
+    return Calls(forward, layer=nn.Conv2d(3, 4, 3, padding=1))
+
+
+@pytest.mark.parametrize("options", [{}, {"shares": [3, 1]}, {"parts": 2}], ids=str)
+def test_pictures_of_several_sizes(wrap: Wrap, options):
+    """S17: losses, what is found in each picture, and gradients of pictures and parameters are the plain module's."""
+    model = wrap(detector(), 2, scalars="mean", **options)
+    pictures = SampleList(torch.randn(3, 6 + row, 9 - row, requires_grad=True) for row in range(5))
+    targets = SampleList({"boxes": torch.rand(row + 1, 4), "name": f"picture {row}"} for row in range(5))
+
+    def results(call):
+        losses = call(pictures, targets)
+        found = call(pictures)
+        loss = sum(losses.values()) + sum(each["boxes"].sin().sum() for each in found)
+        assert type(found) is SampleList
+        assert [each["size"] for each in found] == [str(picture.shape) for picture in pictures]
+        grads = torch.autograd.grad(loss, [*pictures, *model.module.parameters()])
+        return [*losses.values(), *[each["boxes"] for each in found], *grads]
+
+    torch.testing.assert_close(results(model), results(model.module))
+
+
+def test_batches_of_a_map(wrap: Wrap):
+    """S17, I2: a batch that is one is the only input."""
+    model = wrap(detector())
+    batches = [SampleList(torch.randn(3, 5 + row, 5) for row in range(rows)) for rows in (3, 1, 4)]
+    for ours, batch in zip(model.map(batches), batches, strict=True):
+        plain = model.module(batch)
+        assert [each["size"] for each in ours] == [each["size"] for each in plain]
+        torch.testing.assert_close([each["boxes"] for each in ours], [each["boxes"].detach() for each in plain])
+
+
+WORDS = ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options", "name"),
+    [
+        (({"x": torch.ones(4, 2), "words": WORDS},), {}, "inputs[0]['words']"),
+        ((torch.ones(4, 2), tuple(WORDS)), {}, "inputs[1]"),
+        ((torch.ones(4, 2), [[1, 2], [3], [], [4]]), {}, "inputs[1]"),
+        ((torch.ones(4, 2), WORDS), {"in_dims": (0, None)}, None),
+        ((torch.ones(4, 2), SampleList(WORDS)), {}, None),
+        ((torch.ones(4, 2), WORDS[:3]), {}, None),
+        ((torch.ones(4, 2), (1, 2, 3, 4)), {}, None),
+        ((torch.ones(4, 2), [torch.ones(4)] * 4), {}, None),
+    ],
+)
+def test_a_list_that_is_not_split_is_warned_of(inputs, options, name):
+    """S17: a list of strings beside a batch is given to every replica, as in torch."""
+    model = unisono.DataParallel(Fn(lambda *inputs: torch.ones(2, 1)), ["cpu"] * 2, **options)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        model(*inputs)
+    assert len(seen) == (name is not None)
+    if name is not None:
+        assert str(seen[0].message).startswith(name)
+        assert "give a unisono.SampleList" in str(seen[0].message)
+
+
+@pytest.mark.parametrize(
+    ("entry", "num_entries", "is_warned"),
+    [(torch.ones(3, 4), 2, True), (torch.ones(2, 4), 2, False), (torch.ones(3, 4), 5, False)],
+)
+def test_a_list_that_is_joined_by_entry_is_warned_of(entry, num_entries, is_warned):
+    """S17: the tensors of a plain list are joined one by one, as in torch."""
+    model = unisono.DataParallel(Fn(lambda x: [entry.clone() for _ in range(num_entries)]), ["cpu"] * 2)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        model(torch.ones(4, 1))
+    assert ["return unisono.SampleList(entries)" in str(each.message) for each in seen] == [True] * is_warned
+
+
+def test_errors_name_the_remedy():
+    """S17: pictures of several sizes in a plain list; and a plain list that is returned."""
+    model = unisono.DataParallel(Fn(list), ["cpu"] * 2)
+    with pytest.raises(ValueError, match=r"inputs\[0\]\[7\] has 7, and 2 more\. .* is a unisono.SampleList"):
+        model([torch.ones(rows) for rows in range(10)])
+    with pytest.raises(ValueError, match="different lengths") as raised:
+        model(torch.ones(5, 2))
+    assert "return unisono.SampleList(entries)" in raised.value.__notes__[0]
