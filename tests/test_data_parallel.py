@@ -639,9 +639,9 @@ def test_a_copy_of_the_wrapper_is_one_of_its_own(copied):
 # Scatter
 
 
-def idle(batch: str, sizes: list[int], idle: str, remedy: str) -> list[str]:
+def idle(batch: str, sizes: list[int], which: str, remedy: str) -> list[str]:
     """Return what the log has."""
-    return [f"a batch of {batch} gives {sizes} rows to the {len(sizes)} devices: {idle} idle. Use {remedy}."]
+    return [f"a batch of {batch} gives {sizes} rows to the {len(sizes)} devices: {which} idle. Use {remedy}."]
 
 
 @both
@@ -685,16 +685,6 @@ def test_a_module_with_buffers_whose_first_share_is_0(sim):
     torch.testing.assert_close(model(x).cpu(), plain(x))
     torch.testing.assert_close(model.module.running_mean.cpu(), plain.running_mean)
     assert model.module.running_mean.device == sim[0]
-
-
-@both
-def test_tensors_with_different_numbers_of_rows_are_named(wrap):
-    """S5: torch drops rows silently, or misaligns them."""
-    model = wrap(Fn(lambda x, mask: x * mask["m"]), ["cpu", "cpu"])
-    with pytest.raises(ValueError, match=r"rows: inputs\[0\] has 8, kwargs\['mask'\]\['m'\] has 1. Give"):
-        model(torch.ones(8), mask={"m": torch.ones(1)})
-    with pytest.raises(ValueError, match=r"inputs\[0\] has 8, inputs\[1\]\['m'\] has 9"):
-        data_parallel(model.module, (torch.ones(8), {"m": torch.ones(9)}), ["cpu", "cpu"])
 
 
 @both
