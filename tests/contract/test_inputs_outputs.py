@@ -437,15 +437,17 @@ def test_memory_formats_and_strides_of_gradients(wrap: Wrap) -> None:
     """G7, S11: an optimizer's fused kernels and the next layer count on them."""
     model = nn.Conv2d(3, 4, 3, padding=1).to(memory_format=torch.channels_last)
     x = torch.randn(7, 3, 5, 5).to(memory_format=torch.channels_last).requires_grad_()
-
-    def strides(call: Callable[..., Any]) -> list[tuple[int, ...]]:
-        output = call(x)
-        return [t.stride() for t in (output, *torch.autograd.grad(output.square().sum(), [x, *model.parameters()]))]
-
-    seen = []
+    seen, results = [], []
     model.register_forward_hook(lambda module, args, output: seen.append((args[0].stride(), module.weight.stride())))
-    plain = strides(model)
-    assert strides(wrap(model, 3)) == plain
+    for call in (model, wrap(model, 3)):
+        output = call(x)
+        grads = torch.autograd.grad(loss_of(output), [x, *model.parameters()], retain_graph=True)
+        loss_of(output).backward()
+        written = [leaf.grad for leaf in (x, *model.parameters())]
+        results.append([output, *grads, *written])
+        x.grad = None
+        model.zero_grad()
+    torch.testing.assert_close(results[1], results[0], rtol=1e-12, atol=1e-12, check_stride=True)
     assert set(seen) == {(x.stride(), model.weight.stride())}
 
 
