@@ -5,7 +5,6 @@ The oracles are the plain module on the whole batch, and `unisono.data_parallel`
 
 import collections
 import copy
-import dataclasses
 import inspect
 import io
 import pickle
@@ -23,13 +22,7 @@ from helpers.modules import Calls, Composed, Fn
 from unisono import DataParallel, Processes, Threads, data_parallel
 
 CPU = torch.device("cpu")
-
-
-@dataclasses.dataclass
-class Batch:
-    x: Any
-    note: Any = None
-
+SIM = [f"sim:{i}" for i in range(4)]  # of the fixture `sim`
 
 both = pytest.mark.parametrize("wrap", [DataParallel, Composed])
 
@@ -86,19 +79,24 @@ def test_signature():
 
 
 @pytest.mark.parametrize(
-    "device_ids",
-    [None, [0, 1, 2, 3], ["sim:0", "sim:1", "sim:2", "sim:3"], (0, "sim:1", 2, 3)],
+    ("device_ids", "public", "places"),
+    [
+        *((ids, [0, 1, 2, 3], SIM) for ids in (None, [0, 1, 2, 3], SIM, (0, "sim:1", 2, 3))),
+        *((["cpu"] * n, [CPU] * n, ["cpu"] * n) for n in (1, 2, 3)),
+        ([0, 0], [0, 0], ["sim:0"] * 2),
+        ([1, 1, 2], [1, 1, 2], ["sim:1", "sim:1", "sim:2"]),
+        (["sim:2"] * 3, [2] * 3, ["sim:2"] * 3),
+    ],
     ids=repr,
 )
 @both
-def test_device_ids_on_accelerators(sim, wrap, device_ids):
-    """A1: ints, strings and devices; what is public is what torch shows."""
-    model = wrap(Reporter().to("sim:0"), device_ids)
-    assert model.device_ids == [0, 1, 2, 3]
-    assert model.output_device == 0
-    assert model.dim == 0
-    assert_like_plain(model, torch.ones(8, 3))
-    assert sorted(model.module.seen[:4]) == [("sim:0", 2), ("sim:1", 2), ("sim:2", 2), ("sim:3", 2)]
+def test_device_ids(sim, wrap, device_ids, public, places):
+    """A1, A12: ints, strings and devices, also one of them twice; what is public is what torch shows."""
+    model = wrap(Reporter().to(places[0]), device_ids)
+    assert (model.device_ids, model.output_device, model.dim) == (public, public[0], 0)
+    model(torch.ones(12, 3))
+    assert sorted(model.module.seen) == [(place, 12 // len(places)) for place in places]
+    assert_like_plain(model, torch.ones(12, 3))
 
 
 @pytest.mark.parametrize("num_devices", [2, 3, 8])
@@ -115,16 +113,6 @@ def test_inputs_from_any_device(simulated_accelerators, num_devices, rows, input
         assert str(x_there.grad.device) == input_on
         sizes = [len(chunk) for chunk in torch.arange(rows).chunk(num_devices)]
         assert sorted(model.module.seen) == [(f"sim:{i}", size) for i, size in enumerate(sizes)]
-
-
-@both
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_device_ids_on_the_cpu(wrap, n):
-    """A1: `["cpu"] * n`."""
-    model = wrap(mlp(), ["cpu"] * n)
-    assert model.device_ids == [CPU] * n
-    assert model.output_device == CPU
-    assert_like_plain(model, numbered(5, 3))
 
 
 @pytest.mark.parametrize("device_ids", [None, [], [0, 1]], ids=repr)
@@ -182,8 +170,18 @@ def test_one_device_does_not_scan_parameters(monkeypatch):
     assert model(numbered(4, 3)).shape == (4, 2)
 
 
-@pytest.mark.parametrize("what", ["parameter", "buffer"])
-def test_one_device_adds_a_note_to_the_modules_own_error(sim, what):
+with_one_elsewhere = pytest.mark.parametrize(
+    ("move", "name", "device"),
+    [
+        (lambda module: module[0].to("sim:1"), "0.weight", "sim:1"),
+        (lambda module: setattr(module[1], "running_mean", module[1].running_mean.cpu()), "1.running_mean", "cpu"),
+    ],
+    ids=["parameter", "buffer"],
+)
+
+
+@with_one_elsewhere
+def test_one_device_adds_a_note_to_the_modules_own_error(sim, move, name, device):
     """A3: the tensor that is elsewhere, and the fix; to errors of another kind, none."""
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).eval()
     model = DataParallel(module, [0])
@@ -191,41 +189,26 @@ def test_one_device_adds_a_note_to_the_modules_own_error(sim, what):
         model(torch.ones(4, 7))
     assert not hasattr(caught.value, "__notes__")
     del caught
-    if what == "parameter":
-        module[0].to("sim:1")
-    else:
-        module[1].running_mean = module[1].running_mean.cpu()
+    move(module)
     with pytest.raises(RuntimeError) as caught:
         model(torch.ones(4, 3))
-    name = "0.weight" if what == "parameter" else "1.running_mean"
     assert f"'{name}' is not on sim:0, the wrapper's device: model.to('sim:0')" in "".join(caught.value.__notes__)
 
 
-@pytest.mark.parametrize("output_device", ["cpu", "sim:1", 1])
-def test_one_device_sends_its_output_to_output_device(sim, output_device):
-    """A3, A6: an argument is not accepted and ignored."""
-    model = DataParallel(mlp(), [0], output_device=output_device)
-    assert model(numbered(4, 3)).device == (CPU if output_device == "cpu" else sim[1])
-
-
 @both
-@pytest.mark.parametrize("what", ["parameter", "buffer"])
-def test_a_tensor_off_the_first_device_is_named(sim, wrap, what):
+@with_one_elsewhere
+def test_a_tensor_off_the_first_device_is_named(sim, wrap, move, name, device):
     """A4: RuntimeError that names both devices, the tensor and the fix."""
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).to("sim:0")
-    model = wrap(module, [0, 1])
-    if what == "parameter":
-        module[0].to("sim:1")
-    else:
-        module[1].running_var = module[1].running_var.cpu()
-    name, device = ("0.weight", "sim:1") if what == "parameter" else ("1.running_var", "cpu")
+    model, x = wrap(module, [0, 1]), torch.ones(4, 3)
+    move(module)
     message = rf"on device sim:0 \(device_ids\[0\]\), but {name} is on {device}.*model.to\('sim:0'\)"
     with pytest.raises(RuntimeError, match=message):
-        model(torch.ones(4, 3))
+        model(x)
     with pytest.raises(RuntimeError, match=message):
-        data_parallel(module, torch.ones(4, 3), [0, 1])
+        data_parallel(module, x, [0, 1])
     module.to("sim:0")
-    assert model(torch.ones(4, 3)).shape == (4, 3)
+    assert model(x).shape == (4, 3)
 
 
 def test_unequal_devices_are_warned_about(sim, monkeypatch):
@@ -245,20 +228,21 @@ def test_unequal_devices_are_warned_about(sim, monkeypatch):
 
 
 @both
+@pytest.mark.parametrize("device_ids", [[0], [0, 1]], ids=repr)
 @pytest.mark.parametrize(
     ("output_device", "expected", "public"),
     [(None, "sim:0", 0), (2, "sim:2", 2), ("sim:3", "sim:3", 3), ("cpu", "cpu", CPU), (CPU, "cpu", CPU)],
 )
-def test_output_device(sim, wrap, output_device, expected, public):
-    """A6: any device; gradients still arrive where the parameters are."""
-    model = wrap(mlp().to("sim:0"), [0, 1], output_device=output_device)
+def test_output_device(sim, wrap, device_ids, output_device, expected, public):
+    """A3, A6: any device; gradients still arrive where the parameters are."""
+    model = wrap(mlp().to("sim:0"), device_ids, output_device=output_device)
     assert model.output_device == public
     output = model(numbered(5, 3))
     assert output.device == torch.device(expected)
     output.sum().backward()
     assert {p.grad.device for p in model.parameters()} == {sim[0]}
     assert_like_plain(model, numbered(5, 3))
-    assert data_parallel(model.module, numbered(5, 3), [0, 1], output_device).device == torch.device(expected)
+    assert data_parallel(model.module, numbered(5, 3), device_ids, output_device).device == torch.device(expected)
 
 
 def test_output_device_minus_one(sim):
@@ -291,21 +275,17 @@ def test_what_a_hook_keeps_by_its_module_is_found_by_it(sim, wrap):
     What it keeps belongs to the caller's graph: the gradient for it, too.
     """
     model, x = wrap(mlp().to("sim:0"), [0, 1]), numbered(5, 3)
-    for layer in (model.module[0], model.module[1]):
-        saved = collections.defaultdict(dict)
+    plain = copy.deepcopy(model.module).cpu()
+    for place in (0, 1):
+        layer, saved = model.module[place], collections.defaultdict(dict)
         recorded_by(layer, saved)
+        hidden = plain[: place + 1](x)
+        [expected] = torch.autograd.grad(plain[place + 1 :](hidden).square().sum(), hidden)
         for _ in range(2):
             output = model(x)
             kept = [saved[layer][device] for device in sim[:2]]
             grads = torch.autograd.grad(output.square().sum(), kept)
-            joined = torch.cat([grad.cpu() for grad in grads])
-            plain = copy.deepcopy(model.module).cpu()
-            for each in plain:
-                each._forward_hooks.clear()
-            plain_layer = plain[1 if layer is model.module[1] else 0]
-            of_plain = []
-            plain_layer.register_forward_hook(lambda module, args, output, kept=of_plain: kept.append(output))
-            torch.testing.assert_close(joined, torch.autograd.grad(plain(x).square().sum(), of_plain)[0])
+            torch.testing.assert_close(torch.cat([grad.cpu() for grad in grads]), expected)
     with torch.no_grad():
         model(x)
     torch.testing.assert_close(saved[layer][sim[0]], kept[0])
@@ -467,15 +447,6 @@ def test_shares_hold_for_an_overridden_verb_too(sim, wrap, shares):
 # Wrappers inside models
 
 
-def blocks(wrap_middle, middle=None, device="cpu") -> tuple[nn.Module, nn.Module]:
-    """Return three blocks with the middle wrapped, and the same ones plain."""
-    middle = middle or nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    middles = copy.deepcopy(middle), wrap_middle(middle)
-    plain, wrapped = (nn.Sequential(nn.Linear(3, 4), each, nn.Linear(4, 2)) for each in middles)
-    plain.load_state_dict({name.replace("module.", ""): value.cpu() for name, value in wrapped.state_dict().items()})
-    return wrapped.double().to(device), plain.double()
-
-
 @pytest.mark.parametrize(
     "wrap_middle",
     [
@@ -493,7 +464,9 @@ def test_a_wrapper_inside_a_wrapped_module(sim, wrap, wrap_middle, middle):
     """A10: inside a replica everything stays on that replica's device."""
     shift = Calls(lambda self, x: x + self.shift, shift=nn.Buffer(torch.ones(4)))
     modules = {"with parameters": nn.Linear(4, 4), "without parameters": nn.Tanh(), "with a buffer only": shift}
-    model, plain = blocks(wrap_middle, modules[middle], device="sim:0")
+    plain = nn.Sequential(nn.Linear(3, 4), modules[middle], nn.Linear(4, 2)).double()
+    model = copy.deepcopy(plain).to("sim:0")
+    model[1] = wrap_middle(model[1])
     model = wrap(model, [0, 1, 2])
     torch.testing.assert_close(train_once(model, numbered(8, 3)), train_once(plain, numbered(8, 3)))
     assert {p.grad.device for p in model.parameters()} == {sim[0]}
@@ -515,17 +488,6 @@ def test_half_of_the_model_on_the_cpu(sim, wrap):
     assert (model.front.weight.grad.device, rest.weight.grad.device) == (CPU, sim[0])
     with pytest.raises(RuntimeError, match=r"on device sim:0 .* but front.weight is on cpu"):
         wrap(halved(rest))(numbered(7, 3))
-
-
-@both
-@pytest.mark.parametrize("device_ids", [[0, 0], [1, 1, 2], ["sim:2"] * 3])
-def test_the_same_device_twice(sim, wrap, device_ids):
-    """A12: two replicas on one device."""
-    places = [f"sim:{place}" if isinstance(place, int) else place for place in device_ids]
-    model = wrap(Reporter().to(places[0]), device_ids)
-    model(torch.ones(6, 3))
-    assert sorted(model.module.seen) == [(place, 6 // len(places)) for place in places]
-    assert_like_plain(model, torch.ones(6, 3))
 
 
 @pytest.mark.parametrize(
@@ -677,6 +639,11 @@ def test_a_copy_of_the_wrapper_is_one_of_its_own(copied):
 # Scatter
 
 
+def idle(batch: str, sizes: list[int], which: str, remedy: str) -> list[str]:
+    """Return what the log has."""
+    return [f"a batch of {batch} gives {sizes} rows to the {len(sizes)} devices: {which} idle. Use {remedy}."]
+
+
 @both
 @pytest.mark.parametrize(
     ("n", "shares", "rows", "messages"),
@@ -685,29 +652,10 @@ def test_a_copy_of_the_wrapper_is_one_of_its_own(copied):
             4,
             "chunk",
             (2, 2),
-            [
-                "a batch of 2 rows gives [1, 1, 0, 0] rows to the 4 devices: 2 of them (sim:2, sim:3) stay idle. "
-                "Use batches of 4 rows or more."
-            ],
+            idle("2 rows", [1, 1, 0, 0], "2 of them (sim:2, sim:3) stay", "batches of 4 rows or more"),
         ),
-        (
-            4,
-            "chunk",
-            (9,),
-            [
-                "a batch of 9 rows gives [3, 3, 3, 0] rows to the 4 devices: 1 of them (sim:3) stays idle. "
-                'Use shares="even".'
-            ],
-        ),
-        (
-            2,
-            "chunk",
-            (1,),
-            [
-                "a batch of 1 row gives [1, 0] rows to the 2 devices: 1 of them (sim:1) stays idle. "
-                "Use batches of 2 rows or more."
-            ],
-        ),
+        (4, "chunk", (9,), idle("9 rows", [3, 3, 3, 0], "1 of them (sim:3) stays", 'shares="even"')),
+        (2, "chunk", (1,), idle("1 row", [1, 0], "1 of them (sim:1) stays", "batches of 2 rows or more")),
         (4, "chunk", (8, 8, 1), []),  # a short last batch
         (3, [1, 0, 1], (8,), []),
         (3, "chunk", (0,), []),
@@ -724,7 +672,7 @@ def test_devices_without_rows_are_logged_once(sim, caplog, wrap, n, shares, rows
 
 def test_a_wrapper_inside_a_replica_does_not_log_its_idle_devices(caplog):
     """S0, A10: its batch is a shard, and its replicas run one after the other: no other batch size would help."""
-    model, _ = blocks(lambda block: DataParallel(block, ["cpu"] * 4))
+    model = nn.Sequential(DataParallel(mlp(), ["cpu"] * 4))
     DataParallel(model, ["cpu"] * 2)(numbered(4, 3))
     assert caplog.messages == []
 
@@ -737,16 +685,6 @@ def test_a_module_with_buffers_whose_first_share_is_0(sim):
     torch.testing.assert_close(model(x).cpu(), plain(x))
     torch.testing.assert_close(model.module.running_mean.cpu(), plain.running_mean)
     assert model.module.running_mean.device == sim[0]
-
-
-@both
-def test_tensors_with_different_numbers_of_rows_are_named(wrap):
-    """S5: torch drops rows silently, or misaligns them."""
-    model = wrap(Fn(lambda x, mask: x * mask["m"]), ["cpu", "cpu"])
-    with pytest.raises(ValueError, match=r"rows: inputs\[0\] has 8, kwargs\['mask'\]\['m'\] has 1. Give"):
-        model(torch.ones(8), mask={"m": torch.ones(1)})
-    with pytest.raises(ValueError, match=r"inputs\[0\] has 8, inputs\[1\]\['m'\] has 9"):
-        data_parallel(model.module, (torch.ones(8), {"m": torch.ones(9)}), ["cpu", "cpu"])
 
 
 @both
@@ -812,16 +750,6 @@ def test_0_dim_outputs_become_a_vector(wrap):
     assert wrap(Fn(len), ["cpu"] * 3)(torch.ones(4)) == [2, 2]  # numbers: a list
 
 
-@both
-def test_outputs_that_do_not_fit_together(wrap):
-    """G3, G5, G4: the path, the replicas and what each gave; the next call works. Others are in tests/primitives."""
-    model = wrap(Fn(lambda x: {"y": Batch(x, "a" if x[0] else "b")}), ["cpu"] * 2)
-    with pytest.raises(ValueError, match=r"output\['y'\].note: .*replica 0: 'b'; replica 1: 'a'"):
-        model(torch.arange(4.0))
-    model.module.function = lambda x: x
-    assert model(torch.arange(4.0)).tolist() == [0, 1, 2, 3]
-
-
 # ---- attributes of the module (A7) ---------------------------------------------------------------
 
 
@@ -835,12 +763,14 @@ class Configured(nn.Module):
         self.temperature = 1.0
 
     @property
-    def doubled(self):
-        return self.temperature * 2
+    def state(self):
+        if "_state" not in self.__dict__:
+            raise AttributeError("nothing has been set yet")
+        return self._state
 
-    @doubled.setter
-    def doubled(self, value):
-        self.temperature = value / 2
+    @state.setter
+    def state(self, value):
+        self._state = value
 
     def forward(self, x):
         return self.layer(x) * self.temperature
@@ -851,21 +781,21 @@ class Configured(nn.Module):
 
 @pytest.mark.parametrize("device_ids", [[], ["cpu"], ["cpu"] * 2], ids=str)
 def test_attributes_that_only_the_module_has_fall_through(no_accelerators, device_ids):
-    """A7: reading and assigning."""
+    """A7: reading, assigning and deleting. Assigning asks no getter, which may fail until something has been set."""
     module = Configured()
     model = DataParallel(module, device_ids)
     assert model.config is module.config
     assert model.layer is module.layer
-    assert (model.kind, model.doubled) == ("on the class", 2.0)
-    model.temperature = 3.0
-    assert module.temperature == 3.0
-    assert "temperature" not in vars(model)
+    assert model.kind == "on the class"
+    model.temperature, model.state = 3.0, 5
+    assert (module.temperature, module.state, model.state) == (3.0, 5, 5)
+    assert not {"temperature", "state"} & vars(model).keys()
     torch.testing.assert_close(model(torch.ones(2, 3)), module(torch.ones(2, 3)))
-    model.doubled = 8.0
-    assert module.temperature == 4.0
     model.layer = nn.Identity()
     assert module.layer is model.layer
     assert "layer" not in model._modules
+    del model.config
+    assert not hasattr(module, "config")
 
 
 def test_what_the_wrapper_has_itself_stays_its_own():
@@ -906,28 +836,6 @@ def test_a_wrapper_around_a_wrapper_keeps_its_own_settings():
     assert (inner.shares, outer.shares) == ("even", (1.0, 2.0, 3.0))
     assert len(inner.devices) == 2
     assert outer.config is inner.module.config
-
-
-def test_assigning_asks_no_property():
-    """A7: a getter may compute, or fail until something has been set."""
-
-    class Lazy(Configured):
-        @property
-        def state(self):
-            if "_state" not in self.__dict__:
-                raise AttributeError("nothing has been set yet")
-            return self._state
-
-        @state.setter
-        def state(self, value):
-            self._state = value
-
-    module = Lazy()
-    model = DataParallel(module, ["cpu"] * 2)
-    model.state = 5
-    assert (module.state, "state" in vars(model)) == (5, False)
-    del model.config
-    assert not hasattr(module, "config")
 
 
 def test_a_property_of_the_wrapper_that_fails_is_not_the_modules():

@@ -76,9 +76,8 @@ def test_sys_exit_inside_a_replica_ends_the_program(engine: str) -> None:
 def test_wrappers_that_come_and_go_leave_nothing(engine: str, number: int) -> None:
     """F5, N10: no thread, process, descriptor or mapping: a forward, a backward and a map each, then closed."""
     done = run_script(f"""
-        import gc, os, threading, time
-        from pathlib import Path
-        import torch, unisono
+        import gc, threading
+        import psutil, torch, unisono
 
         def once():
             module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
@@ -87,35 +86,19 @@ def test_wrappers_that_come_and_go_leave_nothing(engine: str, number: int) -> No
             list(model.map([torch.randn(6, 4)] * 2))
             model.close()
 
-        def processes():
-            parents = {{}}
-            for entry in Path("/proc").glob("[0-9]*/stat"):
-                try:
-                    state, parent, *_ = entry.read_text().rpartition(")")[2].split()
-                except OSError:
-                    continue
-                if state != "Z":
-                    parents[int(entry.parent.name)] = int(parent)
-            found = {{os.getpid()}}
-            while more := {{pid for pid, parent in parents.items() if parent in found}} - found:
-                found |= more
-            return len(found)
-
         def held():
             gc.collect()
-            files = [os.readlink(link) for link in map(str, Path("/proc/self/fd").iterdir()) if os.path.lexists(link)]
-            shared = [line for line in Path("/proc/self/maps").read_text().splitlines() if "unisono" in line]
-            return {{"threads": threading.active_count(), "descriptors": len(files), "mappings": len(shared)}}
+            mappings = [each for each in me.memory_maps(grouped=False) if "unisono" in each.path]
+            return {{"threads": threading.active_count(), "descriptors": me.num_fds(), "mappings": len(mappings)}}
 
+        me = psutil.Process()
         for _ in range(3):
             once()
-        before, num_processes = held(), processes()
+        before, processes = held(), {{*me.children(recursive=True)}}
         for _ in range({number}):
             once()
-        until = time.monotonic() + 60
-        while processes() > num_processes and time.monotonic() < until:  # workers that have been told to end
-            time.sleep(0.05)
-        print(held() == before, processes() == num_processes, held(), before)
+        _, left = psutil.wait_procs({{*me.children(recursive=True)}} - processes, timeout=60)  # told to end
+        print(held() == before, not left, held(), before)
     """)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("True True"), done.stdout

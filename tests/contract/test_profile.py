@@ -18,7 +18,7 @@ from torch import nn
 from helpers.contract import ON_CPU, Wrap, in_threads, in_time, on_the_cpu, on_threads
 from helpers.deaths import workers_of
 from helpers.failing import FailsOn
-from helpers.modules import Calls, mlp
+from helpers.modules import Calls, Fn, mlp
 from unisono import DataParallel
 from unisono.profiling.profile import Profile
 from unisono.profiling.steps import PHASES, ProfiledStep
@@ -350,20 +350,10 @@ def test_a_backward_after_the_block(wrap: Wrap) -> None:
 @on_the_cpu
 def test_a_profile_that_begins_during_another_models_forward(wrap: Wrap) -> None:
     """P3: that forward goes on as it would."""
-    model, other, x = wrap(TakesAnything()), wrap(mlp()), torch.randn(4, 5)
+    model, other, x = wrap(Fn(lambda y, _: y, nn.Linear(5, 2))), wrap(mlp()), torch.randn(4, 5)
     with contextlib.ExitStack() as block:
         output = model(x, BeginsWhenPickled(lambda: block.enter_context(other.profile())))
     assert output.shape == (4, 2)
-
-
-class TakesAnything(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(5, 2)
-
-    def forward(self, x: torch.Tensor, anything: object) -> torch.Tensor:
-        output: torch.Tensor = self.layer(x)
-        return output
 
 
 class BeginsWhenPickled:

@@ -1,4 +1,4 @@
-"""Lists and attributes of replicas on 2, 3 and 8 simulated devices. (test_data_parallel.py has inputs and outputs.)"""
+"""Attributes of replicas on 2, 3 and 8 simulated devices. (test_data_parallel.py has inputs and outputs.)"""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.modules import Calls
 from unisono import DataParallel
 from unisono.testing import simulated_accelerators
 
@@ -21,23 +20,11 @@ def devices(request: pytest.FixtureRequest) -> Iterator[list[torch.device]]:
         yield devices
 
 
-def test_lists_that_replicas_append_to(devices: list[torch.device]) -> None:
-    """R6: they persist in every step, also when they hold tensors from the steps before."""
-
-    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        model.log.append(x.mean().detach())
-        return x * model.weight
-
-    model = DataParallel(Calls(forward, weight=nn.Parameter(torch.ones(1)), log=[]).to("sim:0"))
-    log = model.module.log
-    for step in range(1, 4):
-        model(torch.randn(2 * len(devices)))
-        assert model.module.log is log
-        assert len(log) == step * len(devices)
-
-
 def test_attributes_follow_their_replica(devices: list[torch.device]) -> None:
-    """R7: methods, lists of modules, and tensors in attributes are on the device of their replica."""
+    """R6, R7: methods, lists of modules, and tensors in attributes are on the device of their replica.
+
+    What a replica appends to a list persists, also where that holds tensors from the steps before.
+    """
 
     class Devious(nn.Module):
         def __init__(self) -> None:
@@ -47,7 +34,7 @@ def test_attributes_follow_their_replica(devices: list[torch.device]) -> None:
             self.inner = nn.Linear(5, 5)
             self.shift = torch.ones(5)
             self.on_cpu = torch.ones(3)
-            self.seen: list[str] = []
+            self.seen: list[torch.Tensor] = []
 
         def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "Devious":
             self.layers[0]._apply(fn)
@@ -60,15 +47,17 @@ def test_attributes_follow_their_replica(devices: list[torch.device]) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             assert self.on_cpu.device.type == "cpu"
             x = self.layers[0](self.op["run"](x))
-            self.seen.append(str(x.device))
+            self.seen.append(x.detach().mean())
             return x
 
     plain = Devious()
     model = DataParallel(copy.deepcopy(plain).to("sim:0"))
-    x = torch.randn(2 * len(devices), 5)
-    output, expected = model(x), plain(x)
-    torch.testing.assert_close(output.cpu(), expected)
-    assert sorted(model.module.seen) == [f"sim:{i}" for i in range(len(devices))]
+    x, seen = torch.randn(2 * len(devices), 5), model.module.seen
+    for step in range(1, 4):
+        output, expected = model(x), plain(x)
+        torch.testing.assert_close(output.cpu(), expected)
+        assert model.module.seen is seen
+        assert sorted(str(mean.device) for mean in seen) == sorted([f"sim:{i}" for i in range(len(devices))] * step)
     output.pow(2).sum().backward()
     expected.pow(2).sum().backward()
     torch.testing.assert_close(model.module.layers[0].weight.grad.cpu(), plain.layers[0].weight.grad)

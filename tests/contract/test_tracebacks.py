@@ -17,17 +17,10 @@ from torch import nn
 import unisono
 from helpers.contract import ON_CPU, Wrap, in_turn, on_threads
 from helpers.garbage import no_garbage
-from helpers.modules import Calls, WithBackward
+from helpers.modules import Composed, Fn, WithBackward
 
 _OURS = str(Path(unisono.__file__).parent)
 _MOST_LINES_MORE = 12  # the notes; in backward also the node of torch's graph that runs the replicas' backward
-
-
-class OwnVerb(unisono.DataParallel):
-    """The plain composition runs it."""
-
-    def scatter(self, *arguments: Any) -> Any:
-        return super().scatter(*arguments)
 
 
 class Misfit(nn.Module):
@@ -43,25 +36,25 @@ class Misfit(nn.Module):
         return y if marker else x
 
 
+class MisfitLater(Misfit):
+    """Fails in the replica whose first row is 4 or more."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x[0] < 4 else super().forward(torch.zeros(8, 5))
+
+
 class InChain(nn.Module):
     """Raises a ValueError that has a KeyError as its cause; where x is positive, as its context."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not x.any():
+            return x
         try:
             return {}["a"] * x
         except KeyError as error:
             if x.sum() > 0:
                 raise ValueError("with a context")  # noqa: B904
             raise ValueError("with a cause") from error
-
-
-class InBackward(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(5, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return WithBackward.apply(self.linear(x), fail)
 
 
 def fail(grad: torch.Tensor) -> torch.Tensor:
@@ -95,23 +88,16 @@ def assert_reads_as(error: BaseException, plain: BaseException, first: str) -> N
 
 
 def test_an_error_in_forward(wrap: Wrap) -> None:
-    """F13: in the first replica's."""
-    module, x = Misfit(), torch.zeros(8, 5)
-    model, plain = wrap(module, 2), raised(module, x)
-    for call in (model, model.forward, lambda x: model.call("forward", x)):
-        assert_reads_as(raised(call, x), plain, "forward")
-
-
-def test_the_frames_are_those_of_the_plain_module(wrap: Wrap) -> None:
-    """F13: torch's call of the replica is not shown beside that of the wrapper.
+    """F13: in the first replica's; torch's call of the replica is not shown beside that of the wrapper.
 
     IPython shows seven lines for each frame, so that two more frames were 14 more lines in a notebook.
     """
     module, x = Misfit(), torch.zeros(8, 5)
     model, plain = wrap(module, 2), raised(module, x)
+    for call in (model, model.forward, lambda x: model.call("forward", x)):
+        assert_reads_as(raised(call, x), plain, "forward")
     assert frames_of(raised(model, x)) == frames_of(plain)
-    in_replica = [name for _, _, name in frames_of(raised(model.call, "forward", x))]
-    assert in_replica[0] == "forward"
+    assert frames_of(raised(model.call, "forward", x))[0][2] == "forward"
     with pytest.raises(TypeError, match="missing 1 required positional argument") as missing:
         model()
     assert frames_of(missing.value)[-1] == frames_of(raised(module))[-1]  # torch's call itself stays where it fails
@@ -119,25 +105,17 @@ def test_the_frames_are_those_of_the_plain_module(wrap: Wrap) -> None:
 
 def test_an_error_in_another_replica(wrap: Wrap) -> None:
     """F13: with processes the frames are those of a worker, whose traceback cannot be sent."""
-
-    def forward(module: nn.Module, x: torch.Tensor) -> Any:
-        return x if x[0] < 6 else Misfit()(torch.zeros(8, 5))
-
-    module = Calls(forward)
-    error = raised(wrap(module, 3), torch.arange(9.0))
-    assert_reads_as(error, raised(module, torch.arange(6.0, 9)), "forward")
-    assert error.__notes__ == [f"raised in replica 2 on {in_turn(3)[2]}, rows 6 to 8 of 9"]
+    module = MisfitLater()
+    error = raised(wrap(module, 3), torch.arange(6.0))
+    assert_reads_as(error, raised(module, torch.arange(4.0, 6)), "forward")
+    assert error.__notes__ == [f"raised in replica 2 on {in_turn(3)[2]}, rows 4 to 5 of 6"]
 
 
 @pytest.mark.parametrize("value", [-1.0, 1.0], ids=["cause", "context"])
 @pytest.mark.parametrize("row", [0, 7], ids=["first replica", "second replica"])
 def test_a_chain_of_errors(wrap: Wrap, value: float, row: int) -> None:
     """F13: the user's chain stays, and nothing of ours is in it."""
-
-    def forward(module: nn.Module, x: torch.Tensor) -> Any:
-        return InChain()(x) if x.any() else x
-
-    module, x = Calls(forward), torch.zeros(8)
+    module, x = InChain(), torch.zeros(8)
     x[row] = value
     error, plain = raised(wrap(module, 2), x), raised(module, x)
     assert_reads_as(error, plain, "forward")
@@ -150,7 +128,7 @@ def test_a_chain_of_errors(wrap: Wrap, value: float, row: int) -> None:
 @pytest.mark.skipif(not ON_CPU, reason="on accelerators one call runs the backward of all replicas")
 def test_an_error_in_backward(wrap: Wrap) -> None:
     """F13"""
-    module = InBackward()
+    module = Fn(lambda y: WithBackward.apply(y, fail), nn.Linear(5, 2))
     outputs = [call(torch.zeros(8, 5)).sum() for call in (wrap(module, 2), module)]
     error, plain = [raised(output.backward) for output in outputs]
     assert_reads_as(error, plain, "fail")
@@ -174,7 +152,7 @@ def test_an_error_on_the_other_ways(wrap: Wrap) -> None:
     """F13: one device, the plain composition, its function, a hook that keeps tensors of replicas."""
     module, x, devices = Misfit(), torch.zeros(8, 5), in_turn(2)
     plain = raised(module, x)
-    one, composed = unisono.DataParallel(module, devices[:1]), OwnVerb(module, devices)
+    one, composed = unisono.DataParallel(module, devices[:1]), Composed(module, devices)
     assert_reads_as(raised(composed, x), plain, "forward")
     assert_reads_as(raised(lambda x: unisono.data_parallel(module, x, devices), x), plain, "forward")
     assert_reads_as(raised(lambda x: unisono.parallel_apply([module] * 2, [x, x]), x), plain, "forward")
@@ -196,14 +174,8 @@ def test_an_error_of_unisono_ends_where_it_is_raised(wrap: Wrap) -> None:
 
 def test_all_frames_are_there_if_asked_for(wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
     """F13"""
-
-    def forward(module: nn.Module, x: torch.Tensor) -> Any:
-        return x if x[0] < 4 else Misfit()(torch.zeros(8, 5))
-
-    model, x = wrap(Calls(forward), 2), torch.arange(8.0)
     monkeypatch.setenv("UNISONO_TRACEBACK", "full")
-    error = raised(model, x)
-    frames = frames_of(error)
+    frames = frames_of(raised(wrap(MisfitLater(), 2), torch.arange(8.0)))
     assert len([file for file, _, _ in frames if file.startswith(_OURS)]) > 5
     assert frames[-1][2] == "forward"
 
@@ -211,11 +183,7 @@ def test_all_frames_are_there_if_asked_for(wrap: Wrap, monkeypatch: pytest.Monke
 @on_threads
 def test_a_debugger_reaches_the_users_frames(wrap: Wrap) -> None:
     """F13: with the variables in them, also those of a thread that has ended its task."""
-
-    def forward(module: nn.Module, x: torch.Tensor) -> Any:
-        return x if x[0] < 4 else Misfit()(torch.zeros(8, 5))
-
-    error = raised(wrap(Calls(forward), 2), torch.arange(8.0))
+    error = raised(wrap(MisfitLater(), 2), torch.arange(8.0))
     stack, _ = pdb.Pdb(nosigint=True, readrc=False).get_stack(None, error.__traceback__)
     (variables,) = [frame.f_locals for frame, _ in stack if "marker" in frame.f_locals]
     assert variables["marker"] == "forward's own variable"
@@ -223,11 +191,7 @@ def test_a_debugger_reaches_the_users_frames(wrap: Wrap) -> None:
 
 def test_no_frame_is_kept(wrap: Wrap) -> None:
     """F13: neither by a cycle, nor by the frames that stand for a worker's."""
-
-    def forward(module: nn.Module, x: torch.Tensor) -> Any:
-        return x if x[0] < 4 else Misfit()(torch.zeros(8, 5))
-
-    model = wrap(Calls(forward), 2)
+    model = wrap(MisfitLater(), 2)
     raised(model, torch.arange(8.0))  # what the first one imports
     with no_garbage():
         error = raised(model, torch.arange(8.0))

@@ -71,9 +71,15 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) ->
     return output.detach()
 
 
-def train(model: nn.Module) -> Results:
-    optimizer = sgd(model)
-    for x in batches():
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    before: Callable[[int], None] = lambda number: None,
+) -> Results:
+    """Take five steps, and call `before` before each."""
+    optimizer = optimizer or sgd(model)
+    for number, x in enumerate(batches()):
+        before(number)
         output = step(model, optimizer, x)
     return results(model, output=output)
 
@@ -241,23 +247,6 @@ def several_wrapped_blocks(wrap: Wrap) -> Results:
 
 
 @script
-def channels_last(wrap: Wrap) -> Results:
-    """Weights and pictures in the layout of GPUs' fast convolutions, which replicas, buckets and joins keep."""
-
-    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        pictures = (x[:, :, None, None] * x[:, None, :, None]).expand(-1, -1, -1, 4)
-        y = model.layers(pictures.contiguous(memory_format=torch.channels_last))
-        assert y.is_contiguous(memory_format=torch.channels_last)
-        return y
-
-    layers = nn.Sequential(nn.Conv2d(5, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.Conv2d(8, 6, 2))
-    model = Calls(forward, layers=layers).to(memory_format=torch.channels_last)
-    trained = train(wrap(model))
-    assert layers[0].weight.grad.is_contiguous(memory_format=torch.channels_last)
-    return trained
-
-
-@script
 def autocast(wrap: Wrap) -> Results:
     """Around the model only, as torch recommends; the replicas' gradients are rounded each for itself."""
     model = wrap(mlp())
@@ -302,11 +291,9 @@ def with_optimizer(make: Callable[..., torch.optim.Optimizer]) -> Script:
     def run(wrap: Wrap) -> Results:
         model = wrap(mlp())
         optimizer = make(model.parameters())
-        for x in batches():
-            step(model, optimizer, x)
+        trained = train(model, optimizer)
         moments = [value for state in optimizer.state.values() for value in state.values()]
-        kept = {f"moment {i}": value for i, value in enumerate(moments) if isinstance(value, torch.Tensor)}
-        return results(model, **kept)
+        return trained | {f"moment {i}": value for i, value in enumerate(moments) if isinstance(value, torch.Tensor)}
 
     return run
 
@@ -345,13 +332,13 @@ def module_hooks(wrap: Wrap) -> Results:
     root[0].register_forward_hook(lambda module, args, output: output + module.weight.mean())
     root[2].register_full_backward_pre_hook(lambda module, grads: (grads[0] * 0.5,))
     removed = root[4].register_full_backward_hook(lambda module, into, out: (into[0] * 2,))
-    optimizer = sgd(model)
-    for number, x in enumerate(batches()):
+
+    def change(number: int) -> None:
         if number == 2:
             removed.remove()
             root[2].register_forward_hook(lambda module, args, output: output * 0.5, prepend=True)
-        step(model, optimizer, x)
-    return results(model)
+
+    return train(model, before=change)
 
 
 @script

@@ -125,10 +125,10 @@ class BatchMap(OutputIterator):
         self._stopped_at_deletion: _StoppedAtDeletion | None = None
         self._pid = os.getpid()
 
+    @without_own_frames
     def __next__(self) -> Any:
         return self._outputs.popleft() if self._outputs else self._next()
 
-    @without_own_frames
     @critical
     def _next(self) -> Any:
         deliver()  # several calls may follow each other in one section, such as an evaluation
