@@ -20,9 +20,9 @@ from helpers.comparisons import assert_all_same, assert_same, twins
 from helpers.contract import Wrap, in_processes, in_time, on_engines, on_the_cpu, on_threads, over_engines
 from helpers.failing import FailureError
 from helpers.in_time import WAIT_S
-from helpers.losses import fresh, loss_of, penalty_loss, tensors_in
+from helpers.losses import penalty_loss
 from helpers.modules import Calls, Composed, Fn, WithBackward
-from helpers.random_layers import RandomLayers, recomputed, with_dropout
+from helpers.random_layers import RandomLayers, recomputed, run_steps, with_dropout
 from unisono import DataParallel, verify
 
 pytestmark = on_the_cpu
@@ -30,27 +30,11 @@ pytestmark = on_the_cpu
 ONE_DEVICE = {"randomness": "one_device"}
 
 
-def run_steps(model: nn.Module, x: torch.Tensor, num_steps: int = 2, loss: Callable[..., Any] = loss_of) -> list[Any]:
-    """Return what some steps give: outputs, gradients, and the random state in the end."""
-    torch.manual_seed(3)
-    seen: list[Any] = []
-    for _ in range(num_steps):
-        x = fresh(x)
-        model.zero_grad()
-        output = model(x)
-        loss(output).backward()
-        seen += [*tensors_in(output), x.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-    return [*seen, torch.get_rng_state()]
-
-
-def assert_as_one_device(
-    wrap: Wrap, module: nn.Module, x: torch.Tensor, num_replicas: int = 2, **options: Any
-) -> DataParallel:
+def assert_as_one_device(wrap: Wrap, module: nn.Module, x: torch.Tensor, num_replicas: int = 2, **options: Any) -> None:
     """Check that steps are those of the plain module, and that the random state afterwards is, too."""
     plain, model = twins(wrap, module, num_replicas, **ONE_DEVICE, **options)
     expected = run_steps(plain, x)
     assert_all_same(run_steps(model, x), expected)
-    return model
 
 
 # ---- modules -------------------------------------------------------------------------------------
@@ -180,7 +164,9 @@ def test_without_gradients_and_in_eval_mode(wrap: Wrap) -> None:
 @over_engines("num_replicas", [(n,) for n in (1, 2, 3, 5, 8)], processes=[(2,), (5,)], gloo=[(3,)])
 def test_training_is_that_of_one_device(wrap: Wrap, num_replicas: int) -> None:
     """N12, N9: 40 steps with batches of several sizes; weights and random state at the end."""
-    module = nn.Sequential(with_dropout(6)[:3], AttentionInPieces(), nn.Dropout(0.3), nn.Linear(8, 3))
+    attention = nn.MultiheadAttention(4, 2, dropout=0.2, batch_first=True)
+    over_pieces = Calls(lambda model, x: model.over(*[x.view(len(x), 2, 4)] * 3)[0].flatten(1), over=attention)
+    module = nn.Sequential(with_dropout(6)[:3], over_pieces, nn.Dropout(0.3), nn.Linear(8, 3))
     results = []
     for model in twins(wrap, module, num_replicas, **ONE_DEVICE):
         torch.manual_seed(7)
@@ -192,18 +178,6 @@ def test_training_is_that_of_one_device(wrap: Wrap, num_replicas: int) -> None:
             optimizer.step()
         results.append([*(p.detach() for p in model.parameters()), torch.get_rng_state()])
     assert_all_same(results[1], results[0], 1e-9)
-
-
-class AttentionInPieces(nn.Module):
-    """Attention over pieces of each row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2, dropout=0.2, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        pieces = x.view(len(x), 2, 4)
-        return self.attention(pieces, pieces, pieces)[0].flatten(1)
 
 
 def test_verify_compares_models_with_active_dropout(wrap: Wrap, engine: str) -> None:
@@ -281,56 +255,41 @@ def fails_on_negative_rows(x: torch.Tensor) -> torch.Tensor:
     return F.dropout(x)
 
 
-@over_engines("row", [(0,), (7,)], processes=[(0,), (7,)], gloo=[])
-def test_a_replica_that_fails(wrap: Wrap, row: int) -> None:
-    """N12, F1: its error is raised, none waits for it, and the random state is as before."""
-    model = wrap(Fn(fails_on_negative_rows), 3, **ONE_DEVICE)
-    x = torch.ones(8, 20)
-    bad = x.clone()
-    bad[row] = -1
-    before = torch.get_rng_state()
-    with pytest.raises(FailureError):
-        in_time(lambda: model(bad))
-    assert torch.equal(torch.get_rng_state(), before)
-    assert_all_same(run_steps(model, x), run_steps(model.module, x))
-
-
 def draws_by_rows(x: torch.Tensor) -> torch.Tensor:
     F.dropout(x)
     return torch.rand(len(x), 2) if x[0, 0] == 0 else torch.randn(len(x), 2)
 
 
-@over_engines("case", [("ways",), ("axes",)], processes=[("ways",), ("axes",)], gloo=[])
-def test_draws_that_differ_between_replicas(wrap: Wrap, case: str) -> None:
-    """N12: an error that names the operations; the next call works."""
-    function = draws_by_rows if case == "ways" else lambda x: torch.rand(len(x), len(x))
-    message = "replica 0 called rand.*, replicas 1 and 2 called randn" if case == "ways" else "rand cannot be drawn"
+def seeds_by_rows(x: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(int(x[0, 0]))
+    return x * 2
+
+
+# Name -> the function, the row that is negative, the error and its message.
+WRONG: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int | None, type[Exception], str]] = {
+    "a failure of the first": (fails_on_negative_rows, 0, FailureError, "after the draw"),
+    "a failure of the last": (fails_on_negative_rows, 7, FailureError, "after the draw"),
+    "ways": (draws_by_rows, None, RuntimeError, "replica 0 called rand.*, replicas 1 and 2 called randn"),
+    "axes": (lambda x: torch.rand(len(x), len(x)), None, RuntimeError, "rand cannot be drawn"),
+    "seeds": (seeds_by_rows, None, RuntimeError, "have ended at different random states"),
+}
+
+
+@over_engines("name", [(name,) for name in WRONG], processes=[(name,) for name in WRONG], gloo=[])
+def test_what_goes_wrong_leaves_the_random_state(wrap: Wrap, name: str) -> None:
+    """N12, F1: a replica that fails, for which none waits; draws, or states in the end, that differ between replicas.
+    The error names the operations, and the next call works."""
+    function, negative, error, message = WRONG[name]
     model = wrap(nn.Sequential(Fn(function), nn.Dropout(0.1)), 3, **ONE_DEVICE)
+    x = torch.arange(8.0).view(8, 1).expand(8, 20).clone()
+    if negative is not None:
+        x[negative] = -1
     before = torch.get_rng_state()
-    with pytest.raises(RuntimeError, match=message):
-        in_time(lambda: model(torch.arange(8.0).view(8, 1)))
+    with pytest.raises(error, match=message):
+        in_time(lambda: model(x))
     assert torch.equal(torch.get_rng_state(), before)
     model.module[0] = nn.Dropout()
-    x = torch.randn(8, 1)
-    torch.manual_seed(1)
-    expected = model.module(x)
-    torch.manual_seed(1)
-    assert_same(model(x), expected)
-
-
-@on_engines(["threads", "processes"])
-def test_replicas_that_end_at_different_random_states(wrap: Wrap) -> None:
-    """N12: a seed that is not the same in all replicas."""
-
-    def seeds(x: torch.Tensor) -> torch.Tensor:
-        torch.manual_seed(len(x))
-        return x * 2
-
-    model = wrap(Fn(seeds), 2, **ONE_DEVICE)
-    before = torch.get_rng_state()
-    with pytest.raises(RuntimeError, match="have ended at different random states"):
-        model(torch.ones(8, 2))
-    assert torch.equal(torch.get_rng_state(), before)
+    assert_all_same(run_steps(model, x), run_steps(model.module, x))
 
 
 # ---- several models at once -----------------------------------------------------------------------
@@ -367,31 +326,22 @@ def test_another_model_in_another_thread(wrap: Wrap, monkeypatch: pytest.MonkeyP
 # ---- the argument --------------------------------------------------------------------------------
 
 
-def test_wrong_arguments() -> None:
-    """A13, N12: what was given, what was expected, and what to do."""
+def test_what_is_refused(wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A13, N12: what was given, what was expected, and what to do; accelerators, and one of several processes."""
     with pytest.raises(ValueError, match=r"randomness='same': expected one of \['per_replica', 'one_device'\]"):
         DataParallel(nn.Dropout(), ["cpu"] * 2, randomness="same")
     with pytest.raises(TypeError, match="randomness=True: expected one of"):
         DataParallel(nn.Dropout(), ["cpu"] * 2, randomness=True)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match=r"Composed\.gather is overridden, and with randomness"):
         Composed(nn.Dropout(), ["cpu"] * 2, **ONE_DEVICE)(torch.ones(4, 4))
-
-
-@on_threads
-def test_accelerators_are_refused(wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A13, N12: as yet."""
+    module = importlib.import_module("unisono.data_parallel")  # the attribute is the function of that name
+    with monkeypatch.context() as patch:  # a process does not know the rows of the others
+        patch.setattr(module, "communicator_for", lambda process_group: object())
+        with pytest.raises(ValueError, match=r"in one of several processes: .* process_group=False\."):
+            wrap(nn.Dropout(), 2, **ONE_DEVICE)
     monkeypatch.setattr("unisono.runtime.devices.computes_on_host", lambda device: False)
     with pytest.raises(ValueError, match=r"on cpu, cpu: .* on the CPU only, as yet"):
-        wrap(nn.Dropout(), 2, **ONE_DEVICE)
-
-
-@on_threads
-def test_several_processes_are_refused(wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A13, N12: a process does not know the rows of the others."""
-    module = importlib.import_module("unisono.data_parallel")  # the attribute is the function of that name
-    monkeypatch.setattr(module, "communicator_for", lambda process_group: object())
-    with pytest.raises(ValueError, match=r"in one of several processes: .* process_group=False\."):
-        wrap(nn.Dropout(), 2, **ONE_DEVICE)
+        DataParallel(nn.Dropout(), ["cpu"] * 2, **ONE_DEVICE)
 
 
 def test_a_copy_draws_alike(wrap: Wrap) -> None:

@@ -8,7 +8,15 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from helpers.batch_norms import ResidualBlock, assert_gradients_and_buffers_near, assert_near, compare_with_plain
+from helpers.batch_norms import (
+    DIFFERENT_WAYS,
+    Branches,
+    ResidualBlock,
+    assert_gradients_and_buffers_near,
+    assert_near,
+    branching_rows,
+    compare_with_plain,
+)
 from helpers.comparisons import assert_all_same, assert_same, assert_unchanged, twins
 from helpers.contract import Wrap, each_with, in_one_memory, in_threads, in_time, in_turn, over_engines
 from helpers.failing import (
@@ -42,46 +50,7 @@ def test_a_leaf_from_outside_with_synchronised_batch_norm(wrap: Wrap) -> None:
     assert_gradients_and_buffers_near(model.module, plain, 1e-10)
 
 
-class Branches(nn.Module):
-    """Takes different ways through its batch norms, by the first number of the first row."""
-
-    def __init__(self, way: str) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-        self.left, self.right, self.both = nn.BatchNorm1d(2), nn.BatchNorm1d(2), nn.BatchNorm1d(2)
-        self.way = way
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first = self.left if x[0, 0] < 3 else self.right
-        x = self.linear(x)
-        if self.way == "one of two":
-            x = first(x)
-        elif self.way == "one more, last":
-            return self.both(x) if first is self.left else self.left(torch.tanh(self.both(x)))
-        elif self.way == "checkpoint":
-            x = checkpoint(first, x, use_reentrant=False)
-        elif self.way == "unused" and first is self.right:
-            return x + 0 * self.both(x).detach()
-        elif self.way == "unused in part":
-            x = x + (1 if first is self.left else 0) * self.left(x)
-        return self.both(torch.tanh(x))
-
-
-def branching_rows(*firsts: float) -> torch.Tensor:
-    """Rows for `Branches` on three replicas: below 3, a replica goes left."""
-    x = numbered_rows().sin()
-    x[[0, 3, 6], 0] = torch.tensor(firsts)
-    return x
-
-
-WAYS = {
-    "one of two": "replicas 0 and 2 called the batch norm of right.running_mean, replica 1 called the batch norm of l",
-    "one more, last": "replicas 0 and 2 called the batch norm of left.running_mean, replica 1 called no further one",
-    "checkpoint": "replicas 0 and 2 called the batch norm of right.running_mean, replica 1 called the batch norm of l",
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", DIFFERENT_WAYS)
 def test_replicas_that_the_data_leads_different_ways_are_an_error(wrap: Wrap, way: str) -> None:
     """N5, N11: it says where each replica is; nothing hangs, buffers are as before, and the next call is right."""
     plain, model = twins(wrap, Branches(way), 3, sync_batch_norm=True)
@@ -89,7 +58,7 @@ def test_replicas_that_the_data_leads_different_ways_are_an_error(wrap: Wrap, wa
     before = copy.deepcopy(model.module.state_dict())
     with pytest.raises(RuntimeError, match=r"sync_batch_norm=True.* the replicas went different ways") as caught:
         in_time(lambda: model(branching_rows(5.0, 1.0, 5.0)))
-    assert WAYS[way] in str(caught.value)
+    assert DIFFERENT_WAYS[way] in str(caught.value)
     assert any(note.startswith("raised in replica 0") for note in caught.value.__notes__)
     assert len(caught.value.__notes__) == 1
     with pytest.raises(RuntimeError, match="the replicas went different ways") as caught:

@@ -75,6 +75,46 @@ class CheckpointedBatchNorm(nn.Module):
         return self.third(checkpoint(self.second, x, use_reentrant=self.reentrant))
 
 
+class Branches(nn.Module):
+    """Takes different ways through its batch norms, by the first number of the first row."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.left, self.right, self.both = nn.BatchNorm1d(2), nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+        self.way = way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.left if x[0, 0] < 3 else self.right
+        x = self.linear(x)
+        if self.way == "one of two":
+            x = first(x)
+        elif self.way == "one more, last":
+            return self.both(x) if first is self.left else self.left(torch.tanh(self.both(x)))
+        elif self.way == "checkpoint":
+            x = checkpoint(first, x, use_reentrant=False)
+        elif self.way == "unused" and first is self.right:
+            return x + 0 * self.both(x).detach()
+        elif self.way == "unused in part":
+            x = x + (1 if first is self.left else 0) * self.left(x)
+        return self.both(torch.tanh(x))
+
+
+def branching_rows(*firsts: float) -> torch.Tensor:
+    """Rows for `Branches` on three replicas: below 3, a replica goes left."""
+    x = torch.arange(8.0).repeat_interleave(2).view(8, 2).sin()
+    x[[0, 3, 6], 0] = torch.tensor(firsts)
+    return x
+
+
+# How three replicas of `Branches` go where the second one turns left -> the error.
+DIFFERENT_WAYS = {
+    "one of two": "replicas 0 and 2 called the batch norm of right.running_mean, replica 1 called the batch norm of l",
+    "one more, last": "replicas 0 and 2 called the batch norm of left.running_mean, replica 1 called no further one",
+    "checkpoint": "replicas 0 and 2 called the batch norm of right.running_mean, replica 1 called the batch norm of l",
+}
+
+
 class BatchNormForceField(ForceField):
     """Differentiates through batch norm inside its own forward."""
 

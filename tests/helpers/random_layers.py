@@ -1,10 +1,27 @@
 """Modules that draw random numbers, for tests."""
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from helpers.losses import fresh, loss_of, tensors_in
 from helpers.modules import Calls
+
+
+def run_steps(model: nn.Module, x: torch.Tensor, seed: int = 3, num_steps: int = 2) -> list[Any]:
+    """Return what some steps from a seed give: outputs, gradients, and the random state in the end."""
+    torch.manual_seed(seed)
+    seen: list[Any] = []
+    for _ in range(num_steps):
+        x = fresh(x)
+        model.zero_grad()
+        output = model(x)
+        loss_of(output).backward()
+        seen += [*(tensor.detach() for tensor in tensors_in(output)), x.grad]
+        seen += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return [*seen, torch.get_rng_state()]
 
 
 def recomputed(module: nn.Module, reentrant: bool) -> nn.Module:

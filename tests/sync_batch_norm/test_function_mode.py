@@ -1,12 +1,11 @@
-"""Batch norm over all replicas: which calls are replaced, and the ways of running replicas.
+"""Batch norm over all replicas in ways of running replicas that make one graph; tests/contract has the engines.
 
-What every engine must do is in tests/contract. Here are also the plain composition (a verb is overridden) and
-accelerators, where one call runs backward of all replicas' graphs as one; simulated devices stand in for them.
+They are the plain composition (a verb is overridden) and accelerators, where one call runs backward of all replicas'
+graphs as one; simulated devices stand in for them.
 """
 
 import contextlib
 import copy
-import importlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,9 +17,15 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from helpers.batch_norm_kernels import use_kernels
-from helpers.batch_norms import BATCH_NORMS, CheckpointedBatchNorm
+from helpers.batch_norms import (
+    BATCH_NORMS,
+    DIFFERENT_WAYS,
+    Branches,
+    CheckpointedBatchNorm,
+    assert_near,
+    branching_rows,
+)
 from helpers.in_time import in_time
-from helpers.kept_workers import KeptWorkers
 from helpers.modules import Calls, Composed
 from helpers.one_graph import simulated_accelerators_with_one_graph
 from unisono import DataParallel
@@ -28,188 +33,6 @@ from unisono.runtime.exchange import LocalExchange, taking_part
 from unisono.sync_batch_norm.function_mode import BackwardMode, BatchNormOverReplicas
 
 pytestmark = pytest.mark.usefixtures("float64")
-
-CPUS = ["cpu"] * 2
-
-
-# ---- which calls are replaced --------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[KeptWorkers]:
-    """The process that they are forked from has imported torch, and what checkpoints import in older releases.
-
-    On a busy machine that takes longer than `in_time` waits for what may hang.
-    """
-    importlib.import_module("torch._dynamo")
-    workers = KeptWorkers()
-    DataParallel(nn.Identity(), CPUS, engine=workers.engine(CPUS))(torch.ones(2, 1))
-    workers.take_back()
-    yield workers
-    workers.end()
-
-
-@pytest.fixture(params=["threads", "processes"])
-def over_replicas(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
-    """Call a function as a replica's forward, on its rows and a batch norm; return what is gathered of two replicas."""
-    workers = request.getfixturevalue("workers") if request.param == "processes" else None
-
-    def call(function: Callable[..., Any], x: torch.Tensor) -> Any:
-        module = Calls(lambda module, x: function(x, module.norm), norm=nn.BatchNorm1d(3))
-        engine = workers.engine(CPUS) if workers else "threads"
-        model = DataParallel(module, CPUS, engine=engine, sync_batch_norm=True)
-        return in_time(lambda: model(x))
-
-    yield call
-    if workers:
-        workers.take_back()
-
-
-OverReplicas = Callable[..., Any]
-ROWS = torch.zeros(4, 3)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"input": torch.ones(3)},
-        {"input": torch.ones(2, 3), "weight": torch.ones(4)},
-    ],
-    ids=["one axis", "weight"],
-)
-def test_wrong_arguments_raise_what_torch_raises(over_replicas: OverReplicas, arguments: dict[str, Any]) -> None:
-    def call(*_: Any) -> None:
-        F.batch_norm(running_mean=None, running_var=None, training=True, **arguments)
-
-    with pytest.raises((ValueError, RuntimeError, IndexError)) as expected:
-        call()
-    with pytest.raises(expected.type):
-        over_replicas(call, ROWS)
-
-
-def test_an_eps_of_zero(over_replicas: OverReplicas) -> None:
-    """Newer releases of torch refuse it; older ones compute with it, and then the rows of all replicas count."""
-    x = torch.randn(6, 3)
-
-    def call(x: torch.Tensor, _: nn.Module | None = None) -> torch.Tensor:
-        return F.batch_norm(x, None, None, training=True, eps=0.0)
-
-    try:
-        whole = call(x)
-    except ValueError as error:
-        with pytest.raises(ValueError, match=str(error)):
-            over_replicas(call, x)
-    else:
-        torch.testing.assert_close(over_replicas(call, x), whole, rtol=1e-12, atol=1e-12)
-
-
-def test_transforms_inside_a_replica_are_refused(over_replicas: OverReplicas) -> None:
-    x = torch.randn(4, 5, 3)
-
-    def call(*_: Any) -> torch.Tensor:
-        return torch.vmap(lambda x: F.batch_norm(x, None, None, training=True))(x)
-
-    with pytest.raises(RuntimeError, match=r"inside a torch.func transform that forward applies"):
-        over_replicas(call, ROWS)
-
-
-def backward_takes_a_dict() -> bool:
-    leaf = torch.ones(1, requires_grad=True)
-    try:
-        (leaf * 2).backward(inputs={"leaf": leaf})
-    except RuntimeError:
-        return False
-    return True
-
-
-IN_FORWARD = ["Tensor.backward", "autograd.backward", "autograd.grad", "of some inputs", "of named inputs"]
-
-
-@pytest.mark.parametrize(
-    ("over_replicas", "how", "reentrant"),
-    [
-        *(("threads", how, False) for how in IN_FORWARD),
-        *(("threads", how, True) for how in IN_FORWARD[:2]),  # torch refuses the others
-        ("processes", "Tensor.backward", False),  # where a function mode is off by the same code
-    ],
-    indirect=["over_replicas"],
-)
-def test_a_backward_inside_forward_runs_checkpoints_over_all_replicas(
-    over_replicas: OverReplicas, how: str, reentrant: bool
-) -> None:
-    """However it is called: a function mode is off while a torch function runs, such as backward."""
-    if how == "of named inputs" and not backward_takes_a_dict():
-        pytest.skip("needs a torch whose backward takes a dict of inputs")
-    x = torch.randn(6, 3)
-
-    def gradient(x: torch.Tensor, norm: nn.Module) -> torch.Tensor:
-        leaf = x.detach().clone().requires_grad_()
-        loss = checkpoint(norm, leaf, use_reentrant=reentrant).pow(3).sum()
-        if how == "autograd.grad":
-            return torch.autograd.grad([loss], [leaf])[0]
-        if how == "Tensor.backward":
-            loss.backward()
-        elif how == "autograd.backward":
-            torch.autograd.backward([loss.view(1)], [torch.ones(1)])
-        else:
-            loss.backward(inputs=[leaf] if how == "of some inputs" else {"leaf": leaf})
-        assert leaf.grad is not None
-        return leaf.grad
-
-    whole = gradient(x, nn.BatchNorm1d(3))
-    torch.testing.assert_close(over_replicas(gradient, x), whole, rtol=1e-12, atol=1e-12)
-
-
-TRANSFORMS: dict[str, Callable[[Callable[..., torch.Tensor], torch.Tensor], torch.Tensor]] = {
-    "vjp": lambda function, x: torch.func.vjp(function, x)[1](torch.ones_like(x))[0],
-    "jacrev": lambda function, x: torch.func.jacrev(lambda x: function(x).sum(0))(x).sum(0),
-    "vmap of jacrev": lambda function, x: torch.vmap(torch.func.jacrev(function))(x).sum(1),
-}
-
-
-@pytest.mark.parametrize("name", TRANSFORMS)
-def test_transforms_beside_a_batch_norm_have_their_own_backward(over_replicas: OverReplicas, name: str) -> None:
-    """N5: a backward in forward is run by gradient edges, so that it sees batch norms. Tensors of a transform have
-    none, also after it has ended: vjp and jacrev returned zeros, jacrev under vmap raised an AttributeError."""
-    x = torch.randn(6, 3)
-
-    def call(x: torch.Tensor, norm: nn.Module) -> torch.Tensor:
-        return TRANSFORMS[name](lambda x: x.pow(3), norm(x).detach())
-
-    torch.testing.assert_close(over_replicas(call, x), call(x, nn.BatchNorm1d(3)), rtol=1e-12, atol=1e-12)
-
-
-def test_mistakes_in_a_backward_inside_forward_raise_what_torch_raises(over_replicas: OverReplicas) -> None:
-    with pytest.raises(RuntimeError, match="does not require grad"):
-        over_replicas(lambda x, _: torch.ones(2).sum().backward(), ROWS)
-
-
-def test_the_graph_holds_no_more_than_torchs_own(over_replicas: OverReplicas) -> None:
-    """The input, and some numbers a channel."""
-
-    def saved_bytes(x: torch.Tensor, norm: nn.Module) -> int:
-        held: dict[int, int] = {}
-        parameters = {parameter.untyped_storage().data_ptr() for parameter in norm.parameters()}
-
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in parameters:
-                held[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            output = norm(x.detach().requires_grad_() * 1)
-        del output
-        return sum(held.values())
-
-    x = torch.randn(8, 3, 256)
-    of_torch = [saved_bytes(shard, nn.BatchNorm1d(3)) for shard in x.tensor_split(2)]
-    for mine, theirs in zip(over_replicas(saved_bytes, x), of_torch, strict=True):
-        assert mine <= theirs + 100
-
-
-# ---- ways of running replicas ---------------------------------------------------------------
-
 
 Wrap = Callable[[nn.Module, int], DataParallel]
 
@@ -252,10 +75,9 @@ def assert_like_plain(
         inputs = x.clone().requires_grad_()
         output = in_time(lambda module=module, inputs=inputs: step(module, inputs))
         tensors = [output, inputs.grad, *(p.grad for p in module.parameters()), *module.buffers()]
-        results.append([tensor.detach().cpu() for tensor in tensors])
+        results.append([tensor if tensor is None else tensor.detach().cpu() for tensor in tensors])
     for mine, theirs in zip(*reversed(results), strict=True):
-        scale = max(1.0, theirs.abs().max().item())
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-11 * scale)
+        assert_near(mine, theirs, 1e-11)
 
 
 @pytest.mark.parametrize("name", ["residual block", "used twice", "functional"])
@@ -298,17 +120,28 @@ def test_one_graph_and_checkpoints_inside(wrap: Wrap, reentrant: bool, request: 
         torch.testing.assert_close(model(x).cpu(), plain(x), rtol=1e-12, atol=1e-12)
 
 
-def test_accelerators_and_a_checkpoint_around_a_batch_norm_without_tensors(sim: Any, monkeypatch: Any) -> None:
-    """N5, R13: the recomputation could not be matched with forward, so it is refused in forward."""
+def differentiated(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    x = x.requires_grad_()
+    return torch.autograd.grad(module.norm(x).pow(3).sum(), x, create_graph=True)[0]
 
-    def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(lambda x: F.batch_norm(x, None, None, training=True), module.linear(x), use_reentrant=False)
 
-    plain = Calls(forward, linear=nn.Linear(2, 2))
-    with simulated_accelerators_with_one_graph(monkeypatch):
-        model = DataParallel(plain.to(sim[0]), [0, 1], sync_batch_norm=True)
-        with pytest.raises(RuntimeError, match="the batch norm has to have a tensor of its own"):
-            in_time(lambda: model(torch.randn(4, 2)))
+def without_tensors(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(lambda x: F.batch_norm(x, None, None, training=True), module.linear(x), use_reentrant=False)
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (differentiated, "was differentiated inside forward"),
+        (without_tensors, "the batch norm has to have a tensor of its own"),
+    ],
+)
+def test_what_would_be_computed_wrongly_is_refused(wrap: Wrap, forward: Callable[..., Any], message: str) -> None:
+    """N5, R13: of a derivative in forward a replica has its own part only; what a checkpoint recomputes of a batch norm
+    without tensors could not be matched with forward."""
+    model = wrap(Calls(forward, norm=nn.BatchNorm1d(2), linear=nn.Linear(2, 2)), 2)
+    with pytest.raises(RuntimeError, match=message):
+        in_time(lambda: model(torch.randn(6, 2)))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -322,35 +155,14 @@ def test_one_graph_and_a_checkpoint_around_the_wrapper(wrap: Wrap, reentrant: bo
     assert_like_plain(wrap(plain, 3), plain, torch.randn(7, 2), step)
 
 
-def test_one_graph_and_a_derivative_inside_forward(wrap: Wrap) -> None:
-    """N5: a replica has only its own part of the derivative; refused, not computed wrongly."""
-
-    def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        x = x.requires_grad_()
-        return torch.autograd.grad(module.norm(x).pow(3).sum(), x, create_graph=True)[0]
-
-    model = wrap(Calls(forward, norm=nn.BatchNorm1d(2)), 2)
-    with pytest.raises(RuntimeError, match="was differentiated inside forward"):
-        in_time(lambda: model(torch.randn(6, 2)))
-
-
-def test_replicas_that_go_different_ways(wrap: Wrap) -> None:
+@pytest.mark.parametrize("way", ["one of two", "one more, last"])
+def test_replicas_that_go_different_ways(wrap: Wrap, way: str) -> None:
     """N5: an error, and the next call is right."""
-
-    def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        hidden = module.linear(x)
-        if x[0, 0] > 5:
-            return hidden
-        return module.left(hidden) if x[0, 0] < 3 else module.right(hidden)
-
-    plain = Calls(forward, linear=nn.Linear(2, 2), left=nn.BatchNorm1d(2), right=nn.BatchNorm1d(2))
-    model = wrap(plain, 2)
-    for last, at in ((4.0, "replica 1 called the batch norm of right"), (6.0, "replica 1 called no further one")):
-        x = torch.tensor([[1.0, 0.0], [1.0, 1.0], [last, 2.0], [last, 0.0]])
-        with pytest.raises(RuntimeError, match=f"replica 0 called the batch norm of left.running_mean, {at}"):
-            in_time(lambda x=x: model(x))
-    x = torch.tensor([[1.0, 0.0], [2.0, 1.0], [0.0, 2.0], [1.0, -3.0]])
-    torch.testing.assert_close(in_time(lambda: model(x)).cpu(), plain(x), rtol=1e-12, atol=1e-12)
+    plain = Branches(way)
+    model = wrap(plain, 3)
+    with pytest.raises(RuntimeError, match=DIFFERENT_WAYS[way]):
+        in_time(lambda: model(branching_rows(5.0, 1.0, 5.0)))
+    assert_like_plain(model, plain, branching_rows(5.0, 5.0, 5.0))
 
 
 @pytest.mark.parametrize("how", ["subclass", "attribute"])
@@ -368,7 +180,7 @@ def test_a_parallel_apply_of_ones_own_is_refused(how: str) -> None:
         in_time(lambda: model(torch.randn(4, 2)))
 
 
-def test_a_replicate_of_ones_own(wrap: Wrap) -> None:
+def test_a_replicate_of_ones_own() -> None:
     """A9, N5: replicas may be anything that can be called."""
 
     class Functions(DataParallel):
