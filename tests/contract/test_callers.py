@@ -33,8 +33,9 @@ in_a_program_of_its_own = on_engines(["threads", "processes"] if ON_CPU else ["t
 
 
 @in_a_program_of_its_own
-def test_the_interpreter_exits_cleanly_after_training(engine: str) -> None:
-    """F5: status 0, nothing on stderr, with outputs and graphs still alive; no idle worker when atexit is through."""
+@pytest.mark.parametrize("kept", ["[model(batch)]", "[next(outputs), outputs]"], ids=["a graph", "an open map"])
+def test_the_interpreter_exits_cleanly(engine: str, kept: str) -> None:
+    """F5, I7: status 0, nothing on stderr, with a graph or a map still alive; no worker when atexit is through."""
     done = run_script(f"""
         import atexit, threading
 
@@ -43,11 +44,12 @@ def test_the_interpreter_exits_cleanly_after_training(engine: str) -> None:
 
         atexit.register(report)
         import torch, unisono
-        model = unisono.DataParallel(torch.nn.Linear(5, 3), ["cpu"] * 3, engine={engine!r})
+        model, batch = unisono.DataParallel(torch.nn.Linear(5, 3), ["cpu"] * 3, engine={engine!r}), torch.ones(7, 5)
         for _ in range(3):
-            output = model(torch.randn(7, 5))
-            output.sum().backward()
-        kept = model(torch.randn(7, 5))
+            model(batch).sum().backward()
+        outputs = model.map([batch] * 20)
+        kept = {kept}
+        kept.append(kept)
         print("trained")
     """)
     assert (done.returncode, done.stdout, done.stderr) == (0, "trained\n[]\n", "")

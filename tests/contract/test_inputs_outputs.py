@@ -74,15 +74,11 @@ def test_a_large_input_that_goes_whole(wrap: Wrap) -> None:
     same_results(plain, wrap(plain, 3, in_dims={"table": None}), (x, table), [table])
 
 
+NUMBERS_BESIDE_ROWS = [(8, [4, 4], {}), (5, [2, 2, 1, 0], {}), (5, [2, 0, 3], {"shares": (1.0, 0.0, 2.0)})]
+
+
 @over_engines(
-    "rows, sizes, options",
-    [
-        (8, [4, 4], {}),
-        (5, [2, 2, 1, 0], {}),
-        (5, [2, 0, 3], {"shares": (1.0, 0.0, 2.0)}),
-    ],
-    processes=[(5, [2, 2, 1, 0], {}), (5, [2, 0, 3], {"shares": (1.0, 0.0, 2.0)})],
-    gloo=[(5, [2, 2, 1, 0], {})],
+    "rows, sizes, options", NUMBERS_BESIDE_ROWS, processes=NUMBERS_BESIDE_ROWS[1:], gloo=NUMBERS_BESIDE_ROWS[1:2]
 )
 def test_one_number_a_replica_beside_more_rows(
     wrap: Wrap, rows: int, sizes: list[int], options: dict[str, Any]
@@ -230,11 +226,7 @@ def test_padding_that_is_refused(wrap: Wrap) -> None:
         return lambda x: {"y": make(int(x[0]) + 2)}
 
     cases: list[tuple[Any, Callable[[int], torch.Tensor], str]] = [
-        (
-            pad(2),
-            lambda n: torch.zeros(1, n),
-            r"cannot gather output\['y'\] of shape \(1, 2\) by pad\(2, .*no axis of it",
-        ),
+        (pad(2), lambda n: torch.zeros(1, n), r"output\['y'\] of shape \(1, 2\) by pad\(2, .*no axis of it"),
         (pad(0), lambda n: torch.zeros(1, n), "0 is the axis of the rows"),
         (pad(1), lambda n: torch.zeros(1, n, n), r"axes 0, 1 \(joined, padded\) \(replica 0: \(1, 2, 2\)"),
         (pad(1, value=0.5), lambda n: torch.zeros(1, n).long(), "its dtype torch.int64 cannot hold that value"),
@@ -349,15 +341,9 @@ class Pairs:
 
 
 class Scaled(Pairs):
-    def __init__(self, pairs: Iterable[Any] = (), scale: float = 1.0) -> None:
+    def __init__(self, pairs: Iterable[Any] = (), scale: float | torch.Tensor = 1.0) -> None:
         super().__init__(pairs)
         self.scale = scale
-
-
-class WithMask(Pairs):
-    def __init__(self, pairs: Iterable[Any] = (), mask: torch.Tensor | None = None) -> None:
-        super().__init__(pairs)
-        self.mask = mask
 
 
 class Rows:
@@ -414,7 +400,7 @@ def test_iterables_that_torch_makes_anew(
     ("make", "reason"),
     [
         (lambda y: Scaled([(y, y)], scale=2.0), "does not make the same object again"),
-        (lambda y: WithMask([(y, y)], mask=y > 0), "does not make the same object again"),
+        (lambda y: Scaled([(y, y)], scale=y > 0), "does not make the same object again"),
         (Rows, "makes new tensors each time"),
         (lambda y: {y}, "a set has no order"),
         (

@@ -645,20 +645,6 @@ def test_ctrl_c_while_waiting(wrap: Wrap, tmp_path: Path) -> None:
     assert_equal(list(outputs), plus_1(numbered(6)))
 
 
-@on_engines(["threads", "processes"])
-def test_a_program_may_end_while_a_map_is_open(engine: str) -> None:
-    """I7, F5: status 0, and nothing on stderr."""
-    done = run_script(f"""
-        import torch, unisono
-        model = unisono.DataParallel(torch.nn.Linear(5, 3), ["cpu"] * 2, engine={engine!r})
-        outputs = model.map([torch.ones(4, 5)] * 20)
-        print(next(outputs).shape)
-        kept = [outputs]
-        kept.append(kept)
-    """)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "torch.Size([4, 3])\n", "")
-
-
 def test_a_fork_does_not_wait_for_its_parents_devices() -> None:
     """I7, F5: iterating in the child is an error; the parent goes on."""
     done = run_script("""

@@ -180,16 +180,24 @@ def test_training_and_inference_are_measured_apart(wrap: Wrap, speeds: Speeds) -
     }
 
 
-def test_a_forward_without_backward_is_no_training_step(wrap: Wrap, speeds: Speeds) -> None:
-    """S16: where gradients are on. One whose output needs none is a step."""
+def test_what_is_no_step_of_training(wrap: Wrap, speeds: Speeds) -> None:
+    """S16, A10, F1: a forward that fails, or without backward where gradients are on; a wrapper inside a replica.
+
+    A forward whose output needs no gradient is a step.
+    """
     tried = speeds(1, 3)
     model = wrap(mlp(), shares="measured")
+    outer = wrap(nn.Sequential(DataParallel(mlp(), ["cpu"] * 2, shares="measured")))
     for _ in range(5):
         model(torch.randn(ROWS, 5))
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model(torch.randn(ROWS, 4))
+        train(outer, torch.randn(ROWS, 5))
     assert tried == []
-    model.requires_grad_(False)
-    model(torch.randn(ROWS, 5))
+    model.requires_grad_(False)(torch.randn(ROWS, 5))
     assert tried == [[8, 8]]
+    until_frozen(model.requires_grad_(True))
+    assert model._options.measured[True, None].weights == (3, 1)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
@@ -213,24 +221,3 @@ def test_a_replica_that_ran_out_of_memory_gets_no_more_than_it_can_bear(wrap: Wr
     until_frozen(model)
     train(model, torch.randn(ROWS, 5))
     assert [timing.rows for timing in model.replica_timings] == [10, 6]
-
-
-def test_a_wrapper_inside_a_replica_measures_nothing(wrap: Wrap, speeds: Speeds) -> None:
-    """S16, A10"""
-    tried = speeds(1, 3)
-    model = wrap(nn.Sequential(DataParallel(mlp(), ["cpu"] * 2, shares="measured")))
-    for _ in range(5):
-        train(model, torch.randn(ROWS, 5))
-    assert tried == []
-
-
-def test_a_failing_step_is_not_counted(wrap: Wrap, speeds: Speeds) -> None:
-    """S16, F1"""
-    tried = speeds(1, 3)
-    model = wrap(mlp(), shares="measured")
-    for _ in range(3):
-        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-            model(torch.randn(ROWS, 4))
-    assert tried == []
-    until_frozen(model)
-    assert model._options.measured[True, None].weights == (3, 1)

@@ -18,7 +18,7 @@ from torch import nn
 from helpers.contract import ON_CPU, Wrap, in_threads, in_time, on_the_cpu, on_threads
 from helpers.deaths import workers_of
 from helpers.failing import FailsOn
-from helpers.modules import Calls, Fn, mlp
+from helpers.modules import Fn, mlp
 from unisono import DataParallel
 from unisono.profiling.profile import Profile
 from unisono.profiling.steps import PHASES, ProfiledStep
@@ -124,22 +124,16 @@ def test_a_replica_that_is_done_waits_for_the_others(wrap: Wrap) -> None:
     """P2: replica 1 ends its forward only after replica 0 has ended its own; whose wait lasts until then."""
     ended = threading.Event()
 
-    def forward(self: Calls, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.layer(x)  # type: ignore[operator]
-        if threading.current_thread() is caller:
-            return y
-        assert ended.wait(60)
-        return y
-
-    class SetsAtEnd(Calls):
-        def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
-            output: torch.Tensor = super().__call__(*inputs)
+    class Waits(nn.Linear):
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = super().__call__(x)
             if threading.current_thread() is caller:
                 ended.set()
-            return output
+            assert ended.wait(60)
+            return y
 
     caller = threading.current_thread()
-    model = wrap(SetsAtEnd(forward, layer=nn.Linear(5, 2)))
+    model = wrap(Waits(5, 2))
     with model.profile() as profile:
         model(torch.randn(4, 5))
     [step] = profile.steps()
