@@ -2,7 +2,6 @@
 
 import _thread
 import gc
-import os
 import signal
 import sys
 import threading
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from helpers.forks import in_a_fork
 from helpers.in_time import in_time
 from unisono.runtime.interrupts import (
     acquire,
@@ -197,18 +197,7 @@ def test_a_child_that_is_forked_in_a_section_has_the_programs_handlers() -> None
             return 42
         return 1
 
-    @critical
-    def section() -> int:
-        pid = os.fork()
-        if pid == 0:
-            status = 2
-            try:
-                status = child()
-            finally:
-                os._exit(status)
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-    assert section() == 42
+    assert critical(in_a_fork)(child) == 42
 
 
 @pytest.mark.parametrize("disposition", [signal.SIG_IGN, signal.SIG_DFL])
