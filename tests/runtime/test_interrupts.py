@@ -2,7 +2,6 @@
 
 import _thread
 import gc
-import os
 import signal
 import sys
 import threading
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from helpers.forks import in_a_fork
 from helpers.in_time import in_time
 from unisono.runtime.interrupts import (
     acquire,
@@ -39,117 +39,61 @@ def handled() -> Iterator[list[int]]:
     signal.signal(signal.SIGINT, before)
 
 
-def test_ctrl_c_comes_when_the_section_ends() -> None:
-    """F3"""
-    done: list[str] = []
+done: list[str] = []  # by the program of `test_ctrl_c_comes`
+held = threading.Lock()
+held.acquire()
 
-    @critical
-    def section() -> None:
-        ctrl_c()
-        done.append("all of it")
 
+def in_turn(*steps: Callable[[], object] | str) -> Callable[[], None]:
+    """Return a function that calls functions, and notes words in `done`, one after the other."""
+
+    def program() -> None:
+        for step in steps:
+            done.append(step) if isinstance(step, str) else step()
+
+    return program
+
+
+@uninterruptible
+def hook() -> None:
+    ctrl_c()
+    done.append("our hook")
+
+
+# A program that is interrupted, and what it has done when Ctrl-C comes.
+PROGRAMS: dict[str, tuple[Callable[[], None], list[str]]] = {
+    "at the end of a section": (critical(in_turn(ctrl_c, "all of it")), ["all of it"]),
+    "once for several signals": (critical(in_turn(ctrl_c, ctrl_c, "all of it")), ["all of it"]),
+    "after an outer section": (critical(in_turn(critical(ctrl_c), "all of it")), ["all of it"]),
+    "at once in what the user has written": (
+        critical(in_turn("ours", partial(interruptibly, in_turn(hook, ctrl_c, "not this")))),
+        ["ours", "our hook"],
+    ),
+    "after a section in what the user has written": (
+        critical(partial(interruptibly, in_turn(critical(in_turn(ctrl_c, "the inner section")), "not this"))),
+        ["the inner section"],
+    ),
+    "in a wait": (critical(in_turn(_thread.interrupt_main, "noted", deliver, "not this")), ["noted"]),
+    "in a wait for a lock": (critical(in_turn(ctrl_c, "noted", partial(acquire, held, 1e6), "not this")), ["noted"]),
+}
+
+
+@pytest.mark.parametrize("when", PROGRAMS)
+def test_ctrl_c_comes(when: str) -> None:
+    """F3, A10: and does not interrupt the next section."""
+    program, expected = PROGRAMS[when]
+    done.clear()
     with pytest.raises(KeyboardInterrupt):
-        section()
-    assert done == ["all of it"]
+        program()
+    assert done == expected
+    critical(lambda: None)()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_ctrl_c_comes_at_once_in_what_the_user_has_written() -> None:
-    """F3: and within that, our own hooks are whole."""
-    done: list[str] = []
-
-    @uninterruptible
-    def hook() -> None:
-        ctrl_c()
-        done.append("the hook")
-
-    def users() -> None:
-        hook()
-        ctrl_c()
-        done.append("not this")
-
-    @critical
-    def section() -> None:
-        try:
-            interruptibly(users)
-        finally:
-            done.append("the end of the section")
-
-    with pytest.raises(KeyboardInterrupt):
-        section()
-    assert done == ["the hook", "the end of the section"]
-
-
-def test_a_wait_delivers_what_was_noted() -> None:
+def test_a_lock_is_waited_for_as_long_as_is_asked() -> None:
     """F3"""
-    done: list[str] = []
-
-    @critical
-    def section() -> None:
-        _thread.interrupt_main()
-        done.append("before the wait")
-        deliver()
-        done.append("not this")
-
-    with pytest.raises(KeyboardInterrupt):
-        section()
-    assert done == ["before the wait"]
-
-
-def test_a_wait_for_a_lock_is_interrupted() -> None:
-    """F3: as of a replica that waits while another one compiles. Else a lock is waited for as long as one has said."""
-    lock = threading.Lock()
-    assert acquire(lock, 0)
-    assert not acquire(lock, 0)
-
-    @critical
-    def section() -> None:
-        ctrl_c()
-        acquire(lock, 1e6)
-
-    with pytest.raises(KeyboardInterrupt):
-        section()
-
-
-def test_a_section_within_what_the_user_has_written() -> None:
-    """F3, A10: a wrapper inside a module: Ctrl-C comes at the end of the inner section, not of the outer one."""
-    done: list[str] = []
-
-    @critical
-    def inner() -> None:
-        ctrl_c()
-        done.append("the inner section")
-
-    @interruptible
-    def users() -> None:
-        inner()
-        done.append("not this")
-
-    @critical
-    def outer() -> None:
-        users()
-
-    with pytest.raises(KeyboardInterrupt):
-        outer()
-    assert done == ["the inner section"]
-
-
-def test_a_section_directly_within_another_is_a_part_of_it() -> None:
-    """F3"""
-    done: list[str] = []
-
-    @critical
-    def inner() -> None:
-        ctrl_c()
-
-    @critical
-    def outer() -> None:
-        inner()
-        done.append("all of it")
-
-    with pytest.raises(KeyboardInterrupt):
-        outer()
-    assert done == ["all of it"]
+    assert acquire(threading.Lock(), 0)
+    assert not acquire(held, 0)
 
 
 def test_the_programs_own_handler_is_called_once_a_signal(handled: list[int]) -> None:
@@ -167,19 +111,6 @@ def test_the_programs_own_handler_is_called_once_a_signal(handled: list[int]) ->
     section()
     assert (during, handled) == ([0, 2], [signal.SIGINT] * 4)
     assert signal.getsignal(signal.SIGINT) is own
-
-
-def test_several_interrupts_of_one_section_are_raised_once() -> None:
-    """F3: as Python does it; the next step is not interrupted by the second one."""
-
-    @critical
-    def section() -> None:
-        ctrl_c()
-        ctrl_c()
-
-    with pytest.raises(KeyboardInterrupt):
-        section()
-    critical(lambda: None)()
 
 
 def test_signals_are_handled_in_their_order_after_the_section() -> None:
@@ -266,18 +197,7 @@ def test_a_child_that_is_forked_in_a_section_has_the_programs_handlers() -> None
             return 42
         return 1
 
-    @critical
-    def section() -> int:
-        pid = os.fork()
-        if pid == 0:
-            status = 2
-            try:
-                status = child()
-            finally:
-                os._exit(status)
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-    assert section() == 42
+    assert critical(in_a_fork)(child) == 42
 
 
 @pytest.mark.parametrize("disposition", [signal.SIG_IGN, signal.SIG_DFL])

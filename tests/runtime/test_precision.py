@@ -8,24 +8,21 @@ from unisono.runtime import devices, precision
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("newer", [False, True], ids=["older setting", "newer settings"])
-def test_flags_of_products(newer):
+def test_flags_of_products():
     """R14: torch's older setting, and its newer ones, which the older one may know nothing of."""
-    if newer and not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
-        pytest.skip("needs a torch that has torch.backends.cuda.matmul.fp32_precision")
     before = precision.product_flags()
     try:
         torch.set_float32_matmul_precision("high")
-        flags = precision.product_flags()
+        older = precision.product_flags()
         torch.set_float32_matmul_precision("highest")
-        if newer:
-            other, torch.backends.cuda.matmul.fp32_precision = flags, "tf32"
-            flags = precision.product_flags()
-            assert flags[0] is None
-            precision.set_product_flags(other)
-        assert precision.product_flags() != flags
-        precision.set_product_flags(flags)
-        assert precision.product_flags()[1:] == flags[1:]
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        newer = precision.product_flags()
+        assert newer[0] is None
+        for flags in (older, newer):
+            precision.set_product_flags(before)
+            assert precision.product_flags() != flags
+            precision.set_product_flags(flags)
+            assert precision.product_flags()[1:] == flags[1:]
     finally:
         precision.set_product_flags(before)
         torch.set_float32_matmul_precision("highest")

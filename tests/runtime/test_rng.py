@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from helpers.forks import in_a_fork
 from helpers.modules import PassingMode
 from unisono import data_parallel, parallel_apply
 from unisono.runtime import devices, rng, torch_private
@@ -90,16 +90,6 @@ def test_every_operation_that_draws_on_the_host_is_caught() -> None:
     if not LIKES_TAKE_GENERATORS:
         not_caught = {name for name in not_caught if "_like" not in name}
     assert not_caught == set(_NOT_CAUGHT)
-
-
-def test_each_has_an_overload_with_a_generator_in_the_last_place() -> None:
-    """What `_draw` counts on."""
-    for operation, drawn_by in operations_that_draw():
-        names = [argument.name for argument in drawn_by._schema.arguments]
-        positional = [argument.name for argument in drawn_by._schema.arguments if not argument.kwarg_only]
-        assert "generator" not in positional[:-1]
-        names.remove("generator")
-        assert [argument.name for argument in operation._schema.arguments if argument.name != "generator"] == names
 
 
 DRAWS: dict[str, Function] = {
@@ -288,21 +278,17 @@ def test_a_fork_inside_a_replica() -> None:
     """F5: the child is no replica: it draws from torch's generator."""
     fork_lock = threading.Lock()  # filelock, which torch imports, raises an error in a fork during another one
 
+    def child() -> int:
+        torch.manual_seed(5)
+        drawn = torch.rand(3)
+        torch.default_generator.manual_seed(5)
+        return int(torch.equal(drawn, torch.rand(3)))
+
     def forks(x: torch.Tensor) -> torch.Tensor:
         with fork_lock:
-            child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                torch.manual_seed(5)
-                drawn = torch.rand(3)
-                torch.default_generator.manual_seed(5)
-                status = 0 if torch.equal(drawn, torch.rand(3)) else 2
-            finally:
-                os._exit(status)
-        return torch.tensor(os.waitpid(child, 0)[1])
+            return torch.tensor(in_a_fork(child))
 
-    assert [int(status) for status in run(forks)] == [0, 0, 0]
+    assert [int(is_torchs) for is_torchs in run(forks)] == [1, 1, 1]
 
 
 # ---- what is reported ----------------------------------------------------------------------------
@@ -391,29 +377,19 @@ def draw(generator: torch.Generator) -> list[float]:
     return numbers
 
 
-def checkpointed(generator: torch.Generator, after_saving: Callable[[], object]) -> tuple[list[float], list[float]]:
-    """Save the random state, and draw; return what was drawn, and what is drawn when the state is restored."""
-    state = generator.get_state()
-    after_saving()
-    return draw(generator), draw(generator.set_state(state))
-
-
 def test_replicas_on_one_accelerator_have_a_random_state_each(generator: torch.Generator) -> None:
     """N6, A12, R13: an activation checkpoint draws again what it drew, although another replica drew in between."""
-    drawn: list[list[float]] = []
-
-    def other_replica() -> None:
-        with rng.waiting_for_others(), streams(1):
-            drawn.append(draw(generator))
-
     runs = []
     for _ in range(2):
         generator.manual_seed(5)
         with own_streams("Net", [CPU, CPU]) as streams, streams(0):
-            first, again = checkpointed(generator, other_replica)
-        assert first == again
-        assert drawn[-1] != first
-        runs.append((first, drawn[-1], draw(generator)))
+            saved = generator.get_state()
+            with rng.waiting_for_others(), streams(1):
+                others = draw(generator)
+            first = draw(generator)
+            generator.set_state(saved)
+            assert draw(generator) == first != others
+            runs.append((first, others, draw(generator)))
     assert runs[0] == runs[1], "equal seeds, equal runs"
     generator.manual_seed(5)
     assert [*runs[0][0], *runs[0][2]] == [*draw(generator), *draw(generator)], "the first replica's is torch's own"
@@ -443,24 +419,22 @@ def test_the_generator_after_a_pass_of_replicas_on_one_accelerator(
     generator: torch.Generator, which: int | None
 ) -> None:
     """N6: it has moved if a replica has drawn; a pass that fails leaves it as it was."""
-    before = generator.get_state()
-    for _ in range(2):
+
+    def run_pass(error: type[Exception] | None = None) -> torch.Tensor:
         with contextlib.suppress(KeyError), own_streams("Net", [CPU, CPU]) as streams:
             for index in range(2):
                 with streams(index):
                     if index == which:
                         draw(generator)
-            raise KeyError
-        assert torch.equal(generator.get_state(), before)
-    seen = [before]
+            if error is not None:
+                raise error
+        return generator.get_state()
+
+    before = generator.get_state()
     for _ in range(2):
-        with own_streams("Net", [CPU, CPU]) as streams:
-            for index in range(2):
-                with streams(index):
-                    if index == which:
-                        draw(generator)
-        seen.append(generator.get_state())
-    assert len({bytes(state.tolist()) for state in seen}) == (1 if which is None else 3)
+        assert torch.equal(run_pass(KeyError), before)
+    states = {bytes(state.tolist()) for state in (before, run_pass(), run_pass())}
+    assert len(states) == (1 if which is None else 3)
 
 
 @pytest.mark.parametrize("draws", [True, False])

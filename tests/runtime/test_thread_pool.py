@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from helpers.forks import in_a_fork
 from helpers.garbage import no_garbage
 from helpers.in_time import WAIT_S, in_time
 from helpers.modules import PassingMode
@@ -73,47 +74,38 @@ def test_workers_are_kept_and_used_again_in_the_same_order() -> None:
 # ---- errors ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("interrupt", [lambda: signal.raise_signal(signal.SIGINT), _thread.interrupt_main])
-def test_ctrl_c_while_workers_are_busy(interrupt: Callable[[], None]) -> None:
-    """F3: the caller waits for workers, and is interrupted; the next call has fresh workers, and works."""
+def nothing() -> None:
+    pass
+
+
+def signal_the_main_thread() -> None:
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("by_caller", "by_worker"),
+    [
+        (lambda: signal.raise_signal(signal.SIGINT), nothing),
+        (_thread.interrupt_main, nothing),
+        (nothing, signal_the_main_thread),
+    ],
+    ids=["in its task", "in its task, in C", "while it waits for a result"],
+)
+def test_ctrl_c_while_workers_are_busy(by_caller: Callable[[], None], by_worker: Callable[[], None]) -> None:
+    """F3: the caller is interrupted; the next call has fresh workers, and works while the first ones are stuck."""
     assert threading.current_thread() is threading.main_thread()
     release, busy = threading.Event(), threading.Barrier(3)
 
-    def stuck() -> None:
-        busy.wait(WAIT_S)
-        release.wait(2 * WAIT_S)
-
-    def interrupted() -> None:
+    def task(interrupt: Callable[[], None], patience_s: float = 2 * WAIT_S) -> None:
         busy.wait(WAIT_S)
         interrupt()
+        release.wait(patience_s)
 
     with pytest.raises(KeyboardInterrupt):
-        run(interrupted, stuck, stuck)
+        run(partial(task, by_caller, 0), partial(task, by_worker), partial(task, nothing))
     assert not release.is_set()
-    idents = values(*[threading.get_ident] * 3)  # while the first workers are stuck still
-    assert len(set(idents)) == 3
+    assert len(set(values(*[threading.get_ident] * 3))) == 3
     release.set()
-
-
-@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="this system cannot signal a thread")
-def test_ctrl_c_while_the_caller_waits_for_a_result() -> None:
-    """F3: the caller's own task has ended; the worker whose result it waits for never ends."""
-    main = threading.main_thread()
-    assert threading.current_thread() is main
-    stop = threading.Event()
-
-    def endless() -> None:
-        assert main.ident is not None
-        signal.pthread_kill(main.ident, signal.SIGINT)
-        while not stop.is_set():
-            torch.ones(10).sum()
-
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            run(lambda: None, endless)
-    finally:
-        stop.set()
-    assert values(*[lambda: "again"] * 2) == ["again"] * 2
 
 
 @pytest.mark.parametrize("when", ["before its task", "in its task", "after its task"])
@@ -180,19 +172,20 @@ def test_a_checkpoint_that_fails_leaves_no_hooks_in_its_thread() -> None:
 
 def test_torch_compiles_after_dispatch_modes_that_overlapped() -> None:
     """R13: older releases think that the second mode, which ends last, is still active, and compile nothing."""
-    first_entered, second_entered, first_left = threading.Event(), threading.Event(), threading.Event()
+    second_entered, first_entered, first_left = (threading.Event() for _ in range(3))
+
+    def in_mode(entered: threading.Event, other: threading.Event) -> None:
+        with PassingMode():
+            entered.set()
+            assert other.wait(WAIT_S)
 
     def first() -> None:
-        with PassingMode():
-            first_entered.set()
-            assert second_entered.wait(WAIT_S)
+        in_mode(first_entered, second_entered)
         first_left.set()
 
     def second() -> None:
         assert first_entered.wait(WAIT_S)
-        with PassingMode():
-            second_entered.set()
-            assert first_left.wait(WAIT_S)
+        in_mode(second_entered, first_left)
 
     compiled = []
 
@@ -412,74 +405,40 @@ def test_errors_leave_no_cycles(kind: type[BaseException], nested: bool) -> None
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # it has threads
 def test_a_fork_has_workers_of_its_own() -> None:
-    """F5: after the parent has used workers, forward and backward, and while it has some."""
-    done = run_script("""
-        import os, warnings
-        import torch
-        import unisono
+    """F5: after the parent has used workers, and while it has some."""
+    before = values(*[threading.get_ident] * 3)
 
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks in a process with threads
-        model = unisono.DataParallel(torch.nn.Linear(4, 2), ["cpu"] * 3)
-        model(torch.ones(6, 4)).sum().backward()
-        child = os.fork()
-        if child == 0:
-            model.zero_grad()
-            model(torch.ones(6, 4)).sum().backward()
-            ok = bool((model.module.weight.grad == 6).all())
-            os._exit(0 if ok else 1)
-        _, status = os.waitpid(child, 0)
-        model(torch.ones(6, 4)).sum().backward()
-        print("child", os.waitstatus_to_exitcode(status))
-    """)
-    assert (done.returncode, done.stdout) == (0, "child 0\n"), done.stderr
+    def child() -> int:
+        signal.alarm(60)
+        return len(set(values(*[threading.get_ident] * 3)))
+
+    assert in_a_fork(child) == 3
+    assert values(*[threading.get_ident] * 3) == before
 
 
-BACKWARD = "weight = torch.randn(300, 300, requires_grad=True); (weight @ weight).sum().backward()"
-RUN = "run_together([first, endless, endless], [torch.device('cpu')] * 3)"
+COMPUTE = "weight = torch.randn(300, 300, requires_grad=True); (weight @ weight).sum().backward()"
+CTRL_C = "signal.raise_signal(signal.SIGINT)"
+RUN = "thread_pool.run_together([first, endless, endless], [torch.device('cpu')] * 3)"
 IN_A_DAEMON_THREAD = f"threading.Thread(target=lambda: {RUN}, daemon=True).start(); busy.wait(30)"
 
 
-@pytest.mark.parametrize(
-    ("first", "call"),
-    [
-        ("signal.raise_signal(signal.SIGINT)", RUN),
-        ("threading.Event().wait()", IN_A_DAEMON_THREAD),  # the caller itself is outside torch
-    ],
-    ids=["Ctrl-C, caught", "daemon thread"],
-)
-def test_the_interpreter_exits_while_a_worker_is_busy(first: str, call: str) -> None:
-    """F5, F3: status 0, nothing on stderr. sys.exit and small operations are in tests/contract/test_callers.py."""
-    done = run_script(f"""
-        import signal, sys, threading
-        import torch
-        from unisono.runtime.thread_pool import run_together
-
-        busy = threading.Event()
-
-        def endless():
-            busy.set()
-            while True:
-                {BACKWARD}
-
-        def first():
-            busy.wait(30)
-            {first}
-
-        try:
-            {call}
-        except KeyboardInterrupt:
-            pass
-    """)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="whether a thread sleeps is read from /proc")
-@pytest.mark.parametrize("sleep", ["time.sleep(1e6)", pytest.param("threading.Event().wait()", marks=pytest.mark.slow)])
-def test_the_interpreter_exits_while_a_replica_sleeps(sleep: str) -> None:
-    """F5, F3: a sleeping thread cannot be interrupted, and exit waited ten seconds for it, then warned. Not any more.
+@pytest.mark.parametrize(
+    ("first", "task", "call"),
+    [
+        (CTRL_C, COMPUTE, RUN),
+        ("threading.Event().wait()", COMPUTE, IN_A_DAEMON_THREAD),  # the caller itself is outside torch
+        (CTRL_C, "time.sleep(1e6)", RUN),
+        pytest.param(CTRL_C, "threading.Event().wait()", RUN, marks=pytest.mark.slow),
+    ],
+    ids=["computes", "computes for a daemon thread", "sleeps", "waits"],
+)
+def test_the_interpreter_exits_while_a_worker(first: str, task: str, call: str) -> None:
+    """F5, F3: with the program's status, and nothing on stderr. Others are in tests/contract/test_callers.py.
 
-    Here it would wait for ever. The status is the program's own.
+    A sleeping thread cannot be interrupted, and exit waited ten seconds for it, then warned. Here it would for ever.
     """
     done = run_script(f"""
         import signal, sys, threading, time
@@ -489,18 +448,20 @@ def test_the_interpreter_exits_while_a_replica_sleeps(sleep: str) -> None:
         thread_pool._EXIT_WAIT_S = 1e6
         busy = threading.Event()
 
+        def endless():
+            busy.set()
+            while True:
+                {task}
+
         def first():
             busy.wait(30)
-            signal.raise_signal(signal.SIGINT)
-
-        def asleep():
-            busy.set()
-            {sleep}
+            {first}
 
         try:
-            thread_pool.run_together([first, asleep], [torch.device('cpu')] * 2)
+            {call}
         except KeyboardInterrupt:
-            sys.exit(3)
+            pass
+        sys.exit(3)
     """)
     assert (done.returncode, done.stderr) == (3, "")
 

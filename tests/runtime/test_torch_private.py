@@ -79,6 +79,9 @@ def test_compiled_code_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     torch_private.keep_compiled_code_in_order.cache_clear()
 
 
+AUTOGRAD = torch._C._autograd
+
+
 @pytest.mark.parametrize(
     ("question", "active", "owner", "name"),
     [
@@ -86,6 +89,18 @@ def test_compiled_code_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
         (torch_private.has_transforms, forward_ad.dual_level, torch._C._functorch, "maybe_current_level"),
         (torch_private.function_modes, FunctionMode, torch._C, "_len_torch_function_stack"),
         (torch_private.function_modes, FunctionMode, torch.overrides, "_get_current_function_mode_stack"),
+        (
+            torch_private.has_saved_tensor_hooks,
+            lambda: saved_tensors_hooks(id, id),
+            AUTOGRAD,
+            "_top_saved_tensors_default_hooks",
+        ),
+        (
+            torch_private.saved_tensor_hooks_disabled,
+            lambda: disable_saved_tensors_hooks("no"),
+            AUTOGRAD,
+            "_saved_tensors_hooks_get_disabled_error_message",
+        ),
     ],
 )
 def test_what_is_active_in_a_thread(question: Callable[[], Any], active: Any, owner: Any, name: str) -> None:
@@ -97,30 +112,6 @@ def test_what_is_active_in_a_thread(question: Callable[[], Any], active: Any, ow
         with lacking(owner, name):
             assert question() == nothing
     assert question() == nothing
-
-
-def test_saved_tensor_hooks_without_a_way_to_ask() -> None:
-    """R14: none are seen."""
-    autograd, ways = torch._C._autograd, ("_top_saved_tensors_default_hooks", "_saved_tensors_hooks_disable")
-    with saved_tensors_hooks(lambda t: t, lambda t: t), lacking(autograd, *ways):
-        assert not torch_private.has_saved_tensor_hooks()
-    with disable_saved_tensors_hooks("not now"), lacking(autograd, "_saved_tensors_hooks_get_disabled_error_message"):
-        assert torch_private.saved_tensor_hooks_disabled() is None
-
-
-@pytest.mark.parametrize("older", [False, True])
-def test_hooks_of_older_releases(older: bool) -> None:
-    """R14: there, only a thread that has none may disable hooks; asking leaves them as they are."""
-    with lacking(torch._C._autograd, *["_top_saved_tensors_default_hooks"] * older):
-        assert not torch_private.has_saved_tensor_hooks()
-        with saved_tensors_hooks(lambda t: t, lambda t: t):
-            assert torch_private.has_saved_tensor_hooks()
-            assert torch_private.has_saved_tensor_hooks()
-            assert torch_private.saved_tensor_hooks_disabled() is None
-        with disable_saved_tensors_hooks("not now"):
-            assert not torch_private.has_saved_tensor_hooks()
-            assert torch_private.saved_tensor_hooks_disabled() == "not now"
-        assert not torch_private.has_saved_tensor_hooks()
 
 
 def test_checkpoints_that_older_releases_leave_open() -> None:
@@ -195,32 +186,26 @@ def test_owns_its_memory() -> None:
     assert not torch_private.owns_its_memory(torch.ones(2, 2).to_sparse())
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_clones(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """R5: values, strides and classes kept; nothing shared."""
-    if not there:
-        monkeypatch.delattr(torch, "_foreach_clone", raising=False)
+@pytest.mark.parametrize("lacks", [False, True], ids=["one call", "one by one"])
+def test_many_tensors_in_one_call(lacks: bool) -> None:
+    """R5: clones keep values, strides and classes, and share nothing."""
     tensors = [torch.rand(3), torch.tensor(5), torch.rand(2, 3).t(), torch.zeros(0), torch.rand(2, 2).to_sparse()]
-    for given in (tensors, [*tensors, nn.Parameter(torch.rand(2))], []):
-        copies = torch_private.clones(given)
-        for copy, tensor in zip(copies, given, strict=True):
-            torch.testing.assert_close(copy, tensor)
-            assert copy is not tensor
-            assert copy.layout != torch.strided or copy.data_ptr() != tensor.data_ptr() or not tensor.numel()
-            assert copy.layout != torch.strided or copy.stride() == tensor.stride()
-
-
-@pytest.mark.parametrize("lacks", [[], ["_foreach_add_", "_foreach_copy_"]])
-def test_many_tensors_in_one_call(monkeypatch: pytest.MonkeyPatch, lacks: list[str]) -> None:
-    for name in lacks:
-        monkeypatch.delattr(torch, name)
-    targets = [torch.ones(2), torch.ones(2, 3)]
-    torch_private.add_all_in_place(targets, [torch.ones(2), torch.full((2, 3), 4.0)])
-    assert [target.sum().item() for target in targets] == [4.0, 30.0]
-    torch_private.copy_all_in_place(targets, [torch.zeros(2), torch.full((2, 3), 2.0)])
-    assert [target.sum().item() for target in targets] == [0.0, 12.0]
-    torch_private.add_all_in_place([], [])
-    torch_private.copy_all_in_place([], [])
+    targets, parts = [torch.ones(2), torch.ones(2, 3)], [torch.tensor([[1, 2], [3, 4]]).t(), torch.tensor(5)]
+    with lacking(torch, *["_foreach_clone", "_foreach_add_", "_foreach_copy_"] * lacks):
+        for given in (tensors, [*tensors, nn.Parameter(torch.rand(2))], []):
+            for copy, tensor in zip(torch_private.clones(given), given, strict=True):
+                torch.testing.assert_close(copy, tensor)
+                assert copy is not tensor
+                assert copy.layout != torch.strided or copy.data_ptr() != tensor.data_ptr() or not tensor.numel()
+                assert copy.layout != torch.strided or copy.stride() == tensor.stride()
+        torch_private.add_all_in_place(targets, [torch.ones(2), torch.full((2, 3), 4.0)])
+        assert [target.sum().item() for target in targets] == [4.0, 30.0]
+        torch_private.copy_all_in_place(targets, [torch.zeros(2), torch.full((2, 3), 2.0)])
+        assert [target.sum().item() for target in targets] == [0.0, 12.0]
+        torch_private.add_all_in_place([], [])
+        torch_private.copy_all_in_place([], [])
+    with lacking(torch._C._nn, *["flatten_dense_tensors"] * lacks):
+        assert torch_private.flattened([*parts, torch.empty(0, dtype=int)]).tolist() == [1, 3, 2, 4, 5]
 
 
 def test_static_tensors() -> None:
@@ -257,22 +242,19 @@ def test_backward_and_gradients(way: str, monkeypatch: pytest.MonkeyPatch) -> No
             torch_private.run_backward([a * b], [torch.ones(2)], keep=False)
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_flattened(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
-    if not there:
-        monkeypatch.delattr(torch._C._nn, "flatten_dense_tensors")
-    tensors = [torch.tensor([[1.0, 2.0], [3.0, 4.0]]).t(), torch.tensor(5.0), torch.empty(0), torch.tensor([6.0])]
-    assert torch_private.flattened(tensors).tolist() == [1, 3, 2, 4, 5, 6]
-
-
-def test_what_torchs_check_of_gradients_imports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """F3: it is there afterwards; where torch has no such module, nothing happens."""
-    torch_private._import_what_backward_imports.cache_clear()
-    torch_private._import_what_backward_imports()
-    assert "torch.fx.experimental.symbolic_shapes" in sys.modules
-    torch_private._import_what_backward_imports.cache_clear()
-    monkeypatch.setitem(sys.modules, "torch.fx.experimental.symbolic_shapes", None)  # importing it raises ImportError
-    torch_private._import_what_backward_imports()
+@pytest.mark.parametrize(
+    ("load", "module"),
+    [
+        (torch_private._import_what_backward_imports.__wrapped__, "torch.fx.experimental.symbolic_shapes"),
+        (torch_private.load_checkpoints, "torch._dynamo"),
+    ],
+)
+def test_what_torch_would_import_later(monkeypatch: pytest.MonkeyPatch, load: Callable[[], None], module: str) -> None:
+    """F3, F11: it is there afterwards; where torch has no such module, nothing happens."""
+    load()
+    assert module in sys.modules
+    monkeypatch.setitem(sys.modules, module, None)  # importing it raises ImportError
+    load()
 
 
 def test_a_step_imports_no_sympy() -> None:
@@ -303,7 +285,7 @@ def test_catch_operations() -> None:
 
     In a process of its own. Draws in other threads and in backward are in tests/contract/test_random.py.
     """
-    script = """
+    done = run_script("""
         import warnings
         import torch
         from torch.nn import functional as F
@@ -334,8 +316,7 @@ def test_catch_operations() -> None:
             flex_attention(*[torch.ones(1, 1, 4, 8)] * 3)
         assert draw() == 3
         assert set(caught) == {0.75}
-    """
-    done = run_script(script, timeout_s=300)
+    """)
     assert done.returncode == 0, done.stderr
 
 
@@ -464,7 +445,7 @@ def test_compiled_code_for_several_devices(monkeypatch: pytest.MonkeyPatch) -> N
     """R13: as many versions for each as torch keeps for one; what the user has set higher stays."""
     config = importlib.import_module("torch._dynamo.config")
     before = config.recompile_limit
-    monkeypatch.setattr(torch_private, "_limit_for_one", {})
+    torch_private._limit_at_first.cache_clear()
     try:
         for num_devices, expected in ((1, before), (8, 8 * before), (2, 8 * before)):
             torch_private.keep_code_for_devices(num_devices)
@@ -496,10 +477,6 @@ def test_function_modes_are_those_of_before_after_an_interrupt(monkeypatch: pyte
     freed, the generator put the mode back, so that later steps ran whole on one device.
     """
 
-    class Mode(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return func(*args, **(kwargs or {}))
-
     manager: Any = contextlib._GeneratorContextManager
     leave = manager.__exit__
 
@@ -512,23 +489,15 @@ def test_function_modes_are_those_of_before_after_an_interrupt(monkeypatch: pyte
         before = torch_private.function_modes()
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # noqa: PT012
             patch.setattr(manager, "__exit__", interrupted)
-            with torch_private.with_function_mode(Mode()):
+            with torch_private.with_function_mode(FunctionMode()):
                 nn.functional.dropout(torch.ones(3))
         assert torch_private.function_modes() == before
 
-    with Mode() as mode:
+    with FunctionMode() as mode:
         interrupt()
         gc.collect()  # which frees the errors, and with them torch's generators
         assert torch_private.function_modes() == [mode]
     assert torch_private.function_modes() == []
-
-
-def test_what_checkpoints_load_is_loaded_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """F11; without torch's compiler, nothing is."""
-    torch_private.load_checkpoints()
-    assert "torch._dynamo" in sys.modules
-    monkeypatch.setitem(sys.modules, "torch._dynamo", None)  # an import is an ImportError now
-    torch_private.load_checkpoints()
 
 
 def test_leaves_of_a_torch_without_hooks_to_be_found() -> None:

@@ -112,35 +112,51 @@ def test_every_operation_draws_as_one_device(operation: Any) -> None:
     assert_as_one_device(draw, some_rows(6), **constant)
 
 
-def test_native_dropout() -> None:
-    """N12: it takes no generator."""
-    assert_as_one_device(lambda x: torch.native_dropout(x, 0.3, True), some_rows(6))
+def vmapped(function: Function, randomness: str, axis: int = 0) -> Function:
+    return torch.vmap(function, axis, axis, randomness=randomness)
 
 
-@pytest.mark.parametrize("draw", [torch.multinomial, torch.bernoulli, torch.normal])
-def test_draws_that_depend_on_values_with_other_arguments(draw: Callable[..., torch.Tensor]) -> None:
-    """N12: with replacement; without rows in one of two tensors."""
-    more = {torch.multinomial: (4, True), torch.bernoulli: (), torch.normal: (some_rows(6)[0],)}[draw]
-    assert_as_one_device(lambda x: draw(x, *more), some_rows(6))
-
-
-TRANSFORMS: dict[str, Function] = {
-    "vmap over rows": torch.vmap(F.dropout, randomness="different"),
-    "vmap over rows, the same for all": torch.vmap(F.dropout, randomness="same"),
-    "vmap over columns": torch.vmap(F.dropout, 1, 1, randomness="different"),
-    "vmap over columns, the same for all": torch.vmap(F.dropout, 1, 1, randomness="same"),
-    "vmap of vmap": torch.vmap(torch.vmap(torch.rand_like, randomness="different"), randomness="different"),
-    "vmap of values": torch.vmap(torch.bernoulli, randomness="different"),
-    "vmap of a new tensor": torch.vmap(lambda x: x + torch.rand(3, 6), randomness="different"),
+DRAWS: dict[str, Function] = {
+    # which depend on values
+    "native_dropout": lambda x: torch.native_dropout(x, 0.3, True),
+    "multinomial with replacement": lambda x: torch.multinomial(x, 4, True),
+    "bernoulli": torch.bernoulli,
+    "normal without rows in one of two tensors": lambda x: torch.normal(x, some_rows(6)[0]),
+    # inside a transform, whose draws have shapes with the axis over which it maps
+    "vmap over rows": vmapped(F.dropout, "different"),
+    "vmap over rows, the same for all": vmapped(F.dropout, "same"),
+    "vmap over columns": vmapped(F.dropout, "different", 1),
+    "vmap over columns, the same for all": vmapped(F.dropout, "same", 1),
+    "vmap of vmap": vmapped(vmapped(torch.rand_like, "different"), "different"),
+    "vmap of values": vmapped(torch.bernoulli, "different"),
+    "vmap of a new tensor": vmapped(lambda x: x + torch.rand(3, 6), "different"),
     "grad": torch.func.grad(lambda x: F.dropout(x).square().sum()),
-    "grad in vmap": torch.vmap(torch.func.grad(lambda x: F.dropout(x).square().sum()), randomness="different"),
+    "grad in vmap": vmapped(torch.func.grad(lambda x: F.dropout(x).square().sum()), "different"),
+    # The axis of the rows is found from the shapes in replicas with different numbers of rows.
+    "axis 0": lambda x: torch.rand(len(x), 5),
+    "axis 1 behind one as long as the rows of a replica": lambda x: torch.rand(3, len(x)).T,
+    "axis 1 behind one as long as the batch": lambda x: torch.rand(8, len(x)).T,
+    "axis 0 before ones as long as the rows": lambda x: torch.rand(len(x), 3, 5),
+    "the last axis": lambda x: torch.rand(2, 5, len(x)).movedim(-1, 0),
+    "rows times heads": lambda x: torch.rand(4 * len(x), 3).view(len(x), 12),
+    "one number a row": lambda x: torch.rand(len(x), 1, 1).expand(-1, 3, 3),
+    "no rows": lambda x: torch.rand(5, 3).expand(len(x), 5, 3),
+    "one number": lambda x: torch.rand(()).expand(len(x)),
+    "rows expanded from one": lambda x: torch.poisson(torch.arange(1.0, 4).expand(len(x), 3)),
+    "permutations of what is the same in all rows": lambda x: torch.randperm(5).expand(len(x), 5),
 }
 
 
-@pytest.mark.parametrize("name", TRANSFORMS)
-def test_transforms_inside_forward(name: str) -> None:
-    """N12: what a transform draws has shapes with the axis over which it maps."""
-    assert_as_one_device(TRANSFORMS[name], some_rows(6))
+@pytest.mark.parametrize("name", DRAWS)
+def test_draws_of_one_device(name: str) -> None:
+    """N12"""
+    assert_as_one_device(DRAWS[name], some_rows(6))
+
+
+def test_a_tensor_that_is_expanded_only_in_the_replica_with_one_row() -> None:
+    """N12: there, flattening the rows and an expanded axis copies nothing."""
+    means: Function = lambda x: x[:, :1].expand(-1, 6).flatten()  # noqa: E731
+    assert_as_one_device(lambda x: torch.normal(means(x), 1.0).view(len(x), 6), some_rows(2)[:3])
 
 
 def test_what_draws_depend_on_keeps_its_gradient() -> None:
@@ -198,33 +214,6 @@ def test_kernels_fill_memory_in_the_order_of_one_device(layout: str, fill: str) 
     assert_as_one_device(lambda x: FILLS[fill](lay_out(x)), some_rows(3, 4, 5))
 
 
-AXES: dict[str, Function] = {
-    "axis 0": lambda x: torch.rand(len(x), 5),
-    "axis 1 behind one as long as the rows of a replica": lambda x: torch.rand(3, len(x)).T,
-    "axis 1 behind one as long as the batch": lambda x: torch.rand(8, len(x)).T,
-    "axis 0 before ones as long as the rows": lambda x: torch.rand(len(x), 3, 5),
-    "the last axis": lambda x: torch.rand(2, 5, len(x)).movedim(-1, 0),
-    "rows times heads": lambda x: torch.rand(4 * len(x), 3).view(len(x), 12),
-    "one number a row": lambda x: torch.rand(len(x), 1, 1).expand(-1, 3, 3),
-    "no rows": lambda x: torch.rand(5, 3).expand(len(x), 5, 3),
-    "one number": lambda x: torch.rand(()).expand(len(x)),
-    "rows expanded from one": lambda x: torch.poisson(torch.arange(1.0, 4).expand(len(x), 3)),
-    "permutations of what is the same in all rows": lambda x: torch.randperm(5).expand(len(x), 5),
-}
-
-
-def test_a_tensor_that_is_expanded_only_in_the_replica_with_one_row() -> None:
-    """N12: there, flattening the rows and an expanded axis copies nothing."""
-    means: Function = lambda x: x[:, :1].expand(-1, 6).flatten()  # noqa: E731
-    assert_as_one_device(lambda x: torch.normal(means(x), 1.0).view(len(x), 6), some_rows(2)[:3])
-
-
-@pytest.mark.parametrize("name", AXES)
-def test_the_axis_of_the_rows_is_found(name: str) -> None:
-    """N12: from the shapes in replicas with different numbers of rows, whatever other axes are as long."""
-    assert_as_one_device(AXES[name], some_rows(2))
-
-
 def test_replicas_have_different_numbers_of_rows() -> None:
     """N12, S1: an even split gives one row of the last replica to the first."""
     assert unequal([4, 4]) == [5, 3]
@@ -276,6 +265,10 @@ ERRORS: dict[str, tuple[Function, str]] = {
         lambda x: torch.randint(len(x), (4,)),
         "randint cannot be drawn .* different numbers: high=5, 3",
     ),
+    "seeds, which Inductor's kernels draw like this": (
+        lambda x: torch.randint(-(2**63), 2**63 - 1, (2,)).expand(len(x), 2),
+        r"randint cannot be drawn .* torch\.compile has compiled draws",
+    ),
     "a generator": (
         lambda x: torch.rand(len(x), generator=torch.Generator().manual_seed(1)),
         "rand cannot be drawn .* a generator of its own",
@@ -307,7 +300,7 @@ ERRORS: dict[str, tuple[Function, str]] = {
 @pytest.mark.filterwarnings("ignore:dropout option adds dropout")
 @pytest.mark.parametrize("name", ERRORS)
 def test_what_cannot_be_told_is_an_error(name: str) -> None:
-    """N12: it names the operation, and leaves the random state as it was."""
+    """N12, R13: it names the operation, and leaves the random state as it was."""
     function, message = ERRORS[name]
     model = on_replicas(function)
     torch.manual_seed(1)
@@ -320,24 +313,14 @@ def test_what_cannot_be_told_is_an_error(name: str) -> None:
     assert_as_one_device(F.dropout, some_rows(2))
 
 
-def test_code_that_draws_by_itself_is_an_error() -> None:
-    """N12, R13: Inductor's kernels compute random numbers from seeds, which they draw like this."""
-    seeds: Function = lambda x: torch.randint(-(2**63), 2**63 - 1, (2,))  # noqa: E731
-    with pytest.raises(RuntimeError, match=r"randint cannot be drawn .* torch\.compile has compiled draws"):
-        on_replicas(seeds)(some_rows(2))
-
-
 def test_a_backward_in_which_replicas_do_not_run_together_draws_nothing() -> None:
     """N12, N3: batched gradients run all replicas' backward in one call, where a draw cannot tell whose it is."""
-    weight = nn.Parameter(torch.ones(2))
-    model = on_replicas(lambda x: checkpoint(lambda x: F.dropout(x * weight), x, use_reentrant=False))
-    x = some_rows(2).requires_grad_()
-    for function in (model, on_replicas(lambda x: F.dropout(x * weight))):
-        output = function(x)
-        grads = torch.eye(output.numel()).view(-1, *output.shape)
-        if function is model:
-            with pytest.raises(RuntimeError, match="bernoulli_ was called where the replicas do not run at the same"):
-                torch.autograd.grad(output, x, grads, is_grads_batched=True)
-        else:  # nothing is drawn in backward
-            (found,) = torch.autograd.grad(output, x, grads, is_grads_batched=True)
-            assert torch.equal(found.view(output.numel(), -1), torch.diag((output / x).flatten()))
+    weight, x = nn.Parameter(torch.ones(2)), some_rows(2).requires_grad_()
+    layer: Function = lambda x: F.dropout(x * weight)  # noqa: E731
+    grads = torch.eye(x.numel()).view(-1, *x.shape)
+    output = on_replicas(layer)(x)
+    (found,) = torch.autograd.grad(output, x, grads, is_grads_batched=True)
+    assert torch.equal(found.view(x.numel(), -1), torch.diag((output / x).flatten()))
+    output = on_replicas(lambda x: checkpoint(layer, x, use_reentrant=False))(x)
+    with pytest.raises(RuntimeError, match="bernoulli_ was called where the replicas do not run at the same"):
+        torch.autograd.grad(output, x, grads, is_grads_batched=True)

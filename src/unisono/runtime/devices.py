@@ -410,7 +410,9 @@ def using(device: torch.device, streams: Sequence[torch.Stream]) -> Iterator[Non
         yield
         return
     streams_before = [torch.accelerator.current_stream(stream.device) for stream in streams]
-    with torch_private.current_device(device):
+    # The device before is current again only if this process has used it: to make a device of CUDA's current takes half
+    # a gigabyte of its memory.
+    with torch.accelerator.device_index(device.index):
         try:
             for stream in streams:
                 torch.accelerator.set_stream(stream)  # makes its device the current one

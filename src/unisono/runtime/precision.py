@@ -1,7 +1,6 @@
 """Precision: how devices compute float32 products, and torch's settings for it, which belong to the process."""
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,19 +16,10 @@ def rounds_float32(device: torch.device) -> bool:
     return "tf32" in (product_flags()[1], *convolution_flags()[3:])
 
 
-@functools.cache
-def _has_precision_of_each() -> bool:
-    """Return whether torch has a setting of float32 precision for each kind of operation, beside those for all."""
-    return hasattr(torch.backends.cuda.matmul, "fp32_precision")
-
-
 def convolution_flags() -> tuple[Any, ...]:
     """Return the user's settings for convolutions on GPUs."""
     cudnn: Any = torch.backends.cudnn
-    if _has_precision_of_each():
-        precisions = cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision
-    else:
-        precisions = ("tf32" if cudnn.allow_tf32 else "ieee",) * 2
+    precisions = cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision
     return cudnn.enabled, cudnn.benchmark, cudnn.deterministic, *precisions
 
 
@@ -40,8 +30,7 @@ def set_convolution_flags(flags: tuple[Any, ...]) -> None:
         if flags[3] == flags[4]:  # torch's older setting for both; it cannot be read unless the newer ones agree
             cudnn.allow_tf32 = flags[3] == "tf32"
         cudnn.enabled, cudnn.benchmark, cudnn.deterministic = flags[:3]
-        if _has_precision_of_each():
-            cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = flags[3:]
+        cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = flags[3:]
 
 
 def product_flags() -> tuple[str | None, str, str]:
@@ -51,9 +40,6 @@ def product_flags() -> tuple[str | None, str, str]:
     is None here.
     """
     backends: Any = torch.backends
-    if not _has_precision_of_each():
-        on_gpus = "tf32" if backends.cuda.matmul.allow_tf32 else "ieee"
-        return torch.get_float32_matmul_precision(), on_gpus, ""
     try:
         both = torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -68,8 +54,7 @@ def set_product_flags(flags: tuple[str | None, str, str]) -> None:
         both, on_gpus, on_cpu = flags
         if both is not None:
             torch.set_float32_matmul_precision(both)
-        if _has_precision_of_each():
-            backends.cuda.matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision = on_gpus, on_cpu
+        backends.cuda.matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision = on_gpus, on_cpu
 
 
 def has_tf32(device: torch.device) -> bool:

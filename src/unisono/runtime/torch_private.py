@@ -256,24 +256,12 @@ def any_autocast() -> bool:
 def has_saved_tensor_hooks() -> bool:
     """Return whether default saved-tensor hooks (activation checkpointing, save_on_cpu) are active in this thread.
 
-    Fallback: torch disables the hooks of a thread only while it has none, so trying that tells. Where torch lacks that
-    too: False. Then such hooks act on the caller's replica only.
+    Fallback: False. Then such hooks act on the caller's replica only.
     """
-    autograd: Any = torch._C._autograd
     try:
-        if hasattr(autograd, "_top_saved_tensors_default_hooks"):
-            return bool(autograd._top_saved_tensors_default_hooks(True) is not None)
-        if saved_tensor_hooks_disabled() is not None:
-            return False
-        try:
-            autograd._saved_tensors_hooks_disable("")
-        except RuntimeError:
-            return True
-        finally:
-            autograd._saved_tensors_hooks_enable()
+        return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     except AttributeError:
-        pass
-    return False
+        return False
 
 
 def end_checkpoints(error: BaseException) -> None:
@@ -496,13 +484,14 @@ def keep_code_for_devices(num_devices: int) -> None:
     """
     with contextlib.suppress(ImportError, AttributeError):
         config: Any = importlib.import_module("torch._dynamo.config")
-        name = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
-        limit = num_devices * _limit_for_one.setdefault(name, getattr(config, name))
-        if getattr(config, name) < limit:  # to set it, even to what it is, makes torch look at all settings again
-            setattr(config, name, limit)
+        limit = num_devices * _limit_at_first()
+        if config.recompile_limit < limit:  # to set it, even to what it is, makes torch look at all settings again
+            config.recompile_limit = limit
 
 
-_limit_for_one: dict[str, int] = {}  # what the limit was at first
+@functools.cache
+def _limit_at_first() -> int:
+    return int(importlib.import_module("torch._dynamo.config").recompile_limit)
 
 
 def has_compiled_call(module: torch.nn.Module) -> bool:
@@ -1011,18 +1000,6 @@ class _GeneratorOfThread:
 # ---- accelerators --------------------------------------------------------------------------------
 
 
-def current_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Return the context in which an accelerator is the calling thread's current device.
-
-    When it ends, the device before is current again only if this process has used it: to make a device of CUDA's
-    current takes half a gigabyte of its memory. Fallback: it always is.
-    """
-    if hasattr(torch.accelerator, "device_index"):
-        return torch.accelerator.device_index(device.index)
-    module: Any = torch.get_device_module(device)
-    return module.device(device.index) if hasattr(module, "device") else contextlib.nullcontext()
-
-
 def free_memory_bytes(device: torch.device) -> int:
     """Return how much memory of an accelerator is free. Fallback: as CUDA's own call says; where it has none, 0."""
     accelerator: Any = torch.accelerator
@@ -1085,9 +1062,7 @@ def broadcast(group: Any, tensor: torch.Tensor) -> Any:
 def reduce(group: Any, tensor: torch.Tensor) -> Any:
     """Begin to sum all ranks' tensors into that of rank 0; return the work, to wait for."""
     options: Any = torch.distributed.ReduceOptions()
-    options.rootRank, options.timeout = 0, _FOR_EVER
-    if hasattr(options, "asyncOp"):  # a torch without this has no other kind of work
-        options.asyncOp = True
+    options.rootRank, options.timeout, options.asyncOp = 0, _FOR_EVER, True
     options.reduceOp = torch.distributed.ReduceOp.SUM
     return group.reduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor], options)
 
