@@ -24,6 +24,13 @@ def rows_of(rank: int, sizes: Sequence[int]) -> slice:
     return slice(start, start + sizes[rank])
 
 
+def assert_equal(found: Iterable[torch.Tensor | None], expected: Iterable[torch.Tensor | None]) -> None:
+    """Check that tensors are the same, bit for bit, and None where None is expected."""
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or other is None or torch.equal(one, other)
+
+
 def assert_same_gradients(module: nn.Module, oracle: nn.Module, rtol: float = 1e-11, atol: float = 1e-13) -> None:
     for (name, parameter), other in zip(module.named_parameters(), oracle.parameters(), strict=True):
         one, two = parameter.grad, other.grad
