@@ -17,7 +17,6 @@ from helpers.in_time import in_time
 from helpers.programs import have_ended, run_script, until
 from helpers.twins import assert_equal, state_of, step
 from unisono import DataParallel, ReplicaTimeout
-from unisono.engines.processes import fork_server
 from unisono.engines.processes.engine import Processes
 from unisono.engines.processes.post_mortem import is_stopped
 from unisono.engines.threads import Threads
@@ -136,25 +135,6 @@ def test_a_stopped_worker_that_does_not_take_a_message(wrap):
         in_time(lambda: model(x, "x" * (1 << 22)))
     model.engine.timeout = None
     torch.testing.assert_close(step(model, x), expected)
-
-
-@pytest.mark.slow
-def test_a_stopped_fork_server(wrap):
-    """F7: it is ended, and another one is started."""
-    model, other = wrap(Stuck().eval(), engine=Processes()), wrap(Stuck().eval(), engine=Processes())
-    x = rows(2)
-    expected = step(model, x)
-    process = fork_server.server._process
-    assert process is not None
-    process.send_signal(signal.SIGSTOP)
-    assert until(lambda: is_stopped(process.pid))
-    other.engine.timeout = TIMEOUT_S
-    with pytest.raises(ReplicaTimeout, match=r"could not be started: the fork server .* was stopped for 0.4 s"):
-        in_time(lambda: other(x))
-    assert process.returncode == -signal.SIGKILL
-    other.engine.timeout = None
-    torch.testing.assert_close(step(model, x), expected)
-    torch.testing.assert_close(step(other, x), expected)
 
 
 @both_engines
