@@ -42,9 +42,8 @@ def wrap() -> Iterator[Wrap]:
     models: list[DataParallel] = []
 
     def wrap(module: nn.Module, num_replicas: int = 3, share_memory: bool = True, **options: Any) -> DataParallel:
-        on_worker_loss = options.pop("on_worker_loss", "retry")
-        options.setdefault("engine", Processes(share_memory=share_memory, on_worker_loss=on_worker_loss))
-        models.append(DataParallel(module, ["cpu"] * num_replicas, **options))
+        engine = Processes(share_memory=share_memory, on_worker_loss="retry")
+        models.append(DataParallel(module, ["cpu"] * num_replicas, engine=engine, **options))
         return models[-1]
 
     yield wrap
@@ -79,9 +78,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "options", [name if name in ("plain", "sync") else pytest.param(name, marks=pytest.mark.slow) for name in OPTIONS]
-)
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("one device", "both", "gloo, sync")]
+
+
+@pytest.mark.parametrize("options", ["plain", "sync", "gloo", *SLOW])
 def test_a_death_at_any_place_changes_no_number(wrap: Wrap, tmp_path: Path, options: str, caplog: Any) -> None:
     """F10: the log says who died, how, and that the step is run again."""
     assert_undisturbed(wrap, tmp_path, dict(enumerate(PLACES, 1)), steps=8, **OPTIONS[options])
