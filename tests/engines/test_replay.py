@@ -26,7 +26,7 @@ from helpers.deaths import PLACES, Dies, differences, train, workers_of
 from helpers.modules import Calls, Fn, WithBackward
 from helpers.programs import have_ended
 from helpers.ranks import run_ranks
-from helpers.twins import assert_same_gradients, rows_of, twins
+from helpers.twins import assert_equal, assert_same_gradients, rows_of, twins
 from unisono import DataParallel, ReplicaDied
 from unisono.engines.processes import fork_server
 from unisono.engines.processes.engine import Processes
@@ -42,9 +42,8 @@ def wrap() -> Iterator[Wrap]:
     models: list[DataParallel] = []
 
     def wrap(module: nn.Module, num_replicas: int = 3, share_memory: bool = True, **options: Any) -> DataParallel:
-        on_worker_loss = options.pop("on_worker_loss", "retry")
-        options.setdefault("engine", Processes(share_memory=share_memory, on_worker_loss=on_worker_loss))
-        models.append(DataParallel(module, ["cpu"] * num_replicas, **options))
+        engine = Processes(share_memory=share_memory, on_worker_loss="retry")
+        models.append(DataParallel(module, ["cpu"] * num_replicas, engine=engine, **options))
         return models[-1]
 
     yield wrap
@@ -58,6 +57,16 @@ def module_in(folder: Path, **options: Any) -> Dies:
     return Dies(folder, **options)
 
 
+def assert_undisturbed(
+    wrap: Wrap, folder: Path, deaths: dict[int, Any], steps: int, loss_of: Any = None, **options: Any
+) -> None:
+    """Train without deaths and with them: losses, parameters, gradients, buffers and the random state are the same."""
+    expected = train(wrap(module_in(folder / "none"), **options), {}, steps)
+    losses, state = train(wrap(module_in(folder / "some"), **options), deaths, steps, loss_of)
+    assert losses == expected[0]
+    assert not differences(state, expected[1])
+
+
 SYNC = {"sync_batch_norm": True}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -69,28 +78,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "options", [name if name in ("plain", "sync") else pytest.param(name, marks=pytest.mark.slow) for name in OPTIONS]
-)
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("one device", "both", "gloo, sync")]
+
+
+@pytest.mark.parametrize("options", ["plain", "sync", "gloo", *SLOW])
 def test_a_death_at_any_place_changes_no_number(wrap: Wrap, tmp_path: Path, options: str, caplog: Any) -> None:
-    """F10: losses, parameters, gradients, buffers and torch's random state are those of an undisturbed run."""
-    deaths = dict(enumerate(PLACES, 1))
-    expected = train(wrap(module_in(tmp_path / "none"), **OPTIONS[options]), {}, steps=8)
-    with caplog.at_level(logging.WARNING, logger="unisono"):
-        losses, state = train(wrap(module_in(tmp_path / "some"), **OPTIONS[options]), deaths, steps=8)
-    assert losses == expected[0]
-    assert not differences(state, expected[1])
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == len(deaths)
-    assert all("its worker process" in text and "SIGKILL" in text and "run again" in text for text in told)
+    """F10: the log says who died, how, and that the step is run again."""
+    assert_undisturbed(wrap, tmp_path, dict(enumerate(PLACES, 1)), steps=8, **OPTIONS[options])
+    assert len(caplog.messages) == len(PLACES)
+    assert all("its worker process" in text and "SIGKILL" in text and "run again" in text for text in caplog.messages)
 
 
 def test_workers_that_die_in_the_step_that_is_run_again(wrap: Wrap, tmp_path: Path) -> None:
     """F10: three deaths one after the other are survived, in forward as in backward."""
-    expected = train(wrap(module_in(tmp_path / "none")), {}, steps=4)
-    losses, state = train(wrap(module_in(tmp_path / "some")), {1: ("forward", 3), 2: ("backward", 3)}, steps=4)
-    assert losses == expected[0]
-    assert not differences(state, expected[1])
+    assert_undisturbed(wrap, tmp_path, {1: ("forward", 3), 2: ("backward", 3)}, steps=4)
 
 
 @pytest.mark.parametrize("place", ["forward", "backward"])
@@ -123,7 +124,6 @@ def test_a_shard_that_ends_its_worker_each_time_is_an_error(wrap: Wrap, tmp_path
 
 def test_the_fork_server_dies(wrap: Wrap, tmp_path: Path) -> None:
     """F10: all workers die with it; another one starts, and no number changes."""
-    expected = train(wrap(module_in(tmp_path / "none")), {}, steps=2)
 
     def loss_of(model: DataParallel, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         output = model(x)
@@ -134,9 +134,7 @@ def test_the_fork_server_dies(wrap: Wrap, tmp_path: Path) -> None:
         assert have_ended(workers)
         return nn.functional.cross_entropy(output, y)
 
-    losses, state = train(wrap(module_in(tmp_path / "some")), {}, steps=2, loss_of=loss_of)
-    assert losses == expected[0]
-    assert not differences(state, expected[1])
+    assert_undisturbed(wrap, tmp_path, {}, steps=2, loss_of=loss_of)
 
 
 # ---- what is kept until backward ends ------------------------------------------------------------
@@ -148,24 +146,22 @@ def kill_a_worker(model: DataParallel) -> None:
     assert have_ended([pid])
 
 
-def gradients(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
-    for parameter in model.parameters():
-        parameter.grad = None
-    loss.backward()
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+# What happens between forward and backward, in the two runs that are compared.
+NO_DEATH_AND_ONE: tuple[Callable[[DataParallel], None], ...] = (lambda model: None, kill_a_worker)
 
 
-def assert_equal(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    assert len(actual) == len(expected)
-    assert all(map(torch.equal, actual, expected))
+def gradients(model: nn.Module, loss: torch.Tensor, **options: Any) -> list[torch.Tensor | None]:
+    """Return the parameters' gradients after one backward, whose options these are."""
+    model.zero_grad()
+    loss.backward(**options)
+    return [p.grad for p in model.parameters()]
 
 
 def test_inputs_buffers_and_random_state_are_those_of_the_forward(wrap: Wrap, tmp_path: Path) -> None:
     """F10: between forward and backward the inputs are overwritten, buffers move on, and numbers are drawn."""
     model = wrap(module_in(tmp_path / "deaths"))
-    x, z = torch.randn(17, 20), torch.randn(17, 20)
-    undisturbed, disturbed = [], []
-    for found, dies in ((undisturbed, False), (disturbed, True)):
+    x, z, found = torch.randn(17, 20), torch.randn(17, 20), []
+    for death in NO_DEATH_AND_ONE:
         torch.manual_seed(5)
         given = x.clone().requires_grad_()
         output = model(given)
@@ -176,16 +172,14 @@ def test_inputs_buffers_and_random_state_are_those_of_the_forward(wrap: Wrap, tm
             torch.rand(3)
             after = [buffer.clone() for buffer in model.buffers()]
             random = torch.get_rng_state()
-        if dies:
-            kill_a_worker(model)
-        found += [*gradients(model, output.square().sum()), given.grad]
-        assert_equal([*model.buffers()], after)
+        death(model)
+        found.append([*gradients(model, output.square().sum()), given.grad])
+        assert_equal([*model.buffers(), torch.get_rng_state()], [*after, random])
         assert not all(map(torch.equal, buffers, after))
-        assert torch.equal(torch.get_rng_state(), random)
         with torch.no_grad():  # as they were before, for the second round
             for module in (model.module.first, model.module.second):
                 module.reset_running_stats()
-    assert_equal(disturbed, undisturbed)
+    assert_equal(*found)
 
 
 def test_several_forwards_before_their_backwards(wrap: Wrap, tmp_path: Path) -> None:
@@ -203,18 +197,12 @@ def test_a_graph_that_is_kept_for_a_second_backward(wrap: Wrap, tmp_path: Path) 
     """F10, A3: retain_graph=True; a death before each of the two."""
     model = wrap(module_in(tmp_path / "deaths"))
     output = model(torch.randn(9, 20))
-    grads = []
-    for dies in (False, True, True):
-        if dies:
-            kill_a_worker(model)
-            if len(grads) == 2:  # once the workers are others
-                model(torch.randn(9, 20))
-        for parameter in model.parameters():
-            parameter.grad = None
-        output.square().sum().backward(retain_graph=True)
-        grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-    assert_equal(grads[1], grads[0])
-    assert_equal(grads[2], grads[0])
+    expected = gradients(model, output.square().sum(), retain_graph=True)
+    for workers_are_others in (False, True):
+        kill_a_worker(model)
+        if workers_are_others:
+            model(torch.randn(9, 20))
+        assert_equal(gradients(model, output.square().sum(), retain_graph=True), expected)
 
 
 @pytest.mark.parametrize("dies_at", ["first", "second", "both"])
@@ -233,7 +221,7 @@ def test_gradients_of_gradients(wrap: Wrap, tmp_path: Path, dies_at: str) -> Non
             kill_a_worker(model)
         loss = output.mean() + (grad.norm(dim=1) - 1).square().mean()
         found.append([loss.detach(), *gradients(model, loss), given.grad])
-    assert_equal(found[1], found[0])
+    assert_equal(*found)
 
 
 def test_a_module_that_checkpoints_and_has_an_autocast_around_it(wrap: Wrap, tmp_path: Path) -> None:
@@ -241,17 +229,16 @@ def test_a_module_that_checkpoints_and_has_an_autocast_around_it(wrap: Wrap, tmp
     inner = module_in(tmp_path / "deaths")
     model = wrap(Fn(lambda x: checkpoint(inner, x, use_reentrant=False), nn.Linear(20, 20)))
     found = []
-    for dies in (False, True):
+    for death in NO_DEATH_AND_ONE:
         torch.manual_seed(5)
         with torch.autocast("cpu", torch.bfloat16):
             output = model(torch.ones(9, 20) * torch.arange(9.0)[:, None])
-        if dies:
-            kill_a_worker(model)
+        death(model)
         found.append([output.detach(), *gradients(model, output.float().square().sum())])
         inner.first.reset_running_stats()
         inner.second.reset_running_stats()
     assert found[0][0].dtype == torch.bfloat16
-    assert_equal(found[1], found[0])
+    assert_equal(*found)
 
 
 def test_a_backward_inside_forward_is_passed_on_once(wrap: Wrap) -> None:
@@ -263,14 +250,13 @@ def test_a_backward_inside_forward_is_passed_on_once(wrap: Wrap) -> None:
 
     model = wrap(Calls(forward, own=nn.Linear(4, 4), layer=nn.Linear(4, 4)))
     x, found = torch.randn(9, 4), []
-    for dies in (False, True):
+    for death in NO_DEATH_AND_ONE:
         model.zero_grad()
         output = model(x)
-        if dies:
-            kill_a_worker(model)
+        death(model)
         output.sum().backward()
-        found.append([p.grad.clone() for p in model.parameters()])
-    assert_equal(found[1], found[0])
+        found.append([p.grad for p in model.parameters()])
+    assert_equal(*found)
 
 
 def test_nothing_is_kept_after_backward(wrap: Wrap, tmp_path: Path) -> None:
@@ -304,38 +290,21 @@ def scaled(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return module.second(nn.functional.dropout(y, training=module.training))
 
 
-def other_factor(module: nn.Module) -> None:
-    module.factor = 3.0
+CHANGES: dict[str, Callable[[nn.Module], object]] = {
+    "another factor": lambda module: setattr(module, "factor", 3.0),
+    "eval mode": lambda module: module.eval(),
+    "frozen": lambda module: module.first.weight.requires_grad_(False),
+    "others frozen": lambda module: (module.first.weight.requires_grad_(False), module.second.bias.requires_grad_()),
+    "a hook removed": lambda module: module.first._forward_hooks.clear(),
+    "another layer": lambda module: setattr(module, "second", nn.Linear(4, 4)),
+}
 
 
-def evaluated(module: nn.Module) -> None:
-    module.eval()
-
-
-def frozen(module: nn.Module) -> None:
-    module.first.weight.requires_grad_(False)
-
-
-def others_frozen(module: nn.Module) -> None:
-    module.first.weight.requires_grad_(False)
-    module.second.bias.requires_grad_(True)
-
-
-def hook_removed(module: nn.Module) -> None:
-    module.first._forward_hooks.clear()
-
-
-def other_layer(module: nn.Module) -> None:
-    module.second = nn.Linear(4, 4)
-
-
-@pytest.mark.parametrize(
-    "change", [other_factor, evaluated, frozen, others_frozen, hook_removed, other_layer], ids=lambda f: f.__name__
-)
-def test_the_module_is_that_of_the_forward(wrap: Wrap, change: Callable[[nn.Module], None]) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_module_is_that_of_the_forward(wrap: Wrap, change: str) -> None:
     """F10: attributes, flags and hooks that change between forward and backward; they stay changed."""
     grads = []
-    for dies in (False, True):
+    for death in NO_DEATH_AND_ONE:
         torch.manual_seed(2)
         module = Calls(scaled, first=nn.Linear(4, 4), second=nn.Linear(4, 4))
         module.factor = 1.0
@@ -343,18 +312,15 @@ def test_the_module_is_that_of_the_forward(wrap: Wrap, change: Callable[[nn.Modu
         module.first.register_forward_hook(lambda module, args, output: output * 2)
         model, parameters = wrap(module), [*module.parameters()]
         output = model(torch.randn(9, 4))
-        change(module)
+        CHANGES[change](module)
         kept = {name: dict(part.__dict__) for name, part in module.named_modules()}
         flags = [parameter.requires_grad for parameter in parameters]
-        if dies:
-            kill_a_worker(model)
+        death(model)
         output.square().sum().backward()
         assert {name: dict(part.__dict__) for name, part in module.named_modules()} == kept
         assert [parameter.requires_grad for parameter in parameters] == flags
         grads.append([parameter.grad for parameter in parameters])
-    for expected, found in zip(*grads, strict=True):
-        assert (expected is None) == (found is None)
-        assert expected is None or torch.equal(expected, found)
+    assert_equal(*grads)
 
 
 def test_containers_of_inputs_that_changed_since_the_forward(wrap: Wrap) -> None:
@@ -365,14 +331,13 @@ def test_containers_of_inputs_that_changed_since_the_forward(wrap: Wrap) -> None
 
     model = wrap(Calls(forward, layer=nn.Linear(4, 4)))
     x, grads = torch.randn(9, 4), []
-    for dies in (False, True):
+    for death in NO_DEATH_AND_ONE:
         batch: dict[str, Any] = {"x": x, "names": ["a", "b"]}
         batch["y"] = model(batch)
         batch["names"].append("c")
-        if dies:
-            kill_a_worker(model)
+        death(model)
         grads.append(gradients(model, batch["y"].sum()))
-    assert_equal(grads[1], grads[0])
+    assert_equal(*grads)
 
 
 def test_parameters_that_changed_since_the_forward(wrap: Wrap, tmp_path: Path) -> None:
@@ -435,25 +400,6 @@ def test_an_error_of_the_module_is_raised_once(wrap: Wrap) -> None:
     with pytest.raises(ValueError, match="as asked"):
         wrap(Fn(forward))(torch.ones(6, 2))
     assert calls == [1]
-
-
-def test_without_the_option_a_death_is_an_error(wrap: Wrap, tmp_path: Path) -> None:
-    """F4: the default."""
-    model = wrap(module_in(tmp_path / "deaths"), on_worker_loss="raise")
-    output = model(torch.randn(9, 20))
-    kill_a_worker(model)
-    with pytest.raises(ReplicaDied, match="SIGKILL"):
-        output.sum().backward()
-
-
-@pytest.mark.parametrize(("value", "error"), [("Retry", ValueError), (None, TypeError), (True, TypeError)])
-def test_bad_options(value: Any, error: type[Exception]) -> None:
-    """F10: refused, with what was expected."""
-    with pytest.raises(error, match=r"on_worker_loss=.*: expected one of \['raise', 'retry'\]"):
-        Processes(on_worker_loss=value)
-    if value is not True:
-        with pytest.raises(TypeError, match="rescue="):
-            Threads(rescue=value)
 
 
 # ---- forwards without gradients, maps, several processes -----------------------------------------
@@ -575,8 +521,7 @@ def test_a_shard_that_does_not_fit_is_run_in_parts(engine: str, in_backward: boo
         for name in expected:
             torch.testing.assert_close(output[name], expected[name])
         torch.testing.assert_close(mine.grad, theirs.grad)
-        for own, other in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(own.grad, other.grad)
+        assert_same_gradients(model.module, plain)
         told = [record.getMessage() for record in caplog.records if "in parts of 8 rows" in record.getMessage()]
         assert len(told) == (2 if step == 0 else 0), "both replicas, once"
         caplog.clear()
@@ -701,8 +646,7 @@ def test_parts_give_the_gradients_of_a_loss_over_the_whole_batch(engine: str, de
         output, expected = model(x), plain(x)
         (of_whole_batch(output["y"]) + output["loss"]).backward()
         (of_whole_batch(expected["y"]) + expected["loss"]).backward()
-        for own, other in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(own.grad, other.grad)
+        assert_same_gradients(model.module, plain)
     with torch.no_grad():
         torch.testing.assert_close(model(x)["y"], plain(x)["y"])
     model.module.most, model.parts = 17, 1

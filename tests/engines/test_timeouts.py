@@ -15,14 +15,14 @@ from torch import nn
 
 from helpers.in_time import in_time
 from helpers.programs import have_ended, run_script, until
+from helpers.twins import assert_equal, state_of, step
 from unisono import DataParallel, ReplicaTimeout
-from unisono.engines.processes import fork_server
 from unisono.engines.processes.engine import Processes
 from unisono.engines.processes.post_mortem import is_stopped
 from unisono.engines.threads import Threads
 
-engine_named = {"threads": Threads, "processes": Processes}
-both_engines = pytest.mark.parametrize("engine", ["threads", "processes"])
+over_gloo = partial(Processes, share_memory=False)
+both_engines = pytest.mark.parametrize("engine", [Threads, Processes])
 TIMEOUT_S = 0.4
 released = threading.Event()  # lets stuck threads of this process end
 
@@ -79,35 +79,27 @@ def wrap() -> Iterator[Callable[..., DataParallel]]:
     released.clear()
 
 
-def state_of(model: nn.Module) -> list[Any]:
-    """Return copies of parameters, gradients, buffers and the random state."""
-    gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-    return [*map(torch.clone, model.state_dict().values()), *gradients, torch.get_rng_state()]
-
-
-def assert_same(found: list[Any], expected: list[Any]) -> None:
-    for one, other in zip(found, expected, strict=True):
-        assert (one is None) is (other is None)
-        assert one is None or torch.equal(one, other)
-
-
-def step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    """Run a step; return output and gradients."""
-    model.zero_grad()
-    output = model(x)
-    output.square().sum().backward()
-    return [output.detach(), *[p.grad for p in model.parameters() if p.grad is not None]]
-
-
-@both_engines
-@pytest.mark.parametrize("sync_batch_norm", [False, True], ids=["alone", "at an exchange"])
 @pytest.mark.parametrize("place", ["forward", "backward"])
-def test_a_stuck_replica(wrap, engine, place, sync_batch_norm):
-    """F7: an error with its number and its stack; nothing has changed, and the model works afterwards."""
-    model = wrap(Stuck().train(sync_batch_norm), 3, engine=engine, sync_batch_norm=sync_batch_norm)
+@pytest.mark.parametrize(
+    ("engine", "act", "sync_batch_norm"),
+    [
+        pytest.param(Threads, gets_stuck, False, id="a thread"),
+        pytest.param(Threads, gets_stuck, True, id="a thread, at an exchange"),
+        pytest.param(Processes, gets_stuck, False, id="a worker"),
+        pytest.param(Processes, gets_stuck, True, id="a worker, at an exchange"),
+        pytest.param(Processes, stops, False, id="a stopped worker"),
+        pytest.param(over_gloo, stops, False, id="a stopped worker, gloo", marks=pytest.mark.slow),
+    ],
+)
+def test_a_stuck_replica(wrap, engine, act, sync_batch_norm, place):
+    """F7: an error with its number, its stack and how it is stuck; nothing has changed, and the model works afterwards.
+
+    A stopped worker cannot answer, and the error says that it was stopped.
+    """
+    model = wrap(Stuck().train(sync_batch_norm), 3, engine=engine(), sync_batch_norm=sync_batch_norm)
     x = rows(3)
     step(model, x)
-    model.module.actor, model.module.place = 1, place
+    model.module.actor, model.module.place, model.module.act = 1, place, act
     plain = copy.deepcopy(model.module)
     before, model.engine.timeout = state_of(model), TIMEOUT_S
     if place == "backward":  # the forward has updated the running statistics
@@ -116,43 +108,23 @@ def test_a_stuck_replica(wrap, engine, place, sync_batch_norm):
         run = partial(output.square().sum().backward)
     else:
         run = partial(model, x)
-    with pytest.raises(ReplicaTimeout, match=r"replica 1 on cpu, rows 2 to 3 of 6.*no progress for 0.4 s") as raised:
+    how = "no progress for 0.4 s" if act is gets_stuck else r"was stopped \(SIGSTOP, or a debugger\)"
+    with pytest.raises(ReplicaTimeout, match=f"replica 1 on cpu, rows 2 to 3 of 6.*{how}") as raised:
         in_time(run)
     assert (raised.value.replica, raised.value.device, raised.value.timeout) == (1, torch.device("cpu"), TIMEOUT_S)
-    assert (raised.value.pid is None) is (engine == "threads")
-    assert "in gets_stuck" in raised.value.stack
+    assert f"in {act.__name__}" in raised.value.stack
     assert raised.value.stack in str(raised.value)
-    assert_same(state_of(model), before)
+    assert (raised.value.pid is None) is (engine is Threads)
+    assert engine is Threads or have_ended([raised.value.pid])
+    assert_equal(state_of(model), before)
     model.engine.timeout, model.module.actor, plain.actor = None, -1, -1
     plain.load_state_dict(model.module.state_dict())
     torch.testing.assert_close(step(model, x), step(plain, x), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("place", ["forward", "backward"])
-@pytest.mark.parametrize(
-    "share_memory", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["shared memory", "gloo"]
-)
-def test_a_stopped_worker(wrap, place, share_memory):
-    """F7: it cannot answer, and the error says that it was stopped, and where."""
-    model = wrap(Stuck().eval(), 3, engine=Processes(share_memory=share_memory))
-    x = rows(3)
-    step(model, x)
-    model.module.actor, model.module.place, model.module.act = 1, place, stops
-    before, model.engine.timeout = state_of(model), TIMEOUT_S
-    with pytest.raises(ReplicaTimeout, match=r"was stopped \(SIGSTOP, or a debugger\)") as raised:
-        in_time(lambda: model(x).square().sum().backward())
-    assert raised.value.replica == 1
-    assert "in stops" in raised.value.stack
-    assert raised.value.pid is not None
-    assert have_ended([raised.value.pid])
-    assert_same(state_of(model), before)
-    model.engine.timeout, model.module.actor = None, -1
-    torch.testing.assert_close(step(model, x), step(copy.deepcopy(model.module), x), rtol=1e-4, atol=1e-4)
-
-
 def test_a_stopped_worker_that_does_not_take_a_message(wrap):
     """F7: a message that is larger than what the system keeps for its receiver."""
-    model = wrap(Stuck().eval(), engine="processes")
+    model = wrap(Stuck().eval(), engine=Processes())
     x = rows(2)
     expected = step(model, x)
     [worker] = model._engine._worker_group.workers
@@ -165,25 +137,6 @@ def test_a_stopped_worker_that_does_not_take_a_message(wrap):
     torch.testing.assert_close(step(model, x), expected)
 
 
-@pytest.mark.slow
-def test_a_stopped_fork_server(wrap):
-    """F7: it is ended, and another one is started."""
-    model, other = wrap(Stuck().eval(), engine="processes"), wrap(Stuck().eval(), engine="processes")
-    x = rows(2)
-    expected = step(model, x)
-    process = fork_server.server._process
-    assert process is not None
-    process.send_signal(signal.SIGSTOP)
-    assert until(lambda: is_stopped(process.pid))
-    other.engine.timeout = TIMEOUT_S
-    with pytest.raises(ReplicaTimeout, match=r"could not be started: the fork server .* was stopped for 0.4 s"):
-        in_time(lambda: other(x))
-    assert process.returncode == -signal.SIGKILL
-    other.engine.timeout = None
-    torch.testing.assert_close(step(model, x), expected)
-    torch.testing.assert_close(step(other, x), expected)
-
-
 @both_engines
 def test_draws_of_one_device(wrap, engine):
     """F7, N12: replicas wait for each other at each draw."""
@@ -192,7 +145,7 @@ def test_draws_of_one_device(wrap, engine):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.dropout(super().forward(x), 0.5, True)
 
-    model = wrap(Draws().eval(), 3, engine=engine, randomness="one_device")
+    model = wrap(Draws().eval(), 3, engine=engine(), randomness="one_device")
     x = rows(3)[:-1]
     expected = model(x)
     model.module.actor = 1
@@ -200,7 +153,7 @@ def test_draws_of_one_device(wrap, engine):
     with pytest.raises(ReplicaTimeout, match="replica 1") as raised:
         in_time(lambda: model(x))
     assert "in gets_stuck" in raised.value.stack
-    assert_same(state_of(model), before)
+    assert_equal(state_of(model), before)
     model.engine.timeout, model.module.actor = None, -1
     torch.manual_seed(0)
     torch.testing.assert_close(model(x), expected)
@@ -219,7 +172,7 @@ def test_a_lane_of_a_map(wrap, engine, actor):
                 gets_stuck()
             return x + 1
 
-    model = wrap(Lane(), engine=engine)
+    model = wrap(Lane(), engine=engine())
     batches = [torch.full((2, 1), float(k)) for k in range(6)]
     assert len(list(model.map(batches))) == 6
     model.module.stuck_at, model.engine.timeout = actor, TIMEOUT_S
@@ -275,7 +228,7 @@ def test_the_first_replica_is_stuck_and_others_wait_for_it(wrap, caplog):
         with pytest.raises(ReplicaTimeout, match="replica 0 on cpu, rows 0 to 1 of 4"):
             in_time(lambda: model(x))
     assert "logged.wait(100)" in caplog.text
-    assert_same(state_of(model), before)
+    assert_equal(state_of(model), before)
     model.module.actor, model.engine.timeout = -1, None
     assert model(x).shape == (4, 200)
 
@@ -297,7 +250,7 @@ def test_messages_are_progress(wrap, engine):
                 x = norm(x)
             return x
 
-    model = wrap(Slow(), engine=engine_named[engine](timeout=2.0), sync_batch_norm=True, shares=[3, 2])
+    model = wrap(Slow(), engine=engine(timeout=2.0), sync_batch_norm=True, shares=[3, 2])
     x = torch.randn(5, 1)
     torch.testing.assert_close(model(x), copy.deepcopy(model.module)(x), rtol=1e-4, atol=1e-4)
 

@@ -1,15 +1,18 @@
 """Worker processes that die at a chosen place of a step, and a training loop in which they do."""
 
+import contextlib
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
 from unisono import DataParallel
+from unisono.engines.processes import fork_server
 from unisono.engines.processes.engine import Processes
 
 PLACES = ("before", "forward", "batch norm", "between", "backward", "batch norm's backward")
@@ -108,3 +111,25 @@ def differences(state: Mapping[str, torch.Tensor], other: Mapping[str, torch.Ten
     """Return what is not equal, bit for bit."""
     assert state.keys() == other.keys()
     return [name for name in state if not torch.equal(state[name], other[name])]
+
+
+class _Runs:
+    """Runs code where it is unpickled."""
+
+    def __init__(self, code: str) -> None:
+        self.code = code
+
+    def __reduce__(self) -> Any:
+        return exec, (self.code,)
+
+
+@contextlib.contextmanager
+def each_fork_request_runs(code: str) -> Iterator[None]:
+    """Have the fork server run code when it unpickles a request for a worker, before it starts one."""
+    request = fork_server.ForkServer._request
+
+    def with_code(self: Any, message: Any, *args: Any) -> Any:
+        return request(self, (*message[:-1], _Runs(code)), *args)
+
+    with mock.patch.object(fork_server.ForkServer, "_request", with_code):
+        yield

@@ -24,6 +24,27 @@ def rows_of(rank: int, sizes: Sequence[int]) -> slice:
     return slice(start, start + sizes[rank])
 
 
+def assert_equal(found: Iterable[torch.Tensor | None], expected: Iterable[torch.Tensor | None]) -> None:
+    """Check that tensors are the same, bit for bit, and None where None is expected."""
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or other is None or torch.equal(one, other)
+
+
+def state_of(model: nn.Module) -> list[torch.Tensor | None]:
+    """Return copies of parameters, buffers, gradients and the random state."""
+    gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    return [*map(torch.clone, model.state_dict().values()), *gradients, torch.get_rng_state()]
+
+
+def step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """Run forward and backward; return the output and the gradients."""
+    model.zero_grad()
+    output = model(x)
+    output.square().sum().backward()
+    return [output.detach(), *[p.grad for p in model.parameters() if p.grad is not None]]
+
+
 def assert_same_gradients(module: nn.Module, oracle: nn.Module, rtol: float = 1e-11, atol: float = 1e-13) -> None:
     for (name, parameter), other in zip(module.named_parameters(), oracle.parameters(), strict=True):
         one, two = parameter.grad, other.grad

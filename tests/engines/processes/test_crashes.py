@@ -21,9 +21,11 @@ import torch
 from torch import nn
 
 from helpers import leftovers
+from helpers.deaths import each_fork_request_runs
 from helpers.in_time import in_time
 from helpers.leftovers import end_workers_of_earlier_tests
 from helpers.programs import until
+from helpers.twins import assert_equal, assert_same_gradients, state_of
 from unisono import DataParallel, ReplicaDied, ReplicaTimeout
 from unisono.engines.processes import fork_server
 from unisono.engines.processes.channel import Channel
@@ -165,11 +167,8 @@ def nothing_is_left() -> Iterator[None]:
     assert until(lambda: leftovers.of_this_process() == before), (before, leftovers.of_this_process())
 
 
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return copies of parameters, buffers, gradients, momenta and the random state."""
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    momenta = [state["momentum_buffer"] for state in optimizer.state.values()]
-    return [t.clone() for t in (*model.state_dict().values(), *gradients, *momenta, torch.get_rng_state())]
+def momenta(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [state["momentum_buffer"].clone() for state in optimizer.state.values()]
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
@@ -227,7 +226,7 @@ def test_what_goes_wrong_in_a_message(place: str, action: str, tmp_path: Path) -
     train_step(plain, optimizers[1], x)
 
     run = fail(model, place, action, x, tmp_path / "acted")
-    before = state_of(model, optimizers[0])
+    before = [*state_of(model), *momenta(optimizers[0])]
     if action == "SIGSTOP":
         model.engine.timeout = TIMEOUT_S
         model._engine._worker_group.set_timeout(TIMEOUT_S)  # a backward has that of its forward
@@ -238,8 +237,7 @@ def test_what_goes_wrong_in_a_message(place: str, action: str, tmp_path: Path) -
         error, message = TypeError, r"attribute 'payload' \(Acts\) cannot be pickled \(ValueError: as asked\)"
     with pytest.raises(error, match=message) as raised:
         in_time(run)
-    for found, expected in zip(state_of(model, optimizers[0]), before, strict=True):
-        assert torch.equal(found, expected)
+    assert_equal([*state_of(model), *momenta(optimizers[0])], before)
 
     module, model.engine.timeout = model.module, None
     module.place, module.action, module.payload, module.acted = "", "", None, None
@@ -247,65 +245,49 @@ def test_what_goes_wrong_in_a_message(place: str, action: str, tmp_path: Path) -
     output = train_step(model, optimizers[0], x)
     torch.set_rng_state(states)
     torch.testing.assert_close(output, train_step(plain, optimizers[1], x), rtol=1e-4, atol=1e-5)
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(module.state_dict(), plain.state_dict(), rtol=1e-4, atol=1e-5)
+    assert_same_gradients(module, plain, rtol=1e-4, atol=1e-5)
     model.close()
     raised.value.__traceback__ = None
     del raised, run
 
 
-class _ActsInServer:
-    """Pickled into a request, acts in the fork server."""
-
-    def __init__(self, action: str) -> None:
-        self.action = action
-
-    def __reduce__(self) -> Any:
-        code = {"C exit": "import os; os._exit(3)"}
-        kill = f"import os, signal; os.kill(os.getpid(), signal.{self.action})"
-        return exec, (code.get(self.action, kill),)
-
-
-IN_SERVER = {  # each of them starts three fork servers: the other actions differ in how the server's end is named only
-    "C exit": "exited with status 3",
-    "SIGKILL": "was ended by SIGKILL",
-    "SIGSTOP": "was stopped for 1 s",
+# What the server does, and how the error names it. Each of them starts three fork servers: the other actions differ in
+# how the server's end is named only.
+IN_SERVER = {
+    "C exit": ("os._exit(3)", "exited with status 3"),
+    "SIGKILL": ("os.kill(os.getpid(), signal.SIGKILL)", "was ended by SIGKILL"),
+    "SIGSTOP": ("os.kill(os.getpid(), signal.SIGSTOP)", "was stopped for 1 s"),
 }
 
 
-@pytest.mark.parametrize(("place", "action"), marked([("fork request", action) for action in IN_SERVER]))
-def test_what_goes_wrong_in_a_fork_request(
-    place: str, action: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("action", IN_SERVER)
+def test_what_goes_wrong_in_a_fork_request(action: str, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     """F4, F7, F8: in the fork server, and in the one that is started in its place."""
     monkeypatch.setenv("UNISONO_PUBLISH", "0")  # else the wrapper opens a file in its second second
     model = DataParallel(nn.Linear(4, 2), ["cpu"] * 2, engine="processes")
     x = torch.randn(4, 4)
+
+    def num_descriptors() -> int:
+        model.close()
+        until(lambda: leftovers.num_workers() == 0)
+        gc.collect()
+        return leftovers.of_this_process()[1]
+
     model(x)
-    model.close()
-    until(lambda: leftovers.num_workers() == 0)
-    gc.collect()
-    before = [*map(torch.clone, model.state_dict().values()), torch.get_rng_state()]
-    descriptors = leftovers.of_this_process()[1]
-    original = fork_server.ForkServer._request
-
-    def request(self: Any, message: Any, fds: Any, timeout_s: Any, start: bool = True) -> Any:
-        return original(self, (*message[:-1], _ActsInServer(action)), fds, timeout_s, start)
-
+    descriptors, before = num_descriptors(), state_of(model)
     error = ReplicaTimeout if action == "SIGSTOP" else ReplicaDied
     model.engine.timeout = TIMEOUT_S if action == "SIGSTOP" else None
-    with monkeypatch.context() as patch:
-        patch.setattr(fork_server.ForkServer, "_request", request)
-        with pytest.raises(error, match="could not be started: the fork server .* " + IN_SERVER[action]):
-            in_time(lambda: model(x))
+    code, how = IN_SERVER[action]
+    with (
+        each_fork_request_runs(f"import os, signal; {code}"),
+        pytest.raises(error, match=f"could not be started: the fork server .* {how}"),
+    ):
+        in_time(lambda: model(x))
     assert not fork_server.server.is_running
     model.engine.timeout = None
     torch.testing.assert_close(model(x), model.module(x))
-    model.close()
-    until(lambda: leftovers.num_workers() == 0)
-    gc.collect()
-    assert leftovers.of_this_process()[1] == descriptors
-    for found, expected in zip([*model.state_dict().values(), torch.get_rng_state()], before, strict=True):
-        assert torch.equal(found, expected)
+    assert num_descriptors() == descriptors
+    assert_equal(state_of(model), before)
     capfd.readouterr()  # the server's traceback

@@ -15,7 +15,9 @@ import torch
 from torch import nn
 
 from helpers import leftovers
+from helpers.deaths import each_fork_request_runs
 from helpers.programs import until
+from helpers.twins import step
 from unisono import DataParallel
 from unisono.engines.processes import fork_server, limits
 from unisono.engines.processes.channel import Channel
@@ -31,14 +33,6 @@ def limited(limit: int, soft: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(limit, before)
-
-
-def step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    """Return the output and the gradients of a step."""
-    model.zero_grad()
-    output = model(x)
-    output.square().mean().backward()
-    return [output.detach(), *[p.grad for p in model.parameters() if p.grad is not None]]
 
 
 @pytest.fixture
@@ -112,11 +106,25 @@ def test_a_worker_to_which_the_system_refuses_memory(model: DataParallel) -> Non
     torch.testing.assert_close(step(model, x), plain)
 
 
-def test_no_further_process(model: DataParallel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F12: none is allowed to the fork server, which says so."""
-    monkeypatch.setattr(fork_server.server, "_request", lambda *_: (BlockingIOError(errno.EAGAIN, "as asked"), 0))
-    with pytest.raises(BlockingIOError, match=r"a worker process cannot be had.*ulimit -u.*raise the limit"):
+NO_FURTHER_PROCESS = """
+import os
+def fork(original=os.fork):
+    os.fork = original
+    raise BlockingIOError(11, "as asked")
+os.fork = fork
+"""
+
+
+def test_no_further_process(model: DataParallel) -> None:
+    """F4, F12: none is allowed to the fork server, which says so, and goes on."""
+    process = fork_server.server._process
+    with (
+        each_fork_request_runs(NO_FURTHER_PROCESS),
+        pytest.raises(BlockingIOError, match=r"a worker process cannot be had.*ulimit -u.*raise the limit"),
+    ):
         model(torch.zeros(6, 200))
+    assert model(torch.zeros(6, 200)).shape == (6, 4)
+    assert fork_server.server._process is process
 
 
 def test_a_message_whose_descriptors_find_no_place() -> None:

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 import signal
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from helpers import leftovers
+from helpers.deaths import workers_of
 from helpers.leftovers import end_workers_of_earlier_tests
 from helpers.modules import Calls
 from helpers.programs import Program, have_ended, until
@@ -105,7 +107,7 @@ def test_ctrl_c_leaves_nothing(in_backward):
     model = DataParallel(Calls(forward, layer=nn.Linear(200, 200), interrupts=False), ["cpu"] * 3, engine="processes")
     x = torch.randn(6, 200)
     model(x).sum().backward()
-    pids = [worker.pid for worker in model._engine._worker_group.workers]
+    pids = workers_of(model)
     model.module.interrupts = True
     with pytest.raises(KeyboardInterrupt):
         model(x).sum().backward()
@@ -117,39 +119,67 @@ def test_ctrl_c_leaves_nothing(in_backward):
     assert until(lambda: leftovers.of_this_process() == before), (leftovers.of_this_process(), before)
 
 
-def files_of(pid: int) -> set[str]:
-    """Return what the file descriptors of a process refer to."""
-    folder, found = Path(f"/proc/{pid}/fd"), set()
-    for name in os.listdir(folder):
+def descriptors_of(pid: int) -> dict[Path, str]:
+    """Return what each file descriptor of a process refers to."""
+    found = {}
+    for name in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(FileNotFoundError):  # that of the folder itself
-            found.add(os.readlink(folder / name))
+            found[Path(f"/proc/{pid}/fd", name)] = os.readlink(f"/proc/{pid}/fd/{name}")
     return found
 
 
-def test_nothing_else_can_reach_the_channel_to_a_worker():
-    """F9: no socket has a name or listens, no file has a name, and /proc shows descriptors to the user alone."""
-    before = files_of(os.getpid())
+def sockets_with_an_address() -> set[str]:
+    """Return the inodes of the sockets to which another process could connect."""
+    lines = [line.split()[6:] for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    inodes = {inode for inode, *path in lines if path}
+    for kind in ("tcp", "tcp6", "udp", "udp6"):
+        table = Path(f"/proc/net/{kind}")
+        inodes |= {line.split()[9] for line in table.read_text().splitlines()[1:]} if table.exists() else set()
+    return inodes
+
+
+def none_can_be_opened_by_another_user(paths: Iterable[Path]) -> bool:
+    """Try it as another user, which only root can become."""
+    pid = os.fork()
+    if not pid:
+        status = 1
+        try:
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+            for path in paths:
+                with pytest.raises(PermissionError):
+                    os.open(path, os.O_RDONLY)
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def test_nothing_else_can_reach_a_worker_its_channel_or_its_memory():
+    """F9, T6: channels are pairs of connected sockets without an address; memory is in files without a name."""
+    before, in_shm = set(descriptors_of(os.getpid()).values()), set(os.listdir("/dev/shm"))
     model = DataParallel(nn.Linear(200, 200), ["cpu"] * 3, engine="processes")
     model(torch.zeros(6, 200)).sum().backward()
     assert fork_server.server._process is not None
-    workers = [worker.pid for worker in model._engine._worker_group.workers]
-    pids = [fork_server.server._process.pid, *workers]
-    new = set().union(*map(files_of, [os.getpid(), *pids])) - before
-    everywhere = set().union(*map(files_of, pids))
-    in_memory = {
-        target for target in everywhere if target.startswith("/memfd:unisono") and target.endswith(" (deleted)")
-    }
-    sockets = {target for target in new if target.startswith("socket:")}
-    assert in_memory
-    assert len(sockets) >= 2 * len(workers)
-    assert new - in_memory - sockets <= {"/dev/null"}
-    inodes = {target[len("socket:[") : -1] for target in sockets}
-    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
-    ours = [line for line in lines if line[6] in inodes]
-    assert len(ours) == len(inodes), "all are sockets of this kind, so none is open to the network"
-    assert all(len(line) == 7 for line in ours), "none has an address"
-    assert not any(int(line[3], 16) & 0x10000 for line in ours), "none listens"
+    pids = [fork_server.server._process.pid, *workers_of(model)]
+    assert len(pids) == 3
+    theirs = {path: target for pid in pids for path, target in descriptors_of(pid).items()}
+    mine = {path: target for path, target in descriptors_of(os.getpid()).items() if target not in before}
+    descriptors = {path: target for path, target in {**mine, **theirs}.items() if target != "/dev/null"}
+    sockets = {target[len("socket:[") : -1] for target in descriptors.values() if target.startswith("socket:")}
+    assert len(sockets) >= 4
+    assert not sockets & sockets_with_an_address()
+    memory = {path for path, target in descriptors.items() if target.startswith("/memfd:unisono")}
+    assert len(memory) >= 3
+    assert all(os.stat(path).st_nlink == 0 for path in memory)
+    assert set(os.listdir("/dev/shm")) == in_shm
+    others = {target for path, target in descriptors.items() if path not in memory and not target.startswith("socket:")}
+    assert others <= before, "the workers have the program's standard streams"
     for pid in pids:
         mode = os.stat(f"/proc/{pid}/fd")
         assert (mode.st_uid, mode.st_mode & 0o777) == (os.getuid(), 0o500)
+    if os.geteuid() == 0:
+        memories = [Path(f"/proc/{pid}/mem") for pid in (os.getpid(), *pids)]
+        assert none_can_be_opened_by_another_user([*memories, *descriptors])
     model.close()

@@ -125,67 +125,6 @@ def test_a_killed_fork_server_takes_all_workers_with_it():
         model.close()
 
 
-@pytest.mark.slow
-def test_a_fork_server_that_dies_at_each_request(monkeypatch):
-    """F4: an error that says how, and nothing is left; once it lives, the model works."""
-    code = "import os; os._exit(7)"
-    original = subprocess.Popen
-
-    def start(command, **options):
-        return original([command[0], "-c", code], **options)
-
-    fork_server.server.end()
-    model = DataParallel(Calls(lambda module, x: x + 1), ["cpu"] * 2, engine="processes")
-    with monkeypatch.context() as patch:
-        patch.setattr(fork_server.subprocess, "Popen", start)
-        died = death_of(model)
-    assert "replica 1 on cpu: its worker process could not be started" in str(died)
-    assert "exited with status 7" in str(died)
-    assert torch.equal(model(ROWS), ROWS + 1)
-    model.close()
-
-
-def test_a_system_that_allows_no_further_process():
-    """F4: the system's own error; the fork server goes on."""
-    server = fork_server.server
-    model = DataParallel(Calls(lambda module, x: x + 1), ["cpu"] * 2, engine="processes")
-    model(ROWS)
-    before = server._process
-    with pytest.raises(BlockingIOError):
-        request_without_processes(server)
-    model.close()
-    assert torch.equal(model(ROWS), ROWS + 1)
-    assert server._process is before
-    model.close()
-
-
-class _FailingFork:
-    """Pickled into the fork server's request: there, it has the next `os.fork` fail."""
-
-    def __reduce__(self):
-        code = (
-            "import os\n"
-            "def fork(original=os.fork):\n"
-            "    os.fork = original\n"
-            "    raise BlockingIOError(11, 'no further process')\n"
-            "os.fork = fork"
-        )
-        return exec, (code,)
-
-
-def request_without_processes(server: fork_server.ForkServer) -> None:
-    original = server._request
-
-    def request(message, fds, timeout_s, start=True):
-        return original((*message[:-1], _FailingFork()), fds, timeout_s, start)
-
-    server._request = request  # type: ignore[method-assign]
-    try:
-        server.fork(0, 1)
-    finally:
-        del server._request  # type: ignore[method-assign]
-
-
 # ---- the likely cause ------------------------------------------------------------------------------
 
 
