@@ -6,6 +6,7 @@ from the step's seed.
 
 import contextlib
 import copy
+import functools
 import gc
 import io
 import os
@@ -14,6 +15,7 @@ import random
 import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -50,14 +52,34 @@ class Action(NamedTuple):
 ACTIONS: dict[str, Action] = {}
 
 
-def action(weight: float = 1, only: tuple[str, ...] = (), without: tuple[str, ...] = ()) -> Callable[[Run], Run]:
-    """Register an action by its function's name."""
+def action(
+    weight: float = 1,
+    only: tuple[str, ...] = (),
+    without: tuple[str, ...] = (),
+    around: Callable[[Run, Side, Step], None] | None = None,
+) -> Callable[[Run], Run]:
+    """Register an action by its function's name, perhaps with something around it."""
 
     def register(run: Run) -> Run:
-        ACTIONS[run.__name__] = Action(run, weight, only, without)
+        ACTIONS[run.__name__] = Action(functools.partial(around, run) if around else run, weight, only, without)
         return run
 
     return register
+
+
+def _train_by(run: Run, side: Side, step: Step) -> None:
+    side.optimizer.zero_grad()
+    run(side, step)
+    side.optimizer.step()
+
+
+def _train_after(run: Run, side: Side, step: Step) -> None:
+    run(side, step)
+    side.train(step.rows, step.seed)
+
+
+training = functools.partial(action, around=_train_by)  # a step of the optimizer, by other gradients than usual
+change = functools.partial(action, around=_train_after)  # and then a usual step
 
 
 _REMEMBERS_GRAPHS = ("attributes", "normed weight")  # the plain module cannot be copied then
@@ -79,68 +101,55 @@ def train(side: Side, step: Step) -> None:
     side.train(step.rows, step.seed)
 
 
-@action(weight=2)
+@training(weight=2)
 def accumulate(side: Side, step: Step) -> None:
     """One optimizer step for three batches, one row shorter each."""
-    side.optimizer.zero_grad()
     for number in range(3):
         rows = max(step.rows - number, 2 if side.has("ranks") else 1)
-        side.backward(side.loss(side.forward(rows, step.seed + number)) / 3)
-    side.optimizer.step()
+        side.backward(side.loss_of(rows, step.seed + number) / 3)
 
 
 # Until the last backward, buffers and what hooks see are each rank's own: behaviour.md, C6 and C8.
-@action(only=("ranks",), without=("hooked", "buffers of ranks"))
+@training(only=("ranks",), without=("hooked", "buffers of ranks"))
 def accumulate_without_sync(side: Side, step: Step) -> None:
-    side.optimizer.zero_grad()
     with contextlib.nullcontext() if side.is_plain else next(side.wrappers()).no_sync():
-        side.backward(side.loss(side.forward(step.rows, step.seed)))
-    side.backward(side.loss(side.forward(step.rows, step.seed + 1)))
-    side.optimizer.step()
+        side.backward(side.loss_of(step.rows, step.seed))
+    side.backward(side.loss_of(step.rows, step.seed + 1))
 
 
-@action(weight=2, without=("buffers of ranks",))
+@training(weight=2, without=("buffers of ranks",))
 def two_forwards_one_backward(side: Side, step: Step) -> None:
     """The second batch is larger, or smaller."""
-    side.optimizer.zero_grad()
     rows = step.rows + random.Random(step.seed).choice((-1, 0, 1, 5))
     first = side.forward(step.rows, step.seed)
     second = side.forward(max(rows, 2 if side.has("ranks") else 1), step.seed + 1)
     side.backward(side.loss(first) + side.loss(second))
-    side.optimizer.step()
 
 
-@action(without=("buffers of ranks",))
+@training(without=("buffers of ranks",))
 def two_forwards_two_backwards(side: Side, step: Step) -> None:
-    side.optimizer.zero_grad()
-    losses = [side.loss(side.forward(step.rows + number, step.seed + number)) for number in range(2)]
+    losses = [side.loss_of(step.rows + number, step.seed + number) for number in range(2)]
     for loss in random.Random(step.seed).sample(losses, 2):
         side.backward(loss)
-    side.optimizer.step()
 
 
-@action()
+@training()
 def backward_twice(side: Side, step: Step) -> None:
-    side.optimizer.zero_grad()
-    loss = side.loss(side.forward(step.rows, step.seed))
+    loss = side.loss_of(step.rows, step.seed)
     side.backward(loss, retain_graph=True)
     side.backward(loss * 2)
-    side.optimizer.step()
 
 
-@action()
+@training()
 def backward_of_each_output(side: Side, step: Step) -> None:
-    side.optimizer.zero_grad()
     outputs = floats_in(side.forward(step.rows, step.seed))
     for number, output in enumerate(outputs, 1):
         side.backward(side.loss(output), retain_graph=number < len(outputs))
-    side.optimizer.step()
 
 
-@action()
+@training()
 def backward_of_a_part(side: Side, step: Step) -> None:
     """Of one output, or of some of its rows."""
-    side.optimizer.zero_grad()
     draw = random.Random(step.seed)
     outputs = floats_in(side.forward(step.rows, step.seed))
     if outputs:
@@ -148,7 +157,6 @@ def backward_of_a_part(side: Side, step: Step) -> None:
         if output.dim() and not side.has("ranks"):
             output = output[: max(1, len(output) // 2)]
         side.backward(side.loss(output))
-    side.optimizer.step()
 
 
 @action(without=("ranks",))
@@ -163,9 +171,8 @@ def gradients_of_some(side: Side, step: Step) -> None:
         side.observe_all("gradient", torch.autograd.grad(loss, wanted, allow_unused=True))
 
 
-@action(without=(*_SECOND_ORDER, "ranks"))
+@training(without=(*_SECOND_ORDER, "ranks"))
 def gradient_penalty(side: Side, step: Step) -> None:
-    side.optimizer.zero_grad()
     # With no rows, a hook on a tensor of forward may be given None in the second backward.
     x = side.batch(max(1, step.rows), step.seed, requires_grad=True)
     loss = side.loss(side.run(x))
@@ -173,13 +180,12 @@ def gradient_penalty(side: Side, step: Step) -> None:
     side.observe("gradient of the input", grad)
     if grad is not None:
         side.backward(loss + grad.square().sum() * 0.1)
-    side.optimizer.step()
 
 
 @action(without=(*_SECOND_ORDER, "ranks"))
 def hessian_product(side: Side, step: Step) -> None:
     """The product of the Hessian and of the gradient; of the third order, if the seed says so."""
-    loss, trained = side.loss(side.forward(step.rows, step.seed)), side.trained()
+    loss, trained = side.loss_of(step.rows, step.seed), side.trained()
     third = step.seed % 4 == 0 and not side.has("batch norm")  # its third derivative in torch is wrong
     for order in range(1, 4 if third else 3):
         if not loss.requires_grad or not trained:
@@ -189,28 +195,24 @@ def hessian_product(side: Side, step: Step) -> None:
         loss = torch.as_tensor(sum((grad * grad.detach()).sum() for grad in grads if grad is not None))
 
 
-@action()
+@training()
 def penalty_on_parameters(side: Side, step: Step) -> None:
     """A part of the loss does not go through the model."""
     weight = side.core.head.weight
-    side.optimizer.zero_grad()
-    side.backward(side.loss(side.forward(step.rows, step.seed)) + weight.square().sum())
-    side.optimizer.step()
+    side.backward(side.loss_of(step.rows, step.seed) + weight.square().sum())
 
 
 @action()
 def zeroed_gradients(side: Side, step: Step) -> None:
     side.optimizer.zero_grad(set_to_none=False)
-    side.backward(side.loss(side.forward(step.rows, step.seed)))
+    side.backward(side.loss_of(step.rows, step.seed))
     side.optimizer.step()
 
 
-@action(without=("sparse",))
+@training(without=("sparse",))
 def clipped_gradients(side: Side, step: Step) -> None:
-    side.optimizer.zero_grad()
-    side.backward(side.loss(side.forward(step.rows, step.seed)))
+    side.backward(side.loss_of(step.rows, step.seed))
     side.observe("norm", nn.utils.clip_grad_norm_(list(side.model.parameters()), 1.0))
-    side.optimizer.step()
 
 
 @action(without=("sparse", "float64", "ranks"))
@@ -221,7 +223,7 @@ def lbfgs(side: Side, step: Step) -> None:
 
     def closure() -> float:
         optimizer.zero_grad()
-        loss = side.loss(side.forward(step.rows, step.seed))
+        loss = side.loss_of(step.rows, step.seed)
         side.backward(loss)
         return float(loss)
 
@@ -232,7 +234,7 @@ def lbfgs(side: Side, step: Step) -> None:
 def gradient_scaler(side: Side, step: Step) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     side.optimizer.zero_grad()
-    loss = side.loss(side.forward(step.rows, step.seed))
+    loss = side.loss_of(step.rows, step.seed)
     if loss.requires_grad:
         scaler.scale(loss).backward()
         if any(parameter.grad is not None for parameter in side.model.parameters()):
@@ -240,10 +242,9 @@ def gradient_scaler(side: Side, step: Step) -> None:
             scaler.update()
 
 
-@action()
+@change()
 def another_optimizer(side: Side, step: Step) -> None:
     side.make_optimizer(None if side.has("sparse") else random.Random(step.seed).choice(list(OPTIMIZERS)))
-    side.train(step.rows, step.seed)
 
 
 @action()
@@ -254,18 +255,16 @@ def gradients_of_ones_own(side: Side, step: Step) -> None:
     for _, parameter in side.parameters():
         if parameter.grad is not None and parameter.grad.layout == torch.strided:
             parameter.grad = parameter.grad.clone() if draw.random() < 0.5 else None
-    side.backward(side.loss(side.forward(step.rows, step.seed + 1)))
+    side.backward(side.loss_of(step.rows, step.seed + 1))
 
 
 # The plain module's column is a view of what it saved for backward; the wrapper's has memory of its own.
-@action(without=("writes_input", "outputs: column"))
+@training(without=("writes_input", "outputs: column"))
 def writes_into_output(side: Side, step: Step) -> None:
-    side.optimizer.zero_grad()
     outputs = floats_in(side.forward(step.rows, step.seed))
     if outputs:
         outputs[0].mul_(2)
         side.backward(side.loss(outputs[0]))
-    side.optimizer.step()
 
 
 @action(without=("buffers of ranks",))
@@ -274,15 +273,11 @@ def forward_without_backward(side: Side, step: Step) -> None:
     side.train(step.rows, step.seed + 1)
 
 
-@action()
+@training()
 def output_deleted_before_backward(side: Side, step: Step) -> None:
-    output = side.forward(step.rows, step.seed)
-    loss = side.loss(output)
-    del output
+    loss = side.loss_of(step.rows, step.seed)
     gc.collect(0)
-    side.optimizer.zero_grad()
     side.backward(loss)
-    side.optimizer.step()
 
 
 # ---- modes ---------------------------------------------------------------------------------------
@@ -290,33 +285,29 @@ def output_deleted_before_backward(side: Side, step: Step) -> None:
 
 # Without gradients, outputs of a scripted module may require some: that depends on how often it has run.
 # Under a launcher, forwards without gradients stay in their process, also in one that has no rows: C15.
-@action(without=("scripted", "ranks"))
+@training(without=("scripted", "ranks"))
 def eval_between(side: Side, step: Step) -> None:
     """Forwards in eval mode, without gradients and with them, and between a forward and its backward."""
     was_training = side.model.training
-    side.optimizer.zero_grad()
     loss = None
     if not side.has("batch norm"):  # whose running statistics would change between
-        loss = side.loss(side.forward(step.rows, step.seed))
+        loss = side.loss_of(step.rows, step.seed)
     side.model.eval()
     with torch.no_grad():
         side.forward(step.rows, step.seed + 1)
     output = side.forward(step.rows, step.seed + 2)
     side.model.train(was_training)
     side.backward(side.loss(output) if loss is None else loss)
-    side.optimizer.step()
 
 
-@action()
+@change()
 def eval_mode(side: Side, step: Step) -> None:
     side.model.eval()
-    side.train(step.rows, step.seed)
 
 
-@action()
+@change()
 def train_mode(side: Side, step: Step) -> None:
     side.model.train()
-    side.train(step.rows, step.seed)
 
 
 # Under a launcher, a forward without gradients stays in its process: buffers and batch norm would be its own.
@@ -345,13 +336,11 @@ def tensors_saved_on_cpu(side: Side, step: Step) -> None:
 
 
 # TorchScript runs another graph once it has seen a function twice, and torch's checkpoint finds other saved tensors.
-@action(without=(*_NOT_TWICE, "ranks", "scripted"))
+@training(without=(*_NOT_TWICE, "ranks", "scripted"))
 def checkpoint_around(side: Side, step: Step) -> None:
     reentrant = step.seed % 3 == 0
     x = side.batch(step.rows, step.seed, requires_grad=True if reentrant else None)
-    side.optimizer.zero_grad()
     side.backward(side.loss(checkpoint(side.run, x, use_reentrant=reentrant)))
-    side.optimizer.step()
 
 
 @action(weight=0.05, without=("compiled", "ranks", "scripted"))
@@ -362,13 +351,12 @@ def compiled_around(side: Side, step: Step) -> None:
 
 
 @contextlib.contextmanager
-def other_dtype(side: Side, dtype: torch.dtype) -> Any:
-    """Let the model have another dtype in the block; afterwards its values are as before, bit for bit."""
+def in_float32(side: Side, step: Step) -> Any:
+    """Let the model be in single precision in the block; afterwards its values are as before, bit for bit."""
     side.optimizer.zero_grad()
     values = side.values()
-    module = side.model if side.has_part else random.choice((side.core, side.model))
-    module.to(dtype)
-    side.dtype = dtype
+    (side.model if side.has_part else random.Random(step.seed).choice((side.core, side.model))).float()
+    side.dtype = torch.float32
     try:
         yield
     finally:
@@ -381,16 +369,14 @@ def other_dtype(side: Side, dtype: torch.dtype) -> Any:
 
 @action(without=("float64", "scripted", "random", "compiled", "profile"))
 def float32(side: Side, step: Step) -> None:
-    random.seed(step.seed)
-    with other_dtype(side, torch.float32):
-        side.backward(side.loss(side.forward(step.rows, step.seed)))
+    with in_float32(side, step):
+        side.backward(side.loss_of(step.rows, step.seed))
         side.observe_all("gradient", [parameter.grad for _, parameter in side.parameters()])
 
 
 @action(without=("float64", "scripted", "random", "compiled", "batch norm", "embedding", "sparse", "by row", "ranks"))
 def autocast(side: Side, step: Step) -> None:
-    random.seed(step.seed)
-    with other_dtype(side, torch.float32):
+    with in_float32(side, step):
         with torch.autocast("cpu", torch.bfloat16):
             output = side.run(side.batch(step.rows, step.seed, requires_grad=False))
         side.observe_all("output", [t.bfloat16() for t in tensors_in(output) if t.is_floating_point()])
@@ -400,28 +386,10 @@ def autocast(side: Side, step: Step) -> None:
 # ---- threads, failures, interrupts ---------------------------------------------------------------
 
 
-def in_threads(*functions: Callable[[], None]) -> None:
-    """Run functions in threads of their own, at the same time; raise what one of them raises."""
-    errors: list[BaseException] = []
-
-    def run(function: Callable[[], None]) -> None:
-        try:
-            function()
-        except BaseException as error:  # noqa: BLE001 - raised again below
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(function,)) for function in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-
-
 @action(weight=0.3)
 def another_thread(side: Side, step: Step) -> None:
-    in_threads(lambda: side.train(step.rows, step.seed))
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(side.train, step.rows, step.seed).result()
 
 
 # Forward changes the plain module meanwhile; with the wrapper each call has replicas of its own.
@@ -432,18 +400,16 @@ _NOT_IN_TWO_THREADS = ("random", "buffers", "reentrant", "attributes", "normed w
 def two_threads(side: Side, step: Step) -> None:
     """Two threads use the model at the same time."""
     batches = [side.batch(step.rows + number, step.seed + number) for number in range(2)]
-    results: list[list[Any]] = [[], []]
 
-    def differentiate(number: int) -> None:
-        output = side.run(batches[number])
+    def differentiate(x: Tensor) -> list[Any]:
+        output = side.run(x)
         loss, trained = side.loss(output), side.trained()
-        results[number] += tensors_in(output)
-        if loss.requires_grad and trained:
-            results[number] += torch.autograd.grad(loss, trained, allow_unused=True)
+        is_possible = loss.requires_grad and trained
+        return [*tensors_in(output), *(torch.autograd.grad(loss, trained, allow_unused=True) if is_possible else ())]
 
-    in_threads(lambda: differentiate(0), lambda: differentiate(1))
-    for number, tensors in enumerate(results):
-        side.observe_all(f"of thread {number}, tensor", tensors)
+    with ThreadPoolExecutor(2) as pool:
+        for number, tensors in enumerate(pool.map(differentiate, batches)):
+            side.observe_all(f"of thread {number}, tensor", tensors)
 
 
 class DeliberateError(Exception):
@@ -473,44 +439,40 @@ class _Interrupts:
             signal.raise_signal(signal.SIGINT)
 
 
-# With one replica the wrapped module runs itself: what it has written stays, as it does in the plain one.
-@action(without=("ranks", "one replica"))
-def failure_in_forward(side: Side, step: Step) -> None:
-    """A forward that fails leaves buffers as they were, which the plain module's does not."""
+def _cut_off(side: Side, step: Step, hook: Any, run: Callable[[], object], in_backward: bool = False) -> None:
+    """Run what a hook cuts off; then the training goes on.
+
+    A forward that is cut off leaves buffers as they were, which the plain module's does not.
+    """
     values = side.values()
-    hook = side.core.head.register_forward_pre_hook(_raise_for_some)
     try:
-        side.run(side.batch(step.rows, step.seed))
-        side.observe("raises", False)
-    except DeliberateError:
-        side.observe("raises", True)
-        if side.is_plain:
+        run()
+        side.observe("cut off", False)
+    except (DeliberateError, KeyboardInterrupt):
+        side.observe("cut off", True)
+        if side.is_plain and not in_backward:
             side.restore(values)
     finally:
         hook.remove()
     seed_torch(step.seed)
     side.train(step.rows, step.seed + 1)
+
+
+# With one replica the wrapped module runs itself: what it has written stays, as it does in the plain one.
+@action(without=("ranks", "one replica"))
+def failure_in_forward(side: Side, step: Step) -> None:
+    hook = side.core.head.register_forward_pre_hook(_raise_for_some)
+    _cut_off(side, step, hook, lambda: side.run(side.batch(step.rows, step.seed)))
 
 
 @action(weight=0.5, without=("ranks", "profile", "one replica"))
 def interrupt(side: Side, step: Step) -> None:
-    """Ctrl-C in forward or in backward; then gradients are zeroed, and the training goes on."""
-    values, in_backward = side.values(), step.seed % 2 == 0
+    """Ctrl-C in forward or in backward."""
+    in_backward = step.seed % 2 == 0
     hook = side.core.head.register_forward_hook(_Interrupts(in_backward))
-    output = None
-    try:
-        side.optimizer.zero_grad()
-        output = side.run(side.batch(step.rows, step.seed, requires_grad=False))
-        side.backward(side.loss(output))
-        side.observe("interrupted", False)
-    except KeyboardInterrupt:
-        side.observe("interrupted", True)
-        if side.is_plain and output is None:
-            side.restore(values)
-    finally:
-        hook.remove()
-    seed_torch(step.seed)
-    side.train(step.rows, step.seed + 1)
+    side.optimizer.zero_grad()
+    x = side.batch(step.rows, step.seed, requires_grad=False)
+    _cut_off(side, step, hook, lambda: side.backward(side.loss(side.run(x))), in_backward)
 
 
 # ---- changes of the model ------------------------------------------------------------------------
@@ -520,31 +482,29 @@ def _draw_parameter(side: Side, step: Step) -> nn.Parameter:
     return random.Random(step.seed).choice(side.parameters())[1]
 
 
-@action()
+@change()
 def freeze(side: Side, step: Step) -> None:
     parameter = _draw_parameter(side, step)
     parameter.requires_grad_(False)
     if step.seed % 2:
         parameter.grad = None
-    side.train(step.rows, step.seed)
 
 
-@action()
+@change()
 def unfreeze(side: Side, step: Step) -> None:
     for _, parameter in side.parameters():
         parameter.requires_grad_(True)
-    side.train(step.rows, step.seed)
 
 
 @action(without=("ranks",))
 def freeze_all(side: Side, step: Step) -> None:
     side.model.requires_grad_(False)
-    side.backward(side.loss(side.forward(step.rows, step.seed)))
+    side.backward(side.loss_of(step.rows, step.seed))
     side.model.requires_grad_(True)
     side.train(step.rows, step.seed + 1)
 
 
-@action()
+@change()
 def replace_parameter(side: Side, step: Step) -> None:
     layers = [m for m in side.core.modules() if type(m) in (nn.Linear, nn.LayerNorm, nn.Conv1d, nn.BatchNorm1d)]
     layer = random.Random(step.seed).choice(layers)
@@ -552,10 +512,9 @@ def replace_parameter(side: Side, step: Step) -> None:
         if "_" not in name:  # weight_g, weight_v
             setattr(layer, name, nn.Parameter(parameter.detach() * 0.9, parameter.requires_grad))
     side.make_optimizer()
-    side.train(step.rows, step.seed)
 
 
-@action()
+@change()
 def register_or_remove(side: Side, step: Step) -> None:
     """A parameter and a buffer that nothing uses."""
     if hasattr(side.core, "extra"):
@@ -564,34 +523,30 @@ def register_or_remove(side: Side, step: Step) -> None:
         side.core.register_parameter("extra", nn.Parameter(torch.ones(5)))
         side.core.register_buffer("extra_buffer", torch.ones(5))
     side.make_optimizer()
-    side.train(step.rows, step.seed)
 
 
-@action()
+@change()
 def swap_layer(side: Side, step: Step) -> None:
     if len(side.core.blocks):
         side.core.blocks[step.seed % len(side.core.blocks)] = linear()
     side.make_optimizer()
-    side.train(step.rows, step.seed)
 
 
-@action()
+@change()
 def tie_layers(side: Side, step: Step) -> None:
     side.core.head = nn.Linear(WIDTH, NUM_OUTPUTS)
     side.core.blocks.append(linear())
     side.core.blocks.append(side.core.blocks[-1])
     side.core.head_again = side.core.head
     side.make_optimizer()
-    side.train(step.rows, step.seed)
 
 
-@action()
+@change()
 def change_attribute(side: Side, step: Step) -> None:
     side.core.residual = not side.core.residual
-    side.train(step.rows, step.seed)
 
 
-@action()
+@change()
 def change_values(side: Side, step: Step) -> None:
     parameter = _draw_parameter(side, step)
     if step.seed % 2:
@@ -599,10 +554,9 @@ def change_values(side: Side, step: Step) -> None:
     else:
         with torch.no_grad():
             parameter.mul_(0.95)
-    side.train(step.rows, step.seed)
 
 
-@action(only=("buffers",))
+@change(only=("buffers",))
 def change_buffers(side: Side, step: Step) -> None:
     """In place, or by assigning other tensors."""
     for module in side.core.modules():
@@ -613,15 +567,13 @@ def change_buffers(side: Side, step: Step) -> None:
                 setattr(module, name, buffer.clone() * 0.9)
             else:
                 buffer.mul_(0.9)
-    side.train(step.rows, step.seed)
 
 
-@action()
+@change()
 def overlapping_buffers(side: Side, step: Step) -> None:
     whole = torch.ones(WIDTH)
     side.core.register_buffer("whole", whole)
     side.core.register_buffer("part", whole[:3])
-    side.train(step.rows, step.seed)
 
 
 def _double_output(module: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -660,26 +612,23 @@ def hook_of_all_modules(side: Side, step: Step) -> None:
 # ---- copies and checkpoints ----------------------------------------------------------------------
 
 
-@action(without=_REMEMBERS_GRAPHS)
+@change(without=_REMEMBERS_GRAPHS)
 def deepcopy(side: Side, step: Step) -> None:
     side.model.zero_grad()
     side.use(copy.deepcopy(side.model))
-    side.train(step.rows, step.seed)
 
 
-@action(without=(*_REMEMBERS_GRAPHS, "scripted", "compiled", "parametrized", "containers"))
+@change(without=(*_REMEMBERS_GRAPHS, "scripted", "compiled", "parametrized", "containers"))
 def unpickle(side: Side, step: Step) -> None:
     side.model.zero_grad()
     side.use(pickle.loads(pickle.dumps(side.model)))
-    side.train(step.rows, step.seed)
 
 
-@action(without=("ranks",))
+@change(without=("ranks",))
 def load_state_dict(side: Side, step: Step) -> None:
     values = {name: v * 0.9 if v.is_floating_point() else v.clone() for name, v in side.core.state_dict().items()}
     side.core.load_state_dict(values, assign=step.seed % 3 == 0)
     side.make_optimizer()
-    side.train(step.rows, step.seed)
 
 
 @action()
@@ -742,18 +691,16 @@ def functional_call(side: Side, step: Step) -> None:
 # ---- what only wrappers have ---------------------------------------------------------------------
 
 
-@action()
+@change()
 def close(side: Side, step: Step) -> None:
     for wrapper in side.wrappers():
         wrapper.close()
-    side.train(step.rows, step.seed)
 
 
-@action()
+@change()
 def refresh(side: Side, step: Step) -> None:
     for wrapper in side.wrappers():
         wrapper.refresh()
-    side.train(step.rows, step.seed)
 
 
 @action(weight=2)

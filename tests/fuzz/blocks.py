@@ -32,6 +32,14 @@ def linear(**options: Any) -> nn.Linear:
     return nn.Linear(WIDTH, WIDTH, **options)
 
 
+class Block(nn.Module):
+    """Has a linear layer, and one of several ways to use it."""
+
+    def __init__(self, how: str = "") -> None:
+        super().__init__()
+        self.linear, self.how = linear(), how
+
+
 class Layer(nn.Module):
     """A layer of torch's, applied to rows in a shape of their own."""
 
@@ -49,12 +57,12 @@ class Layer(nn.Module):
 class Tied(nn.Module):
     """Shares a weight between two layers, and perhaps a layer between two places and a list."""
 
-    def __init__(self, shares_layer: bool, in_list: bool) -> None:
+    def __init__(self, shared: str) -> None:
         super().__init__()
         self.a, self.b = linear(), linear()
         self.b.weight = self.a.weight
-        self.c = self.a if shares_layer else linear()
-        self.listed = [self.a, self.b] if in_list else []
+        self.c = self.a if "layer" in shared else linear()
+        self.listed = [self.a, self.b] if "list" in shared else []
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.a(x)) + self.b(x) * 0.5
@@ -86,16 +94,20 @@ class Convolutions(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, batch_first: bool) -> None:
+    def __init__(self, how: str) -> None:
         super().__init__()
-        self.attention, self.batch_first = nn.MultiheadAttention(4, 2, batch_first=batch_first), batch_first
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=how == "batch first")
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.reshape(-1, 3, 4)
-        if self.batch_first:
+        if self.attention.batch_first:
             return self.attention(x, x, x, need_weights=False)[0].reshape(-1, WIDTH)
         x = x.transpose(0, 1)
         return self.attention(x, x, x)[0].transpose(0, 1).reshape(-1, WIDTH)
+
+
+def encoder(**options: Any) -> nn.Module:
+    return nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True, **options)
 
 
 class Recurrent(nn.Module):
@@ -127,14 +139,14 @@ class Embeddings(nn.Module):
 
 
 class SparseEmbedding(nn.Module):
-    def __init__(self, twice: bool) -> None:
+    def __init__(self, how: str) -> None:
         super().__init__()
-        self.embedding, self.twice = nn.Embedding(7, WIDTH, sparse=True), twice
+        self.embedding, self.how = nn.Embedding(7, WIDTH, sparse=True), how
 
     def forward(self, x: Tensor) -> Tensor:
         numbers = numbers_of(x)
         y = x + self.embedding(numbers[:, 0])
-        return y + self.embedding(numbers[:, 1:3]).sum(1) if self.twice else y
+        return y + self.embedding(numbers[:, 1:3]).sum(1) if self.how == "twice" else y
 
 
 def normed(norm: Callable[..., nn.Module], **options: Any) -> nn.Module:
@@ -149,38 +161,42 @@ class Symmetric(nn.Module):
         return x.triu() + x.triu(1).transpose(-1, -2)
 
 
-class Parametrized(nn.Module):
-    def __init__(self, cached: bool) -> None:
-        super().__init__()
-        self.linear, self.cached = linear(), cached
+class Parametrized(Block):
+    def __init__(self, how: str) -> None:
+        super().__init__(how)
         parametrize.register_parametrization(self.linear, "weight", Symmetric())
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.cached:
+        if self.how == "plain":
             return self.linear(x)
         with parametrize.cached():
             return self.linear(torch.tanh(self.linear(x)))
 
 
-class Checkpointed(nn.Module):
+class Checkpointed(Block):
     """Runs two layers in checkpoints: once, in a lambda, one in another, reentrant, or from a leaf made in forward."""
 
     def __init__(self, how: str) -> None:
-        super().__init__()
-        self.a, self.b, self.how = linear(), linear(), how
+        super().__init__(how)
+        self.second = linear()
 
     def layers(self, x: Tensor) -> Tensor:
-        return self.b(torch.tanh(self.a(x)))
+        return self.second(torch.tanh(self.linear(x)))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.how == "lambda":
-            return checkpoint(lambda x: self.b(self.a(x).tanh()), x, use_reentrant=False, determinism_check="none") + x
+            return (
+                checkpoint(
+                    lambda x: self.second(self.linear(x).tanh()), x, use_reentrant=False, determinism_check="none"
+                )
+                + x
+            )
         if self.how == "nested":
             return checkpoint(self.layers, checkpoint(self.layers, x, use_reentrant=False), use_reentrant=False)
         if self.how == "reentrant":
-            return checkpoint(self.a, self.b(x), use_reentrant=True)
+            return checkpoint(self.linear, self.second(x), use_reentrant=True)
         if self.how == "reentrant, from a leaf":
-            return checkpoint(self.a, x.detach().requires_grad_() * 2, use_reentrant=True)
+            return checkpoint(self.linear, x.detach().requires_grad_() * 2, use_reentrant=True)
         return checkpoint(self.layers, x, use_reentrant=False)
 
 
@@ -278,37 +294,35 @@ def _halve(parameter: Tensor) -> None:
         parameter.grad.mul_(0.5)
 
 
-class Hooked(nn.Module):
-    def __init__(self, where: str) -> None:
-        super().__init__()
-        self.linear, self.where = linear(), where
-        if where == "forward":
+class Hooked(Block):
+    def __init__(self, how: str) -> None:
+        super().__init__(how)
+        if how == "forward":
             self.linear.register_forward_pre_hook(_stretch_inputs)
             self.linear.register_forward_hook(_add_inputs)
             self.linear.register_forward_pre_hook(_shift_inputs, with_kwargs=True, prepend=True)
-        elif where == "backward":
+        elif how == "backward":
             self.linear.register_full_backward_hook(_double_gradients)
             self.linear.register_full_backward_pre_hook(_treble_gradients)
-        elif where == "parameter":
+        elif how == "parameter":
             self.linear.weight.register_hook(_double_and_shift)
             self.linear.bias.register_post_accumulate_grad_hook(_halve)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
-        if self.where == "output" and y.requires_grad:
+        if self.how == "output" and y.requires_grad:
             y.register_hook(_double)
         return y
 
 
-class Counting(nn.Module):
+class Counting(Block):
     """Writes into its buffers in training, in one way or another, or assigns others to their names."""
 
     steps: Tensor
     mean: Tensor
 
     def __init__(self, how: str, persistent: bool = True) -> None:
-        super().__init__()
-        self.linear, self.how = linear(), how
+        super().__init__(how)
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
         self.register_buffer("mean", torch.zeros(WIDTH, WIDTH), persistent=persistent)
         self.register_buffer("nothing", None)
@@ -356,12 +370,8 @@ class Containers(nn.Module):
         return self.function(x) + self.layers["x"](x)
 
 
-class Transformed(nn.Module):
+class Transformed(Block):
     """Uses torch.func inside forward."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.linear, self.how = linear(), how
 
     def row(self, row: Tensor) -> Tensor:
         return self.linear(row).tanh()
@@ -387,27 +397,19 @@ class Transformed(nn.Module):
         return torch.vmap(torch.func.grad(of_parameters), (None, 0))(parameters, x)["weight"].sum(1)
 
 
-class InnerGradient(nn.Module):
+class InnerGradient(Block):
     """Differentiates inside its own forward."""
-
-    def __init__(self, create_graph: bool) -> None:
-        super().__init__()
-        self.linear, self.create_graph = linear(), create_graph
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.enable_grad():
             leaf = x if x.requires_grad else x.detach().requires_grad_()
             energy = self.linear(leaf).tanh().sum()
-            (grad,) = torch.autograd.grad(energy, leaf, create_graph=self.create_graph)
+            (grad,) = torch.autograd.grad(energy, leaf, create_graph=self.how == "kept")
         return x + grad
 
 
-class Modes(nn.Module):
+class Modes(Block):
     """Switches gradients off for a part of forward, in one way or another."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.linear, self.how = linear(), how
 
     def forward(self, x: Tensor) -> Tensor:
         if self.how == "no_grad":
@@ -430,11 +432,7 @@ class Modes(nn.Module):
         return y + self.linear(x)
 
 
-class InPlace(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = linear()
-
+class InPlace(Block):
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
         y[:, 0] = 0
@@ -444,12 +442,12 @@ class InPlace(nn.Module):
         return z.clamp_(-3, 3)
 
 
-class Unused(nn.Module):
+class Unused(Block):
     """Has parameters that are not used, frozen, empty, and 0-dim."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.unused, self.frozen = linear(), linear(), linear().requires_grad_(False)
+        self.unused, self.frozen = linear(), linear().requires_grad_(False)
         self.empty, self.scale = nn.Parameter(torch.empty(0)), nn.Parameter(torch.tensor(1.5))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -508,11 +506,7 @@ class Draws(nn.Module):
         return torch.where(torch.rand(x.shape) < 0.5, x, x * 0.5)
 
 
-class CheckpointedDropout(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = linear()
-
+class CheckpointedDropout(Block):
     def dropped(self, x: Tensor) -> Tensor:
         return F.dropout(self.linear(x), 0.4, self.training)
 
@@ -520,10 +514,9 @@ class CheckpointedDropout(nn.Module):
         return checkpoint(self.dropped, x, use_reentrant=False)
 
 
-class Compiled(nn.Module):
+class Compiled(Block):
     def __init__(self, backend: str) -> None:
         super().__init__()
-        self.linear = linear()
         self.function = torch.compile(self.inner, backend=backend, dynamic=True)
 
     def inner(self, x: Tensor) -> Tensor:
@@ -555,12 +548,12 @@ class Pairs(nn.Module):
         return self.bilinear(x, x.tanh()) * self.cosine(x, x + 1)[:, None]
 
 
-class Remembers(nn.Module):
+class Remembers(Block):
     """Assigns to attributes in forward, which a replica's next forward must not see."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.seen = linear(), 0
+        self.seen = 0
         self.last: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -605,13 +598,7 @@ FAMILIES: dict[str, Family] = {
         )
         | {"glu": lambda: nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GLU())}
     ),
-    "tied": Family(
-        {
-            "weight": lambda: Tied(False, False),
-            "weight, layer": lambda: Tied(True, False),
-            "weight, layer, list": lambda: Tied(True, True),
-        }
-    ),
+    "tied": Family(_of(Tied, "weight", "weight, layer", "weight, layer, list")),
     "norm": Family(
         {
             "layer": lambda: nn.LayerNorm(WIDTH),
@@ -636,13 +623,10 @@ FAMILIES: dict[str, Family] = {
     ),
     "convolution": Family(_of(Convolutions, "zeros", "circular", "reflect")),
     "attention": Family(
-        {
-            "batch first": lambda: Attention(True),
-            "batch second": lambda: Attention(False),
-            "encoder": lambda: Layer(nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True), 3, 4),
-            "encoder, norm first": lambda: Layer(
-                nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True, norm_first=True), 3, 4
-            ),
+        _of(Attention, "batch first", "batch second")
+        | {
+            "encoder": lambda: Layer(encoder(), 3, 4),
+            "encoder, norm first": lambda: Layer(encoder(norm_first=True), 3, 4),
         }
     ),
     "recurrent": Family(
@@ -661,7 +645,7 @@ FAMILIES: dict[str, Family] = {
         },
         ("order 1",),
     ),
-    "sparse": Family({"once": lambda: SparseEmbedding(False), "twice": lambda: SparseEmbedding(True)}, ("sparse",)),
+    "sparse": Family(_of(SparseEmbedding, "once", "twice"), ("sparse",)),
     "normed weight": Family(
         {
             "weight_norm": lambda: normed(nn.utils.weight_norm),
@@ -672,7 +656,7 @@ FAMILIES: dict[str, Family] = {
         },
         ("buffers",),
     ),
-    "parametrized": Family({"plain": lambda: Parametrized(False), "cached": lambda: Parametrized(True)}),
+    "parametrized": Family(_of(Parametrized, "plain", "cached")),
     "checkpoint": Family(_of(Checkpointed, "plain", "lambda", "nested")),
     "reentrant": Family(_of(Checkpointed, "reentrant", "reentrant, from a leaf"), ("reentrant",)),
     "scripted": Family({"layers": scripted}, ("scripted",)),
@@ -688,7 +672,7 @@ FAMILIES: dict[str, Family] = {
     "torch.func": Family(
         _of(Transformed, "functional_call", "jvp", "vmap", "vmap of grad", "vmap of jacrev", "gradient by row")
     ),
-    "inner gradient": Family({"kept": lambda: InnerGradient(True), "freed": lambda: InnerGradient(False)}),
+    "inner gradient": Family(_of(InnerGradient, "kept", "freed")),
     "modes": Family(_of(Modes, "no_grad", "training", "inference_mode", "detach", "switched")),
     "in place": Family({"rows": InPlace}),
     "unused": Family({"parameters": Unused}),

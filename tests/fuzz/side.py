@@ -196,6 +196,10 @@ class Side:
         terms = [(t.double().square() * 0.1 + t.double()).sum() / self._divisor(t) for t in tensors]
         return torch.as_tensor(sum((number * 0.1 + 0.1) * term for number, term in enumerate(terms)))
 
+    def loss_of(self, rows: int, seed: int) -> Tensor:
+        """Run the model on a batch; return the loss of its output."""
+        return self.loss(self.forward(rows, seed))
+
     def _divisor(self, tensor: Tensor) -> int:
         if self.program.loss == "sum" or tensor.dim() == 0:
             return 1

@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
+from torch import Tensor
 
 from unisono.runtime import devices
 
@@ -17,19 +18,19 @@ KERNELS = (
 )
 
 
-def _axes(x: torch.Tensor) -> list[int]:
+def _axes(x: Tensor) -> list[int]:
     return [axis for axis in range(x.dim()) if axis != 1]
 
 
-def _over(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _over(values: Tensor, x: Tensor) -> Tensor:
     return values.view(1, -1, *[1] * (x.dim() - 2))
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
+def _wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def _check(x: torch.Tensor, *per_channel: torch.Tensor | None) -> None:
+def _check(x: Tensor, *per_channel: Tensor | None) -> None:
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     assert x.numel(), "the kernels are not made for no rows"
     assert x.is_contiguous() or x.is_contiguous(memory_format=formats[x.dim()])
@@ -40,22 +41,22 @@ def _check(x: torch.Tensor, *per_channel: torch.Tensor | None) -> None:
             assert values.shape == (x.size(1),)
 
 
-def batch_norm_stats(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+def batch_norm_stats(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     _check(x)
     var, mean = torch.var_mean(_wide(x), _axes(x), correction=0)
     return mean, torch.rsqrt(var + eps)
 
 
 def batch_norm_gather_stats_with_counts(
-    x: torch.Tensor,
-    means: torch.Tensor,
-    inverse_stds: torch.Tensor,
-    running_mean: torch.Tensor | None,
-    running_var: torch.Tensor | None,
+    x: Tensor,
+    means: Tensor,
+    inverse_stds: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
     momentum: float,
     eps: float,
-    counts: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    counts: Tensor,
+) -> tuple[Tensor, Tensor]:
     for running in (running_mean, running_var):
         assert running is None or running.dtype == counts.dtype, "the kernel reads both as one type"
     assert x.dtype == counts.dtype
@@ -74,13 +75,8 @@ def batch_norm_gather_stats_with_counts(
 
 
 def batch_norm_elemt(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    mean: torch.Tensor,
-    inverse_std: torch.Tensor,
-    eps: float,
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, inverse_std: Tensor, eps: float
+) -> Tensor:
     _check(x, weight, bias, mean, inverse_std)
     result = (_wide(x) - _over(mean, x)) * _over(inverse_std, x)
     result = result if weight is None else result * _over(weight, x)
@@ -88,15 +84,15 @@ def batch_norm_elemt(
 
 
 def batch_norm_backward_reduce(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    mean: torch.Tensor,
-    inverse_std: torch.Tensor,
-    weight: torch.Tensor | None,
+    grad: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    inverse_std: Tensor,
+    weight: Tensor | None,
     input_g: bool,
     weight_g: bool,
     bias_g: bool,
-) -> tuple[torch.Tensor | None, ...]:
+) -> tuple[Tensor | None, ...]:
     _check(x, weight, mean, inverse_std)
     _check(grad)
     assert grad.dtype == x.dtype
@@ -112,15 +108,15 @@ def batch_norm_backward_reduce(
 
 
 def batch_norm_backward_elemt(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    mean: torch.Tensor,
-    inverse_std: torch.Tensor,
-    weight: torch.Tensor | None,
-    sum_dy: torch.Tensor,
-    sum_dy_xmu: torch.Tensor,
-    count: torch.Tensor,
-) -> torch.Tensor:
+    grad: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    inverse_std: Tensor,
+    weight: Tensor | None,
+    sum_dy: Tensor,
+    sum_dy_xmu: Tensor,
+    count: Tensor,
+) -> Tensor:
     _check(x, weight, mean, inverse_std, sum_dy, sum_dy_xmu)
     _check(grad)
     assert count.dtype == torch.int32

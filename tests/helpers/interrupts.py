@@ -4,24 +4,23 @@ CPython runs signal handlers at a few places only: when a function begins, after
 loop jumps back. A `Moment` counts these places and trips SIGINT at the n-th one, without a Python instruction in
 between. So the handler runs at the first place where a real signal would have run it; a run can be repeated exactly.
 
-    python -m helpers.interrupts threads --every 7          # in tests/, with src/ on the path
-    python -m helpers.interrupts threads --real 2000        # SIGINT from another thread, at random times
+    campaign("threads", lambda last: range(1, last + 1, 7))   # every seventh moment
+    real_campaign("threads", 2000, seed=0)                    # SIGINT from another thread, at random times
 """
 
 import _thread
-import argparse
 import contextlib
 import dis
 import functools
 import gc
-import os
 import random
 import signal
 import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -99,14 +98,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "processes, sync_batch_norm": {"engine": "processes", "sync_batch_norm": True},
     "processes, one_device": {"engine": "processes", "randomness": "one_device"},
 }
-CASES = ["plain", *OPTIONS, "map", "evaluate"]
 
 
 class Step:
     """One step of a case, from equal weights, buffers and random state each time, and what it gives undisturbed.
 
     Args:
-        case: one of `CASES`.
+        case: "plain", "map", "evaluate", or one of `OPTIONS`.
     """
 
     def __init__(self, case: str) -> None:
@@ -156,14 +154,15 @@ class Step:
         buffers = {name: value.clone() for name, value in self.module.named_buffers()}
         return {"result": self.result, "random state": torch.get_rng_state(), **grads, **buffers}
 
-    def wrong_after(self, error: BaseException | None, unraisable: Sequence[Any]) -> list[str]:
-        """Return what is wrong after a step that `error` has ended; the next step is made, and compared."""
+    def wrong_after(self, caught: "Caught") -> list[str]:
+        """Return what is wrong after a step that has been interrupted; the next step is made, and compared."""
+        error = caught.error
         wrong = [text for text, is_so in _thread_state(self._num_threads).items() if not is_so]
         if error is None:
             wrong.append("no KeyboardInterrupt")
         elif type(error) is not KeyboardInterrupt:
             wrong.append(f"{type(error).__name__} in its place: {str(error)[:80]}")
-        wrong += [f"swallowed: {type(each).__name__}" for each in unraisable]
+        wrong += [f"swallowed: {type(each).__name__}" for each in caught.unraisable]
         found = self.numbers()
         grads = [name for name in self.after if name.startswith("grad")]
         if not all(name in found and torch.equal(found[name], self.after[name]) for name in grads) and any(
@@ -209,52 +208,28 @@ def _thread_state(num_threads: int) -> dict[str, bool]:
     }
 
 
-def moments_of(step: Step) -> int:
-    """Return the number of moments of a steady step, which is the second one; see `interrupted_at`."""
-    for _ in range(2):
-        step.reset()
-        with Moment() as moment:
-            step.run()
-    return moment.count
-
-
-def interrupted_at(step: Step, number: int, kind: signal.Signals = signal.SIGINT) -> tuple[str, list[str]]:
+def interrupted_at(step: Step, number: int, kind: signal.Signals) -> tuple[str, list[str]]:
     """Interrupt a step at a moment; return where, and what was wrong after it.
 
     Since Python 3.12 a function has no opcode events in its first call after `sys.settrace`, so a step that has been
     over before the moment is made once more.
     """
-    moment, error, unraisable = _traced(step, number, kind)
-    if moment.count < number:
-        moment, error, unraisable = _traced(step, number, kind)
-    if moment.count < number:  # a step may take fewer moments, where it waits for other threads
-        return "", []
-    return moment.where, step.wrong_after(error, unraisable)
-
-
-def _traced(
-    step: Step, number: int, kind: signal.Signals
-) -> tuple[Moment, BaseException | None, list[BaseException | None]]:
-    """Make a step that is to be interrupted at a moment; return that, and what the step raised."""
-    step.reset()
-    error: BaseException | None = None
-    moment = Moment(number, kind)
-    with _unraisable() as unraisable:
-        try:
+    for _ in range(2):
+        step.reset()
+        moment = Moment(number, kind)
+        with _caught() as caught:
             with moment:
                 step.run()
             for _ in range(3):  # if the last moment was tripped
                 pass
-        except BaseException as caught:  # noqa: BLE001 - judged below
-            error = caught.with_traceback(None)
-            error.__context__ = None
-    return moment, error, unraisable
+        if moment.count >= number:
+            return moment.where, step.wrong_after(caught)
+    return "", []  # a step may take fewer moments, where it waits for other threads
 
 
 def interrupted_after(step: Step, seconds: float) -> list[str]:
     """Send this thread SIGINT from another thread after so many seconds, while steps run; return what was wrong."""
     step.reset()
-    error: BaseException | None = None
     main = threading.get_ident()
 
     def send() -> None:
@@ -262,20 +237,16 @@ def interrupted_after(step: Step, seconds: float) -> list[str]:
         signal.pthread_kill(main, signal.SIGINT)
 
     sender = threading.Thread(target=send)
-    with _unraisable() as unraisable:
+    with _caught() as caught:
+        sender.start()
         try:
-            sender.start()
-            try:
-                while sender.is_alive():
-                    with _later(signal.SIGINT):  # else it may split the reset, which is no step
-                        step.reset()
-                    step.run()
-            finally:
-                sender.join()
-        except BaseException as caught:  # noqa: BLE001 - judged below
-            error = caught.with_traceback(None)
-            error.__context__ = None
-    return step.wrong_after(error, unraisable)
+            while sender.is_alive():
+                with _later(signal.SIGINT):  # else it may split the reset, which is no step
+                    step.reset()
+                step.run()
+        finally:
+            sender.join()
+    return step.wrong_after(caught)
 
 
 @contextlib.contextmanager
@@ -288,13 +259,23 @@ def _later(kind: signal.Signals) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {kind})
 
 
+@dataclass
+class Caught:
+    """What a block has raised, and the exceptions that nobody could catch, such as those in finalizers."""
+
+    error: BaseException | None = None
+    unraisable: list[BaseException | None] = field(default_factory=list)
+
+
 @contextlib.contextmanager
-def _unraisable() -> Iterator[list[BaseException | None]]:
-    """Yield a list of the exceptions that nobody could catch, such as those in finalizers."""
-    found: list[BaseException | None] = []
-    before, sys.unraisablehook = sys.unraisablehook, lambda args: found.append(args.exc_value)
+def _caught() -> Iterator[Caught]:
+    caught = Caught()
+    before, sys.unraisablehook = sys.unraisablehook, lambda args: caught.unraisable.append(args.exc_value)
     try:
-        yield found
+        yield caught
+    except BaseException as error:  # noqa: BLE001 - judged by `wrong_after`
+        caught.error = error.with_traceback(None)
+        error.__context__ = None
     finally:
         sys.unraisablehook = before
 
@@ -313,7 +294,11 @@ def campaign(
     """
     step, count = Step(case), 0
     try:
-        for number in numbers(moments_of(step)):
+        for _ in range(2):  # the second one is a steady step; see `interrupted_at`
+            step.reset()
+            with Moment() as steady:
+                step.run()
+        for number in numbers(steady.count):
             where, wrong = interrupted_at(step, number, kind)
             count += bool(where)
             if wrong:
@@ -339,34 +324,3 @@ def real_campaign(case: str, num_signals: int, seed: int) -> tuple[int, dict[int
         return num_signals, {}
     finally:
         step.close()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("case", choices=CASES)
-    parser.add_argument("--every", type=int, default=1, help="interrupt at every so-manyth moment")
-    parser.add_argument("--first", type=int, default=1, help="the first moment")
-    parser.add_argument("--real", type=int, default=0, help="so many real signals at random times instead")
-    parser.add_argument("--seed", type=int, default=0, help="of the random times")
-    parser.add_argument("--so-far", type=int, nargs=2, default=(0, 0), help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    torch.set_num_threads(2)
-    if options.real:
-        count, wrong = real_campaign(options.case, options.real, options.seed)
-    else:
-        count, wrong = campaign(options.case, lambda last: range(options.first, last + 1, options.every))
-    count, num_wrong = options.so_far[0] + count, options.so_far[1] + len(wrong)
-    for number, text in wrong.items():
-        print(f"{number}: {text}", flush=True)
-        # What is left behind would spoil the next ones: they have a process of their own.
-        again = ["--first", str(number + options.every), "--every", str(options.every)]
-        if options.real:
-            again = ["--real", str(options.real - number - 1), "--seed", str(options.seed + 1)]
-        if not options.real or options.real > number + 1:
-            arguments = [options.case, *again, "--so-far", str(count), str(num_wrong)]
-            os.execv(sys.executable, [sys.executable, "-m", "helpers.interrupts", *arguments])
-    print(f"{options.case}: {count} interrupts, {num_wrong} wrong")
-
-
-if __name__ == "__main__":
-    main()
