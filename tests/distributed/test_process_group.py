@@ -404,7 +404,11 @@ def run_program(body: str) -> list[subprocess.CompletedProcess[str]]:
 
 
 def test_a_program_ends_without_messages():
-    """With warnings as errors, loaders with workers, and ranks that end at different times."""
+    """With warnings as errors, loaders with workers, and ranks that end at different times.
+
+    Python 3.14 frees the process groups when it ends. In a forked child that was a wait without end: their destructors
+    wait for threads, which a fork does not copy.
+    """
     body = """
     data = torch.utils.data.TensorDataset(torch.ones(6, 4))
     for _ in range(2):

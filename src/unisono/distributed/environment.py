@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from unisono.runtime import devices as _devices
+from unisono.runtime.forks import in_forked_child
 
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _MASTER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
@@ -157,6 +158,9 @@ def _end_default_group() -> None:
     distributed: Any = torch.distributed
     if distributed.is_initialized() and not has_failed():
         distributed.destroy_process_group()
+
+
+in_forked_child(lambda: atexit.unregister(_end_default_group))  # it is the parent's
 
 
 def note_failure() -> None:

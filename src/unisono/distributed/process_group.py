@@ -39,6 +39,7 @@ from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
 from unisono.runtime.buckets import Bucket, Form, buckets_of
 from unisono.runtime.errors import log_once
+from unisono.runtime.forks import in_forked_child, leak_process_group
 from unisono.runtime.interrupts import deliver
 
 _FIRST_NAP_S, _LONGEST_NAP_S = 0.00005, 0.002
@@ -521,6 +522,11 @@ class Communicator:
         """Tell the other ranks that this program has ended."""
         self._failure_store.report_exit()
 
+    def abandon(self) -> None:
+        """Leave the groups alone, in the child of a fork."""
+        for group in (self._control, *self._groups.values()):
+            leak_process_group(group)
+
 
 class _NotNoticedError(Exception):
     """Some rank has not noticed yet that the ranks do not do the same."""
@@ -634,6 +640,15 @@ def _report_program_end_to(communicator: Communicator) -> None:
 
     sys.excepthook = report
     atexit.register(_report_exits)
+
+
+def _after_fork() -> None:
+    for process_group, communicator in list(_communicators.items()):
+        leak_process_group(process_group)
+        communicator.abandon()
+
+
+in_forked_child(_after_fork)
 
 
 def _report_exits() -> None:

@@ -24,7 +24,6 @@ Assumes that a worker may wait without limit: the process it waits for is alive,
 gloo or NCCL decides the order in which replicas are summed: here runs need not repeat bit for bit.
 """
 
-import ctypes
 import functools
 import secrets
 import threading
@@ -41,6 +40,7 @@ from unisono.engines.processes.shared_memory import Segment, is_plain_strided
 from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
 from unisono.runtime.buckets import Bucket, BucketFiller, Form, buckets_of
+from unisono.runtime.forks import leak_process_group
 
 _END_TIMEOUT_S = 1.0
 
@@ -124,9 +124,9 @@ class ProcessGroups:
             torch_private.end_process_group(group)
 
     def abandon(self) -> None:
-        """Leak the groups: in the child of a fork, their destructors would wait for threads that the child lacks."""
+        """Drop the groups in the child of a fork, and free none."""
         for group in self._groups.values():
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+            leak_process_group(group)
         self._groups = {}
 
 
