@@ -292,7 +292,10 @@ def phases_sum_to_one(report: Report) -> bool:
         ),
         (["-m", "folder"], "-m folder: No module named folder.__main__; 'folder' is a package"),
         (["--devices", "gpu", "train.py"], "--devices gpu: gpu is no device"),
-        (["--shares", "2,1", "--devices", "cpu*3", "train.py"], "--shares [2.0, 1.0] has 2 weights for 3 devices"),
+        (
+            ["--shares", "2,1", "--devices", "cpu*3", "train.py"],
+            "error: --shares 2,1: 2 weights for 3 devices; give one a device",
+        ),
         *(
             (
                 ["--shares", text, "train.py"],
