@@ -73,6 +73,7 @@ def run(given: dict[str, Any]) -> int:
 
     Raises:
         CommandError: nothing was run.
+        SystemExit: the script's own.
     """
     if not given["program"]:
         raise OptionError("expected a script, or -m module (unisono run --help has examples)")
