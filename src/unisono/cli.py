@@ -8,6 +8,7 @@ them, by the extra that has them.
 import argparse
 import io
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -86,8 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = command.run(given, ranks) if command is train else command.run(given)
         return status
     except KeyboardInterrupt:
-        saved = "" if argv[:1] == ["verify"] else "; what had been saved stays"
-        return fail(f"stopped at once{saved}", _STOPPED + signal.SIGINT)
+        return fail("stopped at once", _STOPPED + signal.SIGINT)
     except Interrupted as stopped:
         ranks.wait_for_first()
         return _STOPPED + stopped.received
@@ -156,7 +156,11 @@ def _parse(argv: Sequence[str]) -> tuple[ModuleType | None, dict[str, Any]]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
+    """A parser whose errors are one line, and for which `-1ms` is a value, as `-1` is, and no option."""
+
+    def __init__(self, **texts: Any) -> None:
+        super().__init__(**texts)
+        self._negative_number_matcher = re.compile(r"-\.?\d")
 
     def error(self, message: str) -> NoReturn:
         raise OptionError(f"{message} ({self.prog} --help lists the options)")

@@ -73,12 +73,15 @@ def status_of(*arguments: str) -> int:
         return int(str(stopped.code))
 
 
-def run_to_the_end(*arguments: str) -> int:
-    """Run `unisono run` with these arguments in this process, and what it leaves for the exit; return the status."""
+def run_to_the_end(*arguments: str) -> Any:
+    """Run `unisono run` in this process, and what it leaves for the exit; return the status, or that of `sys.exit`."""
     at_exit: list[Callable[[], None]] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command, "atexit", SimpleNamespace(register=at_exit.append, unregister=at_exit.remove))
-        status = main(["run", *arguments])
+        try:
+            status: Any = main(["run", *arguments])
+        except SystemExit as end:
+            status = end.code
     for handler in at_exit:
         handler()
     return status

@@ -132,6 +132,7 @@ def test_a_training_that_is_killed(
     assert f"process {process.pid}: Slow, Threads; " in captured.out
     said = f"process {process.pid} has ended without Python's usual exit, as a killed one does: Slow, "
     assert captured.err.startswith(said)
+    assert captured.err.endswith(f"\nprocess {process.pid} has ended\n")
     assert said in captured.out
 
 
@@ -210,9 +211,9 @@ def test_a_reader_that_ends(runtime: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["--every", "0"], "argument --every: expected seconds from 0.1 to 3600; got '0'"),
-        (["--every", "nan"], "expected seconds from 0.1 to 3600; got 'nan'"),
-        (["--every", "soon"], "expected seconds from 0.1 to 3600; got 'soon'"),
+        (["--every", "0"], "argument --every: expected a number from 0.1 to 3600; got '0'"),
+        (["--every", "nan"], "expected a number from 0.1 to 3600; got 'nan'"),
+        (["--every", "soon"], "expected a number from 0.1 to 3600; got 'soon'"),
         (["--twice"], "there is no option --twice"),
         (["5"], "there is no option 5"),
         *(

@@ -167,6 +167,7 @@ def test_quantities(text, units, value):
 def test_links_by_name_and_by_figures():
     assert parse_link("25gbe") == LINKS["25gbe"] == Link(9.6e-6, 3.125e9)
     assert parse_link("1us, 8Gbit/s") == Link(1e-6, 1e9)
+    assert parse_link("0us,8Gbit/s") == Link(0.0, 1e9)  # a perfect latency was refused
     for text in ("10us", "10us,25Gbit/s,1", "25gb", "10us,0GB/s", "25Gbit/s,10us", "10us,1e999GB/s", "1e999s,1GB/s"):
         with pytest.raises(ArgumentTypeError, match="expected"):
             parse_link(text)

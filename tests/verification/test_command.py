@@ -155,10 +155,16 @@ def test_the_report_and_the_status(
         (["theirs:build", "--device", "2"], "there is no option --device"),
         (["theirs:build", "--devices", "gpu"], "--devices gpu: gpu is no device; expected auto, a count, or"),
         *(
-            (["theirs:build", f"--rtol={rtol}"], f"--rtol: expected a finite number, 0 or more; got '{rtol}'")
+            (["theirs:build", f"--rtol={rtol}"], f"--rtol: expected a number from 0 up; got '{rtol}'")
             for rtol in ("nan", "inf", "-1", "x")
         ),
-        (["theirs:build", *TWO, "--shares", "1,2,3"], "3 weights for 2 devices: give one a device"),
+        *(
+            (
+                ["theirs:build", *devices, "--shares", "1,2,3"],
+                "error: --shares 1,2,3: 3 weights for 2 devices; give one",
+            )
+            for devices in (TWO, ())
+        ),
         (["theirs:build", "--dim", "x"], "argument --dim: invalid int value"),
         (["theirs.py"], "theirs.py: expected package.module:build"),
         (["nowhere:build"], "there is no module nowhere in "),
@@ -188,8 +194,8 @@ def test_a_mistake_is_one_line(arguments: list[str], error: str, capsys: pytest.
 
 def test_an_error_of_ours_names_no_file_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
     """The line ended with a path into the package, as if that were where to look."""
-    assert run("theirs:build", *TWO, "--shares", "1,2,3") == 2
-    assert capsys.readouterr().err.endswith("has 3 weights for 2 devices: give one a device\n")
+    assert run("theirs:build", *TWO, "--dim", "5") == 2
+    assert capsys.readouterr().err.endswith("inputs[0] of shape (9, 5) along dim=5: it has no such axis\n")
 
 
 def test_the_traceback_is_shown_when_asked(capsys: pytest.CaptureFixture[str]) -> None:

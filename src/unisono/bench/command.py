@@ -14,7 +14,7 @@ from unisono.bench.tasks import Task
 from unisono.console import options, progress
 from unisono.console.errors import DONE, FAILED, OptionError
 from unisono.console.files import expect_writable, write
-from unisono.console.options import TARGET, folder
+from unisono.console.options import TARGET, folder, number
 from unisono.runtime.devices import accelerators
 
 WORKLOADS = ("resnet", "mlp", "gpt", "tiny")
@@ -73,8 +73,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     contenders = f"some of {', '.join(CONTENDERS)} (default: all)"
     add("--contenders", type=_contender_names, metavar="NAMES", help=contenders)
     add("--replicas", type=_counts, metavar="COUNTS", help=counts)
-    add("--rounds", type=int, metavar="N", help=f"turns of each contender (default: {_USUAL['rounds']})")
-    add("--seconds-per-turn", type=float, metavar="S", help=f"approximate length of a turn {turn}")
+    add("--rounds", type=number(int, 1), metavar="N", help=f"turns of each contender (default: {_USUAL['rounds']})")
+    add("--seconds-per-turn", type=number(float, 0.01, 60), metavar="S", help=f"approximate length of a turn {turn}")
     add("--quick", action="store_true", help=f"a first look: fewer and shorter turns, {quick}")
     add("--output", type=folder, metavar="DIR", help="the folder for the results (default: runs/bench)")
 
@@ -97,10 +97,6 @@ def run(given: dict[str, Any]) -> int:
     targets = {name: f"unisono.bench.workloads:{name}" if name in WORKLOADS else name for name in names}
     settings = (_QUICK if "quick" in given else _USUAL) | {key: given[key] for key in _USUAL if key in given}
     rounds, seconds = int(settings["rounds"]), settings["seconds_per_turn"]
-    if rounds < 1:
-        raise OptionError(f"--rounds {rounds}: expected a whole number from 1 up")
-    if not 0 < seconds <= 60:
-        raise OptionError(f"--seconds-per-turn {seconds:g}: expected a number above 0, up to 60")
     output: Path = given.get("output", Path("runs/bench"))
     for target in targets.values():
         Task.of_target(target)  # raises before anything is started
@@ -168,9 +164,4 @@ def _contender_names(text: str) -> list[str]:
 
 
 def _counts(text: str) -> list[int]:
-    counts = text.split(",")
-    if not all(count.strip().isdecimal() and 2 <= int(count) <= _MOST_REPLICAS for count in counts):
-        raise argparse.ArgumentTypeError(
-            f"expected numbers from 2 to {_MOST_REPLICAS}, such as 2 or 2,4,8; got {text!r}"
-        )
-    return sorted({int(count) for count in counts})
+    return sorted(set(map(number(int, 2, _MOST_REPLICAS), text.split(","))))

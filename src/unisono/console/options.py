@@ -3,6 +3,7 @@
 import argparse
 import ast
 import importlib.util
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,11 +58,40 @@ def add_options_of_wrappers(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def expect_weights(given: Mapping[str, Any], num_devices: int) -> None:
+    """Check that the weights of `--shares` are as many as the devices, if there are any.
+
+    Raises:
+        OptionError: they are not.
+    """
+    weights = given.get("shares")
+    if isinstance(weights, list) and len(weights) != num_devices:
+        typed = ",".join(f"{weight:g}" for weight in weights)
+        raise OptionError(f"--shares {typed}: {len(weights)} weights for {num_devices} devices; give one a device")
+
+
 def folder(name: str) -> Path:
     """Return the path of a folder; an argparse type."""
     if not name:  # a path would take it for "."
         raise argparse.ArgumentTypeError("expected the name of a folder, got ''")
     return Path(name)
+
+
+def number(kind: type[int] | type[float], least: float, most: float = math.inf) -> Callable[[str], Any]:
+    """Return the argparse type of finite numbers from `least` to `most`."""
+    what = "a whole number" if kind is int else "a number"
+    expected = f"expected {what} from {least:g} {'up' if most == math.inf else f'to {most:g}'}"
+
+    def parsed(text: str) -> int | float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most or value == math.inf:
+            raise argparse.ArgumentTypeError(f"{expected}; got {text!r}")
+        return value
+
+    return parsed
 
 
 def shares(text: str) -> str | list[float]:

@@ -43,11 +43,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-bandwidth", action="store_true", help="measure no copies between accelerators")
 
 
-def needed(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Return the packages that must be installed, by the extra that has them: none."""
-    return {}
-
-
 def run(given: dict[str, Any]) -> int:
     """Look, and print; return the exit status."""
     inventory = take_inventory(GpuReader(), bandwidth=not given.get("no_bandwidth", False))

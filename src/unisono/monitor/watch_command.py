@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import json
-import math
 import signal
 import sys
 import time
@@ -11,10 +10,10 @@ from dataclasses import asdict
 from typing import Any
 
 from unisono.console.errors import DONE, OptionError
+from unisono.console.options import number
 from unisono.monitor.nvml import GpuReader
 
 _EVERY_S = 1.0
-_LEAST_S, _MOST_S = 0.1, 3600.0
 _ANY_WIDTH = 1000  # columns, where the output is no terminal
 
 SUMMARY = "show what runs now: GPUs, cores, and each replica's share, times and waits"
@@ -53,7 +52,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--once", action="store_true", help="show one sample and end")
     parser.add_argument("--pid", metavar="N", help="show only the training in this process")
     parser.add_argument("--json", action="store_true", help="print each sample as a line of JSON")
-    parser.add_argument("--every", type=_seconds, metavar="S", help=f"seconds between samples (default: {_EVERY_S:g})")
+    every = f"seconds between samples (default: {_EVERY_S:g})"
+    parser.add_argument("--every", type=number(float, 0.1, 3600), metavar="S", help=every)
 
 
 def needed(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
@@ -107,16 +107,5 @@ def run(given: dict[str, Any]) -> int:
                     break
     except KeyboardInterrupt:  # the usual way to end it
         return DONE
-    own = [note for note in sample.notes if note.startswith(f"process {pid} ")]
-    print(*own or [f"process {pid} has ended"], file=sys.stderr, flush=True)
+    print(*sample.notes, f"process {pid} has ended", sep="\n", file=sys.stderr, flush=True)
     return DONE
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not _LEAST_S <= value <= _MOST_S:
-        raise argparse.ArgumentTypeError(f"expected seconds from {_LEAST_S:g} to {_MOST_S:g}; got {text!r}")
-    return value

@@ -8,7 +8,7 @@ from typing import Any
 from unisono.console import options
 from unisono.console.errors import DONE, OptionError
 from unisono.console.files import expect_writable, write
-from unisono.console.options import TARGET, folder
+from unisono.console.options import TARGET, folder, number
 from unisono.plan.allreduce import ALGORITHMS
 from unisono.plan.links import BYTES, LINKS, SECONDS, Cluster, parse_link, parse_quantity
 from unisono.plan.measure import measured_step
@@ -66,18 +66,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("where").add_argument
     add("--inside", type=parse_link, metavar="LINK", help=f"between devices of a machine {inside}")
     add("--between", type=parse_link, metavar="LINK", help=f"between machines; a machine's devices share it {between}")
-    add("--devices-per-machine", type=int, metavar="N", help=machine)
+    add("--devices-per-machine", type=number(int, 1), metavar="N", help=machine)
     add = parser.add_argument_group("how").add_argument
     add("--bucket", type=_size, metavar="SIZE", help=f"gradients reduced at once {bucket}")
     add("--all-reduce", choices=(BEST, *ALGORITHMS), help=best)
     add("--strong", action="store_true", help="the devices share the batch that one has")
     add = parser.add_argument_group("results").add_argument
     add("--output", type=folder, metavar="DIR", help="the folder for them (default: runs/plan)")
-
-
-def needed(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Return the packages that must be installed, by the extra that has them: none."""
-    return {}
 
 
 def run(given: dict[str, Any]) -> int:
@@ -88,8 +83,6 @@ def run(given: dict[str, Any]) -> int:
     """
     output: Path = given.get("output", Path("runs/plan"))
     num_machine = given.get("devices_per_machine", _DEVICES_PER_MACHINE)
-    if num_machine < 1:
-        raise OptionError(f"--devices-per-machine {num_machine}: expected a whole number from 1 up")
     expect_writable(output)
     bucket_bytes = given.get("bucket", _size(_DEFAULTS["bucket"]))
     inside, between = (given.get(name, parse_link(_DEFAULTS[name])) for name in ("inside", "between"))

@@ -64,20 +64,20 @@ LINKS = {
 }
 
 
-def parse_quantity(text: str, units: dict[str, float]) -> float:
-    """Return the value of a number with one of these units; an argparse type, given the units.
+def parse_quantity(text: str, units: dict[str, float], *, zero: bool = False) -> float:
+    """Return the value of a number with one of these units; an argparse type, given the units, and if it may be 0.
 
     >>> parse_quantity("25MiB", BYTES), parse_quantity("25 Gbit/s", BYTES_PER_SECOND)
     (26214400.0, 3125000000.0)
 
     Raises:
-        argparse.ArgumentTypeError: it has another form, is infinite or 0.
+        argparse.ArgumentTypeError: it has another form, is infinite, or 0.
     """
     found = _NUMBER.fullmatch(text)
-    value = float(found[1]) * units[found[2]] if found and found[2] in units else 0.0
-    if not 0 < value < math.inf:
-        known = ", ".join(units)
-        raise argparse.ArgumentTypeError(f"expected a number above 0 and one of the units {known}; got {text!r}")
+    value = float(found[1]) * units[found[2]] if found and found[2] in units else math.nan
+    if not (0 < value < math.inf or (zero and value == 0)):
+        expected = f"expected a number {'from 0 up' if zero else 'above 0'} and one of the units {', '.join(units)}"
+        raise argparse.ArgumentTypeError(f"{expected}; got {text!r}")
     return value
 
 
@@ -97,4 +97,4 @@ def parse_link(text: str) -> Link:
         raise argparse.ArgumentTypeError(
             f"expected a latency and a bandwidth, such as 10us,25Gbit/s, or one of {', '.join(LINKS)}; got {text!r}"
         )
-    return Link(parse_quantity(latency, SECONDS), parse_quantity(bandwidth, BYTES_PER_SECOND))
+    return Link(parse_quantity(latency, SECONDS, zero=True), parse_quantity(bandwidth, BYTES_PER_SECOND))

@@ -31,20 +31,17 @@ class Report:
         devices: those of each wrapper, in the order in which they were made.
         functions: how often data_parallel and the verbs were called, by name.
         forwards, rows: of wrappers and of data_parallel, those without gradients too.
-        timed_forwards: those of them that an engine ran, on several devices: of these backward is known.
         seconds: since the first forward began.
         forward_s: what all forwards took, in the caller's thread.
-        replicas_s, backward_s: what the slowest replica took, forward and backward, of all forwards together.
+        backward_s: what all backwards took, each in the slowest replica; of those on one device it is not known.
     """
 
     devices: tuple[tuple[torch.device, ...], ...] = ()
     functions: Counter[str] = field(default_factory=Counter)
     forwards: int = 0
     rows: int = 0
-    timed_forwards: int = 0
     seconds: float = 0.0
     forward_s: float = 0.0
-    replicas_s: float = 0.0
     backward_s: float = 0.0
 
 
@@ -99,16 +96,13 @@ class Activity:
         return output
 
     def _count(self, began: float, forwards: int, rows: int, timings: list[ReplicaTiming]) -> None:
-        took = time.perf_counter() - began
         with self._lock:
             self._started = began if self._started is None else min(began, self._started)
             so_far = self._so_far
             so_far.forwards += forwards
             so_far.rows += rows
-            so_far.forward_s += took
-            so_far.replicas_s += max((timing.forward_s for timing in timings), default=took)
+            so_far.forward_s += time.perf_counter() - began
             if timings:
-                so_far.timed_forwards += 1
                 self._pending.append(timings)
             if len(self._pending) > _MOST_PENDING:
                 so_far.backward_s += _slowest_backward(self._pending.popleft())

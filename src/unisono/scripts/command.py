@@ -10,9 +10,8 @@ from typing import Any
 
 from unisono.console.device_option import choose_devices
 from unisono.console.errors import OptionError
-from unisono.console.options import OF_WRAPPERS, add_options_of_wrappers
+from unisono.console.options import OF_WRAPPERS, add_options_of_wrappers, expect_weights
 from unisono.distributed.environment import started_by_launcher
-from unisono.primitives.split_sizes import check_shares
 from unisono.runtime import devices as _devices
 from unisono.scripts import summary
 from unisono.scripts.gpu_count import counted_as_gpus
@@ -74,6 +73,7 @@ def run(given: dict[str, Any]) -> int:
 
     Raises:
         CommandError: nothing was run.
+        SystemExit: the script's own.
     """
     if not given["program"]:
         raise OptionError("expected a script, or -m module (unisono run --help has examples)")
@@ -83,11 +83,12 @@ def run(given: dict[str, Any]) -> int:
     counts_replicas = "count_replicas" in given
     if counts_replicas and devices is None:
         raise OptionError("--count-replicas counts those of --devices: give --devices too, such as --devices 'cpu*2'")
+    if devices is not None:
+        expect_weights(options, len(devices))
     try:
-        check_shares(options.get("shares", "chunk"), len(devices) if devices else None)
         installed = install(devices, **options)
     except (TypeError, ValueError) as error:
-        raise OptionError(str(error).replace("shares=", "--shares ", 1)) from error
+        raise OptionError(error) from error
 
     replaced = contextlib.ExitStack()
     replaced.enter_context(installed)

@@ -5,11 +5,10 @@ What the program sees: `__name__ == "__main__"`, its own `sys.argv`, its folder 
 defines. All of this is left as it is at the end, because threads and exit handlers of the program may go on: runpy
 would take it away.
 
-How it ends: with the status of `sys.exit`, or 1 after an exception, whose traceback begins in the program.
+How it ends: `sys.exit` goes on to Python; the traceback of another exception begins in the program.
 """
 
 import builtins
-import contextlib
 import importlib.machinery
 import importlib.util
 import io
@@ -17,7 +16,6 @@ import os
 import runpy
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import CodeType, ModuleType, TracebackType
@@ -87,15 +85,14 @@ def find_module(name: str) -> Program:
 
 
 def run_program(find: Callable[[], Program], arguments: Sequence[str]) -> int:
-    """Find a program and run it as `__main__`; return its exit status.
+    """Find a program and run it as `__main__`, with these arguments; return its exit status.
 
-    Args:
-        arguments: what follows its name on the command line.
+    An exception is shown as Python does at the end, by the program's own hook if it has set one.
 
     Raises:
         ProgramError: there is no such program.
+        SystemExit: the program's own.
     """
-    failure: BaseException
     try:
         program = find()
         main = ModuleType("__main__")
@@ -105,44 +102,18 @@ def run_program(find: Callable[[], Program], arguments: Sequence[str]) -> int:
         _put_first(program.folder)
         exec(program.code, main.__dict__)
         return DONE
-    except ProgramError:
+    except (ProgramError, SystemExit):
         raise
-    except SystemExit as end:
-        return _status(end)
     except BaseException as error:  # noqa: BLE001  whatever the program raises, Python would show it
-        failure = error
-    return _show(failure)  # outside of `except`, so that it is no part of what the program's own hook raises
-
-
-def _show(failure: BaseException) -> int:
-    """Show an exception as Python does at the end, by the program's own hook if it has set one; return the status."""
-    frames = _of_program(failure.__traceback__)
-    shown = type(failure), failure.with_traceback(frames), frames  # Python's own hook shows those of the exception
-    try:
-        sys.excepthook(*shown)
-    except SystemExit as end:
-        return _status(end)
-    except BaseException:  # noqa: BLE001  the hook fails: Python shows both
-        traceback.print_exc()
-        sys.__excepthook__(*shown)
-    return _INTERRUPTED if isinstance(failure, KeyboardInterrupt) else FAILED
+        frames = _of_program(error.__traceback__)
+        sys.excepthook(type(error), error.with_traceback(frames), frames)
+        return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED
 
 
 def _put_first(folder: str) -> None:
     """Put the program's folder where Python has put ours; with -P it has put none."""
     if not sys.flags.safe_path:
         sys.path[0] = folder
-
-
-def _status(end: SystemExit) -> int:
-    if end.code is None:
-        return DONE
-    if isinstance(end.code, int):
-        return end.code
-    if sys.stderr is not None:  # print would take standard output
-        with contextlib.suppress(ValueError, OSError):  # closed; a full disk
-            print(end.code, file=sys.stderr, flush=True)
-    return FAILED
 
 
 def _of_program(frames: TracebackType | None) -> TracebackType | None:

@@ -20,18 +20,17 @@ def line(report: Report, engine: str, world_size: int = 1, advice: str = "") -> 
     if not report.devices and not report.functions:
         return _NO_WRAPPER + advice
     parts = [f"rank 0 of {world_size}"] if world_size > 1 else []
+    several = any(len(devices) > 1 for devices in report.devices)
     if report.devices:
         number = _counted(len(report.devices), "wrapper")
         wheres = [describe(devices) if devices else _PLAIN for devices in report.devices]
-        several = any(len(devices) > 1 for devices in report.devices)
         parts.append(f"{number} on {' and '.join(dict.fromkeys(wheres))}{f', engine {engine}' * several}")
     if report.functions:
         parts.append("calls of " + ", ".join(f"{name} {count:,}" for name, count in report.functions.items()))
     if report.forwards:
         rate = f", {report.rows / report.seconds:,.0f} rows/s" if report.seconds else ""
         parts.append(f"{_counted(report.rows, 'row')} in {_counted(report.forwards, 'forward')}{rate}")
-        shown = {name: f"{share:.0%}" for name, share in phases(report).items()}
-        parts.append(", ".join(f"{name} {share}" for name, share in shown.items() if share != "0%"))
+        parts.append(_phases(report, several))
     elif report.devices:
         parts.append("no forward")
     return "; ".join(filter(None, parts))
@@ -41,14 +40,10 @@ def _counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
-def phases(report: Report) -> dict[str, float]:
+def _phases(report: Report, several: bool) -> str:
     """Return the share of each phase in the time since the first forward; of one device backward is not known."""
-    named = {"forward": report.replicas_s}
-    rest = "backward and the rest of the script"
-    if report.timed_forwards:
-        around_s = max(0.0, report.forward_s - report.replicas_s)
-        named |= {"backward": report.backward_s, "scatter, replicate, gather": around_s}
-        rest = "the rest of the script"
-    named[rest] = max(0.0, report.seconds - sum(named.values()))
-    whole = sum(named.values())
-    return {name: seconds / whole for name, seconds in named.items()} if whole else {}
+    rest_s = max(0.0, report.seconds - report.forward_s - report.backward_s)
+    rest = "the rest of the script" if several else "backward and the rest of the script"
+    seconds = {"forward": report.forward_s, "backward": report.backward_s, rest: rest_s}
+    shares = {name: f"{of_phase / sum(seconds.values()):.0%}" for name, of_phase in seconds.items()}
+    return ", ".join(f"{name} {share}" for name, share in shares.items() if share != "0%")

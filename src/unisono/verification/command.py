@@ -5,13 +5,14 @@ the traceback of the caller's own code is shown too.
 """
 
 import argparse
-import math
 import traceback
 from typing import Any
 
 from unisono.console.device_option import choose_devices
-from unisono.console.options import TARGET, add_options_of_wrappers
+from unisono.console.errors import CommandError
+from unisono.console.options import TARGET, add_options_of_wrappers, expect_weights, number
 from unisono.console.targets import TargetError, current_folder_first, one_line
+from unisono.runtime.devices import accelerators
 from unisono.verification.targets import build_arguments
 from unisono.verification.verify import verify
 
@@ -62,7 +63,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_options_of_wrappers(parser)
     parser.add_argument(
         "--rtol",
-        type=_tolerance,
+        type=number(float, 0),
         metavar="R",
         help="the largest allowed difference, relative to the largest value (default: 1e-5 for float32)",
     )
@@ -76,17 +77,19 @@ def run(given: dict[str, Any]) -> int:
         TargetError: nothing was compared. OptionError: `--devices` cannot be used.
     """
     target, show_traceback = given.pop("target"), given.pop("traceback", False)
-    devices = given.pop("devices", "auto")
-    if devices != "auto":
-        given["device_ids"] = choose_devices(devices)
+    which = given.pop("devices", "auto")
+    if which != "auto":
+        given["device_ids"] = choose_devices(which)
 
     try:
         with current_folder_first():
-            report = verify(**(build_arguments(target) | given), show=False)
+            arguments = build_arguments(target) | given
+            expect_weights(given, len(arguments.get("device_ids") or ()) or max(2, len(accelerators())))
+            report = verify(**arguments, show=False)
     except Exception as error:
         if show_traceback:
             traceback.print_exc()
-        if isinstance(error, TargetError):
+        if isinstance(error, CommandError):
             raise
         raise TargetError(f"{target} could not be compared: {one_line(error)}") from error
     if report.num_replicas == 1:
@@ -98,13 +101,3 @@ def run(given: dict[str, Any]) -> int:
         raise TargetError(f"{target}: nothing was compared, because the model has no output, gradients or buffers")
     print(report)
     return _SAME if report.same or report.explained else _DIFFERS
-
-
-def _tolerance(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a finite number, 0 or more; got {text!r}")
-    return value
