@@ -34,7 +34,7 @@ def same_results(model: nn.Module, wrapped: nn.Module, inputs: tuple[Any, ...], 
 
 def same_second_derivatives(model: nn.Module, wrapped: nn.Module, *inputs: torch.Tensor) -> None:
     """Check the gradients of a loss of all gradients against the plain module's."""
-    leaves = [*inputs, *model.parameters()]
+    leaves = [tensor for tensor in (*inputs, *model.parameters()) if tensor.requires_grad]
 
     def penalty(call: Callable[..., Any]) -> tuple[torch.Tensor, ...]:
         grads = torch.autograd.grad(loss_of(call(*inputs)), leaves, create_graph=True)
@@ -162,17 +162,22 @@ def test_replicas_that_do_not_agree_on_what_is_whole(wrap: Wrap) -> None:
 
 
 def test_second_derivatives_through_every_placement(wrap: Wrap) -> None:
-    """N3, for rows on another axis, means, sums and whole outputs."""
+    """N3, G10, for rows on another axis, means, sums, whole and padded outputs.
 
-    def forward(model: nn.Module, x: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    The value that is filled in is a constant, and adds nothing to gradients of gradients.
+    """
+
+    def forward(model: nn.Module, x: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor) -> Any:
         y = torch.tanh(x.T @ model.weight @ table)
-        return y.T, y.square().mean(), y.sum(), model.weight.sin().sum()
+        keep = torch.arange(3, device=x.device) < lengths[:, None]
+        cut = torch.where(keep, y, y.new_tensor(2.0))[:, : int(lengths.max())]
+        return y.T, y.square().mean(), y.sum(), model.weight.sin().sum(), cut
 
     model, x = Calls(forward, weight=nn.Parameter(torch.randn(3, 3))), torch.randn(3, 5, requires_grad=True)
-    table = torch.randn(3, 3, requires_grad=True)
-    scalars = ("stack", "mean", "sum", "stack")
-    wrapped = wrap(model, 2, in_dims=(1, None), out_dims=(1, 0, 0, None), scalars=scalars)
-    same_second_derivatives(model, wrapped, x, table)
+    table, lengths = torch.randn(3, 3, requires_grad=True), torch.tensor([1, 2, 2, 3, 1])
+    dims = {"in_dims": (1, None, 0), "out_dims": (1, 0, 0, None, pad(1, value=2.0))}
+    wrapped = wrap(model, 2, scalars=("stack", "mean", "sum", "stack", "stack"), **dims)
+    same_second_derivatives(model, wrapped, x, table, lengths)
 
 
 # ---- rows of different lengths --------------------------------------------------------------------
@@ -201,21 +206,6 @@ def test_outputs_are_padded_to_the_longest(wrap: Wrap, n: int) -> None:
     wrapped = wrap(model, n, out_dims=out_dims)
     same_results(model, wrapped, (x, lengths), [x])
     assert wrapped(x, lengths)["mask"].dtype == torch.bool
-
-
-@over_engines("value", [(0.0,), (2.0,)], processes=[(2.0,)], gloo=[])
-def test_second_derivatives_of_padded_outputs(wrap: Wrap, value: float) -> None:
-    """G10, N3: the value that is filled in is a constant, and adds nothing to gradients of gradients."""
-
-    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        keep = torch.arange(4) < x[:, :1].detach()
-        y = torch.where(keep, torch.tanh(model.layer(x)), torch.tensor(value))
-        return y[:, : int(x.detach()[:, 0].max())]
-
-    model = Calls(forward, layer=nn.Linear(4, 4))
-    x = torch.randn(6, 4)
-    x[:, 0] = torch.tensor([1, 2, 2, 4, 1, 3])
-    same_second_derivatives(model, wrap(model, 2, out_dims=pad(1, value=value)), x.requires_grad_())
 
 
 @on_threads
