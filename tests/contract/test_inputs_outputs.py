@@ -33,12 +33,15 @@ def same_results(model: nn.Module, wrapped: nn.Module, inputs: tuple[Any, ...], 
 
 
 def same_second_derivatives(model: nn.Module, wrapped: nn.Module, *inputs: torch.Tensor) -> None:
-    """Check the gradients of a loss of all gradients against the plain module's."""
+    """Check the gradients of a loss of all gradients, those of the first loss's weights too."""
     leaves = [tensor for tensor in (*inputs, *model.parameters()) if tensor.requires_grad]
 
     def penalty(call: Callable[..., Any]) -> tuple[torch.Tensor, ...]:
-        grads = torch.autograd.grad(loss_of(call(*inputs)), leaves, create_graph=True)
-        return torch.autograd.grad(sum(grad.square().sum() for grad in grads), leaves)
+        outputs = call(*inputs)
+        weights = [torch.linspace(0.5, 1.5, y.numel(), requires_grad=True).view(y.shape).to(y) for y in outputs]
+        loss = sum((y.square() * weight).sum() for y, weight in zip(outputs, weights, strict=True))
+        grads = torch.autograd.grad(loss, leaves, create_graph=True)
+        return torch.autograd.grad(sum(grad.square().sum() for grad in grads), [*leaves, *weights])
 
     torch.testing.assert_close(penalty(wrapped), penalty(model), rtol=1e-12, atol=1e-12)
 
