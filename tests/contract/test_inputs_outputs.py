@@ -33,12 +33,15 @@ def same_results(model: nn.Module, wrapped: nn.Module, inputs: tuple[Any, ...], 
 
 
 def same_second_derivatives(model: nn.Module, wrapped: nn.Module, *inputs: torch.Tensor) -> None:
-    """Check the gradients of a loss of all gradients against the plain module's."""
-    leaves = [*inputs, *model.parameters()]
+    """Check the gradients of a loss of all gradients, those of the first loss's weights too."""
+    leaves = [tensor for tensor in (*inputs, *model.parameters()) if tensor.requires_grad]
 
     def penalty(call: Callable[..., Any]) -> tuple[torch.Tensor, ...]:
-        grads = torch.autograd.grad(loss_of(call(*inputs)), leaves, create_graph=True)
-        return torch.autograd.grad(sum(grad.square().sum() for grad in grads), leaves)
+        outputs = call(*inputs)
+        weights = [torch.linspace(0.5, 1.5, y.numel(), requires_grad=True).view(y.shape).to(y) for y in outputs]
+        loss = sum((y.square() * weight).sum() for y, weight in zip(outputs, weights, strict=True))
+        grads = torch.autograd.grad(loss, leaves, create_graph=True)
+        return torch.autograd.grad(sum(grad.square().sum() for grad in grads), [*leaves, *weights])
 
     torch.testing.assert_close(penalty(wrapped), penalty(model), rtol=1e-12, atol=1e-12)
 
@@ -48,7 +51,10 @@ def same_second_derivatives(model: nn.Module, wrapped: nn.Module, *inputs: torch
 
 @over_engines("n, rows", [(2, 7), (4, 6), (2, 1)], processes=[(4, 6), (2, 1)], gloo=[(4, 6)])
 def test_one_input_whole_and_outputs_on_other_axes(wrap: Wrap, n: int, rows: int) -> None:
-    """S5, S10, G6: a mask that belongs to no row goes whole to every replica; its gradient is the sum of theirs."""
+    """S5, S10, G6: a mask that belongs to no row goes whole to every replica; its gradient is the sum of theirs.
+
+    Each replica returns it too, and the gradient of that counts once.
+    """
 
     class MaskedAttention(nn.MultiheadAttention):
         def forward(self, x: torch.Tensor, mask: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -140,18 +146,6 @@ def test_what_may_be_misplaced_rows_is_an_error(
         model(torch.ones(8, 8), named={"m": torch.ones(1, 1)})
 
 
-@over_gloo_too
-def test_the_gradient_of_what_is_whole_counts_once(wrap: Wrap) -> None:
-    """A regulariser, say, that every replica computes from the same weights."""
-
-    class Penalised(nn.Linear):
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return super().forward(x), self.weight.square().sum()
-
-    plain, x = Penalised(5, 3), torch.randn(7, 5, requires_grad=True)
-    same_results(plain, wrap(plain, 3, out_dims=(0, None)), (x,), [x])
-
-
 @on_threads
 def test_replicas_that_do_not_agree_on_what_is_whole(wrap: Wrap) -> None:
     """G3: with what each gave."""
@@ -162,17 +156,22 @@ def test_replicas_that_do_not_agree_on_what_is_whole(wrap: Wrap) -> None:
 
 
 def test_second_derivatives_through_every_placement(wrap: Wrap) -> None:
-    """N3, for rows on another axis, means, sums and whole outputs."""
+    """N3, G10, for rows on another axis, means, sums, whole and padded outputs.
 
-    def forward(model: nn.Module, x: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    The value that is filled in is a constant, and adds nothing to gradients of gradients.
+    """
+
+    def forward(model: nn.Module, x: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor) -> Any:
         y = torch.tanh(x.T @ model.weight @ table)
-        return y.T, y.square().mean(), y.sum(), model.weight.sin().sum()
+        keep = torch.arange(3, device=x.device) < lengths[:, None]
+        cut = torch.where(keep, y, y.new_tensor(2.0))[:, : int(lengths.max())]
+        return y.T, y.square().mean(), y.sum(), model.weight.sin().sum(), cut
 
     model, x = Calls(forward, weight=nn.Parameter(torch.randn(3, 3))), torch.randn(3, 5, requires_grad=True)
-    table = torch.randn(3, 3, requires_grad=True)
-    scalars = ("stack", "mean", "sum", "stack")
-    wrapped = wrap(model, 2, in_dims=(1, None), out_dims=(1, 0, 0, None), scalars=scalars)
-    same_second_derivatives(model, wrapped, x, table)
+    table, lengths = torch.randn(3, 3, requires_grad=True), torch.tensor([1, 2, 2, 3, 1])
+    dims = {"in_dims": (1, None, 0), "out_dims": (1, 0, 0, None, pad(1, value=2.0))}
+    wrapped = wrap(model, 2, scalars=("stack", "mean", "sum", "stack", "stack"), **dims)
+    same_second_derivatives(model, wrapped, x, table, lengths)
 
 
 # ---- rows of different lengths --------------------------------------------------------------------
@@ -201,21 +200,6 @@ def test_outputs_are_padded_to_the_longest(wrap: Wrap, n: int) -> None:
     wrapped = wrap(model, n, out_dims=out_dims)
     same_results(model, wrapped, (x, lengths), [x])
     assert wrapped(x, lengths)["mask"].dtype == torch.bool
-
-
-@over_engines("value", [(0.0,), (2.0,)], processes=[(2.0,)], gloo=[])
-def test_second_derivatives_of_padded_outputs(wrap: Wrap, value: float) -> None:
-    """G10, N3: the value that is filled in is a constant, and adds nothing to gradients of gradients."""
-
-    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        keep = torch.arange(4) < x[:, :1].detach()
-        y = torch.where(keep, torch.tanh(model.layer(x)), torch.tensor(value))
-        return y[:, : int(x.detach()[:, 0].max())]
-
-    model = Calls(forward, layer=nn.Linear(4, 4))
-    x = torch.randn(6, 4)
-    x[:, 0] = torch.tensor([1, 2, 2, 4, 1, 3])
-    same_second_derivatives(model, wrap(model, 2, out_dims=pad(1, value=value)), x.requires_grad_())
 
 
 @on_threads
