@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from helpers.comparisons import train_both
+from helpers.comparisons import assert_same_state, train_both
 from helpers.contract import ON_CPU, Wrap, in_turn
 from helpers.modules import Calls
 from unisono import DataParallel, data_parallel, replicate
@@ -213,8 +213,6 @@ def test_a_replica_that_fails_lets_the_others_compile(wrap: Wrap) -> None:
 
 def test_changes_between_steps_are_seen(wrap: Wrap) -> None:
     """R8, R13: buffers, frozen parameters, layers."""
-    net = Net()
-    plain, wrapped = copy.deepcopy(net), wrap(torch.compile(net, backend="aot_eager"))
 
     def freeze(net: nn.Module) -> None:
         net.first.requires_grad_(False)
@@ -226,19 +224,13 @@ def test_changes_between_steps_are_seen(wrap: Wrap) -> None:
     def scale(net: nn.Module) -> None:
         net.scale.mul_(3)
 
+    net = Net()
+    plain, wrapped = copy.deepcopy(net), wrap(torch.compile(net, backend="aot_eager"))
     for change in (lambda net: None, freeze, exchange, scale):  # a new hook is what compiled code does not look for
         for module in (plain, net):
             change(module)
             module.zero_grad()
-        x = torch.randn(6, 5)
-        expected, output = plain(x), wrapped(x)
-        torch.testing.assert_close(output, expected)
-        expected.sum().backward()
-        output.sum().backward()
-        for own, other in zip(net.parameters(), plain.parameters(), strict=True):
-            assert (own.grad is None) == (other.grad is None)
-            if own.grad is not None:
-                torch.testing.assert_close(own.grad, other.grad)
+        train_both(plain, wrapped, batches([6]))
 
 
 def test_nothing_keeps_replicas_alive(wrap: Wrap) -> None:
@@ -306,27 +298,33 @@ def test_compiled_where_there_is_one_device(devices: Any, no_accelerators: None)
     assert graphs.frame_count > 0
 
 
-@pytest.mark.parametrize("inside", [False, True])
-def test_a_wrapper_in_a_compiled_model(inside: bool, wrap: Wrap) -> None:
-    """R13, A10: what is around it is compiled, and what is in it where that is compiled too."""
+Make = Callable[[nn.Module], nn.Module]
 
+
+def between_layers(middle: nn.Module) -> nn.Module:
     def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return model.after(model.middle(torch.relu(model.before(x))))
 
-    graphs = CompileCounterWithBackend("aot_eager")
-    around = Calls(forward, before=nn.Linear(5, 5), middle=Net(), after=nn.Linear(3, 2))
-    plain = copy.deepcopy(around)
-    around.middle = wrap(torch.compile(around.middle, backend=graphs) if inside else around.middle)
-    train_both(plain, torch.compile(around, backend=graphs), batches(FEWER))
-    assert graphs.frame_count >= (3 if inside else 2)
+    torch.manual_seed(1)
+    return Calls(forward, before=nn.Linear(5, 5), middle=middle, after=nn.Linear(3, 2))
 
 
-def test_a_wrapper_in_a_replica_of_a_compiled_model(wrap: Wrap) -> None:
-    """R13, A10: a wrapper around a compiled model that contains a wrapper."""
-    net = Net()
-    plain = nn.Sequential(nn.Linear(5, 5), copy.deepcopy(net))
-    model = nn.Sequential(copy.deepcopy(plain[0]), wrap(net))
-    train_both(plain, wrap(torch.compile(model, backend="aot_eager")), batches(FEWER))
+# Name -> what is made of a module by wrapping and compiling, and how many graphs that takes, at least.
+NESTED: dict[str, tuple[Callable[[nn.Module, Make, Make], nn.Module], int]] = {
+    "in a compiled model": (lambda net, wrap, compile: compile(between_layers(wrap(net))), 2),
+    "compiled, in a compiled model": (lambda net, wrap, compile: compile(between_layers(wrap(compile(net)))), 3),
+    "in a replica of a compiled model": (lambda net, wrap, compile: wrap(compile(between_layers(wrap(net)))), 2),
+}
+
+
+@pytest.mark.parametrize("way", NESTED)
+def test_wrappers_and_compiled_models_in_each_other(way: str, wrap: Wrap) -> None:
+    """R13, A10: what is around a wrapper is compiled, and what is in it where that is compiled too."""
+    make, num_graphs = NESTED[way]
+    graphs, net = CompileCounterWithBackend("aot_eager"), Net()
+    plain = make(copy.deepcopy(net), lambda module: module, lambda module: module)
+    train_both(plain, make(net, wrap, lambda module: torch.compile(module, backend=graphs)), batches(FEWER))
+    assert graphs.frame_count >= num_graphs
 
 
 def test_a_map_compiles_once_for_all_lanes() -> None:
@@ -345,16 +343,9 @@ def test_a_map_compiles_once_for_all_lanes() -> None:
 
 def test_batch_norm_over_all_replicas_inside_what_is_compiled() -> None:
     """R13, N5: torch.compile does not follow the exchange; what is between two batch norms is compiled."""
-    plain = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 4), nn.BatchNorm1d(4))
-    compiled: Any = torch.compile(copy.deepcopy(plain), backend="aot_eager")
-    model = DataParallel(compiled, in_turn(2), sync_batch_norm=True)
-    for _ in range(2):
-        x = torch.randn(8, 5)
-        outputs = [each(x) for each in (model, plain)]
-        torch.testing.assert_close(*outputs)
-        for output in outputs:
-            output.pow(3).sum().backward()
-    for own, expected in zip(compiled.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(own.grad, expected.grad)
-    for own, expected in zip(compiled.buffers(), plain.buffers(), strict=True):
-        torch.testing.assert_close(own, expected)
+    layers = [nn.Linear(5, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()]
+    plain = nn.Sequential(*layers)
+    net = copy.deepcopy(plain)
+    wrapped = DataParallel(torch.compile(net, backend="aot_eager"), in_turn(2), sync_batch_norm=True)
+    train_both(plain, wrapped, batches([8, 8]))
+    assert_same_state(net, plain, 1e-10)

@@ -37,6 +37,10 @@ def parts() -> dict[str, Any]:
     return {"head": nn.Linear(4, 4), "scale": 1.0, "extra": None, "shift": nn.Buffer(torch.ones(4))}
 
 
+def body_and_head() -> dict[str, Any]:
+    return {"body": nn.Sequential(nn.Linear(4, 4)), "head": nn.Linear(4, 4)}
+
+
 def one_head() -> dict[str, Any]:
     return {"head": nn.Linear(4, 4), "table": Table(scale=2.0), "rate": rate_of(2.0)}
 
@@ -90,20 +94,12 @@ CHANGES: dict[str, tuple[Callable[..., torch.Tensor], Callable[[], dict[str, Any
     "parameter": (use_all, parts, [lambda model: setattr(model.head, "weight", nn.Parameter(torch.ones(4, 4)))]),
     "dtype": (use_all, parts, [lambda model: model.float()]),
     "buffer": (use_all, parts, [lambda model: setattr(model, "shift", torch.full((4,), 4.0))]),
-    "new parameter": (
-        use_all,
-        parts,
-        [lambda model: setattr(model, "extra", nn.Parameter(torch.full((4,), 2.0)))],
-    ),
+    "new parameter": (use_all, parts, [lambda model: setattr(model, "extra", nn.Parameter(torch.full((4,), 2.0)))]),
     "hooks": (use_all, parts, [hook_head, lambda model: model.head._forward_hooks.clear()]),
     "pre-hook": (use_all, parts, [lambda model: model.register_forward_pre_hook(lambda _, args: (args[0] * 2,))]),
     "forward": (use_all, parts, [replace_forward]),
-    "no child": (
-        use_head,
-        lambda: {"body": nn.Linear(4, 4), "head": nn.Linear(4, 4)},
-        [lambda model: delattr(model, "head")],
-    ),
-    "a child that moves": (use_head, lambda: {"body": nn.Sequential(), "head": nn.Linear(4, 4)}, [move_child]),
+    "no child": (use_head, body_and_head, [lambda model: delattr(model, "head")]),
+    "a child that moves": (use_head, body_and_head, [move_child]),
     "layers in a list that change places": (use_layers, layers_in_a_list, [lambda model: model.layers.reverse()]),
     "a module in a container of another class": (
         lambda model, x: model.table["layer"](x) if "layer" in model.table else model.head(x) * model.table["scale"],

@@ -10,7 +10,7 @@ compared with `randomness="one_device"`.
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrizations
 
@@ -26,9 +27,6 @@ from helpers.contract import EngineFor
 from helpers.losses import loss_of, tensors_in
 from helpers.modules import Calls
 from unisono import DataParallel, data_parallel
-
-SPLITS = [(2, 6), (3, 7)]  # replicas, rows: they divide, and they do not, and one row is left for the last replica
-MORE_SPLITS = [(4, 2), (8, 17)]  # fewer rows than replicas; replicas that have none, because the others round up
 
 pytestmark = [
     pytest.mark.usefixtures("float64"),
@@ -38,6 +36,9 @@ pytestmark = [
 SYNC = {"sync_batch_norm": True}
 
 Batch = Callable[[int], torch.Tensor]  # makes an input of so many rows
+How = Callable[..., Any] | None
+Options = Mapping[str, Any]
+NONE: Options = {}
 
 
 def real(*shape: int, rows_at: int = 0) -> Batch:
@@ -66,16 +67,14 @@ def integers(low: int, high: int, *shape: int) -> Batch:
 class Recipe:
     """How to make and run one module of class `kind`.
 
-    `how` calls it in another way than `module(*inputs)`; `interacts` says that in training a buffer depends on all
-    rows at once; `options` are those of DataParallel.
+    `how` calls it in another way than `module(*inputs)`; `options` are those of DataParallel.
     """
 
     kind: type[nn.Module]
     make: Callable[[], nn.Module]
     inputs: Sequence[Batch]
-    how: Callable[..., Any] | None = None
-    interacts: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
+    how: How = None
+    options: Options = field(default_factory=dict)
 
     def __str__(self) -> str:
         return self.kind.__name__
@@ -96,16 +95,10 @@ class Recipe:
 
 
 def recipe(
-    kind: type[nn.Module],
-    *args: Any,
-    on: Sequence[Batch],
-    how: Callable[..., Any] | None = None,
-    interacts: bool = False,
-    options: dict[str, Any] | None = None,
-    **kwargs: Any,
+    kind: type[nn.Module], *args: Any, on: Sequence[Batch], how: How = None, options: Options = NONE, **kwargs: Any
 ) -> Recipe:
     """The recipe for `kind(*args, **kwargs)`, run on the inputs `on`."""
-    return Recipe(kind, partial(kind, *args, **kwargs), on, how, interacts, options or {})
+    return Recipe(kind, partial(kind, *args, **kwargs), on, how, options)
 
 
 def same(kinds: Sequence[type[nn.Module]], *args: Any, **kwargs: Any) -> list[Recipe]:
@@ -129,25 +122,23 @@ def space(channels: int, size: int = 6) -> list[Batch]:
     return [real(channels, size, size, size)]
 
 
-def for_each_rank(
-    one: type[nn.Module], two: type[nn.Module], three: type[nn.Module], *args: Any, **kwargs: Any
-) -> list[Recipe]:
-    """The same recipe for the classes of a line, a plane and a space; 4 channels."""
-    shapes = ((one, line(4)), (two, plane(4)), (three, space(4, size=4)))
-    return [recipe(kind, *args, on=on, **kwargs) for kind, on in shapes]
+OF_RANKS = [line(4), plane(4), space(4, size=4)]
+
+
+def of_ranks(names: Sequence[str], *args: Any, **kwargs: Any) -> list[Recipe]:
+    """The same recipe for classes of a line, a plane and a space, whose names end in 1d, 2d and 3d; 4 channels."""
+    ranks = [*enumerate(OF_RANKS, 1)]
+    return [recipe(getattr(nn, f"{name}{rank}d"), *args, on=on, **kwargs) for name in names for rank, on in ranks]
 
 
 def losses(
-    kind: type[nn.Module],
-    *args: Any,
-    mean: str | None = "mean",
-    options: dict[str, Any] | None = None,
-    **kwargs: Any,
+    kinds: Sequence[type[nn.Module]], *args: Any, mean: str | None = "mean", options: Options = NONE, **kwargs: Any
 ) -> list[Recipe]:
     """A loss a row, their sum, and their mean, if it is one over rows, by the name that the class has for it."""
     reductions = {"none": "stack", "sum": "sum", **({mean: "mean"} if mean else {})}
     return [
-        recipe(kind, *args, reduction=reduction, options={"scalars": scalars, **(options or {})}, **kwargs)
+        recipe(kind, *args, reduction=reduction, options={"scalars": scalars, **options}, **kwargs)
+        for kind in kinds
         for reduction, scalars in reductions.items()
     ]
 
@@ -237,25 +228,22 @@ RECIPES = [
     recipe(nn.AdaptiveLogSoftmaxWithLoss, 16, 12, [3, 7], on=[real(16), integers(0, 12)], options={"scalars": "mean"}),
     recipe(nn.AdaptiveLogSoftmaxWithLoss, 16, 12, [3, 7], on=[real(16)], how=lambda layer, x: layer.log_prob(x)),
     # convolutions
-    *for_each_rank(nn.Conv1d, nn.Conv2d, nn.Conv3d, 4, 6, 3, stride=2, padding=1, groups=2),
-    *for_each_rank(nn.Conv1d, nn.Conv2d, nn.Conv3d, 4, 3, 3, padding="same", padding_mode="circular", bias=False),
-    *for_each_rank(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, 4, 6, 3, stride=2, output_padding=1),
-    *for_each_rank(nn.LazyConv1d, nn.LazyConv2d, nn.LazyConv3d, 6, 3),
-    *for_each_rank(nn.LazyConvTranspose1d, nn.LazyConvTranspose2d, nn.LazyConvTranspose3d, 6, 3),
+    *of_ranks(["Conv"], 4, 6, 3, stride=2, padding=1, groups=2),
+    *of_ranks(["Conv"], 4, 3, 3, padding="same", padding_mode="circular", bias=False),
+    *of_ranks(["ConvTranspose"], 4, 6, 3, stride=2, output_padding=1),
+    *of_ranks(["LazyConv", "LazyConvTranspose"], 6, 3),
     recipe(nn.Fold, (4, 5), 2, on=[real(3 * 4, 3 * 4)]),
     recipe(nn.Unfold, 2, padding=1, on=plane(3)),
     # normalisation
-    *for_each_rank(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, 4, options=SYNC),
-    *for_each_rank(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, 4, options=SYNC, momentum=None, affine=False),
-    *for_each_rank(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, 4, options=SYNC, track_running_stats=False),
-    *for_each_rank(nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d, options=SYNC),
+    *of_ranks(["BatchNorm"], 4, options=SYNC),
+    *of_ranks(["BatchNorm"], 4, options=SYNC, momentum=None, affine=False),
+    *of_ranks(["BatchNorm"], 4, options=SYNC, track_running_stats=False),
+    *of_ranks(["LazyBatchNorm"], options=SYNC),
     recipe(nn.BatchNorm1d, 4, on=[real(4)], options=SYNC),
     recipe(nn.SyncBatchNorm, 4, on=plane(4), options=SYNC),
-    *for_each_rank(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, 4, affine=True),
-    *for_each_rank(
-        nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, 4, interacts=True, track_running_stats=True,
-    ),
-    *for_each_rank(nn.LazyInstanceNorm1d, nn.LazyInstanceNorm2d, nn.LazyInstanceNorm3d, interacts=True),
+    *of_ranks(["InstanceNorm"], 4, affine=True),
+    *of_ranks(["InstanceNorm"], 4, track_running_stats=True),
+    *of_ranks(["LazyInstanceNorm"]),
     recipe(nn.GroupNorm, 2, 4, on=plane(4)),
     *same([nn.LayerNorm, nn.RMSNorm], (3, 4), on=[real(3, 4)]),
     *same([nn.LocalResponseNorm, nn.CrossMapLRN2d], 2, on=plane(4)),
@@ -264,28 +252,23 @@ RECIPES = [
     recipe(nn.FractionalMaxPool2d, 2, output_size=3, on=plane(2, 6)),  # (6 - 2) / (3 - 1) is a whole number, so the
     recipe(nn.FractionalMaxPool3d, 2, output_size=3, on=space(2, 6)),  # regions are the same for every draw
     # pooling
-    *for_each_rank(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d, 3),
-    *for_each_rank(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d, 3),
-    *for_each_rank(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d, 3, return_indices=True),
-    *for_each_rank(nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, 3, stride=2, padding=1),
-    *for_each_rank(nn.LPPool1d, nn.LPPool2d, nn.LPPool3d, 2, 2),
-    *for_each_rank(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, 3, stride=2, padding=1),
-    *for_each_rank(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, 2, return_indices=True),
+    *of_ranks(["AdaptiveAvgPool", "AdaptiveMaxPool"], 3),
+    *of_ranks(["AdaptiveMaxPool"], 3, return_indices=True),
+    *of_ranks(["AvgPool", "MaxPool"], 3, stride=2, padding=1),
+    *of_ranks(["LPPool"], 2, 2),
+    *of_ranks(["MaxPool"], 2, return_indices=True),
     recipe(nn.MaxUnpool1d, 2, on=line(3), how=pool_and_unpool(F.max_pool1d)),
     recipe(nn.MaxUnpool2d, 2, on=plane(3), how=pool_and_unpool(F.max_pool2d)),
     recipe(nn.MaxUnpool3d, 2, on=space(3, 4), how=pool_and_unpool(F.max_pool3d)),
     # padding and shapes
-    *for_each_rank(nn.CircularPad1d, nn.CircularPad2d, nn.CircularPad3d, 2),
-    *for_each_rank(nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d, 2, 0.5),
-    *for_each_rank(nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReflectionPad3d, 2),
-    *for_each_rank(nn.ReplicationPad1d, nn.ReplicationPad2d, nn.ReplicationPad3d, 2),
-    *for_each_rank(nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d, 2),
+    *of_ranks(["CircularPad", "ReflectionPad", "ReplicationPad", "ZeroPad"], 2),
+    *of_ranks(["ConstantPad"], 2, 0.5),
     recipe(nn.ChannelShuffle, 2, on=plane(4)),
     recipe(nn.Flatten, on=plane(3)),
     recipe(nn.Unflatten, 1, (2, 3), on=[real(6)]),
     recipe(nn.PixelShuffle, 2, on=plane(8)),
     recipe(nn.PixelUnshuffle, 2, on=plane(3)),
-    *for_each_rank(nn.Upsample, nn.Upsample, nn.Upsample, scale_factor=2),
+    *(recipe(nn.Upsample, scale_factor=2, on=on) for on in OF_RANKS),
     recipe(nn.Upsample, size=(4, 9), mode="bicubic", on=plane(3)),
     *same([nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d], scale_factor=2, on=plane(3)),
     # distances
@@ -330,47 +313,42 @@ RECIPES = [
         how=lambda layer, source, target, mask: layer(source, target, tgt_mask=mask), options={"in_dims": (0, 0, None)},
     ),
     # losses
-    *losses(nn.BCELoss, on=[between_0_and_1(3), between_0_and_1(3)]),
-    *losses(nn.BCEWithLogitsLoss, on=[real(3), between_0_and_1(3)]),
+    *losses([nn.BCELoss], on=[between_0_and_1(3), between_0_and_1(3)]),
+    *losses([nn.BCEWithLogitsLoss], on=[real(3), between_0_and_1(3)]),
     *losses(
-        nn.CTCLoss, options={"in_dims": (1, 0, 0, 0)},
+        [nn.CTCLoss], options={"in_dims": (1, 0, 0, 0)},
         how=lambda layer, scores, *more: layer(scores.log_softmax(-1), *more),
         on=[real(9, 5, rows_at=1), integers(1, 5, 3), integers(7, 10), integers(1, 4)],
     ),
-    *losses(nn.CosineEmbeddingLoss, 0.1, on=[real(5), real(5), signs()]),
-    *losses(nn.CrossEntropyLoss, mean=None, on=[real(4), integers(0, 4)], ignore_index=2, label_smoothing=0.1),
+    *losses([nn.CosineEmbeddingLoss], 0.1, on=[real(5), real(5), signs()]),
+    *losses([nn.CrossEntropyLoss], mean=None, on=[real(4), integers(0, 4)], ignore_index=2, label_smoothing=0.1),
     recipe(
         nn.CrossEntropyLoss, ignore_index=2, label_smoothing=0.1, on=[real(4), integers(0, 4)], how=with_count,
         options={"scalars": {"loss": "mean:counted", "counted": "sum"}},
     ),
-    *losses(nn.CrossEntropyLoss, on=[real(4, 3), between_0_and_1(4, 3)]),
+    *losses([nn.CrossEntropyLoss], on=[real(4, 3), between_0_and_1(4, 3)]),
     Recipe(
         nn.CrossEntropyLoss, lambda: nn.CrossEntropyLoss(torch.ones(4), reduction="sum"), [real(4), integers(0, 4)],
         options={"scalars": "sum"},
     ),
-    *losses(nn.GaussianNLLLoss, on=[real(3), real(3), between_0_and_1(3)]),
-    *losses(nn.HingeEmbeddingLoss, on=[real(3), signs(3)]),
-    *losses(nn.HuberLoss, on=[real(3), real(3)]),
-    *losses(nn.KLDivLoss, mean="batchmean", on=[real(5), between_0_and_1(5)],
+    *losses([nn.GaussianNLLLoss], on=[real(3), real(3), between_0_and_1(3)]),
+    *losses([nn.HingeEmbeddingLoss, nn.SoftMarginLoss], on=[real(3), signs(3)]),
+    *losses([nn.HuberLoss, nn.L1Loss, nn.MSELoss, nn.SmoothL1Loss], on=[real(3), real(3)]),
+    *losses([nn.KLDivLoss], mean="batchmean", on=[real(5), between_0_and_1(5)],
             how=lambda layer, x, target: layer(x.log_softmax(-1), target)),
-    *losses(nn.L1Loss, on=[real(3), real(3)]),
     *(  # older releases of torch have no such class
-        losses(nn.LinearCrossEntropyLoss, 5, 4, on=[real(5), integers(0, 4)], bias=True)
+        losses([nn.LinearCrossEntropyLoss], 5, 4, on=[real(5), integers(0, 4)], bias=True)
         if hasattr(nn, "LinearCrossEntropyLoss")
         else []
     ),
-    *losses(nn.MSELoss, on=[real(3), real(3)]),
-    *losses(nn.MarginRankingLoss, 0.1, on=[real(), real(), signs()]),
-    *losses(nn.MultiLabelMarginLoss, on=[real(4), integers(-1, 4, 4)]),
-    *losses(nn.MultiLabelSoftMarginLoss, on=[real(4), integers(0, 2, 4)]),
-    *losses(nn.MultiMarginLoss, on=[real(4), integers(0, 4)]),
-    *losses(nn.NLLLoss, on=[real(4), integers(0, 4)]),
-    *losses(nn.NLLLoss2d, on=[real(4, 3, 3), integers(0, 4, 3, 3)]),
-    *losses(nn.PoissonNLLLoss, on=[real(3), between_0_and_1(3)], full=True),
-    *losses(nn.SmoothL1Loss, on=[real(3), real(3)]),
-    *losses(nn.SoftMarginLoss, on=[real(3), signs(3)]),
-    *losses(nn.TripletMarginLoss, on=[real(5), real(5), real(5)], swap=True),
-    *losses(nn.TripletMarginWithDistanceLoss, on=[real(5), real(5), real(5)]),
+    *losses([nn.MarginRankingLoss], 0.1, on=[real(), real(), signs()]),
+    *losses([nn.MultiLabelMarginLoss], on=[real(4), integers(-1, 4, 4)]),
+    *losses([nn.MultiLabelSoftMarginLoss], on=[real(4), integers(0, 2, 4)]),
+    *losses([nn.MultiMarginLoss, nn.NLLLoss], on=[real(4), integers(0, 4)]),
+    *losses([nn.NLLLoss2d], on=[real(4, 3, 3), integers(0, 4, 3, 3)]),
+    *losses([nn.PoissonNLLLoss], on=[real(3), between_0_and_1(3)], full=True),
+    *losses([nn.TripletMarginLoss], on=[real(5), real(5), real(5)], swap=True),
+    *losses([nn.TripletMarginWithDistanceLoss], on=[real(5)] * 3),
     # containers
     Recipe(nn.Sequential, lambda: nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)), [real(5)]),
     Recipe(nn.ModuleList, lambda: nn.ModuleList([nn.Linear(5, 4), nn.Linear(5, 3)]), [real(5)], each_layer),
@@ -456,13 +434,14 @@ def compare(
     twin.load_state_dict(plain.state_dict())  # rather than a deep copy, which the old weight_norm refuses
     plain, twin = plain.to(devices[0]), twin.to(devices[0])
     model = DataParallel(twin, devices, engine=engine, **recipe.options)
+    averages_statistics = isinstance(plain, _InstanceNorm) and plain.track_running_stats
     for training in modes:
         batch = batch_on(devices[0], recipe, rows)
         plain.train(training)
         twin.train(training)
 
         def oracle(*inputs: torch.Tensor, training: bool = training) -> Any:
-            return data_parallel(plain, inputs, devices) if recipe.interacts and training else plain(*inputs)
+            return data_parallel(plain, inputs, devices) if averages_statistics and training else plain(*inputs)
 
         try:
             random_state = torch.get_rng_state()
@@ -487,13 +466,8 @@ DRAWING = [
     recipe(nn.RReLU, on=[real(3, 4)]),
     *(drawing for kind in (nn.RNN, nn.LSTM, nn.GRU) for drawing in recurrent(kind, dropout=0.4)),
     recipe(
-        nn.MultiheadAttention,
-        8,
-        2,
-        dropout=0.3,
-        batch_first=True,
+        nn.MultiheadAttention, 8, 2, dropout=0.3, batch_first=True, on=[real(4, 8), integers(1, 5)],
         how=with_padding_mask,
-        on=[real(4, 8), integers(1, 5)],
     ),
     recipe(nn.TransformerEncoderLayer, 8, 2, 16, dropout=0.3, on=[real(4, 8, rows_at=1)], options={"dim": 1}),
     recipe(nn.TransformerEncoderLayer, 8, 2, 16, dropout=0.3, batch_first=True, on=[real(4, 8)]),
@@ -501,50 +475,41 @@ DRAWING = [
     recipe(nn.Transformer, 8, 2, 1, 1, 16, dropout=0.3, batch_first=True, on=[real(4, 8), real(3, 8)]),
     recipe(nn.FractionalMaxPool2d, 2, output_ratio=0.6, on=plane(2)),
     recipe(nn.FractionalMaxPool3d, 2, output_ratio=0.6, on=space(2)),
+]  # fmt: skip
+
+
+DRAWING_AS_ONE_DEVICE = [replace(each, options={**each.options, "randomness": "one_device"}) for each in DRAWING]
+
+SLOW = pytest.mark.slow
+# Recipes, the engine, how many replicas and rows, and marks.
+RUNS: list[tuple[str, list[Recipe], str, list[tuple[int, int]], Any]] = [
+    ("few", RECIPES, "threads", [(2, 6), (3, 7)], ()),  # they divide; they do not, and one row is left for the last
+    ("many", RECIPES, "threads", [(4, 2), (8, 17)], SLOW),  # replicas without rows: too few, or the others round up
+    ("few", RECIPES, "processes", [(2, 7)], SLOW),
+    ("drawing", DRAWING_AS_ONE_DEVICE, "threads", [(3, 7), (4, 8)], ()),
+    ("drawing", DRAWING_AS_ONE_DEVICE, "processes", [(2, 7)], SLOW),
 ]
 
 
 @pytest.mark.parametrize(
-    ("engine", "splits"),
+    ("engine", "splits", "recipe"),
     [
-        pytest.param("threads", [(3, 7), (4, 8)], id="threads"),
-        pytest.param("processes", [(2, 7)], id="processes", marks=pytest.mark.slow),
+        pytest.param(engine, splits, recipe, marks=marks, id=f"{recipe}-{engine}-{name}")
+        for name, recipes, engine, splits, marks in RUNS
+        for recipe in recipes
     ],
 )
-@pytest.mark.parametrize("recipe", DRAWING, ids=str)
-def test_one_that_draws_is_the_plain_one(
-    engine: str, engine_for: EngineFor, recipe: Recipe, splits: list[tuple[int, int]]
-) -> None:
-    """N12: with the random numbers of one device."""
-    recipe = replace(recipe, options={**recipe.options, "randomness": "one_device"})
-    for num_replicas, rows in splits:
-        devices = ["cpu"] * num_replicas
-        compare(engine_for(engine, devices), recipe, devices, rows)
-
-
-for_every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=str)
-
-
-@pytest.mark.parametrize(
-    ("engine", "splits"),
-    [
-        pytest.param("threads", SPLITS, id="threads-few"),
-        pytest.param("threads", MORE_SPLITS, id="threads-many", marks=pytest.mark.slow),
-        pytest.param("processes", [(2, 7)], id="processes", marks=pytest.mark.slow),
-    ],
-)
-@for_every_recipe
 def test_a_wrapped_module_is_the_plain_one(
     engine: str, engine_for: EngineFor, recipe: Recipe, splits: list[tuple[int, int]]
 ) -> None:
-    """R10, R2, S10, G6, N1, N2, N5: outputs, all gradients, and the state afterwards, in training and eval."""
+    """R10, R2, S10, G6, N1, N2, N5, N12: outputs, all gradients, and the state afterwards, in training and eval."""
     for num_replicas, rows in splits:
         devices = ["cpu"] * num_replicas
         compare(engine_for(engine, devices), recipe, devices, rows)
 
 
 @pytest.mark.slow
-@for_every_recipe
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_also_where_each_replica_has_a_device_of_its_own(sim: list[torch.device], recipe: Recipe) -> None:
     """R10, N1: on simulated accelerators, where a tensor that is left behind on another device is an error."""
     refused, modes = [], []

@@ -1,5 +1,6 @@
 """TorchScript modules, scripted and traced, alone and as children: they work like the modules they were made from."""
 
+import copy
 import io
 import weakref
 from collections.abc import Callable
@@ -8,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.comparisons import train_both
+from helpers.comparisons import assert_same_state, assert_unchanged, train_both
 from helpers.contract import Wrap
 from helpers.garbage import no_garbage
 from helpers.modules import Calls
@@ -69,6 +70,10 @@ def linear() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
 
 
+def traced() -> nn.Module:
+    return torch.jit.trace(linear(), torch.zeros(2, 5))
+
+
 def from_file(module: nn.Module) -> nn.Module:
     file = io.BytesIO()
     torch.jit.save(torch.jit.script(module), file)
@@ -78,15 +83,11 @@ def from_file(module: nn.Module) -> nn.Module:
 
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "scripted": lambda: torch.jit.script(Net()),
-    "traced": lambda: torch.jit.trace(linear(), torch.zeros(2, 5)),
+    "traced": traced,
     "from a file": lambda: from_file(Net()),
     "script_method": script_method,
-    "children": lambda: nn.Sequential(
-        nn.Linear(5, 5), torch.jit.script(Net()), nn.Linear(3, 5), torch.jit.trace(linear(), torch.zeros(2, 5))
-    ),
-    "scripted with a traced child": lambda: torch.jit.script(
-        nn.Sequential(torch.jit.trace(linear(), torch.zeros(2, 5)), nn.Tanh())
-    ),
+    "children": lambda: nn.Sequential(nn.Linear(5, 5), torch.jit.script(Net()), nn.Linear(3, 5), traced()),
+    "scripted with a traced child": lambda: torch.jit.script(nn.Sequential(traced(), nn.Tanh())),
     "in a plain list": lambda: in_a_list(torch.jit.script(linear())),
 }
 
@@ -115,26 +116,23 @@ def all_parameters(module: nn.Module) -> list[nn.Parameter]:
 def test_replicas_are_complete(name: str) -> None:
     """R1: names, classes, sharing; nothing of the original's but its parameters and, in the first, its buffers."""
     module = MODULES[name]()
-    state = {key: value.clone() for key, value in module.state_dict().items()}
+    state = copy.deepcopy(module.state_dict())
     x = torch.randn(4, 5)
     expected = module(x)
     for number, replica in enumerate(replicate(module, CPU)):
         assert type(replica) is type(module)
         assert replica.state_dict().keys() == module.state_dict().keys()
-        for own, original in zip(replica.named_parameters(), module.named_parameters(), strict=True):
-            assert own[0] == original[0]
-            assert own[1] is original[1]
-        for own, original in zip(replica.named_buffers(), module.named_buffers(), strict=True):
-            assert (own[1] is original[1]) == (number == 0)
+        assert [*map(id, replica.parameters())] == [*map(id, module.parameters())]
+        assert [*dict(replica.named_parameters())] == [*dict(module.named_parameters())]
+        for own, original in zip(replica.buffers(), module.buffers(), strict=True):
+            assert (own is original) == (number == 0)
         torch.testing.assert_close(replica(x), expected)
         with torch.no_grad():
-            for parameter in replicate(module, ["cpu"], detach=True)[0].parameters():
-                assert not parameter.requires_grad
+            assert not any(p.requires_grad for p in replicate(module, ["cpu"], detach=True)[0].parameters())
         replica.eval()
         replica.train()
         assert module.training
-    for key, value in module.state_dict().items():
-        torch.testing.assert_close(value, state[key])
+    assert_unchanged(module, state)
     torch.testing.assert_close(data_parallel(module, x, CPU), expected)
 
 
@@ -164,13 +162,11 @@ def test_buffers_of_the_first_replica_persist(wrap: Wrap) -> None:
     x = torch.randn(6, 5)
     wrap(module)(x)
     wrap(other)(x)
-    for own, expected in zip(module.buffers(), other.buffers(), strict=True):
-        torch.testing.assert_close(own, expected)
+    assert_same_state(module, other)
     wrapped = wrap(module, 2, shares=[5, 1])  # one row has no variance: the second replica raises
     with pytest.raises(torch.jit.Error, match="more than 1 value"):
         wrapped(x)
-    for own, expected in zip(module.buffers(), other.buffers(), strict=True):
-        torch.testing.assert_close(own, expected)
+    assert_same_state(module, other)
 
 
 def test_attributes_of_the_python_side() -> None:
@@ -200,7 +196,7 @@ def test_where_torch_does_it_in_another_way(monkeypatch: pytest.MonkeyPatch) -> 
     """R10: an error with the remedy."""
     assert torch_private.can_take_scripts_apart()
     assert not torch_private.is_scripted(linear())
-    module = nn.Sequential(torch.jit.trace(linear(), torch.zeros(2, 5)))
+    module = nn.Sequential(traced())
     monkeypatch.delattr(torch.jit._script, "OrderedModuleDict")
     assert not torch_private.can_take_scripts_apart()
     with pytest.raises(TypeError, match="wrap the Python module that it was made from"):

@@ -1,6 +1,7 @@
 """map and evaluate in several processes: each computes its part of the same batches, and rank 0 has all outputs."""
 
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -65,68 +66,45 @@ def test_an_evaluation_is_over_all_ranks_rows() -> None:
         assert of_one_batch == 3
 
 
-def test_a_batch_that_fails_ends_the_map_on_all_ranks() -> None:
-    """I14, I6: on rank 0 after the outputs before it; the error of another rank names the batch; steps go on."""
-
-    def run(rank: int, bad: int) -> tuple[int, str]:
-        def forward(x: torch.Tensor) -> torch.Tensor:
-            if len(x) and x[0, 0] == bad:
-                raise ValueError("as asked")
-            return x
-
-        model = DataParallel(Fn(forward), ["cpu"])
-        outputs: list[torch.Tensor] = []
-        try:
-            for output in model.map(batches()):
-                outputs.append(output)
-        except (RuntimeError, ValueError) as error:
-            found = f"{type(error).__name__}: {error}"
-        again = list(model.map(batches()[:3]))
-        assert len(again) == (3 if rank == 0 else 0)
-        return len(outputs), found
-
-    assert run_ranks(2, run, 4) == [(4, "ValueError: as asked"), (0, "RuntimeError: rank 0 has failed at batch 4")]
-    (num_outputs, first), (_, second) = run_ranks(2, run, 5)
-    assert num_outputs == 5
-    assert first == "RuntimeError: batch 5 has failed on rank 1: ValueError: as asked"
-    assert second == "ValueError: as asked"
-
-
-@pytest.mark.parametrize("fails", ["a forward", "the loader", "an output that cannot be pickled"])
-def test_an_error_on_another_rank_names_the_batch(fails: str) -> None:
-    """I14, I6: with its number among those of all ranks, in its turn; then all go on together."""
-    bad = 3
+@pytest.mark.parametrize(
+    ("fails", "bad"),
+    [("a forward", 4), ("a forward", 5), ("the loader", 3), ("an output that cannot be pickled", 3)],
+)
+def test_a_batch_that_fails_ends_the_map_on_all_ranks(fails: str, bad: int) -> None:
+    """I14, I6: rank 0 has the outputs before it; the error of another rank names the batch; then all go on together."""
 
     def run(rank: int) -> tuple[int, str, list[str]]:
         def forward(x: torch.Tensor) -> Any:
-            if x[0, 0] != bad:
-                return x
-            if fails == "a forward":
+            if len(x) and x[0, 0] == bad and fails == "a forward":
                 raise ValueError("as asked")
-            return lambda: x
+            return (lambda: x) if x[0, 0] == bad and fails == "an output that cannot be pickled" else x
 
         def source() -> Any:
             yield from batches()[:bad]
             if rank and fails == "the loader":
                 raise ValueError("as asked")
-            yield from batches()[bad : bad + 2 * (fails != "the loader")]
+            yield from batches()[bad : NUM_BATCHES if fails != "the loader" else bad]
 
         model = DataParallel(Fn(forward), ["cpu"])
-        num_outputs, found = 0, ("", [""])
+        num_outputs, found, notes = 0, "", [""]
         try:
             for _ in model.map(source()):
                 num_outputs += 1
         except (RuntimeError, ValueError, AttributeError, pickle.PicklingError) as error:
-            found = str(error), getattr(error, "__notes__", [])
-        assert len(list(model.map(batches()[:2]))) == (2 if rank == 0 else 0)
-        return num_outputs, *found
+            found, notes = f"{type(error).__name__}: {error}", getattr(error, "__notes__", notes)
+        assert len(list(model.map(batches()[:3]))) == (3 if rank == 0 else 0)
+        return num_outputs, found, notes
 
-    first, second = run_ranks(2, run)
-    assert first[0] == bad
-    assert f"batch {bad} has failed on rank 1" in first[1]
-    assert second[0] == 0
-    if fails != "an output that cannot be pickled":
-        assert f"batch {bad}" in second[2][0]
+    (num_outputs, first, _), (num_others, second, notes) = run_ranks(2, run)
+    assert (num_outputs, num_others) == (bad, 0)
+    if bad % 2 == 0:  # a batch of rank 0
+        assert (first, second) == ("ValueError: as asked", "RuntimeError: rank 0 has failed at batch 4")
+    else:
+        assert first.startswith(f"RuntimeError: batch {bad} has failed on rank 1: ")
+    if bad % 2 and fails != "an output that cannot be pickled":
+        assert first.endswith(": ValueError: as asked")
+        assert second == "ValueError: as asked"
+        assert f"batch {bad}" in notes[0]
 
 
 def test_random_numbers_are_those_of_one_process() -> None:
@@ -157,29 +135,23 @@ def test_rank_0_may_end_early() -> None:
     assert run_ranks(2, run) == [1 + 10 * NUM_BATCHES, 0]
 
 
+Batches = list[torch.Tensor]
+DIFFERENT: dict[str, Callable[[Batches, int], Batches]] = {
+    "each rank its own": lambda all_batches, rank: all_batches[rank::2],
+    "one more": lambda all_batches, rank: all_batches[: 6 + rank],
+    "another order": lambda all_batches, rank: all_batches[:: -1 if rank else 1],
+}
+
+
 @pytest.mark.parametrize("evaluates", [False, True])
-@pytest.mark.parametrize("kind", ["each rank its own", "one more", "another order"])
+@pytest.mark.parametrize("kind", DIFFERENT)
 def test_batches_that_differ_are_an_error_on_all_ranks(kind: str, evaluates: bool) -> None:
     """I14: a loader of which each rank has its own part would lose rows."""
 
     def run(rank: int) -> None:
-        model = DataParallel(nn.Identity(), ["cpu"])
-        own = batches()
-        if kind == "each rank its own":
-            own = own[rank::2]
-        elif kind == "one more":
-            own = own[: 6 + rank]
-        elif rank:
-            own = own[::-1]
-
-        def consume() -> None:
-            if evaluates:
-                model.evaluate([(x, x) for x in own], lambda output, target: 1)
-            else:
-                list(model.map(own))
-
+        model, own = DataParallel(nn.Identity(), ["cpu"]), DIFFERENT[kind](batches(), rank)
         with pytest.raises(RuntimeError, match="have been given different batches"):
-            consume()
+            model.evaluate([(x, x) for x in own], lambda *_: 1) if evaluates else list(model.map(own))
 
     run_ranks(2, run)
 

@@ -96,7 +96,8 @@ def train_by_kernels(rank: int, world_size: int, name: str) -> tuple[tuple[float
         (CrossProcessAllGather, "_backward", "b"),
         (bucketed_all_reduce.BucketedAllReduce, "_send", "g"),
     ):
-        patch.setattr(owner, method, noting_order(order, getattr(owner, method), letter))
+        call = getattr(owner, method)
+        patch.setattr(owner, method, lambda *args, call=call, letter=letter: (order.append(letter), call(*args))[1])
     ends = train(rank, world_size, {}, name)
     assert calls["batch_norm_stats"]
     assert calls["batch_norm_backward_elemt"]
@@ -111,14 +112,6 @@ def noting_reads(read: list[str], method: str):
         if tensor.is_floating_point() and "unisono/sync_batch_norm" in caller:
             read.append(method)
         return call(tensor, *args)
-
-    return noted
-
-
-def noting_order(order: list[str], call, letter: str):
-    def noted(*args, **kwargs):
-        order.append(letter)
-        return call(*args, **kwargs)
 
     return noted
 
