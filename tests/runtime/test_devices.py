@@ -3,6 +3,7 @@
 import contextlib
 import re
 import warnings
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -80,21 +81,17 @@ def test_a_variable_that_hides_devices_is_named(sim, monkeypatch, variable):
         devices.resolve([4])
 
 
+GPUS = [torch.device("cuda", index) for index in range(3)]
+
+
 @pytest.fixture
-def machine(monkeypatch):
-    """Three accelerators with the given memory (GiB) and cores; None for a property that they lack."""
-
-    def say(memory, cores):
-        properties = [
-            SimpleNamespace(total_memory=gib and gib * 2**30, multi_processor_count=count)
-            for gib, count in zip(memory, cores, strict=True)
-        ]
-        module = SimpleNamespace(get_device_properties=lambda device: properties[torch.device(device).index])
-        monkeypatch.setattr(torch, "get_device_module", lambda device=None: module)
-        monkeypatch.setattr(devices, "computes_on_host", lambda device: device.type == "cpu")
-        return [torch.device("cuda", index) for index in range(3)]
-
-    return say
+def gpus(monkeypatch):
+    """`GPUS`, as torch has them, but for what a test adds to the module that torch has for them."""
+    module = SimpleNamespace()
+    monkeypatch.setattr(devices, "accelerators", lambda: GPUS)
+    monkeypatch.setattr(devices, "computes_on_host", lambda device: device.type == "cpu")
+    monkeypatch.setattr(torch, "get_device_module", lambda device=None: module)
+    return module
 
 
 MEMORY = "cuda:2 has less than 75 % of the memory of cuda:0.*"
@@ -112,12 +109,16 @@ MEMORY = "cuda:2 has less than 75 % of the memory of cuda:0.*"
         ((None, 8, 16), (None,) * 3, (0, 1, 2), None),  # properties that have other names
     ],
 )
-def test_unequal_devices_are_warned_about(machine, memory, cores, used, message):
+def test_unequal_devices_are_warned_about(gpus, memory, cores, used, message):
     """A5, A12: memory or cores that differ by more than 25 %; the weights to use are in the warning."""
-    three = machine(memory, cores)
+    properties = [
+        SimpleNamespace(total_memory=gib and gib * 2**30, multi_processor_count=count)
+        for gib, count in zip(memory, cores, strict=True)
+    ]
+    gpus.get_device_properties = lambda device: properties[device.index]
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        device_facts.warn_if_unequal([CPU if i == "cpu" else three[i] for i in used])
+        device_facts.warn_if_unequal([CPU if i == "cpu" else GPUS[i] for i in used])
     assert len(warned) == (message is not None)
     assert all(re.match(message, str(warning.message)) for warning in warned)
 
@@ -125,114 +126,85 @@ def test_unequal_devices_are_warned_about(machine, memory, cores, used, message)
 # random states
 
 
-def test_random_states_of_accelerators(monkeypatch):
-    """Each is asked for while its device is the current one; a kind without a generator is left out."""
-    two = [torch.device("cuda", 0), torch.device("cuda", 1)]
-    current: list[torch.device] = [CPU]
-    held = {device: torch.tensor([device.index]) for device in two}
-    module = SimpleNamespace(
-        get_rng_state=lambda: held[current[-1]], set_rng_state=lambda state: held.update({current[-1]: state})
-    )
+@pytest.mark.parametrize("used", [None, [CPU, GPUS[1], GPUS[1]]], ids=["all", "some"])
+def test_random_states_of_accelerators(gpus, monkeypatch, used):
+    """Each is asked for while its device is the current one; a kind without a generator is left out.
 
-    @contextlib.contextmanager
-    def using(device, streams):
-        current.append(device)
-        yield
-        current.pop()
-
-    monkeypatch.setattr(devices, "accelerators", lambda: two)
-    monkeypatch.setattr(devices, "using", using)
-    monkeypatch.setattr(torch, "get_device_module", lambda device=None: module)
-    states = devices.random_states()
-    assert [state.tolist() for state in states[1:]] == [[0], [1]]
-    held.clear()
-    devices.set_random_states(states)
-    assert {device: state.tolist() for device, state in held.items()} == {two[0]: [0], two[1]: [1]}
-    del module.get_rng_state
-    assert len(devices.random_states()) == 1
-    devices.set_random_states(states[:1])
-
-
-def test_random_states_of_some_accelerators(monkeypatch):
-    """The others are not touched: that would make a context, which takes memory, on devices of other people."""
-    two = [torch.device("cuda", 0), torch.device("cuda", 1)]
-    entered = []
+    Those that are not used are not touched: that would make a context, which takes memory, on devices of other people.
+    """
+    entered, held = [], {device: torch.tensor([device.index]) for device in GPUS}
 
     @contextlib.contextmanager
     def using(device, streams):
         entered.append(device)
         yield
 
-    module = SimpleNamespace(get_rng_state=lambda: torch.tensor([3]), set_rng_state=lambda state: None)
-    monkeypatch.setattr(devices, "accelerators", lambda: two)
     monkeypatch.setattr(devices, "using", using)
-    monkeypatch.setattr(torch, "get_device_module", lambda device=None: module)
-    monkeypatch.setattr(devices, "computes_on_host", lambda device: device.type == "cpu")
-    used = [CPU, two[1], two[1]]
+    gpus.get_rng_state = lambda: held[entered[-1]]
+    gpus.set_rng_state = lambda state: held.update({entered[-1]: state})
+    expected = GPUS if used is None else [GPUS[1]]
     states = devices.random_states(used)
-    assert len(states) == 2
+    assert [state.tolist() for state in states[1:]] == [[device.index] for device in expected]
+    held.clear()
     devices.set_random_states(states, used)
-    assert entered == [two[1], two[1]]
+    assert {device: state.tolist() for device, state in held.items()} == {d: [d.index] for d in expected}
+    assert entered == 2 * expected
+    del gpus.get_rng_state
+    assert len(devices.random_states(used)) == 1
+    devices.set_random_states(states[:1], used)
 
 
 @pytest.fixture
-def gpus(monkeypatch):
-    """Three accelerators with a random generator each, as CUDA has them; the generators are the CPU's kind."""
-    generators = tuple(torch.Generator().manual_seed(7) for _ in range(3))
-    monkeypatch.setattr(devices, "computes_on_host", lambda device: device.type == "cpu")
-    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(default_generators=generators))
-    return [torch.device("cuda", index) for index in range(3)], generators
+def generators(gpus):
+    """One for each of `GPUS`, as CUDA has them; they are the CPU's kind."""
+    gpus.default_generators = tuple(torch.Generator().manual_seed(7) for _ in GPUS)
+    return gpus.default_generators
 
 
-def test_accelerators_with_one_seed_get_seeds_of_their_own(gpus):
+def test_accelerators_with_one_seed_get_seeds_of_their_own(generators):
     """N6: after torch.manual_seed; the first keeps its seed; equal seeds give equal ones, different seeds stay."""
-    present, generators = gpus
-    devices.seed_differently(present)
+    devices.seed_differently(GPUS)
     seeds = [generator.initial_seed() for generator in generators]
     assert seeds[0] == 7
     assert len(set(seeds)) == 3
     drawn = [torch.rand(3, generator=generator) for generator in generators]
     assert len({tuple(numbers.tolist()) for numbers in drawn}) == 3
-    devices.seed_differently(present)  # a generator with a seed of its own is not reset
+    devices.seed_differently(GPUS)  # a generator with a seed of its own is not reset
     assert not torch.equal(torch.rand(3, generator=generators[1]), drawn[1])
     for generator in generators:
         generator.manual_seed(7)
-    devices.seed_differently([present[0], present[0], present[1], present[1], present[2]])
+    devices.seed_differently([GPUS[0], GPUS[0], GPUS[1], GPUS[1], GPUS[2]])
     assert [generator.initial_seed() for generator in generators] == seeds
     generators[1].manual_seed(7)
     generators[2].manual_seed(8)
-    devices.seed_differently(present[:1] * 2 + present[2:])
+    devices.seed_differently(GPUS[:1] * 2 + GPUS[2:])
     assert [generator.initial_seed() for generator in generators] == [7, 7, 8]
 
 
-def test_generators_of_accelerators_that_several_replicas_share(gpus, monkeypatch):
+def test_generators_of_accelerators_that_several_replicas_share(gpus, generators):
     """N6, A12; kinds whose module has no `default_generators` are left alone."""
-    present, generators = gpus
-    assert devices.shared_generators([*present, CPU, CPU]) == {}
-    assert devices.shared_generators([present[1], present[0], present[1]]) == {present[1]: generators[1]}
-    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
-    devices.seed_differently(present)
-    assert devices.shared_generators(present * 2) == {}
+    assert devices.shared_generators([*GPUS, CPU, CPU]) == {}
+    assert devices.shared_generators([GPUS[1], GPUS[0], GPUS[1]]) == {GPUS[1]: generators[1]}
+    del gpus.default_generators
+    devices.seed_differently(GPUS)
+    assert devices.shared_generators(GPUS * 2) == {}
 
 
 def test_by_what_processes_are_connected(monkeypatch):
     """NCCL wants a GPU for each; gloo does with one for two, and with none."""
-    gpus = [torch.device("cuda", index) for index in range(2)]
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    assert devices.collective_backend(gpus) == "nccl"
-    assert devices.collective_backend([gpus[0], gpus[0]]) == "gloo"
+    assert devices.collective_backend(GPUS) == "nccl"
+    assert devices.collective_backend([GPUS[0], GPUS[0]]) == "gloo"
     assert devices.collective_backend([CPU, CPU]) == "gloo"
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-    assert devices.collective_backend(gpus) == "gloo"
+    assert devices.collective_backend(GPUS) == "gloo"
 
 
-def test_an_accelerator_is_known_by_its_uuid_where_it_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_accelerator_is_known_by_its_uuid_where_it_has_one(gpus) -> None:
     """Two processes may each see one GPU, and call it cuda:0."""
     assert devices.identity(torch.device("cpu")) == "cpu"
     properties = SimpleNamespace(uuid="GPU-7")
-    module = SimpleNamespace(get_device_properties=lambda device: properties)
-    monkeypatch.setattr(devices, "computes_on_host", lambda device: False)
-    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    gpus.get_device_properties = lambda device: properties
     assert devices.identity(torch.device("cuda:0")) == "cuda GPU-7"
     properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id = 0, 27, 0
     whole = devices.identity(torch.device("cuda:0"))
@@ -247,20 +219,16 @@ def test_the_device_before_is_left_alone_if_nothing_has_used_it(monkeypatch: pyt
     """A1: to make a device of CUDA's current takes half a gigabyte there; torch's own context asks first."""
     calls: list[str] = []
 
-    class device_index:  # noqa: N801 - torch's
-        def __init__(self, index: int) -> None:
-            self._index = index
-
-        def __enter__(self) -> None:
-            calls.append(f"enter {self._index}")
-
-        def __exit__(self, *_: object) -> None:
-            calls.append("back, if that was used")
+    @contextlib.contextmanager
+    def device_index(index: int) -> Iterator[None]:
+        calls.append(f"enter {index}")
+        yield
+        calls.append("back, if that was used")
 
     cuda = torch.device("cuda", 3)
     mine, before = SimpleNamespace(device=cuda, name="mine"), SimpleNamespace(device=cuda, name="before")
     monkeypatch.setattr(devices, "computes_on_host", lambda device: False)
-    monkeypatch.setattr(torch.accelerator, "device_index", device_index, raising=False)
+    monkeypatch.setattr(torch.accelerator, "device_index", device_index)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: before)
     monkeypatch.setattr(torch.accelerator, "set_stream", lambda stream: calls.append(stream.name))
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: calls.append(f"set {index}"))

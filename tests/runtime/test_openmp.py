@@ -5,9 +5,7 @@ import pytest
 from helpers.programs import run_script
 from unisono.runtime import openmp
 
-gnu = pytest.mark.skipif(openmp._pause() is None, reason="needs GNU OpenMP")
-
-REGION = '''
+PROGRAM = '''
 import os, threading, time
 import torch
 from unisono.runtime import openmp
@@ -25,18 +23,8 @@ def wait_for_threads(number):
     while len(os.listdir("/proc/self/task")) != number:
         assert time.monotonic() < until
         time.sleep(0.001)
-'''
 
-
-def check_script(script: str) -> None:
-    run = run_script(REGION + script)
-    assert run.returncode == 0, run.stderr
-
-
-@gnu
-def test_threads_end_and_the_next_operation_starts_them_again() -> None:
-    check_script("""
-check()
+# Threads end, and the next operation starts them again.
 before = len(os.listdir("/proc/self/task"))
 for _ in range(20):
     openmp.pause_threads()
@@ -45,13 +33,17 @@ for _ in range(20):
     assert torch.get_num_threads() == 3
     check()
     wait_for_threads(before)
-""")
 
+# The child of a fork does not wait for its parent's threads.
+pid = os.fork()
+if not pid:
+    openmp.pause_threads()
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+openmp.pause_threads()
+check()
 
-@gnu
-def test_other_threads_compute_meanwhile() -> None:
-    """Each has a pool of its own, which another thread's pause leaves alone."""
-    check_script("""
+# Other threads compute meanwhile: each has a pool of its own, which another thread's pause leaves alone.
 torch.set_num_threads(2)  # also of new threads
 together = threading.Barrier(4)
 done = []
@@ -70,20 +62,13 @@ for worker in workers:
 for worker in workers:
     worker.join()
 assert sorted(done) == [False, False, True, True]
-""")
+'''
 
 
-@gnu
-def test_the_child_of_a_fork_does_not_wait_for_its_parents_threads() -> None:
-    check_script("""
-pid = os.fork()
-if not pid:
-    openmp.pause_threads()
-    os._exit(7)
-assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
-openmp.pause_threads()
-check()
-""")
+@pytest.mark.skipif(openmp._pause() is None, reason="needs GNU OpenMP")
+def test_threads_end_and_nothing_else_changes() -> None:
+    run = run_script(PROGRAM)
+    assert run.returncode == 0, run.stderr
 
 
 @pytest.mark.parametrize("lacking", ["platform", "library", "symbol", "GNU's"])

@@ -6,7 +6,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -65,6 +65,9 @@ def test_forward_mode(way: str) -> None:
     torch.testing.assert_close(found, net(two_rows()))
 
 
+Setting: TypeAlias = tuple[Callable[[], AbstractContextManager[Any]], Callable[[], Any]]
+
+
 @contextlib.contextmanager
 def set_and_reset(get: Callable[[], Any], set_to: Callable[[Any], None], value: Any) -> Iterator[None]:
     before = get()
@@ -79,41 +82,33 @@ def set_benchmark(value: bool) -> None:
     torch.backends.cudnn.benchmark = value
 
 
+def switched(get: Callable[[], Any], set_to: Callable[[Any], None], value: Any) -> Setting:
+    return lambda: set_and_reset(get, set_to, value), get
+
+
 # A context in which the state is another one, and what tells the state.
-SETTINGS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], Callable[[], Any]]] = {
+SETTINGS: dict[str, Setting] = {
     "sdpa": (lambda: sdpa_kernel(SDPBackend.MATH), torch.backends.cuda.flash_sdp_enabled),
     "anomaly": (lambda: torch.autograd.set_detect_anomaly(True), torch.is_anomaly_enabled),
-    "flags": (
-        lambda: torch.backends.cudnn.flags(enabled=False),
-        lambda: torch.backends.cudnn.enabled,
-    ),
-    "flag": (
-        lambda: set_and_reset(lambda: torch.backends.cudnn.benchmark, set_benchmark, True),
-        lambda: torch.backends.cudnn.benchmark,
-    ),
-    "default dtype": (
-        lambda: set_and_reset(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
-        torch.get_default_dtype,
-    ),
-    "precision": (
-        lambda: set_and_reset(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"),
-        torch.get_float32_matmul_precision,
-    ),
-    "deterministic": (
-        lambda: set_and_reset(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True),
-        torch.are_deterministic_algorithms_enabled,
-    ),
+    "flags": (lambda: torch.backends.cudnn.flags(enabled=False), lambda: torch.backends.cudnn.enabled),
+    "flag": switched(lambda: torch.backends.cudnn.benchmark, set_benchmark, True),
+    "default dtype": switched(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
+    "precision": switched(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"),
+    "deterministic": switched(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True),
 }
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("options", [{}, {"sync_batch_norm": True}], ids=["", "sync_batch_norm"])
-def test_a_setting_in_forward(name: str, options: dict[str, Any]) -> None:
-    """R16: contexts of two replicas overlapped, and an inner value stayed for good."""
+@pytest.mark.parametrize("where", ["forward", "forward, sync_batch_norm", "backward"])
+def test_a_setting(name: str, where: str) -> None:
+    """R16: contexts of two replicas overlapped, and an inner value stayed for good.
+
+    In backward a checkpoint runs forward again.
+    """
     context, state = SETTINGS[name]
     meet, seen, before = meeting(), [], state()
 
-    def forward(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def part(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
         for _ in range(TIMES):
             seen.append(state() == before)
             with context():
@@ -122,28 +117,16 @@ def test_a_setting_in_forward(name: str, options: dict[str, Any]) -> None:
                 x = net.norm(x)
         return x
 
-    DataParallel(Calls(forward, norm=nn.BatchNorm1d(1)), TWO, **options)(torch.rand(4, 1))
+    def forward(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(part, net, x, use_reentrant=False) if where == "backward" else part(net, x)
+
+    net = Calls(forward, norm=nn.BatchNorm1d(1))
+    output = DataParallel(net, TWO, sync_batch_norm="sync" in where)(torch.rand(4, 1))
+    if where == "backward":
+        output.sum().backward()
+    assert len(seen) == 4 * TIMES * (1 + (where == "backward"))
     assert all(seen)
     assert state() == before
-
-
-def test_a_setting_in_backward() -> None:
-    """R16: where a checkpoint runs forward again, in each replica's backward."""
-    meet, seen = meeting(), []
-
-    def part(x: torch.Tensor) -> torch.Tensor:
-        for _ in range(TIMES):
-            seen.append(torch.backends.cuda.flash_sdp_enabled())
-            with sdpa_kernel(SDPBackend.MATH):
-                meet()
-                seen.append(not torch.backends.cuda.flash_sdp_enabled())
-                x = x * 2
-        return x
-
-    net = Calls(lambda net, x: checkpoint(part, net.linear(x), use_reentrant=False), linear=nn.Linear(1, 1))
-    DataParallel(net, TWO)(two_rows()).sum().backward()
-    assert all(seen)
-    assert torch.backends.cuda.flash_sdp_enabled()
 
 
 def test_cached_parametrizations_in_forward() -> None:
@@ -216,6 +199,9 @@ def enter(name: str) -> AbstractContextManager[Any]:
     return SETTINGS[name][0]()
 
 
+either_first = pytest.mark.parametrize("rows", [two_rows(), -two_rows()], ids=["first", "second"])
+
+
 def different(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
     with enter("sdpa" if x[0, 0] > 0 else "precision"), enter("flags"):
         return x * 1
@@ -233,33 +219,32 @@ def one_is_ahead(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
             return x * 3
 
 
-@pytest.mark.parametrize("forward", [different, one_is_ahead])
-@pytest.mark.parametrize("rows", [two_rows(), -two_rows()], ids=["first", "second"])
-def test_different_changes(forward: Callable[..., torch.Tensor], rows: torch.Tensor) -> None:
-    """R16: are an error, also for a replica that catches its own, and all is as before."""
+def one_waits_for_statistics(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    if x[0, 0] > 0:
+        with enter("sdpa"):
+            return x * 1
+    return net.norm(x)
+
+
+CHANGES = r"different ways: replica 0 called _set_.*, replica 1 called _set_"
+
+
+@pytest.mark.parametrize(
+    ("forward", "sync_batch_norm", "message"),
+    [(different, False, CHANGES), (one_is_ahead, False, CHANGES), (one_waits_for_statistics, True, "different ways")],
+)
+@either_first
+def test_different_changes(
+    forward: Callable[..., torch.Tensor], sync_batch_norm: bool, message: str, rows: torch.Tensor
+) -> None:
+    """R16, N5: are an error, also for a replica that catches its own, and all is as before."""
     before = states()
-    with pytest.raises(RuntimeError, match=r"different ways: replica 0 called _set_.*, replica 1 called _set_"):
-        DataParallel(Calls(forward), TWO)(rows)
+    with pytest.raises(RuntimeError, match=message):
+        DataParallel(Calls(forward, norm=nn.BatchNorm1d(1)), TWO, sync_batch_norm=sync_batch_norm)(rows)
     assert states() == before
 
 
-@pytest.mark.parametrize("rows", [two_rows(), -two_rows()], ids=["first", "second"])
-def test_a_change_and_a_batch_norm(rows: torch.Tensor) -> None:
-    """R16, N5: a replica that waits to change the state, and one that waits for statistics."""
-
-    def forward(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        if x[0, 0] > 0:
-            with enter("sdpa"):
-                return x * 1
-        return net.norm(x)
-
-    before = states()
-    with pytest.raises(RuntimeError, match="went different ways"):
-        DataParallel(Calls(forward, norm=nn.BatchNorm1d(1)), TWO, sync_batch_norm=True)(rows)
-    assert states() == before
-
-
-@pytest.mark.parametrize("rows", [two_rows(), -two_rows()], ids=["first", "second"])
+@either_first
 def test_a_change_of_one_replica(rows: torch.Tensor) -> None:
     """R16: it waits until the other one has ended."""
     seen: list[bool] = []
@@ -278,7 +263,7 @@ def test_a_change_of_one_replica(rows: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-@pytest.mark.parametrize("rows", [two_rows(), -two_rows()], ids=["first", "second"])
+@either_first
 def test_a_replica_that_fails_in_a_context(error: type[BaseException], rows: torch.Tensor) -> None:
     """R16, F1, F3: its exception is the one that is raised, and the other replica leaves what both have entered."""
     before, ended = states(), threading.Event()

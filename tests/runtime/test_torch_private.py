@@ -17,7 +17,6 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils import _python_dispatch
 
 from helpers.modules import PassingMode
 from helpers.programs import run_script
@@ -50,6 +49,8 @@ FALLBACKS: list[tuple[Any, str, Callable[[], Any], Any]] = [
     (torch._C, "_storage_Use_Count", lambda: torch_private.owns_its_memory(torch.ones(3)), False),
     (torch._C, "_storage_Use_Count", lambda: torch_private.num_references(torch.ones(3).untyped_storage()), None),
     (torch._C._dynamo.eval_frame, "_set_lru_cache", torch_private.keep_compiled_code_in_order.__wrapped__, None),
+    (torch.utils._python_dispatch, "_is_in_torch_dispatch_mode", torch_private.forget_dispatch_modes, None),
+    (SimpleNamespace, "_backward_hooks", lambda: torch_private.skip_hooks_without_gradient([SimpleNamespace()]), None),
     (torch.utils._pytree, "SUPPORTED_NODES", lambda: torch_private.flatten_registered([1, 2]), None),
     (nn.utils.parametrize, "_cache_enabled", torch_private.parametrizations_not_cached().__enter__, None),
 ]
@@ -144,15 +145,6 @@ def test_checkpoints_that_older_releases_leave_open() -> None:
     assert torch_private.has_saved_tensor_hooks()
     torch_private.end_checkpoints(raised.value)
     assert not torch_private.has_saved_tensor_hooks()
-
-
-def test_dispatch_modes_of_which_torch_keeps_no_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R13: its flags may have other names, or be gone."""
-    for name in [name for name in vars(_python_dispatch) if name.startswith("_is_in_")]:
-        monkeypatch.delattr(_python_dispatch, name)
-    before = set(vars(_python_dispatch))
-    torch_private.forget_dispatch_modes()
-    assert set(vars(_python_dispatch)) == before
 
 
 def test_function_modes_and_the_default_device() -> None:
@@ -394,12 +386,11 @@ def test_the_environment_while_a_group_of_nccl_is_made(monkeypatch: pytest.Monke
     seen: dict[str, str] = {}
 
     class Group:
-        class Options:
-            pass
+        Options = SimpleNamespace
+        aborted = False
 
         def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
             seen.update(os.environ)
-            self.aborted = False
 
         def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
             assert options.asyncOp
@@ -498,8 +489,3 @@ def test_function_modes_are_those_of_before_after_an_interrupt(monkeypatch: pyte
         gc.collect()  # which frees the errors, and with them torch's generators
         assert torch_private.function_modes() == [mode]
     assert torch_private.function_modes() == []
-
-
-def test_leaves_of_a_torch_without_hooks_to_be_found() -> None:
-    """The fallback: nothing is done."""
-    torch_private.skip_hooks_without_gradient([SimpleNamespace()])  # type: ignore[list-item]
