@@ -1,8 +1,5 @@
 """An engine given to `DataParallel` as an object: it belongs to one wrapper, and is made anew for a copy."""
 
-import copy
-import pickle
-
 import pytest
 import torch
 from torch import nn
@@ -50,16 +47,3 @@ def test_flags_of_engines_are_flags() -> None:
         Threads(separate_memory="no")
     with pytest.raises(TypeError, match="share_memory=0: expected True or False"):
         Processes(share_memory=0)
-
-
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copied_wrapper_has_an_engine_of_the_same_kind(again) -> None:
-    """A14: with the same arguments."""
-    model = DataParallel(nn.Linear(4, 2), ["cpu", "cpu"], engine=Threads(separate_memory=True))
-    copied = again(model)
-    assert copied._engine is not model._engine
-    assert copied._engine._separate_memory
-    x = torch.randn(6, 4)
-    assert torch.equal(copied(x), model(x))
-    over_gloo = again(DataParallel(nn.Linear(1, 1), ["cpu"] * 2, engine=Processes(share_memory=False)))
-    assert not over_gloo._engine._share_memory

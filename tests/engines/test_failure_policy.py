@@ -5,6 +5,7 @@ import pickle
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from unisono import DataParallel, Processes, Threads
@@ -43,13 +44,25 @@ def test_options_that_change_later_are_checked_as_at_first(
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-@pytest.mark.parametrize("engine", [Threads(rescue=True, timeout=5), Processes(on_worker_loss="retry", timeout=5)])
-def test_a_copied_wrapper_has_the_options_of_its_engine(engine: Engine, copied: Any) -> None:
-    """A8: and an engine of its own."""
-    model = DataParallel(nn.Linear(2, 2), ["cpu"] * 2, engine=copy.copy(engine))
+@pytest.mark.parametrize(
+    ("engine", "own", "options"),
+    [
+        (Threads, {"separate_memory": True}, {"rescue": True, "timeout": 5}),
+        (Processes, {"share_memory": False}, {"on_worker_loss": "retry", "timeout": 5}),
+    ],
+)
+def test_a_copied_wrapper_has_an_engine_of_its_own_with_the_same_options(
+    engine: type[Engine], own: dict[str, Any], options: dict[str, Any], copied: Any
+) -> None:
+    """A8, A14"""
+    model = DataParallel(nn.Linear(4, 2), ["cpu"] * 2, engine=engine(**own, **options))
     again = copied(model)
     assert again.engine is not model.engine
-    for option in ("timeout", "rescue", "row_limits"):
-        assert getattr(again.engine, option) == getattr(model.engine, option)
+    assert {name: getattr(again.engine, name) for name in options} == options
+    assert {name: getattr(again.engine, f"_{name}") for name in own} == own
     again.engine.timeout = 7
     assert model.engine.timeout == 5
+    x = torch.randn(6, 4)
+    torch.testing.assert_close(again(x), model(x), rtol=0, atol=0)
+    for each in (again, model):
+        each.close()

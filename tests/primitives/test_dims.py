@@ -62,37 +62,29 @@ def forward(x, mask=None, *, table=None):
     """Stands for a module's forward: the names of its inputs."""
 
 
+def many(first, *others, mask=None):
+    """Stands for the forward of a module that takes any number of inputs."""
+
+
 @pytest.mark.parametrize(
-    ("in_dims", "inputs", "kwargs", "axes"),
+    ("function", "in_dims", "inputs", "kwargs", "axes"),
     [
-        (..., (1, 2), {"table": 3}, [0, 0, 0]),
-        (1, (1, 2), {"table": 3}, [1, 1, 1]),
-        (None, (1,), {}, [None]),
-        ((0, 1), (1, 2), {"table": 3}, [0, 1, 0]),
-        ({"mask": 1, "table": None}, (1, 2), {"table": 3}, [0, 1, None]),
-        ({"mask": 1, "table": None}, (1,), {"mask": 2}, [0, 1]),
-        ({1: None}, (1, 2), {}, [0, None]),
-        ({"mask": 1}, (1,), {}, [0]),  # an optional input that is not given
+        (forward, ..., (1, 2), {"table": 3}, [0, 0, 0]),
+        (forward, 1, (1, 2), {"table": 3}, [1, 1, 1]),
+        (forward, None, (1,), {}, [None]),
+        (forward, (0, 1), (1, 2), {"table": 3}, [0, 1, 0]),
+        (forward, {"mask": 1, "table": None}, (1, 2), {"table": 3}, [0, 1, None]),
+        (forward, {"mask": 1, "table": None}, (1,), {"mask": 2}, [0, 1]),
+        (forward, {1: None}, (1, 2), {}, [0, None]),
+        (forward, {"mask": 1}, (1,), {}, [0]),  # an optional input that is not given
+        (many, {"others": 1}, (1, 2, 3), {}, [0, 1, 1]),
+        (many, {"mask": None}, (1, 2, 3), {}, [0, 0, 0]),
+        (many, {"mask": None, "first": 2}, (1, 2, 3), {"mask": 4}, [2, 0, 0, None]),
     ],
-    ids=repr,
+    ids=lambda value: getattr(value, "__name__", repr(value)),
 )
-def test_in_dims_name_inputs_by_position_and_name(in_dims, inputs, kwargs, axes):
-    assert spread_inputs(in_dims, structure(inputs), structure(kwargs), 0, forward) == axes
-
-
-def test_in_dims_of_a_function_that_takes_any_number():
-    def many(first, *others, mask=None):
-        """Stands for a forward."""
-
-    inputs = (1, 2, 3)
-    assert spread_inputs({"others": 1}, structure(inputs), structure({}), 0, many) == [0, 1, 1]
-    assert spread_inputs({"mask": None}, structure(inputs), structure({}), 0, many) == [0, 0, 0]
-    assert spread_inputs({"mask": None, "first": 2}, structure(inputs), structure({"mask": 4}), 0, many) == [
-        2,
-        0,
-        0,
-        None,
-    ]
+def test_in_dims_name_inputs_by_position_and_name(function, in_dims, inputs, kwargs, axes):
+    assert spread_inputs(in_dims, structure(inputs), structure(kwargs), 0, function) == axes
 
 
 @pytest.mark.parametrize(

@@ -68,14 +68,6 @@ def test_tensors_that_do_not_fit_together_are_named(inputs, dim, message):
         unisono.scatter(inputs, ["cpu", "cpu"], dim)
 
 
-def test_one_number_a_device_beside_more_rows():
-    """S5: as torch deals it out; with fewer shards than devices, to those that have one."""
-    inputs = {"x": numbered(5, 2), "count": torch.arange(4.0)[:, None]}
-    shards = unisono.scatter(inputs, ["cpu"] * 4)
-    assert rows_of(shard["x"] for shard in shards) == [2, 2, 1]
-    assert [shard["count"].tolist() for shard in shards] == [[[0]], [[1]], [[2]]]
-
-
 def test_devices_to_scatter_to_are_checked(sim):
     """A13."""
     with pytest.raises(ValueError, match="no devices to scatter to"):

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from helpers.deaths import workers_of
 from helpers.in_time import in_time
 from helpers.modules import Calls, UsesGlobal
-from helpers.programs import Program, have_ended, run_script, until
+from helpers.programs import have_ended, run_script, until
 from unisono import DataParallel
 from unisono.engines import replica
 from unisono.engines.processes import fork_server, module_sync, worker, worker_group
@@ -1142,57 +1142,3 @@ def test_a_script_on_standard_input():
     assert (done.returncode, done.stderr) == (0, "")
     lines = ["the script runs", *[f"replica 2 says {i}" for i in range(50)] * 12]
     assert sorted(done.stdout.splitlines()) == sorted(lines)
-
-
-_ENDLESS = """
-    import os, torch, unisono
-    # Backward imports it in a thread, and an import that goes on makes Python forget that Ctrl-C has ended the program.
-    import torch.fx.experimental.symbolic_shapes
-
-    def busy(*args):
-        print("busy", flush=True)
-        while True:
-            torch.ones(1000).sum()
-
-    class Slow(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = torch.nn.BatchNorm1d(1)
-
-        def forward(self, x):
-            print(os.getpid(), flush=True)
-            if int(x[0]) not in BUSY:
-                return self.norm(x)
-            if not IN_BACKWARD:
-                busy()
-            y = self.norm(x)
-            y.register_hook(busy)
-            return y
-
-    model = unisono.DataParallel(Slow(), ["cpu"] * 3, engine="processes", sync_batch_norm=True)
-    model(torch.arange(3.0).view(3, 1)).pow(3).sum().backward()
-"""
-
-
-@pytest.mark.parametrize(
-    ("busy", "in_backward", "how"),
-    [
-        pytest.param({0}, False, signal.SIGINT, id="workers wait in forward"),
-        pytest.param({0}, True, signal.SIGKILL, id="workers wait in backward, SIGKILL"),
-        pytest.param({1}, False, signal.SIGINT, id="the caller waits in forward", marks=pytest.mark.slow),
-        pytest.param({1}, True, signal.SIGINT, id="the caller waits in backward"),
-        pytest.param({0, 1, 2}, False, signal.SIGINT, id="all compute, SIGINT", marks=pytest.mark.slow),
-        pytest.param({0, 1, 2}, False, signal.SIGKILL, id="all compute, SIGKILL", marks=pytest.mark.slow),
-        pytest.param({0, 1, 2}, False, signal.SIGTERM, id="all compute, SIGTERM"),
-    ],
-)
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_no_process_outlives_a_program_that_is_ended_in_a_step(busy, in_backward, how):
-    """F3, F5, N5: whichever replica computes and whichever waits at a batch norm."""
-    with Program(_ENDLESS.replace("BUSY", repr(busy)).replace("IN_BACKWARD", repr(in_backward))) as program:
-        pids = [int(line) for line in program.lines(3 + len(busy)) if line != "busy"]
-        assert len(pids) == 3
-        assert program.pid in pids
-        os.kill(program.pid, how)
-        assert program.end(WAIT_S).returncode == -how
-    assert have_ended(pids)

@@ -1,4 +1,4 @@
-"""What is left when the caller ends or is interrupted, and who can reach the channel to a worker."""
+"""What is left when the caller ends or is interrupted, and who can reach a worker, its channel and its memory."""
 
 import contextlib
 import gc
@@ -20,27 +20,37 @@ from helpers.programs import Program, have_ended, until
 from unisono import DataParallel
 from unisono.engines.processes import fork_server
 
-# A program that says which processes it has started, and waits: idle, or with a worker in the middle of a forward. Its
-# sibling has a copy of each of its sockets, as a process has that C code forks, and outlives it.
-_PROGRAM = """
-    import os, subprocess, sys, time
-    import psutil, torch
-    import unisono
+# A program that says which processes its replicas are in; what it does then goes on for ever. Its sibling has a copy of
+# each of its sockets, as a process has that C code forks, and outlives it.
+_ENDLESS = """
+    import os, subprocess, torch, unisono
+    # Backward imports it in a thread, and an import that goes on makes Python forget that Ctrl-C has ended the program.
+    import torch.fx.experimental.symbolic_shapes
 
-    class Model(torch.nn.Module):
+    def busy(*args):
+        print("busy", flush=True)
+        while True:
+            torch.ones(1000).sum()
+
+    class Slow(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.busy, self.caller = False, os.getpid()
+            self.norm, self.waits = torch.nn.BatchNorm1d(1), False
 
         def forward(self, x):
-            if self.busy and os.getpid() != self.caller:
-                print("ready", flush=True)
-                while True:
-                    pass
-            return x
+            if not self.waits:
+                print(os.getpid(), flush=True)
+            if not self.waits or int(x[0]) not in BUSY:
+                return self.norm(x)
+            if not IN_BACKWARD:
+                busy()
+            y = self.norm(x)
+            y.register_hook(busy)
+            return y
 
-    model = unisono.DataParallel(Model(), ["cpu"] * 2, engine="processes")
-    model(torch.zeros(4, 1))
+    model = unisono.DataParallel(Slow(), ["cpu"] * 3, engine="processes", sync_batch_norm=True)
+    x = torch.arange(3.0).view(3, 1)
+    model(x).pow(3).sum().backward()
     sockets = []
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -48,27 +58,39 @@ _PROGRAM = """
                 sockets.append(int(name))
         except OSError:
             pass
-    sibling = subprocess.Popen(["sleep", "1000"], pass_fds=sockets)
-    started = [p.pid for p in psutil.Process().children(recursive=True) if p.pid != sibling.pid]
-    print(sibling.pid, *started, flush=True)
-    if {busy}:
-        model.module.busy = True
-        model(torch.zeros(4, 1))
-    print("ready", flush=True)
-    time.sleep(1000)
+    null = subprocess.DEVNULL
+    print(subprocess.Popen(["sleep", "1000"], pass_fds=sockets, stdout=null, stderr=null).pid, flush=True)
+    model.module.waits = True
+    model(x).pow(3).sum().backward()
+    busy()
 """
 
 
-@pytest.mark.parametrize("busy", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_workers_end_with_a_caller_whose_channels_another_process_has(busy):
-    """F9: killed while its workers are idle, or in the middle of a forward."""
-    with Program(_PROGRAM.replace("{busy}", str(busy))) as program:
-        sibling, *started = map(int, program.lines(1)[0].split())
+@pytest.mark.parametrize(
+    ("computing", "in_backward", "how"),
+    [
+        pytest.param({0}, False, signal.SIGINT, id="workers wait in forward"),
+        pytest.param({0}, True, signal.SIGKILL, id="workers wait in backward, SIGKILL"),
+        pytest.param({1}, False, signal.SIGINT, id="the caller waits in forward", marks=pytest.mark.slow),
+        pytest.param({1}, True, signal.SIGINT, id="the caller waits in backward"),
+        pytest.param({0, 1, 2}, False, signal.SIGINT, id="all compute, SIGINT", marks=pytest.mark.slow),
+        pytest.param({0, 1, 2}, False, signal.SIGKILL, id="all compute, SIGKILL"),
+        pytest.param({0, 1, 2}, False, signal.SIGTERM, id="all compute, SIGTERM", marks=pytest.mark.slow),
+        pytest.param(set(), False, signal.SIGKILL, id="workers are idle, SIGKILL", marks=pytest.mark.slow),
+    ],
+)
+def test_no_process_outlives_a_program_though_another_one_has_its_channels(computing, in_backward, how):
+    """F3, F5, F9, N5: whichever replica computes and whichever waits at a batch norm."""
+    with Program(_ENDLESS.replace("BUSY", repr(computing)).replace("IN_BACKWARD", repr(in_backward))) as program:
+        lines = program.lines(4 + (len(computing) or 1))
+        replicas, sibling = {int(line) for line in lines[:3]}, int(lines[3])
         try:
-            assert len(started) == 2, "a fork server and a worker"
-            assert program.lines(2)[1] == "ready"
-            os.kill(program.pid, signal.SIGKILL)
-            assert have_ended([program.pid, *started])
+            started = {child.pid for child in psutil.Process(program.pid).children(recursive=True)} - {sibling}
+            assert replicas <= {program.pid, *started}
+            assert len(started) == 3, "a fork server and two workers"
+            os.kill(program.pid, how)
+            assert program.end().returncode == -how
+            assert have_ended(started)
             assert psutil.pid_exists(sibling)
         finally:
             os.kill(sibling, signal.SIGKILL)
