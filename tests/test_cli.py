@@ -93,9 +93,15 @@ def test_a_run_is_resumed_with_its_own_options_or_overwritten(capsys: pytest.Cap
         (["--engine", "fibres"], "argument --engine: invalid choice: 'fibres'"),
         (["--output", "file"], "is not a folder; name another one (--output DIR)"),
         (["--output", "/proc/out"], "--output /proc/out: /proc cannot be written to"),
-        (["--resume", "absent"], "--resume absent: there is no such folder"),
+        (
+            ["--resume", "absent"],
+            "--resume absent: there is no absent/checkpoint.safetensors; expected the --output of an earlier run",
+        ),
         (["--output", ""], "argument --output: expected the name of a folder, got ''"),
-        (["--resume", "empty"], "--resume empty: no config.json in it"),
+        (
+            ["--resume", "empty"],
+            "--resume empty: there is no empty/checkpoint.safetensors; expected the --output of an earlier run",
+        ),
         (["--resume", "empty", "--output", "x"], "--resume empty goes on in the same folder: leave out --output"),
         (["--batchsize", "3"], "there is no option --batchsize"),
         (
@@ -165,7 +171,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
         assert program.err.startswith(
             "unisono train: error: out/checkpoint.safetensors cannot be written (File too large)"
         )
-        assert program.err.endswith("; nothing had been saved before\n")
+        assert program.err.endswith("; nothing had been saved yet in out\n")
         assert program.err.count("\n") == 1
     assert not (tmp_path / "out" / "checkpoint.safetensors").exists()
 
@@ -192,7 +198,7 @@ def test_a_run_is_not_resumed_on_other_data(tmp_path: Path, capsys: pytest.Captu
     write_rows(folder, 30)
     capsys.readouterr()
     assert main(["train", "--resume", "out", "--epochs", "2"]) == 2
-    assert "began on data with train rows 60" in capsys.readouterr().err
+    assert "out began on other data than --data " in capsys.readouterr().err
     write_rows(folder, 60)
     assert main(["train", "--resume", "out", "--epochs", "2"]) == 0
 

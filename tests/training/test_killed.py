@@ -35,7 +35,9 @@ def test_a_run_that_was_killed_anywhere_ends_in_the_same_weights(undisturbed, tm
     lines_of = {ALL: num_lines, WRITING: 700}  # so many lines write the files of a run
     for within in draw.sample([ALL, WRITING], 2) * 2:
         # Where no run has begun, there is nothing to resume.
-        arguments = ["train", "--resume", "out"] if (out / "config.json").exists() else [*TRAIN, "--output", "out"]
+        arguments = (
+            ["train", "--resume", "out"] if (out / "checkpoint.safetensors").exists() else [*TRAIN, "--output", "out"]
+        )
         kill_at, each_step = draw.randint(1, lines_of[within]), draw.random() < 0.5
         run_killed(arguments, tmp_path, kill_at=kill_at, within=within, save_each_step=each_step)
     run_killed(["train", "--resume", "out"], tmp_path)

@@ -4,8 +4,8 @@ from pathlib import Path
 from unisono.training.metrics import EpochRecord, Metrics, StepRecord
 
 
-def step(number: int, epoch: int, loss: float = 0.1 + 0.2, rows: int = 10) -> StepRecord:
-    return StepRecord(number, epoch, loss=loss, learning_rate=0.1, rows=rows, seconds=0.5)
+def step(number: int, epoch: int) -> StepRecord:
+    return StepRecord(number, epoch, loss=0.1 + 0.2, learning_rate=0.1, rows=10, seconds=0.5)
 
 
 def epoch(number: int, after_step: int) -> EpochRecord:
@@ -17,17 +17,18 @@ RECORDS = [step(1, 1), step(2, 1), epoch(1, 2), step(3, 2), step(4, 2), epoch(2,
 
 def test_the_lines_of_a_checkpoint_make_the_file_anew(tmp_path: Path) -> None:
     """T1, T4: whatever has become of the file since: lines of later steps, half a line, other bytes, nothing."""
-    path = tmp_path / "metrics.jsonl"
-    metrics = Metrics(path)
+    path, other = tmp_path / "metrics.jsonl", tmp_path / "other"
+    metrics = Metrics()
+    metrics.keep_in(path)
     for number, record in enumerate(RECORDS, start=1):
         metrics.add(record)
         assert path.read_bytes() == metrics.lines
         assert [json.loads(line)["kind"] for line in metrics.lines.splitlines()].count("step") == metrics.num_steps
-        at_the_checkpoint = bytes(metrics.lines)
         for damage in (b'{"kind": "step", "step": 9, "ep', b"\xff\xfe\n", b""):
-            path.with_name("other").write_bytes(path.read_bytes()[1:] + damage)
-            resumed = Metrics(path.with_name("other"), at_the_checkpoint)
+            other.write_bytes(path.read_bytes()[1:] + damage)
+            resumed = Metrics(bytes(metrics.lines))
+            resumed.keep_in(other)
             resumed.close()
-            assert path.with_name("other").read_bytes() == at_the_checkpoint
+            assert other.read_bytes() == metrics.lines
             assert resumed.records == metrics.records == RECORDS[:number]
     metrics.close()

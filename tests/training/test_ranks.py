@@ -14,7 +14,7 @@ import cloudpickle
 import pytest
 import torch
 
-from helpers.commands import assert_same_metrics, metrics_of, steps_of, write_idx
+from helpers.commands import assert_same_metrics, steps_of, write_idx
 from helpers.ranks import end_ranks, run_ranks
 from unisono.cli import main
 from unisono.console.errors import Interrupted, OptionError
@@ -132,7 +132,7 @@ def test_a_signal_to_one_stops_all_and_others_go_on(alone: Path, tmp_path: Path,
     [
         (["--epochs", "-1"], [], "--epochs -1: expected a whole number from 1 up"),
         (["--output", "other"], [], "other holds a run already"),
-        ([], ["--lr", "0.1"], "the options of the processes differ: for --lr, rank 0 has nothing, rank 1 has 0.1"),
+        ([], ["--lr", "0.1"], "the options of the processes differ: rank 0 has none, rank 1 has --lr 0.1; start"),
         ([], ["--devices", "none"], "rank 1: --devices none: none is no device"),
         ([], ["--epochs", "x"], "rank 1: argument --epochs: invalid int value"),
     ],
@@ -164,7 +164,7 @@ def run_with_other_data(rank: int, folder: Path) -> tuple[int, str, str]:
 def test_other_data_in_one_process_is_an_error(tmp_path: Path) -> None:
     ends = run_ranks(2, run_with_other_data, tmp_path)
     assert [status for status, _, _ in ends] == [2, 2]
-    assert "the data sets of the processes differ: for checksum" in ends[0][2]
+    assert "the data sets of the processes differ: rank 0 has " in ends[0][2]
 
 
 def run_out_of_memory(rank: int, folder: Path, which: int) -> tuple[int, str, str]:
@@ -242,16 +242,6 @@ def test_another_launch_does_not(launched: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "launch 2")
     status, _, err = run(0, launched, *SMALL, "--output", "run")
     assert (status, "run holds a run already" in err) == (2, True)
-
-
-def test_a_launch_without_a_checkpoint_begins_again_in_its_folder(launched: Path) -> None:
-    interrupted(launched)
-    (folder,) = (launched / "runs").iterdir()
-    for name in ("checkpoint.safetensors", "checkpoint.previous.safetensors"):
-        (folder / name).unlink(missing_ok=True)
-    assert run(0, launched, *SMALL)[0] == 0
-    assert list((launched / "runs").iterdir()) == [folder]
-    assert len(metrics_of(folder / "metrics.jsonl")) == 26
 
 
 def test_the_name_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,7 +147,7 @@ def test_a_run_that_was_killed_anywhere_has_each_record_once(tmp_path: Path, see
     arguments = [*TRAIN, "--epochs", "2", "--batch-size", "250"]
     num_lines = run_killed([*arguments, "--output", "whole", "--tensorboard"], tmp_path)
     for _ in range(3):
-        options = ["train", "--resume", "out"] if (out / "config.json").exists() else arguments
+        options = ["train", "--resume", "out"] if (out / "checkpoint.safetensors").exists() else arguments
         kill_at = draw.randint(num_lines // 2, num_lines)
         run_killed([*options, "--tensorboard"], tmp_path, kill_at=kill_at, save_each_step=draw.random() < 0.5)
     run_killed(["train", "--resume", "out", "--tensorboard"], tmp_path)

@@ -1,7 +1,6 @@
-"""Output folders and the files in them: checked before anything is written, replaced whole, and read with care."""
+"""Output folders and the files in them: checked before anything is written, and replaced whole."""
 
 import contextlib
-import errno
 import os
 import shlex
 import subprocess
@@ -32,27 +31,27 @@ def expect_writable(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def replaced(path: Path, *, keep_as: Path | None = None) -> Iterator[Path]:
+def replaced(path: Path) -> Iterator[Path]:
     """Give a temporary path to write to; when the block ends well, move the file to `path`.
 
     The bytes are on the disk before the file is renamed; so after a power cut there is the old file or the new one.
-    With `keep_as` the old file is kept under that name. Between the two renamings there is no `path`: a reader must
-    then use `keep_as`.
 
     Raises:
-        OSError: the file cannot be written, or someone has laid a link or a pipe under the temporary name.
+        OSError: the file, which the message names, cannot be written, or someone has laid a link or a pipe under the
+            temporary name.
     """
     unfinished = unfinished_name(path)
-    make_anew(unfinished)
     try:
-        yield unfinished
-        with unfinished.open("rb+") as file:
-            os.fsync(file.fileno())
-        if keep_as is not None and path.exists():
-            path.replace(keep_as)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+        make_anew(unfinished)
+        try:
+            yield unfinished
+            with unfinished.open("rb+") as file:
+                os.fsync(file.fileno())
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+    except OSError as error:
+        raise OSError(f"{path} cannot be written ({error.strerror or error})") from error
     if sys.platform != "win32":  # the directory entries themselves; Windows has no way to ask for it
         entries = os.open(path.parent, os.O_RDONLY)
         try:
@@ -81,14 +80,3 @@ def unfinished_name(path: Path) -> Path:
 def as_typed(path: Path) -> str:
     """Return a path as it is typed on a command line: in quotes, where a shell needs them."""
     return subprocess.list2cmdline([path]) if sys.platform == "win32" else shlex.quote(str(path))
-
-
-def contents(path: Path) -> bytes:
-    """Return the bytes of a file. Pipes and devices, whose bytes may never come or never end, are refused.
-
-    Raises:
-        OSError: it cannot be read, or is no ordinary file.
-    """
-    if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "not an ordinary file", str(path))
-    return path.read_bytes()

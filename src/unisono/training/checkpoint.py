@@ -1,94 +1,103 @@
-"""The checkpoint: all that a run needs to be resumed as if it had not stopped.
+"""The checkpoint: all that a run needs to be resumed as if it had not stopped, and the only file that a run reads.
 
-That is the weights, their momenta, and the lines of metrics.jsonl, which say how far the run was. The learning rate and
-the order of the rows follow from the number of steps, and a step draws no random numbers.
+That is its configuration, the weights, their momenta, and the lines of metrics.jsonl, which say how far it was. The
+learning rate and the order of the rows follow from the number of steps, and a step draws no random numbers.
 
-A checkpoint is a safetensors file, so nothing in it can be code. Its tensors are
+It is a safetensors file, so nothing in it can be code. Its tensors are
 
     model.NAME     the weights and buffers, by their names in the module
     momentum.NAME  the momenta, by the names of their weights
     metrics        the bytes of metrics.jsonl
-    sha256         the digest of all of these, so that damage anywhere is an error
+    sha256         the digest of these and of the configuration, so that damage anywhere is an error
+
+The configuration is in its metadata, as JSON.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from unisono.console import files
 from unisono.console.errors import FolderError
-from unisono.training.run_folder import RunFolder, replaced
+from unisono.console.files import replaced
+from unisono.training.run_folder import RunFolder
 
 
-def save(folder: RunFolder, module: nn.Module, momenta: Mapping[str, Tensor], metrics: bytes | bytearray) -> None:
-    """Write the checkpoint of a run; the earlier one is kept under another name."""
-    import numpy as np  # here: `make gpu-check`, which saves nothing, runs without numpy and safetensors
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """A run after some steps: `model` is the module's state_dict, `momenta` has one for each parameter, by its name."""
 
-    tensors = {
-        **{f"model.{name}": tensor for name, tensor in module.state_dict().items()},
-        **{f"momentum.{name}": momentum for name, momentum in momenta.items()},
-        "metrics": torch.from_numpy(np.frombuffer(bytearray(metrics), dtype=np.uint8)),
-    }
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    write_tensors(folder.checkpoint, {**tensors, "sha256": _digest(tensors)}, keep_as=folder.previous_checkpoint)
+    config: dict[str, Any]
+    metrics: bytes
+    model: dict[str, Tensor]
+    momenta: dict[str, Tensor]
+
+    def save(self, path: Path) -> None:
+        """Write it, whole, in the place of the one before."""
+        import numpy as np  # here: `make gpu-check`, which saves nothing, runs without numpy and safetensors
+
+        tensors = {
+            **{f"model.{name}": tensor for name, tensor in self.model.items()},
+            **{f"momentum.{name}": momentum for name, momentum in self.momenta.items()},
+            "metrics": torch.from_numpy(np.frombuffer(bytearray(self.metrics), dtype=np.uint8)),
+        }
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        config = json.dumps(self.config)
+        write_tensors(path, {**tensors, "sha256": _digest(config, tensors)}, {"config": config})
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], *, keep_as: Path | None = None) -> None:
-    """Write a safetensors file; with `keep_as`, the one before is kept under that name."""
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file, whole."""
     import safetensors.torch
 
-    with replaced(path, keep_as=keep_as) as unfinished:
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    with replaced(path) as unfinished:
         # Not save_file: it makes a file that only its owner can read.
-        unfinished.write_bytes(safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()}))
+        unfinished.write_bytes(safetensors.torch.save(contiguous, metadata))
 
 
-def read(folder: RunFolder, say: Callable[[str], None]) -> dict[str, Tensor]:
-    """Return what the last checkpoint holds, on the CPU; if it is damaged, say so and read the one before it."""
-    import safetensors.torch
+def read(folder: RunFolder) -> Checkpoint:
+    """Return the checkpoint of a run, its tensors on the CPU; raise FolderError if it is damaged."""
+    from safetensors import safe_open
 
-    problems = []
-    for path in (folder.checkpoint, folder.previous_checkpoint):
-        try:
-            tensors: dict[str, Tensor] = safetensors.torch.load(files.contents(path))
-            if not torch.equal(tensors.pop("sha256"), _digest(tensors)):
-                raise ValueError("its contents do not have the digest that is in it")
-        except Exception as error:  # noqa: BLE001  damage can make reading fail in any way
-            reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
-            problems.append(f"{path.name} cannot be read ({reason})")
-            continue
-        if problems:
-            say(f"{problems[0]}; using {path.name}")
-            path.replace(folder.checkpoint)  # else the next save would keep the damaged one and drop this one
-        return tensors
-    raise FolderError(
-        f"no checkpoint in {folder} can be used: {'; '.join(problems)}; put one back, or start again (--output {folder}"
-        " --overwrite)"
-    )
-
-
-def restore(saved: Mapping[str, Tensor], folder: RunFolder, module: nn.Module, momenta: Mapping[str, Tensor]) -> None:
-    """Load what `read` has returned into what `save` was given; raise FolderError if it does not fit."""
-    model = {name.removeprefix("model."): tensor for name, tensor in saved.items() if name.startswith("model.")}
     try:
-        module.load_state_dict(model)
-        for name, momentum in momenta.items():
-            momentum.copy_(saved[f"momentum.{name}"])
-    except (LookupError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise FolderError(f"the checkpoint in {folder} does not fit the run in its config.json: {reason}") from error
+        with safe_open(folder.checkpoint, framework="pt") as file:
+            config = file.metadata()["config"]
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no dict
+        if not torch.equal(tensors.pop("sha256"), _digest(config, tensors)):
+            raise ValueError("its contents do not have the digest that is in it")
+    except Exception as error:  # damage can make reading fail in any way
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+        raise FolderError(
+            f"{folder.checkpoint} cannot be read ({reason}): put it back as it was, or start again (--output {folder} "
+            "--overwrite)"
+        ) from error
+    model, momenta = (
+        {name.removeprefix(kind): tensor for name, tensor in tensors.items() if name.startswith(kind)}
+        for kind in ("model.", "momentum.")
+    )
+    return Checkpoint(json.loads(config), tensors["metrics"].numpy().tobytes(), model, momenta)
 
 
-def metrics_in(saved: Mapping[str, Tensor]) -> bytes:
-    """Return the lines of metrics.jsonl up to a checkpoint."""
-    return saved["metrics"].numpy().tobytes()
+def launch_of(folder: RunFolder) -> str | None:
+    """Return the launch that began the run in a folder; None if there is no run, or none that can be read."""
+    from safetensors import safe_open
+
+    try:
+        with safe_open(folder.checkpoint, framework="pt") as file:  # which reads the metadata only
+            launch: str | None = json.loads(file.metadata()["config"])["launch"]
+    except Exception:  # noqa: BLE001  as in `read`
+        return None
+    return launch
 
 
-def _digest(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return the SHA-256 of the names, forms and bytes of tensors on the CPU."""
-    digest = hashlib.sha256()
+def _digest(config: str, tensors: Mapping[str, Tensor]) -> Tensor:
+    digest = hashlib.sha256(config.encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name!r} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)

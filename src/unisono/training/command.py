@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from unisono.console.errors import DONE, OptionError, OutputClosedError
 from unisono.console.options import flag, folder
 from unisono.console.progress import Progress, Silent, for_stdout
 from unisono.console.targets import TargetError, current_folder_first
-from unisono.training import data
+from unisono.training import checkpoint, data
 from unisono.training.observers import Observer, load
 from unisono.training.options import HOW, WHAT, WHERE, Options, with_device_defaults
 from unisono.training.ranks import ALONE, Ranks, launch
@@ -51,7 +52,8 @@ files in the output folder:
   timeline.png        with --profile: what each replica did when, and where a step goes
   timeline.json       the same for chrome://tracing and https://ui.perfetto.dev
   tensorboard/        the same as metrics.jsonl, with --tensorboard
-  config.json, checkpoint.safetensors, checkpoint.previous.safetensors   what --resume needs
+  config.json         the options, and what they came to
+  checkpoint.safetensors   what --resume needs
 """
 
 
@@ -107,12 +109,13 @@ def needed(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
 
 def run(given: dict[str, Any], ranks: Ranks = ALONE) -> int:
     """Check what was given on the command line, say that it starts, and train; return the exit status."""
-    ranks.expect_equal("the options", {flag(name): value for name, value in given.items() if name != "devices"})
+    typed = (f"{flag(name)} {value}" for name, value in given.items() if name != "devices")
+    ranks.expect_equal("the options", " ".join(typed) or "none")
     given = dict(given)
     # What observes a run changes no number of it, and is no option of it.
     observed_by, with_tensorboard = given.pop("observer", []), given.pop("tensorboard", False)
     profile = given.pop("profile", False)
-    options, run_folder, resume = ranks.from_first(lambda: _plan_run(given))
+    options, run_folder, resume = ranks.from_first(lambda: _plan_run(**given))
     options = dataclasses.replace(options, devices=given.get("devices", options.devices))
     # As nvidia-smi numbers them. It is read when CUDA is initialised, later than this.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
@@ -142,14 +145,16 @@ def run(given: dict[str, Any], ranks: Ranks = ALONE) -> int:
                 shown.close()
         if ranks.is_first:
             print(*ended.summary(), sep="\n", flush=True)
-    except BrokenPipeError as error:
+    except OSError as error:
         left = f"nothing had been saved yet in {run_folder}"
-        if run_folder.has_checkpoint():
-            left = f"unisono train --resume {run_folder} goes on"
-        raise OutputClosedError(
-            f"nothing reads the output any more, so the training has stopped: {left}. To see a part of the output, "
-            "send it to a file, and read that"
-        ) from error
+        if run_folder.checkpoint.exists():
+            left = f"what was saved before stays, and unisono train --resume {run_folder} goes on from there"
+        if isinstance(error, BrokenPipeError):
+            raise OutputClosedError(
+                f"nothing reads the output any more, so the training has stopped: {left}. To see a part of the output, "
+                "send it to a file, and read that"
+            ) from error
+        raise OSError(f"{error}; {left}") from error
     return DONE
 
 
@@ -168,18 +173,25 @@ def _observers(targets: Sequence[str], with_tensorboard: bool) -> dict[str, Obse
     return observers
 
 
-def _plan_run(given: dict[str, Any]) -> tuple[Options, RunFolder, bool]:
+def _plan_run(
+    output: Path | None = None, resume: Path | None = None, overwrite: bool = False, **given: Any
+) -> tuple[Options, RunFolder, bool]:
     """Return the options, the folder, and whether to resume the run in that folder.
 
     A launcher such as torchrun starts the same command line again when a process has failed. So a run of the same
     launch is resumed, whatever the command line says.
     """
-    given = dict(given)
-    output, resume = given.pop("output", None), given.pop("resume", None)
-    overwrite = given.pop("overwrite", False)
     if resume is not None and (output is not None or overwrite):
         raise OptionError(f"--resume {resume} goes on in the same folder: leave out --output and --overwrite")
-    begun = RunFolder.of_launch(launch(), output) if resume is None else RunFolder.reopen(resume)
+    begun = _folder_of_launch(output) if resume is None else RunFolder.reopen(resume)
     if begun is not None:
-        return Options.from_saved(begun.saved_config()["options"], given), begun, True
-    return Options.from_given(given), RunFolder.for_new_run(output, overwrite=overwrite), False
+        return Options.from_saved(checkpoint.read(begun).config["options"], given), begun, True
+    return Options(**given), RunFolder.for_new_run(output, overwrite=overwrite), False
+
+
+def _folder_of_launch(output: Path | None) -> RunFolder | None:
+    """Return the folder of the run that this launch began before it restarted its processes: `output` or in `runs/`."""
+    if (this_launch := launch()) is None:
+        return None
+    folders = map(RunFolder, Path("runs").glob("*") if output is None else [output])
+    return next((folder for folder in folders if checkpoint.launch_of(folder) == this_launch), None)

@@ -7,8 +7,8 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 
 from unisono.console import charts
 from unisono.console.charts import INK
+from unisono.console.files import replaced
 from unisono.training.metrics import EpochRecord
-from unisono.training.run_folder import replaced
 
 _TRAIN, _TEST = charts.BLUE, charts.RED
 

@@ -13,6 +13,7 @@ import struct
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,6 +61,13 @@ class Dataset:
         """Pictures and labels, in the order of the fields."""
         return self.train_images, self.train_labels, self.test_images, self.test_labels
 
+    def checksum(self) -> str:
+        """Return what tells these data, on the CPU, from others."""
+        checksum = 0
+        for tensor in self.tensors:
+            checksum = zlib.crc32(tensor.numpy().data, checksum)
+        return f"{checksum:08x}"
+
     def on(self, device: torch.device) -> "Dataset":
         """Return the same data on a device."""
         return Dataset(self.name, self.num_classes, *(tensor.to(device) for tensor in self.tensors))
@@ -77,7 +85,7 @@ def load(source: str, progress: Progress | None = None) -> Dataset:
         source: "digits", "fashion-mnist", or a folder with the four IDX files of MNIST (train-images-idx3-ubyte
             and so on), each plain, or gzipped with .gz at the end of its name; if both exist, the gzipped one is
             read. Write ./digits for a folder that has the name of a data set.
-        progress: shows how far a download is (default: not at all).
+        progress: shows what is downloaded (default: not at all).
 
     Returns:
         The data set. A folder's highest label says how many classes it has.
@@ -100,6 +108,12 @@ def expect_known(source: str) -> None:
         expect_installed({"train": [_PACKAGES[source]]})
     elif not os.path.isdir(os.path.expanduser(source)):
         raise DataError(f"--data {source} is no folder; expected digits, fashion-mnist, or a folder of IDX files")
+
+
+def absolute(source: str) -> str:
+    """Return a folder's path as one that is the same from everywhere, and the name of a data set as it is."""
+    folder = os.path.expanduser(source)
+    return os.path.abspath(folder) if source not in _PACKAGES and os.path.isdir(folder) else source
 
 
 def _load_digits() -> Dataset:
@@ -130,9 +144,13 @@ def _downloaded(progress: Progress) -> Path:
 
     pooch.get_logger().setLevel("WARNING")  # `progress` says what is downloaded
     folder = Path(pooch.os_cache("unisono")) / "fashion-mnist"
+
+    def download(url: str, *where: Any) -> None:  # called for what is missing or damaged
+        progress.begin(f"downloading {url}")
+        pooch.HTTPDownloader()(url, *where)
+
     for name, md5 in FASHION_MNIST_MD5.items():
         url = f"{FASHION_MNIST_URL}{name}"
-        download = pooch.HTTPDownloader(progressbar=_Bar(name, progress))
         try:
             pooch.retrieve(url, f"md5:{md5}", fname=name, path=folder, downloader=download)
         except BrokenPipeError:  # of `progress`: nothing reads the output any more
@@ -143,28 +161,6 @@ def _downloaded(progress: Progress) -> Path:
                 "with the files, XDG_CACHE_HOME names another cache"
             ) from error
     return folder
-
-
-class _Bar:
-    """A progress bar for pooch, which sets `total`, and calls the methods as bytes arrive."""
-
-    total = done = 0
-
-    def __init__(self, name: str, progress: Progress) -> None:
-        self._name, self._progress = name, progress
-
-    def update(self, num_bytes: int) -> None:
-        task = f"downloading {self._name} ({self.total / 1e6:.1f} MB)"
-        if not self.done:
-            self._progress.begin(task, self.total)
-        self.done = min(self.done + num_bytes, self.total)  # pooch counts the last chunk as a whole one
-        self._progress.update(task, self.done, self.total, f"{self.done / 1e6:.1f} MB")
-
-    def reset(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 # ---- IDX files -----------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ Not every process may get the signal, and each gets it at another moment; all st
 
 import os
 import signal
-import threading
 from types import FrameType
 
 from unisono.console.errors import Interrupted
@@ -23,8 +22,8 @@ _NOTICE = b"\nfinishing the step in flight, then stopping (Ctrl-C%s: at once, wi
 class StopRequest:
     """While entered, records the first signal that asks the program to stop, instead of letting it act.
 
-    `received` is that signal, or None. From then on Ctrl-C acts as usual, and the others do nothing. Python delivers
-    signals to the main thread only; entered in another thread, this leaves them alone. `ranks` stop together.
+    `received` is that signal, or None. From then on Ctrl-C acts as usual, and the others do nothing. `ranks` stop
+    together.
     """
 
     received: signal.Signals | None = None
@@ -35,7 +34,7 @@ class StopRequest:
     def __enter__(self) -> "StopRequest":
         self._before = {
             number: signal.signal(number, self._receive)
-            for number in (_SIGNALS if threading.current_thread() is threading.main_thread() else ())
+            for number in _SIGNALS
             if signal.getsignal(number) is not signal.SIG_IGN  # an ignored signal, as under nohup, stays ignored
         }
         return self

@@ -31,7 +31,6 @@ from unisono.data_parallel import DataParallel
 from unisono.runtime import torch_private
 from unisono.runtime.precision import float32_products
 from unisono.training.computation import IGNORED, cannot_compile
-from unisono.training.interrupts import StopRequest
 from unisono.training.metrics import EpochRecord
 from unisono.training.observers import Observer
 from unisono.training.options import Options
@@ -72,47 +71,42 @@ def train(
         contextlib.closing(folder),  # which other runs may use then
         contextlib.closing(Run(options, folder, progress, ranks, observers, resume=resume, profile=profile)) as run,
         float32_products(run.devices[0], rounded=options.precision != "fp32"),
-        StopRequest(ranks) as stop,
+        run.stop,
         run.observers,
     ):
-        if run.saved_steps is not None:  # the run may have ended after its checkpoint, and before these
-            run.write_model()
-            run.draw()
         try:
             for epoch in range(len(run.metrics.epochs), options.epochs):
                 with run.profiled():
-                    _train_epoch(run, epoch, stop)
-                _finish_epoch(run, epoch, stop)
+                    _train_epoch(run, epoch)
+                _finish_epoch(run, epoch)
         except Interrupted:
             run.record()
             run.save()
             progress.say(f"stopped after step {run.metrics.num_steps}; to go on: unisono train --resume {folder}")
             raise
         except torch_private.compiler_errors() as error:
-            if stop.received is None:
+            if run.stop.received is None:
                 raise cannot_compile(run.devices[0], error) from error
             # A signal from the terminal also ends the processes of the compiler, in the middle of a step.
             progress.say(f"stopped while compiling; what had been saved stays in {folder}")
-            raise Interrupted(stop.received) from error
+            raise Interrupted(run.stop.received) from error
     return run
 
 
-def _train_epoch(run: Run, epoch: int, stop: StopRequest) -> None:
+def _train_epoch(run: Run, epoch: int) -> None:
     """Take the steps of an epoch that are not finished yet."""
     options = run.options
-    where = run.dataset.train_labels.device
-    batches = epoch_batches(run.num_rows, options.batch_size, seed=options.seed, epoch=epoch, device=where)
+    labels = run.dataset.train_labels
+    batches = epoch_batches(len(labels), options.batch_size, seed=options.seed, epoch=epoch, device=labels.device)
     first_step = epoch * run.steps_per_epoch
 
     run.model.train()
     run.start_clock()
     for step in range(run.metrics.num_steps, first_step + run.steps_per_epoch):
-        stop.check()
+        run.stop.check()
         rows = batches[step - first_step]
         rate = learning_rate(step, peak=options.lr, steps_per_epoch=run.steps_per_epoch, epochs=options.epochs)
-        with _compilation_shown(run, f"steps of {len(rows)} rows"):
-            loss = _take_step(run, rows, rate)
-
+        loss = _take_step(run, rows, rate)
         run.pending.append(PendingStep(step + 1, epoch + 1, rate, len(rows), loss, _replicas_in_words(run.model)))
         run.record(all_but=run.steps_ahead)
         if run.should_save:
@@ -154,10 +148,10 @@ def _replicas_in_words(model: DataParallel) -> str:
     )
 
 
-def _finish_epoch(run: Run, epoch: int, stop: StopRequest) -> None:
+def _finish_epoch(run: Run, epoch: int) -> None:
     """Evaluate; record, save and draw the results of the epoch."""
     began = time.perf_counter()
-    test_loss, test_accuracy = evaluate(run, stop)
+    test_loss, test_accuracy = evaluate(run)
     test_seconds = time.perf_counter() - began
     if not math.isfinite(test_loss):
         raise run.diverged(f"the test loss is {test_loss} after epoch {epoch + 1}", run.options.lr)
@@ -183,7 +177,7 @@ def _finish_epoch(run: Run, epoch: int, stop: StopRequest) -> None:
     run.observers.tell("epoch", record)
 
 
-def evaluate(run: Run, stop: StopRequest) -> tuple[float, float]:
+def evaluate(run: Run) -> tuple[float, float]:
     """Return the mean loss and the accuracy over all test rows, computed on all replicas of all processes."""
     images, labels = run.dataset.test_images, run.dataset.test_labels
     # All batches have one size; rows beyond the last picture, of which there are few, have a label that does not count.
@@ -193,29 +187,15 @@ def evaluate(run: Run, stop: StopRequest) -> tuple[float, float]:
     run.model.eval()
     with torch.no_grad(), _explained(run):
         for first in range(0, len(labels), size):
-            stop.check()
+            run.stop.check()
             rows = run.ranks.shard_of(torch.arange(first, first + size, device=labels.device))
             if not len(rows):
                 continue
-            with _compilation_shown(run, f"tests of {size} rows"):
-                run.computation.begin_step()
-                totals.append(run.computation.test_totals(images, padded_labels, rows))
+            run.computation.begin_step()
+            totals.append(run.computation.test_totals(images, padded_labels, rows))
     # Read once: each reading waits for the device. Added up in Python, whose numbers have 64 bits on every machine.
     total_loss, num_correct = run.ranks.sum(*map(math.fsum, zip(*torch.stack(totals).tolist(), strict=True)))
     return total_loss / len(labels), num_correct / len(labels)
-
-
-@contextlib.contextmanager
-def _compilation_shown(run: Run, what_for: str) -> Iterator[None]:
-    """Show that the block compiles, which may take minutes, and then how long it took: at its first time in a run."""
-    if not run.options.compile or what_for in run.compiled:
-        yield
-        return
-    run.progress.begin(f"compiling the model for {what_for}")
-    began = time.perf_counter()
-    yield
-    run.compiled.add(what_for)
-    run.progress.say(f"compiled the model for {what_for} in {time.perf_counter() - began:.1f} s")
 
 
 @contextlib.contextmanager

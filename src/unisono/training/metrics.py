@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO, ClassVar, TypeAlias
 
-from unisono.training.run_folder import replaced
+from unisono.console.files import replaced
 
 
 @dataclass(frozen=True)
@@ -53,20 +53,22 @@ Record: TypeAlias = StepRecord | EpochRecord
 
 
 class Metrics:
-    """The records of a run, in memory and at `path` (None: in memory only), after the lines of an `earlier` part."""
+    """The records of a run, after the lines of an `earlier` part; also in a file, from `keep_in` on."""
 
-    def __init__(self, path: Path | None, earlier: bytes = b"") -> None:
-        self.lines = bytearray(earlier)  # what is in the file
+    def __init__(self, earlier: bytes = b"") -> None:
+        self.lines = bytearray(earlier)
         self.records: list[Record] = []
         for line in earlier.splitlines():
             values = json.loads(line)
             kind = StepRecord if values.pop("kind") == "step" else EpochRecord
             self.records.append(kind(**values))
         self._file: BinaryIO | None = None
-        if path is not None:
-            with replaced(path) as unfinished:
-                unfinished.write_bytes(earlier)
-            self._file = path.open("ab")
+
+    def keep_in(self, path: Path) -> None:
+        """Write the records into a file, whatever it has now, and those that come."""
+        with replaced(path) as unfinished:
+            unfinished.write_bytes(self.lines)
+        self._file = path.open("ab")
 
     @property
     def num_steps(self) -> int:
@@ -79,7 +81,7 @@ class Metrics:
         return [record for record in self.records if isinstance(record, EpochRecord)]
 
     def add(self, record: Record) -> None:
-        """Add a record; its line is in the file on return."""
+        """Add a record; on return, its line is in the file."""
         self.records.append(record)
         line = json.dumps({"kind": record.kind, **asdict(record)}).encode() + b"\n"
         self.lines += line

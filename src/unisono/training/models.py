@@ -5,8 +5,6 @@ from collections import OrderedDict
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from unisono.console.errors import OptionError
-
 MODELS = ("resnet18", "mlp")
 
 _MLP_WIDTH = 256
@@ -22,15 +20,10 @@ def build(name: str, *, num_classes: int, image_shape: tuple[int, int, int]) -> 
         torch.Size([4, 10])
 
     Args:
-        name: "resnet18", see `resnet18`, for pictures of any size; or "mlp", see `mlp`, for one size.
+        name: one of MODELS: "resnet18", see `resnet18`, for pictures of any size; or "mlp", see `mlp`, for one size.
         num_classes: of the logits of each picture.
         image_shape: (channels, height, width) of one picture.
-
-    Raises:
-        OptionError: `name` is unknown.
     """
-    if name not in MODELS:
-        raise OptionError(f"--model {name}: expected one of {', '.join(MODELS)}")
     return resnet18(num_classes, image_shape[0]) if name == "resnet18" else mlp(num_classes, image_shape)
 
 

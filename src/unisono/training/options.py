@@ -1,13 +1,12 @@
 """The options of a training: their defaults, some of which depend on the devices, their help, and their checks.
 
-config.json has all of them, with what was decided for the devices: a run that is resumed decides nothing.
+The checkpoint has all of them, with what was decided for the devices: a run that is resumed decides nothing.
 """
 
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from unisono.console.options import flag
 from unisono.runtime.devices import are_cpu
 from unisono.runtime.precision import has_fast_bfloat16
 from unisono.training.computation import expect_compiler
+from unisono.training.data import absolute
 from unisono.training.models import MODELS
 from unisono.training.ranks import Ranks
 
@@ -26,9 +26,8 @@ MAY_CHANGE_ON_RESUME = ("devices", "engine", "compile", "epochs")
 WHAT, WHERE, HOW = "what to train", "where", "how"  # the groups of the help
 
 
-def _option(default: Any, group: str, text: str, metavar: str | None = None, choices: Sequence[str] = ()) -> Any:
-    """Return a field with its default and its help."""
-    about = {"metavar": metavar} if metavar else {"choices": choices} if choices else {}
+def _option(default: Any, group: str, text: str, **about: Any) -> Any:
+    """Return a field with its default, its help, and what else argparse is told about it."""
     return dataclasses.field(default=default, metadata={"group": group, "help": text, **about})
 
 
@@ -48,7 +47,8 @@ class Options:
         "digits",
         WHAT,
         "digits (in scikit-learn), fashion-mnist (downloaded once), or a folder of IDX files",
-        "NAME|DIR",
+        metavar="NAME|DIR",
+        type=absolute,
     )
     model: str = _option("resnet18", WHAT, "what is trained", choices=MODELS)
     devices: str = _option(
@@ -56,7 +56,7 @@ class Options:
         WHERE,
         "auto: every accelerator, or two CPU replicas without one; a count: so many accelerators, or CPU replicas "
         "without one; or by name: cpu,cpu, 'cpu*8', cuda:0,cuda:1",
-        "WHICH",
+        metavar="WHICH",
     )
     engine: str = _option(
         "threads",
@@ -64,10 +64,12 @@ class Options:
         "what runs the replicas: threads of this process, or a process for each",
         choices=("threads", "processes"),
     )
-    batch_size: int = _option(128, HOW, "rows of one step, over all devices", "ROWS")
-    epochs: int = _option(8, HOW, "times through the training pictures", "N")
-    lr: float = _option(0.05, HOW, "learning rate after the first epoch, for the whole batch", "RATE")
-    accumulate: int = _option(1, HOW, "take each batch in K parts, for less memory; batch norm sees the parts", "K")
+    batch_size: int = _option(128, HOW, "rows of one step, over all devices", metavar="ROWS")
+    epochs: int = _option(8, HOW, "times through the training pictures", metavar="N")
+    lr: float = _option(0.05, HOW, "learning rate after the first epoch, for the whole batch", metavar="RATE")
+    accumulate: int = _option(
+        1, HOW, "take each batch in K parts, for less memory; batch norm sees the parts", metavar="K"
+    )
     sync_batch_norm: bool = _option(
         True,
         HOW,
@@ -89,7 +91,7 @@ class Options:
         "compiler on the CPU, Triton and a C compiler on GPUs (default: not compiled, but on one GPU of compute "
         "capability 8.0 or newer, if the compiler works)",
     )
-    seed: int = _option(0, HOW, "for weights and order", "N")
+    seed: int = _option(0, HOW, "for weights and order", metavar="N")
 
     def __post_init__(self) -> None:
         for name, holds, expected in (
@@ -101,10 +103,6 @@ class Options:
         ):
             if not holds:
                 raise OptionError(f"{_typed(name, getattr(self, name))}: expected {expected}")
-        for field in dataclasses.fields(self):
-            choices, value = field.metadata.get("choices"), getattr(self, field.name)
-            if choices is not None and value not in choices:
-                raise OptionError(f"{_typed(field.name, value)}: expected one of {', '.join(choices)}")
         if self.compile and self.engine == "processes":
             raise OptionError(
                 "--compile with --engine processes: what is compiled cannot be sent to processes; take --no-compile"
@@ -133,11 +131,6 @@ class Options:
             )
 
     @classmethod
-    def from_given(cls, given: Mapping[str, Any]) -> "Options":
-        """Return the options that were given, and the defaults of the others."""
-        return cls(**_with_absolute_folder(given))
-
-    @classmethod
     def from_saved(cls, saved: Mapping[str, Any], given: Mapping[str, Any]) -> "Options":
         """Return the options of a run that is resumed: the saved ones, with the changes that the command line may make.
 
@@ -147,10 +140,9 @@ class Options:
         names = {field.name for field in dataclasses.fields(cls)}
         if different := names ^ saved.keys():
             raise OptionError(
-                f"config.json of the run to resume is of another version of unisono: {min(different)} is not in both; "
-                "start another run"
+                f"the run to resume is of another version of unisono ({min(different)} is not in both): start another"
             )
-        begun, given = cls(**saved), _with_absolute_folder(given)
+        begun = cls(**saved)
         for name, value in given.items():
             if name not in MAY_CHANGE_ON_RESUME and value != getattr(begun, name):
                 may_change = ", ".join(map(flag, MAY_CHANGE_ON_RESUME))
@@ -194,11 +186,3 @@ def _typed(name: str, value: object) -> str:
     if isinstance(value, bool):
         return flag(name if value else f"no_{name}")
     return f"{flag(name)} {value}"
-
-
-def _with_absolute_folder(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Make a data folder's path absolute, so that the run can be resumed from elsewhere."""
-    source = given.get("data")
-    if source not in (None, "digits", "fashion-mnist") and (folder := Path(source).expanduser()).is_dir():
-        return {**given, "data": str(folder.absolute())}
-    return dict(given)

@@ -15,8 +15,8 @@ import contextlib
 import datetime
 import os
 import socket
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -37,7 +37,6 @@ class Ranks:
         self.rank = communicator.rank if communicator else 0
         self.world_size = communicator.world_size if communicator else 1
         self._last_max: AllGatherWork | None = None
-
         self.is_first = self.rank == 0  # which writes and prints
 
     @classmethod
@@ -78,17 +77,15 @@ class Ranks:
         """Call `decide` in the first process only; return its result, or raise its CommandError, in all of them."""
         return self.all_gather(self.together(lambda: decide() if self.is_first else None))[0]  # type: ignore[return-value]
 
-    def expect_equal(self, what: str, facts: Mapping[str, Any]) -> None:
-        """Check that all processes have the same facts; the error names the first difference."""
-        first, *others = self.all_gather(dict(facts))
-        for rank, other in enumerate(others, start=1):
-            for name in {**first, **other}:
-                zeroth, own = (of_rank.get(name, "nothing") for of_rank in (first, other))
-                if zeroth != own:
-                    raise OptionError(
-                        f"{what} of the processes differ: for {name}, rank 0 has {zeroth}, rank {rank} has {own}; "
-                        "start all of them alike"
-                    )
+    def expect_equal(self, what: str, value: str) -> None:
+        """Check that all processes have the same."""
+        values = self.all_gather(value)
+        for rank, other in enumerate(values):
+            if other != values[0]:
+                raise OptionError(
+                    f"{what} of the processes differ: rank 0 has {values[0]}, rank {rank} has {other}; start all of "
+                    "them alike"
+                )
 
     def all_gather(self, value: T) -> list[T]:
         """Return the values of all processes, in rank order."""

@@ -1,22 +1,22 @@
 """A run: how it is set up, resumed, recorded and saved. The training itself is in loop.py."""
 
 import contextlib
+import json
 import math
 import statistics
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from unisono import __version__
 from unisono.console.device_option import choose_devices, describe
 from unisono.console.errors import DivergedError, FolderError
+from unisono.console.files import replaced
 from unisono.console.progress import Progress
 from unisono.data_parallel import DataParallel
 from unisono.engines.processes.engine import Processes
@@ -24,12 +24,14 @@ from unisono.profiling.profile import Profile
 from unisono.runtime import devices as _devices
 from unisono.runtime.precision import has_tf32
 from unisono.training import checkpoint, data, models
+from unisono.training.checkpoint import Checkpoint
 from unisono.training.computation import Computation, expect_compiler
+from unisono.training.interrupts import StopRequest
 from unisono.training.metrics import Metrics, StepRecord
 from unisono.training.observers import Observer, Observers
 from unisono.training.options import Options
 from unisono.training.ranks import Ranks, is_first_of_its_host, launch
-from unisono.training.run_folder import RunFolder, errors_say_how_to_resume
+from unisono.training.run_folder import RunFolder
 from unisono.training.schedule import num_steps
 from unisono.training.transfers import has_room_for
 
@@ -59,10 +61,9 @@ class Run:
         live, model: the module that is trained, and the same on every device.
         computation: what a step computes with these.
         metrics: the records so far, which say how far the run is.
+        stop: the signal that asks the run to stop.
         pending: the steps that have been queued and not recorded, in order.
         should_save: whether the last checkpoint is some minutes old.
-        saved_steps: the steps of the checkpoint; None if there is none.
-        compiled: what has been compiled, in words.
         profile: of the last epoch whose steps were profiled.
     """
 
@@ -86,7 +87,7 @@ class Run:
         torch.manual_seed(options.seed)
         live = models.build(options.model, num_classes=self.dataset.num_classes, image_shape=self.dataset.image_shape)
         synchronised = options.sync_batch_norm and any(isinstance(module, _BatchNorm) for module in live.modules())
-        ranks.together(lambda: options.check_devices(self.devices_by_rank, synchronised=synchronised))
+        options.check_devices(self.devices_by_rank, synchronised=synchronised)
         if options.compile:
             progress.begin("checking that the compiler works")
             ranks.together(lambda: expect_compiler(first_device))
@@ -94,7 +95,7 @@ class Run:
         if options.precision != "fp32" and not _devices.computes_on_host(first_device):
             # The fast low-precision convolutions of GPUs need this memory layout.
             self.live = live.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        sizes = _sizes_of(self.dataset)
+        checksum = self.dataset.checksum()
         if has_room_for(first_device, sum(tensor.nbytes for tensor in self.dataset.tensors)):
             self.dataset = self.dataset.on(first_device)
         whole = options.compile and len(self.devices) == ranks.world_size == 1
@@ -112,20 +113,20 @@ class Run:
         )
         self.computation = Computation(self.model, self.live, autocast=options.precision == "bf16", whole=whole)
 
-        saved = ranks.from_first(lambda: _read_checkpoint(folder, sizes, progress)) if resume else None
+        saved = None
         if not resume:
             ranks.from_first(folder.make_empty)
-        if saved is not None:
-            checkpoint.restore(saved, folder, self.live, self.computation.momenta)
-        earlier = b"" if saved is None else checkpoint.metrics_in(saved)
-        self.metrics = Metrics(folder.metrics if ranks.is_first else None, earlier)
-        self.saved_steps = None if saved is None else self.metrics.num_steps
+        else:
+            saved = ranks.from_first(lambda: _reopen(folder, checksum))
+            self.live.load_state_dict(saved.model)
+            for name, momentum in self.computation.momenta.items():
+                momentum.copy_(saved.momenta[name])
+        self.metrics = Metrics(saved.metrics if saved else b"")
+        self.stop = StopRequest(ranks)
         self.pending: deque[PendingStep] = deque()
-        self.start_clock()
-        self.compiled: set[str] = set()
         self.profile: Profile | None = None
         self._is_profiled = profile and ranks.is_first
-        config = {
+        self._config = {
             "unisono": __version__,
             "torch": torch.__version__,
             "launch": launch(),
@@ -133,23 +134,31 @@ class Run:
             "processes": ranks.world_size,
             "devices": [str(device) for of_rank in self.devices_by_rank for device in of_rank],
             "parameters": sum(parameter.numel() for parameter in live.parameters()),
-            **sizes,
+            "train_rows": len(self.dataset.train_labels),
+            "test_rows": len(self.dataset.test_labels),
+            "data_checksum": checksum,
         }
         told = observers if ranks.is_first else {}
-        self.observers = Observers(told, progress.say, folder.path, config, tuple(self.metrics.records))
-        if ranks.is_first:
-            folder.write_config(config)
-            self._describe(config["parameters"], resume=resume)
+        self.observers = Observers(told, progress.say, folder.path, self._config, tuple(self.metrics.records))
+        self._begin()
 
-    @property
-    def num_rows(self) -> int:
-        """The number of training pictures."""
-        return len(self.dataset.train_labels)
+    def _begin(self) -> None:
+        """Save the run as it begins or goes on, write the files that follow from that, and say what it is."""
+        self.save()
+        self.draw()
+        if self.ranks.is_first:
+            with replaced(self.folder.config) as unfinished:
+                unfinished.write_text(json.dumps(self._config, indent=2) + "\n")
+            self.metrics.keep_in(self.folder.metrics)
+            self._describe()
+        if self.options.compile:
+            self.progress.begin("compiling the model, some minutes at the first step of each size and the first test")
+        self.start_clock()
 
     @property
     def steps_per_epoch(self) -> int:
         """The number of optimizer steps of an epoch."""
-        return num_steps(self.num_rows, self.options.batch_size)
+        return num_steps(len(self.dataset.train_labels), self.options.batch_size)
 
     # ---- records ---------------------------------------------------------------------------------
 
@@ -192,11 +201,9 @@ class Run:
 
     def diverged(self, what: str, rate: float) -> DivergedError:
         """Return the error of a loss that is infinite or not a number, with what to do about it."""
-        kept = "nothing had been saved yet"
-        if self.saved_steps is not None:
-            kept = f"the checkpoint of step {self.saved_steps} stays in {self.folder}"
         return DivergedError(
-            f"{what}, at learning rate {rate:g}: start again with a lower rate (--lr {self.options.lr / 2:g}); {kept}"
+            f"{what}, at learning rate {rate:g}: start again with a lower rate (--lr {self.options.lr / 2:g}); what "
+            f"was saved before stays in {self.folder}"
         )
 
     # ---- files, which the first process writes ---------------------------------------------------
@@ -204,14 +211,10 @@ class Run:
     def save(self) -> None:
         """Save checkpoint and weights, as they are after the last step recorded."""
         if self.ranks.is_first:
-            checkpoint.save(self.folder, self.live, self.computation.momenta, self.metrics.lines)
-            self.write_model()
-        self.saved_steps = self.metrics.num_steps
-
-    def write_model(self) -> None:
-        """Write model.safetensors."""
-        if self.ranks.is_first:
-            checkpoint.write_tensors(self.folder.model, self.live.state_dict())
+            weights = self.live.state_dict()
+            saved = Checkpoint(self._config, bytes(self.metrics.lines), weights, self.computation.momenta)
+            saved.save(self.folder.checkpoint)
+            checkpoint.write_tensors(self.folder.model, weights)
 
     def draw(self) -> None:
         """Draw curves.png, if an epoch is finished."""
@@ -234,10 +237,8 @@ class Run:
         """Write what the profiled steps show, if there are any: none are known of a step that is compiled whole."""
         if self.profile is None or not self.profile.steps():
             return
-        with errors_say_how_to_resume(self.folder.trace):
-            self.profile.save(self.folder.trace)
-        with errors_say_how_to_resume(self.folder.timeline):
-            self.profile.draw(self.folder.timeline)
+        self.profile.save(self.folder.trace)
+        self.profile.draw(self.folder.timeline)
 
     def close(self) -> None:
         """Close the file; end the replicas' threads or processes."""
@@ -260,11 +261,11 @@ class Run:
                 lines.append(f"see {folder.timeline}; chrome://tracing and https://ui.perfetto.dev open {folder.trace}")
         return [*lines, f"see {folder.curves}; the weights are {folder.model}"]
 
-    def _describe(self, num_parameters: int, *, resume: bool) -> None:
+    def _describe(self) -> None:
         say, steps, epochs = self.progress.say, self.metrics.num_steps, len(self.metrics.epochs)
         say(
-            f"{num_parameters:,} parameters on {describe(*self.devices_by_rank)}; "
-            f"{self.num_rows:,} pictures to train on, {len(self.dataset.test_labels):,} to test on"
+            f"{self._config['parameters']:,} parameters on {describe(*self.devices_by_rank)}; "
+            f"{len(self.dataset.train_labels):,} pictures to train on, {len(self.dataset.test_labels):,} to test on"
         )
         if self.options.precision == "tf32" and not has_tf32(self.devices[0]):
             say(f"{self.devices[0]} has no TF32: float32 stays exact, as with --precision fp32")
@@ -272,39 +273,23 @@ class Run:
             say(f"nothing left to do, {epochs} epochs are finished; --epochs {2 * epochs} goes on")
         elif steps:
             say(f"going on after step {steps}, epochs finished: {epochs}")
-        elif resume:
-            say("nothing had been saved yet: beginning again")
 
 
 def _load(options: Options, progress: Progress, ranks: Ranks) -> data.Dataset:
     """Load the data: in the first process of each machine, so that each file is downloaded once; then in the others."""
     loaded = ranks.together(lambda: data.load(options.data, progress) if is_first_of_its_host() else None)
     dataset = ranks.together(lambda: loaded or data.load(options.data, progress))
-    checksum = 0
-    if ranks.world_size > 1:
-        for tensor in dataset.tensors:
-            checksum = zlib.crc32(tensor.contiguous().numpy().data, checksum)
-    ranks.expect_equal("the data sets", {**_sizes_of(dataset), "checksum": checksum})
+    ranks.expect_equal("the data sets", dataset.checksum())
     return dataset
 
 
-def _read_checkpoint(folder: RunFolder, sizes: Mapping[str, Any], progress: Progress) -> dict[str, Tensor] | None:
-    """Claim the folder of a run to resume; return its checkpoint, None if it had saved nothing yet."""
+def _reopen(folder: RunFolder, data_checksum: str) -> Checkpoint:
+    """Claim the folder of a run to resume; return its checkpoint."""
     folder.claim()
-    began_with = folder.saved_config()
-    for name, now in sizes.items():
-        if began_with.get(name) != now:  # its steps would have other rows
-            raise FolderError(
-                f"{folder} began on data with {name.replace('_', ' ')} {began_with.get(name)}, and they now have "
-                f"{now}: put the data back as they were, or start another run (--output DIR)"
-            )
-    return checkpoint.read(folder, progress.say) if folder.has_checkpoint() else None
-
-
-def _sizes_of(dataset: data.Dataset) -> dict[str, Any]:
-    return {
-        "train_rows": len(dataset.train_labels),
-        "test_rows": len(dataset.test_labels),
-        "num_classes": dataset.num_classes,
-        "image_shape": list(dataset.image_shape),
-    }
+    saved = checkpoint.read(folder)
+    if saved.config["data_checksum"] != data_checksum:  # its steps would have other rows
+        raise FolderError(
+            f"{folder} began on other data than --data {saved.config['options']['data']} now has: put them back as "
+            "they were, or start another run (--output DIR)"
+        )
+    return saved
