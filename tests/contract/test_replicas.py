@@ -93,7 +93,7 @@ def buffers_of(model: nn.Module) -> list[dict[str, torch.Tensor | None]]:
 def test_reassigned_buffers_persist(wrap: Wrap, engine: str, grad: bool, is_repeatable: bool) -> None:
     """R5: `self.mean = 0.9 * self.mean` was lost. A buffer may also become None, or a tensor, be registered or
     deleted. The old tensor is not written into, and a buffer that forward does not reassign is the same object."""
-    options = {"on_worker_loss": "retry"} if engine == "processes" else {}
+    options = {"on_worker_loss": "retry"} if engine.startswith("processes") else {}
     plain, model = twins(wrap, reassigns_buffers(), 3, **({"rescue": True, **options} if is_repeatable else {}))
     x, shared, root = torch.randn(7, 3), model.module[0].shared, model.module
     for _ in range(3):
