@@ -335,13 +335,6 @@ def test_large_gradients_that_are_sparse_in_some_replicas(wrap: Wrap) -> None:
 # ---- how backward is asked for -------------------------------------------------------------------
 
 
-def accumulated(call: Call, root: nn.Module) -> None:
-    """Over several forwards, in another order than theirs, and of one loss over two of them."""
-    losses = [loss_of(call(torch.randn(rows, 5))) for rows in (7, 2, 8)]
-    (losses[0] * 2).backward()
-    (losses[2] + losses[1]).backward()
-
-
 def of_kept_graphs(call: Call, root: nn.Module) -> None:
     loss = loss_of(call(torch.randn(7, 5)))
     loss.backward(retain_graph=True)
@@ -378,13 +371,6 @@ def toggled(call: Call, root: nn.Module) -> None:
         loss_of(call(torch.randn(7, 5))).backward()
     root.requires_grad_(False)
     assert not call(torch.randn(7, 5)).requires_grad
-
-
-def output_written_into(call: Call, root: nn.Module) -> None:
-    output = call(torch.randn(7, 5))
-    output.mul_(2)
-    output[:, 0] = 1.0
-    output.pow(2).sum().backward()
 
 
 def parameter_written_into(call: Call, root: nn.Module) -> None:
@@ -470,12 +456,10 @@ def linears(function: Callable[..., Any], width: int, *names: str) -> Callable[[
 
 # The module, and the steps that are made with it.
 STEPS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Any], Any]]] = {
-    "accumulated": (mlp, accumulated),
     "kept graphs": (mlp, of_kept_graphs),
     "some gradients": (mlp, of_some),
     "batched": (mlp, batched),
     "frozen at times": (mlp, toggled),
-    "an output that is written into": (lambda: nn.Linear(5, 3), output_written_into),
     "a parameter that is written into": (mlp, parameter_written_into),
     "anomaly mode": (lambda: Fn(lambda y: (y * 0).sqrt() * 0, nn.Linear(5, 3)), in_anomaly_mode),
     "many in a row": (lambda: mlp(5, 5), many_in_a_row),
