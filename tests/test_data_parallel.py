@@ -249,6 +249,55 @@ def test_output_device_minus_one(sim):
     assert model(numbered(4, 3)).device == CPU
 
 
+# What replicas have on their devices
+
+
+class Devious(nn.Module):
+    """Has methods, lists of modules, and tensors as attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = [nn.Linear(5, 5)]
+        self.op = {"run": self.run}
+        self.inner = nn.Linear(5, 5)
+        self.shift = torch.ones(5)
+        self.on_cpu = torch.ones(3)
+        self.seen = []
+
+    def _apply(self, fn, recurse=True):
+        self.layers[0]._apply(fn)
+        self.shift = fn(self.shift)
+        return super()._apply(fn, recurse)
+
+    def run(self, x):
+        return self.inner(x) + self.shift
+
+    def forward(self, x):
+        assert self.on_cpu.device.type == "cpu"
+        x = self.layers[0](self.op["run"](x))
+        self.seen.append(x.detach().mean())
+        return x
+
+
+@pytest.mark.parametrize("num_devices", [2, 3, 8])
+@pytest.mark.usefixtures("float64")
+def test_attributes_follow_their_replica(simulated_accelerators, num_devices):
+    """R6, R7: what a replica appends to a list persists, also where that holds tensors from the steps before."""
+    with simulated_accelerators(num_devices):
+        plain = Devious()
+        model = DataParallel(copy.deepcopy(plain).to("sim:0"))
+        x, seen = torch.randn(2 * num_devices, 5), model.module.seen
+        for step in range(1, 4):
+            output, expected = model(x), plain(x)
+            torch.testing.assert_close(output.cpu(), expected)
+            assert model.module.seen is seen
+            assert sorted(str(mean.device) for mean in seen) == sorted([f"sim:{i}" for i in range(num_devices)] * step)
+        output.pow(2).sum().backward()
+        expected.pow(2).sum().backward()
+        torch.testing.assert_close(model.module.layers[0].weight.grad.cpu(), plain.layers[0].weight.grad)
+        torch.testing.assert_close(model.module.inner.weight.grad.cpu(), plain.inner.weight.grad)
+
+
 # Hooks of others
 
 
@@ -350,7 +399,7 @@ def test_load_state_dict_takes_both_forms(no_accelerators, wrap, part, form):
         plain = plain.module
     given = (other if form == "wrapped" else plain).state_dict()
     before = list(given)
-    result = model.load_state_dict(given)
+    result = model.load_state_dict(given, assign=form == "clean")
     assert (result.missing_keys, result.unexpected_keys) == ([], [])
     torch.testing.assert_close(model.state_dict(), other.state_dict())
     assert list(given) == before

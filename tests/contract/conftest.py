@@ -19,7 +19,7 @@ from helpers.contract import ENGINE_ARGUMENTS, ENGINES, ON_CPU, EngineFor, Wrap,
 from helpers.kept_workers import KeptWorkers
 from unisono import DataParallel
 
-ON_THE_CPU_ONLY = ["memory", "nn_sweep", "properties", "scripted", "tensor_devices"]
+ON_THE_CPU_ONLY = ["memory", "nn_sweep", "properties", "scripted"]
 collect_ignore = [] if ON_CPU else [f"test_{name}.py" for name in ON_THE_CPU_ONLY]
 
 

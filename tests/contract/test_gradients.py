@@ -335,13 +335,6 @@ def test_large_gradients_that_are_sparse_in_some_replicas(wrap: Wrap) -> None:
 # ---- how backward is asked for -------------------------------------------------------------------
 
 
-def accumulated(call: Call, root: nn.Module) -> None:
-    """Over several forwards, in another order than theirs, and of one loss over two of them."""
-    losses = [loss_of(call(torch.randn(rows, 5))) for rows in (7, 2, 8)]
-    (losses[0] * 2).backward()
-    (losses[2] + losses[1]).backward()
-
-
 def of_kept_graphs(call: Call, root: nn.Module) -> None:
     loss = loss_of(call(torch.randn(7, 5)))
     loss.backward(retain_graph=True)
@@ -380,11 +373,25 @@ def toggled(call: Call, root: nn.Module) -> None:
     assert not call(torch.randn(7, 5)).requires_grad
 
 
-def output_written_into(call: Call, root: nn.Module) -> None:
-    output = call(torch.randn(7, 5))
-    output.mul_(2)
-    output[:, 0] = 1.0
-    output.pow(2).sum().backward()
+def parameter_written_into(call: Call, root: nn.Module) -> None:
+    """Between the passes: an error, not a wrong gradient; and the next step works."""
+    loss = loss_of(call(torch.randn(7, 5)))
+    with torch.no_grad():
+        root[2].weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    root.zero_grad()  # of what the plain module has computed before the error
+    loss_of(call(torch.randn(7, 5))).backward()
+
+
+def in_anomaly_mode(call: Call, root: nn.Module) -> None:
+    """A NaN in a replica's backward is found."""
+    with (
+        pytest.warns(UserWarning, match="Error detected in|Anomaly Detection"),
+        torch.autograd.detect_anomaly(),
+        pytest.raises(RuntimeError, match="returned nan values"),
+    ):
+        call(torch.randn(4, 5)).sum().backward()
 
 
 def many_in_a_row(call: Call, root: nn.Module) -> torch.Tensor | None:
@@ -449,12 +456,12 @@ def linears(function: Callable[..., Any], width: int, *names: str) -> Callable[[
 
 # The module, and the steps that are made with it.
 STEPS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Any], Any]]] = {
-    "accumulated": (mlp, accumulated),
     "kept graphs": (mlp, of_kept_graphs),
     "some gradients": (mlp, of_some),
     "batched": (mlp, batched),
     "frozen at times": (mlp, toggled),
-    "an output that is written into": (lambda: nn.Linear(5, 3), output_written_into),
+    "a parameter that is written into": (mlp, parameter_written_into),
+    "anomaly mode": (lambda: Fn(lambda y: (y * 0).sqrt() * 0, nn.Linear(5, 3)), in_anomaly_mode),
     "many in a row": (lambda: mlp(5, 5), many_in_a_row),
     "several inputs": (linears(takes_several, 5, "linear"), several_inputs),
     "unused parameters": (linears(uses_by_rows, 2, "always", "sometimes", "never"), unused),
@@ -504,26 +511,3 @@ def test_gradients_given_by_the_caller_are_not_written_into(wrap: Wrap) -> None:
         assert torch.equal(parameter.grad, kept[:2] + kept[2:])
     model.module.a.grad.zero_()
     assert torch.equal(model.module.b.grad, kept[:2] + kept[2:])
-
-
-def test_a_tensor_written_into_between_the_passes_is_noticed(wrap: Wrap) -> None:
-    """N1: a parameter changed in place before backward is an error, not a wrong gradient, as with the plain module."""
-    plain, model = twins(wrap, nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3)))
-    for module, root in ((plain, plain), (model, model.module)):
-        loss = loss_of(module(torch.randn(7, 5)))
-        with torch.no_grad():
-            root[1].weight.add_(1.0)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-    loss_of(model(torch.randn(7, 5))).backward()  # and the next step works
-
-
-def test_anomaly_mode(wrap: Wrap) -> None:
-    """N8: a NaN in a replica's backward is found."""
-    model = wrap(Fn(lambda y: (y * 0).sqrt() * 0, nn.Linear(5, 3)))
-    with (
-        pytest.warns(UserWarning, match="Error detected in|Anomaly Detection"),
-        torch.autograd.detect_anomaly(),
-        pytest.raises(RuntimeError, match="returned nan values"),
-    ):
-        model(torch.randn(4, 5)).sum().backward()

@@ -229,14 +229,16 @@ def use_lanes(uses_all: bool) -> Iterator[LaneChoice]:
 
 @on_the_cpu
 def test_batches_that_are_too_short_are_computed_by_the_caller(wrap: Wrap) -> None:
-    """I15, I4, I5: random numbers and intra-op threads are the same; those of the caller are left alone."""
+    """I15, I4, I5: random numbers and intra-op threads are the same; the caller's threads keep their number."""
     torch.set_num_threads(4)
     model, some = wrap(Fn(lambda x: (x + torch.rand(2), torch.get_num_threads(), threading.get_ident()))), numbered(12)
     found = []
     for uses_all in (True, False):
         torch.manual_seed(7)
-        with use_lanes(uses_all):
-            found.append([*zip(*model.map(some), strict=True)])
+        with use_lanes(uses_all), model.map(some) as outputs:
+            first = next(outputs)
+            assert torch.get_num_threads() == in_time(torch.get_num_threads) == 4  # and those that it starts
+            found.append([*zip(first, *outputs, strict=True)])
     (of_all, threads_of_all, _), (of_one, threads_of_one, lanes) = found
     assert_equal(of_one, of_all)
     assert threads_of_one == threads_of_all == (2,) * 12
@@ -450,17 +452,6 @@ def test_thread_state_is_the_callers(wrap: Wrap) -> None:
         outputs = model.map([x.float()] * 3)
     assert list(outputs) == [(False, True, torch.bfloat16)] * 3
     assert torch.is_grad_enabled()
-
-
-@on_threads
-def test_intra_op_threads_are_divided_among_the_lanes_only(wrap: Wrap) -> None:
-    """I4: the caller's thread, and threads that it starts, keep their number."""
-    torch.set_num_threads(4)
-    outputs = wrap(Fn(lambda x: torch.get_num_threads())).map(numbered(8))
-    assert next(outputs) == 2
-    assert torch.get_num_threads() == in_time(torch.get_num_threads) == 4
-    assert list(outputs) == [2] * 7
-    assert torch.get_num_threads() == 4
 
 
 @on_the_cpu

@@ -106,10 +106,11 @@ def gradient_penalty(model: nn.Module, x: torch.Tensor) -> None:
         gradient.square().mean().backward()
 
 
-def a_forward_that_fails(model: nn.Module, x: torch.Tensor) -> None:
-    def fail(module: nn.Module, args: object, output: torch.Tensor) -> None:
-        raise KeyError
+def fail(*_: Any) -> None:
+    raise KeyError
 
+
+def a_forward_that_fails(model: nn.Module, x: torch.Tensor) -> None:
     handle = list(model.modules())[-1].register_forward_hook(fail)
     with contextlib.suppress(KeyError):
         model(x)
@@ -117,9 +118,6 @@ def a_forward_that_fails(model: nn.Module, x: torch.Tensor) -> None:
 
 
 def a_backward_that_fails(model: nn.Module, x: torch.Tensor) -> None:
-    def fail(grad: torch.Tensor) -> None:
-        raise KeyError
-
     def add_hook(module: nn.Module, args: object, output: Any) -> None:
         if output.requires_grad:  # not so in the first pass of a reentrant checkpoint
             output.register_hook(fail)

@@ -5,10 +5,10 @@ everything that it has made: parameters, buffers, gradients, and what the featur
 `wrap` returns the module as it is; then it returns the wrapped one. Results agree within 1e-5 of a tensor's largest
 entry in float32 and 1e-12 in float64 (row N9 of docs/behaviour.md).
 
-A last test runs every script with a wrapper that loses the gradient of one row, and expects it to be noticed.
+A last test runs every script with a wrapper that loses the gradient of one row, and expects it to be noticed. More of
+what users do is in tests/fuzz/actions.py, which tests/fuzz/test_actions.py does too.
 """
 
-import copy
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
-from torch.optim import swa_utils
 
 from helpers.contract import DEVICES, ON_CPU, in_turn, on_first_device
 from helpers.modules import Calls, mlp
@@ -71,15 +70,9 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) ->
     return output.detach()
 
 
-def train(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    before: Callable[[int], None] = lambda number: None,
-) -> Results:
-    """Take five steps, and call `before` before each."""
+def train(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Results:
     optimizer = optimizer or sgd(model)
-    for number, x in enumerate(batches()):
-        before(number)
+    for x in batches():
         output = step(model, optimizer, x)
     return results(model, output=output)
 
@@ -218,12 +211,6 @@ def lora(wrap: Wrap) -> Results:
     return results(model, merged=merged)
 
 
-def spectral() -> nn.Module:
-    dtype = torch.complex64 if torch.get_default_dtype() is torch.float32 else torch.complex128
-    attributes = {"linear": nn.Linear(5, 8), "filter": nn.Parameter(torch.randn(5, dtype=dtype))}
-    return Calls(lambda model, x: torch.fft.irfft(torch.fft.rfft(model.linear(x)) * model.filter, n=8), **attributes)
-
-
 def with_saved_tensor_hooks(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor):
         return model.block(x)
@@ -232,7 +219,6 @@ def with_saved_tensor_hooks(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 # Name of a script -> the module that it trains.
 TRAINED: dict[str, Callable[[], nn.Module]] = {
     "saved_tensor_hooks_inside": lambda: Calls(with_saved_tensor_hooks, block=mlp()),
-    "complex_parameters": spectral,
     "traced_by_fx": lambda: torch.fx.symbolic_trace(mlp()),
     "shared_memory": lambda: mlp().share_memory(),  # as in Hogwild training
 }
@@ -323,37 +309,6 @@ def an_optimizer_step_inside_backward(wrap: Wrap) -> Results:
 
 
 @script
-def module_hooks(wrap: Wrap) -> Results:
-    """Forward and backward hooks that change what passes; one is removed, another added between the steps."""
-    model = wrap(mlp())
-    root = unwrapped(model)
-    root.register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
-    root.register_forward_pre_hook(lambda module, args, kwargs: (args, kwargs), with_kwargs=True)
-    root[0].register_forward_hook(lambda module, args, output: output + module.weight.mean())
-    root[2].register_full_backward_pre_hook(lambda module, grads: (grads[0] * 0.5,))
-    removed = root[4].register_full_backward_hook(lambda module, into, out: (into[0] * 2,))
-
-    def change(number: int) -> None:
-        if number == 2:
-            removed.remove()
-            root[2].register_forward_hook(lambda module, args, output: output * 0.5, prepend=True)
-
-    return train(model, before=change)
-
-
-@script
-def hooks_of_every_module(wrap: Wrap) -> Results:
-    """`register_module_forward_hook` acts on every module of the process; the wrapper is one, so it is passed over."""
-    handle = nn.modules.module.register_module_forward_hook(
-        lambda module, args, output: output * 0.9 if isinstance(module, nn.Linear) else None
-    )
-    try:
-        return train(wrap(mlp()))
-    finally:
-        handle.remove()
-
-
-@script
 def parameters_as_one_vector(wrap: Wrap) -> Results:
     """`vector_to_parameters` makes all parameters views of one block of memory; so do flat optimizers."""
     model = wrap(mlp())
@@ -398,41 +353,6 @@ def meta_learning(wrap: Wrap) -> Results:
         fast = {name: p - 0.1 * g for (name, p), g in zip(weights.items(), gradients, strict=True)}
         loss_of(torch.func.functional_call(model, fast, (x * 0.5,))).backward()
         optimizer.step()
-    return results(model)
-
-
-# ---- what changes between the steps --------------------------------------------------------------
-
-
-@script
-def moving_average_by_swa_utils(wrap: Wrap) -> Results:
-    """`AveragedModel` holds a deep copy: of the wrapper, which then runs replicas of its own."""
-    model = wrap(mlp())
-    average = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.7))
-    optimizer = sgd(model)
-    schedule = swa_utils.SWALR(optimizer, swa_lr=0.05, anneal_epochs=3)
-    outputs = []
-    for x in batches():
-        step(model, optimizer, x)
-        schedule.step()
-        average.update_parameters(model)
-        with torch.no_grad():
-            outputs.append(average(x))
-    return results(nn.ModuleList([model, average]), outputs=torch.cat(outputs))
-
-
-@script
-def resumed_from_a_checkpoint(wrap: Wrap) -> Results:
-    """State saved from the wrapped model into a fresh one, in memory that is not the model's (`assign=True`) too."""
-    model = wrap(mlp())
-    optimizer = sgd(model)
-    for number, x in enumerate(batches()):
-        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-        model = wrap(mlp())
-        model.load_state_dict(saved[0], assign=bool(number % 2))
-        optimizer = sgd(model)
-        optimizer.load_state_dict(saved[1])
-        step(model, optimizer, x)
     return results(model)
 
 
