@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from helpers.batch_norms import BATCH_NORMS, refused
-from helpers.comparisons import assert_all_same, assert_same_gradients, assert_same_state, twins
+from helpers.comparisons import assert_alike, assert_all_same, assert_same_gradients, assert_same_state, twins
 from helpers.contract import Wrap, each_with, in_time, in_turn, over_engines, over_gloo_too
 from helpers.losses import fresh, loss_of, penalty_loss
 from helpers.modules import Calls, ForceField, mlp, rows_of
@@ -87,17 +87,15 @@ def test_train_and_eval_toggled_between_the_passes(wrap: Wrap) -> None:
     def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(model.linear(x)) * (model.factor if model.training else 100.0)
 
-    plain, model = twins(wrap, Calls(forward, linear=parametrizations.spectral_norm(nn.Linear(5, 5)), factor=1.0))
-    x = torch.randn(7, 5)
-    for module, root in ((plain, plain), (model, model.module)):
-
-        def change(root: nn.Module = root) -> None:
+    def step(call: Callable[..., torch.Tensor], root: nn.Module) -> None:
+        def change() -> None:
             root.eval()
             root.factor = 7.0
 
-        penalty_loss(module, x, change).backward()
-    assert_same_gradients(model.module, plain, 1e-10)
-    assert_same_state(model.module, plain)
+        penalty_loss(call, torch.randn(7, 5), change).backward()
+
+    module = Calls(forward, linear=parametrizations.spectral_norm(nn.Linear(5, 5)), factor=1.0)
+    assert_alike(wrap, module, step, tolerance=1e-10)
 
 
 class Formula(nn.BatchNorm1d):
@@ -133,12 +131,12 @@ def test_third_derivatives(wrap: Wrap, reduce: Callable[..., torch.Tensor], sync
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
 def test_create_graph_backward_gives_gradients_with_a_history(wrap: Wrap) -> None:
     """N3: `loss.backward(create_graph=True)`, and a loss of the gradients that it leaves."""
-    x = torch.randn(7, 5)
-    results = []
-    for module in twins(wrap, mlp()):
-        parameters = list(module.parameters())
-        loss_of(module(x)).backward(create_graph=True)
-        results.append(torch.autograd.grad(sum(p.grad.pow(2).sum() for p in parameters), parameters))
-        for parameter in parameters:
-            parameter.grad = None  # it would be a cycle, as the warning says
-    assert_all_same(results[1], results[0], 1e-10)
+
+    def step(call: Callable[..., torch.Tensor], root: nn.Module) -> tuple[torch.Tensor, ...]:
+        parameters = list(root.parameters())
+        loss_of(call(torch.randn(7, 5))).backward(create_graph=True)
+        grads = torch.autograd.grad(sum(p.grad.pow(2).sum() for p in parameters), parameters)
+        root.zero_grad()  # it would be a cycle, as the warning says
+        return grads
+
+    assert_alike(wrap, mlp(), step, tolerance=1e-10)
