@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from helpers.comparisons import assert_all_same, assert_same, twins
+from helpers.comparisons import assert_alike, assert_all_same, assert_same, twins
 from helpers.contract import Wrap, in_processes, in_time, on_engines, on_the_cpu, on_threads, over_engines
 from helpers.failing import FailureError
 from helpers.in_time import WAIT_S
@@ -32,9 +32,7 @@ ONE_DEVICE = {"randomness": "one_device"}
 
 def assert_as_one_device(wrap: Wrap, module: nn.Module, x: torch.Tensor, num_replicas: int = 2, **options: Any) -> None:
     """Check that steps are those of the plain module, and that the random state afterwards is, too."""
-    plain, model = twins(wrap, module, num_replicas, **ONE_DEVICE, **options)
-    expected = run_steps(plain, x)
-    assert_all_same(run_steps(model, x), expected)
+    assert_alike(wrap, module, lambda call, _: run_steps(call, x), num_replicas, **ONE_DEVICE, **options)
 
 
 # ---- modules -------------------------------------------------------------------------------------
@@ -129,55 +127,47 @@ def test_models_that_draw(wrap: Wrap, name: str) -> None:
 @over_engines("reentrant", [(True,), (False,)], processes=[(True,), (False,)], gloo=[(False,)])
 def test_checkpoints_around_the_wrapper(wrap: Wrap, reentrant: bool) -> None:
     """N12, R13: the wrapper computes again, with the random state of the forward."""
-    plain, model = twins(wrap, with_dropout(), 3, **ONE_DEVICE)
-    around = [recomputed(module, reentrant) for module in (plain, model)]
     x = torch.randn(7, 5)
-    assert_all_same(run_steps(around[1], x), run_steps(around[0], x))
+    assert_alike(wrap, with_dropout(), lambda call, _: run_steps(recomputed(call, reentrant), x), 3, **ONE_DEVICE)
 
 
 def test_derivatives_of_higher_order(wrap: Wrap) -> None:
     """N12, N3: of a gradient penalty, with activations that are computed again."""
+
+    def step(call: nn.Module, root: nn.Module) -> torch.Tensor:
+        root.zero_grad()
+        penalty_loss(call, torch.linspace(-1, 1, 40).view(8, 5)).backward()
+        return torch.get_rng_state()
+
     module = nn.Sequential(with_dropout(8), nn.Tanh(), nn.Linear(8, 8))
     for part in (module, recomputed(module, False)):
-        plain, model = twins(wrap, part, 3, **ONE_DEVICE)
-        results = []
-        for each in (plain, model):
-            torch.manual_seed(4)
-            each.zero_grad()
-            penalty_loss(each, torch.linspace(-1, 1, 40).view(8, 5)).backward()
-            results.append([*(p.grad for p in each.parameters()), torch.get_rng_state()])
-        assert_all_same(results[1], results[0], 1e-10)
+        assert_alike(wrap, part, step, 3, 1e-10, **ONE_DEVICE)
 
 
 def test_without_gradients_and_in_eval_mode(wrap: Wrap) -> None:
     """N12: in eval mode nothing is drawn."""
-    plain, model = twins(wrap, with_dropout(), 3, **ONE_DEVICE)
     x = torch.randn(7, 5)
-    outputs = []
-    for each in (plain, model):
-        torch.manual_seed(1)
-        with torch.no_grad():
-            outputs.append([each(x), each.eval()(x), torch.get_rng_state()])
-    assert_all_same(outputs[1], outputs[0])
+    both_modes = torch.no_grad()(lambda call, _: [call(x), call.eval()(x), torch.get_rng_state()])
+    assert_alike(wrap, with_dropout(), both_modes, 3, **ONE_DEVICE)
 
 
 @over_engines("num_replicas", [(n,) for n in (1, 2, 3, 5, 8)], processes=[(2,), (5,)], gloo=[(3,)])
 def test_training_is_that_of_one_device(wrap: Wrap, num_replicas: int) -> None:
     """N12, N9: 40 steps with batches of several sizes; weights and random state at the end."""
-    attention = nn.MultiheadAttention(4, 2, dropout=0.2, batch_first=True)
-    over_pieces = Calls(lambda model, x: model.over(*[x.view(len(x), 2, 4)] * 3)[0].flatten(1), over=attention)
-    module = nn.Sequential(with_dropout(6)[:3], over_pieces, nn.Dropout(0.3), nn.Linear(8, 3))
-    results = []
-    for model in twins(wrap, module, num_replicas, **ONE_DEVICE):
-        torch.manual_seed(7)
-        optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+
+    def train(call: nn.Module, root: nn.Module) -> torch.Tensor:
+        optimizer = torch.optim.SGD(call.parameters(), 0.05, momentum=0.9)
         for step in range(40):
             batch = torch.randn((16, 9, 16, 2)[step % 4], 5)  # drawn between the steps
             optimizer.zero_grad()
-            model(batch).square().mean().backward()
+            call(batch).square().mean().backward()
             optimizer.step()
-        results.append([*(p.detach() for p in model.parameters()), torch.get_rng_state()])
-    assert_all_same(results[1], results[0], 1e-9)
+        return torch.get_rng_state()
+
+    attention = nn.MultiheadAttention(4, 2, dropout=0.2, batch_first=True)
+    over_pieces = Calls(lambda model, x: model.over(*[x.view(len(x), 2, 4)] * 3)[0].flatten(1), over=attention)
+    module = nn.Sequential(with_dropout(6)[:3], over_pieces, nn.Dropout(0.3), nn.Linear(8, 3))
+    assert_alike(wrap, module, train, num_replicas, 1e-9, **ONE_DEVICE)
 
 
 def test_verify_compares_models_with_active_dropout(wrap: Wrap, engine: str) -> None:

@@ -27,6 +27,13 @@ def all_equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
 
 
+def assert_repeats(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """Check that steps give the same ten times; return what they give."""
+    expected = run_steps(model, x)
+    assert all(all_equal(run_steps(model, x), expected) for _ in range(10))
+    return expected
+
+
 def num_different(tensors: Any) -> int:
     return len({tuple(tensor.flatten().tolist()) for tensor in tensors})
 
@@ -60,8 +67,7 @@ def test_equal_seeds_give_equal_runs_under_load(
     model = wrap(RandomLayers(), num_replicas)
     x = torch.randn(16, 5)
     run_steps(model, x)  # over gloo the first step decides which gradients share a bucket
-    expected = run_steps(model, x)
-    assert all(all_equal(run_steps(model, x), expected) for _ in range(10))
+    expected = assert_repeats(model, x)
     assert not all_equal(run_steps(model, x, 4), expected)
     assert not caplog.records
 
@@ -109,30 +115,24 @@ def test_every_replica_draws_from_a_stream_of_its_own(wrap: Wrap, caplog: pytest
     assert not caplog.records
 
 
-@pytest.mark.parametrize("mode", ["eval", "no random layers"])
-def test_without_random_numbers_the_random_state_is_untouched(
-    wrap: Wrap, caplog: pytest.LogCaptureFixture, mode: str
+@pytest.mark.parametrize(
+    ("draws", "num_replicas"), [("some", 2), ("some", 3), ("some", 8), ("none in eval mode", 3), ("none", 3)]
+)
+def test_the_random_state_moves_on_alike_for_any_number_of_replicas(
+    wrap: Wrap, caplog: pytest.LogCaptureFixture, draws: str, num_replicas: int
 ) -> None:
-    """N6: the order of the data is then the same on one device and on several."""
-    model = wrap(RandomLayers().eval() if mode == "eval" else recomputed(mlp(), False), 3)
-    before = torch.get_rng_state()
-    loss_of(model(torch.randn(7, 5, generator=torch.Generator()))).backward()
-    assert torch.equal(torch.get_rng_state(), before)
-    assert not caplog.records
-
-
-@over_engines("num_replicas", [(2,), (3,), (8,)], processes=[(2,)], gloo=[])
-def test_the_random_state_moves_on_alike_for_any_number_of_replicas(wrap: Wrap, num_replicas: int) -> None:
-    """N6: by one number a forward, nothing a backward; so data are drawn alike on two devices and on eight."""
+    """N6: by one number a forward that draws, nothing a backward; so data are drawn alike on any number of devices."""
+    module = recomputed(mlp(), False) if draws == "none" else RandomLayers().train(draws == "some")
+    model = wrap(module, num_replicas)
     torch.manual_seed(5)
-    torch.rand(())
+    torch.rand(int(draws == "some"))
     expected = torch.get_rng_state()
-    model = wrap(RandomLayers(), num_replicas)
     torch.manual_seed(5)
     output = model(torch.ones(16, 5))
     assert torch.equal(torch.get_rng_state(), expected)
     loss_of(output).backward()
     assert torch.equal(torch.get_rng_state(), expected)
+    assert not caplog.records
 
 
 def test_a_single_replica_draws_what_the_plain_module_draws(wrap: Wrap) -> None:
@@ -248,8 +248,7 @@ def test_a_wrapper_inside_a_replica_draws_from_that_replicas_stream(
     inner = wrap(nn.Sequential(recomputed(nn.Dropout(0.5), False), nn.Dropout(0.1)), 2)
     model = wrap(nn.Sequential(nn.Linear(5, 20), inner), 3)
     x = torch.ones(12, 5)
-    expected = run_steps(model, x)
-    assert all(all_equal(run_steps(model, x), expected) for _ in range(5))
+    expected = assert_repeats(model, x)
     assert num_different(part != 0 for part in expected[0].chunk(6)) == 6
     assert not caplog.records
 
@@ -261,10 +260,7 @@ def adds_noise(x: torch.Tensor) -> torch.Tensor:
 
 def test_random_numbers_in_backward(wrap: Wrap, caplog: pytest.LogCaptureFixture) -> None:
     """N6: streams of their own too; the random state moves on, so that the next backward draws others."""
-    model = wrap(nn.Sequential(nn.Linear(5, 5), Fn(adds_noise)), 3)
-    x = torch.randn(6, 5)
-    expected = run_steps(model, x)
-    assert all(all_equal(run_steps(model, x), expected) for _ in range(10))
+    assert_repeats(wrap(nn.Sequential(nn.Linear(5, 5), Fn(adds_noise)), 3), torch.randn(6, 5))
     model, noise = wrap(Fn(adds_noise), 3), []
     for _ in range(2):
         x_model = fresh(torch.zeros(6, 5))

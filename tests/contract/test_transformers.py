@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import unisono
+from helpers.comparisons import assert_alike
 from helpers.contract import Wrap, on_engines, on_threads
 
 os.environ.update(TRANSFORMERS_OFFLINE="1", HF_HUB_OFFLINE="1")  # read when it is imported
@@ -158,14 +159,13 @@ def test_dropout_is_that_of_one_device(wrap: Wrap, make: Callable[[], nn.Module]
     """N12: also that of attention, over rows and heads."""
     plain, x = make().train(), tokens()
     plain.set_attn_implementation(attention)
-    model = wrap(copy.deepcopy(plain), 2, scalars={"loss": "mean"}, randomness="one_device")
-    results = []
-    for each in (plain, model):
-        torch.manual_seed(1)
-        output = each(input_ids=x, labels=x)
+
+    def step(call: Callable[..., Any], _: nn.Module) -> list[torch.Tensor]:
+        output = call(input_ids=x, labels=x)
         output.logits.square().mean().backward()
-        results.append([output.logits, *(p.grad for p in each.parameters()), torch.get_rng_state()])
-    torch.testing.assert_close(results[1], results[0], rtol=1e-10, atol=1e-12)
+        return [output.logits, torch.get_rng_state()]
+
+    assert_alike(wrap, plain, step, 2, 1e-10, scalars={"loss": "mean"}, randomness="one_device")
 
 
 @on_engines(["threads", "processes"])

@@ -145,7 +145,7 @@ BATCH_NORMS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], torch.Tens
         lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Conv2d(4, 3, 1)),
         rows_of(2, 5, 5),
     ),
-    "means far from 0": (lambda: nn.Sequential(nn.BatchNorm1d(5), nn.Tanh()), lambda rows: torch.randn(rows, 5) + 1e3),
+    "means far from 0": (lambda: nn.Sequential(nn.BatchNorm1d(5), nn.Tanh()), lambda rows: torch.randn(rows, 5) + 1e6),
     "momentum=None": (linear_and(lambda n: nn.BatchNorm1d(n, momentum=None)), rows_of(5)),
     "neither": (linear_and(lambda n: nn.BatchNorm1d(n, affine=False, track_running_stats=False)), rows_of(5)),
     "subclass, super": (linear_and(CallsSuper), rows_of(5)),

@@ -49,7 +49,22 @@ def test_training_is_that_of_one_device_over_all_rows(world_size, options, name)
     assert len(set(ends)) == 1, "every process ends with the same bits"
 
 
-def penalty(rank: int, sizes: list[int], loss: str) -> None:
+def as_on_accelerators(patch: pytest.MonkeyPatch) -> Counter[str]:
+    """Use kernels, and behave as with an accelerator's own backend: the host waits for no collective of it."""
+    calls = use_kernels(patch)
+    patch.setattr(process_group.Communicator, "waits_on_host", lambda self, group: group in (None, self._control))
+    patch.setattr(
+        process_group.torch_private,
+        "all_gather_into",
+        lambda flat, mine, group: torch.distributed.all_gather(list(flat), mine, group, True),
+    )
+    return calls
+
+
+def penalty(rank: int, sizes: list[int], loss: str, by_kernels: bool) -> None:
+    if by_kernels:
+        as_on_accelerators(pytest.MonkeyPatch())
+
     def make() -> nn.Module:
         return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 1)).double()
 
@@ -63,22 +78,11 @@ def penalty(rank: int, sizes: list[int], loss: str) -> None:
     assert_same_gradients(model.module, oracle, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("by_kernels", [False, True], ids=["", "by kernels"])
 @pytest.mark.parametrize(("sizes", "loss"), [([4, 4], "mean"), ([5, 2], "sum")], ids=["equal rows", "a sum"])
-def test_gradient_penalties(sizes, loss):
-    """C5, C9"""
-    run_ranks(2, penalty, sizes, loss)
-
-
-def as_on_accelerators(patch: pytest.MonkeyPatch) -> Counter[str]:
-    """Use kernels, and behave as with an accelerator's own backend: the host waits for no collective of it."""
-    calls = use_kernels(patch)
-    patch.setattr(process_group.Communicator, "waits_on_host", lambda self, group: group in (None, self._control))
-    patch.setattr(
-        process_group.torch_private,
-        "all_gather_into",
-        lambda flat, mine, group: torch.distributed.all_gather(list(flat), mine, group, True),
-    )
-    return calls
+def test_gradient_penalties(sizes, loss, by_kernels):
+    """N3, C5, C9"""
+    run_ranks(2, penalty, sizes, loss, by_kernels)
 
 
 def train_by_kernels(rank: int, world_size: int, name: str) -> tuple[tuple[float, ...], list[str], str]:

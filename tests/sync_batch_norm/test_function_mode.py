@@ -80,23 +80,35 @@ def assert_like_plain(
         assert_near(mine, theirs, 1e-11)
 
 
-@pytest.mark.parametrize("name", ["residual block", "used twice", "functional"])
-def test_one_graph(wrap: Wrap, name: str) -> None:
-    """N3, N5: as the plain module, first and second derivatives, several steps; a replica without rows."""
+def step_of_cubes(module: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    output = module(x)
+    output.pow(3).sum().backward()
+    return output
+
+
+def in_a_checkpoint(reentrant: bool) -> Call:
+    return lambda module, x: step_of_cubes(lambda x: checkpoint(module, x, use_reentrant=reentrant), x)
+
+
+STEPS: dict[str, tuple[str, Call]] = {
+    **{name: (name, with_second_derivatives) for name in ("residual block", "used twice", "functional")},
+    "in a reentrant checkpoint": ("1d", in_a_checkpoint(True)),
+    "in a non-reentrant checkpoint": ("1d", in_a_checkpoint(False)),
+}
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_one_graph(wrap: Wrap, case: str) -> None:
+    """N3, N5, R14: as the plain module, first and second derivatives, several steps; a replica without rows."""
+    name, step = STEPS[case]
     make_model, make_batch = BATCH_NORMS[name]
     plain = make_model()
     model = wrap(plain, 4)
     for rows in (7, 6):
-        assert_like_plain(model, plain, make_batch(rows))
+        assert_like_plain(model, plain, make_batch(rows), step)
     for module in (plain, model):
         module.eval()
-    assert_like_plain(model, plain, make_batch(7))
-
-
-def step_of_cubes(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    output = module(x)
-    output.pow(3).sum().backward()
-    return output
+    assert_like_plain(model, plain, make_batch(7), step)
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
@@ -142,17 +154,6 @@ def test_what_would_be_computed_wrongly_is_refused(wrap: Wrap, forward: Callable
     model = wrap(Calls(forward, norm=nn.BatchNorm1d(2), linear=nn.Linear(2, 2)), 2)
     with pytest.raises(RuntimeError, match=message):
         in_time(lambda: model(torch.randn(6, 2)))
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_one_graph_and_a_checkpoint_around_the_wrapper(wrap: Wrap, reentrant: bool) -> None:
-    """N5, R14"""
-    plain = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-
-    def step(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return step_of_cubes(lambda x: checkpoint(module, x, use_reentrant=reentrant), x)
-
-    assert_like_plain(wrap(plain, 3), plain, torch.randn(7, 2), step)
 
 
 @pytest.mark.parametrize("way", ["one of two", "one more, last"])

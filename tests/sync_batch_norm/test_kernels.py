@@ -71,25 +71,6 @@ def test_as_torchs(calls: Counter[str], shape: str, dtype: torch.dtype, affine: 
     assert calls["batch_norm_backward_elemt"] == 1
 
 
-@pytest.mark.parametrize("linked", [True, False])
-def test_second_derivatives(calls: Counter[str], linked: bool) -> None:
-    """N3, N5"""
-    whole = torch.randn(6, 3, 2, dtype=torch.float64)
-    results = []
-    for mine in (True, False):
-        leaves = [whole.clone(), torch.rand(3, dtype=torch.float64), torch.rand(3, dtype=torch.float64)]
-        torch.manual_seed(1)
-        x, weight, bias = (leaf.copy_(torch.rand_like(leaf)).requires_grad_() for leaf in leaves)
-        if mine:
-            output = torch.cat(normalised(x, [4, 2] if linked else [6], weight, bias, None, None, linked=linked))
-        else:
-            output = F.batch_norm(x, None, None, weight, bias, True, 0.3, EPS)
-        first = torch.autograd.grad(output.pow(3).sum(), [x, weight, bias], create_graph=True)
-        second = torch.autograd.grad(sum(grad.sin().sum() for grad in first), [x, weight, bias])
-        results.append([*first, *second])
-    torch.testing.assert_close(results[0], results[1], rtol=1e-8, atol=1e-8)
-
-
 def test_channels_last_stays(calls: Counter[str]) -> None:
     """G7, N5"""
     x = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last).requires_grad_()
