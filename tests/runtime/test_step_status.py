@@ -4,8 +4,9 @@ import copy
 import os
 import pickle
 import tempfile
-from collections.abc import Iterator
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,15 +17,6 @@ from unisono.runtime import step_status
 from unisono.runtime.step_status import Published, read_all
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "getuid"), reason="nothing is published on this system")
-
-
-class Clock:
-    """A clock that the test moves."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -38,10 +30,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
-    clock = Clock()
-    monkeypatch.setattr("unisono.runtime.step_status.monotonic", clock)
-    monkeypatch.setattr("unisono.ways.monotonic", clock)
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A clock that the test moves."""
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr("unisono.runtime.step_status.monotonic", lambda: clock.now)
+    monkeypatch.setattr("unisono.ways.monotonic", lambda: clock.now)
     return clock
 
 
@@ -49,7 +42,7 @@ def step(model: torch.nn.Module) -> None:
     model(torch.ones(6, 3)).sum().backward()
 
 
-def publish(model: torch.nn.Module, clock: Clock) -> None:
+def publish(model: torch.nn.Module, clock: SimpleNamespace) -> None:
     """Take two steps, half a second each, then begin another one."""
     for _ in range(3):
         step(model)
@@ -64,7 +57,7 @@ def wrapper(replicas: int = 2) -> DataParallel:
     return DataParallel(torch.nn.Linear(3, 2), ["cpu"] * replicas, shares=[2.0, *[1.0] * (replicas - 1)])
 
 
-def test_each_replica_is_published_and_the_file_goes_with_the_wrapper(folder: Path, clock: Clock) -> None:
+def test_each_replica_is_published_and_the_file_goes_with_the_wrapper(folder: Path, clock: SimpleNamespace) -> None:
     """M5: steps, seconds a step, rows and times of each replica; only the user can read it."""
     model = wrapper()
     publish(model, clock)
@@ -81,7 +74,7 @@ def test_each_replica_is_published_and_the_file_goes_with_the_wrapper(folder: Pa
     assert list(folder.iterdir()) == []
 
 
-def test_one_device_publishes_its_steps(folder: Path, clock: Clock) -> None:
+def test_one_device_publishes_its_steps(folder: Path, clock: SimpleNamespace) -> None:
     """M5: the module is called directly, so rows and times are not known."""
     model = wrapper(1)
     publish(model, clock)
@@ -90,7 +83,9 @@ def test_one_device_publishes_its_steps(folder: Path, clock: Clock) -> None:
     assert [(each.device, each.rows, each.forward_s) for each in found.replicas] == [("cpu", 0, 0.0)]
 
 
-def test_a_step_writes_once_a_second_at_most(folder: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_writes_once_a_second_at_most(
+    folder: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """M6: a hundred steps in two seconds, and two writes."""
     written: list[int] = []
     replace = os.replace
@@ -107,7 +102,7 @@ def test_a_step_writes_once_a_second_at_most(folder: Path, clock: Clock, monkeyp
     assert found.steps == 100
 
 
-def test_short_programs_and_single_calls_leave_no_file(folder: Path, clock: Clock) -> None:
+def test_short_programs_and_single_calls_leave_no_file(folder: Path, clock: SimpleNamespace) -> None:
     """M6: nothing is made before the second second."""
     model = wrapper()
     step(model)
@@ -117,7 +112,7 @@ def test_short_programs_and_single_calls_leave_no_file(folder: Path, clock: Cloc
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_publishes_for_itself(folder: Path, clock: Clock, duplicate) -> None:
+def test_a_copy_publishes_for_itself(folder: Path, clock: SimpleNamespace, duplicate) -> None:
     """M5, A14: it has a file of its own."""
     model = wrapper()
     publish(model, clock)
@@ -126,7 +121,7 @@ def test_a_copy_publishes_for_itself(folder: Path, clock: Clock, duplicate) -> N
     assert len({each.name for each in own()}) == 2
 
 
-def test_a_wrapper_inside_a_replica_publishes_nothing(folder: Path, clock: Clock) -> None:
+def test_a_wrapper_inside_a_replica_publishes_nothing(folder: Path, clock: SimpleNamespace) -> None:
     """M5, A10: the outer one does."""
     model = DataParallel(torch.nn.Sequential(wrapper()), ["cpu", "cpu"])
     publish(model, clock)
@@ -135,7 +130,7 @@ def test_a_wrapper_inside_a_replica_publishes_nothing(folder: Path, clock: Clock
 
 @pytest.mark.parametrize("trouble", ["switched off", "full disk", "folder for all", "file in its place"])
 def test_nothing_that_goes_wrong_reaches_the_training(
-    folder: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, trouble: str
+    folder: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
     """M6: a disk that is full, a folder that others may enter: the steps go on, and are not published."""
 
@@ -161,7 +156,7 @@ def test_nothing_that_goes_wrong_reaches_the_training(
 
 
 def test_without_a_runtime_folder_it_is_the_one_for_temporary_files(
-    folder: Path, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, clock: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """M6: and a reader that has a runtime folder looks there, too."""
     monkeypatch.delenv("XDG_RUNTIME_DIR")
@@ -174,7 +169,7 @@ def test_without_a_runtime_folder_it_is_the_one_for_temporary_files(
     assert len(own()) == 1
 
 
-def test_a_file_that_is_damaged_is_not_read(folder: Path, clock: Clock) -> None:
+def test_a_file_that_is_damaged_is_not_read(folder: Path, clock: SimpleNamespace) -> None:
     """M7: cut anywhere, or of another release; the next publication is read again."""
     model = wrapper()
     publish(model, clock)
@@ -191,7 +186,7 @@ def test_a_file_that_is_damaged_is_not_read(folder: Path, clock: Clock) -> None:
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="reads /proc")
-def test_files_of_others_are_left_alone_or_removed(folder: Path, clock: Clock, tmp_path: Path) -> None:
+def test_files_of_others_are_left_alone_or_removed(folder: Path, clock: SimpleNamespace, tmp_path: Path) -> None:
     """M7: removed, and told once, are those of processes that have ended, also where the number has a process again."""
     model = wrapper()
     publish(model, clock)
@@ -226,10 +221,8 @@ def test_files_of_others_are_left_alone_or_removed(folder: Path, clock: Clock, t
     assert read_all() == (found, [])
 
 
-def test_a_reader_sees_whole_publications_only(folder: Path, clock: Clock) -> None:
+def test_a_reader_sees_whole_publications_only(folder: Path, clock: SimpleNamespace) -> None:
     """M7: while another thread publishes without a pause."""
-    import threading
-
     model = wrapper()
     publish(model, clock)
     stop = threading.Event()
