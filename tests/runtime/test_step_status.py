@@ -5,6 +5,7 @@ import os
 import pickle
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -128,24 +129,24 @@ def test_a_wrapper_inside_a_replica_publishes_nothing(folder: Path, clock: Simpl
     assert [each.module for each in own()] == ["Sequential"]
 
 
-@pytest.mark.parametrize("trouble", ["switched off", "full disk", "folder for all", "file in its place"])
+def full_disk(*_: object) -> int:
+    raise OSError(28, "No space left on device")
+
+
+TROUBLES: dict[str, Callable[[Path, pytest.MonkeyPatch], object]] = {
+    "switched off": lambda folder, patch: patch.setenv("UNISONO_PUBLISH", "0"),
+    "full disk": lambda folder, patch: patch.setattr(os, "replace", full_disk),
+    "folder for all": lambda folder, patch: folder.mkdir() or folder.chmod(0o777),
+    "file in its place": lambda folder, patch: folder.touch(),
+}
+
+
+@pytest.mark.parametrize("trouble", TROUBLES)
 def test_nothing_that_goes_wrong_reaches_the_training(
     folder: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
     """M6: a disk that is full, a folder that others may enter: the steps go on, and are not published."""
-
-    def full(*_: object) -> int:
-        raise OSError(28, "No space left on device")
-
-    if trouble == "switched off":
-        monkeypatch.setenv("UNISONO_PUBLISH", "0")
-    elif trouble == "full disk":
-        monkeypatch.setattr(os, "replace", full)
-    elif trouble == "folder for all":
-        folder.mkdir()
-        folder.chmod(0o777)
-    else:
-        folder.touch()
+    TROUBLES[trouble](folder, monkeypatch)
     model = wrapper()
     for _ in range(2):
         publish(model, clock)

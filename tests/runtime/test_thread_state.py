@@ -44,13 +44,6 @@ NOTHING = contextlib.nullcontext
 
 
 @contextlib.contextmanager
-def variable_set(value: str) -> Iterator[None]:
-    token = variable.set(value)
-    yield
-    variable.reset(token)
-
-
-@contextlib.contextmanager
 def inference_with_grad() -> Iterator[None]:
     with torch.inference_mode(), torch.enable_grad():
         yield
@@ -92,18 +85,14 @@ LOOKS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "autocast fp16, no cache": (lambda: torch.autocast("cpu", torch.float16, cache_enabled=False), autocast),
     "default device": (lambda: torch.device("meta"), lambda: (torch.get_default_device(), torch.ones(1).device)),
     "default device cpu": (lambda: torch.device("cpu"), lambda: torch.ones(1).device),
-    # Not asked of get_default_device, which in older releases raises an error once None has been set.
-    "set_default_device": (
-        lambda: set_for_good(torch.set_default_device, "meta", None),
-        lambda: torch.ones(1).device,
-    ),
+    "set_default_device": (lambda: set_for_good(torch.set_default_device, "meta", None), lambda: torch.ones(1).device),
     "simulated default device": (simulated_default_device, lambda: str(torch.ones(1).device)),
     "set_default_dtype": (
         lambda: set_for_good(torch.set_default_dtype, torch.float64, torch.get_default_dtype()),
         lambda: torch.ones(1).dtype,
     ),
     "set_flush_denormal": (lambda: set_for_good(torch.set_flush_denormal, True, False), denormals_flushed),
-    "contextvar": (lambda: variable_set("something"), variable.get),
+    "contextvar": (lambda: set_for_good(variable.set, "something", "nothing"), variable.get),
     "hooks disabled": (
         lambda: disable_saved_tensors_hooks("not here"),
         torch._C._autograd._saved_tensors_hooks_get_disabled_error_message,

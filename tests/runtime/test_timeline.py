@@ -1,6 +1,5 @@
 """Tracks, by a clock of the test's own."""
 
-import time
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -10,14 +9,6 @@ import torch
 from unisono.runtime import devices, timeline
 from unisono.runtime.devices import DeviceClock
 from unisono.runtime.timeline import Span, StepRecording, Track
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Its `now` is what the host's clock says."""
-    clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
-    return clock
 
 
 def test_a_phase_interrupts_the_one_around_it(clock: SimpleNamespace) -> None:
