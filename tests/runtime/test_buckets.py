@@ -5,8 +5,6 @@ import torch
 
 from unisono.runtime.buckets import Bucket, BucketFiller, Form, buckets_of, fingerprint, is_plain
 
-META = torch.device("meta")
-
 
 def forms(*tensors: torch.Tensor) -> dict[int, Form]:
     return {number: Form.of(tensor) for number, tensor in enumerate(tensors)}
@@ -40,11 +38,11 @@ def test_tensors_are_divided_by_dtype_and_size(tensors, full_bytes, expected):
 
 
 def test_devices_have_buckets_of_their_own_only_where_forms_name_them():
-    cpu, meta = torch.empty(3), torch.empty(3, device=META)
-    assert numbers(buckets_of({0: Form.of(cpu), 1: Form.of(meta)})) == [[0, 1]]
-    divided = buckets_of({0: Form.of(cpu, cpu.device), 1: Form.of(meta, META), 2: Form.of(cpu, cpu.device)})
+    cpu, meta = (torch.empty(3, device=device) for device in ("cpu", "meta"))
+    assert numbers(buckets_of(forms(cpu, meta))) == [[0, 1]]
+    divided = buckets_of({number: Form.of(tensor, tensor.device) for number, tensor in enumerate((cpu, meta, cpu))})
     assert numbers(divided) == [[1], [0, 2]], "by the last tensor"
-    assert [bucket.device for bucket in divided] == [META, cpu.device]
+    assert [bucket.device for bucket in divided] == [meta.device, cpu.device]
 
 
 @pytest.mark.parametrize("by_number", [list, lambda tensors: dict(enumerate(tensors))])

@@ -2,7 +2,6 @@
 
 import contextlib
 import re
-import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 import unisono
+from helpers.host_waits import noted_on_simulated_devices
 from unisono import DataParallel
 from unisono.runtime import device_facts, devices
 
@@ -109,18 +109,15 @@ MEMORY = "cuda:2 has less than 75 % of the memory of cuda:0.*"
         ((None, 8, 16), (None,) * 3, (0, 1, 2), None),  # properties that have other names
     ],
 )
-def test_unequal_devices_are_warned_about(gpus, memory, cores, used, message):
+def test_unequal_devices(gpus, memory, cores, used, message):
     """A5, A12: memory or cores that differ by more than 25 %; the weights to use are in the warning."""
     properties = [
         SimpleNamespace(total_memory=gib and gib * 2**30, multi_processor_count=count)
         for gib, count in zip(memory, cores, strict=True)
     ]
     gpus.get_device_properties = lambda device: properties[device.index]
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        device_facts.warn_if_unequal([CPU if i == "cpu" else GPUS[i] for i in used])
-    assert len(warned) == (message is not None)
-    assert all(re.match(message, str(warning.message)) for warning in warned)
+    said = device_facts.imbalance([CPU if i == "cpu" else GPUS[i] for i in used])
+    assert (said is None) if message is None else re.match(message, said)
 
 
 # random states
@@ -334,31 +331,17 @@ def test_a_copy_that_cannot_be_tried_is_an_error(tried, monkeypatch):
 @pytest.mark.parametrize("engine", ["threads", "plain composition"])
 def test_where_the_link_is_bad_nothing_is_copied_directly(sim, monkeypatch, engine, sync_batch_norm):
     """S11: shards, parameters, buffers, outputs, statistics, gradients, and gradients of gradients."""
-    from unisono import testing
-
-    straight = []
-    dispatch = testing.SimulatedTensor.__torch_dispatch__
-
-    def watch(cls, func, types, args=(), kwargs=None):
-        if func in testing._COPIES:
-            places = {t.device.index for t in args if isinstance(t, testing.SimulatedTensor)}
-            to = (kwargs or {}).get("device")
-            if to is not None and to.type in testing._SIMULATED:
-                places.add(to.index)
-            straight.extend([func] if len(places) > 1 else [])
-        return dispatch(func, types, args, kwargs)
-
-    monkeypatch.setattr(testing.SimulatedTensor, "__torch_dispatch__", classmethod(watch))
     monkeypatch.setattr(devices, "copies_arrive", lambda source, target: False)
     layers = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Tanh()).to(sim[0])
     model = DataParallel(layers, sim[:2], sync_batch_norm=sync_batch_norm)
     if engine == "plain composition":
         model.gather = unisono.gather  # a verb of one's own
     x = torch.randn(8, 3, device=sim[0], requires_grad=True)
-    (grad,) = torch.autograd.grad(model(x).pow(2).sum(), x, create_graph=True)
-    grad.pow(2).sum().backward()
+    with noted_on_simulated_devices() as noted:
+        (grad,) = torch.autograd.grad(model(x).pow(2).sum(), x, create_graph=True)
+        grad.pow(2).sum().backward()
     assert layers[0].weight.grad.device == sim[0]
-    assert straight == []
+    assert noted.copies == []
 
 
 def test_numbers_are_pinned_whatever_the_default_device_is(monkeypatch):

@@ -52,51 +52,34 @@ def test_all_get_the_values_of_all_in_replica_order() -> None:
     assert run(same, same, same) == [[{0: 0, 1: 1, 2: 2}] * 5] * 3
 
 
+OF_A, OF_B, OF_C = (f"called the batch norm of {name}" for name in "abc")
+BACKWARD_OF_A, NONE = "called the backward of the batch norm of a", "called no further one"
+
+
 @pytest.mark.parametrize(
-    ("scripts", "raises", "ways"),
+    ("names", "raises", "ways"),
     [
-        (
-            (gathers("a"), gathers("b"), gathers("a")),
-            0,
-            "replicas 0 and 2 called the batch norm of a, replica 1 called the batch norm of b.",
+        pytest.param(["a", "b", "a"], 0, f"replicas 0 and 2 {OF_A}, replica 1 {OF_B}", id="another"),
+        pytest.param(["", "ab", "ab"], 1, f"replicas 1 and 2 {OF_A}, replica 0 {NONE}", id="none at all"),
+        pytest.param(
+            *(["ab", "a", "ac", "a"], 0, f"replica 0 {OF_B}, replica 2 {OF_C}, replicas 1 and 3 {NONE}"),
+            id="another, and none",
         ),
-        (
-            (gathers(), gathers("a", "b"), gathers("a", "b")),
-            1,
-            "replicas 1 and 2 called the batch norm of a, replica 0 called no further one.",
+        pytest.param(["a", "a", "aa"], 2, f"replica 2 {OF_A}, replicas 0 and 1 {NONE}", id="once more"),
+        pytest.param(
+            *([[("a", 4), ("a", 3)], [("a", 3), ("a", 4)]], 0, f"replica 0 {BACKWARD_OF_A}, replica 1 {BACKWARD_OF_A}"),
+            id="backward in another order",
         ),
-        (
-            (gathers("a", "b"), gathers("a"), gathers("a", "c"), gathers("a")),
-            0,
-            "replica 0 called the batch norm of b, replica 2 called the batch norm of c, replicas 1 and 3 called no "
-            "further one.",
-        ),
-        (
-            (gathers("a"), gathers("a"), gathers("a", "a")),
-            2,
-            "replica 2 called the batch norm of a, replicas 0 and 1 called no further one.",
-        ),
-        (
-            (gathers(("a", 4), ("a", 3)), gathers(("a", 3), ("a", 4))),
-            0,
-            "replica 0 called the backward of the batch norm of a, replica 1 called the backward of the batch norm of "
-            "a.",
-        ),
-        (
-            (gathers(("a", 4)), gathers()),
-            0,
-            "replica 0 called the backward of the batch norm of a, replica 1 called no further one.",
-        ),
+        pytest.param([[("a", 4)], []], 0, f"replica 0 {BACKWARD_OF_A}, replica 1 {NONE}", id="no backward"),
     ],
-    ids=["another", "none at all", "another, and none", "once more", "backward in another order", "no backward"],
 )
 def test_where_replicas_go_different_ways_one_raises_an_error_and_the_others_go_on(
-    scripts: tuple[Script, ...], raises: int, ways: str
+    names: list[Any], raises: int, ways: str
 ) -> None:
-    results = run(*scripts)
+    results = run(*(gathers(*each) for each in names))
     error = results.pop(raises)
     assert isinstance(error, RuntimeError)
-    assert f"the replicas went different ways: {ways} Let all replicas call the same batch norms" in str(error)
+    assert f"the replicas went different ways: {ways}. Let all replicas call the same batch norms" in str(error)
     assert all(isinstance(result, list) for result in results)
 
 

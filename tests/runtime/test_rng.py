@@ -5,7 +5,6 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from helpers.contract import in_threads
 from helpers.forks import in_a_fork
 from helpers.modules import PassingMode
 from unisono import data_parallel, parallel_apply
@@ -232,20 +232,15 @@ def test_draws_for_an_accelerator_are_its_generators(monkeypatch: pytest.MonkeyP
     """N6: the CPU's generators cannot be used there. Here the meta device represents one."""
     monkeypatch.setattr(devices, "computes_on_host", lambda device: device.type == "cpu")
     named = []
-    handler = rng._draw
 
     class Recorder:
         def redispatch(self, keys: object, *args: object, **kwargs: object) -> None:
             named.append("generator" in kwargs)
 
-    def draw(x: torch.Tensor) -> torch.Tensor:
-        for device in ("cpu", "meta"):
-            handler(Recorder(), Recorder(), 9, None, (3,), device=torch.device(device))
-            handler(Recorder(), Recorder(), 9, None, torch.empty(3, device=device))
-        return x
-
     with own_streams("Test", [CPU, CPU]) as streams, streams(0):
-        draw(torch.ones(1))
+        for device in ("cpu", "meta"):
+            rng._draw(Recorder(), Recorder(), 9, None, (3,), device=torch.device(device))
+            rng._draw(Recorder(), Recorder(), 9, None, torch.empty(3, device=device))
     assert named == [True, True, False, False]
 
 
@@ -327,16 +322,16 @@ def test_where_torch_offers_no_way(monkeypatch: pytest.MonkeyPatch, caplog: pyte
 
 
 @pytest.fixture
-def accelerator(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The CPU represents an accelerator; `generators` are those of accelerators that several replicas share."""
-    accelerator = SimpleNamespace(generators={})
+def shared(monkeypatch: pytest.MonkeyPatch) -> dict[torch.device, torch.Generator]:
+    """Have the CPU represent an accelerator; return the generators of those that several replicas share."""
+    generators: dict[torch.device, torch.Generator] = {}
     monkeypatch.setattr(devices, "computes_on_host", lambda device: False)
     monkeypatch.setattr(devices, "seed_differently", lambda devices: None)
-    monkeypatch.setattr(devices, "shared_generators", lambda devices: accelerator.generators)
-    return accelerator
+    monkeypatch.setattr(devices, "shared_generators", lambda devices: generators)
+    return generators
 
 
-@pytest.mark.usefixtures("accelerator")
+@pytest.mark.usefixtures("shared")
 def test_replicas_on_accelerators_have_no_streams_on_the_cpu(caplog: pytest.LogCaptureFixture) -> None:
     """N6: what they draw there is reported."""
     expected = torch.Generator().manual_seed(1)
@@ -352,29 +347,23 @@ def test_replicas_on_accelerators_have_no_streams_on_the_cpu(caplog: pytest.LogC
 
 def test_passes_at_the_same_time_are_not_reported(caplog: pytest.LogCaptureFixture) -> None:
     """N6, F5: each moves torch's random state on while the others run."""
-    together = threading.Barrier(3)
 
     def call(_: int) -> None:
-        together.wait(WAIT_S)
         for _ in range(30):
             parallel_apply([F.dropout] * 2, list(torch.ones(2, 9)))
 
-    with ThreadPoolExecutor(3) as callers:
-        list(callers.map(call, range(3)))
+    in_threads(3, call)
     assert not logged(caplog)
 
 
 @pytest.fixture
-def generator(accelerator: SimpleNamespace) -> torch.Generator:
+def generator(shared: dict[torch.device, torch.Generator]) -> torch.Generator:
     """The one generator of an accelerator on which all replicas are."""
-    generator = torch.Generator().manual_seed(5)
-    accelerator.generators[CPU] = generator
-    return generator
+    return shared.setdefault(CPU, torch.Generator().manual_seed(5))
 
 
 def draw(generator: torch.Generator) -> list[float]:
-    numbers: list[float] = torch.rand(3, generator=generator).tolist()
-    return numbers
+    return torch.rand(3, generator=generator).tolist()  # type: ignore[no-any-return]
 
 
 def test_replicas_on_one_accelerator_have_a_random_state_each(generator: torch.Generator) -> None:

@@ -1,11 +1,11 @@
 """How long a step takes, by a clock of the test's own."""
 
-import time
 import weakref
 
 import pytest
 import torch
 
+from helpers.modules import Fn, WithBackward
 from unisono import DataParallel
 from unisono.runtime import torch_private
 from unisono.runtime.step_timer import StepTimer
@@ -13,59 +13,32 @@ from unisono.runtime.step_timer import StepTimer
 CPU = [torch.device("cpu")]
 
 
-class Clock:
-    """Its seconds pass when the test says so."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def tick(self, seconds: float) -> None:
-        self.now += seconds
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
-    return clock
-
-
-def ticking(tensor: torch.Tensor, clock: Clock, seconds: float) -> torch.Tensor:
-    """Return the tensor, linked so that its backward takes some seconds."""
-
-    class Tick(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            clock.tick(seconds)
-            return grad
-
-    return Tick.apply(tensor)
-
-
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_forward_and_backward_count_and_nothing_between(clock, wrapped):
     """S16: neither does the backward of what the caller computes from the output."""
 
-    class Model(torch.nn.Module):
-        def forward(self, x):
-            clock.tick(1)
-            return ticking(x, clock, 20)
+    def ticking(x: torch.Tensor, seconds: float) -> torch.Tensor:
+        def backward(grad: torch.Tensor) -> torch.Tensor:
+            clock.now += seconds
+            return grad
 
-    model = DataParallel(Model(), ["cpu"]) if wrapped else Model()
+        return WithBackward.apply(x, backward)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        clock.now += 1
+        return ticking(x, 20)
+
+    model = DataParallel(Fn(forward), ["cpu"]) if wrapped else forward
     x = torch.ones(3, requires_grad=True)
     seconds = []
     timer = StepTimer(CPU, seconds.append)
     output = model(x)
     timer.forward_ended([output, output[:2]])
-    clock.tick(300)
-    loss = ticking(output.sum(), clock, 4000)
+    clock.now += 300
+    loss = ticking(output.sum(), 4000)
     loss.backward(retain_graph=True)
     assert seconds == [21]
-    clock.tick(50_000)
+    clock.now += 50_000
     loss.backward()
     assert seconds == [21], "once"
 
@@ -77,9 +50,9 @@ def test_replicas(clock):
     timer = StepTimer(CPU * 2, seconds.append)
     output = model(torch.ones(4, 3))
     timer.forward_ended([output])
-    clock.tick(300)
+    clock.now += 300
     for parameter in model.parameters():
-        parameter.register_hook(lambda grad: clock.tick(5))
+        parameter.register_hook(lambda grad: vars(clock).update(now=clock.now + 5))
     output.sum().backward()
     assert seconds == [10]
 
@@ -88,7 +61,7 @@ def test_without_gradients_forward_is_the_step(clock):
     """S16"""
     seconds = []
     timer = StepTimer(CPU, seconds.append)
-    clock.tick(2)
+    clock.now += 2
     timer.forward_ended([torch.ones(3)])
     assert seconds == [2]
 

@@ -7,6 +7,7 @@ The model knows what torch promises of streams, no more: what is queued on one r
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -20,7 +21,7 @@ from unisono.runtime.streams import Copies, queued_on, wait_for_maker, wait_for_
 CPU = torch.device("cpu")
 A, B = torch.device("cuda", 0), torch.device("cuda", 1)  # names only
 
-Clock = dict[int, int]  # by stream: how many of its operations have come before
+Clock = Counter[int]  # by stream: how many of its operations have come before; `|` merges, `<=` is before
 
 
 class Stream:
@@ -28,11 +29,11 @@ class Stream:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.clock: Clock = {}
+        self.clock = Clock()
 
     def operation(self) -> Clock:
         """Queue one operation; return what it comes after, itself included."""
-        self.clock = {**self.clock, id(self): self.clock.get(id(self), 0) + 1}
+        self.clock = self.clock + Clock([id(self)])
         return self.clock
 
     def record_event(self) -> Event:
@@ -41,7 +42,7 @@ class Stream:
         return event
 
     def wait_event(self, event: Event) -> None:
-        self.clock = merged(self.clock, event.clock)
+        self.clock = self.clock | event.clock
 
     def wait_stream(self, other: Stream) -> None:
         self.wait_event(other.record_event())
@@ -54,14 +55,6 @@ class Event:
 
     def synchronize(self) -> None:
         self.waited_for = True
-
-
-def merged(a: Clock, b: Clock) -> Clock:
-    return {stream: max(a.get(stream, 0), b.get(stream, 0)) for stream in a.keys() | b.keys()}
-
-
-def comes_before(a: Clock, b: Clock) -> bool:
-    return all(b.get(stream, 0) >= number for stream, number in a.items())
 
 
 @dataclass
@@ -85,7 +78,7 @@ class Tensor:
         return self
 
     def read_on(self, stream: Stream) -> None:
-        assert comes_before(self.written, stream.clock), "read before it was written"
+        assert self.written <= stream.clock, "read before it was written"
         self.reads.append((stream.operation(), stream))
 
     def may_be_freed(self) -> bool:
@@ -138,9 +131,8 @@ class Machine:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine()
     monkeypatch.setattr(streams._devices, "has_streams", lambda device: device != CPU)
-    monkeypatch.setattr(streams._devices, "current_streams", machine.current_streams)
-    monkeypatch.setattr(streams._devices, "using", machine.using)
-    monkeypatch.setattr(streams._devices, "copied_to", machine.copied_to)
+    for name in ("current_streams", "using", "copied_to"):
+        monkeypatch.setattr(streams._devices, name, getattr(machine, name))
     monkeypatch.setattr(streams, "is_plain", lambda tensor: True)
     monkeypatch.setattr(streams, "_streams", {})
     monkeypatch.setattr(torch, "Stream", Stream)
@@ -173,17 +165,17 @@ def test_between_accelerators(machine: Machine, target: torch.device) -> None:
     assert copy.may_be_freed()
     assert batch.may_be_freed()
     written_again = machine.computing[A].operation()
-    assert all(comes_before(read, written_again) for read, _ in batch.reads)
+    assert all(read <= written_again for read, _ in batch.reads)
 
 
 def test_computation_does_not_wait_for_another_readers_copy(machine: Machine) -> None:
     """S11: replica 0 runs while shard 1 is still on its way, on the same device even."""
-    shards = [Tensor(CPU, {}, pinned=True) for _ in range(2)]
+    shards = [Tensor(CPU, Clock(), pinned=True) for _ in range(2)]
     with Copies([A, A]) as copies:
         first, second = (copies.to(shard, reader) for reader, shard in enumerate(shards))
         copies.wait_copies(0)
         first.read_on(machine.computing[A])
-        assert not comes_before(second.written, machine.computing[A].clock)
+        assert not second.written <= machine.computing[A].clock
         copies.wait_copies(1)
         second.read_on(machine.computing[A])
 
@@ -192,8 +184,8 @@ def test_a_copy_from_the_host_does_not_wait_for_queued_work(machine: Machine) ->
     """S11: the batch travels while the step before is still computed."""
     busy = machine.computed_on(A)
     with Copies([A]) as copies:
-        copy = copies.to(Tensor(CPU, {}), 0)
-    assert not comes_before(busy.written, copy.written)
+        copy = copies.to(Tensor(CPU, Clock()), 0)
+    assert not busy.written <= copy.written
 
 
 @pytest.mark.parametrize("pinned", [False, True], ids=["pageable", "pinned"])
@@ -202,14 +194,14 @@ def test_the_callers_host_memory(machine: Machine, pinned: bool) -> None:
 
     The host waits for nothing else, such as parameters that come behind what the step before still computes.
     """
-    shard, before = Tensor(CPU, {}, pinned=pinned), machine.computed_on(A)
+    shard, before = Tensor(CPU, Clock(), pinned=pinned), machine.computed_on(A)
     with Copies([A]) as copies:
         copies.to(shard, 0)
         copies.to(before, 0)
     assert bool(shard.reads) == pinned
     waited_for = [event for event in machine.events if event.waited_for]
-    assert all(any(comes_before(read, event.clock) for event in waited_for) for read, _ in shard.reads)
-    assert not any(comes_before(before.written, event.clock) for event in waited_for)
+    assert all(any(read <= event.clock for event in waited_for) for read, _ in shard.reads)
+    assert not any(before.written <= event.clock for event in waited_for)
 
 
 def test_a_copy_that_fails(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +212,7 @@ def test_a_copy_that_fails(machine: Machine, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(streams._devices, "copied_to", no_memory)
     with pytest.raises(torch.OutOfMemoryError, match="no room"), Copies([A]) as copies:
-        copies.to(Tensor(CPU, {}, pinned=True), 0)
+        copies.to(Tensor(CPU, Clock(), pinned=True), 0)
 
 
 def test_memory_that_computation_never_reads_is_free_again_soon(machine: Machine) -> None:
@@ -267,7 +259,7 @@ def test_gradients_that_are_ready_on_other_devices(machine: Machine) -> None:
     """N1: autograd looks for all of a node's gradients on one stream."""
     gradient = machine.computed_on(B)
     wait_for_streams(A, [A, B, CPU])
-    assert comes_before(gradient.written, machine.computing[A].clock)
+    assert gradient.written <= machine.computing[A].clock
     assert wait_for_streams(CPU, [CPU]) is None
 
 

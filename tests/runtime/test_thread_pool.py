@@ -419,24 +419,14 @@ def test_a_fork_has_workers_of_its_own() -> None:
 
 
 COMPUTE = "weight = torch.randn(300, 300, requires_grad=True); (weight @ weight).sum().backward()"
-CTRL_C = "signal.raise_signal(signal.SIGINT)"
-RUN = "thread_pool.run_together([first, endless, endless], [torch.device('cpu')] * 3)"
-IN_A_DAEMON_THREAD = f"threading.Thread(target=lambda: {RUN}, daemon=True).start(); busy.wait(30)"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="whether a thread sleeps is read from /proc")
 @pytest.mark.parametrize(
-    ("first", "task", "call"),
-    [
-        (CTRL_C, COMPUTE, RUN),
-        ("threading.Event().wait()", COMPUTE, IN_A_DAEMON_THREAD),  # the caller itself is outside torch
-        (CTRL_C, "time.sleep(1e6)", RUN),
-        pytest.param(CTRL_C, "threading.Event().wait()", RUN, marks=pytest.mark.slow),
-    ],
-    ids=["computes", "computes for a daemon thread", "sleeps", "waits"],
+    "task", [COMPUTE, "time.sleep(1e6)", pytest.param("threading.Event().wait()", marks=pytest.mark.slow)]
 )
-def test_the_interpreter_exits_while_a_worker(first: str, task: str, call: str) -> None:
-    """F5, F3: with the program's status, and nothing on stderr. Others are in tests/contract/test_callers.py.
+def test_the_interpreter_exits_while_workers_are_busy(task: str) -> None:
+    """F5, F3: with the program's status, and nothing on stderr; more is in tests/contract/test_callers.py.
 
     A sleeping thread cannot be interrupted, and exit waited ten seconds for it, then warned. Here it would for ever.
     """
@@ -455,10 +445,10 @@ def test_the_interpreter_exits_while_a_worker(first: str, task: str, call: str) 
 
         def first():
             busy.wait(30)
-            {first}
+            signal.raise_signal(signal.SIGINT)
 
         try:
-            {call}
+            thread_pool.run_together([first, endless, endless], [torch.device("cpu")] * 3)
         except KeyboardInterrupt:
             pass
         sys.exit(3)

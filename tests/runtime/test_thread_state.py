@@ -3,7 +3,9 @@
 import contextlib
 import contextvars
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +16,6 @@ from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from helpers.modules import Calls
 from unisono import DataParallel, parallel_apply
 
 variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="nothing")
@@ -33,21 +34,9 @@ def in_every_replica(look: Callable[[], Any]) -> list[Any]:
     return [value for value, _ in results]
 
 
-def sees_thread(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    module.threads.append(threading.get_ident())
-    return torch.tanh(module.linear(x))
-
-
 # ---- state that is carried -------------------------------------------------------------------------
 
 NOTHING = contextlib.nullcontext
-
-
-@contextlib.contextmanager
-def variable_set(value: str) -> Iterator[None]:
-    token = variable.set(value)
-    yield
-    variable.reset(token)
 
 
 @contextlib.contextmanager
@@ -92,18 +81,14 @@ LOOKS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "autocast fp16, no cache": (lambda: torch.autocast("cpu", torch.float16, cache_enabled=False), autocast),
     "default device": (lambda: torch.device("meta"), lambda: (torch.get_default_device(), torch.ones(1).device)),
     "default device cpu": (lambda: torch.device("cpu"), lambda: torch.ones(1).device),
-    # Not asked of get_default_device, which in older releases raises an error once None has been set.
-    "set_default_device": (
-        lambda: set_for_good(torch.set_default_device, "meta", None),
-        lambda: torch.ones(1).device,
-    ),
+    "set_default_device": (lambda: set_for_good(torch.set_default_device, "meta", None), lambda: torch.ones(1).device),
     "simulated default device": (simulated_default_device, lambda: str(torch.ones(1).device)),
     "set_default_dtype": (
         lambda: set_for_good(torch.set_default_dtype, torch.float64, torch.get_default_dtype()),
         lambda: torch.ones(1).dtype,
     ),
     "set_flush_denormal": (lambda: set_for_good(torch.set_flush_denormal, True, False), denormals_flushed),
-    "contextvar": (lambda: variable_set("something"), variable.get),
+    "contextvar": (lambda: set_for_good(variable.set, "something", "nothing"), variable.get),
     "hooks disabled": (
         lambda: disable_saved_tensors_hooks("not here"),
         torch._C._autograd._saved_tensors_hooks_get_disabled_error_message,
@@ -144,7 +129,7 @@ def test_what_a_worker_sets_is_not_the_callers() -> None:
 @pytest.fixture
 def model() -> DataParallel:
     torch.manual_seed(0)
-    return DataParallel(Calls(sees_thread, linear=nn.Linear(3, 2), threads=[]).double(), ["cpu"] * 3)
+    return DataParallel(nn.Sequential(nn.Linear(3, 2), nn.Tanh()).double(), ["cpu"] * 3)
 
 
 def step(
@@ -160,66 +145,49 @@ def step(
     return [output.detach(), *(parameter.grad for parameter in module.parameters())]
 
 
-def test_saved_tensor_hooks_in_a_step(model: DataParallel) -> None:
-    """R14: pack and unpack are called for what every replica saves, in the caller's thread; gradients are right."""
-    packed: list[int] = []
-    unpacked: list[int] = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        packed.append(threading.get_ident())
-        return tensor.clone()
-
-    def unpack(tensor: torch.Tensor) -> torch.Tensor:
-        unpacked.append(threading.get_ident())
-        return tensor
-
-    results = step(model, lambda: saved_tensors_hooks(pack, unpack))
-    assert set(packed) == set(unpacked) == {threading.get_ident()}
-    assert len(unpacked) == len(packed)
-    torch.testing.assert_close(results, step(model.module))
-
-
 # ---- modes that stay in the caller's thread --------------------------------------------------------
 
+noted: list[tuple[str, int]] = []  # what a mode has been called for, and in which thread
 
-class CountsOperations(TorchDispatchMode):
-    count = 0
 
+def note(what: str, tensor: torch.Tensor | None = None) -> torch.Tensor | None:
+    noted.append((what, threading.get_ident()))
+    return None if tensor is None else tensor.clone()
+
+
+class NotesOperations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += "addmm" in str(func)
+        if "addmm" in str(func):
+            note("forward")
         return func(*args, **(kwargs or {}))
 
 
-class CountsFunctions(TorchFunctionMode):
-    count = 0
-
+class NotesFunctions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.tanh
+        if func is torch.tanh:
+            note("forward")
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("make_mode", [CountsOperations, CountsFunctions])
-def test_dispatch_and_function_modes_see_every_replica(model: DataParallel, make_mode: Callable[[], Any]) -> None:
-    """R14: replicas run in the caller's thread, with right outputs and gradients."""
-    mode = make_mode()
-    results = step(model, lambda: mode, lambda: mode)
-    assert mode.count == 3
-    assert set(model.module.threads) == {threading.get_ident()}
-    torch.testing.assert_close(results, step(model.module))
+MODES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "dispatch mode": (NotesOperations, NotesOperations),
+    "dispatch mode in backward only": (NOTHING, NotesOperations),
+    "function mode": (NotesFunctions, NotesFunctions),
+    "hooks": (lambda: saved_tensors_hooks(partial(note, "pack"), partial(note, "unpack")), NOTHING),
+    "save_on_cpu": (save_on_cpu, NOTHING),
+    "hooks disabled": (lambda: disable_saved_tensors_hooks("no hooks here"), NOTHING),
+}
 
 
-@pytest.mark.parametrize(
-    ("forward", "backward"),
-    [
-        (save_on_cpu, NOTHING),
-        (lambda: disable_saved_tensors_hooks("no hooks here"), NOTHING),
-        (NOTHING, CountsOperations),  # forward in the workers, backward under a mode of the caller's
-    ],
-    ids=["save_on_cpu", "hooks disabled", "a mode in backward only"],
-)
-def test_a_step_under_a_mode(model: DataParallel, forward: Callable[[], Any], backward: Callable[[], Any]) -> None:
-    """R14"""
-    torch.testing.assert_close(step(model, forward, backward), step(model.module))
+@pytest.mark.parametrize("name", MODES)
+def test_a_step_under_a_mode(model: DataParallel, name: str) -> None:
+    """R14: it is called in the caller's thread, for each replica as often as for the plain module."""
+    noted.clear()
+    expected, of_plain = step(model.module, *MODES[name]), noted * 3
+    noted.clear()
+    torch.testing.assert_close(step(model, *MODES[name]), expected)
+    assert Counter(noted) == Counter(of_plain)
+    assert bool(noted) == (name in ("dispatch mode", "function mode", "hooks"))
 
 
 def test_func_transforms(model: DataParallel) -> None:

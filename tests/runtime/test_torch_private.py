@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from functools import partial
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -80,7 +81,8 @@ def test_compiled_code_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     torch_private.keep_compiled_code_in_order.cache_clear()
 
 
-AUTOGRAD = torch._C._autograd
+hooks, no_hooks = partial(saved_tensors_hooks, id, id), partial(disable_saved_tensors_hooks, "no hooks here")
+GET_DISABLED = "_saved_tensors_hooks_get_disabled_error_message"
 
 
 @pytest.mark.parametrize(
@@ -90,18 +92,8 @@ AUTOGRAD = torch._C._autograd
         (torch_private.has_transforms, forward_ad.dual_level, torch._C._functorch, "maybe_current_level"),
         (torch_private.function_modes, FunctionMode, torch._C, "_len_torch_function_stack"),
         (torch_private.function_modes, FunctionMode, torch.overrides, "_get_current_function_mode_stack"),
-        (
-            torch_private.has_saved_tensor_hooks,
-            lambda: saved_tensors_hooks(id, id),
-            AUTOGRAD,
-            "_top_saved_tensors_default_hooks",
-        ),
-        (
-            torch_private.saved_tensor_hooks_disabled,
-            lambda: disable_saved_tensors_hooks("no"),
-            AUTOGRAD,
-            "_saved_tensors_hooks_get_disabled_error_message",
-        ),
+        (torch_private.has_saved_tensor_hooks, hooks, torch._C._autograd, "_top_saved_tensors_default_hooks"),
+        (torch_private.saved_tensor_hooks_disabled, no_hooks, torch._C._autograd, GET_DISABLED),
     ],
 )
 def test_what_is_active_in_a_thread(question: Callable[[], Any], active: Any, owner: Any, name: str) -> None:

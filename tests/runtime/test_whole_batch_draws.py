@@ -4,7 +4,6 @@ tests/contract/test_one_device_randomness.py has modules, training and the other
 """
 
 import itertools
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
-from helpers.in_time import WAIT_S
+from helpers.in_time import in_time
 from helpers.modules import Fn
 from unisono import DataParallel
 from unisono.primitives.split_sizes import unequal
@@ -232,12 +231,6 @@ class Subclass(torch.Tensor):
         return super().__torch_dispatch__(func, types, args, kwargs or {})
 
 
-def in_another_thread(draw: Callable[[], Any]) -> None:
-    thread = threading.Thread(target=draw)
-    thread.start()
-    thread.join(WAIT_S)
-
-
 def packed(x: torch.Tensor) -> torch.Tensor:
     sequences = pack_padded_sequence(x[:, None].expand(-1, 4, -1), [4] * len(x), batch_first=True)
     return nn.LSTM(2, 2, 2, dropout=0.5)(sequences)[1][0]
@@ -291,7 +284,7 @@ ERRORS: dict[str, tuple[Function, str]] = {
         "replicas of Fn have ended at different random states",
     ),
     "another thread": (
-        lambda x: in_another_thread(lambda: torch.rand(3)) or x,
+        lambda x: in_time(lambda: [torch.rand(3)]) and x,
         "torch's random generator was drawn from while the replicas of Fn ran",
     ),
 }
