@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -63,20 +62,12 @@ def rows(num_replicas: int) -> torch.Tensor:
 
 
 @pytest.fixture
-def wrap() -> Iterator[Callable[..., DataParallel]]:
+def wrap(wrap: Callable[..., DataParallel]) -> Iterator[Callable[..., DataParallel]]:
     """Wrap a module for some CPU replicas; let stuck threads end after the test."""
-    models: list[DataParallel] = []
-
-    def wrap(module: nn.Module, num_replicas: int = 2, **options: Any) -> DataParallel:
-        torch.manual_seed(0)
-        models.append(DataParallel(module, ["cpu"] * num_replicas, **options))
-        return models[-1]
-
+    torch.manual_seed(0)
+    released.clear()
     yield wrap
     released.set()
-    for model in models:
-        model.close()
-    released.clear()
 
 
 @pytest.mark.parametrize("place", ["forward", "backward"])
@@ -147,6 +138,7 @@ def test_draws_of_one_device(wrap, engine):
 
     model = wrap(Draws().eval(), 3, engine=engine(), randomness="one_device")
     x = rows(3)[:-1]
+    torch.manual_seed(0)
     expected = model(x)
     model.module.actor = 1
     before, model.engine.timeout = state_of(model), TIMEOUT_S

@@ -49,18 +49,9 @@ def transport() -> str:
 
 
 @pytest.fixture
-def wrap(transport: str) -> Iterator[Callable[..., DataParallel]]:
+def wrap(wrap: Callable[..., DataParallel], transport: str) -> Callable[..., DataParallel]:
     """Wrap a module for some CPU replicas on the processes engine; close it after the test."""
-    models: list[DataParallel] = []
-
-    def wrap(module: nn.Module, num_replicas: int = 2, **options: Any) -> DataParallel:
-        engine = Processes(share_memory=transport == "shared memory")
-        models.append(DataParallel(module, ["cpu"] * num_replicas, engine=engine, **options))
-        return models[-1]
-
-    yield wrap
-    for model in models:
-        model.close()
+    return lambda *args, **options: wrap(*args, engine=Processes(share_memory=transport != "gloo"), **options)
 
 
 def interrupt_next(
