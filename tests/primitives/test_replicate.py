@@ -221,33 +221,6 @@ def test_a_peculiar_class() -> None:
     assert network.layer.weight.grad is not None
 
 
-class Slotted(nn.Module):
-    __slots__ = ("__private", "slot", "unset")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 2)
-        object.__setattr__(self, "slot", [self.layer])
-        object.__setattr__(self, "_Slotted__private", 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.slot[0](x) * self.__private
-
-
-def test_slots() -> None:
-    """R7: what a slot holds is the replica's own; a slot without a value stays without."""
-    network = Slotted()
-    replica = replicate(network, CPU)[1]
-    torch.testing.assert_close(replica(torch.ones(1, 2)), network(torch.ones(1, 2)))
-    assert replica.slot[0] is replica.layer
-    assert not hasattr(replica, "unset")
-    network.__dict__["_modules"].clear()  # now the slot alone leads to the layer
-    replica = replicate(network, CPU)[1]
-    assert replica.slot[0] is not network.slot[0]
-    replica(torch.ones(1, 2)).sum().backward()
-    assert network.slot[0].weight.grad is not None
-
-
 def test_a_subclass_of_parameter_with_attributes() -> None:
     """R1: replicas' parameters keep class and attributes."""
     network = nn.Linear(2, 2)
