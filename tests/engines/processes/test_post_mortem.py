@@ -148,28 +148,25 @@ def test_the_kernels_counters(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "words"),
+    ("code", "before", "after", "words"),
     [
-        ({"this control group": 1}, {"this control group": 3}, "has struck 2 times in this control group"),
-        ({"this machine": 1}, {"this machine": 2}, "most likely by the kernel's out-of-memory killer"),
-        ({"this machine": 1}, {"this machine": 1}, "another process sent it"),
+        (-9, {"this control group": 1}, {"this control group": 3}, "has struck 2 times in this control group"),
+        (-9, {"this machine": 1}, {"this machine": 2}, "most likely by the kernel's out-of-memory killer"),
+        (-9, {"this machine": 1}, {"this machine": 1}, "another process sent it"),
         (
+            -9,
             {"this control group": 1, "this machine": 1},
             {"this control group": 1, "this machine": 2},
             "has not struck in this control group",
         ),
-        ({}, {}, "the kernel's out-of-memory killer, or another process"),
+        (-9, {}, {}, "the kernel's out-of-memory killer, or another process"),
+        (-40, {}, {}, "was ended by signal 40 (another process sent it)"),  # it has no name
     ],
 )
-def test_who_sent_a_sigkill(monkeypatch, before, after, words):
+def test_who_sent_a_signal(monkeypatch, code, before, after, words):
     """F4: the out-of-memory killer if its counter has risen; this process's own control group counts first."""
     monkeypatch.setattr(post_mortem, "oom_kills", lambda: after)
-    assert words in how_it_ended(-signal.SIGKILL, before)
-
-
-def test_a_signal_without_a_name():
-    """F4."""
-    assert how_it_ended(-40, {}) == "was ended by signal 40 (another process sent it)"
+    assert words in how_it_ended(code, before)
 
 
 def test_the_stack_of_a_process_that_waits_and_of_one_that_is_stopped():
