@@ -1,12 +1,17 @@
 """What the tests of the engines share."""
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
+from helpers import leftovers
+from helpers.programs import until
 from unisono import DataParallel
+from unisono.engines.processes import fork_server
 
 
 @pytest.fixture
@@ -21,3 +26,15 @@ def wrap() -> Iterator[Callable[..., DataParallel]]:
     yield wrap
     for model in models:
         model.close()
+
+
+@pytest.fixture
+def nothing_is_left() -> Iterator[None]:
+    """No process, no mapping and no descriptor more than before the test."""
+    if not fork_server.server.is_running:  # with it come two descriptors, which stay
+        DataParallel(nn.Linear(1, 1), ["cpu"] * 2, engine="processes")(torch.zeros(2, 1))
+    leftovers.end_workers_of_earlier_tests()
+    before = leftovers.of_this_process()
+    yield
+    gc.collect()
+    assert until(lambda: leftovers.of_this_process() == before), (before, leftovers.of_this_process())

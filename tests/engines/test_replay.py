@@ -26,7 +26,7 @@ from helpers.deaths import PLACES, Dies, differences, train, workers_of
 from helpers.modules import Calls, Fn, WithBackward
 from helpers.programs import have_ended
 from helpers.ranks import run_ranks
-from helpers.twins import assert_equal, assert_same_gradients, rows_of, twins
+from helpers.twins import assert_equal, assert_same_gradients, rows_of, state_of, twins
 from unisono import DataParallel, ReplicaDied
 from unisono.engines.processes import fork_server
 from unisono.engines.processes.engine import Processes
@@ -95,27 +95,20 @@ def test_a_shard_that_ends_its_worker_each_time_is_an_error(wrap: Wrap, tmp_path
     """F10: `ReplicaDied` after a few; everything is as before the step, and the next one works."""
     model = wrap(module_in(tmp_path / "deaths"))
     train(model, {}, steps=1)
-    before = copy.deepcopy(model.module.state_dict())
-    grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    random = torch.get_rng_state()
+    before, grads = state_of(model), [p.grad.clone() for p in model.parameters()]
     model.module.place = place
     for number in range(50):
         (tmp_path / "deaths" / str(number)).touch()
-
-    def step() -> None:
-        model(torch.ones(17, 20)).sum().backward()
-
     with pytest.raises(ReplicaDied, match="SIGKILL") as raised:
-        step()
+        model(torch.ones(17, 20)).sum().backward()
     assert any("run again 3 times" in note for note in raised.value.__notes__)
+    assert_equal((p.grad for p in model.parameters()), grads)
     if place == "forward":
-        assert all(torch.equal(value, before[name]) for name, value in model.module.state_dict().items())
-        assert torch.equal(torch.get_rng_state(), random)
-    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), grads, strict=True) if p.grad is not None)
+        assert_equal(state_of(model), before)
     for file in (tmp_path / "deaths").iterdir():
         file.unlink()
     model.module.place = ""
-    step()
+    model(torch.ones(17, 20)).sum().backward()
 
 
 def test_the_fork_server_dies(wrap: Wrap, tmp_path: Path) -> None:
