@@ -654,6 +654,23 @@ def test_a_global_of_an_imported_module_that_only_some_rows_use(wrap):
         assert model(rows).requires_grad
 
 
+def test_the_leaf_behind_a_tensor_in_an_object_is_no_global(wrap):
+    """N1: it is in the first replica's graph in every forward, and gets its gradient from all replicas."""
+
+    class Held:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.tensor = tensor
+
+    module = Calls(lambda module, x, held: module.linear(x) * held.tensor, linear=nn.Linear(3, 3))
+    model, x, gradients = wrap(module), torch.randn(4, 3), []
+    for each in (module, model):
+        leaf = torch.ones(3, requires_grad=True)
+        for _ in range(3):
+            each(x, Held(leaf * 2)).sum().backward()
+        gradients.append(leaf.grad)
+    torch.testing.assert_close(*gradients)
+
+
 def test_a_function_that_is_differentiable_once(wrap):
     """R7, N1: defined here, it goes by value, and refers to a module of torch that cannot be imported by itself."""
 
