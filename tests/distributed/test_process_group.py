@@ -22,7 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import unisono
 from helpers.modules import Calls
-from helpers.programs import Program
+from helpers.programs import Program, until
 from helpers.ranks import Ended, end_ranks, free_port, run_ranks
 from unisono.distributed import environment, process_group
 from unisono.distributed.process_group import Communicator, communicator_for
@@ -228,13 +228,14 @@ def test_different_collectives(function, expected):
         assert "reporting a mismatch" not in message
 
 
-def waits_alone(rank: int, steps: bool) -> str:
-    """Have rank 0 wait for rank 1, which hangs; return the error of rank 0, which then kills rank 1."""
+def waits_alone(rank: int, steps: bool, seen: Path) -> str:
+    """Have rank 0 wait for rank 1, which hangs until that is seen; return the error of rank 0."""
     if steps:
         model = wrapped()
         step(model)
     if rank == 1:
-        threading.Event().wait()
+        until(seen.exists)
+        os._exit(0)
     with pytest.raises(RuntimeError) as raised:
         step(model) if steps else wrapped()
     # Afterwards nothing waits again.
@@ -246,15 +247,8 @@ def waits_alone(rank: int, steps: bool) -> str:
     if steps:
         with torch.no_grad():
             model(ROWS)  # this process alone
-    os.kill(int(Path(os.environ["PIDS"], "1").read_text()), signal.SIGKILL)
+    seen.touch()
     return str(raised.value)
-
-
-def publishes_its_pid(rank: int, function: Callable, *args) -> object:
-    path = Path(os.environ["PIDS"], str(rank))
-    path.with_suffix(".new").write_text(str(os.getpid()))
-    path.with_suffix(".new").rename(path)
-    return function(rank, *args)
 
 
 @pytest.mark.parametrize(
@@ -267,7 +261,7 @@ def publishes_its_pid(rank: int, function: Callable, *args) -> object:
 )
 def test_a_process_that_hangs(tmp_path, steps, expected):
     """C11, C12: the timeout names it."""
-    ended = end_ranks(2, publishes_its_pid, waits_alone, steps, timeout_s=2, env={"PIDS": str(tmp_path)})
+    ended = end_ranks(2, waits_alone, steps, tmp_path / "seen", timeout_s=2)
     assert ended[0].error is None, ended[0].error
     for text in ["rank 0 has waited 2 s for the others", *expected]:
         assert text in ended[0].value
