@@ -1082,21 +1082,6 @@ def test_a_script_on_standard_input():
 
         print("the script runs")
 
-        class Prints(torch.nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.layer = torch.nn.Linear(2, 2)
-
-            def forward(self, x):
-                for i in range(50):
-                    print("replica", len(x), "says", i)
-                return self.layer(x)
-
-        models = [unisono.DataParallel(Prints(), ["cpu"] * 3, engine="processes") for _ in range(2)]
-        for step in range(2):
-            for model in models:
-                model(torch.zeros(6, 2)).sum().backward()
-
         settings, operators = torch.backends.cudnn, torch.ops.aten
 
         @functools.cache
@@ -1110,6 +1095,7 @@ def test_a_script_on_standard_input():
                 self.layers = [weakref.proxy(self.layer)]
                 self.gone = [weakref.proxy(torch.nn.Linear(2, 2))]
                 self.owner = weakref.proxy(owner)
+                self.num_lines = 50
 
             @functools.cached_property
             def factor(self):
@@ -1126,14 +1112,21 @@ def test_a_script_on_standard_input():
 
             def forward(self, x):
                 assert torch.backends.cudnn is settings and torch.ops.aten is operators
+                for i in range(self.num_lines):
+                    print("replica", len(x), "says", i)
                 return self.layers[0](x) * self.factor + self.positions(2) + fibonacci(7) + self.number(1)
 
         class Owner:
             pass
 
         owner = Owner()
-        model, x = Model(), torch.randn(4, 2)
-        wrapped = unisono.DataParallel(model, ["cpu"] * 2, engine="processes")
+        models = [unisono.DataParallel(Model(), ["cpu"] * 3, engine="processes") for _ in range(2)]
+        x = torch.randn(6, 2)
+        for step in range(2):
+            for wrapped in models:
+                wrapped(x).sum().backward()
+        model = wrapped.module
+        model.num_lines = 0
         torch.testing.assert_close(wrapped(x), model(x))
         grads = [torch.autograd.grad(each(x).square().sum(), model.layer.weight) for each in (wrapped, model)]
         torch.testing.assert_close(*grads)
