@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from helpers.modules import Calls
 from unisono import DataParallel
-from unisono.autograd import broadcast
+from unisono.autograd import broadcast, reducer
 from unisono.autograd.reducer import LeafHooks, Reducer, RunningSums, sums_of
 from unisono.runtime.buckets import buckets_of
 
@@ -219,31 +219,14 @@ def test_large_layers(num_replicas: int) -> None:
         torch.testing.assert_close(gradients, seen[1], rtol=0, atol=0)
 
 
-# ---- streams ---------------------------------------------------------------------------------------
-
-
-class Stream:
-    """An accelerator's stream; the CPU stands for the accelerator."""
-
-    device = CPU
-
-    def __init__(self) -> None:
-        self.waited_for: list[Stream] = []
-
-    def wait_stream(self, other: "Stream") -> None:
-        self.waited_for.append(other)
-
-
 def test_gradients_of_branches_on_other_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """N1: all that a reducer does with them is on one stream, behind those that computed them; memory is kept."""
-    main, side = Stream(), Stream()
-    current = [main]
-    recorded: list[Any] = []
-    seen: list[tuple[Stream, list[Stream]]] = []
+    """N1: all that a reducer does with them is on one stream; tests/runtime/test_streams.py has what it waits for."""
+    current: list[Any] = ["main"]
+    seen: list[tuple[int, Any]] = []
 
     @contextmanager
-    def using(device: torch.device, streams: list[Stream]) -> Iterator[None]:
-        before, current[0] = current[0], streams[0]
+    def queued_on(stream: Any, gradient: torch.Tensor) -> Iterator[None]:
+        before, current[0] = current[0], stream
         yield
         current[0] = before
 
@@ -251,18 +234,16 @@ def test_gradients_of_branches_on_other_streams(monkeypatch: pytest.MonkeyPatch)
         numbers = range(2)
 
         def add(self, number: int, gradient: torch.Tensor) -> bool:
-            seen.append((current[0], list(main.waited_for)))
+            seen.append((number, current[0]))
             return True
 
     monkeypatch.setattr("unisono.runtime.devices.has_streams", lambda device: True)
-    monkeypatch.setattr("unisono.runtime.devices.using", using)
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: current[0])
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(stream))
+    monkeypatch.setattr(reducer, "current_stream", lambda device: current[0])
+    monkeypatch.setattr(reducer, "queued_on", queued_on)
     of_main, of_side = leaves(2, size=3)
     with LeafHooks({0: of_main, 1: of_side}).handing_to(Noting()):
         give(of_main, 1.0)
-        current[0] = side
+        current[0] = "side"
         give(of_side, 1.0)
-        assert current == [side]
-    assert seen == [(main, []), (main, [side])]
-    assert recorded == [main]
+        assert current == ["side"]
+    assert seen == [(0, "main"), (1, "main")]

@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import cloudpickle
@@ -21,7 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import unisono
 from helpers.modules import Calls
-from helpers.programs import Program
+from helpers.programs import Program, until
 from helpers.ranks import Ended, end_ranks, free_port, run_ranks
 from unisono.distributed import environment, process_group
 from unisono.distributed.process_group import Communicator, communicator_for
@@ -56,10 +57,8 @@ def last_error(end: Ended) -> str:
     return [line for line in end.error.splitlines() if line and not line.startswith((" ", "raised in"))][-1]
 
 
-def broadcasts(rank: int, world_size: int) -> None:
-    communicator = communicator_for()
-    group = communicator.group_for(torch.device("cpu"), "testing")
-    source = world_size - 1
+def test_a_broadcast_of_tensors_of_all_kinds():
+    """C7, C8"""
 
     def mixed(rank: int) -> list[torch.Tensor]:
         return [
@@ -71,16 +70,15 @@ def broadcasts(rank: int, world_size: int) -> None:
             torch.full((3, 3), float(rank)).t()[::2],
         ]
 
-    tensors = mixed(rank)
-    versions = [tensor._version for tensor in tensors]
-    communicator.broadcast(source, tensors, group, "testing")()
-    assert versions == [tensor._version for tensor in tensors], "constants may be part of a graph"
-    assert all(map(torch.equal, tensors, mixed(source)))
+    def broadcasts(rank: int) -> None:
+        communicator = communicator_for()
+        group, tensors = communicator.group_for(torch.device("cpu"), "testing"), mixed(rank)
+        versions = [tensor._version for tensor in tensors]
+        communicator.broadcast(2, tensors, group, "testing")()
+        assert versions == [tensor._version for tensor in tensors], "constants may be part of a graph"
+        assert all(map(torch.equal, tensors, mixed(2)))
 
-
-def test_a_broadcast_of_tensors_of_all_kinds():
-    """C7, C8"""
-    run_ranks(3, broadcasts, 3)
+    run_ranks(3, broadcasts)
 
 
 # Models that differ, and steps
@@ -173,10 +171,6 @@ def test_steps_that_differ(what, expected):
         assert expected in message
 
 
-def other_classes(rank: int) -> None:
-    wrapped(net() if rank else nn.Linear(2, 2))
-
-
 def backward_and_wrapping(rank: int) -> None:
     model = wrapped()
     step(model) if rank else wrapped()
@@ -185,9 +179,10 @@ def backward_and_wrapping(rank: int) -> None:
 @pytest.mark.parametrize(
     ("function", "timeout_s", "expected"),
     [
-        (other_classes, 10, ["wrapping Linear", "wrapping Sequential"]),
+        (lambda rank: wrapped(net() if rank else nn.Linear(2, 2)), 10, ["wrapping Linear", "wrapping Sequential"]),
         (backward_and_wrapping, 2, ["summing gradients over the processes", "wrapping Sequential"]),
     ],
+    ids=["other classes", "backward and wrapping"],
 )
 def test_ranks_that_wait_at_different_places(function, timeout_s, expected):
     """C11"""
@@ -203,40 +198,44 @@ def one_batch_norm_more(rank: int, synchronised: bool) -> None:
         step(model)
 
 
-def test_several_exchanges_begun_before_it_is_noticed():
-    """C11, C9: the rank that notices it first reports it until all have noticed."""
-    for message in raised_by_all(2, one_batch_norm_more, False):
-        assert "the processes do not do the same" in message
-        assert "reporting a mismatch" not in message
-        assert "at a batch norm over all processes" in message
-
-
-def test_a_batch_norm_in_forward_and_one_in_backward():
-    """C11, C9"""
-    for message in raised_by_all(2, one_batch_norm_more, True):
-        assert "rank 0 at batch norm 1 of its forward" in message
-        assert "rank 1 at batch norm 2 of its backward" in message
-
-
 def sums_or_takes_a_batch(rank: int) -> None:
     model = wrapped()
     list(model.batches([ROWS]))
     step(model) if rank else list(model.batches([ROWS]))
 
 
-def test_a_sum_that_meets_an_all_gather():
-    """C11: they are in different process groups, so the store says that both wait for the other."""
-    for message in raised_by_all(2, sums_or_takes_a_batch):
-        assert "the processes do not do the same: rank 0 is at taking the next batch, rank 1 at summing" in message
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        # The rank that notices it first reports it until all have noticed.
+        (
+            partial(one_batch_norm_more, synchronised=False),
+            ["processes do not do the same", "at a batch norm over all"],
+        ),
+        (
+            partial(one_batch_norm_more, synchronised=True),
+            ["rank 0 at batch norm 1 of its forward", "rank 1 at batch norm 2 of its backward"],
+        ),
+        # They are in different process groups, so the store says that both wait for the other.
+        (sums_or_takes_a_batch, ["not do the same: rank 0 is at taking the next batch, rank 1 at summing"]),
+    ],
+    ids=["several exchanges begun", "forward and backward", "a sum and an all-gather"],
+)
+def test_different_collectives(function, expected):
+    """C11, C9"""
+    for message in raised_by_all(2, function):
+        assert all(text in message for text in expected), message
+        assert "reporting a mismatch" not in message
 
 
-def waits_alone(rank: int, steps: bool) -> str:
-    """Have rank 0 wait for rank 1, which hangs; return the error of rank 0, which then kills rank 1."""
+def waits_alone(rank: int, steps: bool, seen: Path) -> str:
+    """Have rank 0 wait for rank 1, which hangs until that is seen; return the error of rank 0."""
     if steps:
         model = wrapped()
         step(model)
     if rank == 1:
-        threading.Event().wait()
+        until(seen.exists)
+        os._exit(0)
     with pytest.raises(RuntimeError) as raised:
         step(model) if steps else wrapped()
     # Afterwards nothing waits again.
@@ -248,15 +247,8 @@ def waits_alone(rank: int, steps: bool) -> str:
     if steps:
         with torch.no_grad():
             model(ROWS)  # this process alone
-    os.kill(int(Path(os.environ["PIDS"], "1").read_text()), signal.SIGKILL)
+    seen.touch()
     return str(raised.value)
-
-
-def publishes_its_pid(rank: int, function: Callable, *args) -> object:
-    path = Path(os.environ["PIDS"], str(rank))
-    path.with_suffix(".new").write_text(str(os.getpid()))
-    path.with_suffix(".new").rename(path)
-    return function(rank, *args)
 
 
 @pytest.mark.parametrize(
@@ -269,7 +261,7 @@ def publishes_its_pid(rank: int, function: Callable, *args) -> object:
 )
 def test_a_process_that_hangs(tmp_path, steps, expected):
     """C11, C12: the timeout names it."""
-    ended = end_ranks(2, publishes_its_pid, waits_alone, steps, timeout_s=2, env={"PIDS": str(tmp_path)})
+    ended = end_ranks(2, waits_alone, steps, tmp_path / "seen", timeout_s=2)
     assert ended[0].error is None, ended[0].error
     for text in ["rank 0 has waited 2 s for the others", *expected]:
         assert text in ended[0].value

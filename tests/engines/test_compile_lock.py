@@ -66,15 +66,21 @@ def test_replicas_that_wait_for_each_other_do_not_hang(monkeypatch: pytest.Monke
     assert most_at_once(CompileLock().if_new(["a"]), threading.Barrier(3)) == 3
 
 
-def test_cuda_graphs_on_several_accelerators_are_refused(sim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """R13: before anything is compiled; on one device, and on the CPU, the mode is torch's own affair."""
+@pytest.mark.parametrize(
+    ("num_devices", "use", "message"),
+    [
+        (2, DataParallel.__call__, r'compiled with CUDA graphs.*mode="max-autotune-no-cudagraphs"'),
+        # On one device too: its lane is in a thread of its own, and ahead of the caller.
+        (1, lambda model, x: list(model.map([x])), "map and evaluate of a module that is compiled with CUDA graphs"),
+    ],
+    ids=["several accelerators", "map"],
+)
+def test_cuda_graphs_are_refused(sim: Any, monkeypatch: Any, num_devices: int, use: Any, message: str) -> None:
+    """R13, I1: before anything is compiled; on one device, and on the CPU, the mode is torch's own affair."""
     compiled = torch.compile(nn.Linear(2, 2).to(sim[0]), mode="reduce-overhead")
-    model = DataParallel(compiled, sim[:2])
-    with (
-        simulated_accelerators_with_one_graph(monkeypatch),
-        pytest.raises(RuntimeError, match=r'compiled with CUDA graphs.*mode="max-autotune-no-cudagraphs"'),
-    ):
-        model(torch.ones(4, 2, device=sim[0]))
+    model = DataParallel(compiled, sim[:num_devices])
+    with simulated_accelerators_with_one_graph(monkeypatch), pytest.raises(RuntimeError, match=message):
+        use(model, torch.ones(4, 2, device=sim[0]))
 
 
 def test_replicas_that_begin_apart_take_turns_until_one_has_run() -> None:
@@ -110,14 +116,3 @@ def test_code_is_kept_for_each_accelerator(sim: Any, monkeypatch: pytest.MonkeyP
         assert kept == [3]
         model._engine.open_lanes(model.module, LaneCall(sim[:2], sim[0], sim[0])).close()
     assert kept == [3, 2]
-
-
-def test_a_map_with_cuda_graphs_is_refused(sim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """R13, I1: on one device too; its lane is in a thread of its own, and ahead of the caller."""
-    compiled = torch.compile(nn.Linear(2, 2).to(sim[0]), mode="reduce-overhead")
-    model = DataParallel(compiled, sim[:1])
-    with (
-        simulated_accelerators_with_one_graph(monkeypatch),
-        pytest.raises(RuntimeError, match="map and evaluate of a module that is compiled with CUDA graphs"),
-    ):
-        list(model.map([torch.ones(4, 2)]))

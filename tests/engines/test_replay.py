@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from helpers.deaths import PLACES, Dies, differences, train, workers_of
 from helpers.modules import Calls, Fn, WithBackward
 from helpers.programs import have_ended
 from helpers.ranks import run_ranks
-from helpers.twins import assert_equal, assert_same_gradients, rows_of, twins
+from helpers.twins import assert_equal, assert_same_gradients, rows_of, state_of, twins
 from unisono import DataParallel, ReplicaDied
 from unisono.engines.processes import fork_server
 from unisono.engines.processes.engine import Processes
@@ -37,18 +37,14 @@ Wrap = Callable[..., DataParallel]
 
 
 @pytest.fixture
-def wrap() -> Iterator[Wrap]:
+def wrap(wrap: Wrap) -> Wrap:
     """Wrap a module for some CPU replicas in processes, whose steps are run again; close it after the test."""
-    models: list[DataParallel] = []
 
-    def wrap(module: nn.Module, num_replicas: int = 3, share_memory: bool = True, **options: Any) -> DataParallel:
+    def wrap_with_retry(module: nn.Module, num_replicas: int = 3, share_memory: bool = True, **options: Any) -> Any:
         engine = Processes(share_memory=share_memory, on_worker_loss="retry")
-        models.append(DataParallel(module, ["cpu"] * num_replicas, engine=engine, **options))
-        return models[-1]
+        return wrap(module, num_replicas, engine=engine, **options)
 
-    yield wrap
-    for model in models:
-        model.close()
+    return wrap_with_retry
 
 
 def module_in(folder: Path, **options: Any) -> Dies:
@@ -99,27 +95,20 @@ def test_a_shard_that_ends_its_worker_each_time_is_an_error(wrap: Wrap, tmp_path
     """F10: `ReplicaDied` after a few; everything is as before the step, and the next one works."""
     model = wrap(module_in(tmp_path / "deaths"))
     train(model, {}, steps=1)
-    before = copy.deepcopy(model.module.state_dict())
-    grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    random = torch.get_rng_state()
+    before, grads = state_of(model), [p.grad.clone() for p in model.parameters()]
     model.module.place = place
     for number in range(50):
         (tmp_path / "deaths" / str(number)).touch()
-
-    def step() -> None:
-        model(torch.ones(17, 20)).sum().backward()
-
     with pytest.raises(ReplicaDied, match="SIGKILL") as raised:
-        step()
+        model(torch.ones(17, 20)).sum().backward()
     assert any("run again 3 times" in note for note in raised.value.__notes__)
+    assert_equal((p.grad for p in model.parameters()), grads)
     if place == "forward":
-        assert all(torch.equal(value, before[name]) for name, value in model.module.state_dict().items())
-        assert torch.equal(torch.get_rng_state(), random)
-    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), grads, strict=True) if p.grad is not None)
+        assert_equal(state_of(model), before)
     for file in (tmp_path / "deaths").iterdir():
         file.unlink()
     model.module.place = ""
-    step()
+    model(torch.ones(17, 20)).sum().backward()
 
 
 def test_the_fork_server_dies(wrap: Wrap, tmp_path: Path) -> None:
@@ -603,32 +592,6 @@ def test_what_cannot_be_run_in_parts(module: nn.Module, rows: int, options: dict
     assert not model.engine.row_limits
 
 
-def counted(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    module.layer.count.add_(1)
-    return module.layer(x)
-
-
-@pytest.mark.filterwarnings("ignore:gathering 0-dim outputs")
-@pytest.mark.parametrize(
-    ("forward", "reason"),
-    [
-        (counted, "changes the buffer 'layer.count'"),
-        (lambda module, x: module.layer(x).mean(), "0-dim tensors"),
-        (lambda module, x: module.layer(x).mean(0), r"\[4, 4\] rows it returns tensors of lengths \[2, 2\]"),
-        (lambda module, x: (module.layer(x), len(x)), "numbers, which would be one a part"),
-    ],
-)
-def test_outputs_and_buffers_that_parts_would_change(forward: Callable[..., Any], reason: str) -> None:
-    """F11: an error, not other numbers than those of the whole shard."""
-    layer = nn.Linear(2, 2)
-    layer.register_buffer("count", torch.zeros(()))
-    model = DataParallel(Calls(forward, layer=layer), ["cpu"] * 2, engine=Threads(rescue=True))
-    model.engine.row_limits.update({0: 4, 1: 4})
-    with pytest.raises(RuntimeError, match=reason):
-        model(torch.ones(16, 2))
-    assert layer.count == 0
-
-
 def of_whole_batch(output: torch.Tensor) -> torch.Tensor:
     """A contrastive loss: each row is compared with every other one."""
     return nn.functional.cross_entropy(output @ output.T, torch.arange(len(output)))
@@ -668,20 +631,39 @@ def test_only_one_part_of_each_replica_is_in_memory(float64: None) -> None:
     assert rows.most == 16
 
 
+def counted(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    module.count.add_(1)
+    return module.layer(x)
+
+
+def in_forward(forward: Callable[..., Any]) -> nn.Module:
+    return Calls(forward, layer=nn.Linear(2, 2), count=nn.Buffer(torch.zeros(())))
+
+
+WAIT = "its replicas wait for each other"
+
+
+@pytest.mark.filterwarnings("ignore:gathering 0-dim outputs")
 @pytest.mark.parametrize(
     ("module", "options", "reason"),
     [
-        (nn.BatchNorm1d(2), {}, r"the model itself \(BatchNorm1d\) normalises over all of its rows"),
-        (nn.Identity(), {"sync_batch_norm": True}, "its replicas wait for each other"),
-        (nn.Identity(), {"randomness": "one_device"}, "its replicas wait for each other"),
+        (nn.BatchNorm1d(2), {}, r"parts=\): the model itself \(BatchNorm1d\) normalises over all of its rows"),
+        (nn.Identity(), {"sync_batch_norm": True}, rf"parts=\): {WAIT}"),
+        (nn.Identity(), {"randomness": "one_device"}, rf"parts=\): {WAIT}"),
+        (in_forward(counted), {}, "changes the buffer 'count'"),
+        (in_forward(lambda module, x: module.layer(x).mean()), {}, "0-dim tensors"),
+        (in_forward(lambda module, x: module.layer(x).mean(0)), {}, r"\[4, 4\] rows it .* of lengths \[2, 2\]"),
+        (in_forward(lambda module, x: (module.layer(x), len(x))), {}, "numbers, which would be one a part"),
     ],
 )
 def test_parts_that_would_change_numbers(module: nn.Module, options: dict[str, Any], reason: str) -> None:
-    """N13: an error that says why, and batch norm in eval mode works."""
+    """N13, F11: an error that says why, not other numbers; and batch norm in eval mode works."""
     model = DataParallel(module, ["cpu"] * 2, parts=2, **options)
-    with pytest.raises(RuntimeError, match=rf"parts=\): {reason}"):
-        model(torch.randn(8, 2))
-    if not options:
+    before = copy.deepcopy(module.state_dict())
+    with pytest.raises(RuntimeError, match=reason):
+        model(torch.randn(16, 2))
+    assert_equal(module.state_dict().values(), before.values())
+    if isinstance(module, nn.BatchNorm1d):
         model.eval()
         torch.testing.assert_close(model(torch.ones(8, 2)), module(torch.ones(8, 2)))
 
@@ -708,13 +690,6 @@ def test_bad_parts(parts: Any, error: type[Exception]) -> None:
     """A13."""
     with pytest.raises(error, match=r"parts="):
         DataParallel(nn.Identity(), ["cpu"] * 2, parts=parts)
-
-
-def test_without_the_option_too_little_memory_is_an_error() -> None:
-    """F1: the default."""
-    model = DataParallel(Greedy(3, False), ["cpu"] * 2)
-    with pytest.raises(torch.OutOfMemoryError):
-        model(torch.ones(12, 20))
 
 
 def test_what_counts_as_out_of_memory() -> None:

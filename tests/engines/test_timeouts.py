@@ -7,13 +7,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from helpers.in_time import in_time
+from helpers.modules import Calls
 from helpers.programs import have_ended, run_script, until
 from helpers.twins import assert_equal, state_of, step
 from unisono import DataParallel, ReplicaTimeout
@@ -63,20 +63,12 @@ def rows(num_replicas: int) -> torch.Tensor:
 
 
 @pytest.fixture
-def wrap() -> Iterator[Callable[..., DataParallel]]:
+def wrap(wrap: Callable[..., DataParallel]) -> Iterator[Callable[..., DataParallel]]:
     """Wrap a module for some CPU replicas; let stuck threads end after the test."""
-    models: list[DataParallel] = []
-
-    def wrap(module: nn.Module, num_replicas: int = 2, **options: Any) -> DataParallel:
-        torch.manual_seed(0)
-        models.append(DataParallel(module, ["cpu"] * num_replicas, **options))
-        return models[-1]
-
+    torch.manual_seed(0)
+    released.clear()
     yield wrap
     released.set()
-    for model in models:
-        model.close()
-    released.clear()
 
 
 @pytest.mark.parametrize("place", ["forward", "backward"])
@@ -147,6 +139,7 @@ def test_draws_of_one_device(wrap, engine):
 
     model = wrap(Draws().eval(), 3, engine=engine(), randomness="one_device")
     x = rows(3)[:-1]
+    torch.manual_seed(0)
     expected = model(x)
     model.module.actor = 1
     before, model.engine.timeout = state_of(model), TIMEOUT_S
@@ -164,15 +157,12 @@ def test_draws_of_one_device(wrap, engine):
 def test_a_lane_of_a_map(wrap, engine, actor):
     """F7, I9: the error comes in the batch's turn; the other lane computes the rest, and a later map all of it."""
 
-    class Lane(nn.Module):
-        stuck_at = -1
+    def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if int(x[0, 0]) == module.stuck_at:
+            gets_stuck()
+        return x + 1
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if int(x[0, 0]) == self.stuck_at:
-                gets_stuck()
-            return x + 1
-
-    model = wrap(Lane(), engine=engine())
+    model = wrap(Calls(forward, stuck_at=-1), engine=engine())
     batches = [torch.full((2, 1), float(k)) for k in range(6)]
     assert len(list(model.map(batches))) == 6
     model.module.stuck_at, model.engine.timeout = actor, TIMEOUT_S
@@ -192,13 +182,7 @@ def test_a_lane_of_a_map(wrap, engine, actor):
 
 def test_all_lanes_of_a_map_are_stuck(wrap):
     """F7, I9: an error for each of their batches, then one that says that no lane is left."""
-
-    class Lane(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            gets_stuck()
-            return x
-
-    model = wrap(Lane(), engine=Threads(timeout=TIMEOUT_S))
+    model = wrap(Calls(lambda module, x: gets_stuck()), engine=Threads(timeout=TIMEOUT_S))
     outputs = model.map([torch.zeros(2, 1)] * 4)
     for _ in range(2):
         with pytest.raises(ReplicaTimeout):
@@ -238,19 +222,15 @@ def test_the_first_replica_is_stuck_and_others_wait_for_it(wrap, caplog):
 def test_messages_are_progress(wrap, engine):
     """F7: a pass that takes longer than the timeout, whose replicas meet at batch norms meanwhile."""
 
-    class Slow(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norms = nn.ModuleList([nn.BatchNorm1d(1) for _ in range(6)])
+    def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        for norm in module.norms:
+            if x.shape[0] == 2:  # the last replica's
+                time.sleep(0.5)  # the pass takes 3 s, each part half of one
+            x = norm(x)
+        return x
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for norm in self.norms:
-                if x.shape[0] == 2:  # the last replica's
-                    time.sleep(0.5)  # the pass takes 3 s, each part half of one
-                x = norm(x)
-            return x
-
-    model = wrap(Slow(), engine=engine(timeout=2.0), sync_batch_norm=True, shares=[3, 2])
+    norms = nn.ModuleList([nn.BatchNorm1d(1) for _ in range(6)])
+    model = wrap(Calls(forward, norms=norms), engine=engine(timeout=2.0), sync_batch_norm=True, shares=[3, 2])
     x = torch.randn(5, 1)
     torch.testing.assert_close(model(x), copy.deepcopy(model.module)(x), rtol=1e-4, atol=1e-4)
 

@@ -3,7 +3,7 @@
 import dataclasses
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +12,6 @@ from unisono.primitives import pytree
 
 Point = namedtuple("Point", "x y")
 Nothing = namedtuple("Nothing", "")
-
-
-class Sample(NamedTuple):
-    image: Any
-    label: Any = None
 
 
 @dataclasses.dataclass
@@ -151,28 +146,3 @@ def test_paths_read_like_the_code_that_reaches_the_leaf():
         "inputs[1]['loss']",
         "inputs[2].x",
     ]
-
-
-def test_values_are_flattened_together_in_the_order_of_the_first():
-    leaves, spec = pytree.flatten_together([{"a": 1, "b": (2,)}, {"b": (20,), "a": 10}], "output")
-    assert leaves == [(1, 10), (2, 20)]
-    assert list(spec.paths("output")) == ["output['a']", "output['b'][0]"]
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ([{"a": 1}, {"a": 1, "b": 2}], r"output: .* different keys \(replica 0: \['a'\]; replica 1: \['a', 'b'\]\)"),
-        ([[1], [1, 2]], r"different lengths \(replica 0: 1; replica 1: 2\)"),
-        ([(1, [2]), (1, [])], r"cannot gather output\[1\]: .* different lengths"),
-        ([[1], (1,)], r"different types \(replica 0: list; replica 1: tuple\)"),
-        ([None, (1,)], r"different types \(replica 0: NoneType; replica 1: tuple\)"),
-        ([{"x": (1,)}, {"x": 1}], r"cannot gather output\['x'\]: .* \(replica 0: tuple; replica 1: int\)"),
-        ([Point(1, 2), Sample(1, 2)], r"different types \(replica 0: Point; replica 1: Sample\)"),
-        ([{"a": 1}, OrderedDict(a=1)], r"different types"),
-    ],
-)
-def test_structures_that_differ_are_named_with_their_path(values, message):
-    """G5: the path, the replicas and what each gave."""
-    with pytest.raises(ValueError, match=message):
-        pytree.flatten_together(values, "output")

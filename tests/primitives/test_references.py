@@ -288,27 +288,25 @@ def sets(module: nn.Module) -> Callable[..., Any]:
 SAVED: dict[Any, Any] = {}
 
 
-@pytest.mark.parametrize(
-    ("hook", "expected"),
-    [
-        (captures, True),
-        (lambda m: captures(Live(), captures(m)), True),
-        (lambda m: lambda *_, layer=m: SAVED[layer], True),
-        (lambda m: functools.partial(lambda layer, *_: SAVED[layer], m), True),
-        (sets, False),
-        (lambda m: functools.partial(returns, m), False),
-        (lambda m: captures(Live(), {m: "name"}), False),
-        (lambda m: returns, False),
-        (lambda m: m.hook, False),
-        (lambda m: functools.partial(m.hook, m), False),
-        (lambda m: m.forward, False),
-    ],
-    ids=[
-        *("variable", "function", "default", "partial", "sets", "hands on", "key", "none", "own"),
-        *("own partial", "method"),
-    ],
-)
-def test_a_hook_that_has_its_module_as_a_key_observes_it(hook: Callable[[OwnHooks], Any], expected: bool) -> None:
+# Name -> makes a hook of a module, and whether it observes that.
+OBSERVING: dict[str, tuple[Callable[[OwnHooks], Any], bool]] = {
+    "variable": (captures, True),
+    "function": (lambda m: captures(Live(), captures(m)), True),
+    "default": (lambda m: lambda *_, layer=m: SAVED[layer], True),
+    "partial": (lambda m: functools.partial(lambda layer, *_: SAVED[layer], m), True),
+    "sets": (sets, False),
+    "hands on": (lambda m: functools.partial(returns, m), False),
+    "key": (lambda m: captures(Live(), {m: "name"}), False),
+    "none": (lambda m: returns, False),
+    "own": (lambda m: m.hook, False),
+    "own partial": (lambda m: functools.partial(m.hook, m), False),
+    "method": (lambda m: m.forward, False),
+}
+
+
+@pytest.mark.parametrize("name", OBSERVING)
+def test_a_hook_that_has_its_module_as_a_key_observes_it(name: str) -> None:
     """R9: not one that uses the variable otherwise, nor the model's own code, where it is `self`."""
+    hook, expected = OBSERVING[name]
     module = OwnHooks()
     assert observes(hook(module), module, {(OwnHooks.__module__, OwnHooks.__qualname__)}) == expected

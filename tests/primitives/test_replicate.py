@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import types
 import warnings
 import weakref
 from collections.abc import Callable
@@ -110,23 +111,14 @@ def test_weak_references_hooks_and_parents() -> None:
     """R7, R9: all lead to the replica's own."""
     calls: list[Any] = []
 
-    class SelfReferring(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(2, 2)
-            self.weak = weakref.ref(self.layer)
-            self.register_forward_hook(self.count)
-            self.layer.register_forward_pre_hook(lambda module, args: calls.append((module, self)))
-            self.child = nn.Module()
-            self.child.parent = [self]
+    def note(self: nn.Module, module: nn.Module, args: Any, output: Any) -> None:
+        calls.append((module, self))
 
-        def count(self, module: nn.Module, args: Any, output: Any) -> None:
-            calls.append((module, self))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layer(x)
-
-    for replica in replicate(SelfReferring(), CPU):
+    network = Calls(lambda module, x: module.layer(x), layer=nn.Linear(2, 2), child=nn.Module())
+    network.weak, network.child.parent = weakref.ref(network.layer), [network]
+    network.register_forward_hook(types.MethodType(note, network))
+    network.layer.register_forward_pre_hook(lambda module, args: calls.append((module, network)))
+    for replica in replicate(network, CPU):
         assert replica.weak() is replica.layer
         assert replica.child.parent == [replica]
         replica(torch.zeros(1, 2))
@@ -219,33 +211,6 @@ def test_a_peculiar_class() -> None:
         assert replica.child is not network.child
     replica(x).sum().backward()
     assert network.layer.weight.grad is not None
-
-
-class Slotted(nn.Module):
-    __slots__ = ("__private", "slot", "unset")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 2)
-        object.__setattr__(self, "slot", [self.layer])
-        object.__setattr__(self, "_Slotted__private", 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.slot[0](x) * self.__private
-
-
-def test_slots() -> None:
-    """R7: what a slot holds is the replica's own; a slot without a value stays without."""
-    network = Slotted()
-    replica = replicate(network, CPU)[1]
-    torch.testing.assert_close(replica(torch.ones(1, 2)), network(torch.ones(1, 2)))
-    assert replica.slot[0] is replica.layer
-    assert not hasattr(replica, "unset")
-    network.__dict__["_modules"].clear()  # now the slot alone leads to the layer
-    replica = replicate(network, CPU)[1]
-    assert replica.slot[0] is not network.slot[0]
-    replica(torch.ones(1, 2)).sum().backward()
-    assert network.slot[0].weight.grad is not None
 
 
 def test_a_subclass_of_parameter_with_attributes() -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections import OrderedDict, namedtuple
 from typing import Any
 
 import pytest
@@ -107,6 +108,7 @@ def test_tensors_are_joined_in_order_on_the_target_device(sim):
 
 
 ROW, TABLE = torch.ones(2), torch.ones(2, 3)
+Point, Place = namedtuple("Point", "x"), namedtuple("Place", "x")
 
 
 @pytest.mark.parametrize(
@@ -118,16 +120,30 @@ ROW, TABLE = torch.ones(2), torch.ones(2, 3)
         ([TABLE, TABLE.t()], ValueError, "sizes off the joined axis 0 (replica 0: (2, 3); replica 1: (3, 2))"),
         (["a", "b"], ValueError, "different values (replica 0: 'a'; replica 1: 'b')"),
         ([True, 1], ValueError, "different types (replica 0: bool; replica 1: int)"),
+        ([{"a": ROW}, {"a": ROW, "b": ROW}], ValueError, "different keys (replica 0: ['a']; replica 1: ['a', 'b'])"),
+        ([(ROW, [ROW]), (ROW, [])], ValueError, "cannot gather output[1]: .* lengths (replica 0: 1; replica 1: 0)"),
+        ([[ROW], (ROW,)], ValueError, "different types (replica 0: list; replica 1: tuple)"),
+        ([{"x": (ROW,)}, {"x": ROW}], ValueError, "gather output['x']: .* (replica 0: tuple; replica 1: Tensor)"),
+        ([Point(ROW), Place(ROW)], ValueError, "different types (replica 0: Point; replica 1: Place)"),
+        ([{"a": ROW}, OrderedDict(a=ROW)], ValueError, "different types (replica 0: dict; replica 1: OrderedDict)"),
         ([{1}, {1}], TypeError, "cannot gather output: the replicas returned objects of type set"),
         ([{"o": object()}, {"o": object()}], TypeError, "cannot gather output['o']: .* type object"),
         ([], ValueError, "no outputs to gather"),
     ],
 )
 def test_outputs_that_do_not_fit_together(outputs, error, message):
-    """G3, G5: the path, the replicas and what each gave; test_pytree.py has structures that differ."""
+    """G3, G5: the path, the replicas and what each gave."""
     pattern = re.escape(message).replace(r"\.\*", ".*")
     with pytest.raises(error, match=pattern):
         unisono.gather(outputs, "cpu")
+
+
+def test_outputs_are_matched_by_key_in_the_order_of_the_first():
+    """G3."""
+    joined = unisono.gather([{"a": ROW, "b": (2 * ROW,)}, {"b": (20 * ROW,), "a": 10 * ROW}], "cpu")
+    assert [*joined] == ["a", "b"]
+    assert joined["a"].tolist() == [1, 1, 10, 10]
+    assert joined["b"][0].tolist() == [2, 2, 20, 20]
 
 
 def test_an_output_without_the_axis_is_named():

@@ -23,7 +23,6 @@ import torch
 from torch import nn
 
 from unisono.primitives.change_tracking import ChangeTracker, TensorSnapshot, attribute_dicts
-from unisono.primitives.object_state import slot_names
 from unisono.primitives.references import MODES, is_inert, may_refer_later, observes, rebind, references
 from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
@@ -45,8 +44,7 @@ _UNINITIALIZED = {nn.UninitializedParameter, nn.UninitializedBuffer}
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _is_tracked = gc.is_tracked
 _new: Any = object.__new__  # of any class, whatever its own __new__ asks for
-_set = object.__setattr__  # of any class, whatever its own __setattr__ does
-_set_dict: Any = nn.Module.__dict__["__dict__"].__set__  # the same for `__dict__`, quicker
+_set_dict: Any = nn.Module.__dict__["__dict__"].__set__  # of any class, whatever its __setattr__ does
 
 
 class _CollectorPause:
@@ -105,7 +103,6 @@ class Blueprint:
         self.constants: dict[int, torch.Tensor] = {}
         self.histories: dict[int, torch.Tensor] = {}
         self._to_rebind: dict[int, list[str]] = {}  # id of a module -> its attributes that refer to live objects
-        self._slots: dict[type, list[str]] = {}  # names of the slots of each class that has any
         self._script_classes: set[type] = set()
         self._script_attributes: list[tuple[int, str, Any]] = []  # id of a module, name, and value that refers
         self.compiled = self.replays_cuda_graphs = False
@@ -133,9 +130,6 @@ class Blueprint:
                 parameters += inside.values()
             if inside := attributes["_buffers"]:
                 buffers += inside.values()
-            if self._slots:
-                for name in self._slots.get(type(module), ()):
-                    found.update((id(reference), reference) for reference in references(getattr(module, name, None)))
             # Nearly always nn.Module's own attributes come first; then the others are those after them.
             others: Iterator[tuple[str, Any]] = islice(attributes.items(), _NUM_BEFORE_LAST, None)
             if next(iter(attributes)) != _FIRST_OWN or next(others, ("",))[0] != _LAST_OWN:
@@ -166,10 +160,10 @@ class Blueprint:
     def is_reusable(self) -> bool:
         """Whether `is_current` can ever be True: what the blueprint follows from can be compared.
 
-        Not where a slot, or a function in an attribute or hook, refers to a module or a parameter; nor where only a
-        weak reference leads to one, which would be kept alive here.
+        Not where a function in an attribute or hook refers to a module or a parameter; nor where only a weak reference
+        leads to one, which would be kept alive here.
         """
-        if self._slots or self._script_classes or self.compiled or self.histories:
+        if self._script_classes or self.compiled or self.histories:
             return False
         if not all([parameter.is_leaf for parameter in self.parameters.values()] + [*map(is_plain, self.tensors)]):
             return False
@@ -286,7 +280,7 @@ class Blueprint:
                     inside[name] = own.get(id(child), child)
             _set_dict(replica, attributes)
         links: list[Link] = []
-        if self._to_rebind or self._slots or self._script_attributes:
+        if self._to_rebind or self._script_attributes:
             links = [(own[key], name, value) for key, name, value in self._referring_attributes()]
             # The live tensors too, where they are the replica's own: a list that holds any is each replica's own.
             self._rebind_attributes({**self.parameters, **self.buffers, **own})
@@ -332,8 +326,6 @@ class Blueprint:
                 )
             self._script_classes.add(cls)
         self.compiled = self.compiled or torch_private.is_compiled(getattr(cls, "forward", None))
-        if cls.__basicsize__ > nn.Module.__basicsize__:
-            self._slots[cls] = list(slot_names(cls))
 
     def _inspect_script_attributes(self, module: nn.Module, found: dict[int, nn.Module | torch.Tensor]) -> None:
         for name, value in torch_private.script_attributes(module).items():
@@ -378,10 +370,6 @@ class Blueprint:
         memo: dict[int, Any] = {key: hook for key, (_, hook) in self.observers.items()}  # these stay as they are
         for key, name, value in self._referring_attributes():
             own[key].__dict__[name] = rebind(value, own, memo)
-        for module in self.modules if self._slots else ():
-            for name in self._slots.get(type(module), ()):
-                if hasattr(module, name):
-                    _set(own[id(module)], name, rebind(getattr(module, name), own, memo))
         for key, name, value in self._script_attributes:
             torch_private.set_script_attribute(own[key], name, rebind(value, own, memo))
 

@@ -68,7 +68,7 @@ def _inside(value: Any) -> dict[str, Any] | None:
         inside = {f"[{number}]": child for number, child in enumerate(value)}
     else:
         inside = {}
-    slots = [name for name in slot_names(type(value)) if hasattr(value, name)]
+    slots = [name for name in _slot_names(type(value)) if hasattr(value, name)]
     inside.update((f".{name}", child) for name, child in getattr(value, "__dict__", {}).items())
     inside.update((f".{name}", getattr(value, name)) for name in slots)
     if not inside and not isinstance(value, Mapping | list | tuple | deque) and not hasattr(value, "__dict__"):
@@ -76,7 +76,7 @@ def _inside(value: Any) -> dict[str, Any] | None:
     return inside
 
 
-def slot_names(cls: type) -> Iterator[str]:
+def _slot_names(cls: type) -> Iterator[str]:
     """Yield the names of the slots that a class and its bases have."""
     for base in cls.__mro__:
         slots = base.__dict__.get("__slots__", ())

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from torch import nn
 from helpers import leftovers
 from helpers.deaths import each_fork_request_runs
 from helpers.in_time import in_time
-from helpers.leftovers import end_workers_of_earlier_tests
 from helpers.programs import until
 from helpers.twins import assert_equal, assert_same_gradients, state_of
 from unisono import DataParallel, ReplicaDied, ReplicaTimeout
@@ -153,18 +152,6 @@ FAST = {
 
 def marked(cases: list[tuple[str, str]]) -> list[Any]:
     return [pytest.param(*case, marks=() if case in FAST else pytest.mark.slow, id=" - ".join(case)) for case in cases]
-
-
-@pytest.fixture
-def nothing_is_left() -> Iterator[None]:
-    """No process, no mapping and no descriptor more than before the test."""
-    if not fork_server.server.is_running:  # with it come two descriptors, which stay
-        DataParallel(nn.Linear(1, 1), ["cpu"] * 2, engine="processes")(torch.zeros(2, 1))
-    end_workers_of_earlier_tests()
-    before = leftovers.of_this_process()
-    yield
-    gc.collect()
-    assert until(lambda: leftovers.of_this_process() == before), (before, leftovers.of_this_process())
 
 
 def momenta(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

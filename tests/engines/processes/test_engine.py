@@ -49,18 +49,9 @@ def transport() -> str:
 
 
 @pytest.fixture
-def wrap(transport: str) -> Iterator[Callable[..., DataParallel]]:
+def wrap(wrap: Callable[..., DataParallel], transport: str) -> Callable[..., DataParallel]:
     """Wrap a module for some CPU replicas on the processes engine; close it after the test."""
-    models: list[DataParallel] = []
-
-    def wrap(module: nn.Module, num_replicas: int = 2, **options: Any) -> DataParallel:
-        engine = Processes(share_memory=transport == "shared memory")
-        models.append(DataParallel(module, ["cpu"] * num_replicas, engine=engine, **options))
-        return models[-1]
-
-    yield wrap
-    for model in models:
-        model.close()
+    return lambda *args, **options: wrap(*args, engine=Processes(share_memory=transport != "gloo"), **options)
 
 
 def interrupt_next(
@@ -663,6 +654,23 @@ def test_a_global_of_an_imported_module_that_only_some_rows_use(wrap):
         assert model(rows).requires_grad
 
 
+def test_the_leaf_behind_a_tensor_in_an_object_is_no_global(wrap):
+    """N1: it is in the first replica's graph in every forward, and gets its gradient from all replicas."""
+
+    class Held:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.tensor = tensor
+
+    module = Calls(lambda module, x, held: module.linear(x) * held.tensor, linear=nn.Linear(3, 3))
+    model, x, gradients = wrap(module), torch.randn(4, 3), []
+    for each in (module, model):
+        leaf = torch.ones(3, requires_grad=True)
+        for _ in range(3):
+            each(x, Held(leaf * 2)).sum().backward()
+        gradients.append(leaf.grad)
+    torch.testing.assert_close(*gradients)
+
+
 def test_a_function_that_is_differentiable_once(wrap):
     """R7, N1: defined here, it goes by value, and refers to a module of torch that cannot be imported by itself."""
 
@@ -1074,21 +1082,6 @@ def test_a_script_on_standard_input():
 
         print("the script runs")
 
-        class Prints(torch.nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.layer = torch.nn.Linear(2, 2)
-
-            def forward(self, x):
-                for i in range(50):
-                    print("replica", len(x), "says", i)
-                return self.layer(x)
-
-        models = [unisono.DataParallel(Prints(), ["cpu"] * 3, engine="processes") for _ in range(2)]
-        for step in range(2):
-            for model in models:
-                model(torch.zeros(6, 2)).sum().backward()
-
         settings, operators = torch.backends.cudnn, torch.ops.aten
 
         @functools.cache
@@ -1102,6 +1095,7 @@ def test_a_script_on_standard_input():
                 self.layers = [weakref.proxy(self.layer)]
                 self.gone = [weakref.proxy(torch.nn.Linear(2, 2))]
                 self.owner = weakref.proxy(owner)
+                self.num_lines = 50
 
             @functools.cached_property
             def factor(self):
@@ -1118,14 +1112,21 @@ def test_a_script_on_standard_input():
 
             def forward(self, x):
                 assert torch.backends.cudnn is settings and torch.ops.aten is operators
+                for i in range(self.num_lines):
+                    print("replica", len(x), "says", i)
                 return self.layers[0](x) * self.factor + self.positions(2) + fibonacci(7) + self.number(1)
 
         class Owner:
             pass
 
         owner = Owner()
-        model, x = Model(), torch.randn(4, 2)
-        wrapped = unisono.DataParallel(model, ["cpu"] * 2, engine="processes")
+        models = [unisono.DataParallel(Model(), ["cpu"] * 3, engine="processes") for _ in range(2)]
+        x = torch.randn(6, 2)
+        for step in range(2):
+            for wrapped in models:
+                wrapped(x).sum().backward()
+        model = wrapped.module
+        model.num_lines = 0
         torch.testing.assert_close(wrapped(x), model(x))
         grads = [torch.autograd.grad(each(x).square().sum(), model.layer.weight) for each in (wrapped, model)]
         torch.testing.assert_close(*grads)

@@ -1,7 +1,6 @@
 """What is left when the caller ends or is interrupted, and who can reach a worker, its channel and its memory."""
 
 import contextlib
-import gc
 import os
 import signal
 from collections.abc import Iterable
@@ -12,11 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from helpers import leftovers
 from helpers.deaths import workers_of
-from helpers.leftovers import end_workers_of_earlier_tests
 from helpers.modules import Calls
-from helpers.programs import Program, have_ended, until
+from helpers.programs import Program, have_ended
 from unisono import DataParallel
 from unisono.engines.processes import fork_server
 
@@ -107,6 +104,7 @@ def test_workers_of_a_closed_model_end_though_another_process_has_their_channels
     os.close(copy)
 
 
+@pytest.mark.usefixtures("nothing_is_left")
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_ctrl_c_leaves_nothing(in_backward):
     """F3, F9: in a step; no process, no mapping and no descriptor, once the model is gone."""
@@ -123,9 +121,6 @@ def test_ctrl_c_leaves_nothing(in_backward):
             y.register_hook(interrupt)
         return y
 
-    DataParallel(nn.Linear(1, 1), ["cpu"] * 2, engine="processes")(torch.zeros(2, 1))  # the fork server stays
-    end_workers_of_earlier_tests()
-    before = leftovers.of_this_process()
     model = DataParallel(Calls(forward, layer=nn.Linear(200, 200), interrupts=False), ["cpu"] * 3, engine="processes")
     x = torch.randn(6, 200)
     model(x).sum().backward()
@@ -136,9 +131,6 @@ def test_ctrl_c_leaves_nothing(in_backward):
     assert have_ended(pids)
     model.module.interrupts = False
     model(x).sum().backward()
-    del model
-    gc.collect()
-    assert until(lambda: leftovers.of_this_process() == before), (leftovers.of_this_process(), before)
 
 
 def descriptors_of(pid: int) -> dict[Path, str]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.deaths import workers_of
 from helpers.modules import Calls
 from helpers.programs import Program, have_ended, until
 from unisono import DataParallel, ReplicaDied
@@ -52,9 +53,9 @@ def send(number: int) -> None:
     ],
     ids=["_exit", "C exit", "segmentation fault", "abort", "SIGUSR1"],
 )
-def test_a_death_says_which_replica_and_how(end, exit_status, number, words):
+def test_a_death_says_which_replica_and_how(wrap, end, exit_status, number, words):
     """F4: for people and for programs; with the worker's Python stack where it crashed."""
-    model = DataParallel(in_worker(end), ["cpu"] * 2, engine="processes")
+    model = wrap(in_worker(end), engine="processes")
     died = death_of(model)
     assert str(died).startswith("replica 1 on cpu, rows 2 to 3 of 4: its worker process ")
     assert words in str(died)
@@ -66,7 +67,6 @@ def test_a_death_says_which_replica_and_how(end, exit_status, number, words):
     assert have_ended([died.pid])
     model.module.function = lambda module, x: x + 1
     assert torch.equal(model(ROWS), ROWS + 1)
-    model.close()
 
 
 def test_the_stack_of_a_stopped_process_is_that_of_its_first_thread():
@@ -98,22 +98,22 @@ while True:
 """
 
 
-def test_the_number_of_a_replica_is_its_place_in_device_ids():
+def test_the_number_of_a_replica_is_its_place_in_device_ids(wrap):
     """F4, S2: also where a device before it has no rows."""
-    model = DataParallel(in_worker(lambda: os._exit(3)), ["cpu"] * 3, shares=[1, 0, 1], engine="processes")
+    model = wrap(in_worker(lambda: os._exit(3)), 3, shares=[1, 0, 1], engine="processes")
     died = death_of(model)
     assert died.replica == 2
     assert "replica 2 on cpu" in str(died)
 
 
-def test_a_killed_fork_server_takes_all_workers_with_it():
+def test_a_killed_fork_server_takes_all_workers_with_it(wrap):
     """F4: of all models; each one's error says so, and its next forward starts others, from another fork server."""
-    models = [DataParallel(Calls(lambda module, x: x + 1), ["cpu"] * 2, engine="processes") for _ in range(2)]
+    models = [wrap(Calls(lambda module, x: x + 1), engine="processes") for _ in range(2)]
     for model in models:
         model(ROWS)
     process = fork_server.server._process
     assert process is not None
-    workers = [worker.pid for model in models for worker in model._engine._worker_group.workers]
+    workers = [pid for model in models for pid in workers_of(model)]
     os.kill(process.pid, signal.SIGKILL)
     assert have_ended(workers)
     for model in models:
@@ -122,7 +122,6 @@ def test_a_killed_fork_server_takes_all_workers_with_it():
         assert died.pid in workers
     for model in models:
         assert torch.equal(model(ROWS), ROWS + 1)
-        model.close()
 
 
 # ---- the likely cause ------------------------------------------------------------------------------
@@ -149,28 +148,25 @@ def test_the_kernels_counters(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "words"),
+    ("code", "before", "after", "words"),
     [
-        ({"this control group": 1}, {"this control group": 3}, "has struck 2 times in this control group"),
-        ({"this machine": 1}, {"this machine": 2}, "most likely by the kernel's out-of-memory killer"),
-        ({"this machine": 1}, {"this machine": 1}, "another process sent it"),
+        (-9, {"this control group": 1}, {"this control group": 3}, "has struck 2 times in this control group"),
+        (-9, {"this machine": 1}, {"this machine": 2}, "most likely by the kernel's out-of-memory killer"),
+        (-9, {"this machine": 1}, {"this machine": 1}, "another process sent it"),
         (
+            -9,
             {"this control group": 1, "this machine": 1},
             {"this control group": 1, "this machine": 2},
             "has not struck in this control group",
         ),
-        ({}, {}, "the kernel's out-of-memory killer, or another process"),
+        (-9, {}, {}, "the kernel's out-of-memory killer, or another process"),
+        (-40, {}, {}, "was ended by signal 40 (another process sent it)"),  # it has no name
     ],
 )
-def test_who_sent_a_sigkill(monkeypatch, before, after, words):
+def test_who_sent_a_signal(monkeypatch, code, before, after, words):
     """F4: the out-of-memory killer if its counter has risen; this process's own control group counts first."""
     monkeypatch.setattr(post_mortem, "oom_kills", lambda: after)
-    assert words in how_it_ended(-signal.SIGKILL, before)
-
-
-def test_a_signal_without_a_name():
-    """F4."""
-    assert how_it_ended(-40, {}) == "was ended by signal 40 (another process sent it)"
+    assert words in how_it_ended(code, before)
 
 
 def test_the_stack_of_a_process_that_waits_and_of_one_that_is_stopped():

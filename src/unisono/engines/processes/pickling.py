@@ -2,8 +2,8 @@
 
 What the other process could not import by name goes by value (cloudpickle): classes and functions of `__main__`, of a
 notebook cell, of a function, of a module that is on no path where Python looks. For each tensor a function returns the
-reference that is pickled instead. A module is pickled as its `__dict__` and slots, as in stamping: none of its methods
-are called, so a module that refuses to be pickled works too.
+reference that is pickled instead. A module is pickled as its `__dict__`, as in stamping: none of its methods are
+called, so a module that refuses to be pickled works too.
 """
 
 import functools
@@ -21,7 +21,6 @@ import cloudpickle
 import torch
 from torch import nn
 
-from unisono.primitives.object_state import slot_names
 from unisono.primitives.references import PROXIES, referent
 
 ToReference = Callable[[torch.Tensor], Any]  # None: the tensor itself is pickled
@@ -54,8 +53,7 @@ class _ModulePickler(cloudpickle.Pickler):  # type: ignore[misc]
             target = referent(value)
             return (weakref.proxy, (target,)) if id(target) in self._modules else (_dead_proxy, ())
         if isinstance(value, nn.Module):
-            slots = {name: getattr(value, name) for name in slot_names(type(value)) if hasattr(value, name)}
-            return _new_module, (type(value),), (value.__dict__, slots), None, None, _fill_module
+            return _new_module, (type(value),), value.__dict__, None, None, _fill_module
         if type(value) is weakref.ref:
             target = value()
             return (weakref.ref, (target,)) if id(target) in self._modules else (_dead_reference, ())
@@ -188,11 +186,8 @@ def _new_module(cls: type) -> Any:
     return object.__new__(cls)
 
 
-def _fill_module(module: nn.Module, state: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    attributes, slots = state
+def _fill_module(module: nn.Module, attributes: dict[str, Any]) -> None:
     object.__setattr__(module, "__dict__", attributes)
-    for name, value in slots.items():
-        object.__setattr__(module, name, value)
 
 
 class _Gone:
