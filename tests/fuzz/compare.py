@@ -5,6 +5,7 @@ import logging
 import traceback
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -219,22 +220,23 @@ def quiet() -> Any:
         torch.set_default_dtype(dtype)
 
 
+# What a program must leave as it was, and how to set it again.
+_STATE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
+    "the number of threads": (torch.get_num_threads, torch.set_num_threads),
+    "the grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "inference mode": (torch.is_inference_mode_enabled, None),
+    "anomaly mode": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    "autocast": (partial(torch.is_autocast_enabled, "cpu"), partial(torch.set_autocast_enabled, "cpu")),
+    "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "the kernels of attention": (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+}
+
+
 def process_state() -> dict[str, Any]:
-    """Return the settings that a program must leave as they were."""
-    return {
-        "the number of threads": torch.get_num_threads(),
-        "the grad mode": torch.is_grad_enabled(),
-        "inference mode": torch.is_inference_mode_enabled(),
-        "anomaly mode": torch.is_anomaly_enabled(),
-        "autocast": torch.is_autocast_enabled("cpu"),
-        "the default dtype": torch.get_default_dtype(),
-        "the kernels of attention": torch.backends.cuda.flash_sdp_enabled(),
-    }
+    return {name: read() for name, (read, _) in _STATE.items()}
 
 
 def restore_process_state(state: dict[str, Any]) -> None:
-    torch.set_num_threads(state["the number of threads"])
-    torch.set_grad_enabled(state["the grad mode"])
-    torch.autograd.set_detect_anomaly(state["anomaly mode"])
-    torch.set_autocast_enabled("cpu", state["autocast"])
-    torch.backends.cuda.enable_flash_sdp(state["the kernels of attention"])
+    for name, (_, write) in _STATE.items():
+        if write is not None:
+            write(state[name])

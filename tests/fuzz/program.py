@@ -77,13 +77,20 @@ class Program:
     def __post_init__(self) -> None:
         of_blocks = {trait for block in self.blocks for trait in (block.partition("/")[0], *traits_of(block))}
         flags = {name for name in ("writes_input", "rescue", "profile", "input_gradients") if getattr(self, name)}
-        words = {f"inputs: {self.inputs}", f"outputs: {self.outputs}", f"wraps: {self.wraps}", f"loss: {self.loss}"}
-        more = {"ranks"} if self.engine == "ranks" else {"one process"}
-        more |= {"processes"} if self.engine in ("processes", "gloo") else set()
-        if self.engine == "ranks" and not of_blocks.isdisjoint(("batch norm", "buffers", "normed weight")):
-            more |= {"buffers of ranks"}
-        more |= {"one replica"} if self.num_replicas == 1 else set()
-        object.__setattr__(self, "traits", frozenset(of_blocks | flags | words | more))
+        forms = {f"inputs: {self.inputs}", f"outputs: {self.outputs}", f"wraps: {self.wraps}", f"loss: {self.loss}"}
+        has_buffers = not of_blocks.isdisjoint(("batch norm", "buffers", "normed weight"))
+        more = {
+            "ranks": self.engine == "ranks",
+            "buffers of ranks": self.engine == "ranks" and has_buffers,
+            "one replica": self.num_replicas == 1,
+        }
+        words = {word for word, is_so in more.items() if is_so}
+        object.__setattr__(self, "traits", frozenset(of_blocks | flags | forms | words))
+
+    @property
+    def names(self) -> set[str]:
+        """The names of its blocks and actions."""
+        return {*self.blocks, *(step.action for step in self.steps)}
 
     def __repr__(self) -> str:
         return _as_python("Program", [(f.name, getattr(self, f.name), f.default) for f in fields(self) if f.init])
