@@ -29,29 +29,18 @@ EngineFor = Callable[[list[str]], Threads | Processes]  # for the replicas' devi
 
 
 class Difference(NamedTuple):
-    """What the two sides do not agree on.
+    """What the two sides do not agree on."""
 
-    Attributes:
-        kind: what two differences of one cause have in common.
-        text: where, and what each side has.
-    """
-
-    kind: str
-    text: str
+    kind: str  # what two differences of one cause have in common
+    text: str  # where, and what each side has
 
 
 class Outcome(NamedTuple):
-    """How a program has ended.
+    """How a program has ended."""
 
-    Attributes:
-        difference: None if both sides have shown the same.
-        num_steps: after how many steps: both sides can fail in the same way, or diverge.
-        raised: whether they failed.
-    """
-
-    difference: Difference | None
-    num_steps: int = 0
-    raised: bool = False
+    difference: Difference | None  # None if both sides have shown the same
+    num_steps: int = 0  # after which it ended: both sides can fail in the same way, or diverge
+    raised: bool = False  # whether they failed
 
 
 def run(
