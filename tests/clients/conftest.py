@@ -11,10 +11,10 @@ import importlib.metadata
 import inspect
 import os
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +29,9 @@ CPUS = ["cpu", "cpu"]
 _FOLDER = Path(__file__).parent
 _BETWEEN = "<!-- written by make clients -->\n", "<!-- end -->\n"
 _HEAD = "| library | what was run | outcome |\n|---|---|---|\n"
-_OUTCOMES = {"passed": "passed", "failed": "FAILED", "skipped": "not run", "xfailed": "fails, known"}
+_OUTCOMES = {
+    "passed": "passed", "failed": "FAILED", "error": "FAILED", "skipped": "not run", "xfailed": "fails, known"
+}  # fmt: skip
 
 Wrap = Callable[..., unisono.DataParallel]
 
@@ -77,108 +79,63 @@ def data(float64: None) -> torch.utils.data.TensorDataset:
 
 # ---- the table -----------------------------------------------------------------------------------
 
-
-@dataclass
-class _Case:
-    """A test function of a library, over all its parameters."""
-
-    run: str
-    found: str
-    outcomes: Counter[str] = field(default_factory=Counter)
-    reasons: set[str] = field(default_factory=set)
-
-    def outcome(self) -> str:
-        """Return what became of the test; of one that passed, what it says that it has found."""
-        texts = []
-        for outcome, count in self.outcomes.items():
-            text = _OUTCOMES[outcome] if outcome != "passed" or not self.found else self.found
-            texts.append(f"{count} x {text}" if self.outcomes.total() > 1 else text)
-        return "; ".join([", ".join(texts), *sorted(self.reasons)])
-
-
-class _Table:
-    def __init__(self) -> None:
-        self._cases: dict[str, dict[str, _Case]] = {}  # by file and name of the test
-        self._skipped: dict[str, str] = {}  # by file, why
-
-    def add(self, item: pytest.Item) -> None:
-        function = inspect.getdoc(getattr(item, "function", None)) or ""
-        run, _, found = function.partition("\n\n")
-        name = _name(item.nodeid)
-        run = re.sub(r"^[A-Z]\d+[^:.]*[:.]\s*", "", run) or name.removeprefix("test_").replace("_", " ")
-        self._cases.setdefault(item.path.stem, {}).setdefault(name, _Case(_one_line(run), _one_line(found)))
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-        report = yield
-        outcome = "xfailed" if hasattr(report, "wasxfail") and report.skipped else report.outcome
-        if _is_client(item.path) and (report.when == "call" or outcome != "passed"):
-            case = self._cases[item.path.stem][_name(item.nodeid)]
-            case.outcomes[outcome] += 1
-            if outcome == "xfailed":
-                case.reasons.add(_one_line(report.wasxfail))
-        return report
-
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.skipped and isinstance(report.longrepr, tuple):
-            self._skipped[Path(report.nodeid).stem] = report.longrepr[2].removeprefix("Skipped: ")
-
-    def text(self) -> str:
-        rows: dict[str, list[tuple[str, str]]] = {}
-        for stem, cases in self._cases.items():
-            for case in filter(lambda case: case.outcomes, cases.values()):  # without the slow ones
-                rows.setdefault(_library(stem), []).append((case.run, case.outcome()))
-        for stem, reason in self._skipped.items():
-            rows[_library(stem)] = [("-", f"not run: {reason}")]
-        return _HEAD + "".join(
-            f"| {library} | {run} | {outcome} |\n"
-            for library in sorted(rows, key=str.lower)
-            for run, outcome in rows[library]
-        )
-
-
-def _is_client(path: Path) -> bool:
-    return path.parent == _FOLDER
-
-
-def _name(nodeid: str) -> str:
-    return nodeid.rpartition("::")[2].partition("[")[0]
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split()).removesuffix(".").replace("|", "\\|")
-
-
-def _library(stem: str) -> str:
-    """Return the library that a file is about, with its version: `test_ignite` -> "pytorch-ignite 0.5.5"."""
-    module = stem.removeprefix("test_")
-    names = importlib.metadata.packages_distributions().get(module)
-    return f"{names[0]} {importlib.metadata.version(names[0])}" if names else module
+_ITEMS = pytest.StashKey[list[pytest.Item]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--table", type=Path, metavar="FILE", help="write the outcomes of tests/clients into this page")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--table", None) is not None:
-        config.pluginmanager.register(_Table(), "clients-table")
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    table = config.pluginmanager.getplugin("clients-table")
-    for item in items:
-        if _is_client(item.path):
-            item.add_marker(pytest.mark.filterwarnings("ignore"))  # what the libraries warn of is theirs
-            if table is not None:
-                table.add(item)
+    config.stash[_ITEMS] = [item for item in items if item.path.parent == _FOLDER]
+    for item in config.stash[_ITEMS]:
+        item.add_marker(pytest.mark.filterwarnings("ignore"))  # what the libraries warn of is theirs
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    table = session.config.pluginmanager.getplugin("clients-table")
-    if table is not None and session.testscollected:
-        page: Path = session.config.getoption("--table")
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    page: Path | None = config.getoption("--table", None)
+    if page is not None and _ITEMS in config.stash:
         begin, end = _BETWEEN
         before, rest = page.read_text(encoding="utf-8").split(begin)
         _, after = rest.split(end)
-        page.write_text(before + begin + table.text() + end + after, encoding="utf-8")
+        table = _table(config.stash[_ITEMS], terminalreporter.stats)
+        page.write_text(before + begin + table + end + after, encoding="utf-8")
+
+
+def _table(items: Sequence[pytest.Item], stats: Mapping[str, Sequence[Any]]) -> str:
+    """Return a row for each test function, over all its parameters, and for each library that is not installed."""
+    outcomes: dict[str, Counter[str]] = defaultdict(Counter)  # of a function, which is named by its path
+    reasons: dict[str, set[str]] = defaultdict(set)
+    rows: list[tuple[str, str, str]] = []
+    for outcome, word in _OUTCOMES.items():
+        for report in stats.get(outcome, ()):
+            function = report.nodeid.partition("[")[0]
+            if isinstance(report, pytest.TestReport):
+                outcomes[function][word] += 1
+                reasons[function] |= {_one_line(report.wasxfail)} if outcome == "xfailed" else set()
+            elif outcome == "skipped":
+                rows.append((_library(Path(function)), "-", f"not run: {report.longrepr[2].removeprefix('Skipped: ')}"))
+    for function, item in {item.nodeid.partition("[")[0]: item for item in items}.items():
+        run, _, found = (inspect.getdoc(item.function) or "").partition("\n\n")
+        run = re.sub(r"^[A-Z]\d+[^:.]*[:.]\s*", "", run) or item.originalname.removeprefix("test_").replace("_", " ")
+        counts = outcomes[function]
+        words = [_one_line(found) or word if word == "passed" else word for word in counts]
+        if counts.total() > 1:
+            words = [f"{count} x {word}" for word, count in zip(words, counts.values(), strict=True)]
+        if counts:  # the slow ones have none
+            rows.append(
+                (_library(item.path), _one_line(run), "; ".join([", ".join(words), *sorted(reasons[function])]))
+            )
+    rows.sort(key=lambda row: row[0].lower())
+    return _HEAD + "".join(f"| {library} | {run} | {outcome} |\n" for library, run, outcome in rows)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split()).removesuffix(".").replace("|", "\\|")
+
+
+def _library(path: Path) -> str:
+    """Return the library that a file is about, with its version: `test_ignite.py` -> "pytorch-ignite 0.5.5"."""
+    module = path.stem.removeprefix("test_")
+    names = importlib.metadata.packages_distributions().get(module)
+    return f"{names[0]} {importlib.metadata.version(names[0])}" if names else module

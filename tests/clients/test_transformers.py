@@ -5,10 +5,9 @@ The models are tiny and random, the data invented: nothing is downloaded.
 
 import copy
 import importlib
-import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from torch import nn
 import unisono
 from unisono.scripts import trainer as adapted
 
-os.environ.update(TRANSFORMERS_OFFLINE="1", HF_HUB_OFFLINE="1")  # read when it is imported
 transformers = pytest.importorskip("transformers", reason="the Trainer of the library transformers")
 pytest.importorskip("accelerate", reason="the Trainer needs it")
 
@@ -128,21 +126,6 @@ def engine(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture
-def installed(engine: str) -> Iterator[unisono.install]:
-    with unisono.install(["cpu", "cpu"], engine=engine) as installed:
-        yield installed
-
-
-@pytest.fixture(autouse=True)
-def one_intra_op_thread() -> Iterator[None]:
-    """These models are so small that several threads would mostly wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def assert_as_on_one_device(
     make: Callable[[], nn.Module], folder: Path, installed: Any, num_rows: int = 45, **options: Any
 ) -> None:
@@ -159,9 +142,6 @@ def assert_as_on_one_device(
     report = installed.report()
     assert report.devices == ((torch.device("cpu"),) * 2,)
     assert report.forwards == len(forwards)
-
-
-on_both_engines = pytest.mark.parametrize("engine", ["threads", "processes"], indirect=True)
 
 
 @pytest.mark.parametrize(
@@ -198,32 +178,27 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+QUICK = {*zip(MODELS, WAYS, strict=False), (bert_tags, "accumulation"), (gpt2, "own compute_loss")}
+
+
 @pytest.mark.parametrize(
-    ("make", "way"),
+    ("engine", "make", "way"),
     [
-        pytest.param(make, way, marks=[] if quick else pytest.mark.slow)
-        for number, make in enumerate(MODELS)
-        for place, way in enumerate(WAYS)
-        for quick in [number == place or (make, way) in ((bert_tags, "accumulation"), (gpt2, "own compute_loss"))]
+        pytest.param(engine, make, way, marks=[] if engine == "threads" and (make, way) in QUICK else pytest.mark.slow)
+        for engine in ("threads", "processes")
+        for make in MODELS
+        for way in WAYS
     ],
+    indirect=["engine"],
 )
 def test_ways_to_train(make: Callable[[], nn.Module], way: str, tmp_path: Path, installed: Any) -> None:
     """X8: the same with accumulation, label smoothing, a loss of the script's own."""
-    assert_as_on_one_device(make, tmp_path, installed, **WAYS[way])
+    assert_as_on_one_device(make, tmp_path, installed, **WAYS[way], eval_strategy="steps", eval_steps=4)
 
 
 def test_a_loss_function_of_the_script(tmp_path: Path, installed: Any) -> None:
     """X8: a loss function of the script gets the gathered outputs, all labels, and one number of tokens."""
     assert_as_on_one_device(bert_tags, tmp_path, installed, compute_loss_func=smoothed, gradient_accumulation_steps=2)
-
-
-@pytest.mark.slow
-@on_both_engines
-@pytest.mark.parametrize("make", MODELS)
-@pytest.mark.parametrize("way", WAYS)
-def test_all_ways_on_both_engines(make: Callable[[], nn.Module], way: str, tmp_path: Path, installed: Any) -> None:
-    """X8."""
-    assert_as_on_one_device(make, tmp_path, installed, **WAYS[way], eval_strategy="steps", eval_steps=4)
 
 
 @pytest.mark.parametrize("engine", ["threads", pytest.param("processes", marks=pytest.mark.slow)], indirect=True)

@@ -19,7 +19,7 @@ import argparse
 import os
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from multiprocessing.connection import wait
 
@@ -87,9 +87,8 @@ def hunt(engine: str, options: argparse.Namespace, progress: Progress) -> int:
     task, began = f"programs with {engine}", time.monotonic()
     seeds = [options.seed] if options.seed is not None else range(options.first, options.first + options.programs)
     end = began + options.minutes * 60 if options.minutes is not None else float("inf")
-    kinds: Counter[str] = Counter()
-    seeds_of: dict[str, list[int]] = defaultdict(list)
-    num_programs = num_steps = num_raised = 0
+    seeds_of: dict[str, list[int]] = defaultdict(list)  # by kind of difference
+    num_programs = num_steps = num_raised = num_found = 0
     progress.begin(task, len(seeds))
     for seed, program, outcome in run_all(engine, seeds, options, end):
         num_programs += 1
@@ -97,20 +96,20 @@ def hunt(engine: str, options: argparse.Namespace, progress: Progress) -> int:
         num_raised += outcome.raised
         found = outcome.difference
         if found is not None:
-            kinds[found.kind] += 1
+            num_found += 1
             seeds_of[found.kind].append(seed)
-            if kinds[found.kind] <= _SHRUNK_OF_A_KIND:
+            if len(seeds_of[found.kind]) <= _SHRUNK_OF_A_KIND:
                 progress.say(described(seed, program, found, options.limit))
-        text = f"{num_programs}/{len(seeds)}: {sum(kinds.values())} differences, seed {seed}"
+        text = f"{num_programs}/{len(seeds)}: {num_found} differences, seed {seed}"
         progress.update(task, num_programs, len(seeds), text)
     seconds = time.monotonic() - began
     progress.say(
-        f"{num_programs} programs with {engine}, {num_steps} steps, {seconds:.0f} s: {sum(kinds.values())} differences"
+        f"{num_programs} programs with {engine}, {num_steps} steps, {seconds:.0f} s: {num_found} differences"
         f" (in {num_raised} programs both sides raised the same error)"
     )
-    for kind, number in kinds.most_common():
-        progress.say(f"  {number} x {kind}: seeds {', '.join(map(str, seeds_of[kind][:12]))}")
-    return sum(kinds.values())
+    for kind, found_by in sorted(seeds_of.items(), key=lambda item: -len(item[1])):
+        progress.say(f"  {len(found_by)} x {kind}: seeds {', '.join(map(str, found_by[:12]))}")
+    return num_found
 
 
 def run_all(
@@ -118,7 +117,7 @@ def run_all(
 ) -> Iterator[tuple[int, Program, Outcome]]:
     """Run programs, several at once; yield each with its outcome as it ends."""
     drawn = ((seed, random_program(seed, engine)) for seed in seeds)
-    waiting = ((seed, program) for seed, program in drawn if not set(options.without).intersection(names_in(program)))
+    waiting = ((seed, program) for seed, program in drawn if program.names.isdisjoint(options.without))
     idle = [ProgramServer(engine, options.limit) for _ in range(options.jobs)]
     busy: dict[ProgramServer, tuple[int, Program]] = {}
     try:
@@ -139,10 +138,6 @@ def run_all(
     finally:
         for server in (*idle, *busy):
             server.end()
-
-
-def names_in(program: Program) -> set[str]:
-    return {*program.blocks, *(step.action for step in program.steps)}
 
 
 def described(seed: int, program: Program, found: Difference, limit_s: float) -> str:

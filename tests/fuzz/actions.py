@@ -32,18 +32,12 @@ Run = Callable[[Side, Step], None]
 
 
 class Action(NamedTuple):
-    """An action, and how it may be drawn.
-
-    Attributes:
-        weight: how often, compared with others.
-        only: the program needs one of these traits.
-        without: and none of these.
-    """
+    """An action, and how it may be drawn."""
 
     run: Run
-    weight: float
-    only: tuple[str, ...]
-    without: tuple[str, ...]
+    weight: float  # how often, compared with others
+    only: tuple[str, ...]  # the program needs one of these traits
+    without: tuple[str, ...]  # and none of these
 
     def suits(self, traits: frozenset[str]) -> bool:
         return (not self.only or not traits.isdisjoint(self.only)) and traits.isdisjoint(self.without)

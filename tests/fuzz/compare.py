@@ -5,6 +5,7 @@ import logging
 import traceback
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,29 +29,18 @@ EngineFor = Callable[[list[str]], Threads | Processes]  # for the replicas' devi
 
 
 class Difference(NamedTuple):
-    """What the two sides do not agree on.
+    """What the two sides do not agree on."""
 
-    Attributes:
-        kind: what two differences of one cause have in common.
-        text: where, and what each side has.
-    """
-
-    kind: str
-    text: str
+    kind: str  # what two differences of one cause have in common
+    text: str  # where, and what each side has
 
 
 class Outcome(NamedTuple):
-    """How a program has ended.
+    """How a program has ended."""
 
-    Attributes:
-        difference: None if both sides have shown the same.
-        num_steps: after how many steps: both sides can fail in the same way, or diverge.
-        raised: whether they failed.
-    """
-
-    difference: Difference | None
-    num_steps: int = 0
-    raised: bool = False
+    difference: Difference | None  # None if both sides have shown the same
+    num_steps: int = 0  # after which it ended: both sides can fail in the same way, or diverge
+    raised: bool = False  # whether they failed
 
 
 def run(
@@ -219,22 +209,23 @@ def quiet() -> Any:
         torch.set_default_dtype(dtype)
 
 
+# What a program must leave as it was, and how to set it again.
+_STATE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
+    "the number of threads": (torch.get_num_threads, torch.set_num_threads),
+    "the grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "inference mode": (torch.is_inference_mode_enabled, None),
+    "anomaly mode": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    "autocast": (partial(torch.is_autocast_enabled, "cpu"), partial(torch.set_autocast_enabled, "cpu")),
+    "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "the kernels of attention": (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+}
+
+
 def process_state() -> dict[str, Any]:
-    """Return the settings that a program must leave as they were."""
-    return {
-        "the number of threads": torch.get_num_threads(),
-        "the grad mode": torch.is_grad_enabled(),
-        "inference mode": torch.is_inference_mode_enabled(),
-        "anomaly mode": torch.is_anomaly_enabled(),
-        "autocast": torch.is_autocast_enabled("cpu"),
-        "the default dtype": torch.get_default_dtype(),
-        "the kernels of attention": torch.backends.cuda.flash_sdp_enabled(),
-    }
+    return {name: read() for name, (read, _) in _STATE.items()}
 
 
 def restore_process_state(state: dict[str, Any]) -> None:
-    torch.set_num_threads(state["the number of threads"])
-    torch.set_grad_enabled(state["the grad mode"])
-    torch.autograd.set_detect_anomaly(state["anomaly mode"])
-    torch.set_autocast_enabled("cpu", state["autocast"])
-    torch.backends.cuda.enable_flash_sdp(state["the kernels of attention"])
+    for name, (_, write) in _STATE.items():
+        if write is not None:
+            write(state[name])

@@ -24,17 +24,11 @@ Triple = namedtuple("Triple", "a b c")
 
 
 class InputForm(NamedTuple):
-    """How rows, and something that has no rows, reach the module.
+    """How rows, and something that has no rows, reach the module."""
 
-    Attributes:
-        pack: returns the positional and keyword inputs.
-        unpack: the inverse: returns the rows, and what is added to them.
-        options: of the wrapper.
-    """
-
-    pack: Callable[[Tensor, Tensor], tuple[tuple[Any, ...], dict[str, Any]]]
-    unpack: Callable[..., tuple[Tensor, Any]]
-    options: Mapping[str, Any] = {}
+    pack: Callable[[Tensor, Tensor], tuple[tuple[Any, ...], dict[str, Any]]]  # the positional and keyword inputs
+    unpack: Callable[..., tuple[Tensor, Any]]  # the inverse: the rows, and what is added to them
+    options: Mapping[str, Any] = {}  # of the wrapper
 
 
 INPUTS = {
@@ -57,17 +51,11 @@ INPUTS = {
 
 
 class OutputForm(NamedTuple):
-    """What the module returns.
+    """What the module returns."""
 
-    Attributes:
-        pack: makes it of the head's output and of the rows before.
-        options: of the wrapper.
-        axis: of the rows, of the last tensor in it; of all others it is 0.
-    """
-
-    pack: Callable[[Tensor, Tensor], Any]
-    options: Mapping[str, Any] = {}
-    axis: int = 0
+    pack: Callable[[Tensor, Tensor], Any]  # makes it of the head's output and of the rows before
+    options: Mapping[str, Any] = {}  # of the wrapper
+    axis: int = 0  # of the rows, of the last tensor in it; of all others it is 0
 
 
 OUTPUTS = {

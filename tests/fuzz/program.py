@@ -32,58 +32,49 @@ class Step:
 
 @dataclass(frozen=True)
 class Program:
-    """A model, how it is wrapped, and what is done with it.
+    """A model, how it is wrapped, and what is done with it."""
 
-    Attributes:
-        blocks: names of its layers, "family/variant".
-        steps: what is done, one after the other.
-        engine: one of ENGINES.
-        num_replicas: on the CPU; of each rank, if there are several.
-        shares: of the wrapper.
-        wraps: "model"; "part": the wrapped model is a part of another; "twice": it is a wrapper in a wrapper; "both":
-            the wrapped model is part of another, which is wrapped.
-        inputs, outputs: names of forms, see `model`.
-        optimizer: its name, see `actions`.
-        loss: "sum" or "mean": whether a loss is divided by the number of rows.
-        input_gradients: whether inputs require a gradient.
-        residual, writes_input: of the model.
-        profile: whether all of it is recorded.
-        retry, rescue, parts: of the wrapper.
-        seed: of the parameters.
-        traits: words by which actions say what they cannot be done with: families and traits of the blocks, the flags
-            that are set, and the forms.
-    """
-
-    blocks: tuple[str, ...] = ()
-    steps: tuple[Step, ...] = (Step(),)
-    engine: str = "threads"
-    num_replicas: int = 2
+    blocks: tuple[str, ...] = ()  # names of its layers, "family/variant"
+    steps: tuple[Step, ...] = (Step(),)  # what is done, one after the other
+    engine: str = "threads"  # one of ENGINES
+    num_replicas: int = 2  # on the CPU; of each rank, if there are several
     shares: str | tuple[float, ...] = "chunk"
+    # "model"; "part": the wrapped model is a part of another; "twice": a wrapper in a wrapper; "both": the wrapped
+    # model is part of another, which is wrapped.
     wraps: str = "model"
-    inputs: str = "tensor"
+    inputs: str = "tensor"  # names of forms, see `model`
     outputs: str = "tensor"
-    optimizer: str = "SGD"
-    loss: str = "sum"
-    input_gradients: bool = False
+    optimizer: str = "SGD"  # its name, see `side`
+    loss: str = "sum"  # or "mean": whether a loss is divided by the number of rows
+    input_gradients: bool = False  # whether inputs require a gradient
     residual: bool = False
     writes_input: bool = False
-    profile: bool = False
+    profile: bool = False  # whether all of it is recorded
     retry: bool = False
     rescue: bool = False
     parts: int = 1
-    seed: int = 0
+    seed: int = 0  # of the parameters
+    # Words by which actions say what they cannot be done with: families and traits of the blocks, the flags that are
+    # set, and the forms.
     traits: frozenset[str] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         of_blocks = {trait for block in self.blocks for trait in (block.partition("/")[0], *traits_of(block))}
         flags = {name for name in ("writes_input", "rescue", "profile", "input_gradients") if getattr(self, name)}
-        words = {f"inputs: {self.inputs}", f"outputs: {self.outputs}", f"wraps: {self.wraps}", f"loss: {self.loss}"}
-        more = {"ranks"} if self.engine == "ranks" else {"one process"}
-        more |= {"processes"} if self.engine in ("processes", "gloo") else set()
-        if self.engine == "ranks" and not of_blocks.isdisjoint(("batch norm", "buffers", "normed weight")):
-            more |= {"buffers of ranks"}
-        more |= {"one replica"} if self.num_replicas == 1 else set()
-        object.__setattr__(self, "traits", frozenset(of_blocks | flags | words | more))
+        forms = {f"inputs: {self.inputs}", f"outputs: {self.outputs}", f"wraps: {self.wraps}", f"loss: {self.loss}"}
+        has_buffers = not of_blocks.isdisjoint(("batch norm", "buffers", "normed weight"))
+        more = {
+            "ranks": self.engine == "ranks",
+            "buffers of ranks": self.engine == "ranks" and has_buffers,
+            "one replica": self.num_replicas == 1,
+        }
+        words = {word for word, is_so in more.items() if is_so}
+        object.__setattr__(self, "traits", frozenset(of_blocks | flags | forms | words))
+
+    @property
+    def names(self) -> set[str]:
+        """The names of its blocks and actions."""
+        return {*self.blocks, *(step.action for step in self.steps)}
 
     def __repr__(self) -> str:
         return _as_python("Program", [(f.name, getattr(self, f.name), f.default) for f in fields(self) if f.init])

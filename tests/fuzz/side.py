@@ -30,17 +30,11 @@ OPTIMIZERS: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
 
 
 class Observed(NamedTuple):
-    """Something that both sides have to agree on.
+    """Something that both sides have to agree on."""
 
-    Attributes:
-        kind: for example "output", "gradient of".
-        value: a tensor, or what can be compared with ==.
-        name: which of its kind.
-    """
-
-    kind: str
-    value: Any
-    name: str = ""
+    kind: str  # for example "output", "gradient of"
+    value: Any  # a tensor, or what can be compared with ==
+    name: str = ""  # which of its kind
 
     @property
     def what(self) -> str:

@@ -42,6 +42,12 @@ def server(engine: str, limit_s: float = LIMIT_S, prepare: Callable[[], None] | 
         programs.end()
 
 
+def found_in(programs: ProgramServer, program: Program) -> Difference:
+    found = programs.run(program).difference
+    assert found is not None
+    return found
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_random_programs_have_the_plain_module_s_numbers(engine):
     """N1, N2, N3, N7, N8, R4, R8, R9, R13, G1, G3, S2, C1: the form of `make fuzz` that every test run has."""
@@ -65,13 +71,10 @@ def test_a_program_is_printed_as_python():
     assert repr(Program()) == "Program()"
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("name", NAMES)
 def test_blocks_keep_the_width(name):
-    torch.set_default_dtype(torch.float64)
-    try:
-        assert make_block(name)(torch.randn(3, WIDTH)).shape == (3, WIDTH)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    assert make_block(name)(torch.randn(3, WIDTH)).shape == (3, WIDTH)
 
 
 # ---- planted defects -----------------------------------------------------------------------------
@@ -79,17 +82,23 @@ def test_blocks_keep_the_width(name):
 _forward, _backward = unisono.DataParallel.forward, Side.backward
 
 
-def one_millionth_off() -> None:
-    """Let gradients be a millionth off, for batches of odd length of models with a layer norm."""
+def planted(forward: Callable[..., Any]) -> Callable[[], None]:
+    """Return what puts a function in the place of the wrapper's forward."""
 
-    def forward(self: unisono.DataParallel, x: Tensor) -> Tensor:
-        output = _forward(self, x)
-        if len(x) % 2 and any(isinstance(module, torch.nn.LayerNorm) for module in self.modules()):
-            for tensor in tensors_in(output):
-                tensor.register_hook(lambda grad: grad * (1 + 1e-6))
-        return output
+    def plant() -> None:
+        unisono.DataParallel.forward = forward  # type: ignore[method-assign]
 
-    unisono.DataParallel.forward = forward  # type: ignore[method-assign]
+    return plant
+
+
+@planted
+def one_millionth_off(self: unisono.DataParallel, x: Tensor) -> Tensor:
+    """Gradients of batches of odd length, where there is a layer norm."""
+    output = _forward(self, x)
+    if len(x) % 2 and any(isinstance(module, torch.nn.LayerNorm) for module in self.modules()):
+        for tensor in tensors_in(output):
+            tensor.register_hook(lambda grad: grad * (1 + 1e-6))
+    return output
 
 
 def zeros_for_none() -> None:
@@ -104,13 +113,24 @@ def zeros_for_none() -> None:
     Side.backward = backward  # type: ignore[method-assign]
 
 
-def raises() -> None:
-    def forward(self: unisono.DataParallel, *args: object, **kwargs: object) -> object:
-        if self.shares == "even":
-            raise KeyError("planted")
-        return _forward(self, *args, **kwargs)
+@planted
+def raises(self: unisono.DataParallel, *args: object, **kwargs: object) -> object:
+    if self.shares == "even":
+        raise KeyError("planted")
+    return _forward(self, *args, **kwargs)
 
-    unisono.DataParallel.forward = forward  # type: ignore[method-assign]
+
+@planted
+def crashes(self: unisono.DataParallel, x: Tensor) -> Tensor:
+    if len(x) == 6:
+        ctypes.string_at(0)
+    return _forward(self, x)
+
+
+@planted
+def second_rank_off(self: unisono.DataParallel, x: Tensor) -> Tensor:
+    output = _forward(self, x)
+    return output * 2 if torch.distributed.get_rank() == 1 else output
 
 
 BLOCKS = ("linear/relu", "norm/layer", "unused/parameters", "operations/sort")
@@ -128,8 +148,7 @@ PROGRAM = Program(BLOCKS, STEPS, num_replicas=3, shares="even", optimizer="Adam"
 )
 def test_a_defect_is_found_and_made_small(prepare, kind, smallest):
     with server("threads", prepare=prepare) as programs:
-        found = programs.run(PROGRAM).difference
-        assert found is not None
+        found = found_in(programs, PROGRAM)
         assert found.kind == kind
         small, found = shrink(PROGRAM, found, lambda program: programs.run(program).difference, LIMIT_S)
         assert small == smallest
@@ -137,45 +156,24 @@ def test_a_defect_is_found_and_made_small(prepare, kind, smallest):
 
 
 def test_a_program_that_hangs_is_ended_with_its_stacks():
-    def hangs() -> None:
-        unisono.DataParallel.forward = lambda *_: time.sleep(1000)  # type: ignore[method-assign]
-
-    with server("threads", 2.0, hangs) as programs:
-        found = programs.run(PROGRAM).difference
-        assert found is not None
-        assert found.kind == "hangs"
-        assert "in train" in found.text
+    with server("threads", 2.0, planted(lambda *_: time.sleep(1000))) as programs:
+        found = found_in(programs, PROGRAM)
+    assert found.kind == "hangs"
+    assert "in train" in found.text
 
 
 def test_a_program_that_crashes_is_a_difference_and_the_next_one_runs():
-    def crashes() -> None:
-        def forward(self: unisono.DataParallel, x: Tensor) -> Tensor:
-            if len(x) == 6:
-                ctypes.string_at(0)
-            return _forward(self, x)
-
-        unisono.DataParallel.forward = forward  # type: ignore[method-assign]
-
     with server("threads", prepare=crashes) as programs:
-        found = programs.run(PROGRAM).difference
-        assert found is not None
+        found = found_in(programs, PROGRAM)
         assert found.kind == "crashes"
-        assert "in forward" in found.text
+        assert "in crashes" in found.text
         assert programs.run(Program()) == Outcome(None, 1)
 
 
 def test_ranks_agree_on_a_difference():
-    def second_rank_off() -> None:
-        def forward(self: unisono.DataParallel, x: Tensor) -> Tensor:
-            output = _forward(self, x)
-            return output * 2 if torch.distributed.get_rank() == 1 else output
-
-        unisono.DataParallel.forward = forward  # type: ignore[method-assign]
-
     with server("ranks", prepare=second_rank_off) as programs:
-        found = programs.run(Program(steps=(Step(rows=17),), engine="ranks")).difference
-        assert found is not None
-        assert found.kind == "gradient of"  # of the first rank: the sum is wrong
+        found = found_in(programs, Program(steps=(Step(rows=17),), engine="ranks"))
+    assert found.kind == "gradient of"  # of the first rank: the sum is wrong
 
 
 # ---- the command ---------------------------------------------------------------------------------
