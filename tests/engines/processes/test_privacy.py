@@ -49,7 +49,7 @@ for fd in fds:
     elif target.startswith("/memfd:unisono"):
         assert os.stat(fd).st_nlink == 0
         memory += 1
-    else:
+    elif "/libffi.so." not in target:  # a library that keeps its own file open, since its version 3.5
         assert not stat.S_ISREG(os.stat(fd).st_mode) or fd.parts[2] == str(me.pid), (fd, target)
 assert sockets >= 6 and memory >= 3, (sockets, memory)
 
