@@ -180,7 +180,9 @@ def test_nothing_else_can_reach_a_worker_its_channel_or_its_memory():
     assert len(pids) == 3
     theirs = {path: target for pid in pids for path, target in descriptors_of(pid).items()}
     mine = {path: target for path, target in descriptors_of(os.getpid()).items() if target not in before}
-    descriptors = {path: target for path, target in {**mine, **theirs}.items() if target != "/dev/null"}
+    not_ours = ("/dev/null", "/libffi.so.")  # libffi keeps its own file open, since its version 3.5
+    opened = {**mine, **theirs}.items()
+    descriptors = {path: target for path, target in opened if not any(each in target for each in not_ours)}
     sockets = {target[len("socket:[") : -1] for target in descriptors.values() if target.startswith("socket:")}
     assert len(sockets) >= 4
     assert not sockets & sockets_with_an_address()
