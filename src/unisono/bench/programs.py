@@ -4,7 +4,7 @@ Each leads its own process group, so that Ctrl-C in a terminal reaches the bench
 process ends when its connection to the benchmark closes, which also happens when the benchmark is killed.
 
     benchmark   (contender, rank, target, folder) ──►            number of steps ──►              ...
-    process                                        ◄── Ready                      ◄── StepsTaken  ...
+    process                                        ◄── Ready             ◄── seconds of each step ...
 
     or the reply is a ContenderFailedError
 """
@@ -20,8 +20,6 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
 
 from unisono.bench import processes
 from unisono.bench.contenders import Contender, step_of, use_part_of_cores
@@ -43,13 +41,6 @@ class Ready(NamedTuple):
     rows: int
     num_parameters: int
     normalises_shards: bool
-
-
-class StepsTaken(NamedTuple):
-    """The reply to a turn: the seconds and the loss of each step."""
-
-    seconds: list[float]
-    losses: list[float]
 
 
 class ContenderProcesses:
@@ -76,8 +67,8 @@ class ContenderProcesses:
         """
         return self._replies()
 
-    def take(self, num_steps: int) -> list[StepsTaken]:
-        """Let every process take steps at the same time; return their replies.
+    def take(self, num_steps: int) -> list[list[float]]:
+        """Let every process take steps at the same time; return the seconds of each, by process.
 
         Raises:
             ContenderFailedError: a process failed.
@@ -174,9 +165,7 @@ def serve(fd: int) -> None:
         step, ready = _set_up(*connection.recv())
         connection.send(ready)
         while True:
-            steps = [step() for _ in range(connection.recv())]
-            losses = torch.stack([each.loss for each in steps]).tolist()
-            connection.send(StepsTaken([each.whole_s for each in steps], losses))
+            connection.send([step().whole_s for _ in range(connection.recv())])
     except (EOFError, ConnectionError):
         return
     except TargetError as error:

@@ -42,11 +42,9 @@ def speed_tables(workload: Workload, memory_kind: str) -> Iterator[str]:
         if lines:
             yield table(header, [_row(line, workload, replicas) for line in lines])
     for line in workload.lines:
-        what = label(line.contender) + ("" if line.contender == "plain" else f" on {line.replicas} replicas")
         if line.failure:
+            what = label(line.contender) + ("" if line.contender == "plain" else f" on {line.replicas} replicas")
             yield f"Not measured: {what}: {line.failure}"
-        if line.differs:
-            yield f"The loss of {what} is not that of the others: {line.differs}."
 
 
 def _row(line: Line, workload: Workload, replicas: int) -> list[str]:
