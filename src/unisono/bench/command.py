@@ -85,11 +85,7 @@ def needed(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
 
 
 def run(given: dict[str, Any]) -> int:
-    """Measure, print and save; return the exit status.
-
-    Raises:
-        CommandError: nothing was measured.
-    """
+    """Measure, print and save; return the exit status."""
     names = given.get("models") or WORKLOADS
     for name in names:
         if ":" not in name and name not in WORKLOADS:

@@ -34,14 +34,9 @@ def expected_s(contenders: Sequence[Contender], rounds: int, seconds: float) -> 
 def measure(
     name: str, target: str, contenders: Sequence[Contender], rounds: int, seconds: float, task: Task
 ) -> Workload:
-    """Return how fast contenders take training steps on a target, a line for each in their order.
+    """Return how fast contenders take training steps on a target, in turns of about so many seconds.
 
-    Args:
-        name: what the workload is called.
-        target: `package.module:build`.
-        contenders: all that take part; the line of one that fails has the reason.
-        rounds, seconds: the number of turns of each, and their approximate length.
-        task: shows how far it is, in the seconds of `expected_s`.
+    Each has a line, in their order; that of one that fails has the reason. `task` shows the seconds of `expected_s`.
     """
     workload = Workload(name, [Line(contender.name, contender.replicas) for contender in contenders])
     with contextlib.ExitStack() as stack:
@@ -66,11 +61,7 @@ def measure(
 
 
 class _Runner:
-    """A contender, its line, and its processes while they are there.
-
-    Args:
-        stack: ends the processes.
-    """
+    """A contender, its line, and its processes, which the stack ends."""
 
     def __init__(self, contender: Contender, line: Line, target: str, stack: contextlib.ExitStack) -> None:
         self.contender, self.line, self._target, self._stack = contender, line, target, stack

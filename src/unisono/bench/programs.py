@@ -44,7 +44,7 @@ class Ready(NamedTuple):
 
 
 class ContenderProcesses:
-    """The processes of one contender on one target, from now on until `close`."""
+    """The processes of one contender on one target until `close`. If one fails, the call is a ContenderFailedError."""
 
     def __init__(self, contender: Contender, target: str) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -60,28 +60,16 @@ class ContenderProcesses:
             raise
 
     def wait_until_ready(self) -> list[Ready]:
-        """Return the replies when all processes are set up.
-
-        Raises:
-            ContenderFailedError: one is not.
-        """
+        """Return the replies when all processes are set up."""
         return self._replies()
 
     def take(self, num_steps: int) -> list[list[float]]:
-        """Let every process take steps at the same time; return the seconds of each, by process.
-
-        Raises:
-            ContenderFailedError: a process failed.
-        """
+        """Let every process take steps at the same time; return the seconds of each, by process."""
         self._request(num_steps)
         return self._replies()
 
     def peak_memory_bytes(self, num_steps: int) -> int:
-        """Return the peak memory during some steps, sampled.
-
-        Raises:
-            ContenderFailedError: a process failed.
-        """
+        """Return the peak memory during some steps, sampled."""
         self._request(num_steps)
         most, is_over = 0, False
         while not is_over:

@@ -15,11 +15,7 @@ from unisono.runtime.regular_files import make_anew
 
 
 def expect_writable(folder: Path) -> None:
-    """Check that a folder can be made and written into; nothing of it is left.
-
-    Raises:
-        FolderError: it cannot.
-    """
+    """Raise a FolderError if a folder cannot be made and written into; nothing of it is left."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise FolderError(f"--output {folder}: {existing} is not a folder; name another one (--output DIR)")
@@ -62,11 +58,7 @@ def replaced(path: Path, *, keep_as: Path | None = None) -> Iterator[Path]:
 
 
 def write(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write files into a folder, which is made where there is none; each is replaced whole.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
+    """Write files into a folder, which is made where there is none; each is replaced whole."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         with replaced(folder / name) as unfinished:
@@ -84,11 +76,7 @@ def as_typed(path: Path) -> str:
 
 
 def contents(path: Path) -> bytes:
-    """Return the bytes of a file. Pipes and devices, whose bytes may never come or never end, are refused.
-
-    Raises:
-        OSError: it cannot be read, or is no ordinary file.
-    """
+    """Return the bytes of a file. Pipes and devices, whose bytes may never come or never end, are an OSError."""
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "not an ordinary file", str(path))
     return path.read_bytes()

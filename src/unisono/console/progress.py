@@ -67,9 +67,6 @@ class Bar:
     epoch 3/10: train loss 0.1620, test accuracy 0.9778, 3.1 s of training
     epoch 4/10 ━━━━━━━━━━━━━━━━━━━━━━━━ step 7/12: loss 0.0921, 412 rows/s
     cpu 60 rows 140 ms, cpu 60 rows 142 ms
-
-    Args:
-        out: the terminal (default: standard output).
     """
 
     def __init__(self, out: TextIO | None = None) -> None:
@@ -132,11 +129,7 @@ def is_terminal(out: TextIO) -> bool:
 class Task:
     """A task whose parts end one after the other, with an estimate of the time that is left.
 
-    Args:
-        progress: shows it.
-        name: what it is.
-        expected_s: about how long it takes. Parts count by their expected seconds, and the time left follows from how
-            long the parts so far have really taken.
+    Parts count by their expected seconds, and the time left follows from how long those so far have really taken.
     """
 
     def __init__(self, progress: Progress, name: str, expected_s: float) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from unisono.console.options import is_installed, not_installed, remedy
+from unisono.console.options import is_installed, not_installed
 
 # Bits of the reasons why clocks are low (nvmlClocksEventReason...).
 _SLOWDOWNS = ((0x60, "it is too hot"), (0x84, "its power is limited"), (0x08, "its hardware slows it down"))
@@ -46,7 +46,7 @@ class GpuReader:
         self._handles: list[Any] = []
         self._library: Any = None
         if not is_installed("pynvml"):
-            self.problem = f"{not_installed('nvidia-ml-py')}: {remedy('watch')}"
+            self.problem = not_installed("watch", "nvidia-ml-py")
             return
         import pynvml
 

@@ -69,12 +69,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: dict[str, Any]) -> int:
-    """Run the script, and return its exit status; the closing line is printed when the program exits.
-
-    Raises:
-        CommandError: nothing was run.
-        SystemExit: the script's own.
-    """
+    """Run the script, and return its exit status; the closing line is printed when the program exits."""
     if not given["program"]:
         raise OptionError("expected a script, or -m module (unisono run --help has examples)")
     name, *arguments = given["program"]

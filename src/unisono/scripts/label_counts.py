@@ -24,12 +24,7 @@ _IGNORED = -100  # in labels, by the convention of transformers
 
 
 class LabelCount:
-    """A number of tokens, split among replicas in the measure of the labels in their rows.
-
-    Args:
-        count: the number.
-        of_rows: how many labels each row has.
-    """
+    """A number of tokens, split among replicas in the measure of the labels in their rows."""
 
     def __init__(self, count: Any, of_rows: Sequence[int]) -> None:
         self.count, self.of_rows = count, of_rows

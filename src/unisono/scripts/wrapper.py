@@ -38,17 +38,11 @@ _GIVEN = "_unisono_given"  # in a pickle, what the wrapper was made with; torch'
 
 @dataclass(frozen=True)
 class Settings:
-    """What holds for every wrapper.
+    """What holds for every wrapper."""
 
-    Attributes:
-        devices: those of every wrapper, whatever the script names; None: the script decides.
-        options: further arguments of `unisono.DataParallel`, by name.
-        activity: what counts the rows.
-    """
-
-    devices: tuple[torch.device, ...] | None = None
-    options: dict[str, Any] = field(default_factory=dict)
-    activity: Activity = field(default_factory=Activity)
+    devices: tuple[torch.device, ...] | None = None  # whatever the script names; None: the script decides
+    options: dict[str, Any] = field(default_factory=dict)  # further arguments of `unisono.DataParallel`
+    activity: Activity = field(default_factory=Activity)  # what counts the rows
 
 
 _installed: list[Settings] = []  # the settings, if unisono is installed: one entry or none

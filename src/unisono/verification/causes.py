@@ -73,31 +73,18 @@ _NONDETERMINISTIC = (
 
 @dataclass(frozen=True)
 class Comparison:
-    """The two steps of one mode, and the comparisons of their results.
+    """The two steps of one mode, on one device and on several, and the comparisons of their results."""
 
-    Attributes:
-        mode: "training" or "eval".
-        wrapped: the wrapper around the module.
-        given: the keyword options of the caller.
-        one, many: the steps on one device and on several.
-        rows: the comparisons.
-        tolerance: how large a difference may be.
-    """
-
-    mode: str
+    mode: str  # "training" or "eval"
     wrapped: DataParallel
-    given: Mapping[str, Any]
+    given: Mapping[str, Any]  # the keyword options of the caller
     one: RecordedStep
     many: RecordedStep
     rows: Sequence[Row]
     tolerance: Tolerance
 
     def findings(self) -> list[Finding]:
-        """Return the findings about the differences, at least one.
-
-        Raises:
-            ValueError: the replicas' outputs could not be gathered, and no finding explains it.
-        """
+        """Return the findings, at least one; raise why outputs could not be gathered, if no finding explains it."""
         findings = list(self._joins())
         if self.many.error is not None and not findings:
             raise self.many.error

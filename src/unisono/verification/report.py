@@ -43,26 +43,16 @@ class Kind(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison.
+    """One comparison."""
 
-    Attributes:
-        mode: "training" or "eval".
-        name: of the parameter, buffer or attribute, or the path in the output; "" if there is only one.
-        shape: on one device; None if there are no tensors to compare.
-        largest: the largest absolute value, to which the difference is compared.
-        difference: the largest absolute difference; infinite where values cannot be compared.
-        allowed: the largest difference that rounding explains.
-        note: why values cannot be compared.
-    """
-
-    mode: str
+    mode: str  # "training" or "eval"
     kind: Kind
-    name: str
-    shape: tuple[int, ...] | None = None
-    largest: float = 0.0
-    difference: float = 0.0
-    allowed: float = 0.0
-    note: str = ""
+    name: str  # of the parameter, buffer or attribute, or the path in the output; "" if there is only one
+    shape: tuple[int, ...] | None = None  # on one device; None if there are no tensors to compare
+    largest: float = 0.0  # the largest absolute value, to which the difference is compared
+    difference: float = 0.0  # the largest absolute difference; infinite where values cannot be compared
+    allowed: float = 0.0  # the largest difference that rounding explains
+    note: str = ""  # why values cannot be compared
 
     @property
     def differs(self) -> bool:
@@ -78,23 +68,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Finding:
-    """The first difference in one mode, and its cause.
+    """The first difference in one mode, and its cause."""
 
-    Attributes:
-        mode: "training" or "eval".
-        module: dotted name of the first submodule whose gathered output differs; "" is the model itself.
-        module_class: the name of its class.
-        cause: why.
-        text: the cause in words, with the remedy.
-        explained: whether it follows from the options, or cannot be otherwise.
-    """
-
-    mode: str
-    module: str
-    module_class: str
+    mode: str  # "training" or "eval"
+    module: str  # dotted name of the first submodule whose gathered output differs; "" is the model itself
+    module_class: str  # the name of its class
     cause: Cause
-    text: str
-    explained: bool = False
+    text: str  # the cause in words, with the remedy
+    explained: bool = False  # whether it follows from the options, or cannot be otherwise
 
     def __str__(self) -> str:
         where = f"{self.module} ({self.module_class})" if self.module else f"the model itself ({self.module_class})"
