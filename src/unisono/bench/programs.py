@@ -143,9 +143,6 @@ class ContenderProcesses:
         return f"its process {how}{f', with the message: {log[-1]}' if log else ''}"
 
 
-# ---- in the process ------------------------------------------------------------------------------
-
-
 def serve(fd: int) -> None:
     """Set up the program that the first message names; take its steps until the connection closes."""
     connection = Connection(fd)

@@ -54,14 +54,10 @@ def timed(
     before: Callable[[], object] = lambda: None,
     seconds_of: Callable[[Callable[[], object]], float] = _seconds_of,
 ) -> dict[str, list[float]]:
-    """Return the seconds of the calls of each function, which take turns in this process.
+    """Return the seconds of the calls of each function, by name, which take turns in this process.
 
-    Args:
-        functions: by name.
-        rounds: how many calls of each are timed.
-        num_untimed: rounds before those.
-        before: called before each call; it is not timed.
-        seconds_of: calls a function and says how long it took (default: by this process's clock).
+    So many rounds before those are not timed, nor is what is called `before` each call. `seconds_of` calls a function
+    and says how long it took; by default by this process's clock.
     """
     times: dict[str, list[float]] = {name: [] for name in functions}
     for name in in_turn([*functions], num_untimed + rounds):

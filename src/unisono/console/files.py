@@ -34,9 +34,7 @@ def replaced(path: Path, *, keep_as: Path | None = None) -> Iterator[Path]:
     The bytes are on the disk before the file is renamed; so after a power cut there is the old file or the new one.
     With `keep_as` the old file is kept under that name. Between the two renamings there is no `path`: a reader must
     then use `keep_as`.
-
-    Raises:
-        OSError: the file cannot be written, or someone has laid a link or a pipe under the temporary name.
+    A link or a pipe that someone has laid under the temporary name is an OSError.
     """
     unfinished = unfinished_name(path)
     make_anew(unfinished)

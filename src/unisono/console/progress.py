@@ -18,17 +18,13 @@ _REFRESHES_PER_SECOND = 8
 class Silent:
     """Shows nothing: for processes other than the first."""
 
-    def say(self, line: str) -> None:
-        pass
+    def say(self, line: str) -> None: ...
 
-    def begin(self, task: str, total: int | None = None) -> None:
-        pass
+    def begin(self, task: str, total: int | None = None) -> None: ...
 
-    def update(self, task: str, done: int, total: int | None, text: str, details: str = "") -> None:
-        pass
+    def update(self, task: str, done: int, total: int | None, text: str, details: str = "") -> None: ...
 
-    def close(self) -> None:
-        pass
+    def close(self) -> None: ...
 
 
 class Lines:

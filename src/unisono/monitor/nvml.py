@@ -33,16 +33,11 @@ class Gpu:
 
 
 class GpuReader:
-    """Reads all GPUs again and again.
-
-    Attributes:
-        driver: its version; None without one.
-        problem: why nothing can be read, with the remedy; None if it can.
-    """
+    """Reads all GPUs again and again."""
 
     def __init__(self) -> None:
-        self.driver: str | None = None
-        self.problem: str | None = None
+        self.driver: str | None = None  # its version; None without one
+        self.problem: str | None = None  # why nothing can be read, with the remedy; None if it can
         self._handles: list[Any] = []
         self._library: Any = None
         if not is_installed("pynvml"):

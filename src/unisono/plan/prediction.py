@@ -73,18 +73,13 @@ class Prediction:
 
 
 def exposed_s(ready_s: Sequence[float], reduce_s: Sequence[float], backward_s: float) -> float:
-    """Return how long buckets are still being reduced after the end of backward.
+    """Return how long buckets are still being reduced after the end of backward, which is when the last one is full.
 
     Reducing ends at max over k of (ready_k + reduce_k + reduce_(k+1) + ...), where bucket k is the last one that the
     channel waited for; after that it was never idle.
 
     >>> exposed_s(ready_s=[1.0, 2.0], reduce_s=[0.25, 0.5], backward_s=2.0)
     0.5
-
-    Args:
-        ready_s: when each bucket is full, from the beginning of backward, in order.
-        reduce_s: how long each takes.
-        backward_s: when backward ends, which is not before the last bucket is full.
     """
     end_s, remaining_s = 0.0, 0.0
     for ready, seconds in zip(reversed(ready_s), reversed(reduce_s), strict=True):

@@ -105,8 +105,6 @@ class Comparison:
         modules: dict[str, nn.Module] = dict(self.wrapped.module.named_modules(remove_duplicate=False))
         return modules[name]
 
-    # ---- outputs that are joined on the wrong axis ----
-
     def _joins(self) -> Iterator[Finding]:
         """Yield findings about outputs whose shape is not that on one device, or that could not be joined."""
         outputs, joined, calls = self.one.outputs, self.many.outputs, self.many.recorder.root_calls()
@@ -149,8 +147,6 @@ class Comparison:
             for axis in range(tensor.dim())
         )
 
-    # ---- the first submodule that differs ----
-
     def _submodules(self, first: RecordedCall, inputs_same: bool) -> Iterator[Finding]:
         """Yield findings about the first call that differs, and about later ones that are certain nevertheless."""
         name = first.name
@@ -189,8 +185,6 @@ class Comparison:
         while name not in called:
             name = name.rpartition(".")[0]
         return name
-
-    # ---- what no recorded call shows ----
 
     def _other(self, differing: Sequence[Row]) -> Finding:
         """Return the finding if no recorded call differs, not even that of the model itself."""

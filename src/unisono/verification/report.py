@@ -85,21 +85,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """One device against several, number by number; `str(report)` is the table.
+    """One device against several, number by number; `str(report)` is the table."""
 
-    Attributes:
-        title: what was compared, and on which devices.
-        rows: every comparison.
-        findings: at least one for each mode in which something differs.
-        notes: for example, what could not be compared.
-        num_replicas: how many had rows; with one, one device was compared with itself.
-    """
-
-    title: str
-    rows: tuple[Row, ...]
-    findings: tuple[Finding, ...] = ()
-    notes: tuple[str, ...] = ()
-    num_replicas: int = 2
+    title: str  # what was compared, and on which devices
+    rows: tuple[Row, ...]  # every comparison
+    findings: tuple[Finding, ...] = ()  # at least one for each mode in which something differs
+    notes: tuple[str, ...] = ()  # for example, what could not be compared
+    num_replicas: int = 2  # that had rows; with one, one device was compared with itself
 
     @property
     def same(self) -> bool:
