@@ -42,6 +42,7 @@ from torch import nn
 
 import unisono
 from unisono.console.progress import for_stderr
+from unisono.console.tables import table
 from unisono.engines.processes import fork_server
 from unisono.engines.processes.engine import Processes
 
@@ -341,43 +342,34 @@ def described(
         if step in disturbed.struck_in:
             delays.setdefault(kind, []).append(disturbed.seconds[step] - usual_s)
             survived[kind] += calm.losses[step] == disturbed.losses[step]
-    lines = [
+    faults = [row_of(kind, disturbed.struck[kind], survived[kind], delays[kind]) for kind in KINDS if kind in delays]
+    if every := [delay for of_kind in delays.values() for delay in of_kind]:
+        faults.append(row_of("all", sum(disturbed.struck.values()), sum(survived.values()), every))
+    equal = "final parameters, buffers, momentum and random state equal the undisturbed run's, bit for bit"
+    facts = {
+        "steps": options.steps,
+        "SIGKILLs among the faults": sum(disturbed.struck[kind] for kind in KILLS),
+        "faults for which their step was over too early": len(schedule) - len(disturbed.struck_in),
+        f"hangs (a step of more than {HANG_S:.0f} s)": hangs,
+        "lost steps (another loss than undisturbed)": lost,
+        "lost rows": lost_rows,
+        "orphans (processes that are left)": len(orphans),
+        equal: "yes" if not unequal else f"no: {', '.join(unequal)}",
+    }
+    parts = [
         "# Training under faults",
-        "",
         f"`python benchmarks/chaos.py --steps {options.steps} --faults {options.faults} --seed {options.seed}`: "
         f"{NUM_REPLICAS} replicas in processes, batch norm over all rows, dropout; torch {torch.__version__}, "
         f"{platform.system()}, {os.cpu_count()} cores. A step takes {usual_s * 1e3:.1f} ms undisturbed.",
-        "",
-        "| fault | injected | survived | median delay, s | p99 delay, s |",
-        "|---|---:|---:|---:|---:|",
+        table(["fault", "injected", "survived", "median delay, s", "p99 delay, s"], faults),
+        table(["", ""], [[name, str(value)] for name, value in facts.items()]),
     ]
-    for kind in KINDS:
-        if kind in delays:
-            lines.append(row_of(kind, disturbed.struck[kind], survived[kind], delays[kind]))
-    every = [delay for of_kind in delays.values() for delay in of_kind]
-    if every:
-        lines.append(row_of("all", sum(disturbed.struck.values()), sum(survived.values()), every))
-    lines += [
-        "",
-        "| | |",
-        "|---|---:|",
-        f"| steps | {options.steps} |",
-        f"| SIGKILLs among the faults | {sum(disturbed.struck[kind] for kind in KILLS)} |",
-        f"| faults for which their step was over too early | {len(schedule) - len(disturbed.struck_in)} |",
-        f"| hangs (a step of more than {HANG_S:.0f} s) | {hangs} |",
-        f"| lost steps (another loss than undisturbed) | {lost} |",
-        f"| lost rows | {lost_rows} |",
-        f"| orphans (processes that are left) | {len(orphans)} |",
-        "| final parameters, buffers, momentum and random state equal the undisturbed run's, bit for bit | "
-        f"{'yes' if not unequal else 'no: ' + ', '.join(unequal)} |",
-        "",
-    ]
-    return "\n".join(lines), not (lost or lost_rows or hangs or unequal or orphans)
+    return "\n\n".join(parts) + "\n", not (lost or lost_rows or hangs or unequal or orphans)
 
 
-def row_of(kind: str, injected: int, survived: int, delays: list[float]) -> str:
+def row_of(kind: str, injected: int, survived: int, delays: list[float]) -> list[str]:
     p99 = sorted(delays)[min(len(delays) - 1, int(0.99 * len(delays)))]
-    return f"| {kind} | {injected} | {survived} | {statistics.median(delays):.2f} | {p99:.2f} |"
+    return [kind, str(injected), str(survived), f"{statistics.median(delays):.2f}", f"{p99:.2f}"]
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from unisono.console.tables import table
 from unisono.training import models
 from unisono.training.schedule import num_steps
 
@@ -205,6 +206,29 @@ def render(gpu: Gpu, estimates: Sequence[Estimate], step: Step, rows: int, steps
     tflop = step.num_flop * steps / 1e12
     before = sum(op.num_bytes for op in step.operations) * steps / 1e9
     after = sum(op.num_bytes for op in fused(step.operations)) * steps / 1e9
+    amounts = [
+        ["operations of products", f"{tflop:.4g} TFLOP", f"{tflop * 1e12 / gpu.flop_per_s:.3f} s at "
+        f"{gpu.flop_per_s / 1e12:.0f} TFLOP/s"],
+        ["bytes, a kernel an operation", f"{before:,.0f} GB", f"{before * 1e9 / gpu.bytes_per_s:.3f} s at "
+        f"{gpu.bytes_per_s / 1e12:.1f} TB/s"],
+        ["bytes, fused", f"{after:,.0f} GB", f"{after * 1e9 / gpu.bytes_per_s:.3f} s"],
+    ]  # fmt: skip
+    header = ["way", "kernels a step", "host", "products", "other kernels", "between kernels", "GPU", "epoch"]
+    ways = []
+    for each in estimates:
+        seconds = (each.host_s, each.products_s, each.other_s, each.gaps_s, each.gpu_s, each.step_s)
+        ways.append([each.way, str(each.num_launches), *(f"{part * steps:.2f}" for part in seconds)])
+    assumed = {
+        "host, a launch by PyTorch": f"{LAUNCH_S * 1e6:.1f} µs",
+        "host, a launch by compiled code": f"{COMPILED_LAUNCH_S * 1e6:.1f} µs",
+        "host, guards and wrappers of three compiled functions": f"{COMPILED_CALLS_S * 1e6:.0f} µs a step",
+        "host, the loop around them": f"{LOOP_S * 1e6:.0f} µs a step, and {NUM_LOOP_LAUNCHES} launches",
+        "GPU, from one kernel to the next": f"{GRAPH_LAUNCH_S * 1e6:.1f} µs",
+        "products reach, of the data sheet's speed": f"{PRODUCTS_SHARE:.0%} (a tuned ResNet on an A100; a standard "
+        f"ResNet-18 there: {STANDARD_SHARE:.0%})",
+        "long kernels reach, of the data sheet's bandwidth": f"{MEMORY_SHARE:.0%}",
+        "compiled code": "one kernel between two products, and two more where a batch norm needs statistics",
+    }
     lines = [
         "# The time to expect of an epoch",
         "",
@@ -213,25 +237,12 @@ def render(gpu: Gpu, estimates: Sequence[Estimate], step: Step, rows: int, steps
         f"{steps} steps of {rows} rows.",
         "The first run on a GPU (`make gpu-check`) is to be held against it.",
         "",
-        "| part of an epoch | amount | at the data sheet's speed |",
-        "|---|---|---|",
-        f"| operations of products | {tflop:.4g} TFLOP | {tflop * 1e12 / gpu.flop_per_s:.3f} s at "
-        f"{gpu.flop_per_s / 1e12:.0f} TFLOP/s |",
-        f"| bytes, a kernel an operation | {before:,.0f} GB | {before * 1e9 / gpu.bytes_per_s:.3f} s at "
-        f"{gpu.bytes_per_s / 1e12:.1f} TB/s |",
-        f"| bytes, fused | {after:,.0f} GB | {after * 1e9 / gpu.bytes_per_s:.3f} s |",
+        table(["part of an epoch", "amount", "at the data sheet's speed"], amounts, text_columns=3),
         "",
         "Seconds of an epoch. The host and the GPU work at the same time, so an epoch takes the longer of the two. The",
         "products take the longer of their operations and their bytes.",
         "",
-        "| way | kernels a step | host | products | other kernels | between kernels | GPU | epoch |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for each in estimates:
-        parts = (each.host_s, each.products_s, each.other_s, each.gaps_s, each.gpu_s, each.step_s)
-        cells = " | ".join(f"{part * steps:.2f}" for part in parts)
-        lines.append(f"| {each.way} | {each.num_launches} | {cells} |")
-    lines += [
+        table(header, ways),
         "",
         f"The goal is {GOAL_S} s. Where products reach {STANDARD_SHARE:.0%} only, they take "
         f"{tflop * 1e12 / gpu.flop_per_s / STANDARD_SHARE:.2f} s.",
@@ -247,17 +258,7 @@ def render(gpu: Gpu, estimates: Sequence[Estimate], step: Step, rows: int, steps
         "",
         "What is assumed:",
         "",
-        "| assumption | value |",
-        "|---|---|",
-        f"| host, a launch by PyTorch | {LAUNCH_S * 1e6:.1f} µs |",
-        f"| host, a launch by compiled code | {COMPILED_LAUNCH_S * 1e6:.1f} µs |",
-        f"| host, guards and wrappers of three compiled functions | {COMPILED_CALLS_S * 1e6:.0f} µs a step |",
-        f"| host, the loop around them | {LOOP_S * 1e6:.0f} µs a step, and {NUM_LOOP_LAUNCHES} launches |",
-        f"| GPU, from one kernel to the next | {GRAPH_LAUNCH_S * 1e6:.1f} µs |",
-        f"| products reach, of the data sheet's speed | {PRODUCTS_SHARE:.0%} (a tuned ResNet on an A100; a standard "
-        f"ResNet-18 there: {STANDARD_SHARE:.0%}) |",
-        f"| long kernels reach, of the data sheet's bandwidth | {MEMORY_SHARE:.0%} |",
-        "| compiled code | one kernel between two products, and two more where a batch norm needs statistics |",
+        table(["assumption", "value"], [[what, value] for what, value in assumed.items()], text_columns=2),
         "",
     ]
     return "\n".join(lines)

@@ -13,13 +13,13 @@ times that it reports. This has not been run on a GPU so far.
 import argparse
 import contextlib
 import copy
-import functools
 import json
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -33,6 +33,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from unisono import DataParallel
+from unisono.bench.turns import timed
 from unisono.console.errors import OptionError
 from unisono.runtime.devices import wait_for_work
 from unisono.runtime.precision import float32_products
@@ -100,7 +101,7 @@ class Bench(NamedTuple):
     @property
     def compiler(self) -> contextlib.AbstractContextManager[object]:
         """Return the context of `unisono train --compile`: in a dry run the compiler does nothing."""
-        does_nothing = functools.partial(torch.compile, backend="eager")
+        does_nothing = partial(torch.compile, backend="eager")
         return mock.patch.object(torch, "compile", does_nothing) if self.dry else contextlib.nullcontext()
 
     def no_compiler(self) -> str | None:
@@ -150,8 +151,8 @@ def tflops_per_s(bench: Bench, precision: str) -> float:
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     a, b = (torch.randn(n, n, device=bench.device, dtype=dtype) for _ in range(2))
     with float32_products(bench.device, rounded=precision == "TF32"):
-        times = [bench.seconds(lambda: a @ b) for _ in range(3 + bench.sizes.num_products)]
-    return 2 * n**3 / statistics.median(times[3:]) / 1e12
+        times = timed({"a @ b": lambda: a @ b}, bench.sizes.num_products, num_untimed=3, seconds_of=bench.seconds)
+    return 2 * n**3 / statistics.median(times["a @ b"]) / 1e12
 
 
 def tflop_of_an_epoch(sizes: Sizes) -> float:
@@ -286,17 +287,16 @@ def step_seconds(model: nn.Module, devices: Sequence[torch.device], sizes: Sizes
     x, y = torch.randn(rows, 3, 224, 224), torch.randint(1000, (rows,))
     x, y = x.to(devices[0]), y.to(devices[0])
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, foreach=True)
-    times = []
-    for _ in range(1 + sizes.num_blocks):
-        began = time.perf_counter()
+
+    def block() -> None:
         for _ in range(sizes.steps_a_block):
             optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
         for device in dict.fromkeys(devices):
             wait_for_work(device)
-        times.append((time.perf_counter() - began) / sizes.steps_a_block)
-    return statistics.median(times[1:])
+
+    return statistics.median(timed({"block": block}, sizes.num_blocks)["block"]) / sizes.steps_a_block
 
 
 class Bottleneck(nn.Module):
@@ -490,11 +490,11 @@ def thin_layers(bench: Bench) -> Iterator[Figure]:
                 F.cross_entropy(module(x), y).backward()
                 optimizer.step()
 
-        times: list[list[float]] = []
-        for _ in range(2 + bench.sizes.num_blocks):
-            times.append([bench.seconds(lambda m=m: steps(m)) / bench.sizes.steps_a_block for m in (plain, wrapped)])
-        for which, column in zip(("plain module", "DataParallel"), zip(*times[2:], strict=True), strict=True):
-            yield Figure(f"a step of 52 thin layers, {name}, {which}", 1e3 * statistics.median(column), "ms")
+        blocks = {"plain module": partial(steps, plain), "DataParallel": partial(steps, wrapped)}
+        times = timed(blocks, bench.sizes.num_blocks, num_untimed=2, seconds_of=bench.seconds)
+        for which, seconds in times.items():
+            a_step_ms = 1e3 * statistics.median(seconds) / bench.sizes.steps_a_block
+            yield Figure(f"a step of 52 thin layers, {name}, {which}", a_step_ms, "ms")
         optimizer.zero_grad()
         for own, reference in zip(gradients(wrapped), expected, strict=True):
             torch.testing.assert_close(own, reference, rtol=1e-4, atol=1e-6)

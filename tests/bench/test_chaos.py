@@ -26,8 +26,8 @@ def test_training_under_faults(tmp_path: Path) -> None:
     report = tmp_path / "chaos.md"
     run = chaos("--steps", "45", "--faults", "20", "--seed", "5", "--output", str(report))
     assert run.returncode == 0, run.stdout + run.stderr
-    text = report.read_text()
-    assert text.strip() in run.stdout
+    assert report.read_text().strip() in run.stdout
+    text = " ".join(report.read_text().split())
     injected, survived = re.findall(r"\| all \| (\d+) \| (\d+) \|", text)[0]
     assert int(injected) == int(survived) >= 14, text
     for kind in ("SIGKILL in backward", "segmentation fault", "an exception in a replica", "Ctrl-C at any moment"):
@@ -46,6 +46,7 @@ def test_a_loss_that_differs_is_counted(module: Any) -> None:
     other.struck_in.add(1)
     report, succeeded = module.described(options, {1: ("SIGKILL in forward", 0.5)}, calm, other, [4711])
     assert not succeeded
+    report = " ".join(report.split())
     assert "| SIGKILL in forward | 1 | 0 | 60.90 | 60.90 |" in report
     assert "| lost steps (another loss than undisturbed) | 1 |" in report
     assert "| lost rows | 17 |" in report

@@ -1,5 +1,6 @@
 """The contenders take the same training step."""
 
+import operator
 import sys
 from pathlib import Path
 
@@ -9,7 +10,6 @@ import torch
 from helpers.ranks import run_ranks
 from unisono.bench import contenders
 from unisono.bench.contenders import Contender, step_of
-from unisono.bench.measure import mean_over_rows
 from unisono.bench.tasks import Task
 from unisono.console.targets import TargetError
 
@@ -52,6 +52,11 @@ def _script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delitem(sys.modules, "bench_script", raising=False)
 
 
+def mean_over_rows(losses: list[list[float]], rows: list[int]) -> list[float]:
+    """Return the losses of the whole batch, step by step, from those of each program over its own rows."""
+    return [sum(map(operator.mul, rows, at)) / sum(rows) for at in zip(*losses, strict=True)]
+
+
 def losses_of(contender: Contender, target: str, folder: Path, num_steps: int = 3) -> list[float]:
     """Return the first losses; those of the limit's programs are taken one program after the other."""
     threads = torch.get_num_threads()
@@ -92,11 +97,16 @@ def test_the_losses_agree(target: str, engine: str, tmp_path: Path):
 def test_ours_agree_with_ddp_with_batch_norm(tmp_path: Path):
     target = "unisono.bench.workloads:resnet"
 
-    def of_ddp(rank: int) -> list[float]:
-        step = step_of(Contender("ddp", 2), rank, Task.of_target(target).shard(rank, 2), tmp_path)
-        return [step().loss.item() for _ in range(3)]
+    def of_ranks(name: str) -> list[float]:
+        def of_rank(rank: int) -> list[float]:
+            step = step_of(Contender(name, 2), rank, Task.of_target(target).shard(rank, 2), tmp_path / name)
+            return [step().loss.item() for _ in range(3)]
 
-    expected = mean_over_rows(run_ranks(2, of_ddp, init=False), [16, 16])
+        (tmp_path / name).mkdir()
+        return mean_over_rows(run_ranks(2, of_rank, init=False), [16, 16])
+
+    expected = of_ranks("ddp")
+    assert of_ranks("torchrun") == pytest.approx(expected, rel=1e-5)
     for engine in contenders.OURS:
         assert losses_of(Contender(engine, 2), target, tmp_path) == pytest.approx(expected, rel=1e-5)
 

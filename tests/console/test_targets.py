@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.console.targets import TargetError, find, one_line
+from unisono.console.targets import TargetError, find
 
 EXPECTED = "package.module:name"
 
@@ -50,11 +50,3 @@ def test_a_target_that_cannot_be_had_is_one_line(
         find(target, EXPECTED)
     assert str(raised.value) == error.format(folder=tmp_path)
     sys.modules.pop("targeted", None)
-
-
-def test_an_exception_that_cannot_say_anything_is_named() -> None:
-    class UnprintableError(Exception):
-        def __str__(self) -> str:
-            raise ValueError
-
-    assert one_line(UnprintableError()) == "UnprintableError"

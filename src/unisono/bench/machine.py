@@ -46,15 +46,10 @@ def num_cores() -> int:
 
 
 def other_programs(busy: float, own: float, cores: int) -> str | None:
-    """Return in words that other programs take time from one's own; None if they do not.
+    """Return in words that of the busy cores other programs than one's own take many; None if they do not.
 
     >>> other_programs(busy=2.0, own=1.2, cores=2)
     'other programs use 0.8 of 2 cores'
-
-    Args:
-        busy: how many cores are busy, of all.
-        own: how many cores' time one's own processes take.
-        cores: how many there are.
     """
     if not cores or busy < _ALL_BUSY * cores or busy - own < _TAKEN * cores:
         return None

@@ -4,7 +4,7 @@ Each leads its own process group, so that Ctrl-C in a terminal reaches the bench
 process ends when its connection to the benchmark closes, which also happens when the benchmark is killed.
 
     benchmark   (contender, rank, target, folder) ──►            number of steps ──►              ...
-    process                                        ◄── Ready                      ◄── StepsTaken  ...
+    process                                        ◄── Ready             ◄── seconds of each step ...
 
     or the reply is a ContenderFailedError
 """
@@ -20,8 +20,6 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
 
 from unisono.bench import processes
 from unisono.bench.contenders import Contender, step_of, use_part_of_cores
@@ -45,15 +43,8 @@ class Ready(NamedTuple):
     normalises_shards: bool
 
 
-class StepsTaken(NamedTuple):
-    """The reply to a turn: the seconds and the loss of each step."""
-
-    seconds: list[float]
-    losses: list[float]
-
-
 class ContenderProcesses:
-    """The processes of one contender on one target, from now on until `close`."""
+    """The processes of one contender on one target until `close`. If one fails, the call is a ContenderFailedError."""
 
     def __init__(self, contender: Contender, target: str) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -69,28 +60,16 @@ class ContenderProcesses:
             raise
 
     def wait_until_ready(self) -> list[Ready]:
-        """Return the replies when all processes are set up.
-
-        Raises:
-            ContenderFailedError: one is not.
-        """
+        """Return the replies when all processes are set up."""
         return self._replies()
 
-    def take(self, num_steps: int) -> list[StepsTaken]:
-        """Let every process take steps at the same time; return their replies.
-
-        Raises:
-            ContenderFailedError: a process failed.
-        """
+    def take(self, num_steps: int) -> list[list[float]]:
+        """Let every process take steps at the same time; return the seconds of each, by process."""
         self._request(num_steps)
         return self._replies()
 
     def peak_memory_bytes(self, num_steps: int) -> int:
-        """Return the peak memory during some steps, sampled.
-
-        Raises:
-            ContenderFailedError: a process failed.
-        """
+        """Return the peak memory during some steps, sampled."""
         self._request(num_steps)
         most, is_over = 0, False
         while not is_over:
@@ -164,9 +143,6 @@ class ContenderProcesses:
         return f"its process {how}{f', with the message: {log[-1]}' if log else ''}"
 
 
-# ---- in the process ------------------------------------------------------------------------------
-
-
 def serve(fd: int) -> None:
     """Set up the program that the first message names; take its steps until the connection closes."""
     connection = Connection(fd)
@@ -174,9 +150,7 @@ def serve(fd: int) -> None:
         step, ready = _set_up(*connection.recv())
         connection.send(ready)
         while True:
-            steps = [step() for _ in range(connection.recv())]
-            losses = torch.stack([each.loss for each in steps]).tolist()
-            connection.send(StepsTaken([each.whole_s for each in steps], losses))
+            connection.send([step().whole_s for _ in range(connection.recv())])
     except (EOFError, ConnectionError):
         return
     except TargetError as error:

@@ -42,11 +42,9 @@ def speed_tables(workload: Workload, memory_kind: str) -> Iterator[str]:
         if lines:
             yield table(header, [_row(line, workload, replicas) for line in lines])
     for line in workload.lines:
-        what = label(line.contender) + ("" if line.contender == "plain" else f" on {line.replicas} replicas")
         if line.failure:
+            what = label(line.contender) + ("" if line.contender == "plain" else f" on {line.replicas} replicas")
             yield f"Not measured: {what}: {line.failure}"
-        if line.differs:
-            yield f"The loss of {what} is not that of the others: {line.differs}."
 
 
 def _row(line: Line, workload: Workload, replicas: int) -> list[str]:
@@ -65,11 +63,8 @@ def advice(workload: Workload, cores: int) -> Iterator[str]:
     """Yield the engine and number of replicas to use on this machine, and the reasons, as paragraphs.
 
     Of all that are within 3 % of the fastest, the simplest is recommended: the plain module, then threads, then
-    processes, and fewer replicas first. There is no verdict where noise may be why one is faster.
-
-    Args:
-        workload: the measurements of the plain module and of ours; without both there is no advice.
-        cores: how many this process may use.
+    processes, and fewer replicas first. There is no verdict where noise may be why one is faster, and no advice without
+    the measurements of the plain module and of ours.
     """
     plain = workload.line("plain")
     ours = [line for engine in OURS for line in workload.measured() if line.contender == engine]

@@ -17,9 +17,7 @@ class Line:
     replicas: int
     turns_s: list[float] = field(default_factory=list)  # seconds a step: the lower quartile of each turn's steps
     memory_bytes: int | None = None  # the peak of all its processes together
-    losses: list[float] = field(default_factory=list)  # of its first steps, over the whole batch
     failure: str = ""  # why it was not measured; "" if it was
-    differs: str = ""  # how its losses differ from the others'; "" if they do not
 
     @property
     def step_s(self) -> float:

@@ -51,11 +51,7 @@ class Task:
 
     @classmethod
     def of_target(cls, target: str) -> "Task":
-        """Call `package.module:build`. With equal seeds, every process builds the same.
-
-        Raises:
-            TargetError: it cannot be built.
-        """
+        """Call `package.module:build`. With equal seeds, every process builds the same."""
         torch.manual_seed(_SEED)
         with current_folder_first():
             built = build_arguments(target)
@@ -78,11 +74,7 @@ class Task:
         return bool(batch_norms) and not self.options.get("sync_batch_norm", False)
 
     def shard(self, rank: int, replicas: int, device: torch.device = _CPU) -> "Task":
-        """Return the task of one replica, with its rows on this device.
-
-        Raises:
-            ValueError: the batch has no rows for it.
-        """
+        """Return the task of one replica, with its rows on this device."""
         sizes = split_rows(self.rows, replicas)
         if not all(sizes):
             used = sum(map(bool, sizes))

@@ -40,25 +40,27 @@ def in_turn(contenders: Sequence[_T], rounds: int) -> Iterator[_T]:
         yield from contenders if number % 2 == 0 else reversed(contenders)
 
 
+def _seconds_of(function: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    function()
+    return time.perf_counter() - began
+
+
 def timed(
     functions: Mapping[str, Callable[[], object]],
     rounds: int,
     *,
     num_untimed: int = 1,
     before: Callable[[], object] = lambda: None,
+    seconds_of: Callable[[Callable[[], object]], float] = _seconds_of,
 ) -> dict[str, list[float]]:
-    """Return the seconds of the calls of each function, which take turns in this process.
+    """Return the seconds of the calls of each function, by name, which take turns in this process.
 
-    Args:
-        functions: by name.
-        rounds: how many calls of each are timed.
-        num_untimed: rounds before those.
-        before: called before each call; it is not timed.
+    So many rounds before those are not timed, nor is what is called `before` each call. `seconds_of` calls a function
+    and says how long it took; by default by this process's clock.
     """
     times: dict[str, list[float]] = {name: [] for name in functions}
     for name in in_turn([*functions], num_untimed + rounds):
         before()
-        began = time.perf_counter()
-        functions[name]()
-        times[name].append(time.perf_counter() - began)
+        times[name].append(seconds_of(functions[name]))
     return {name: seconds[num_untimed:] for name, seconds in times.items()}

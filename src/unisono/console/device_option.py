@@ -24,9 +24,6 @@ def choose_devices(text: str, *, among_several: bool = False) -> list[torch.devi
 
     Several processes of one machine each have their own devices: auto is the accelerator of this process, or one CPU
     replica; 3 are three accelerators, those that follow the ones of the processes with a lower LOCAL_RANK.
-
-    Raises:
-        OptionError: the text has none of these forms, or names a device that this machine does not have.
     """
     present = devices.accelerators()
     if text == "auto":

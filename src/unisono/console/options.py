@@ -59,11 +59,7 @@ def add_options_of_wrappers(parser: argparse.ArgumentParser) -> None:
 
 
 def expect_weights(given: Mapping[str, Any], num_devices: int) -> None:
-    """Check that the weights of `--shares` are as many as the devices, if there are any.
-
-    Raises:
-        OptionError: they are not.
-    """
+    """Raise an OptionError if `--shares` has weights, and not one for each device."""
     weights = given.get("shares")
     if isinstance(weights, list) and len(weights) != num_devices:
         typed = ",".join(f"{weight:g}" for weight in weights)
@@ -134,11 +130,7 @@ def _checked(value_of: Callable[[], Any], text: str, example: str) -> Any:
 
 
 def _literal(text: str) -> Any:
-    """Return the numbers, strings, None, tuples, lists or dicts that a text means in Python's notation.
-
-    Raises:
-        SyntaxError: it means none.
-    """
+    """Return what a text means in Python's notation; a SyntaxError if it means nothing."""
     try:
         return ast.literal_eval(text)
     except (ValueError, TypeError, MemoryError, RecursionError) as error:
@@ -151,29 +143,17 @@ def flag(name: str) -> str:
 
 
 def expect_installed(packages: Mapping[str, Sequence[str]]) -> None:
-    """Check that packages are installed.
-
-    Args:
-        packages: by the extra of unisono that has them.
-
-    Raises:
-        OptionError: some are not.
-    """
+    """Raise an OptionError if some of these packages, by the extra of unisono that has them, are not installed."""
     missing = {extra: [name for name in names if not is_installed(name)] for extra, names in packages.items()}
-    extras = ",".join(extra for extra, names in missing.items() if names)
-    if extras:
-        names = [name for names in missing.values() for name in names]
-        raise OptionError(f"{not_installed(*names)}: {remedy(extras)}")
+    if extras := [extra for extra, names in missing.items() if names]:
+        raise OptionError(not_installed(",".join(extras), *(name for names in missing.values() for name in names)))
 
 
-def not_installed(*packages: str) -> str:
-    """Return in words that packages are not installed."""
-    return f"{', '.join(packages)} not installed"
-
-
-def remedy(extra: str) -> str:
-    """Return how to install what an extra of unisono brings; from its sources, too."""
-    return f"pip install 'unisono[{extra}]' (in a checkout: pip install '.[{extra}]')"
+def not_installed(extra: str, *packages: str) -> str:
+    """Return in words that packages are not installed, and how the extra that has them is; from a checkout, too."""
+    return (
+        f"{', '.join(packages)} not installed: pip install 'unisono[{extra}]' (in a checkout: pip install '.[{extra}]')"
+    )
 
 
 def is_installed(package: str) -> bool:
@@ -184,4 +164,4 @@ def is_installed(package: str) -> bool:
 
 def why_no_picture() -> str:
     """Return why no picture can be drawn, with the remedy; "" if one can."""
-    return "" if is_installed("matplotlib") else f"no picture: {not_installed('matplotlib')}: {remedy('bench')}"
+    return "" if is_installed("matplotlib") else f"no picture: {not_installed('bench', 'matplotlib')}"

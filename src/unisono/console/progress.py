@@ -18,17 +18,13 @@ _REFRESHES_PER_SECOND = 8
 class Silent:
     """Shows nothing: for processes other than the first."""
 
-    def say(self, line: str) -> None:
-        pass
+    def say(self, line: str) -> None: ...
 
-    def begin(self, task: str, total: int | None = None) -> None:
-        pass
+    def begin(self, task: str, total: int | None = None) -> None: ...
 
-    def update(self, task: str, done: int, total: int | None, text: str, details: str = "") -> None:
-        pass
+    def update(self, task: str, done: int, total: int | None, text: str, details: str = "") -> None: ...
 
-    def close(self) -> None:
-        pass
+    def close(self) -> None: ...
 
 
 class Lines:
@@ -67,9 +63,6 @@ class Bar:
     epoch 3/10: train loss 0.1620, test accuracy 0.9778, 3.1 s of training
     epoch 4/10 ━━━━━━━━━━━━━━━━━━━━━━━━ step 7/12: loss 0.0921, 412 rows/s
     cpu 60 rows 140 ms, cpu 60 rows 142 ms
-
-    Args:
-        out: the terminal (default: standard output).
     """
 
     def __init__(self, out: TextIO | None = None) -> None:
@@ -132,11 +125,7 @@ def is_terminal(out: TextIO) -> bool:
 class Task:
     """A task whose parts end one after the other, with an estimate of the time that is left.
 
-    Args:
-        progress: shows it.
-        name: what it is.
-        expected_s: about how long it takes. Parts count by their expected seconds, and the time left follows from how
-            long the parts so far have really taken.
+    Parts count by their expected seconds, and the time left follows from how long those so far have really taken.
     """
 
     def __init__(self, progress: Progress, name: str, expected_s: float) -> None:

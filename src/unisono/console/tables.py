@@ -4,12 +4,7 @@ from collections.abc import Sequence
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> str:
-    """Return a Markdown table whose columns line up in plain text too.
-
-    Args:
-        header, rows: the cells.
-        text_columns: so many columns from the left are words; the others are numbers, on the right.
-    """
+    """Return a Markdown table whose columns line up in plain text too: so many of words, then numbers on the right."""
     widths = [max(3, *(len(row[i]) for row in [header, *rows])) for i in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:

@@ -32,14 +32,9 @@ def current_folder_first() -> Iterator[None]:
 
 
 def find(target: str, expected: str) -> Any:
-    """Import what a target names.
+    """Import what a target names: a module, a colon, and a name in it; dots lead into attributes.
 
-    Args:
-        target: a module, a colon, and a name in it; dots lead into attributes.
-        expected: the form of such a target, for the error message.
-
-    Raises:
-        TargetError: it is of another form, does not exist, or its module cannot be imported.
+    If it is of another form than is expected, does not exist, or cannot be imported, it is a TargetError.
     """
     module_name, colon, path = target.partition(":")
     names = path.split(".")
@@ -63,14 +58,7 @@ def find(target: str, expected: str) -> Any:
 
 @contextlib.contextmanager
 def explained(doing: str) -> Iterator[None]:
-    """Turn what the caller's code raises in the block into one line, whatever it is; but let Ctrl-C through.
-
-    Args:
-        doing: what the block does, for the message.
-
-    Raises:
-        TargetError: the block has raised something.
-    """
+    """Turn whatever the caller's code raises while `doing` it into a TargetError; but let Ctrl-C through."""
     try:
         yield
     except (TargetError, KeyboardInterrupt):
@@ -87,10 +75,7 @@ def _described(found: Any) -> str:
 
 def one_line(error: BaseException) -> str:
     """Return one line for an exception: its type, what it says, and where it was raised, if not by unisono itself."""
-    try:
-        text = (str(error).strip().splitlines() or [""])[0]
-    except Exception:  # noqa: BLE001  an exception of the caller's may fail at this, too
-        text = ""
+    text = next(iter(str(error).strip().splitlines()), "")
     frames = traceback.extract_tb(error.__traceback__)
     is_shown = frames and not frames[-1].filename.startswith(_OWN_FILES)
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if is_shown else ""

@@ -82,12 +82,7 @@ class Inventory:
 
 
 def take_inventory(reader: GpuReader, *, bandwidth: bool) -> Inventory:
-    """Look at everything.
-
-    Args:
-        reader: of NVIDIA's GPUs.
-        bandwidth: whether to measure copies between accelerators that are not busy.
-    """
+    """Look at everything; with `bandwidth` measure copies between accelerators that are not busy."""
     gpus = tuple(reader.read())  # before torch, whose contexts take memory
     present = devices.accelerators()
     found = [_look_at(device, gpus) for device in present]
@@ -138,8 +133,7 @@ def _look_at(device: torch.device, gpus: Sequence[Gpu]) -> Accelerator:
 def _free_of_whole_gpu(memory_bytes: int | None, gpu: Gpu | None) -> int | None:
     """Return the free memory as the driver says it, without a context of torch's; None if the device is a slice (MIG).
 
-    Args:
-        memory_bytes: of the device; of a whole GPU, a little less than the driver's figure.
+    torch's figure of the memory of a whole GPU is a little less than the driver's.
     """
     if gpu is None or gpu.memory_bytes is None or gpu.used_bytes is None:
         return None

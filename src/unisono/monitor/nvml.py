@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from unisono.console.options import is_installed, not_installed, remedy
+from unisono.console.options import is_installed, not_installed
 
 # Bits of the reasons why clocks are low (nvmlClocksEventReason...).
 _SLOWDOWNS = ((0x60, "it is too hot"), (0x84, "its power is limited"), (0x08, "its hardware slows it down"))
@@ -33,20 +33,15 @@ class Gpu:
 
 
 class GpuReader:
-    """Reads all GPUs again and again.
-
-    Attributes:
-        driver: its version; None without one.
-        problem: why nothing can be read, with the remedy; None if it can.
-    """
+    """Reads all GPUs again and again."""
 
     def __init__(self) -> None:
-        self.driver: str | None = None
-        self.problem: str | None = None
+        self.driver: str | None = None  # its version; None without one
+        self.problem: str | None = None  # why nothing can be read, with the remedy; None if it can
         self._handles: list[Any] = []
         self._library: Any = None
         if not is_installed("pynvml"):
-            self.problem = f"{not_installed('nvidia-ml-py')}: {remedy('watch')}"
+            self.problem = not_installed("watch", "nvidia-ml-py")
             return
         import pynvml
 

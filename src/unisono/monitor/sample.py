@@ -50,12 +50,7 @@ class Sample:
 
 
 class Sampler:
-    """Takes samples, one after the other; loads and means are of the time between them.
-
-    Args:
-        reader: of NVIDIA's GPUs.
-        pid: of the only process whose wrappers are wanted; None: all.
-    """
+    """Takes samples, of the wrappers of all processes or of one; loads and means are of the time between them."""
 
     def __init__(self, reader: GpuReader, pid: int | None = None) -> None:
         self._reader, self._pid = reader, pid

@@ -44,12 +44,7 @@ def find(
 ) -> Straggler | None:
     """Return the straggler among the replicas of a wrapper; None if there is none, or if it cannot be told.
 
-    Args:
-        step_s: the seconds from one step to the next.
-        gpus: of the machine.
-        own_pids: of the wrapper's processes.
-        core_loads: of each core, from 0 to 1.
-        own_cores: how many cores' time the wrapper's processes take.
+    GPUs and the loads of cores, from 0 to 1, are the machine's; `own_cores` is how many of them the wrapper keeps busy.
     """
     if len(replicas) < 2:
         return None

@@ -76,11 +76,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: dict[str, Any]) -> int:
-    """Predict, print and save; return the exit status.
-
-    Raises:
-        CommandError: nothing was predicted, and nothing written.
-    """
+    """Predict, print and save; return the exit status."""
     output: Path = given.get("output", Path("runs/plan"))
     num_machine = given.get("devices_per_machine", _DEVICES_PER_MACHINE)
     expect_writable(output)

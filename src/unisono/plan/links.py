@@ -69,9 +69,6 @@ def parse_quantity(text: str, units: dict[str, float], *, zero: bool = False) ->
 
     >>> parse_quantity("25MiB", BYTES), parse_quantity("25 Gbit/s", BYTES_PER_SECOND)
     (26214400.0, 3125000000.0)
-
-    Raises:
-        argparse.ArgumentTypeError: it has another form, is infinite, or 0.
     """
     found = _NUMBER.fullmatch(text)
     value = float(found[1]) * units[found[2]] if found and found[2] in units else math.nan
@@ -86,9 +83,6 @@ def parse_link(text: str) -> Link:
 
     >>> parse_link("1us,25Gbit/s")
     Link(latency_s=1e-06, bandwidth_bytes_per_s=3125000000.0)
-
-    Raises:
-        argparse.ArgumentTypeError: no link has this name, or the text has another form.
     """
     if text in LINKS:
         return LINKS[text]

@@ -19,9 +19,6 @@ def measured_step(target: str, bucket_bytes: float) -> tuple[StepCost, torch.dev
     """Take training steps for some seconds; return the cost of one, the device, and the rows of the batch.
 
     The device is the first accelerator, or the CPU with all cores; times are lower quartiles.
-
-    Raises:
-        TargetError: it cannot be built, fails, or has no gradients.
     """
     task = Task.of_target(target)
     device = next(iter(accelerators()), torch.device("cpu"))

@@ -45,10 +45,6 @@ class StepCost:
         """Return when each bucket is full, in seconds from the beginning of backward."""
         return [self.backward_s * filled / self.gradient_bytes for filled in accumulate(self.buckets())]
 
-    def divided_by(self, num_devices: int) -> "StepCost":
-        """Return the step of one device if so many devices share the batch."""
-        return replace(self, compute_s=self.compute_s / num_devices, backward_s=self.backward_s / num_devices)
-
 
 @dataclass(frozen=True)
 class Prediction:
@@ -77,18 +73,13 @@ class Prediction:
 
 
 def exposed_s(ready_s: Sequence[float], reduce_s: Sequence[float], backward_s: float) -> float:
-    """Return how long buckets are still being reduced after the end of backward.
+    """Return how long buckets are still being reduced after the end of backward, which is when the last one is full.
 
     Reducing ends at max over k of (ready_k + reduce_k + reduce_(k+1) + ...), where bucket k is the last one that the
     channel waited for; after that it was never idle.
 
     >>> exposed_s(ready_s=[1.0, 2.0], reduce_s=[0.25, 0.5], backward_s=2.0)
     0.5
-
-    Args:
-        ready_s: when each bucket is full, from the beginning of backward, in order.
-        reduce_s: how long each takes.
-        backward_s: when backward ends, which is not before the last bucket is full.
     """
     end_s, remaining_s = 0.0, 0.0
     for ready, seconds in zip(reversed(ready_s), reversed(reduce_s), strict=True):
@@ -100,18 +91,13 @@ def exposed_s(ready_s: Sequence[float], reduce_s: Sequence[float], backward_s: f
 def predict(
     step: StepCost, cluster: Cluster, num_devices: int, algorithm: str = BEST, *, strong: bool = False
 ) -> Prediction:
-    """Predict a step on so many devices.
+    """Predict a step, given on one device, on so many; BEST is the algorithm with which it is fastest.
 
-    Args:
-        step: on one device.
-        cluster: that has the devices.
-        num_devices: at least 1.
-        algorithm: one of `ALGORITHMS`, or BEST: the one with which the step is fastest.
-        strong: whether the devices share the batch of one (strong scaling), with computing time proportional to rows;
-            else each has as many rows as one had (weak scaling).
+    With `strong` the devices share the batch of one, and computing time is proportional to rows; else each has as many
+    rows as one had.
     """
     if strong:
-        step = step.divided_by(num_devices)
+        step = replace(step, compute_s=step.compute_s / num_devices, backward_s=step.backward_s / num_devices)
     names = list(ALGORITHMS) if algorithm == BEST else [algorithm]
     tried = [_predict(step, cluster, num_devices, name, ALGORITHMS[name]) for name in names]
     return min(tried, key=lambda one: (one.step_s, one.communication_s))

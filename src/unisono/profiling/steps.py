@@ -19,19 +19,15 @@ PHASES = (
 class ProfiledStep:
     """One step: from the beginning of a forward to that of the next, once its backwards have ended.
 
-    Attributes:
-        began, ended: in seconds of `time.perf_counter`.
-        passes: its forwards and backwards, in the caller's thread.
-        lanes: by name, what was recorded of each replica; first "host", what the caller's thread did, where the first
-            replica computes elsewhere. Between two spans a lane waits, in a pass, or is outside of the model.
-        rows: by name of a replica, its share of the batch; of all batches, where a step has several forwards.
+    The first lane is "host", what the caller's thread did, where the first replica computes elsewhere. Between two
+    spans a lane waits, in a pass, or is outside of the model.
     """
 
-    began: float
+    began: float  # in seconds of `time.perf_counter`
     ended: float
-    passes: list[Span]
-    lanes: dict[str, list[Span]]
-    rows: dict[str, int]
+    passes: list[Span]  # its forwards and backwards, in the caller's thread
+    lanes: dict[str, list[Span]]  # by name, what was recorded of each replica
+    rows: dict[str, int]  # by name of a replica, its rows in all batches of the step
 
     @property
     def seconds(self) -> float:

@@ -25,24 +25,15 @@ _MOST_PENDING = 64  # forwards whose backward may still come
 
 @dataclass
 class Report:
-    """What a script has done so far.
+    """What a script has done so far."""
 
-    Attributes:
-        devices: those of each wrapper, in the order in which they were made.
-        functions: how often data_parallel and the verbs were called, by name.
-        forwards, rows: of wrappers and of data_parallel, those without gradients too.
-        seconds: since the first forward began.
-        forward_s: what all forwards took, in the caller's thread.
-        backward_s: what all backwards took, each in the slowest replica; of those on one device it is not known.
-    """
-
-    devices: tuple[tuple[torch.device, ...], ...] = ()
-    functions: Counter[str] = field(default_factory=Counter)
-    forwards: int = 0
-    rows: int = 0
-    seconds: float = 0.0
-    forward_s: float = 0.0
-    backward_s: float = 0.0
+    devices: tuple[tuple[torch.device, ...], ...] = ()  # those of each wrapper, in the order in which they were made
+    functions: Counter[str] = field(default_factory=Counter)  # the calls of data_parallel and of the verbs, by name
+    forwards: int = 0  # of wrappers and of data_parallel, those without gradients too
+    rows: int = 0  # of these forwards
+    seconds: float = 0.0  # since the first forward began
+    forward_s: float = 0.0  # what all forwards took, in the caller's thread
+    backward_s: float = 0.0  # what all backwards took, each in the slowest replica; of one device it is not known
 
 
 class Activity:
@@ -73,9 +64,7 @@ class Activity:
     ) -> Any:
         """Return `call(*inputs, **kwargs)`, and count its rows and its seconds; a call that fails has no rows.
 
-        Args:
-            dim: the axis of the rows, for a call that leaves no timings.
-            timings: returns those of the last forward.
+        The rows are those of the last forward's timings; without any, those on the axis `dim`.
         """
         if inside_replica() or getattr(self._thread, "busy", False):
             return call(*inputs, **kwargs)

@@ -69,12 +69,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: dict[str, Any]) -> int:
-    """Run the script, and return its exit status; the closing line is printed when the program exits.
-
-    Raises:
-        CommandError: nothing was run.
-        SystemExit: the script's own.
-    """
+    """Run the script, and return its exit status; the closing line is printed when the program exits."""
     if not given["program"]:
         raise OptionError("expected a script, or -m module (unisono run --help has examples)")
     name, *arguments = given["program"]
@@ -125,17 +120,12 @@ class _Ending:
         self._replaced.close()
         if report is None or os.getpid() != self._process or os.environ.get("RANK", "0") != "0":
             return  # a child that the script has forked, and another rank, have no line of their own
-        text = f"unisono run: {summary.line(report, self._engine, _world_size(), self._advice)}"
+        world_size = int(os.environ.get("WORLD_SIZE") or 1)
+        text = f"unisono run: {summary.line(report, self._engine, world_size, self._advice)}"
         with contextlib.suppress(AttributeError, ValueError, OSError):
             sys.stdout.flush()  # the closing line comes after all that the script has printed
         with contextlib.suppress(ValueError, OSError):  # the script has closed it, or nothing reads it any more
             print(text, file=self._stream, flush=True)
-
-
-def _world_size() -> int:
-    """Return how many processes a launcher has started."""
-    value = os.environ.get("WORLD_SIZE", "1")
-    return int(value) if value.isdecimal() else 1
 
 
 def _among_several() -> bool:

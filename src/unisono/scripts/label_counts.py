@@ -24,12 +24,7 @@ _IGNORED = -100  # in labels, by the convention of transformers
 
 
 class LabelCount:
-    """A number of tokens, split among replicas in the measure of the labels in their rows.
-
-    Args:
-        count: the number.
-        of_rows: how many labels each row has.
-    """
+    """A number of tokens, split among replicas in the measure of the labels in their rows."""
 
     def __init__(self, count: Any, of_rows: Sequence[int]) -> None:
         self.count, self.of_rows = count, of_rows
@@ -48,14 +43,10 @@ register_batch_type(LabelCount, scatter=LabelCount.split, gather=_no_gather, row
 
 
 class LabelWeights:
-    """Makes the losses of a wrapper's replicas count in the measure of their labels; without labels, of their rows.
-
-    Args:
-        shifted: whether the loss shifts labels, so that the first of each row does not count.
-    """
+    """Makes the losses of a wrapper's replicas count in the measure of their labels; without labels, of their rows."""
 
     def __init__(self, *, shifted: bool) -> None:
-        self._shifted = shifted
+        self._shifted = shifted  # whether the loss shifts labels, so that the first of each row does not count
         self._of_rows: list[int] | None = None  # in the forward that is under way
 
     def inputs(self, kwargs: dict[str, Any]) -> dict[str, Any]:

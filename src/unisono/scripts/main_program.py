@@ -28,19 +28,12 @@ _INTERRUPTED = 128 + signal.SIGINT
 
 @dataclass(frozen=True)
 class Program:
-    """A program that was found, and has not been run.
-
-    Attributes:
-        code: the program, compiled.
-        attributes: those of `__main__`.
-        argument: `sys.argv[0]`.
-        folder: what is first on `sys.path`.
-    """
+    """A program that was found, and has not been run."""
 
     code: CodeType
-    attributes: dict[str, Any]
-    argument: str
-    folder: str
+    attributes: dict[str, Any]  # those of `__main__`
+    argument: str  # `sys.argv[0]`
+    folder: str  # what is first on `sys.path`
 
 
 class ProgramError(CommandError):
@@ -48,12 +41,7 @@ class ProgramError(CommandError):
 
 
 def find_script(name: str) -> Program:
-    """Return the script in a file; that on standard input for "-"; for a folder its `__main__.py`.
-
-    Raises:
-        ProgramError: there is no such file, or it cannot be read.
-        SyntaxError: it cannot be compiled.
-    """
+    """Return the script in a file; that on standard input for "-"; for a folder its `__main__.py`."""
     if name == "-":
         source = sys.stdin.buffer.read() if sys.stdin is not None else b""
         return Program(compile(source, "<stdin>", "exec"), {}, name, "")
@@ -69,12 +57,7 @@ def find_script(name: str) -> Program:
 
 
 def find_module(name: str) -> Program:
-    """Return the module with this name, for a package its `__main__`; packages around it are imported.
-
-    Raises:
-        ProgramError: there is no such module.
-        Exception: what a package around it raises, or the module's compilation.
-    """
+    """Return the module with this name, for a package its `__main__`; packages around it are imported."""
     _put_first(os.getcwd())
     try:
         _, spec, code = runpy._get_module_details(name, ProgramError)  # type: ignore[attr-defined]  # pdb's way
@@ -87,11 +70,8 @@ def find_module(name: str) -> Program:
 def run_program(find: Callable[[], Program], arguments: Sequence[str]) -> int:
     """Find a program and run it as `__main__`, with these arguments; return its exit status.
 
-    An exception is shown as Python does at the end, by the program's own hook if it has set one.
-
-    Raises:
-        ProgramError: there is no such program.
-        SystemExit: the program's own.
+    An exception is shown as Python does at the end, by the program's own hook if it has set one; SystemExit is left to
+    Python. If there is no such program, it is a ProgramError.
     """
     try:
         program = find()

@@ -20,15 +20,11 @@ _FOREIGN = ("torch", "unisono", "typing", "builtins")  # the packages whose clas
 def replace(replacements: Iterable[tuple[Any, Any]], namespaces: Iterable[tuple[str, dict[str, Any]]]) -> list[str]:
     """Replace the first object of each pair by the second one, wherever the namespaces lead to it; return where.
 
-        >>> program = {"wrappers": {"parallel": (list, dict)}}
-        >>> replace([(dict, set)], [("program", program)])
-        ["program.wrappers['parallel'][1]"]
-        >>> program
-        {'wrappers': {'parallel': (<class 'list'>, <class 'set'>)}}
-
-    Args:
-        replacements: the old and the new; an old one is known by its identity.
-        namespaces: the names of modules, and the names in them.
+    >>> program = {"wrappers": {"parallel": (list, dict)}}
+    >>> replace([(dict, set)], [("program", program)])
+    ["program.wrappers['parallel'][1]"]
+    >>> program
+    {'wrappers': {'parallel': (<class 'list'>, <class 'set'>)}}
     """
     new = {id(old): new for old, new in replacements}
     places: list[str] = []

@@ -11,12 +11,7 @@ _PLAIN = "no accelerator, where the plain module runs (--devices 'cpu*2' makes t
 
 
 def line(report: Report, engine: str, world_size: int = 1, advice: str = "") -> str:
-    """Return one line of plain ASCII for people.
-
-    Args:
-        world_size: how many processes run the script; the report is that of rank 0.
-        advice: for a script that has made no wrapper.
-    """
+    """Return one line of plain ASCII for people: that of rank 0; with advice, if the script has made no wrapper."""
     if not report.devices and not report.functions:
         return _NO_WRAPPER + advice
     parts = [f"rank 0 of {world_size}"] if world_size > 1 else []

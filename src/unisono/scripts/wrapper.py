@@ -38,17 +38,11 @@ _GIVEN = "_unisono_given"  # in a pickle, what the wrapper was made with; torch'
 
 @dataclass(frozen=True)
 class Settings:
-    """What holds for every wrapper.
+    """What holds for every wrapper."""
 
-    Attributes:
-        devices: those of every wrapper, whatever the script names; None: the script decides.
-        options: further arguments of `unisono.DataParallel`, by name.
-        activity: what counts the rows.
-    """
-
-    devices: tuple[torch.device, ...] | None = None
-    options: dict[str, Any] = field(default_factory=dict)
-    activity: Activity = field(default_factory=Activity)
+    devices: tuple[torch.device, ...] | None = None  # whatever the script names; None: the script decides
+    options: dict[str, Any] = field(default_factory=dict)  # further arguments of `unisono.DataParallel`
+    activity: Activity = field(default_factory=Activity)  # what counts the rows
 
 
 _installed: list[Settings] = []  # the settings, if unisono is installed: one entry or none
@@ -80,11 +74,7 @@ def _verb(name: str) -> Callable[..., Any]:
 
 
 class DataParallel(OwnDataParallel):
-    """See `unisono.DataParallel`; devices and options are those of `unisono.install`, if they are given there.
-
-    Attributes:
-        label_weights: how the Trainer of transformers has its losses joined; None: `scalars` says it.
-    """
+    """See `unisono.DataParallel`; devices and options are those of `unisono.install`, if they are given there."""
 
     _option_names: ClassVar[frozenset[str]] = OwnDataParallel._option_names - _NOT_TORCHS
     __class_getitem__: Any = classmethod(GenericAlias)  # torch's is generic: `nn.DataParallel[Model]`
@@ -105,7 +95,7 @@ class DataParallel(OwnDataParallel):
         if now.devices is not None:
             device_ids, output_device = now.devices, _kept(output_device, now.devices)
         super().__init__(module, device_ids, output_device, dim, **now.options)
-        self.label_weights: LabelWeights | None = None
+        self.label_weights: LabelWeights | None = None  # how the Trainer of transformers has its losses joined
         own = self.__dict__.keys() - before - nn.Module().__dict__.keys()
         self.__dict__["_given"] = given
         self.__dict__["_own_names"] = frozenset({*own, "_given", "_own_names"})

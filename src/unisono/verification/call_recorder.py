@@ -30,34 +30,22 @@ Recorded: TypeAlias = list[tuple[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """One call of one submodule: its inputs and outputs, as copies on the host.
+    """One call of one submodule: its inputs and outputs, as copies on the host."""
 
-    Attributes:
-        name: of the submodule, dotted; "" is the root.
-        path: the replica, see `thread_pool.replica_path`.
-        training: whether it was in training mode.
-        drawn: whether random numbers had been drawn between the start of the step and the end of the call.
-    """
-
-    name: str
-    path: Path
+    name: str  # of the submodule, dotted; "" is the root
+    path: Path  # the replica, see `thread_pool.replica_path`
     inputs: Recorded
     outputs: Recorded
-    training: bool
-    drawn: bool
+    training: bool  # whether it was in training mode
+    drawn: bool  # whether random numbers had been drawn between the start of the step and the end of the call
 
 
 @dataclass
 class CallRecorder:
-    """Records every call of every submodule while it is attached.
+    """Records every call of every submodule while it is attached."""
 
-    Attributes:
-        has_drawn: returns whether random numbers have been drawn.
-        calls: in the order in which they ended.
-    """
-
-    has_drawn: Callable[[], bool]
-    calls: list[RecordedCall] = field(default_factory=list)
+    has_drawn: Callable[[], bool]  # whether random numbers have been drawn
+    calls: list[RecordedCall] = field(default_factory=list)  # in the order in which they ended
     _running: dict[Path, list[tuple[str, Recorded]]] = field(default_factory=lambda: defaultdict(list))
     _copies: dict[tuple[Path, int], tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = field(default_factory=dict)
 
@@ -139,8 +127,7 @@ def match(
     all parts are equal), or a sum or a mean over rows.
 
     Returns:
-        Whether one device and the replicas have the same tensor, and the axis along which the parts fit; None if none
-        does. None if no comparison is possible.
+        Whether both have the same tensor, and the axis along which the parts fit, if one does; None: not comparable.
     """
     found: tuple[bool, int | None] | None = None
     for axis in range(one.dim()):
@@ -172,10 +159,9 @@ def _without_rows(
 def first_divergence(
     one: CallRecorder, many: CallRecorder, rows: Sequence[int], tolerance: Tolerance
 ) -> tuple[RecordedCall, bool] | None:
-    """Return the first call on one device, in order of execution, whose output differs from that of the replicas.
+    """Return the first call on one device whose output differs from the replicas', and whether its inputs do not.
 
-    Returns:
-        The call, and whether its inputs are the same, or cannot be compared; None if no output is known to differ.
+    Inputs that cannot be compared do not differ; None if no output is known to differ.
     """
     calls_of_many = many.grouped()
     for key, (call, *_) in one.grouped().items():

@@ -73,31 +73,18 @@ _NONDETERMINISTIC = (
 
 @dataclass(frozen=True)
 class Comparison:
-    """The two steps of one mode, and the comparisons of their results.
+    """The two steps of one mode, on one device and on several, and the comparisons of their results."""
 
-    Attributes:
-        mode: "training" or "eval".
-        wrapped: the wrapper around the module.
-        given: the keyword options of the caller.
-        one, many: the steps on one device and on several.
-        rows: the comparisons.
-        tolerance: how large a difference may be.
-    """
-
-    mode: str
+    mode: str  # "training" or "eval"
     wrapped: DataParallel
-    given: Mapping[str, Any]
+    given: Mapping[str, Any]  # the keyword options of the caller
     one: RecordedStep
     many: RecordedStep
     rows: Sequence[Row]
     tolerance: Tolerance
 
     def findings(self) -> list[Finding]:
-        """Return the findings about the differences, at least one.
-
-        Raises:
-            ValueError: the replicas' outputs could not be gathered, and no finding explains it.
-        """
+        """Return the findings, at least one; raise why outputs could not be gathered, if no finding explains it."""
         findings = list(self._joins())
         if self.many.error is not None and not findings:
             raise self.many.error
@@ -117,8 +104,6 @@ class Comparison:
     def _submodule(self, name: str) -> nn.Module:
         modules: dict[str, nn.Module] = dict(self.wrapped.module.named_modules(remove_duplicate=False))
         return modules[name]
-
-    # ---- outputs that are joined on the wrong axis ----
 
     def _joins(self) -> Iterator[Finding]:
         """Yield findings about outputs whose shape is not that on one device, or that could not be joined."""
@@ -162,8 +147,6 @@ class Comparison:
             for axis in range(tensor.dim())
         )
 
-    # ---- the first submodule that differs ----
-
     def _submodules(self, first: RecordedCall, inputs_same: bool) -> Iterator[Finding]:
         """Yield findings about the first call that differs, and about later ones that are certain nevertheless."""
         name = first.name
@@ -202,8 +185,6 @@ class Comparison:
         while name not in called:
             name = name.rpartition(".")[0]
         return name
-
-    # ---- what no recorded call shows ----
 
     def _other(self, differing: Sequence[Row]) -> Finding:
         """Return the finding if no recorded call differs, not even that of the model itself."""

@@ -71,11 +71,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: dict[str, Any]) -> int:
-    """Find the model, compare, print the report, and return the exit status.
-
-    Raises:
-        TargetError: nothing was compared. OptionError: `--devices` cannot be used.
-    """
+    """Find the model, compare, print the report, and return the exit status."""
     target, show_traceback = given.pop("target"), given.pop("traceback", False)
     which = given.pop("devices", "auto")
     if which != "auto":

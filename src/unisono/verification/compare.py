@@ -141,9 +141,6 @@ def _in_one_number(one: torch.Tensor | None, many: torch.Tensor) -> torch.Tensor
     return ~one if many.dtype is torch.bool else many.sum().to(many.dtype)
 
 
-# ---- the largest values -----------------------------------------------------------------------------
-
-
 def own_scales(tensors: Tensors) -> dict[str, float]:
     """Return the largest value of each tensor."""
     return {name: largest(tensor) for name, tensor in tensors.items() if tensor is not None}
@@ -163,9 +160,6 @@ def module_scales(buffers: Tensors) -> dict[str, float]:
         module = name.rpartition(".")[0]
         of_module[module] = max(of_module.get(module, 0.0), own[name])
     return own | {name: of_module[name.rpartition(".")[0]] for name in floating}
-
-
-# ---- rows -------------------------------------------------------------------------------------------
 
 
 def rows_of(

@@ -43,26 +43,16 @@ class Kind(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison.
+    """One comparison."""
 
-    Attributes:
-        mode: "training" or "eval".
-        name: of the parameter, buffer or attribute, or the path in the output; "" if there is only one.
-        shape: on one device; None if there are no tensors to compare.
-        largest: the largest absolute value, to which the difference is compared.
-        difference: the largest absolute difference; infinite where values cannot be compared.
-        allowed: the largest difference that rounding explains.
-        note: why values cannot be compared.
-    """
-
-    mode: str
+    mode: str  # "training" or "eval"
     kind: Kind
-    name: str
-    shape: tuple[int, ...] | None = None
-    largest: float = 0.0
-    difference: float = 0.0
-    allowed: float = 0.0
-    note: str = ""
+    name: str  # of the parameter, buffer or attribute, or the path in the output; "" if there is only one
+    shape: tuple[int, ...] | None = None  # on one device; None if there are no tensors to compare
+    largest: float = 0.0  # the largest absolute value, to which the difference is compared
+    difference: float = 0.0  # the largest absolute difference; infinite where values cannot be compared
+    allowed: float = 0.0  # the largest difference that rounding explains
+    note: str = ""  # why values cannot be compared
 
     @property
     def differs(self) -> bool:
@@ -78,23 +68,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Finding:
-    """The first difference in one mode, and its cause.
+    """The first difference in one mode, and its cause."""
 
-    Attributes:
-        mode: "training" or "eval".
-        module: dotted name of the first submodule whose gathered output differs; "" is the model itself.
-        module_class: the name of its class.
-        cause: why.
-        text: the cause in words, with the remedy.
-        explained: whether it follows from the options, or cannot be otherwise.
-    """
-
-    mode: str
-    module: str
-    module_class: str
+    mode: str  # "training" or "eval"
+    module: str  # dotted name of the first submodule whose gathered output differs; "" is the model itself
+    module_class: str  # the name of its class
     cause: Cause
-    text: str
-    explained: bool = False
+    text: str  # the cause in words, with the remedy
+    explained: bool = False  # whether it follows from the options, or cannot be otherwise
 
     def __str__(self) -> str:
         where = f"{self.module} ({self.module_class})" if self.module else f"the model itself ({self.module_class})"
@@ -104,21 +85,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """One device against several, number by number; `str(report)` is the table.
+    """One device against several, number by number; `str(report)` is the table."""
 
-    Attributes:
-        title: what was compared, and on which devices.
-        rows: every comparison.
-        findings: at least one for each mode in which something differs.
-        notes: for example, what could not be compared.
-        num_replicas: how many had rows; with one, one device was compared with itself.
-    """
-
-    title: str
-    rows: tuple[Row, ...]
-    findings: tuple[Finding, ...] = ()
-    notes: tuple[str, ...] = ()
-    num_replicas: int = 2
+    title: str  # what was compared, and on which devices
+    rows: tuple[Row, ...]  # every comparison
+    findings: tuple[Finding, ...] = ()  # at least one for each mode in which something differs
+    notes: tuple[str, ...] = ()  # for example, what could not be compared
+    num_replicas: int = 2  # that had rows; with one, one device was compared with itself
 
     @property
     def same(self) -> bool:

@@ -23,11 +23,7 @@ _TOO_LARGE = 2**62  # for an integer tensor
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """Return a copy of a model. Tensors with a history that it keeps, which torch does not copy, lose the history.
-
-    Raises:
-        TypeError: it cannot be copied.
-    """
+    """Return a copy of a model. Tensors with a history that it keeps, which torch does not copy, lose the history."""
     found = [each for module in model.modules() for each in references(vars(module))]
     without_history = {
         id(each): each.detach().clone() for each in found if isinstance(each, torch.Tensor) and not each.is_leaf
@@ -51,11 +47,7 @@ def generators_of(model: nn.Module) -> list[torch.Generator]:
 
 
 class RandomState:
-    """The state of every random number generator that a script seeds, when this is created.
-
-    Args:
-        own: further generators; `restore` leaves them alone.
-    """
+    """The state of every generator that a script seeds, when this is created, and of `own`, which are not restored."""
 
     def __init__(self, own: Sequence[torch.Generator] = ()) -> None:
         self._generators = own

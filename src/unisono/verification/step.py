@@ -21,20 +21,13 @@ _SEED = 0  # of the projection and the nudges, which are the same in every step
 
 @dataclass(frozen=True)
 class Example:
-    """The inputs of a step, and how its loss is computed.
-
-    Attributes:
-        inputs: a tuple of positional inputs, a dict of keyword inputs, or the only input.
-        target: the second argument of the criterion; None for none.
-        criterion: returns the loss; None for a fixed random projection of all floating outputs.
-        device, output_device: of the inputs, and of the outputs when they are compared.
-    """
+    """The inputs of a step, and how its loss is computed: the first three as `verify` takes them."""
 
     inputs: Any
     target: Any
     criterion: Callable[..., Any] | None
-    device: torch.device
-    output_device: torch.device
+    device: torch.device  # of the inputs
+    output_device: torch.device  # of the outputs when they are compared
 
     def fresh_inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return positional and keyword inputs, whose tensors are copies and leaves of a new graph."""
@@ -44,11 +37,7 @@ class Example:
         return tuple(_fresh(value, self.device) for value in inputs), {}
 
     def loss(self, output: Any, like: dict[str, torch.Tensor]) -> torch.Tensor | None:
-        """Return the loss of an output; None if it has no tensors to compute one from.
-
-        Args:
-            like: the outputs on one device, whose shapes the projection expects.
-        """
+        """Return the loss of an output; None if it has no tensors to compute one from, or not `like` one device."""
         if self.criterion is None:
             return _projection(dict(tensors_in(output)), like)
         criterion = copied(self.criterion) if isinstance(self.criterion, nn.Module) else self.criterion
@@ -89,30 +78,18 @@ def _projection(outputs: dict[str, torch.Tensor], like: dict[str, torch.Tensor])
 
 @dataclass
 class RecordedStep:
-    """The results of one step.
+    """The results of one step: tensors are detached, and by name."""
 
-    Attributes:
-        output: detached, on `output_device`.
-        loss: detached; None if there was none.
-        gradients: of each parameter, by name, and of each input that requires one; empty without a backward.
-        buffers: after the step, by name.
-        attributes_before, attributes: the numbers in attributes, before and after the step, by name.
-        recorder: the calls of every submodule.
-        rows: of each replica; one entry on one device, empty if not known.
-        error: why the replicas' outputs could not be gathered.
-        no_gradients: why the backward failed.
-    """
-
-    recorder: CallRecorder
-    output: Any = None
+    recorder: CallRecorder  # the calls of every submodule
+    output: Any = None  # on `output_device`
     loss: torch.Tensor | None = None
-    gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)
-    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-    attributes_before: dict[str, torch.Tensor] = field(default_factory=dict)
-    attributes: dict[str, torch.Tensor] = field(default_factory=dict)
-    rows: Sequence[int] = ()
-    error: ValueError | None = None
-    no_gradients: str = ""
+    gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)  # of parameters, of inputs that need one
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # after the step
+    attributes_before: dict[str, torch.Tensor] = field(default_factory=dict)  # the numbers in attributes
+    attributes: dict[str, torch.Tensor] = field(default_factory=dict)  # after the step
+    rows: Sequence[int] = ()  # of each replica; one entry on one device, empty if not known
+    error: ValueError | None = None  # why the replicas' outputs could not be gathered
+    no_gradients: str = ""  # why the backward failed
 
     @property
     def outputs(self) -> dict[str, torch.Tensor]:

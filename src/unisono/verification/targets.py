@@ -11,14 +11,7 @@ _RETURNS = "(model, inputs), or a dict with the arguments of unisono.verify by n
 
 
 def build_arguments(target: str) -> dict[str, Any]:
-    """Import `package.module:build`, call `build()`, and return what it returns as arguments by name.
-
-    Args:
-        target: a module, a colon, and a function in it that takes no arguments; dots lead into attributes.
-
-    Raises:
-        TargetError: the function does not exist, fails, or returns something else.
-    """
+    """Import `package.module:build`, call `build()`, and return what it returns as arguments by name."""
     build = find(target, f"package.module:build, a function that returns {_RETURNS}")
     if not callable(build):
         raise TargetError(f"{target}: expected a function without arguments, got a {type(build).__name__}")

@@ -155,11 +155,7 @@ def _wrap(
     dim: int,
     options: dict[str, Any],
 ) -> DataParallel:
-    """Return the model itself if it is a wrapper, else a wrapper of a copy.
-
-    Raises:
-        TypeError, ValueError: it cannot be wrapped like this.
-    """
+    """Return the model itself if it is a wrapper, else a wrapper of a copy."""
     check_module(model, "model")
     check_initialized(model, chain(model.parameters(), model.buffers()))
     if isinstance(model, DataParallel):
