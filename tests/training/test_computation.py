@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
-from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from unisono import DataParallel
 from unisono.training import computation
-from unisono.training.computation import IGNORED, Computation
+from unisono.training.computation import Computation
 
 IMAGES = torch.rand(20, 1, 8, 8, generator=torch.Generator().manual_seed(0))
 LABELS = torch.arange(20) % 10
@@ -85,7 +84,7 @@ def test_a_step_can_be_captured(graphs: list[Graph]) -> None:
         assert all(parameter.grad is None for parameter in module.parameters())
     module.eval()
     with torch.no_grad():
-        computed.test_totals(IMAGES, pad(LABELS, (0, 1), value=IGNORED), torch.arange(ROWS))
+        computed.test_totals(IMAGES, LABELS, torch.arange(ROWS))
 
     forward, update, test = graphs
     assert all(graph.changed <= graph.static for graph in graphs)
@@ -99,15 +98,14 @@ def test_a_step_can_be_captured(graphs: list[Graph]) -> None:
 
 
 def test_compiled_as_a_whole_it_computes_the_same(graphs: list[Graph]) -> None:
-    """Also the answers to test pictures, of which the last batch has rows that do not count."""
+    """Also the answers to test pictures."""
     losses, totals = [], []
     for whole in (False, True):
         module, computed = computation_of(whole=whole)
         losses.append(torch.stack([take_step(computed, number) for number in range(5)]))
         module.eval()
         with torch.no_grad():
-            padded, batches = pad(LABELS, (0, 1), value=IGNORED), torch.arange(24).split(ROWS)
-            totals.append(sum(computed.test_totals(IMAGES, padded, rows) for rows in batches))
+            totals.append(sum(computed.test_totals(IMAGES, LABELS, rows) for rows in torch.arange(20).split(10)))
             logits = module(IMAGES)
         expected = torch.stack(
             [nn.functional.cross_entropy(logits, LABELS, reduction="sum"), (logits.argmax(1) == LABELS).sum().float()]

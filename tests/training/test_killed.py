@@ -1,13 +1,17 @@
-"""Runs that are killed with SIGKILL and resumed. The oracle is a run that was never killed."""
+"""Runs that are killed with SIGKILL and resumed. The oracle is a run of threads that was never killed."""
 
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from helpers.commands import metrics_of
+from helpers.event_files import scalars, scalars_expected
 from helpers.killed_runs import ALL, WRITING, run_killed
+from unisono.training import checkpoint
+from unisono.training.run_folder import RunFolder
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="forks, and SIGKILL")
 
@@ -21,26 +25,39 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     return folder / "out", run_killed([*TRAIN, "--output", "out"], folder)
 
 
-def files_of(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+def results_of(out: Path) -> dict[str, Any]:
+    """Return names of files, the weights' file, the metrics but for times, and each tensor of the checkpoint."""
+    saved = checkpoint.read(RunFolder(out))
+    tensors = [*saved.model.items(), *saved.momenta.items()]
+    return {
+        "files": {path.name for path in out.iterdir()} - {"tensorboard"},
+        "weights": (out / "model.safetensors").read_bytes(),
+        "metrics": metrics_of(out / "metrics.jsonl"),
+        "tensors": [(name, tensor.numpy().tobytes()) for name, tensor in tensors],
+    }
+
+
+SLOW = [pytest.param(how, seed, marks=pytest.mark.slow) for how in ("threads", "processes") for seed in range(2, 5)]
 
 
 @pytest.mark.parametrize(
-    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6))], ids="seed {}".format
+    ("how", "seed"),
+    [("threads", 0), ("threads, tensorboard", 1), ("processes", 0), *SLOW],
 )
-def test_a_run_that_was_killed_anywhere_ends_in_the_same_weights(undisturbed, tmp_path, seed):
-    """T1, T2: killed up to four times, at lines drawn from all lines or from those that write files."""
+def test_a_run_that_was_killed_anywhere_ends_in_the_same_numbers(undisturbed, tmp_path, how, seed):
+    """T1, T2, T8: killed up to four times, at lines drawn from all lines or from those that write files."""
     oracle, num_lines = undisturbed
-    out, draw = tmp_path / "out", random.Random(seed)
+    out, draw, (engine, *observed) = tmp_path / "out", random.Random(seed), how.split(", ")
     lines_of = {ALL: num_lines, WRITING: 700}  # so many lines write the files of a run
+    begin = [*TRAIN, "--engine", engine, "--output", "out"]
+    observed = [f"--{name}" for name in observed]
     for within in draw.sample([ALL, WRITING], 2) * 2:
         # Where no run has begun, there is nothing to resume.
-        arguments = (
-            ["train", "--resume", "out"] if (out / "checkpoint.safetensors").exists() else [*TRAIN, "--output", "out"]
-        )
+        arguments = ["train", "--resume", "out"] if (out / "checkpoint.safetensors").exists() else begin
         kill_at, each_step = draw.randint(1, lines_of[within]), draw.random() < 0.5
-        run_killed(arguments, tmp_path, kill_at=kill_at, within=within, save_each_step=each_step)
-    run_killed(["train", "--resume", "out"], tmp_path)
-    assert (out / "model.safetensors").read_bytes() == (oracle / "model.safetensors").read_bytes()
-    assert metrics_of(out / "metrics.jsonl") == metrics_of(oracle / "metrics.jsonl")
-    assert files_of(out) == files_of(oracle)
+        run_killed([*arguments, *observed], tmp_path, kill_at=kill_at, within=within, save_each_step=each_step)
+    run_killed(["train", "--resume", "out", *observed], tmp_path)
+    assert results_of(out) == results_of(oracle)
+    if observed:
+        assert scalars(out / "tensorboard") == scalars_expected(out)
+        assert len(list((out / "tensorboard").iterdir())) == 1

@@ -9,7 +9,7 @@ import torch
 from unisono.cli import main
 from unisono.console.errors import OptionError
 from unisono.training import options as options_module
-from unisono.training.data import absolute
+from unisono.training.data import known
 from unisono.training.options import Options, with_device_defaults
 from unisono.training.ranks import ALONE
 
@@ -83,10 +83,10 @@ def test_a_data_folder_is_found_again_from_elsewhere(tmp_path: Path, monkeypatch
     for name in ("pictures", "digits"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path)
-    options = Options(data=absolute("pictures"))
+    options = Options(data=known("pictures"))
     assert options.data == str(tmp_path / "pictures")
-    assert Options.from_saved(dataclasses.asdict(options), {"data": absolute("pictures")}) == options
-    assert absolute("digits") == "digits"
+    assert Options.from_saved(dataclasses.asdict(options), {"data": known("pictures")}) == options
+    assert known("digits") == "digits"
 
 
 # ---- what depends on the devices, on some that count as GPUs -------------------------------------

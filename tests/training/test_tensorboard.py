@@ -1,62 +1,30 @@
-"""`--tensorboard`: the event files, read by TensorBoard's own reader. The oracle is metrics.jsonl."""
+"""`--tensorboard`: the event files. A run that is killed is in test_killed.py."""
 
 import importlib.machinery
 import importlib.util
 import json
 import os
-import random
 import shutil
-import struct
 import sys
 import threading
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from helpers.commands import assert_misused
-from helpers.killed_runs import run_killed
+from helpers.event_files import read, scalars, scalars_expected
 from helpers.programs import run_script
 from unisono.cli import main
 from unisono.training.metrics import StepRecord
 from unisono.training.tensorboard import TensorBoard
 
 TRAIN = ["train", "--model", "mlp", "--devices", "cpu*2", "--output", "out"]  # 12 steps an epoch
-EPOCH = ("train_loss", "test_loss", "test_accuracy", "train_seconds", "test_seconds")
 
 
 @pytest.fixture(autouse=True)
 def own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CUDA_DEVICE_ORDER", os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID"))
     monkeypatch.chdir(tmp_path)
-
-
-def float32(value: float) -> float:
-    return struct.unpack("f", struct.pack("f", value))[0]
-
-
-def scalars_expected(out: Path) -> dict[str, list[tuple[int, float]]]:
-    """Return what metrics.jsonl comes to: for each tag, the steps or epochs and the values."""
-    expected: dict[str, list[tuple[int, float]]] = {}
-    for text in (out / "metrics.jsonl").read_text().splitlines():
-        line = json.loads(text)
-        if line["kind"] == "step":
-            values = {"loss": line["loss"], "learning_rate": line["learning_rate"]}
-            values["rows_per_second"] = line["rows"] / line["seconds"]
-        else:
-            values = {name: line[name] for name in EPOCH}
-        for name, value in values.items():
-            point = (line[line["kind"]], float32(value))
-            expected.setdefault(f"{line['kind']}/{name}", []).append(point)
-    return expected
-
-
-def read(folder: Path) -> EventAccumulator:
-    return EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-
-
-def scalars(events: EventAccumulator) -> dict[str, list[tuple[int, float]]]:
-    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
 def event_files(out: Path) -> list[Path]:
@@ -68,11 +36,11 @@ def test_the_events_are_the_records(capsys: pytest.CaptureFixture[str]) -> None:
     out = Path("out")
     assert main([*TRAIN, "--epochs", "2", "--tensorboard"]) == 0
     assert capsys.readouterr().out.splitlines()[1] == "to see it: tensorboard --logdir out/tensorboard"
-    events = read(out / "tensorboard")
-    assert scalars(events) == scalars_expected(out)
-    assert [step for step, _ in scalars(events)["step/loss"]] == list(range(1, 25))
+    told = scalars(out / "tensorboard")
+    assert told == scalars_expected(out)
+    assert [step for step, _ in told["step/loss"]] == list(range(1, 25))
 
-    (text,) = events.Tensors("options/text_summary")
+    (text,) = read(out / "tensorboard").Tensors("options/text_summary")
     options = json.loads((out / "config.json").read_text())["options"]
     assert json.loads(text.tensor_proto.string_val[0]) == options
 
@@ -84,10 +52,10 @@ def test_a_run_that_is_resumed_has_its_whole_history_once(tmp_path: Path) -> Non
     assert main([*TRAIN, "--epochs", "1"]) == 0
     for epochs in ("2", "3"):
         assert main(["train", "--resume", "out", "--epochs", epochs, "--tensorboard"]) == 0
-        assert scalars(read(out / "tensorboard")) == scalars_expected(out)
+        assert scalars(out / "tensorboard") == scalars_expected(out)
         (path,) = event_files(out)
         shutil.copy(path, seen_by_an_open_one / f"events.out.tfevents.{epochs}")
-    assert scalars(read(seen_by_an_open_one)) == scalars_expected(out)
+    assert scalars(seen_by_an_open_one) == scalars_expected(out)
 
     assert main([*TRAIN, "--epochs", "1", "--overwrite"]) == 0
     assert event_files(out) == []
@@ -137,24 +105,6 @@ def test_event_files_of_other_programs_stay(tmp_path: Path) -> None:
         board.ended(None)
         assert other in event_files(tmp_path)
         assert len(event_files(tmp_path)) == 2
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="forks, and SIGKILL")
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
-def test_a_run_that_was_killed_anywhere_has_each_record_once(tmp_path: Path, seed: int) -> None:
-    """T8: killed three times, at lines of the training code and of the observers, and resumed."""
-    draw, out = random.Random(seed), Path("out")
-    arguments = [*TRAIN, "--epochs", "2", "--batch-size", "250"]
-    num_lines = run_killed([*arguments, "--output", "whole", "--tensorboard"], tmp_path)
-    for _ in range(3):
-        options = ["train", "--resume", "out"] if (out / "checkpoint.safetensors").exists() else arguments
-        kill_at = draw.randint(num_lines // 2, num_lines)
-        run_killed([*options, "--tensorboard"], tmp_path, kill_at=kill_at, save_each_step=draw.random() < 0.5)
-    run_killed(["train", "--resume", "out", "--tensorboard"], tmp_path)
-    assert scalars(read(out / "tensorboard")) == scalars_expected(out)
-    assert [step for step, _ in scalars_expected(out)["step/loss"]] == list(range(1, 13))
-    assert len(event_files(out)) == 1
-    assert (out / "model.safetensors").read_bytes() == Path("whole/model.safetensors").read_bytes()
 
 
 def test_a_missing_tensorboard_is_named_with_the_extra(monkeypatch, capsys):

@@ -12,16 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from unisono import __version__, keep_freed_memory
 from unisono.console import files
 from unisono.console.device_option import choose_devices
 from unisono.console.errors import DONE, OptionError, OutputClosedError
 from unisono.console.options import flag, folder
-from unisono.console.progress import Progress, Silent, for_stdout
+from unisono.console.progress import Silent, for_stdout
 from unisono.console.targets import TargetError, current_folder_first
-from unisono.training import checkpoint, data
+from unisono.training import checkpoint
 from unisono.training.observers import Observer, load
 from unisono.training.options import HOW, WHAT, WHERE, Options, with_device_defaults
 from unisono.training.ranks import ALONE, Ranks, launch
@@ -46,13 +44,12 @@ examples:
   unisono train --resume runs/demo --epochs 20
 
 files in the output folder:
-  metrics.jsonl       loss of each step, loss and accuracy of each epoch
-  curves.png          the same as a picture
-  model.safetensors   the weights
-  timeline.png        with --profile: what each replica did when, and where a step goes
-  timeline.json       the same for chrome://tracing and https://ui.perfetto.dev
-  tensorboard/        the same as metrics.jsonl, with --tensorboard
-  config.json         the options, and what they came to
+  metrics.jsonl            loss of each step, loss and accuracy of each epoch
+  curves.png               the same as a picture
+  model.safetensors        the weights
+  config.json              the options, and what they came to
+  timeline.png, .json      with --profile: what each replica did when, and where a step goes
+  tensorboard/             with --tensorboard: the same as metrics.jsonl
   checkpoint.safetensors   what --resume needs
 """
 
@@ -120,31 +117,26 @@ def run(given: dict[str, Any], ranks: Ranks = ALONE) -> int:
     # As nvidia-smi numbers them. It is read when CUDA is initialised, later than this.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
 
-    def usable_devices() -> list[torch.device]:  # what the options name is checked before anything is printed or loaded
-        data.expect_known(options.data)
-        return choose_devices(options.devices, among_several=ranks.world_size > 1)
-
-    devices, decided = ranks.together(usable_devices), list[str]()
+    devices = ranks.together(lambda: choose_devices(options.devices, among_several=ranks.world_size > 1))
+    decided = list[str]()
     if not resume:
         options, decided = with_device_defaults(options, given, devices, ranks, profile=profile)
-    shown: Progress = Silent()
+    if with_tensorboard:
+        decided.append(f"to see it: tensorboard --logdir {files.as_typed(run_folder.tensorboard)}")
+    shown = for_stdout() if ranks.is_first else Silent()
+    # Observers may import more while the run goes on.
+    imports = current_folder_first() if observed_by else contextlib.nullcontext()
     try:
-        with current_folder_first() if observed_by else contextlib.nullcontext():  # they may import more while it runs
+        with contextlib.closing(shown), imports:
             observers = ranks.together(lambda: _observers(observed_by, with_tensorboard) if ranks.is_first else {})
-            if ranks.is_first:
-                print(f"unisono {__version__}: {options}; results in {run_folder}", *decided, sep="\n", flush=True)
-                if with_tensorboard:
-                    print(f"to see it: tensorboard --logdir {files.as_typed(run_folder.tensorboard)}", flush=True)
-                shown = for_stdout()
+            for line in (f"unisono {__version__}: {options}; results in {run_folder}", *decided):
+                shown.say(line)
             from unisono.training.loop import train
 
             keep_freed_memory()
-            try:
-                ended = train(options, run_folder, shown, ranks, observers, resume=resume, profile=profile)
-            finally:
-                shown.close()
-        if ranks.is_first:
-            print(*ended.summary(), sep="\n", flush=True)
+            ended = train(options, run_folder, shown, ranks, observers, resume=resume, profile=profile)
+            for line in ended.summary():
+                shown.say(line)
     except OSError as error:
         left = f"nothing had been saved yet in {run_folder}"
         if run_folder.checkpoint.exists():

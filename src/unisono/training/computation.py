@@ -37,8 +37,6 @@ from unisono.training.transfers import rows_on
 
 MOMENTUM, WEIGHT_DECAY = 0.9, 5e-4
 
-IGNORED = -100  # the label of a row that does not count
-
 # The mode that captures what is compiled in CUDA graphs. "max-autotune" also tries many Triton kernels for each product
 # and convolution. That takes minutes, and cuDNN, which tries algorithms of its own (float32_products), is hard to beat
 # with convolutions in channels_last. `make gpu-check` measures both, to see whether this default is right.
@@ -87,12 +85,8 @@ class Computation:
         return loss
 
     def test_totals(self, images: Tensor, labels: Tensor, rows: Tensor) -> Tensor:
-        """Return the sum of the losses of some rows, and the number of correct answers.
-
-        So that every batch can have the same size, there is one more label than pictures, which is IGNORED: a row
-        beyond the last picture counts for nothing.
-        """
-        here = (self._rows_of(tensor, rows.clamp(max=len(tensor) - 1)) for tensor in (images, labels))
+        """Return the sum of the losses of some rows, and the number of correct answers."""
+        here = (self._rows_of(tensor, rows) for tensor in (images, labels))
         totals: Tensor = self._test_totals(self._model, *here, self._autocast)
         return totals.clone()
 
@@ -128,7 +122,7 @@ def _training_loss(model: nn.Module, images: Tensor, labels: Tensor, num_rows: i
 
 def _test_totals(model: nn.Module, images: Tensor, labels: Tensor, autocast: bool) -> Tensor:
     logits = _logits(model, images, autocast)
-    loss = F.cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORED)
+    loss = F.cross_entropy(logits, labels, reduction="sum")
     return torch.stack([loss, (logits.argmax(dim=1) == labels).sum().float()])
 
 

@@ -93,27 +93,27 @@ def load(source: str, progress: Progress | None = None) -> Dataset:
     Raises:
         CommandError: one line that says what is wrong with the data or the arguments.
     """
-    expect_known(source)
-    if source == "digits":
+    found = known(source)
+    if found == "digits":
         return _load_digits()
-    if source == "fashion-mnist":
-        return _load_folder(_downloaded(progress or Silent()), source)
-    folder = Path(source).expanduser()
-    return _load_folder(folder, folder.resolve().name or source)
+    if found == "fashion-mnist":
+        return _load_folder(_downloaded(progress or Silent()), found)
+    return _load_folder(Path(found), Path(found).name or source)
 
 
-def expect_known(source: str) -> None:
-    """Check that there is such a data set, and the package that loads it, or such a folder; nothing is loaded."""
+def known(source: str) -> str:
+    """Return the name of a data set, or a folder's path, which is then the same from everywhere; an argparse type.
+
+    Raises:
+        CommandError: there is neither, or the package that loads it is not installed.
+    """
     if source in _PACKAGES:
         expect_installed({"train": [_PACKAGES[source]]})
-    elif not os.path.isdir(os.path.expanduser(source)):
+        return source
+    folder = os.path.abspath(os.path.expanduser(source))
+    if not os.path.isdir(folder):
         raise DataError(f"--data {source} is no folder; expected digits, fashion-mnist, or a folder of IDX files")
-
-
-def absolute(source: str) -> str:
-    """Return a folder's path as one that is the same from everywhere, and the name of a data set as it is."""
-    folder = os.path.expanduser(source)
-    return os.path.abspath(folder) if source not in _PACKAGES and os.path.isdir(folder) else source
+    return folder
 
 
 def _load_digits() -> Dataset:

@@ -22,7 +22,6 @@ from types import MappingProxyType
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from unisono.console.device_option import describe
 from unisono.console.errors import Interrupted, OptionError
@@ -30,7 +29,7 @@ from unisono.console.progress import Progress, Silent
 from unisono.data_parallel import DataParallel
 from unisono.runtime import torch_private
 from unisono.runtime.precision import float32_products
-from unisono.training.computation import IGNORED, cannot_compile
+from unisono.training.computation import cannot_compile
 from unisono.training.metrics import EpochRecord
 from unisono.training.observers import Observer
 from unisono.training.options import Options
@@ -51,7 +50,7 @@ def train(
     resume: bool = False,
     profile: bool = False,
 ) -> Run:
-    """Train as the options say, and write the files that run_folder.py lists; return the run that has ended.
+    """Train as the options say, and write the files of a run (run_folder.py); return the run that has ended.
 
     Args:
         options: what to train, and how.
@@ -73,23 +72,17 @@ def train(
         float32_products(run.devices[0], rounded=options.precision != "fp32"),
         run.stop,
         run.observers,
+        _explained(run),
     ):
         try:
             for epoch in range(len(run.metrics.epochs), options.epochs):
-                with run.profiled():
+                with run.profiled() as run.profile:
                     _train_epoch(run, epoch)
                 _finish_epoch(run, epoch)
         except Interrupted:
-            run.record()
             run.save()
             progress.say(f"stopped after step {run.metrics.num_steps}; to go on: unisono train --resume {folder}")
             raise
-        except torch_private.compiler_errors() as error:
-            if run.stop.received is None:
-                raise cannot_compile(run.devices[0], error) from error
-            # A signal from the terminal also ends the processes of the compiler, in the middle of a step.
-            progress.say(f"stopped while compiling; what had been saved stays in {folder}")
-            raise Interrupted(run.stop.received) from error
     return run
 
 
@@ -110,7 +103,6 @@ def _train_epoch(run: Run, epoch: int) -> None:
         run.pending.append(PendingStep(step + 1, epoch + 1, rate, len(rows), loss, _replicas_in_words(run.model)))
         run.record(all_but=run.steps_ahead)
         if run.should_save:
-            run.record()
             run.save()
             run.start_clock()
     run.record()
@@ -128,7 +120,7 @@ def _take_step(run: Run, rows: Tensor, rate: float) -> Callable[[], float]:
     for number, micro_batch in enumerate(micro_batches, start=1):
         # Gradients are all-reduced once, with the last micro-batch.
         sync = contextlib.nullcontext() if number == len(micro_batches) else run.model.no_sync()
-        with _explained(run), sync:
+        with sync:
             loss = run.computation.training_loss(images, labels, run.ranks.shard_of(micro_batch), len(rows))
             loss.backward()  # type: ignore[no-untyped-call]
         batch_loss += loss.detach()
@@ -180,19 +172,17 @@ def _finish_epoch(run: Run, epoch: int) -> None:
 def evaluate(run: Run) -> tuple[float, float]:
     """Return the mean loss and the accuracy over all test rows, computed on all replicas of all processes."""
     images, labels = run.dataset.test_images, run.dataset.test_labels
-    # All batches have one size; rows beyond the last picture, of which there are few, have a label that does not count.
-    size = math.ceil(len(labels) / num_steps(len(labels), run.options.batch_size))
-    padded_labels = pad(labels, (0, 1), value=IGNORED)
+    order = torch.arange(len(labels), device=labels.device)
     totals = [torch.zeros(2, device=run.devices[0])]  # of each batch: sum of the losses, number of correct answers
     run.model.eval()
-    with torch.no_grad(), _explained(run):
-        for first in range(0, len(labels), size):
+    with torch.no_grad():
+        for batch in order.tensor_split(num_steps(len(labels), run.options.batch_size)):
             run.stop.check()
-            rows = run.ranks.shard_of(torch.arange(first, first + size, device=labels.device))
+            rows = run.ranks.shard_of(batch)
             if not len(rows):
                 continue
             run.computation.begin_step()
-            totals.append(run.computation.test_totals(images, padded_labels, rows))
+            totals.append(run.computation.test_totals(images, labels, rows))
     # Read once: each reading waits for the device. Added up in Python, whose numbers have 64 bits on every machine.
     total_loss, num_correct = run.ranks.sum(*map(math.fsum, zip(*torch.stack(totals).tolist(), strict=True)))
     return total_loss / len(labels), num_correct / len(labels)
@@ -200,10 +190,16 @@ def evaluate(run: Run) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def _explained(run: Run) -> Iterator[None]:
-    """Turn the errors of a batch that is too large or too small for the devices into ones that say what to do."""
+    """Turn errors of the compiler, and of a batch that does not suit the devices, into ones that say what to do."""
     options = run.options
     try:
         yield
+    except torch_private.compiler_errors() as error:
+        if run.stop.received is None:
+            raise cannot_compile(run.devices[0], error) from error
+        # A signal from the terminal also ends the processes of the compiler, in the middle of a step.
+        run.progress.say(f"stopped while compiling; what had been saved stays in {run.folder}")
+        raise Interrupted(run.stop.received) from error
     except torch.OutOfMemoryError as error:
         raise OptionError(
             f"out of memory with --batch-size {options.batch_size} on {describe(*run.devices_by_rank)}: "

@@ -16,7 +16,7 @@ from unisono.console.options import flag
 from unisono.runtime.devices import are_cpu
 from unisono.runtime.precision import has_fast_bfloat16
 from unisono.training.computation import expect_compiler
-from unisono.training.data import absolute
+from unisono.training.data import known
 from unisono.training.models import MODELS
 from unisono.training.ranks import Ranks
 
@@ -48,7 +48,7 @@ class Options:
         WHAT,
         "digits (in scikit-learn), fashion-mnist (downloaded once), or a folder of IDX files",
         metavar="NAME|DIR",
-        type=absolute,
+        type=known,
     )
     model: str = _option("resnet18", WHAT, "what is trained", choices=MODELS)
     devices: str = _option(

@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -64,7 +64,7 @@ class Run:
         stop: the signal that asks the run to stop.
         pending: the steps that have been queued and not recorded, in order.
         should_save: whether the last checkpoint is some minutes old.
-        profile: of the last epoch whose steps were profiled.
+        profile: of the last epoch's steps, if that is wanted.
     """
 
     def __init__(
@@ -191,13 +191,10 @@ class Run:
             record = StepRecord(step.number, step.epoch, mean_loss, step.learning_rate, step.rows, seconds)
             self.metrics.add(record)
             self.observers.tell("step", record)
-            self._show(record, step.replicas)
-
-    def _show(self, record: StepRecord, replicas: str) -> None:
-        steps = self.steps_per_epoch
-        step = (record.step - 1) % steps + 1
-        text = f"step {step}/{steps}: loss {record.loss:.4f}, {record.rows_per_second:,.0f} rows/s"
-        self.progress.update(f"epoch {record.epoch}/{self.options.epochs}", step, steps, text, replicas)
+            steps = self.steps_per_epoch
+            in_epoch = (step.number - 1) % steps + 1
+            text = f"step {in_epoch}/{steps}: loss {mean_loss:.4f}, {record.rows_per_second:,.0f} rows/s"
+            self.progress.update(f"epoch {step.epoch}/{self.options.epochs}", in_epoch, steps, text, step.replicas)
 
     def diverged(self, what: str, rate: float) -> DivergedError:
         """Return the error of a loss that is infinite or not a number, with what to do about it."""
@@ -209,7 +206,8 @@ class Run:
     # ---- files, which the first process writes ---------------------------------------------------
 
     def save(self) -> None:
-        """Save checkpoint and weights, as they are after the last step recorded."""
+        """Save checkpoint and weights, once all steps have been recorded."""
+        self.record()
         if self.ranks.is_first:
             weights = self.live.state_dict()
             saved = Checkpoint(self._config, bytes(self.metrics.lines), weights, self.computation.momenta)
@@ -224,14 +222,9 @@ class Run:
             title = f"{self.options.model} on {self.dataset.name}, {describe(*self.devices_by_rank)}"
             curves.draw(self.folder.curves, self.metrics.epochs, title=title, last_epoch=self.options.epochs)
 
-    @contextlib.contextmanager
-    def profiled(self) -> Iterator[None]:
-        """Profile the steps of the block, an epoch's, if the options ask for it."""
-        if not self._is_profiled:
-            yield
-            return
-        with self.model.profile() as self.profile:
-            yield
+    def profiled(self) -> contextlib.AbstractContextManager[Profile | None]:
+        """Return what profiles the steps of a block, an epoch's, if that is wanted."""
+        return self.model.profile() if self._is_profiled else contextlib.nullcontext()
 
     def write_profile(self) -> None:
         """Write what the profiled steps show, if there are any: none are known of a step that is compiled whole."""

@@ -1,20 +1,12 @@
-"""The output folder of a run: which files it has, and which process may write into it.
-
-    checkpoint.safetensors   the run itself: all that resuming needs, and the only file that is read
-    config.json              the options, and what they came to
-    metrics.jsonl            a line for each step and for each epoch
-    curves.png               loss and accuracy by epoch
-    timeline.json, .png      with --profile: what each replica did when, in the steps of the last epoch
-    model.safetensors        the weights of the checkpoint
-    tensorboard/             event files, with --tensorboard
-    .lock                    names the process that writes here, or the last one that did
+"""The output folder of a run: its files, which `unisono train --help` lists, and which process may write into it.
 
 metrics.jsonl and event files are appended to; every other file is replaced whole, so that under its name there is
 always a complete file, even after a power cut. The checkpoint is written first, before the first step too: where it is,
-a run has begun and can be resumed. The other files follow from it, and a resumed run writes them again.
+a run has begun and can be resumed. It is the only file that is read. A resumed run writes the other ones again.
 
 One process at a time writes into a folder; of several that train together it is rank 0. It holds a lock (flock) on
-`.lock`, which the system releases however the process ends. Windows, and file systems without locks, do without.
+`.lock`, which names it, and which the system releases however the process ends. Windows, and file systems without
+locks, do without.
 """
 
 import os
