@@ -36,7 +36,7 @@ def workers() -> Iterator[KeptWorkers]:
 def test_an_action_alone(
     workers: KeptWorkers, monkeypatch: pytest.MonkeyPatch, action: str, blocks: tuple[str, ...], engine: str
 ) -> None:
-    """N1, N3, N7, N8, N9, R4, R8, R9, R13, R14, A14: and the training goes on."""
+    """N1, N3, N7, N8, N9, R4, R8, R9, R13, R14, A14: and afterwards the training goes on."""
     monkeypatch.setattr(compare, "TOLERANCE", 1e-12)
     steps = (*(Step(action, rows, seed) for seed, rows in enumerate(SIZES)), Step("train", rows=6))
     program = Program(blocks, steps, engine, num_replicas=3, optimizer="Adam", input_gradients=True)
