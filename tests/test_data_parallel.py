@@ -608,11 +608,6 @@ def test_an_option_of_the_engine_is_assigned_there():
     model.engine.timeout = 5
     with pytest.raises(AttributeError, match=r"with an engine made with on_worker_loss="):
         model.on_worker_loss = "retry"
-    made = inspect.signature(Threads).parameters.keys() | inspect.signature(Processes).parameters.keys()
-    assert made <= DataParallel._option_names
-    model = DataParallel(Calls(lambda self, x: x, timeout=3), ["cpu"] * 2)
-    model.timeout = 5  # where the module has such an attribute, it is meant
-    assert model.module.timeout == 5
 
 
 def test_its_text_names_devices_and_engine():
@@ -623,8 +618,9 @@ def test_its_text_names_devices_and_engine():
 
 
 def test_every_option_is_checked_when_it_is_assigned():
-    """A13: one that is added later must not be accepted in silence."""
-    assert inspect.signature(DataParallel).parameters.keys() <= {"module", *DataParallel._option_names}
+    """A13: one that is added later, to the wrapper or to an engine, must not be accepted in silence."""
+    for made in (DataParallel, Threads, Processes):
+        assert inspect.signature(made).parameters.keys() <= {"module", *DataParallel._option_names}
 
 
 def test_the_module_of_several_processes_cannot_be_replaced(monkeypatch):
@@ -636,11 +632,12 @@ def test_the_module_of_several_processes_cannot_be_replaced(monkeypatch):
 
 
 def test_an_attribute_of_the_modules_may_have_the_name_of_an_option():
-    """A7: `loss` is an option that the wrapper does not have as an attribute."""
-    model = DataParallel(Calls(lambda self, x: self.loss(x), loss=nn.ReLU()), ["cpu"] * 2)
-    model.loss = nn.Tanh()
+    """A7: `loss` is an option that the wrapper does not have as an attribute, and `timeout` is the engine's."""
+    model = DataParallel(Calls(lambda self, x: self.loss(x), loss=nn.ReLU(), timeout=3), ["cpu"] * 2)
+    model.loss, model.timeout = nn.Tanh(), 5
     x = numbered(5, 3)
     assert torch.equal(model(x), x.tanh())
+    assert model.module.timeout == 5
 
 
 def test_the_output_device_may_change_between_steps(sim):

@@ -177,7 +177,7 @@ def test_all_frames_are_there_if_asked_for(wrap: Wrap, monkeypatch: pytest.Monke
     monkeypatch.setenv("UNISONO_TRACEBACK", "full")
     frames = frames_of(raised(wrap(MisfitLater(), 2), torch.arange(8.0)))
     assert len([file for file, _, _ in frames if file.startswith(_OURS)]) > 5
-    assert frames[-1][2] == "forward"
+    assert (__file__, "forward") in [(file, name) for file, _, name in frames]
 
 
 @on_threads

@@ -9,7 +9,6 @@ A last test runs every script with a wrapper that loses the gradient of one row,
 what users do is in tests/fuzz/actions.py, which tests/fuzz/test_actions.py does too.
 """
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -70,8 +69,8 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) ->
     return output.detach()
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Results:
-    optimizer = optimizer or sgd(model)
+def train(model: nn.Module) -> Results:
+    optimizer = sgd(model)
     for x in batches():
         output = step(model, optimizer, x)
     return results(model, output=output)
@@ -271,24 +270,6 @@ def grad_scaler_and_a_fused_optimizer(wrap: Wrap) -> Results:
 
 
 # ---- how a step is taken -------------------------------------------------------------------------
-
-
-def with_optimizer(make: Callable[..., torch.optim.Optimizer]) -> Script:
-    def run(wrap: Wrap) -> Results:
-        model = wrap(mlp())
-        optimizer = make(model.parameters())
-        trained = train(model, optimizer)
-        moments = [value for state in optimizer.state.values() for value in state.values()]
-        return trained | {f"moment {i}": value for i, value in enumerate(moments) if isinstance(value, torch.Tensor)}
-
-    return run
-
-
-OPTIMIZERS = {
-    "adam_foreach": functools.partial(torch.optim.Adam, lr=1e-2, amsgrad=True, foreach=True),
-    "adamw_fused": functools.partial(torch.optim.AdamW, lr=1e-2, fused=True),
-}
-SCRIPTS |= {name: with_optimizer(make) for name, make in OPTIMIZERS.items()}
 
 
 @script

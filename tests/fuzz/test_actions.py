@@ -18,7 +18,7 @@ from helpers.kept_workers import KeptWorkers
 LIMIT_S = 60.0
 SIZES = (7, 8, 9, 5, 1)  # shares are uneven, and the last batch leaves replicas idle
 HOOKED: tuple[str, ...] = ("linear/plain", "hooked/forward", "hooked/backward")
-TRAITS = Program(HOOKED, num_replicas=3).traits
+TRAITS = Program(HOOKED, input_gradients=True).traits
 CASES = [(name, HOOKED) for name, action in ACTIONS.items() if action.weight >= 0.3 and action.suits(TRAITS)]
 CASES += [("train", ("complex/product",))]
 OTHER_ENGINES = [pytest.param(name, marks=pytest.mark.slow) for name in ("separate memory", "processes", "gloo")]
@@ -36,9 +36,10 @@ def workers() -> Iterator[KeptWorkers]:
 def test_an_action_alone(
     workers: KeptWorkers, monkeypatch: pytest.MonkeyPatch, action: str, blocks: tuple[str, ...], engine: str
 ) -> None:
-    """N1, N3, N7, N8, N9, R4, R8, R9, R13, R14, A14"""
+    """N1, N3, N7, N8, N9, R4, R8, R9, R13, R14, A14: and afterwards the training goes on."""
     monkeypatch.setattr(compare, "TOLERANCE", 1e-12)
-    steps = tuple(Step(action, rows, seed) for seed, rows in enumerate(SIZES))
-    outcome = compare.run(Program(blocks, steps, engine, num_replicas=3), engine_maker(engine, workers), LIMIT_S)
+    steps = (*(Step(action, rows, seed) for seed, rows in enumerate(SIZES)), Step("train", rows=6))
+    program = Program(blocks, steps, engine, num_replicas=3, optimizer="Adam", input_gradients=True)
+    outcome = compare.run(program, engine_maker(engine, workers), LIMIT_S)
     workers.take_back()
-    assert outcome == Outcome(None, len(SIZES)), outcome.difference
+    assert outcome == Outcome(None, len(steps)), outcome.difference
