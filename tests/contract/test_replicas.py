@@ -154,8 +154,9 @@ def test_a_reassigned_buffer_with_a_history(wrap: Wrap) -> None:
     assert_alike(wrap, Calls(forward, state=nn.Buffer(torch.ones(2)), **layers), steps, 3)
 
 
-def test_hooks_run_once_a_replica_and_parameter_hooks_once(wrap: Wrap, engine: str) -> None:
-    """R9: parameter hooks see the summed gradient, and may change it. What hooks in a worker process do stays there."""
+def test_hooks_run_once_a_replica_and_those_of_parameters_and_the_wrapper_once(wrap: Wrap, engine: str) -> None:
+    """R9: parameter hooks see the summed gradient, and may change it. Hooks of the wrapper see the whole batch. What
+    hooks in a worker process do stays there."""
     plain, model = twins(wrap, mlp(), 3)
     x = torch.randn(8, 5)
     loss_of(plain(x)).backward()
@@ -167,7 +168,11 @@ def test_hooks_run_once_a_replica_and_parameter_hooks_once(wrap: Wrap, engine: s
     layer.register_full_backward_hook(lambda module, into, out: events.append(f"backward {len(out[0])}"))
     layer.weight.register_hook(lambda grad: grads.append(grad.clone()) or grad * 2)
     layer.weight.register_post_accumulate_grad_hook(lambda parameter: events.append("accumulated"))
+    whole: list[int] = []
+    model.register_forward_hook(lambda module, args, output: whole.append(len(output)))
+    model.register_full_backward_hook(lambda module, into, out: whole.append(len(out[0])))
     loss_of(model(fresh(x))).backward()
+    assert whole == [8, 8]
     shards = [3, 3, 2][: num_here(engine, 3)]
     once_a_replica = [f"{what} {n}" for what in ("pre", "post", "backward") for n in shards]
     assert sorted(events) == sorted([*once_a_replica, "accumulated"])
@@ -201,16 +206,6 @@ def test_tensor_hooks_of_a_parameter_that_no_replica_used(wrap: Wrap) -> None:
             assert (root.first.weight.grad is not None) == used
         calls.append((seen, together))
     assert calls[1] == calls[0] == ([True], [[False, True], [True, True], [False, True]])
-
-
-def test_hooks_of_the_wrapper_run_once(wrap: Wrap) -> None:
-    """R9: a hook on the wrapper sees the whole batch."""
-    model = wrap(mlp())
-    seen: list[int] = []
-    model.register_forward_hook(lambda module, args, output: seen.append(len(output)))
-    model.register_full_backward_hook(lambda module, into, out: seen.append(len(out[0])))
-    loss_of(model(fresh(torch.randn(7, 5)))).backward()
-    assert seen == [7, 7]
 
 
 def test_another_method_is_called_in_parallel(wrap: Wrap, engine: str) -> None:

@@ -6,6 +6,7 @@ The models are tiny and have random parameters: nothing is downloaded.
 import copy
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -117,11 +118,17 @@ def test_an_empty_cache_as_an_input_is_each_replicas_own(wrap: Wrap, with_config
 
 
 @on_engines(["threads", "processes"])
-def test_generate_on_every_device(wrap: Wrap) -> None:
-    """R12: without sampling the tokens are the plain module's."""
-    model, x = gpt2().eval(), tokens()
-    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(x)}
-    assert torch.equal(wrap(model, 2).call("generate", x, **options), model.generate(x, **options))
+@pytest.mark.parametrize("sampled", [False, True])
+def test_generate_on_every_device(wrap: Wrap, sampled: bool) -> None:
+    """R12, N12: the plain module's tokens; each replica samples for the whole batch, from all probabilities."""
+    plain, x = gpt2().eval(), tokens()
+    options = {"do_sample": sampled, "min_new_tokens": 6, "max_new_tokens": 6, "pad_token_id": 0}
+    model = wrap(plain, 2, out_dims=unisono.pad(1, value=0), **({"randomness": "one_device"} if sampled else {}))
+    results = []
+    for generate in (plain.generate, partial(model.call, "generate")):
+        torch.manual_seed(1)
+        results.append([generate(x, attention_mask=torch.ones_like(x), **options), torch.get_rng_state()])
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
 
 
 @on_threads
@@ -166,16 +173,3 @@ def test_dropout_is_that_of_one_device(wrap: Wrap, make: Callable[[], nn.Module]
         return [output.logits, torch.get_rng_state()]
 
     assert_alike(wrap, plain, step, 2, 1e-10, scalars={"loss": "mean"}, randomness="one_device")
-
-
-@on_engines(["threads", "processes"])
-def test_sampled_sequences_are_those_of_one_device(wrap: Wrap) -> None:
-    """N12: each replica samples for the whole batch, from the probabilities of all replicas."""
-    plain, x = gpt2().eval(), tokens()
-    options = {"do_sample": True, "min_new_tokens": 6, "max_new_tokens": 6, "pad_token_id": 0}
-    model = wrap(plain, 2, out_dims=unisono.pad(1, value=0), randomness="one_device")
-    results = []
-    for generate in (plain.generate, lambda *args, **kwargs: model.call("generate", *args, **kwargs)):
-        torch.manual_seed(1)
-        results.append([generate(x, attention_mask=torch.ones_like(x), **options), torch.get_rng_state()])
-    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
