@@ -17,6 +17,7 @@ from helpers.batch_norms import (
     ResidualBlock,
     assert_gradients_and_buffers_near,
     assert_near,
+    changed_by_a_step,
     compare_with_plain,
     refused,
 )
@@ -36,7 +37,6 @@ from helpers.contract import (
 from helpers.losses import fresh, loss_of
 from helpers.modules import Calls
 from helpers.rounding import assert_as_accurate
-from unisono import DataParallel
 
 # What replicas exchange differs in these: the number and the order of the exchanges, and backwards within backwards.
 EXCHANGES = [
@@ -74,17 +74,6 @@ def test_synchronised_batch_norm_with_shares(wrap: Wrap, shares: Any) -> None:
     plain, model = twins(wrap, ResidualBlock(), 3, shares=shares, sync_batch_norm=True)
     for rows in (7, 2, 5, 1):
         compare_with_plain(model, plain, torch.randn(rows, 2, 4, 4))
-
-
-def changed_by_a_step(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Run forward and backward; return the output, all gradients and the buffers, by name."""
-    x = fresh(x)
-    output = in_time(lambda: model(x))
-    in_time(lambda: loss_of(output).backward())
-    module = model.module if isinstance(model, DataParallel) else model
-    gradients = {f"gradient of {name}": parameter.grad for name, parameter in module.named_parameters()}
-    found = {"output": output, "gradient of x": x.grad, **gradients, **dict(module.named_buffers())}
-    return {name: tensor.detach().clone() for name, tensor in found.items()}
 
 
 @over_engines("num_replicas", [(2,), (3,), (8,)], processes=[(3,)], gloo=[(3,)])
