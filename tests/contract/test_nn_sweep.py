@@ -106,10 +106,6 @@ def same(kinds: Sequence[type[nn.Module]], *args: Any, **kwargs: Any) -> list[Re
     return [recipe(kind, *args, **kwargs) for kind in kinds]
 
 
-def first(layer: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
-    return layer(*inputs)[0]
-
-
 def line(channels: int, size: int = 6) -> list[Batch]:
     return [real(channels, size)]
 

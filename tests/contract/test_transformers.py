@@ -81,34 +81,27 @@ def test_caches_of_keys_and_values_are_joined(wrap: Wrap, name: str) -> None:
 
 
 @on_engines(["threads", "processes"])
-@pytest.mark.parametrize("name", ["gpt2", "sliding window"])
-def test_a_cache_as_an_input_is_split_by_rows(wrap: Wrap, name: str) -> None:
-    """S14: each replica continues its own rows; the caller's cache stays as it was, and the grown one is returned."""
+@pytest.mark.parametrize(
+    ("name", "kind"), [("gpt2", "filled"), ("sliding window", "filled"), ("gpt2", "empty"), ("gpt2", "with a config")]
+)
+def test_a_cache_as_an_input_is_split_by_rows(wrap: Wrap, name: str, kind: str) -> None:
+    """S14: each replica continues its own rows; the caller's cache stays as it was, and the grown one is returned.
+    Replicas that wrote into one empty cache would see each other's rows."""
     model, x, y = MODELS[name]().eval(), tokens(), tokens()[:, :2]
     wrapped = wrap(model, 2)
     with torch.no_grad():
-        before = wrapped(x).past_key_values
-        kept = [tensor.clone() for tensor in tensors_of(before)]
+        before = transformers.DynamicCache(config=model.config if kind == "with a config" else None)
+        if kind == "filled":
+            before = wrapped(x).past_key_values
+        length, kept = before.get_seq_length(), [tensor.clone() for tensor in tensors_of(before)]
+        assert length == (LENGTH if kind == "filled" else 0)
         actual = wrapped(y, past_key_values=before)
         torch.testing.assert_close(tensors_of(before), kept, rtol=0, atol=0)
-        assert before.get_seq_length() == LENGTH
+        assert before.get_seq_length() == length
         expected = model(y, past_key_values=copy.deepcopy(before))
     torch.testing.assert_close(actual.logits, expected.logits)
     torch.testing.assert_close(tensors_of(actual.past_key_values), tensors_of(expected.past_key_values))
-    assert actual.past_key_values.get_seq_length() == LENGTH + 2
-
-
-@on_engines(["threads", "processes"])
-@pytest.mark.parametrize("with_config", [False, True])
-def test_an_empty_cache_as_an_input_is_each_replicas_own(wrap: Wrap, with_config: bool) -> None:
-    """S14: replicas that wrote into one object would see each other's rows."""
-    model, x = MODELS["gpt2"]().eval(), tokens()
-    cache = transformers.DynamicCache(config=model.config if with_config else None)
-    with torch.no_grad():
-        actual, expected = wrap(model, 2)(x, past_key_values=cache), model(x)
-    torch.testing.assert_close(actual.logits, expected.logits)
-    torch.testing.assert_close(tensors_of(actual.past_key_values), tensors_of(expected.past_key_values))
-    assert cache.get_seq_length() == 0
+    assert actual.past_key_values.get_seq_length() == length + 2
 
 
 @on_engines(["threads", "processes"])
