@@ -106,14 +106,10 @@ WAYS: dict[str, Callable[[nn.Module, Any], nn.Module]] = {
 
 def uncompiled(module: nn.Module) -> nn.Module:
     """Return a copy with the same parameters that has nothing compiled in it."""
-
-    def plain(module: nn.Module) -> nn.Module:
-        module = getattr(module, "_orig_mod", module)
-        if isinstance(module, Net):
-            return with_state_of(module, Net())
-        return nn.Sequential(*map(plain, module)) if isinstance(module, nn.Sequential) else copy.deepcopy(module)
-
-    return plain(module)
+    module = getattr(module, "_orig_mod", module)
+    if isinstance(module, Net):
+        return with_state_of(module, Net())
+    return nn.Sequential(*map(uncompiled, module)) if isinstance(module, nn.Sequential) else copy.deepcopy(module)
 
 
 @pytest.mark.parametrize("way", WAYS)
