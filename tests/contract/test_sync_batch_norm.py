@@ -114,7 +114,8 @@ def test_synchronised_batch_norm_in_half_precision(wrap: Wrap, parameters: torch
 
 
 def test_one_value_a_channel(wrap: Wrap) -> None:
-    """N5, N11: raises what the plain module raises where the whole batch has one; a replica may."""
+    """N5, N11, F1: raises what the plain module raises where the whole batch has one; a replica may. If batch norm is
+    each replica's own, it may not, and a note says what to do about it."""
     plain, model = twins(wrap, nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)), 3, sync_batch_norm=True)
     compare_with_plain(model, plain, torch.randn(3, 5))
     before = copy.deepcopy(model.module.state_dict())
@@ -124,6 +125,9 @@ def test_one_value_a_channel(wrap: Wrap) -> None:
         model(torch.randn(1, 5))
     assert str(caught.value) == str(expected.value)
     assert_unchanged(model.module, before)
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel") as caught:
+        wrap(plain)(torch.randn(3, 5))
+    assert any("sync_batch_norm=True" in note for note in caught.value.__notes__)
 
 
 @pytest.mark.parametrize("in_eval", [False, True])
@@ -140,14 +144,6 @@ def test_a_forward_of_one_row_before_one_of_all_replicas(wrap: Wrap, in_eval: bo
         outputs.append(module(many))
         loss_of(outputs).backward()
     assert_gradients_and_buffers_near(model.module, plain)
-
-
-def test_one_row_for_a_replica_with_batch_norm_of_its_own(wrap: Wrap) -> None:
-    """N5, F1: torch's error says what is wrong; a note says what to do about it here."""
-    model = wrap(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)))
-    with pytest.raises(ValueError, match="Expected more than 1 value per channel") as caught:
-        model(torch.randn(3, 5))
-    assert any("sync_batch_norm=True" in note for note in caught.value.__notes__)
 
 
 def test_one_value_a_channel_where_rows_are_selected(wrap: Wrap) -> None:
