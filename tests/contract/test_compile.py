@@ -7,6 +7,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -58,25 +59,19 @@ class Net(nn.Module):
         return self.last(x) * (self.scale if self.training else -self.scale)
 
 
-def decorated(net: nn.Module, backend: Any) -> nn.Module:
-    class Decorated(Net):
-        forward = torch.compile(Net.forward, backend=backend)
+class CompiledMethod(Net):
+    """Calls a compiled method that it keeps in an attribute."""
 
-    return with_state_of(net, Decorated())
+    def __init__(self, backend: Any) -> None:
+        super().__init__()
+        self.fast = torch.compile(super().forward, backend=backend)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fast(x)
 
 
-def compiled_method(net: nn.Module, backend: Any) -> nn.Module:
-    class CompiledMethod(Net):
-        """Calls a compiled method that it keeps in an attribute."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.fast = torch.compile(super().forward, backend=backend)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.fast(x)
-
-    return with_state_of(net, CompiledMethod())
+def with_forward(forward: Callable[..., torch.Tensor]) -> nn.Module:
+    return type("WithForward", (Net,), {"forward": forward})()
 
 
 def batches(rows: list[int]) -> list[torch.Tensor]:
@@ -99,8 +94,8 @@ WAYS: dict[str, Callable[[nn.Module, Any], nn.Module]] = {
     "module.compile": in_place,
     "module.compile of a child": lambda net, backend: nn.Sequential(in_place(net, backend), nn.Tanh()),
     "both": lambda net, backend: torch.compile(nn.Sequential(in_place(net, backend), nn.Tanh()), backend=backend),
-    "a method": compiled_method,
-    "decorated": decorated,
+    "a method": lambda net, backend: with_state_of(net, CompiledMethod(backend)),
+    "decorated": lambda net, backend: with_state_of(net, with_forward(torch.compile(Net.forward, backend=backend))),
     "dynamic": lambda net, backend: torch.compile(net, backend=backend, dynamic=True),
     "fullgraph": lambda net, backend: torch.compile(net, backend=backend, fullgraph=True),
     "a layer of torch's": lambda net, backend: nn.Sequential(
@@ -111,14 +106,10 @@ WAYS: dict[str, Callable[[nn.Module, Any], nn.Module]] = {
 
 def uncompiled(module: nn.Module) -> nn.Module:
     """Return a copy with the same parameters that has nothing compiled in it."""
-
-    def plain(module: nn.Module) -> nn.Module:
-        module = getattr(module, "_orig_mod", module)
-        if isinstance(module, Net):
-            return with_state_of(module, Net())
-        return nn.Sequential(*map(plain, module)) if isinstance(module, nn.Sequential) else copy.deepcopy(module)
-
-    return plain(module)
+    module = getattr(module, "_orig_mod", module)
+    if isinstance(module, Net):
+        return with_state_of(module, Net())
+    return nn.Sequential(*map(uncompiled, module)) if isinstance(module, nn.Sequential) else copy.deepcopy(module)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -170,28 +161,24 @@ def test_many_compilations_under_load(wrap: Wrap) -> None:
 
     def compile_others() -> None:
         while not stop.is_set():
-            torch.compile(fresh_class()(), backend="aot_eager")(torch.randn(3, 5)).sum().backward()
+            torch.compile(never_seen(), backend="aot_eager")(torch.randn(3, 5)).sum().backward()
 
-    other = threading.Thread(target=compile_others)
     sys.setswitchinterval(1e-5)
-    try:
-        other.start()
-        net = fresh_class()()
-        train_both(copy.deepcopy(net), wrap(torch.compile(net, backend="aot_eager"), 3), batches([6, 7]))
-    finally:
-        sys.setswitchinterval(before)
-        stop.set()
-        other.join(60)
+    with ThreadPoolExecutor(1) as other:
+        other.submit(compile_others)
+        try:
+            net = never_seen()
+            train_both(copy.deepcopy(net), wrap(torch.compile(net, backend="aot_eager"), 3), batches([6, 7]))
+        finally:
+            sys.setswitchinterval(before)
+            stop.set()
 
 
-def fresh_class() -> type[nn.Module]:
-    """Return a class like Net whose forward no compiler has seen."""
-    namespace: dict[str, Any] = {"Net": Net, "torch": torch}
-    source = (
-        "class Fresh(Net):\n    def forward(self, x):\n        return self.last(torch.tanh(self.norm(self.first(x))))"
-    )
-    exec(source, namespace)
-    return namespace["Fresh"]
+def never_seen() -> nn.Module:
+    """Return a module like Net whose forward no compiler has seen."""
+    namespace: dict[str, Any] = {"torch": torch}
+    exec("def forward(self, x): return self.last(torch.tanh(self.norm(self.first(x))))", namespace)
+    return with_forward(namespace["forward"])
 
 
 def test_a_replica_that_fails_lets_the_others_compile(wrap: Wrap) -> None:
@@ -233,7 +220,7 @@ def test_changes_between_steps_are_seen(wrap: Wrap) -> None:
         train_both(plain, wrapped, batches([6]))
 
 
-def test_nothing_keeps_replicas_alive(wrap: Wrap) -> None:
+def test_nothing_keeps_replicas_alive(wrap: Wrap, collector_off: None) -> None:
     """N10: neither the compiler nor a reference cycle."""
     alive: list[weakref.ref[nn.Module]] = []
 
@@ -252,13 +239,9 @@ def test_nothing_keeps_replicas_alive(wrap: Wrap) -> None:
             wrapped(torch.randn(6, 5)).sum().backward()
         gc.collect()
         alive.clear()
-        gc.disable()
-        try:
-            wrapped(torch.randn(6, 5)).sum().backward()
-            assert len(alive) == 2
-            assert not any(reference() for reference in alive)
-        finally:
-            gc.enable()
+        wrapped(torch.randn(6, 5)).sum().backward()
+        assert len(alive) == 2
+        assert not any(reference() for reference in alive)
 
 
 def test_the_verbs() -> None:

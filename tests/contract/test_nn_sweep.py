@@ -106,10 +106,6 @@ def same(kinds: Sequence[type[nn.Module]], *args: Any, **kwargs: Any) -> list[Re
     return [recipe(kind, *args, **kwargs) for kind in kinds]
 
 
-def first(layer: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
-    return layer(*inputs)[0]
-
-
 def line(channels: int, size: int = 6) -> list[Batch]:
     return [real(channels, size)]
 
@@ -284,9 +280,7 @@ RECIPES = [
         how=lambda layer, x, weights: layer(x, per_sample_weights=weights),
     ),
     # recurrent layers
-    *recurrent(nn.RNN),
-    *recurrent(nn.GRU),
-    *recurrent(nn.LSTM),
+    *(each for kind in (nn.RNN, nn.GRU, nn.LSTM) for each in recurrent(kind)),
     *recurrent(nn.LSTM, proj_size=2),
     *same([nn.RNNCell, nn.GRUCell], 3, 4, on=[real(3), real(4)]),
     recipe(nn.LSTMCell, 3, 4, on=[real(3)]),

@@ -255,22 +255,23 @@ def seeds_by_rows(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
-# Name -> the function, the row that is negative, the error and its message.
-WRONG: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int | None, type[Exception], str]] = {
-    "a failure of the first": (fails_on_negative_rows, 0, FailureError, "after the draw"),
-    "a failure of the last": (fails_on_negative_rows, 7, FailureError, "after the draw"),
-    "ways": (draws_by_rows, None, RuntimeError, "replica 0 called rand.*, replicas 1 and 2 called randn"),
-    "axes": (lambda x: torch.rand(len(x), len(x)), None, RuntimeError, "rand cannot be drawn"),
-    "seeds": (seeds_by_rows, None, RuntimeError, "have ended at different random states"),
+# Name -> the function, the row that is negative, the error, its message, and options.
+WRONG: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int | None, type[Exception], str, dict[str, Any]]] = {
+    "a failure of the first": (fails_on_negative_rows, 0, FailureError, "after the draw", ONE_DEVICE),
+    "a failure of the last": (fails_on_negative_rows, 7, FailureError, "after the draw", ONE_DEVICE),
+    "a failure, with streams": (fails_on_negative_rows, 7, FailureError, "after the draw", {}),
+    "ways": (draws_by_rows, None, RuntimeError, "replica 0 called rand.*, replicas 1 and 2 called randn", ONE_DEVICE),
+    "axes": (lambda x: torch.rand(len(x), len(x)), None, RuntimeError, "rand cannot be drawn", ONE_DEVICE),
+    "seeds": (seeds_by_rows, None, RuntimeError, "have ended at different random states", ONE_DEVICE),
 }
 
 
 @over_engines("name", [(name,) for name in WRONG], processes=[(name,) for name in WRONG], gloo=[])
 def test_what_goes_wrong_leaves_the_random_state(wrap: Wrap, name: str) -> None:
-    """N12, F1: a replica that fails, for which none waits; draws, or states in the end, that differ between replicas.
-    The error names the operations, and the next call works."""
-    function, negative, error, message = WRONG[name]
-    model = wrap(nn.Sequential(Fn(function), nn.Dropout(0.1)), 3, **ONE_DEVICE)
+    """N12, N6, N11, F1: a replica that fails, for which none waits, also where each has a stream of its own; draws, or
+    states in the end, that differ between replicas. The error names the operations, and the next call works."""
+    function, negative, error, message, options = WRONG[name]
+    model = wrap(nn.Sequential(Fn(function), nn.Dropout(0.1)), 3, **options)
     x = torch.arange(8.0).view(8, 1).expand(8, 20).clone()
     if negative is not None:
         x[negative] = -1
@@ -279,7 +280,7 @@ def test_what_goes_wrong_leaves_the_random_state(wrap: Wrap, name: str) -> None:
         in_time(lambda: model(x))
     assert torch.equal(torch.get_rng_state(), before)
     model.module[0] = nn.Dropout()
-    assert_all_same(run_steps(model, x), run_steps(model.module, x))
+    assert_all_same(run_steps(model, x), run_steps(model.module if options else model, x))
 
 
 # ---- several models at once -----------------------------------------------------------------------
@@ -297,15 +298,10 @@ class RunsWhenSent:
         return RunsWhenSent, ()
 
 
-class WithUnusedInput(nn.Dropout):
-    def forward(self, x: torch.Tensor, unused: object = None) -> torch.Tensor:
-        return super().forward(x)
-
-
 @on_engines(["threads", "processes"])
 def test_another_model_in_another_thread(wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
     """N12: it moves torch's random state meanwhile; each draws from the state at its own beginning."""
-    model, x = wrap(WithUnusedInput(), 2, **ONE_DEVICE), torch.ones(8, 20)
+    model, x = wrap(Fn(lambda x, unused=None: F.dropout(x)), 2, **ONE_DEVICE), torch.ones(8, 20)
     torch.manual_seed(1)
     expected = model.module(x)
     monkeypatch.setattr(RunsWhenSent, "other", staticmethod(wrap(nn.Dropout(), 2, **ONE_DEVICE)))

@@ -37,20 +37,9 @@ class Sample(NamedTuple):
     label: Any = None
 
 
-@dataclasses.dataclass
-class Record:
-    x: Any
-    note: Any = "no note"
-
-
-@dataclasses.dataclass(frozen=True)
-class Frozen:
-    x: Any
-
-
-@dataclasses.dataclass(slots=True)
-class Slotted:
-    x: Any
+Record = dataclasses.make_dataclass("Record", ["x", ("note", Any, "no note")])
+Frozen = dataclasses.make_dataclass("Frozen", ["x"], frozen=True)
+Slotted = dataclasses.make_dataclass("Slotted", ["x"], slots=True)
 
 
 # ---- what is drawn -------------------------------------------------------------------------------

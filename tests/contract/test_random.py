@@ -3,6 +3,7 @@
 import copy
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,10 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from helpers.comparisons import assert_all_same, assert_same, assert_same_gradients, twins
+from helpers.comparisons import assert_alike, assert_all_same, assert_same, assert_same_gradients
 from helpers.contract import Wrap, in_processes, in_turn, on_the_cpu, over_engines
-from helpers.failing import FailureError
-from helpers.in_time import WAIT_S
 from helpers.losses import fresh, loss_of
 from helpers.modules import Fn, WithBackward, mlp
 from helpers.random_layers import RandomLayers, recomputed, run_steps, with_dropout
@@ -49,14 +48,11 @@ def busy() -> Iterator[None]:
             a = torch.tanh(a @ a)
             sum(range(1000))
 
-    threads = [threading.Thread(target=burn, daemon=True) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    yield
-    stop.set()
-    for thread in threads:
-        thread.join(WAIT_S)
-        assert not thread.is_alive(), "it hangs"
+    with ThreadPoolExecutor(3) as pool:
+        for _ in range(3):
+            pool.submit(burn)
+        yield
+        stop.set()
 
 
 @over_engines("num_replicas", [(8,)], processes=[(3,)], gloo=[(3,)])  # each process draws by itself
@@ -138,31 +134,7 @@ def test_the_random_state_moves_on_alike_for_any_number_of_replicas(
 def test_a_single_replica_draws_what_the_plain_module_draws(wrap: Wrap) -> None:
     """N6: a batch of one row."""
     x = torch.randn(1, 5)
-    expected, results = (run_steps(module, x) for module in twins(wrap, with_dropout(), 3))
-    assert_all_same(results, expected)
-
-
-def test_a_forward_that_fails_leaves_the_random_state(wrap: Wrap) -> None:
-    """N6, N11: also where other replicas have drawn."""
-    fails = [True]
-
-    def draw(x: torch.Tensor) -> torch.Tensor:
-        drawn = F.dropout(x)
-        if fails[0] and x[0, 0] == 2:
-            raise FailureError(3, "after the draw")
-        return drawn
-
-    model = wrap(Fn(draw), 3)
-    x = torch.arange(3.0).view(3, 1).expand(3, 20)
-    before = torch.get_rng_state()
-    with pytest.raises(FailureError):
-        model(x)
-    assert torch.equal(torch.get_rng_state(), before)
-    fails[0] = False
-    model.refresh()  # a variable of a closure
-    expected = model(x)
-    torch.set_rng_state(before)
-    assert torch.equal(model(x), expected)
+    assert_alike(wrap, with_dropout(), lambda call, _: run_steps(call, x), 3)
 
 
 # ---- activations computed again ------------------------------------------------------------------

@@ -154,8 +154,9 @@ def test_a_reassigned_buffer_with_a_history(wrap: Wrap) -> None:
     assert_alike(wrap, Calls(forward, state=nn.Buffer(torch.ones(2)), **layers), steps, 3)
 
 
-def test_hooks_run_once_a_replica_and_parameter_hooks_once(wrap: Wrap, engine: str) -> None:
-    """R9: parameter hooks see the summed gradient, and may change it. What hooks in a worker process do stays there."""
+def test_hooks_run_once_a_replica_and_those_of_parameters_and_the_wrapper_once(wrap: Wrap, engine: str) -> None:
+    """R9: parameter hooks see the summed gradient, and may change it. Hooks of the wrapper see the whole batch. What
+    hooks in a worker process do stays there."""
     plain, model = twins(wrap, mlp(), 3)
     x = torch.randn(8, 5)
     loss_of(plain(x)).backward()
@@ -167,7 +168,11 @@ def test_hooks_run_once_a_replica_and_parameter_hooks_once(wrap: Wrap, engine: s
     layer.register_full_backward_hook(lambda module, into, out: events.append(f"backward {len(out[0])}"))
     layer.weight.register_hook(lambda grad: grads.append(grad.clone()) or grad * 2)
     layer.weight.register_post_accumulate_grad_hook(lambda parameter: events.append("accumulated"))
+    whole: list[int] = []
+    model.register_forward_hook(lambda module, args, output: whole.append(len(output)))
+    model.register_full_backward_hook(lambda module, into, out: whole.append(len(out[0])))
     loss_of(model(fresh(x))).backward()
+    assert whole == [8, 8]
     shards = [3, 3, 2][: num_here(engine, 3)]
     once_a_replica = [f"{what} {n}" for what in ("pre", "post", "backward") for n in shards]
     assert sorted(events) == sorted([*once_a_replica, "accumulated"])
@@ -203,16 +208,6 @@ def test_tensor_hooks_of_a_parameter_that_no_replica_used(wrap: Wrap) -> None:
     assert calls[1] == calls[0] == ([True], [[False, True], [True, True], [False, True]])
 
 
-def test_hooks_of_the_wrapper_run_once(wrap: Wrap) -> None:
-    """R9: a hook on the wrapper sees the whole batch."""
-    model = wrap(mlp())
-    seen: list[int] = []
-    model.register_forward_hook(lambda module, args, output: seen.append(len(output)))
-    model.register_full_backward_hook(lambda module, into, out: seen.append(len(out[0])))
-    loss_of(model(fresh(torch.randn(7, 5)))).backward()
-    assert seen == [7, 7]
-
-
 def test_another_method_is_called_in_parallel(wrap: Wrap, engine: str) -> None:
     """R12."""
 
@@ -246,17 +241,16 @@ class Holder:
 
 
 class Hidden(nn.Module):
-    """Reaches its own layer through an object into which unisono cannot look."""
+    """In training, reaches its own layer through an object into which unisono cannot look."""
 
-    def __init__(self, hide: Callable[["Hidden"], Any], *, in_training_only: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.first, self.layer = nn.Linear(5, 5), nn.Linear(5, 5)
-        self.hiding_place = hide(self)
-        self.in_training_only = in_training_only
+        self.hiding_place: Any = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         place = self.hiding_place
-        if self.in_training_only and not self.training:
+        if not self.training:
             return self.first(x)
         return (place.held if isinstance(place, Holder) else place)(self.first(x))
 
@@ -264,57 +258,51 @@ class Hidden(nn.Module):
         return self.layer(x)
 
 
-HIDING_PLACES: dict[str, Callable[[Hidden], Any]] = {
-    "a module": lambda module: Holder(module.layer),
-    "a bound method": lambda module: Holder(module.run),
-    "a cached method": lambda module: functools.lru_cache(module.run),
+def a_module(module: Hidden) -> Holder:
+    return Holder(module.layer)
+
+
+# Name -> what hides the layer; and what lets a first step succeed, where there is one.
+HIDING_PLACES: dict[str, tuple[Callable[[Hidden], Any], Callable[[Hidden], object] | None]] = {
+    "a module": (a_module, None),
+    "a bound method": (lambda module: Holder(module.run), None),
+    "a cached method": (lambda module: functools.lru_cache(module.run), None),
+    "frozen at first": (a_module, lambda module: module.layer.requires_grad_(False)),
+    "hidden later": (a_module, lambda module: setattr(module, "hiding_place", module.run)),
+    "used in training only": (a_module, lambda module: module.eval()),  # with gradients on
 }
-NAMES_THE_PARAMETER = r"parameter 'layer\.(weight|bias)' of the original module"
 
 
 @in_one_memory
-@pytest.mark.parametrize("hide", HIDING_PLACES.values(), ids=HIDING_PLACES)
-def test_a_live_module_behind_an_unknown_object_is_an_error(
-    wrap: Wrap, hide: Callable[[Hidden], Any], engine: str
-) -> None:
-    """R7: the replica would train the live module behind our back; the error names the parameter.
+@pytest.mark.parametrize("name", HIDING_PLACES)
+def test_a_live_module_behind_an_unknown_object_is_an_error(wrap: Wrap, name: str, engine: str) -> None:
+    """R7, R4, R8: the replica would train the live module behind our back; the error names the parameter. A forward
+    that succeeded proves nothing about the next one.
 
     F6: where it has to be sent to another process and cannot be, the error names the attribute.
     """
-    model = wrap(Hidden(hide))
-    x = torch.randn(7, 5)
-    error, message = RuntimeError, NAMES_THE_PARAMETER
-    if in_processes(engine) and isinstance(model.module.hiding_place, functools._lru_cache_wrapper):
+    hide, let_succeed = HIDING_PLACES[name]
+    model = wrap(Hidden())
+    module, x = model.module, torch.randn(7, 5)
+    module.hiding_place = hide(module)
+    if let_succeed is not None:
+        let_succeed(module)
+        loss_of(model(x)).backward()
+        model.zero_grad()
+        module.layer.requires_grad_(True)
+        module.train()
+    if name == "hidden later":
+        module.hiding_place = hide(module)
+    error, message = RuntimeError, r"parameter 'layer\.(weight|bias)' of the original module"
+    if in_processes(engine) and isinstance(module.hiding_place, functools._lru_cache_wrapper):
         error, message = TypeError, r"attribute 'hiding_place' .*cannot be pickled"
     for _ in range(2):
         with pytest.raises(error, match=message):
             model(x)
     assert all(p.grad is None for p in model.parameters())
-    model.module.hiding_place = model.module.layer  # and mended
+    module.hiding_place = module.layer  # and mended
     loss_of(model(x)).backward()
-    assert model.module.layer.weight.grad is not None
-
-
-@in_one_memory
-@pytest.mark.parametrize("later", ["frozen at first", "hidden later", "used in training only"])
-def test_a_hidden_module_is_an_error_as_soon_as_it_would_be_trained(wrap: Wrap, later: str) -> None:
-    """R7, R4, R8: a forward that succeeded proves nothing about the next one.
-
-    The layer needed no gradient at first; or the attribute that hides it is assigned later; or a first forward in eval
-    mode, with gradients on, did not use it.
-    """
-    hide = (lambda module: module.run) if later == "hidden later" else HIDING_PLACES["a module"]
-    model = wrap(Hidden(hide, in_training_only=later == "used in training only"))
-    module, x = model.module, torch.randn(7, 5)
-    module.layer.requires_grad_(later != "frozen at first")
-    module.train(later != "used in training only")
-    loss_of(model(x)).backward()
-    module.layer.requires_grad_(True)
-    module.train()
-    if later == "hidden later":
-        module.hiding_place = Holder(module.layer)
-    with pytest.raises(RuntimeError, match=NAMES_THE_PARAMETER):
-        model(x)
+    assert module.layer.weight.grad is not None
 
 
 @in_one_memory

@@ -17,6 +17,7 @@ from helpers.batch_norms import (
     ResidualBlock,
     assert_gradients_and_buffers_near,
     assert_near,
+    changed_by_a_step,
     compare_with_plain,
     refused,
 )
@@ -36,7 +37,6 @@ from helpers.contract import (
 from helpers.losses import fresh, loss_of
 from helpers.modules import Calls
 from helpers.rounding import assert_as_accurate
-from unisono import DataParallel
 
 # What replicas exchange differs in these: the number and the order of the exchanges, and backwards within backwards.
 EXCHANGES = [
@@ -74,17 +74,6 @@ def test_synchronised_batch_norm_with_shares(wrap: Wrap, shares: Any) -> None:
     plain, model = twins(wrap, ResidualBlock(), 3, shares=shares, sync_batch_norm=True)
     for rows in (7, 2, 5, 1):
         compare_with_plain(model, plain, torch.randn(rows, 2, 4, 4))
-
-
-def changed_by_a_step(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Run forward and backward; return the output, all gradients and the buffers, by name."""
-    x = fresh(x)
-    output = in_time(lambda: model(x))
-    in_time(lambda: loss_of(output).backward())
-    module = model.module if isinstance(model, DataParallel) else model
-    gradients = {f"gradient of {name}": parameter.grad for name, parameter in module.named_parameters()}
-    found = {"output": output, "gradient of x": x.grad, **gradients, **dict(module.named_buffers())}
-    return {name: tensor.detach().clone() for name, tensor in found.items()}
 
 
 @over_engines("num_replicas", [(2,), (3,), (8,)], processes=[(3,)], gloo=[(3,)])
@@ -125,7 +114,8 @@ def test_synchronised_batch_norm_in_half_precision(wrap: Wrap, parameters: torch
 
 
 def test_one_value_a_channel(wrap: Wrap) -> None:
-    """N5, N11: raises what the plain module raises where the whole batch has one; a replica may."""
+    """N5, N11, F1: raises what the plain module raises where the whole batch has one; a replica may. If batch norm is
+    each replica's own, it may not, and a note says what to do about it."""
     plain, model = twins(wrap, nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)), 3, sync_batch_norm=True)
     compare_with_plain(model, plain, torch.randn(3, 5))
     before = copy.deepcopy(model.module.state_dict())
@@ -135,6 +125,9 @@ def test_one_value_a_channel(wrap: Wrap) -> None:
         model(torch.randn(1, 5))
     assert str(caught.value) == str(expected.value)
     assert_unchanged(model.module, before)
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel") as caught:
+        wrap(plain)(torch.randn(3, 5))
+    assert any("sync_batch_norm=True" in note for note in caught.value.__notes__)
 
 
 @pytest.mark.parametrize("in_eval", [False, True])
@@ -151,14 +144,6 @@ def test_a_forward_of_one_row_before_one_of_all_replicas(wrap: Wrap, in_eval: bo
         outputs.append(module(many))
         loss_of(outputs).backward()
     assert_gradients_and_buffers_near(model.module, plain)
-
-
-def test_one_row_for_a_replica_with_batch_norm_of_its_own(wrap: Wrap) -> None:
-    """N5, F1: torch's error says what is wrong; a note says what to do about it here."""
-    model = wrap(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)))
-    with pytest.raises(ValueError, match="Expected more than 1 value per channel") as caught:
-        model(torch.randn(3, 5))
-    assert any("sync_batch_norm=True" in note for note in caught.value.__notes__)
 
 
 def test_one_value_a_channel_where_rows_are_selected(wrap: Wrap) -> None:

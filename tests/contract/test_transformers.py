@@ -6,6 +6,7 @@ The models are tiny and have random parameters: nothing is downloaded.
 import copy
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,31 +24,25 @@ WORDS, ROWS, LENGTH = 40, 5, 7
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
-def gpt2() -> nn.Module:
-    config = transformers.GPT2Config(
-        vocab_size=WORDS, n_positions=32, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=1
-    )
-    return transformers.GPT2LMHeadModel(config)
-
-
-def llama() -> nn.Module:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=WORDS, num_key_value_heads=1, **SMALL))
-
-
-def sliding_window() -> nn.Module:
-    """A cache keeps the last three tokens of seven, and their number."""
-    config = transformers.MistralConfig(vocab_size=WORDS, num_key_value_heads=1, sliding_window=4, **SMALL)
-    return transformers.MistralForCausalLM(config)
-
-
-def t5() -> nn.Module:
-    config = transformers.T5Config(
-        vocab_size=WORDS, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0
-    )
-    return transformers.T5ForConditionalGeneration(config)
-
-
-MODELS = [gpt2, llama, sliding_window, t5]
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "gpt2": lambda: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=WORDS, n_positions=32, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=1
+        )
+    ),
+    "llama": lambda: transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(vocab_size=WORDS, num_key_value_heads=1, **SMALL)
+    ),
+    # Its caches keep the last three tokens of seven, and their number.
+    "sliding window": lambda: transformers.MistralForCausalLM(
+        transformers.MistralConfig(vocab_size=WORDS, num_key_value_heads=1, sliding_window=4, **SMALL)
+    ),
+    "t5": lambda: transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            vocab_size=WORDS, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0
+        )
+    ),
+}
 
 
 def tokens() -> torch.Tensor:
@@ -64,10 +59,10 @@ def halves(cache: Any) -> list[Any]:
 
 
 @on_engines(["threads", "processes"])
-@pytest.mark.parametrize("make", MODELS)
-def test_caches_of_keys_and_values_are_joined(wrap: Wrap, make: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_caches_of_keys_and_values_are_joined(wrap: Wrap, name: str) -> None:
     """G9: all rows in replica order, with what the cache says about them; gradients through it are the plain ones."""
-    model, x = make().eval(), tokens()
+    model, x = MODELS[name]().eval(), tokens()
 
     def results(call: Callable[..., Any]) -> tuple[Any, list[torch.Tensor]]:
         output = call(input_ids=x, labels=x)
@@ -86,42 +81,41 @@ def test_caches_of_keys_and_values_are_joined(wrap: Wrap, make: Callable[[], nn.
 
 
 @on_engines(["threads", "processes"])
-@pytest.mark.parametrize("make", [gpt2, sliding_window])
-def test_a_cache_as_an_input_is_split_by_rows(wrap: Wrap, make: Callable[[], nn.Module]) -> None:
-    """S14: each replica continues its own rows; the caller's cache stays as it was, and the grown one is returned."""
-    model, x, y = make().eval(), tokens(), tokens()[:, :2]
+@pytest.mark.parametrize(
+    ("name", "kind"), [("gpt2", "filled"), ("sliding window", "filled"), ("gpt2", "empty"), ("gpt2", "with a config")]
+)
+def test_a_cache_as_an_input_is_split_by_rows(wrap: Wrap, name: str, kind: str) -> None:
+    """S14: each replica continues its own rows; the caller's cache stays as it was, and the grown one is returned.
+    Replicas that wrote into one empty cache would see each other's rows."""
+    model, x, y = MODELS[name]().eval(), tokens(), tokens()[:, :2]
     wrapped = wrap(model, 2)
     with torch.no_grad():
-        before = wrapped(x).past_key_values
-        kept = [tensor.clone() for tensor in tensors_of(before)]
+        before = transformers.DynamicCache(config=model.config if kind == "with a config" else None)
+        if kind == "filled":
+            before = wrapped(x).past_key_values
+        length, kept = before.get_seq_length(), [tensor.clone() for tensor in tensors_of(before)]
+        assert length == (LENGTH if kind == "filled" else 0)
         actual = wrapped(y, past_key_values=before)
         torch.testing.assert_close(tensors_of(before), kept, rtol=0, atol=0)
-        assert before.get_seq_length() == LENGTH
+        assert before.get_seq_length() == length
         expected = model(y, past_key_values=copy.deepcopy(before))
     torch.testing.assert_close(actual.logits, expected.logits)
     torch.testing.assert_close(tensors_of(actual.past_key_values), tensors_of(expected.past_key_values))
-    assert actual.past_key_values.get_seq_length() == LENGTH + 2
+    assert actual.past_key_values.get_seq_length() == length + 2
 
 
 @on_engines(["threads", "processes"])
-@pytest.mark.parametrize("with_config", [False, True])
-def test_an_empty_cache_as_an_input_is_each_replicas_own(wrap: Wrap, with_config: bool) -> None:
-    """S14: replicas that wrote into one object would see each other's rows."""
-    model, x = gpt2().eval(), tokens()
-    cache = transformers.DynamicCache(config=model.config if with_config else None)
-    with torch.no_grad():
-        actual, expected = wrap(model, 2)(x, past_key_values=cache), model(x)
-    torch.testing.assert_close(actual.logits, expected.logits)
-    torch.testing.assert_close(tensors_of(actual.past_key_values), tensors_of(expected.past_key_values))
-    assert cache.get_seq_length() == 0
-
-
-@on_engines(["threads", "processes"])
-def test_generate_on_every_device(wrap: Wrap) -> None:
-    """R12: without sampling the tokens are the plain module's."""
-    model, x = gpt2().eval(), tokens()
-    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(x)}
-    assert torch.equal(wrap(model, 2).call("generate", x, **options), model.generate(x, **options))
+@pytest.mark.parametrize("sampled", [False, True])
+def test_generate_on_every_device(wrap: Wrap, sampled: bool) -> None:
+    """R12, N12: the plain module's tokens; each replica samples for the whole batch, from all probabilities."""
+    plain, x = MODELS["gpt2"]().eval(), tokens()
+    options = {"do_sample": sampled, "min_new_tokens": 6, "max_new_tokens": 6, "pad_token_id": 0}
+    model = wrap(plain, 2, out_dims=unisono.pad(1, value=0), **({"randomness": "one_device"} if sampled else {}))
+    results = []
+    for generate in (plain.generate, partial(model.call, "generate")):
+        torch.manual_seed(1)
+        results.append([generate(x, attention_mask=torch.ones_like(x), **options), torch.get_rng_state()])
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
 
 
 @on_threads
@@ -138,7 +132,7 @@ def test_caches_that_cannot_be_split_or_joined(wrap: Wrap) -> None:
     assert raised.value.__notes__ == ["while output was gathered"]
     with pytest.raises(ValueError, match=r"inputs\[0\] has 4, kwargs\['past'\] has 3"):
         wrap(nn.Identity(), 2)(x, past=_cache_of(x[:3]))
-    room = transformers.StaticCache(gpt2().config, max_cache_len=8)
+    room = transformers.StaticCache(MODELS["gpt2"]().config, max_cache_len=8)
     pair = transformers.EncoderDecoderCache(transformers.DynamicCache(), room)
     with pytest.raises(TypeError, match="EncoderDecoderCache of a StaticCache cannot be split or joined") as raised:
         wrap(nn.Identity(), 2)(x, past=pair)
@@ -154,10 +148,10 @@ def _cache_of(x: torch.Tensor) -> Any:
 
 
 @on_engines(["threads", "processes"])
-@pytest.mark.parametrize(("make", "attention"), [(gpt2, "eager"), (gpt2, "sdpa"), (t5, "eager")])
-def test_dropout_is_that_of_one_device(wrap: Wrap, make: Callable[[], nn.Module], attention: str) -> None:
+@pytest.mark.parametrize(("name", "attention"), [("gpt2", "eager"), ("gpt2", "sdpa"), ("t5", "eager")])
+def test_dropout_is_that_of_one_device(wrap: Wrap, name: str, attention: str) -> None:
     """N12: also that of attention, over rows and heads."""
-    plain, x = make().train(), tokens()
+    plain, x = MODELS[name]().train(), tokens()
     plain.set_attn_implementation(attention)
 
     def step(call: Callable[..., Any], _: nn.Module) -> list[torch.Tensor]:
@@ -166,16 +160,3 @@ def test_dropout_is_that_of_one_device(wrap: Wrap, make: Callable[[], nn.Module]
         return [output.logits, torch.get_rng_state()]
 
     assert_alike(wrap, plain, step, 2, 1e-10, scalars={"loss": "mean"}, randomness="one_device")
-
-
-@on_engines(["threads", "processes"])
-def test_sampled_sequences_are_those_of_one_device(wrap: Wrap) -> None:
-    """N12: each replica samples for the whole batch, from the probabilities of all replicas."""
-    plain, x = gpt2().eval(), tokens()
-    options = {"do_sample": True, "min_new_tokens": 6, "max_new_tokens": 6, "pad_token_id": 0}
-    model = wrap(plain, 2, out_dims=unisono.pad(1, value=0), randomness="one_device")
-    results = []
-    for generate in (plain.generate, lambda *args, **kwargs: model.call("generate", *args, **kwargs)):
-        torch.manual_seed(1)
-        results.append([generate(x, attention_mask=torch.ones_like(x), **options), torch.get_rng_state()])
-    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)

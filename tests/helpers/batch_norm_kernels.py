@@ -2,20 +2,13 @@
 
 import functools
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
 from unisono.runtime import devices
-
-KERNELS = (
-    "batch_norm_stats",
-    "batch_norm_gather_stats_with_counts",
-    "batch_norm_elemt",
-    "batch_norm_backward_reduce",
-    "batch_norm_backward_elemt",
-)
 
 
 def _axes(x: Tensor) -> list[int]:
@@ -126,21 +119,24 @@ def batch_norm_backward_elemt(
     return ((_wide(grad) - _over(sum_dy / total, x) - centred) * _over(scale, x)).to(x.dtype)
 
 
+KERNELS = (
+    batch_norm_stats,
+    batch_norm_gather_stats_with_counts,
+    batch_norm_elemt,
+    batch_norm_backward_reduce,
+    batch_norm_backward_elemt,
+)
+
+
 def use_kernels(patch: pytest.MonkeyPatch) -> Counter[str]:
     """Have every device use these functions as its kernels; return the number of calls of each from now on."""
     calls: Counter[str] = Counter()
 
-    def counted(name: str) -> object:
-        function = globals()[name]
+    def call(kernel: Callable[..., object], *args: object) -> object:
+        calls[kernel.__name__] += 1
+        return kernel(*args)
 
-        @functools.wraps(function)
-        def call(*args: object, **kwargs: object) -> object:
-            calls[name] += 1
-            return function(*args, **kwargs)
-
-        return call
-
-    for name in KERNELS:
-        patch.setattr(torch, name, counted(name))
+    for kernel in KERNELS:
+        patch.setattr(torch, kernel.__name__, functools.partial(call, kernel))
     patch.setattr(devices, "has_batch_norm_kernels", lambda device: True)
     return calls

@@ -1,6 +1,6 @@
 """Models with batch norms, and a comparison on the scale that their gradients need."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -173,35 +173,40 @@ def refused(name: str, step: Callable[[], object]) -> bool:
     return True
 
 
-def assert_near(actual: torch.Tensor | None, expected: torch.Tensor | None, tolerance: float = 1e-12) -> None:
+def assert_near(
+    actual: torch.Tensor | None, expected: torch.Tensor | None, tolerance: float = 1e-12, what: str = "tensor"
+) -> None:
     """Compare on the scale of the largest entry: gradients behind a batch norm are small differences."""
-    assert (actual is None) == (expected is None), f"got {actual}, expected {expected}"
+    assert (actual is None) == (expected is None), f"{what}: got {actual}, expected {expected}"
     if expected is not None and actual is not None and expected.numel():
-        scale = max(1.0, expected.abs().max().item())
-        torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance * scale)
+        atol = tolerance * max(1.0, expected.abs().max().item())
+        torch.testing.assert_close(actual, expected, rtol=0, atol=atol, msg=lambda text: f"{what}: {text}")
+
+
+def gradients_and_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    gradients = {f"the gradient of {name}": parameter.grad for name, parameter in module.named_parameters()}
+    return {**gradients, **dict(module.named_buffers())}
+
+
+def changed_by_a_step(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
+    """Run forward and backward; return the outputs, all gradients and the buffers, by name."""
+    x = fresh(x)
+    output = in_time(lambda: model(x))
+    in_time(lambda: loss_of(output).backward())
+    module = model.module if isinstance(model, DataParallel) else model
+    outputs = {f"output {number}": tensor for number, tensor in enumerate(tensors_in(output))}
+    found = {**outputs, "the gradient of x": x.grad, **gradients_and_buffers(module)}
+    return {name: tensor if tensor is None else tensor.detach().clone() for name, tensor in found.items()}
 
 
 def assert_gradients_and_buffers_near(model: nn.Module, plain: nn.Module, tolerance: float = 1e-12) -> None:
-    def named(module: nn.Module) -> Iterable[tuple[str, torch.Tensor | None]]:
-        yield from ((f"the gradient of {name}", parameter.grad) for name, parameter in module.named_parameters())
-        yield from module.named_buffers()
-
-    for (name, mine), (_, theirs) in zip(named(model), named(plain), strict=True):
-        try:
-            assert_near(mine, theirs, tolerance)
-        except AssertionError as error:
-            error.add_note(name)
-            raise
+    expected = gradients_and_buffers(plain).values()
+    for (name, mine), theirs in zip(gradients_and_buffers(model).items(), expected, strict=True):
+        assert_near(mine, theirs, tolerance, name)
 
 
 def compare_with_plain(model: DataParallel, plain: nn.Module, x: torch.Tensor, tolerance: float = 1e-12) -> None:
     """Run forward and backward of both; compare outputs, all gradients and buffers."""
-    x_plain, x_model = fresh(x), fresh(x)
-    expected, output = plain(x_plain), in_time(lambda: model(x_model))
-    for mine, theirs in zip(tensors_in(output), tensors_in(expected), strict=True):
-        assert mine.dtype == theirs.dtype
-        assert_near(mine.detach(), theirs.detach(), tolerance)
-    loss_of(expected).backward()
-    in_time(lambda: loss_of(output).backward())
-    assert_near(x_model.grad, x_plain.grad, tolerance)
-    assert_gradients_and_buffers_near(model.module, plain, tolerance)
+    expected, actual = changed_by_a_step(plain, x), changed_by_a_step(model, x)
+    for (name, mine), theirs in zip(actual.items(), expected.values(), strict=True):
+        assert_near(mine, theirs, tolerance, name)

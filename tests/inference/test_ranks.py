@@ -25,10 +25,6 @@ def computed_by(rank: int, device_ids: list[str] | None = None) -> DataParallel:
     return DataParallel(Fn(lambda x: x + rank / 10), device_ids or ["cpu"])
 
 
-def expected(world_size: int) -> list[torch.Tensor]:
-    return [x + (k % world_size) / 10 for k, x in enumerate(batches())]
-
-
 @pytest.mark.parametrize(("world_size", "device_ids"), [(2, ["cpu"]), (3, ["cpu"]), (2, ["cpu", "cpu"])])
 def test_rank_0_has_all_outputs_in_order(world_size: int, device_ids: list[str]) -> None:
     """I14: each rank computes its part; the other ranks' iterators yield nothing, and a step follows."""
@@ -45,7 +41,8 @@ def test_rank_0_has_all_outputs_in_order(world_size: int, device_ids: list[str])
         return outputs
 
     first, *others = run_ranks(world_size, run)
-    assert all(torch.equal(a, b) for a, b in zip(first, expected(world_size), strict=True))
+    for k, (output, x) in enumerate(zip(first, batches(), strict=True)):
+        assert torch.equal(output, x + (k % world_size) / 10)
     assert others == [[]] * (world_size - 1)
 
 

@@ -11,8 +11,7 @@ from torch import nn
 
 import unisono
 from helpers.batch_norm_kernels import use_kernels
-from helpers.batch_norms import BATCH_NORMS
-from helpers.modules import Calls
+from helpers.batch_norms import BATCH_NORMS, Branches, branching_rows
 from helpers.ranks import run_ranks
 from helpers.twins import assert_same_gradients, rows_of, train_twins, twins
 from unisono.distributed import bucketed_all_reduce, process_group
@@ -136,18 +135,9 @@ def test_by_kernels(name: str) -> None:
 
 def takes_another_way(rank: int) -> str:
     as_on_accelerators(pytest.MonkeyPatch())
-
-    def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        norms = [module.first, module.second][:: 1 if rank else -1]
-        for norm in norms:
-            x = norm(x)
-        return x
-
-    model = unisono.DataParallel(
-        Calls(forward, first=nn.BatchNorm1d(3), second=nn.BatchNorm1d(3)), ["cpu"], sync_batch_norm=True
-    )
+    model = unisono.DataParallel(Branches("one of two"), ["cpu"], sync_batch_norm=True)
     with pytest.raises(RuntimeError) as raised:
-        model(torch.randn(4, 3)).sum().backward()
+        model(branching_rows(*[5.0 * rank] * 3)).sum().backward()
     return str(raised.value)
 
 

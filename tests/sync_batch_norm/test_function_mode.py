@@ -26,6 +26,7 @@ from helpers.batch_norms import (
     branching_rows,
 )
 from helpers.in_time import in_time
+from helpers.losses import fresh
 from helpers.modules import Calls, Composed
 from helpers.one_graph import simulated_accelerators_with_one_graph
 from unisono import DataParallel
@@ -199,20 +200,38 @@ def test_the_option_is_true_or_false(value: Any) -> None:
         DataParallel(nn.BatchNorm1d(2), ["cpu"] * 2, sync_batch_norm=value)
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("needed", [False, True])
+def test_rows_that_need_no_gradient_exchange_none(monkeypatch: Any, needed: bool, create_graph: bool) -> None:
+    """N5: so that no replica waits in backward; its parameters have theirs."""
+    exchanged: list[int] = []
+    all_gather = LocalExchange.all_gather
+    monkeypatch.setattr(LocalExchange, "all_gather", lambda *args: exchanged.append(args[1]) or all_gather(*args))
+    plain, x = nn.BatchNorm1d(3), torch.randn(8, 3, requires_grad=needed)
+    model = DataParallel(copy.deepcopy(plain), ["cpu"] * 2, sync_batch_norm=True)
+    output, expected = model(x), plain(x)
+    assert len(exchanged) == 2
+    grads = [
+        torch.autograd.grad(y.pow(3).sum(), [*module.parameters()] + [x] * needed, create_graph=create_graph)
+        for y, module in ((output, model), (expected, plain))
+    ]
+    assert len(exchanged) == 2 + 2 * needed
+    torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-10)
+
+
 def test_a_backward_of_one_replica_in_another_thread() -> None:
     """N5, A6: torch runs it in the accelerator's thread where the caller's loss is on the CPU."""
-    norm, plain = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+    norm, x = nn.BatchNorm1d(3), torch.randn(6, 3)
     over_replicas = BatchNormOverReplicas([norm], BackwardMode.PER_REPLICA)
-    leaves = [torch.randn(6, 3).requires_grad_()]
-    leaves.append(leaves[0].detach().clone().requires_grad_())
+    leaf, expected = fresh(x), fresh(x)
     with taking_part(LocalExchange(1), 0), over_replicas.in_replica(0, tracked=True):
-        output = norm(leaves[0])
+        output = norm(leaf)
     with over_replicas.single_replica(LocalExchange), ThreadPoolExecutor(1) as thread:
         thread.submit(lambda: output.pow(3).sum().backward()).result()
-    plain(leaves[1]).pow(3).sum().backward()
-    torch.testing.assert_close(leaves[0].grad, leaves[1].grad, rtol=1e-12, atol=1e-12)
+    nn.BatchNorm1d(3)(expected).pow(3).sum().backward()
+    torch.testing.assert_close(leaf.grad, expected.grad, rtol=1e-12, atol=1e-12)
     others = BatchNormOverReplicas([norm], BackwardMode.PER_REPLICA)
     with taking_part(LocalExchange(1), 0), others.in_replica(0, tracked=True):
-        output = norm(leaves[0])
+        output = norm(fresh(x))
     with pytest.raises(RuntimeError, match="they do not run at the same time"):
         output.sum().backward()

@@ -2,6 +2,7 @@
 
 import copy
 from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -80,19 +81,16 @@ def test_channels_last_stays(calls: Counter[str]) -> None:
     assert dense(x.detach()[:, :, ::2]).is_contiguous()
 
 
+@dataclass(frozen=True)
 class Stream:
     """A stream of a simulated device, by name; notes which streams wait for which."""
 
-    def __init__(self, device: torch.device, name: str, waits: set[tuple[str, str]]) -> None:
-        self.device, self.name, self._waits = device, name, waits
+    device: torch.device
+    name: str
+    waits: set[tuple[str, str]] = field(compare=False)
 
     def wait_stream(self, other: "Stream") -> None:
-        self._waits.add((self.name, other.name))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stream) and self.name == other.name
-
-    __hash__ = None  # type: ignore[assignment]
+        self.waits.add((self.name, other.name))
 
 
 def test_branches_on_streams_of_their_own(calls: Counter[str], sim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
