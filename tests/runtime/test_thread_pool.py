@@ -138,19 +138,15 @@ def test_a_worker_that_cannot_take_the_callers_state(monkeypatch: pytest.MonkeyP
     `around` is entered before the caller's state is set, and left if that fails: so it can wake a task that waits.
     """
 
-    @contextlib.contextmanager
     def fails(self: ThreadState) -> Any:
         raise RuntimeError("no such state here")
-        yield
 
     left = [threading.Event(), threading.Event()]
 
-    @contextlib.contextmanager
     def around(index: int) -> Any:
-        try:
-            yield
-        finally:
-            left[index].set()
+        context = contextlib.ExitStack()
+        context.callback(left[index].set)
+        return context
 
     with monkeypatch.context() as patch:
         patch.setattr(ThreadState, "applied", fails)
