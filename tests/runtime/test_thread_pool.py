@@ -168,6 +168,8 @@ def test_a_checkpoint_that_fails_leaves_no_hooks_in_its_thread() -> None:
 
 def test_torch_compiles_after_dispatch_modes_that_overlapped() -> None:
     """R13: older releases think that the second mode, which ends last, is still active, and compile nothing."""
+    from torch._dynamo.testing import CompileCounter
+
     second_entered, first_entered, first_left = (threading.Event() for _ in range(3))
 
     def in_mode(entered: threading.Event, other: threading.Event) -> None:
@@ -183,15 +185,10 @@ def test_torch_compiles_after_dispatch_modes_that_overlapped() -> None:
         assert first_entered.wait(WAIT_S)
         in_mode(second_entered, first_left)
 
-    compiled = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        compiled.append(graph)
-        return graph.forward
-
     values(first, second)
-    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(1))
-    assert len(compiled) == 1
+    counter = CompileCounter()
+    torch.compile(lambda x: x + 1, backend=counter)(torch.ones(1))
+    assert counter.frame_count == 1
 
 
 # ---- in the background ---------------------------------------------------------------------------
