@@ -99,13 +99,7 @@ def test_a_lock_is_waited_for_as_long_as_is_asked() -> None:
 def test_the_programs_own_handler_is_called_once_a_signal(handled: list[int]) -> None:
     """F3: later, but not for another reason, and not in another number."""
     during: list[int] = []
-
-    @critical
-    def section() -> None:
-        ctrl_c()
-        ctrl_c()
-        during.append(len(handled))
-
+    section = critical(in_turn(ctrl_c, ctrl_c, lambda: during.append(len(handled))))
     own = signal.getsignal(signal.SIGINT)
     section()
     section()
@@ -120,15 +114,9 @@ def test_signals_are_handled_in_their_order_after_the_section() -> None:
     before = {kind: signal.signal(kind, lambda number, _: handled.append(number)) for kind in kinds[:2]}
     own = {kind: signal.getsignal(kind) for kind in kinds}
 
-    @critical
-    def section() -> int:
-        for kind in kinds:
-            signal.raise_signal(kind)
-        return len(handled)
-
     try:
         with pytest.raises(KeyboardInterrupt):
-            section()
+            critical(in_turn(*(partial(signal.raise_signal, kind) for kind in kinds)))()
         assert handled == [signal.SIGUSR1, signal.SIGALRM]
         assert {kind: signal.getsignal(kind) for kind in kinds} == own
     finally:
@@ -138,10 +126,7 @@ def test_signals_are_handled_in_their_order_after_the_section() -> None:
 
 def test_a_handler_set_within_a_section_stays(handled: list[int]) -> None:
     """F3: what the user's code sets in forward."""
-
-    def another(number: int, frame: FrameType | None) -> None:
-        pass
-
+    another: Any = lambda number, frame: None  # noqa: E731
     critical(signal.signal)(signal.SIGINT, another)
     assert signal.getsignal(signal.SIGINT) is another
 
@@ -156,30 +141,23 @@ def test_a_handler_found_in_a_section_works_when_it_is_put_back_later(handled: l
     ctrl_c()
     assert len(handled) == 1
 
-    @critical
-    def section() -> int:
-        ctrl_c()
-        return len(handled)
-
-    assert (section(), len(handled)) == (1, 2)
+    during: list[int] = []
+    critical(in_turn(ctrl_c, lambda: during.append(len(handled))))()
+    assert (during, len(handled)) == ([1], 2)
 
 
 def test_a_handler_set_in_a_section_may_call_the_one_before(handled: list[int]) -> None:
     """F3: what cleans up and then calls the handler that it found. The next step never ended."""
     cleaned_up: list[int] = []
 
-    @critical
-    def first() -> None:
-        before: Any = signal.getsignal(signal.SIGINT)
+    before: Any = critical(signal.getsignal)(signal.SIGINT)
 
-        def chained(number: int, frame: FrameType | None) -> None:
-            cleaned_up.append(number)
-            assert len(cleaned_up) < 10, "the signal comes again and again"
-            before(number, frame)
+    def chained(number: int, frame: FrameType | None) -> None:
+        cleaned_up.append(number)
+        assert len(cleaned_up) < 10, "the signal comes again and again"
+        before(number, frame)
 
-        signal.signal(signal.SIGINT, chained)
-
-    first()
+    critical(signal.signal)(signal.SIGINT, chained)
     ctrl_c()
     assert (len(cleaned_up), len(handled)) == (1, 1)
     critical(ctrl_c)()
@@ -217,13 +195,8 @@ def test_other_threads_leave_the_handler_alone() -> None:
     assert in_time(lambda: critical(signal.getsignal)(signal.SIGINT)) is main
     elsewhere: list[Any] = []
 
-    @critical
-    def section() -> None:
-        ctrl_c()
-        elsewhere.append(in_time(critical(deliver)))
-
     with pytest.raises(KeyboardInterrupt):
-        section()
+        critical(in_turn(ctrl_c, lambda: elsewhere.append(in_time(critical(deliver)))))()
     assert elsewhere == [None]
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from helpers.contract import in_threads
@@ -214,6 +215,21 @@ def test_recording_is_not_disturbed() -> None:
         targets = [node.target for node in graph.graph.nodes if node.op == "call_function"]
         assert torch.ops.aten.native_dropout.default in targets
         assert torch.ops.aten.rand.default in targets
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_higher_order_operators() -> None:
+    """N6: they are dispatched in Python, which has no fallback for the key on which draws are caught."""
+    lock = threading.Lock()  # torch runs them by its compiler, in one thread at a time
+
+    def draw(x: torch.Tensor) -> torch.Tensor:
+        with lock:
+            torch.cond(torch.ones(()) > 0, torch.sin, torch.cos, (torch.ones(3),))
+            flex_attention(*[torch.ones(1, 1, 4, 8)] * 3)
+        return F.dropout(x)
+
+    assert_streams(draw, same_as=F.dropout)
+    assert torch_private.catch_operations({}) is None, "the key is taken"
 
 
 def test_simulated_accelerators(sim: Sequence[torch.device]) -> None:

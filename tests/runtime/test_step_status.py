@@ -4,7 +4,6 @@ import copy
 import os
 import pickle
 import tempfile
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from helpers.programs import run_script
-from unisono import DataParallel, data_parallel, ways
+from unisono import DataParallel, data_parallel
 from unisono.runtime import step_status
 from unisono.runtime.step_status import Published, read_all
 
@@ -223,27 +222,18 @@ def test_files_of_others_are_left_alone_or_removed(folder: Path, clock: SimpleNa
     assert read_all() == (found, [])
 
 
-def test_a_reader_sees_whole_publications_only(folder: Path, clock: SimpleNamespace) -> None:
-    """M7: while another thread publishes without a pause."""
+def test_a_reader_sees_whole_publications_only(
+    folder: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """M7: the one before, until the next one is complete."""
     model = wrapper()
     publish(model, clock)
-    stop = threading.Event()
-
-    def write() -> None:
-        while not stop.is_set():
-            clock.now += 1
-            ways.count_step(model, lambda: model.replica_timings)
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    try:
-        seen = [each for _ in range(200) for each in own()]
-    finally:
-        stop.set()
-        writer.join()
-    assert len(seen) > 100
-    assert [each.steps for each in seen] == sorted(each.steps for each in seen)
-    assert {tuple(replica.rows for replica in each.replicas) for each in seen} == {(4, 2)}
+    before, replace, seen = own(), os.replace, []
+    monkeypatch.setattr(os, "replace", lambda *names: seen.append(own()) or replace(*names))
+    publish(model, clock)
+    assert seen[0] == before
+    assert all(len(each) == 1 for each in (before, *seen, own()))
+    assert own()[0].steps > before[0].steps
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

