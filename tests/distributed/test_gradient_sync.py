@@ -255,7 +255,10 @@ def test_sparse_gradients(rank: int, options: dict) -> None:
     index = torch.arange(13) % 6
     sparse, none, dense = ("sparse", "sparse"), ("none", "sparse"), ("dense", "dense")  # the gradients of both ranks
     # Of each step of a model the backwards, all but the last one inside no_sync().
-    for steps in ([[sparse], [sparse], [none], [sparse]], [[dense, sparse], [dense, dense], [dense, sparse]]):
+    for steps in (
+        [[sparse], [sparse], [none], [sparse]],
+        [[dense, sparse], [dense, dense], [sparse, dense], [dense, sparse]],
+    ):
         model, oracle = twins(make, **options)
         for backwards in steps:
 
