@@ -17,7 +17,7 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from helpers.commands import assert_misused
+from helpers.commands import assert_misused, run_captured
 from helpers.ranks import run_ranks
 from unisono.cli import main
 from unisono.console.errors import DivergedError, Interrupted
@@ -197,27 +197,17 @@ def test_an_observer_that_cannot_be_had_is_one_line(target, error, capsys):
     assert list(Path().iterdir()) == []
 
 
-def observed_rank(rank: int, folder: Path, *arguments: str) -> tuple[int, str]:
-    """Run `unisono train` in this process; return its status and what it has written."""
-    with (
-        contextlib.chdir(folder),
-        contextlib.redirect_stdout(io.StringIO()) as out,
-        contextlib.redirect_stderr(out),
-    ):
-        status = main([*TRAIN, "--devices", "1", *arguments])
-    return status, out.getvalue()
-
-
 def test_of_several_processes_the_first_observes(tmp_path: Path) -> None:
     """T7: and says, for all of them, which observer cannot be had."""
     imports = "from unisono.training.observers import EpochRecord, Observer\n"
     Path("trackers.py").write_text(imports + inspect.getsource(Printer))
-    first, second = run_ranks(2, observed_rank, tmp_path, "--observer", "trackers:Nobody")
+    one_device = [*TRAIN, "--devices", "1", "--observer"]
+    first, second = run_ranks(2, run_captured, tmp_path, *one_device, "trackers:Nobody")
     error = f"--observer trackers:Nobody: there is no Nobody in trackers ({tmp_path}/trackers.py)"
-    assert first == (2, f"unisono train: error: {error}\n")
-    assert second == (2, "")
-    first, second = run_ranks(2, observed_rank, tmp_path, "--observer", "trackers:Printer")
-    assert (first[0], second) == (0, (0, ""))
+    assert first == (2, "", f"unisono train: error: {error}\n")
+    assert second == (2, "", "")
+    first, second = run_ranks(2, run_captured, tmp_path, *one_device, "trackers:Printer")
+    assert (first[0], second) == (0, (0, "", ""))
     assert first[1].count("made\n") == first[1].count("told of epoch 1\n") == 1
 
 

@@ -1,7 +1,5 @@
 """Several processes train as one does. They talk by gloo over the loopback device; the oracle is a run of one."""
 
-import contextlib
-import io
 import json
 import math
 import os
@@ -15,8 +13,8 @@ import pytest
 import torch
 
 from helpers.commands import assert_same_metrics, steps_of, write_idx
+from helpers.commands import run_captured as run
 from helpers.ranks import end_ranks, run_ranks
-from unisono.cli import main
 from unisono.console.errors import Interrupted, OptionError
 from unisono.console.progress import Silent
 from unisono.training import data, loop
@@ -30,18 +28,7 @@ from unisono.training.run_folder import RunFolder
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-SMALL = ["--model", "mlp", "--epochs", "2", "--devices", "1"]  # 12 steps an epoch
-
-
-def run(rank: int, folder: Path, *arguments: str) -> tuple[int, str, str]:
-    """Run `unisono train` in this process, in `folder`; return its status and what it has written."""
-    with (
-        contextlib.chdir(folder),
-        contextlib.redirect_stdout(io.StringIO()) as out,
-        contextlib.redirect_stderr(io.StringIO()) as err,
-    ):
-        status = main(["train", *arguments])
-    return status, out.getvalue(), err.getvalue()
+SMALL = ["train", "--model", "mlp", "--epochs", "2", "--devices", "1"]  # 12 steps an epoch
 
 
 def assert_same_run(folder: Path, other: Path, rel: float = 1e-5) -> None:
@@ -115,7 +102,7 @@ def test_a_signal_to_one_stops_all_and_others_go_on(alone: Path, tmp_path: Path,
     finished = run_ranks(3, stop_after, tmp_path, step)
     assert finished == [step + 1] * 3 if step == 3 else finished[0] in (step, step + 1)
     assert len(steps_of(tmp_path / "metrics.jsonl")) == finished[0]
-    run_ranks(processes, run, tmp_path, "--resume", ".")
+    run_ranks(processes, run, tmp_path, "train", "--resume", ".")
     assert_same_run(tmp_path, alone)
     config = json.loads((tmp_path / "config.json").read_text())
     assert (config["processes"], config["devices"]) == (processes, ["cpu"] * processes)
@@ -134,7 +121,7 @@ def test_a_signal_to_one_stops_all_and_others_go_on(alone: Path, tmp_path: Path,
 def test_an_error_of_any_rank_is_one_line_of_rank_0(tmp_path, of_both, of_rank_1, message):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "checkpoint.safetensors").touch()
-    ends = run_ranks(2, lambda rank: run(rank, tmp_path, *of_both, *of_rank_1 * rank))
+    ends = run_ranks(2, lambda rank: run(rank, tmp_path, "train", *of_both, *of_rank_1 * rank))
     assert [status for status, _, _ in ends] == [2, 2]
     assert ends[0][2].startswith(f"unisono train: error: {message}")
     assert ends[0][2].count("\n") == 1
@@ -197,7 +184,7 @@ def test_a_process_that_is_killed_ends_the_others(alone: Path, tmp_path: Path) -
     status, _, err = first.value
     assert status == 1
     assert err.startswith("unisono train: error: rank 1 has ended while this one was at")
-    run_ranks(2, run, tmp_path, "--resume", "run")
+    run_ranks(2, run, tmp_path, "train", "--resume", "run")
     assert_same_run(tmp_path / "run", alone)
 
 

@@ -10,7 +10,7 @@ from unisono.console.files import replaced
 from unisono.training.run_folder import RunFolder
 
 
-@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "curves.png", "model.safetensors"])
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "model.safetensors", "timeline.json", "timeline.png"])
 def test_a_run_is_replaced_only_when_asked_and_alone(tmp_path: Path, name: str) -> None:
     """Its files may be those of someone else, by the same names."""
     for each in (name, "notes.txt"):
