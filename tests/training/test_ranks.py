@@ -5,6 +5,7 @@ import math
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from helpers.commands import run_captured as run
 from helpers.ranks import end_ranks, run_ranks
 from unisono.console.errors import Interrupted, OptionError
 from unisono.console.progress import Silent
-from unisono.training import data, loop
+from unisono.training import data
 from unisono.training import run as run_module
 from unisono.training.computation import Computation
 from unisono.training.loop import train
@@ -141,23 +142,32 @@ def test_other_data_in_one_process_is_an_error(tmp_path: Path) -> None:
     assert "the data sets of the processes differ: rank 0 has " in ends[0][2]
 
 
-def run_out_of_memory(rank: int, folder: Path, which: int) -> tuple[int, str, str]:
+def run_and_fail(rank: int, folder: Path, which: int, fail: Callable[[], None]) -> tuple[int, str, str]:
+    """Run; one of the processes fails in its 15th step, the third of the second epoch."""
     training_loss, steps = Computation.training_loss, 0
 
-    def fail(*args: Any) -> torch.Tensor:
+    def failing(*args: Any) -> torch.Tensor:
         nonlocal steps
         steps += 1
-        if rank == which and steps == 3:
-            raise torch.OutOfMemoryError("no more")
+        if (rank, steps) == (which, 15):
+            fail()
         return training_loss(*args)
 
-    Computation.training_loss = fail
+    Computation.training_loss = failing
     return run(rank, folder, *SMALL, "--output", "run")
+
+
+def run_out_of_memory() -> None:
+    raise torch.OutOfMemoryError("no more")
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_one_process_that_fails_ends_all(tmp_path: Path, which: int) -> None:
-    ends = run_ranks(2, run_out_of_memory, tmp_path, which)
+    ends = run_ranks(2, run_and_fail, tmp_path, which, run_out_of_memory)
     assert ends[which][0] == 2
     assert ends[1 - which][0] == 1
     assert "out of memory with --batch-size 128" in ends[0][2]
@@ -165,26 +175,14 @@ def test_one_process_that_fails_ends_all(tmp_path: Path, which: int) -> None:
     assert ends[1][1] + ends[1][2] == ""
 
 
-def run_or_be_killed(rank: int, folder: Path) -> tuple[int, str, str]:
-    if rank == 1:
-        take_step = loop._take_step
-
-        def die(*args: Any) -> Any:
-            if (folder / "run" / "checkpoint.safetensors").exists():
-                os.kill(os.getpid(), signal.SIGKILL)
-            return take_step(*args)
-
-        loop._take_step = die
-    return run(rank, folder, *SMALL, "--output", "run")
-
-
 def test_a_process_that_is_killed_ends_the_others(alone: Path, tmp_path: Path) -> None:
-    first, second = end_ranks(2, run_or_be_killed, tmp_path)
+    first, second = end_ranks(2, run_and_fail, tmp_path, 1, die)
     assert second.exit_code == -signal.SIGKILL
     status, _, err = first.value
     assert status == 1
     assert err.startswith("unisono train: error: rank 1 has ended while this one was at")
-    run_ranks(2, run, tmp_path, "train", "--resume", "run")
+    _, out, _ = run_ranks(2, run, tmp_path, "train", "--resume", "run")[0]
+    assert "going on after step 12, epochs finished: 1" in out
     assert_same_run(tmp_path / "run", alone)
 
 
