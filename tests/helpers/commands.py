@@ -1,6 +1,7 @@
 """What tests of the commands share: calls and their errors, IDX files, local servers, the records of a run."""
 
 import contextlib
+import io
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -63,6 +64,17 @@ def assert_same_metrics(path: Path, other: Path, rel: float = 1e-5) -> None:
         accuracies = [each.pop("test_accuracy", 0.0) for each in (line, oracle)]
         assert accuracies[0] == pytest.approx(accuracies[1], abs=1.01 / 360)
         assert line == pytest.approx(oracle, rel=rel)
+
+
+def run_captured(rank: int, folder: Path, *arguments: str) -> tuple[int, str, str]:
+    """Run `unisono` in this process, perhaps a rank, in a folder; return its status and what it has written."""
+    with (
+        contextlib.chdir(folder),
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as err,
+    ):
+        status = main(arguments)
+    return status, out.getvalue(), err.getvalue()
 
 
 def status_of(*arguments: str) -> int:

@@ -97,25 +97,6 @@ def test_a_step_can_be_captured(graphs: list[Graph]) -> None:
     assert [tensor.data_ptr() for tensor in changed] == addresses
 
 
-def test_compiled_as_a_whole_it_computes_the_same(graphs: list[Graph]) -> None:
-    """Also the answers to test pictures."""
-    losses, totals = [], []
-    for whole in (False, True):
-        module, computed = computation_of(whole=whole)
-        losses.append(torch.stack([take_step(computed, number) for number in range(5)]))
-        module.eval()
-        with torch.no_grad():
-            totals.append(sum(computed.test_totals(IMAGES, LABELS, rows) for rows in torch.arange(20).split(10)))
-            logits = module(IMAGES)
-        expected = torch.stack(
-            [nn.functional.cross_entropy(logits, LABELS, reduction="sum"), (logits.argmax(1) == LABELS).sum().float()]
-        )
-        torch.testing.assert_close(totals[-1], expected)
-    assert len(graphs) == 3
-    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)
-    torch.testing.assert_close(totals[1], totals[0], rtol=1e-5, atol=0)
-
-
 class Devices(TorchDispatchMode):
     """Collects the kinds of device of all tensors."""
 

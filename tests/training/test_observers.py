@@ -1,27 +1,29 @@
 """Observers of small trainings. The oracles are metrics.jsonl, and the weights of a run that nobody observes."""
 
+import asyncio
 import contextlib
+import inspect
 import io
 import json
 import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import pytest
 
-from helpers.commands import assert_misused
+from helpers.commands import assert_misused, run_captured
 from helpers.ranks import run_ranks
 from unisono.cli import main
 from unisono.console.errors import DivergedError, Interrupted
 from unisono.training import observers
 from unisono.training.loop import train
-from unisono.training.metrics import EpochRecord, Record, StepRecord
+from unisono.training.metrics import EpochRecord, Metrics, Record, StepRecord
 from unisono.training.observers import Observer
 from unisono.training.options import Options
 from unisono.training.run import Run
@@ -34,15 +36,17 @@ TRAIN = ["train", "--model", "mlp", "--devices", "cpu*2", "--epochs", "1", "--ou
 
 
 class Notebook(Observer):
-    """Keeps what it is told; after a step it does something more."""
+    """Keeps what it is told; after a step, or at the start for step 0, it does something more."""
 
-    def __init__(self, after_step: int = 0, do: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, after_step: int | None = None, do: Callable[[], object] = lambda: None) -> None:
         self.after_step, self.do = after_step, do
         self.told: list[Record] = []
         self.endings: list[BaseException | None] = []
 
     def started(self, folder: Path, config: Any, earlier: Sequence[Record]) -> None:
         self.folder, self.config, self.earlier = folder, config, list(earlier)
+        if self.after_step == 0:
+            self.do()
 
     def step(self, record: StepRecord) -> None:
         self.told.append(record)
@@ -57,28 +61,46 @@ class Notebook(Observer):
         self.endings.append(error)
 
 
+class Bad(Observer):
+    """A test gives it a method that raises."""
+
+
+class Printer(Observer):
+    def __init__(self) -> None:
+        print("made")
+
+    def epoch(self, record: EpochRecord) -> None:
+        print("told of epoch", record.epoch)
+
+    def ended(self, error: BaseException | None) -> None:
+        print("ended with", error)
+
+
+class Hanging(Printer):
+    def step(self, record: StepRecord) -> None:
+        ctrl_c()
+        print("finishing the step")
+        ctrl_c()
+        print("still there")
+
+
+class Needy(Observer):
+    def __init__(self, project: str) -> None:
+        pass
+
+
+def ctrl_c() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 @pytest.fixture(autouse=True)
 def own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Let trackers.py of each test be its own."""
     monkeypatch.setenv("CUDA_DEVICE_ORDER", os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID"))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    monkeypatch.delitem(sys.modules, "trackers", raising=False)
 
 
-def trackers(code: str) -> None:
-    """Write trackers.py."""
-    Path("trackers.py").write_text("from unisono.training.observers import Observer\n" + code)
-    sys.modules.pop("trackers", None)
-
-
-def lines_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def lines_for(records: Sequence[Record]) -> list[dict[str, Any]]:
-    kinds = {StepRecord: "step", EpochRecord: "epoch"}
-    return [{"kind": kinds[type(record)], **asdict(record)} for record in records]
+def records_of(folder: Path) -> list[Record]:
+    return Metrics((folder / "metrics.jsonl").read_bytes()).records
 
 
 @pytest.mark.parametrize("steps_ahead", [0, 1], ids=["losses at once", "losses a step later"])
@@ -86,28 +108,23 @@ def test_each_record_is_told_once(tmp_path: Path, steps_ahead: int, monkeypatch:
     """T7: also those of a run that is stopped, and resumed."""
     monkeypatch.setattr(Run, "steps_ahead", steps_ahead)
     folder = RunFolder(tmp_path / "run")
-    first = Notebook(after_step=14, do=lambda: os.kill(os.getpid(), signal.SIGINT))
+    first = Notebook(after_step=14, do=ctrl_c)
     with pytest.raises(Interrupted) as stopped:
         train(SMALL, folder, observers={"first": first})
     assert (first.folder, first.earlier, first.endings) == (folder.path, [], [stopped.value])
     assert first.config == json.loads(folder.config.read_text())
-    assert lines_for(first.told) == lines_of(folder.path)
+    assert first.told == records_of(folder.path)
     assert len(first.told) == 14 + 1 + steps_ahead
 
     second, third = Notebook(), Notebook()
     train(SMALL, folder, resume=True, observers={"second": second, "third": third})
-    assert lines_for(second.earlier) == lines_for(first.told)
-    assert lines_for([*second.earlier, *second.told]) == lines_of(folder.path)
+    assert second.earlier == first.told
+    assert [*second.earlier, *second.told] == records_of(folder.path)
     assert (third.told, third.endings) == (second.told, [None])
 
 
-class StoppedAtOnce(Notebook):
-    def started(self, folder: Path, config: Mapping[str, Any], earlier: Sequence[Record]) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-
-
 @pytest.mark.parametrize(
-    ("notebook", "lr", "ends"), [(StoppedAtOnce(), 0.05, Interrupted), (Notebook(), 1e20, DivergedError)]
+    ("notebook", "lr", "ends"), [(Notebook(0, ctrl_c), 0.05, Interrupted), (Notebook(), 1e20, DivergedError)]
 )
 def test_how_a_run_ends_is_told(tmp_path: Path, notebook: Notebook, lr: float, ends: type[Exception]) -> None:
     """T7: a loss that is no number; Ctrl-C in `started`, which stops the run before its first step."""
@@ -127,71 +144,36 @@ def unobserved(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 @pytest.mark.parametrize(
     ("method", "error", "text"),
     [
-        ("started", "OSError('no answer\\nfrom the server')", "OSError: no answer"),
-        ("step", "SystemExit(3)", "SystemExit: 3"),
-        ("epoch", "BrokenPipeError('gone')", "BrokenPipeError: gone"),
-        ("epoch", "asyncio.CancelledError('gone')", "CancelledError: gone"),
-        ("ended", "GeneratorExit('gone')", "GeneratorExit: gone"),
+        ("started", OSError("no answer\nfrom the server"), "OSError: no answer"),
+        ("step", SystemExit(3), "SystemExit: 3"),
+        ("step", ValueError("\N{ROCKET} is gone"), "ValueError: \\U0001f680 is gone"),
+        ("epoch", BrokenPipeError("gone"), "BrokenPipeError: gone"),
+        ("epoch", asyncio.CancelledError("gone"), "CancelledError: gone"),
+        ("ended", GeneratorExit("gone"), "GeneratorExit: gone"),
     ],
 )
-def test_an_observer_that_raises_is_named_and_left(method, error, text, unobserved, capsys):
-    """T7: whatever it raises, also what is no Exception."""
-    trackers(
-        f"""
-import asyncio
+def test_an_observer_that_raises_is_named_and_left(method, error, text, unobserved, monkeypatch, capsys):
+    """T7: whatever it raises, also what is no Exception, or has a letter that the output cannot encode."""
 
-class Bad(Observer):
-    def {method}(self, *arguments):
-        raise {error}
+    def fail(*_: object) -> None:
+        raise error
 
-class Good(Observer):
-    def ended(self, error):
-        print("good until the end:", error)
-"""
-    )
-    assert main([*TRAIN, "--observer", "trackers:Bad", "--observer", "trackers:Good"]) == 0
-    captured = capsys.readouterr()
-    assert captured.err == ""
-    (line,) = [line for line in captured.out.splitlines() if "observer" in line]
-    assert line.startswith(f"--observer trackers:Bad: {method}() raised {text} (")
-    assert line.endswith("trackers.py, line 7); the training goes on without this observer")
-    assert "good until the end: None\n" in captured.out
-    assert Path("out/model.safetensors").read_bytes() == unobserved
-
-
-def test_what_the_output_cannot_encode_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """T7: an error that has such a letter costs no training."""
-    trackers(
-        """
-class Bad(Observer):
-    def step(self, record):
-        raise ValueError("\N{ROCKET} is gone")
-"""
-    )
+    monkeypatch.setattr(Bad, method, fail)
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", out)
-    assert main([*TRAIN, "--observer", "trackers:Bad"]) == 0
-    assert b"step() raised ValueError: \\U0001f680 is gone (" in out.buffer.getvalue()
+    assert main([*TRAIN, "--observer", f"{__name__}:Bad", "--observer", f"{__name__}:Printer"]) == 0
+    assert capsys.readouterr().err == ""
+    lines = out.buffer.getvalue().decode("ascii").splitlines()
+    (line,) = [line for line in lines if "observer" in line and "raised" in line]
+    assert line.startswith(f"--observer {__name__}:Bad: {method}() raised {text} (")
+    assert re.search(r"test_observers.py, line \d+\); the training goes on without this observer$", line)
+    assert "ended with None" in lines
+    assert Path("out/model.safetensors").read_bytes() == unobserved
 
 
 def test_ctrl_c_twice_ends_a_run_whose_observer_hangs(capsys: pytest.CaptureFixture[str]) -> None:
     """T7: the second one is raised in the observer, which is not called again."""
-    trackers(
-        """
-import os, signal
-
-class Hanging(Observer):
-    def step(self, record):
-        os.kill(os.getpid(), signal.SIGINT)
-        print("finishing the step")
-        os.kill(os.getpid(), signal.SIGINT)
-        print("still there")
-
-    def ended(self, error):
-        print("ended")
-"""
-    )
-    assert main([*TRAIN, "--observer", "trackers:Hanging"]) == 130
+    assert main([*TRAIN, "--observer", f"{__name__}:Hanging"]) == 130
     captured = capsys.readouterr()
     assert "finishing the step\n" in captured.out
     assert "still there" not in captured.out
@@ -202,71 +184,42 @@ class Hanging(Observer):
 @pytest.mark.parametrize(
     ("target", "error"),
     [
-        ("nowhere:Tracker", "--observer nowhere:Tracker: there is no module nowhere in "),
-        ("track\ners:Tracker", "--observer track ers:Tracker: expected package.module:Class, a class derived from"),
-        ("trackers:Other", "--observer trackers:Other is another class: expected package.module:Class, a class"),
-        ("trackers:number", "--observer trackers:number is a value of type int: expected package.module:Class"),
-        ("trackers:Needy", "--observer trackers:Needy raised TypeError: Needy.__init__() missing 1 required"),
+        ("nowhere:Tracker", "nowhere:Tracker: there is no module nowhere in "),
+        ("track\ners:Tracker", "track ers:Tracker: expected package.module:Class, a class derived from"),
+        (f"{__name__}:Path", f"{__name__}:Path is another class: expected package.module:Class, a class"),
+        (f"{__name__}:TRAIN", f"{__name__}:TRAIN is a value of type list: expected package.module:Class"),
+        (f"{__name__}:Needy", f"{__name__}:Needy raised TypeError: Needy.__init__() missing 1 required"),
     ],
 )
 def test_an_observer_that_cannot_be_had_is_one_line(target, error, capsys):
     """T7: before anything is loaded or written."""
-    trackers(
-        """
-class Needy(Observer):
-    def __init__(self, project):
-        pass
-
-class Other:
-    pass
-
-number = 3
-"""
-    )
-    assert assert_misused([*TRAIN, "--observer", target], error, capsys) == ""
-    assert sorted(path.name for path in Path().iterdir()) == ["trackers.py"]
-
-
-def observed_rank(rank: int, folder: Path, *arguments: str) -> tuple[int, str]:
-    """Run `unisono train` in this process; return its status and what it has written."""
-    with (
-        contextlib.chdir(folder),
-        contextlib.redirect_stdout(io.StringIO()) as out,
-        contextlib.redirect_stderr(out),
-    ):
-        status = main([*TRAIN, "--devices", "1", *arguments])
-    return status, out.getvalue()
+    assert assert_misused([*TRAIN, "--observer", target], f"--observer {error}", capsys) == ""
+    assert list(Path().iterdir()) == []
 
 
 def test_of_several_processes_the_first_observes(tmp_path: Path) -> None:
     """T7: and says, for all of them, which observer cannot be had."""
-    trackers(
-        """
-class Printer(Observer):
-    def __init__(self):
-        print("made")
-
-    def epoch(self, record):
-        print("told of epoch", record.epoch)
-"""
-    )
-    first, second = run_ranks(2, observed_rank, tmp_path, "--observer", "trackers:Nobody")
+    imports = "from unisono.training.observers import EpochRecord, Observer\n"
+    Path("trackers.py").write_text(imports + inspect.getsource(Printer))
+    one_device = [*TRAIN, "--devices", "1", "--observer"]
+    first, second = run_ranks(2, run_captured, tmp_path, *one_device, "trackers:Nobody")
     error = f"--observer trackers:Nobody: there is no Nobody in trackers ({tmp_path}/trackers.py)"
-    assert first == (2, f"unisono train: error: {error}\n")
-    assert second == (2, "")
-    first, second = run_ranks(2, observed_rank, tmp_path, "--observer", "trackers:Printer")
-    assert (first[0], second) == (0, (0, ""))
+    assert first == (2, "", f"unisono train: error: {error}\n")
+    assert second == (2, "", "")
+    first, second = run_ranks(2, run_captured, tmp_path, *one_device, "trackers:Printer")
+    assert (first[0], second) == (0, (0, "", ""))
     assert first[1].count("made\n") == first[1].count("told of epoch 1\n") == 1
 
 
-def test_the_tracker_in_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tracker_in_the_documentation(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """T7: docs/training-command.md has one to start from; a run that is resumed makes its table whole."""
     page = Path(observers.__file__).parents[3] / "docs" / "training-command.md"
     (code,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     Path("trackers.py").write_text(code)
+    monkeypatch.delitem(sys.modules, "trackers", raising=False)
     assert main([*TRAIN, "--observer", "trackers:Table"]) == 0
     assert main(["train", "--resume", "out", "--epochs", "2", "--observer", "trackers:Table"]) == 0
-    epochs = [line for line in lines_of(Path("out")) if line["kind"] == "epoch"]
-    rows = [f"{line['epoch']},{line['test_loss']},{line['test_accuracy']}" for line in epochs]
+    epochs = Metrics(Path("out/metrics.jsonl").read_bytes()).epochs
+    rows = [f"{record.epoch},{record.test_loss},{record.test_accuracy}" for record in epochs]
     assert Path("out/table.csv").read_text().splitlines() == ["epoch,test_loss,test_accuracy", *rows]
     assert "observer" not in capsys.readouterr().out

@@ -1,12 +1,11 @@
 """Several processes train as one does. They talk by gloo over the loopback device; the oracle is a run of one."""
 
-import contextlib
-import io
 import json
 import math
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,11 @@ import pytest
 import torch
 
 from helpers.commands import assert_same_metrics, steps_of, write_idx
+from helpers.commands import run_captured as run
 from helpers.ranks import end_ranks, run_ranks
-from unisono.cli import main
 from unisono.console.errors import Interrupted, OptionError
 from unisono.console.progress import Silent
-from unisono.training import data, loop
+from unisono.training import data
 from unisono.training import run as run_module
 from unisono.training.computation import Computation
 from unisono.training.loop import train
@@ -30,18 +29,7 @@ from unisono.training.run_folder import RunFolder
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-SMALL = ["--model", "mlp", "--epochs", "2", "--devices", "1"]  # 12 steps an epoch
-
-
-def run(rank: int, folder: Path, *arguments: str) -> tuple[int, str, str]:
-    """Run `unisono train` in this process, in `folder`; return its status and what it has written."""
-    with (
-        contextlib.chdir(folder),
-        contextlib.redirect_stdout(io.StringIO()) as out,
-        contextlib.redirect_stderr(io.StringIO()) as err,
-    ):
-        status = main(["train", *arguments])
-    return status, out.getvalue(), err.getvalue()
+SMALL = ["train", "--model", "mlp", "--epochs", "2", "--devices", "1"]  # 12 steps an epoch
 
 
 def assert_same_run(folder: Path, other: Path, rel: float = 1e-5) -> None:
@@ -56,16 +44,23 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+def run_one_step_ahead(rank: int, folder: Path, *arguments: str) -> tuple[int, str, str]:
+    """Run with losses read a step later, as on accelerators; the first process finds it time to save all the time."""
+    Run.steps_ahead, run_module._SAVE_EVERY_S = 1, 0.0 if rank == 0 else math.inf
+    return run(rank, folder, *arguments)
+
+
 @pytest.mark.parametrize(
-    ("world_size", "arguments"),
+    ("world_size", "run", "arguments"),
     [
-        (2, []),
-        pytest.param(2, ["--devices", "cpu*2", "--engine", "processes"], marks=pytest.mark.slow),
-        (3, ["--accumulate", "7"]),
+        (2, run, []),
+        pytest.param(2, run, ["--devices", "cpu*2", "--engine", "processes"], marks=pytest.mark.slow),
+        (3, run, ["--accumulate", "7"]),
+        (2, run_one_step_ahead, []),
     ],
-    ids=["2x1", "2x2 processes", "3 and parts of batches"],
+    ids=["2x1", "2x2 processes", "3 and parts of batches", "2x1, losses a step later"],
 )
-def test_processes_train_as_one_does(alone: Path, tmp_path: Path, world_size: int, arguments: list[str]) -> None:
+def test_processes_train_as_one_does(alone: Path, tmp_path: Path, world_size: int, run: Any, arguments: Any) -> None:
     ends = run_ranks(world_size, run, tmp_path, *SMALL, *arguments, "--output", "run")
     assert_same_run(tmp_path / "run", alone, rel=1e-4 if "--accumulate" in arguments else 1e-5)
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == sorted(p.name for p in alone.iterdir())
@@ -73,19 +68,6 @@ def test_processes_train_as_one_does(alone: Path, tmp_path: Path, world_size: in
     assert f"on {world_size} processes, " in ends[0][1]
     assert "see run/curves.png" in ends[0][1]
     assert [out + err for _, out, err in ends[1:]] == [""] * (world_size - 1), "the others are silent"
-
-
-def run_one_step_ahead(rank: int, folder: Path, *arguments: str) -> tuple[int, str, str]:
-    """Run with losses read a step later, as on accelerators; the first process finds it time to save all the time."""
-    Run.steps_ahead, run_module._SAVE_EVERY_S = 1, 0.0 if rank == 0 else math.inf
-    return run(rank, folder, *arguments)
-
-
-def test_processes_whose_losses_are_read_a_step_later(alone: Path, tmp_path: Path) -> None:
-    """They save after the same steps, whichever of them finds that it is time to."""
-    ends = run_ranks(2, run_one_step_ahead, tmp_path, *SMALL, "--output", "run")
-    assert [status for status, _, _ in ends] == [0, 0]
-    assert_same_run(tmp_path / "run", alone)
 
 
 def test_batches_of_fewer_rows_than_processes(tmp_path: Path) -> None:
@@ -121,7 +103,7 @@ def test_a_signal_to_one_stops_all_and_others_go_on(alone: Path, tmp_path: Path,
     finished = run_ranks(3, stop_after, tmp_path, step)
     assert finished == [step + 1] * 3 if step == 3 else finished[0] in (step, step + 1)
     assert len(steps_of(tmp_path / "metrics.jsonl")) == finished[0]
-    run_ranks(processes, run, tmp_path, "--resume", ".")
+    run_ranks(processes, run, tmp_path, "train", "--resume", ".")
     assert_same_run(tmp_path, alone)
     config = json.loads((tmp_path / "config.json").read_text())
     assert (config["processes"], config["devices"]) == (processes, ["cpu"] * processes)
@@ -140,7 +122,7 @@ def test_a_signal_to_one_stops_all_and_others_go_on(alone: Path, tmp_path: Path,
 def test_an_error_of_any_rank_is_one_line_of_rank_0(tmp_path, of_both, of_rank_1, message):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "checkpoint.safetensors").touch()
-    ends = run_ranks(2, lambda rank: run(rank, tmp_path, *of_both, *of_rank_1 * rank))
+    ends = run_ranks(2, lambda rank: run(rank, tmp_path, "train", *of_both, *of_rank_1 * rank))
     assert [status for status, _, _ in ends] == [2, 2]
     assert ends[0][2].startswith(f"unisono train: error: {message}")
     assert ends[0][2].count("\n") == 1
@@ -149,15 +131,8 @@ def test_an_error_of_any_rank_is_one_line_of_rank_0(tmp_path, of_both, of_rank_1
 
 
 def run_with_other_data(rank: int, folder: Path) -> tuple[int, str, str]:
-    load = data.load
     if rank == 1:
-
-        def other(*args: Any, **options: Any) -> data.Dataset:
-            dataset = load(*args, **options)
-            dataset.train_labels[7] = 3
-            return dataset
-
-        data.load = other
+        data._DIGITS_MAX = 15
     return run(rank, folder, *SMALL, "--output", "run")
 
 
@@ -167,23 +142,32 @@ def test_other_data_in_one_process_is_an_error(tmp_path: Path) -> None:
     assert "the data sets of the processes differ: rank 0 has " in ends[0][2]
 
 
-def run_out_of_memory(rank: int, folder: Path, which: int) -> tuple[int, str, str]:
+def run_and_fail(rank: int, folder: Path, which: int, fail: Callable[[], None]) -> tuple[int, str, str]:
+    """Run; one of the processes fails in its 15th step, the third of the second epoch."""
     training_loss, steps = Computation.training_loss, 0
 
-    def fail(*args: Any) -> torch.Tensor:
+    def failing(*args: Any) -> torch.Tensor:
         nonlocal steps
         steps += 1
-        if rank == which and steps == 3:
-            raise torch.OutOfMemoryError("no more")
+        if (rank, steps) == (which, 15):
+            fail()
         return training_loss(*args)
 
-    Computation.training_loss = fail
+    Computation.training_loss = failing
     return run(rank, folder, *SMALL, "--output", "run")
+
+
+def run_out_of_memory() -> None:
+    raise torch.OutOfMemoryError("no more")
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_one_process_that_fails_ends_all(tmp_path: Path, which: int) -> None:
-    ends = run_ranks(2, run_out_of_memory, tmp_path, which)
+    ends = run_ranks(2, run_and_fail, tmp_path, which, run_out_of_memory)
     assert ends[which][0] == 2
     assert ends[1 - which][0] == 1
     assert "out of memory with --batch-size 128" in ends[0][2]
@@ -191,26 +175,14 @@ def test_one_process_that_fails_ends_all(tmp_path: Path, which: int) -> None:
     assert ends[1][1] + ends[1][2] == ""
 
 
-def run_or_be_killed(rank: int, folder: Path) -> tuple[int, str, str]:
-    if rank == 1:
-        take_step = loop._take_step
-
-        def die(*args: Any) -> Any:
-            if (folder / "run" / "checkpoint.safetensors").exists():
-                os.kill(os.getpid(), signal.SIGKILL)
-            return take_step(*args)
-
-        loop._take_step = die
-    return run(rank, folder, *SMALL, "--output", "run")
-
-
 def test_a_process_that_is_killed_ends_the_others(alone: Path, tmp_path: Path) -> None:
-    first, second = end_ranks(2, run_or_be_killed, tmp_path)
+    first, second = end_ranks(2, run_and_fail, tmp_path, 1, die)
     assert second.exit_code == -signal.SIGKILL
     status, _, err = first.value
     assert status == 1
     assert err.startswith("unisono train: error: rank 1 has ended while this one was at")
-    run_ranks(2, run, tmp_path, "--resume", "run")
+    _, out, _ = run_ranks(2, run, tmp_path, "train", "--resume", "run")[0]
+    assert "going on after step 12, epochs finished: 1" in out
     assert_same_run(tmp_path / "run", alone)
 
 

@@ -10,24 +10,17 @@ from unisono.console.files import replaced
 from unisono.training.run_folder import RunFolder
 
 
-def test_a_run_is_replaced_only_when_asked_and_alone(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"weights")
-    (tmp_path / "notes.txt").write_text("mine")
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "model.safetensors", "timeline.json", "timeline.png"])
+def test_a_run_is_replaced_only_when_asked_and_alone(tmp_path: Path, name: str) -> None:
+    """Its files may be those of someone else, by the same names."""
+    for each in (name, "notes.txt"):
+        (tmp_path / each).write_text("mine")
     with pytest.raises(FolderError, match=r"holds a run already.*--resume.*--overwrite.*--output"):
         RunFolder.for_new_run(tmp_path)
     folder = RunFolder.for_new_run(tmp_path, overwrite=True)
-    assert folder.model.exists(), "nothing is deleted until the new run is ready to begin"
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {name: "mine", "notes.txt": "mine"}
     folder.make_empty()
     assert {path.name for path in tmp_path.iterdir()} - {".lock"} == {"notes.txt"}
-
-
-@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "curves.png"])
-def test_files_of_others_by_the_same_names_are_not_deleted(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_text('{"mine": 1}')
-    with pytest.raises(FolderError, match="holds a run already"):
-        RunFolder.for_new_run(tmp_path)
-    assert (tmp_path / name).read_text() == '{"mine": 1}'
-    assert [path.name for path in tmp_path.iterdir()] == [name], "something of ours was left there"
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no pipes of this kind")

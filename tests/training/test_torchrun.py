@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from helpers.commands import assert_same_metrics, metrics_of, steps_of
+from helpers.commands import assert_same_metrics, metrics_of, run_captured, steps_of
 from helpers.ranks import run_ranks
 from unisono.cli import main
 
@@ -83,11 +83,7 @@ def test_a_job_that_is_ended_and_then_killed_goes_on_to_the_same_weights(tmp_pat
     whole.mkdir()
     parts.mkdir()
 
-    def undisturbed(rank: int) -> int:
-        with contextlib.chdir(whole):
-            return main(["train", *options])
-
-    assert run_ranks(2, undisturbed) == [0, 0]
+    assert [status for status, _, _ in run_ranks(2, run_captured, whole, "train", *options)] == [0, 0]
     for arguments, records, how in ((options, 5, signal.SIGTERM), (resume, 20, signal.SIGKILL)):
         with torchrun(parts, *train, *arguments) as process:
             wait_for_steps(parts, records, process)

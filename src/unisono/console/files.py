@@ -40,7 +40,7 @@ def replaced(path: Path) -> Iterator[Path]:
         OSError: the file, which the message names, cannot be written, or someone has laid a link or a pipe under the
             temporary name.
     """
-    unfinished = unfinished_name(path)
+    unfinished = path.with_name(f".{path.name}.unfinished")
     try:
         make_anew(unfinished)
         try:
@@ -70,11 +70,6 @@ def write(folder: Path, files: Mapping[str, bytes]) -> None:
     for name, content in files.items():
         with replaced(folder / name) as unfinished:
             unfinished.write_bytes(content)
-
-
-def unfinished_name(path: Path) -> Path:
-    """Return the temporary path to which `replaced` has a file written."""
-    return path.with_name(f".{path.name}.unfinished")
 
 
 def as_typed(path: Path) -> str:

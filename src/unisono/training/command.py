@@ -24,6 +24,7 @@ from unisono.training.observers import Observer, load
 from unisono.training.options import HOW, WHAT, WHERE, Options, with_device_defaults
 from unisono.training.ranks import ALONE, Ranks, launch
 from unisono.training.run_folder import RunFolder
+from unisono.training.tensorboard import TensorBoard
 
 SUMMARY = "train an image classifier on every device"
 
@@ -152,11 +153,7 @@ def run(given: dict[str, Any], ranks: Ranks = ALONE) -> int:
 
 def _observers(targets: Sequence[str], with_tensorboard: bool) -> dict[str, Observer]:
     """Return the observers by the words that ask for them."""
-    observers: dict[str, Observer] = {}
-    if with_tensorboard:
-        from unisono.training.tensorboard import TensorBoard
-
-        observers["--tensorboard"] = TensorBoard()
+    observers: dict[str, Observer] = {"--tensorboard": TensorBoard()} if with_tensorboard else {}
     for target in targets:
         try:
             observers[f"--observer {target}"] = load(target)

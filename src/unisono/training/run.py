@@ -59,12 +59,9 @@ class Run:
         devices, devices_by_rank: one for each replica of this process, and those of all processes. The first one holds
             `live`, each batch before it is split, and the data set, if it is an accelerator and has room for it.
         live, model: the module that is trained, and the same on every device.
-        computation: what a step computes with these.
         metrics: the records so far, which say how far the run is.
-        stop: the signal that asks the run to stop.
         pending: the steps that have been queued and not recorded, in order.
         should_save: whether the last checkpoint is some minutes old.
-        profile: of the last epoch's steps, if that is wanted.
     """
 
     def __init__(

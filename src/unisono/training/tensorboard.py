@@ -23,12 +23,9 @@ from unisono.training.run_folder import RunFolder
 class TensorBoard(Observer):
     """Writes an event file in the folder of the run."""
 
-    def __init__(self) -> None:
-        import torch.utils.tensorboard  # noqa: F401  here: slow to load, and whether it works is known before the run
-
     def started(self, folder: Path, config: Mapping[str, Any], earlier: Sequence[Record]) -> None:
         """Write the options and the earlier records."""
-        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard import SummaryWriter  # here: slow to load
 
         run_folder = RunFolder(folder)
         for path in run_folder.events():
