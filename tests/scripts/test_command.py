@@ -3,9 +3,7 @@
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -23,42 +21,18 @@ for _ in range(3):
 """
 
 
+pytestmark = pytest.mark.usefixtures("own_program")
+
+
 @pytest.fixture(autouse=True)
-def own_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Put back what a program has for itself; work in a folder of its own."""
-    monkeypatch.setattr(sys, "argv", list(sys.argv))
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+def own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    with torch.random.fork_rng(devices=[]):
-        yield
 
 
 def script(text: str, name: str = "train.py") -> str:
     Path(name).parent.mkdir(parents=True, exist_ok=True)
     Path(name).write_text(text, encoding="utf-8")
     return name
-
-
-def test_a_wrapper_that_stays_torchs_is_named_once(
-    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    """X2: a class that was kept where `install` does not look; the closing line does not count it."""
-    name = script(
-        """
-import torch
-(torchs,) = [each for each in torch.nn.DataParallel.__mro__ if each.__module__.startswith("torch.nn.parallel")]
-class Own(torchs):
-    def __init__(self, module):
-        super().__init__(module)
-for _ in range(3):
-    Own(torch.nn.Linear(5, 2))
-"""
-    )
-    assert run_to_the_end("--devices", "cpu*2", name) == 0
-    assert caplog.text.count(f"__main__.Own ({Path(name).absolute()}:6) is torch's own DataParallel") == 1
-    assert "made no torch.nn.DataParallel that is unisono's" in capsys.readouterr().err
 
 
 def test_a_script_sees_what_it_would_with_python_alone(capsys: pytest.CaptureFixture[str]) -> None:
