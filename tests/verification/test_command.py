@@ -119,6 +119,7 @@ TWO = ("--devices", "cpu,cpu")
         (["theirs:arguments", "--shares", "1,2"], 0, ["(cpu 3 rows, cpu 6 rows)"]),  # not those of the dict
         (["theirs:with_batch_norm", "--sync-batch-norm"], 0, ["same: "]),
         (["theirs:with_batch_norm", "--no-sync-batch-norm"], 0, ["differs, as expected"]),
+        (["theirs:build", "--out-dims", "7"], 1, ["and\nit is joined on 7. out_dims=0 says where"]),  # it said 1
         (["theirs:Loss.build"], 1, ["scalars='mean'"]),
         (["theirs:Loss.build", "--scalars", "mean"], 0, ["same: "]),
         (["theirs:Loss.build", "--scalars", "stack"], 0, ["differs, as expected"]),
