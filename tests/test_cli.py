@@ -208,24 +208,10 @@ def write_rows(folder: Path, num_rows: int) -> None:
     write_idx(folder, [pictures, labels, pictures[:20], labels[:20]])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "texts"),
-    [
-        (["--version"], [f"unisono {unisono.__version__}\n"]),
-        (["--help"], ["examples:\n  unisono train"]),
-        (["train", "--help"], ["examples:\n  unisono train"]),
-        (["run", "--help"], ["examples:\n  unisono run train.py", "exit status:"]),
-        (["verify", "--help"], ["examples:\n  unisono verify train:build", "exit status:"]),
-        (["bench", "--help"], ["examples:\n  unisono bench "]),
-        (["plan", "--help"], ["examples:\n  unisono plan ", "  25gbe     9.6 us, 3.125 GB/s\n"]),
-        (["devices", "--help"], ["examples:\n  unisono devices", "exit status:"]),
-        (["watch", "--help"], ["examples:\n  unisono watch", "exit status:"]),
-    ],
-)
-def test_help_and_version(arguments: list[str], texts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert status_of(*arguments) == 0
-    out = capsys.readouterr().out
-    assert all(text in out for text in texts)
+@pytest.mark.parametrize("command", ["", "train", "run", "verify", "bench", "plan", "devices", "watch"])
+def test_the_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of(*command.split(), "--help") == 0
+    assert f"examples:\n  unisono {command or 'train'}" in capsys.readouterr().out
 
 
 def test_without_a_command_it_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -236,6 +222,8 @@ def test_without_a_command_it_says_what_there_is(capsys: pytest.CaptureFixture[s
     assert main(["--quiet"]) == 2
     error = "unisono: error: there is no option --quiet (unisono --help lists the options)\n"
     assert capsys.readouterr().err == error
+    assert status_of("--version") == 0
+    assert capsys.readouterr().out == f"unisono {unisono.__version__}\n"
 
 
 def wait_for_a_step(program: Program) -> set[int]:

@@ -28,9 +28,6 @@ def tied_autoencoder() -> nn.Module:
     return nn.Sequential(OrderedDict(encoder=encoder, act=nn.Tanh(), decoder=decoder))
 
 
-# Devices and copies
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -99,9 +96,6 @@ def test_what_is_refused():
         torch._nested_tensor_from_mask(rows, torch.ones(2, 3, dtype=torch.bool, device="sim:0"))
 
 
-# Different devices do not mix
-
-
 @pytest.mark.parametrize(
     "mix",
     [
@@ -147,9 +141,6 @@ def test_copies_cross_devices():
     (target * 2).sum().backward()
     assert type(source.grad) is torch.Tensor
     assert source.grad.tolist() == [2.0] * 2
-
-
-# Programs that compute what they compute on the CPU
 
 
 def views(device):
@@ -207,14 +198,7 @@ def data(device):
     return [parameter, replacement, parameter.grad]
 
 
-PROGRAMS = [
-    views,
-    indices_on_the_cpu,
-    in_place,
-    numbers_of_the_cpu,
-    derivatives_that_are_known_to_be_zero,
-    data,
-]
+PROGRAMS = [views, indices_on_the_cpu, in_place, numbers_of_the_cpu, derivatives_that_are_known_to_be_zero, data]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -243,9 +227,6 @@ def test_a_saved_tensor_changed_in_place_is_noticed():
     y.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
-
-
-# Modules
 
 
 def test_module_to_keeps_tied_weights_and_parameters():
@@ -339,9 +320,6 @@ def test_simulated_accelerators_are_what_the_library_sees():
 def test_simulated_accelerators_checks_its_count(count):
     with pytest.raises(ValueError, match="expected 1 to 8"), simulated_accelerators(count):
         pass
-
-
-# What the import changes, and what it leaves alone
 
 
 def test_import_is_refused_where_the_name_is_taken():

@@ -27,6 +27,12 @@ EXPECTED = "package.module:name"
             "targeted:a: importing targeted raised ZeroDivisionError: division by zero ({folder}/targeted.py, line 1)",
         ),
         (
+            "import a_library_that_is_missing",
+            "targeted:a",
+            "targeted:a: importing targeted raised ModuleNotFoundError: No module named 'a_library_that_is_missing' "
+            "({folder}/targeted.py, line 1)",
+        ),
+        (
             "import asyncio\nraise asyncio.CancelledError('gone')",
             "targeted:Tracker",
             "targeted:Tracker: importing targeted raised CancelledError: gone ({folder}/targeted.py, line 2)",
@@ -37,7 +43,7 @@ EXPECTED = "package.module:name"
             "targeted:Tracker: looking up Tracker raised ImportError: install the extra ({folder}/targeted.py, line 2)",
         ),
     ],
-    ids=["a file", "a name", "an attribute", "a module inside", "an error", "cancelled", "an extra"],
+    ids=["a file", "a name", "an attribute", "a module inside", "an error", "an import", "cancelled", "an extra"],
 )
 def test_a_target_that_cannot_be_had_is_one_line(
     code: str, target: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

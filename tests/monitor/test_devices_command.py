@@ -228,44 +228,39 @@ def write(root: Path, files: dict[str, str]) -> Path:
 
 
 @pytest.mark.parametrize(
-    "files",
+    ("files", "cores", "memory_bytes"),
     [
-        {
+        ({
             "proc/self/cgroup": "0::/jobs/one\n",
             "sys/fs/cgroup/jobs/cpu.max": "150000 100000\n",
             "sys/fs/cgroup/jobs/one/cpu.max": "max 100000\n",
             "sys/fs/cgroup/jobs/one/memory.max": f"{4 * GIB}\n",
             "sys/fs/cgroup/jobs/memory.max": "max\n",
-        },
-        {
+        }, 1.5, 4 * GIB),
+        ({
             "proc/self/cgroup": "4:memory:/host/path\n3:cpu,cpuacct:/host/path\n2:cpuset:/\n",
             "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "150000\n",
             "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
             "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{4 * GIB}\n",
-        },
+        }, 1.5, 4 * GIB),
+        ({
+            "proc/self/cgroup": "3:cpu:/\n4:memory:/\n0::/\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+            "sys/fs/cgroup/cpu.max": "max 100000\n",
+        }, None, None),
+        ({}, None, None),
     ],
-    ids=["version 2", "version 1, in a container"],
-)
-def test_limits_of_control_groups(tmp_path: Path, files: dict[str, str]) -> None:
+    ids=["version 2", "version 1, in a container", "both say that there is none", "no files"],
+)  # fmt: skip
+def test_limits_of_control_groups(
+    tmp_path: Path, files: dict[str, str], cores: float | None, memory_bytes: int | None
+) -> None:
     """M3: the lowest limit of the group and of those that it is in."""
     found = cpu.describe(write(tmp_path, files))
-    assert (found.cgroup_cores, found.cgroup_memory_bytes) == (1.5, 4 * GIB)
-    assert found.usable_cores == min(2, found.allowed)
-
-
-def test_without_limits(tmp_path: Path) -> None:
-    """M3: neither version's way to say "none" is a limit, and nor are files that are not there."""
-    files = {
-        "proc/self/cgroup": "3:cpu:/\n4:memory:/\n0::/\n",
-        "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
-        "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
-        "sys/fs/cgroup/cpu.max": "max 100000\n",
-    }
-    for root in (write(tmp_path / "files", files), tmp_path / "nothing"):
-        found = cpu.describe(root)
-        assert (found.cgroup_cores, found.cgroup_memory_bytes) == (None, None)
-        assert found.usable_cores == found.allowed
+    assert (found.cgroup_cores, found.cgroup_memory_bytes) == (cores, memory_bytes)
+    assert found.usable_cores == (found.allowed if cores is None else min(2, found.allowed))
 
 
 def test_numa_nodes(tmp_path: Path) -> None:

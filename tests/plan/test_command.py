@@ -88,7 +88,9 @@ def test_without_matplotlib_the_picture_is_left_out(
 
 def test_the_help_is_plain_ascii(capsys: pytest.CaptureFixture[str]):
     assert run("--help") == 0
-    assert capsys.readouterr().out.isascii()
+    out = capsys.readouterr().out
+    assert out.isascii()
+    assert "  25gbe     9.6 us, 3.125 GB/s\n" in out
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,10 @@
 """`unisono run`: what the script sees of its program, how it ends, the closing line, errors."""
 
+import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -23,42 +22,24 @@ for _ in range(3):
 """
 
 
+pytestmark = pytest.mark.usefixtures("own_program")
+
+
 @pytest.fixture(autouse=True)
-def own_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Put back what a program has for itself; work in a folder of its own."""
-    monkeypatch.setattr(sys, "argv", list(sys.argv))
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+def own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    with torch.random.fork_rng(devices=[]):
-        yield
+
+
+def run_python(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """Run Python in the current folder, with no variables but these and what it needs to find unisono."""
+    command, env = [sys.executable, *arguments], {"PATH": "/usr/bin:/bin", "PYTHONPATH": SOURCES, **environment}
+    return subprocess.run(command, env=env, capture_output=True, encoding="utf-8", timeout=200, check=False)
 
 
 def script(text: str, name: str = "train.py") -> str:
     Path(name).parent.mkdir(parents=True, exist_ok=True)
     Path(name).write_text(text, encoding="utf-8")
     return name
-
-
-def test_a_wrapper_that_stays_torchs_is_named_once(
-    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    """X2: a class that was kept where `install` does not look; the closing line does not count it."""
-    name = script(
-        """
-import torch
-(torchs,) = [each for each in torch.nn.DataParallel.__mro__ if each.__module__.startswith("torch.nn.parallel")]
-class Own(torchs):
-    def __init__(self, module):
-        super().__init__(module)
-for _ in range(3):
-    Own(torch.nn.Linear(5, 2))
-"""
-    )
-    assert run_to_the_end("--devices", "cpu*2", name) == 0
-    assert caplog.text.count(f"__main__.Own ({Path(name).absolute()}:6) is torch's own DataParallel") == 1
-    assert "made no torch.nn.DataParallel that is unisono's" in capsys.readouterr().err
 
 
 def test_a_script_sees_what_it_would_with_python_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,7 +101,7 @@ def test_a_script_may_leave_no_stream(
     assert capsys.readouterr().err.startswith("unisono run: ")
 
 
-def test_threads_and_exit_handlers_of_the_script_count(tmp_path: Path) -> None:
+def test_threads_and_exit_handlers_of_the_script_count() -> None:
     """X5, X7: they come after its last line; the closing line comes after them. Its end is Python's."""
     name = script(
         """
@@ -139,16 +120,14 @@ sys.stdout.close()
 sys.exit("no data")
 """
     )
-    command = [sys.executable, "-m", "unisono", "run", "--devices", "cpu*2", name]
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": SOURCES}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, timeout=200, check=False)
-    said, closing = done.stderr.decode().splitlines()
+    done = run_python("-m", "unisono", "run", "--devices", "cpu*2", name)
+    said, closing = done.stderr.splitlines()
     assert closing.startswith("unisono run: 3 wrappers on 2 replicas (2 x cpu), engine threads; 120 rows in 4 forwards")
     assert (said, done.returncode) == ("no data", 1)
 
 
 @pytest.mark.slow
-def test_under_a_launcher_each_process_runs_the_script(tmp_path: Path) -> None:
+def test_under_a_launcher_each_process_runs_the_script() -> None:
     """X5: the parameters are those of one process with all rows; rank 0 has the closing line, of its rows."""
     text = """
 import os, sys, torch
@@ -165,19 +144,10 @@ for _ in range(3):
 torch.save([p.detach() for p in model.parameters()], f"{rank}of{world_size}.pt")
 """
     name = script(text)
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": SOURCES, "OMP_NUM_THREADS": "1"}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launcher, "-m", "unisono", "run", "--devices", "cpu*2", name],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr.decode()
-    closings = [line for line in done.stderr.decode().splitlines() if line.startswith("unisono run: ")]
-    (closing,) = closings
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = run_python(*launcher, "-m", "unisono", "run", "--devices", "cpu*2", name, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    (closing,) = [line for line in done.stderr.splitlines() if line.startswith("unisono run: ")]
     assert closing.startswith("unisono run: rank 0 of 2; 1 wrapper on 2 replicas (2 x cpu), engine threads; 18 rows")
     exec(compile(text, name, "exec"), {"__name__": "__main__"})
     oracle = torch.load("0of1.pt")
@@ -306,7 +276,7 @@ def test_a_mistake_is_one_line_and_runs_nothing(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals and pipes of POSIX")
-def test_from_a_shell(tmp_path: Path) -> None:
+def test_from_a_shell() -> None:
     """X6, X7: a script on standard input, LANG=C, no HOME, 20 columns, workers that are spawned, a reader who leaves.
 
     The data loader's workers import the script again, as `__mp_main__`; Ctrl-C ends it with a traceback and 130.
@@ -326,28 +296,18 @@ if __name__ == "__main__":
     signal.pause()
 """
     )
-    environment = {
-        "PATH": "/usr/bin:/bin",
-        "LANG": "C",
-        "COLUMNS": "20",
-        "PYTHONPATH": SOURCES,
-    }
-    command = [sys.executable, "-W", "error", "-m", "unisono", "run", "--devices", "cpu*2"]
-    done = subprocess.run(
-        [*command, name], cwd=tmp_path, env=environment, capture_output=True, timeout=200, check=False
-    )
-    assert done.returncode == 128 + signal.SIGINT
-    assert done.stdout.decode() == "模型 8\n"
-    *_, last, closing = done.stderr.decode().splitlines()
+    arguments = ["-W", "error", "-m", "unisono", "run", "--devices", "cpu*2"]
+    done = run_python(*arguments, name, LANG="C", COLUMNS="20")
+    assert (done.returncode, done.stdout) == (128 + signal.SIGINT, "模型 8\n")
+    *_, last, closing = done.stderr.splitlines()
     assert last == "KeyboardInterrupt"
     assert closing.startswith("unisono run: 1 wrapper on 2 replicas (2 x cpu), engine threads; 8 rows in 2 forwards")
 
-    with subprocess.Popen(
-        [*command, "-"], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None
-        process.stdout.close()
-        process.stdout = None
-        _, error = process.communicate(b"print('first')\nprint(__name__)", timeout=200)
-    assert process.returncode == 1
-    assert b"Traceback" not in error
+    reading, writing = os.pipe()
+    os.close(reading)
+    source = "print('first')\nprint(__name__)"
+    command = [sys.executable, *arguments, "-"]
+    done = subprocess.run(command, input=source, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr

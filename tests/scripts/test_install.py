@@ -1,7 +1,6 @@
 """install: which names are replaced, and put back; what the wrappers are pickled as."""
 
 import copy
-import io
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,39 +48,51 @@ def test_names_are_replaced_wherever_they_are_and_put_back(monkeypatch: pytest.M
     assert {name: vars(before)[name] for name in torchs} == torchs
 
 
+TAKEN = """
+import dataclasses
+from collections import OrderedDict
+from torch import nn
+from torch.nn.parallel import data_parallel
+REGISTRY = OrderedDict(parallel=nn.DataParallel, functions=[data_parallel], pairs=[("parallel", nn.DataParallel)])
+def default(wrapper=nn.DataParallel):
+    return wrapper
+def keyword(*, wrapper=nn.DataParallel):
+    return wrapper
+class Trainer:
+    wrapper = nn.DataParallel
+    def __init__(self, wrapper=nn.DataParallel):
+        self.given = wrapper
+class OwnTrainer(Trainer):
+    pass
+@dataclasses.dataclass(frozen=True)
+class Options:
+    wrapper: type = nn.DataParallel
+"""
+WAYS = [
+    'REGISTRY["parallel"]', 'REGISTRY["pairs"][0][1]', "default()", "keyword()",
+    "OwnTrainer.wrapper", "Trainer().given", "Options().wrapper",
+]  # fmt: skip
+
+
 def test_what_a_package_took_when_it_was_imported_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """X2: a registry, a default argument, a class attribute, also of a class that inherits it."""
     before = ModuleType("imported_before")
-    exec(
-        """
-from torch import nn
-from torch.nn.parallel import data_parallel
-WRAPPERS = {"parallel": nn.DataParallel, "functions": [data_parallel]}
-def wrapped(module, wrapper=nn.DataParallel):
-    return wrapper(module)
-class Trainer:
-    wrapper = nn.DataParallel
-class OwnTrainer(Trainer):
-    pass
-""",
-        vars(before),
-    )
     monkeypatch.setitem(sys.modules, before.__name__, before)
-    module = nn.Linear(5, 2)
+    exec(TAKEN, vars(before))
+    taken = dict.fromkeys(WAYS, TORCHS)
 
-    def made() -> list[nn.Module]:
-        makers = [before.WRAPPERS["parallel"], before.wrapped, before.OwnTrainer.wrapper]
-        return [make(module) for make in makers]
+    def now() -> dict[str, Any]:
+        return {way: eval(way, vars(before)) for way in taken}
 
+    assert now() == taken
     with unisono.install(CPUS) as installed:
-        assert {type(wrapper) for wrapper in made()} == {nn.DataParallel}
-        before.WRAPPERS["functions"][0](module, torch.zeros(4, 5), [0, 1])
+        assert now() == dict.fromkeys(taken, nn.DataParallel)
+        before.REGISTRY["functions"][0](nn.Linear(5, 2), torch.zeros(4, 5), [0, 1])
         report = installed.report()
-        assert "imported_before.WRAPPERS['parallel']" in installed.replaced
+        assert "imported_before.REGISTRY['pairs'][0][1]" in installed.replaced
     assert report is not None
-    assert len(report.devices) == 3
     assert report.functions == {"data_parallel": 1}
-    assert {type(wrapper) for wrapper in made()} == {TORCHS}
+    assert now() == taken
 
 
 def test_devices_and_options_hold_for_every_wrapper() -> None:
@@ -145,14 +156,15 @@ class BeforeWithSuper(nn.DataParallel):  # type: ignore[type-arg]
 def test_a_class_that_was_defined_before_is_named_and_stays_torchs(
     caplog: pytest.LogCaptureFixture, kind: type[nn.Module]
 ) -> None:
-    """X2: also where it calls `DataParallel.__init__(self, ...)` by name, a TypeError before: the name means ours."""
-    unisono.install(CPUS)
-    model, x = kind(nn.Linear(5, 2)), torch.randn(4, 5)
+    """X2: also where it calls `DataParallel.__init__(self, ...)` by name, a TypeError before; once, and not counted."""
+    installed = unisono.install(CPUS)
+    x, (model, _) = torch.randn(4, 5), [kind(nn.Linear(5, 2)) for _ in range(2)]
     assert not isinstance(model, unisono.DataParallel)
     torch.testing.assert_close(model(x), model.module(x))
     assert getattr(model, "calls", ["forward"]) == ["forward"]
-    assert f".{kind.__name__} ({__file__}:" in caplog.text
+    assert caplog.text.count(f".{kind.__name__} ({__file__}:") == 1
     assert "its class was defined before unisono.install()" in caplog.text
+    assert installed.report().devices == ()
 
 
 def test_a_class_whose_verb_calls_torchs_by_name() -> None:
@@ -209,6 +221,9 @@ def test_a_pickle_is_torchs_in_both_directions(tmp_path: Path) -> None:
     with unisono.install(CPUS):
         model = nn.DataParallel(nn.Linear(5, 2))
         torch.save(model, tmp_path / "made_here.pt")
+        torch.save([model, model], tmp_path / "twice.pt")
+        first, second = torch.load(tmp_path / "twice.pt", weights_only=False)
+        assert first is second
     torch.save(model, tmp_path / "made_after.pt")
     done = run_script(f"""
         import sys, torch
@@ -262,17 +277,6 @@ def test_wrong_options_install_nothing(arguments: dict[str, Any], error: str) ->
     with pytest.raises(ValueError, match=error):
         unisono.install(**arguments)
     assert torch.nn.DataParallel is TORCHS
-
-
-def test_a_stream_of_pickles_needs_no_file() -> None:
-    """X4: a wrapper in a container, twice, stays one object."""
-    with unisono.install(CPUS):
-        wrapper = nn.DataParallel(nn.Linear(5, 2))
-        file = io.BytesIO()
-        torch.save([wrapper, wrapper], file)
-        file.seek(0)
-        first, second = torch.load(file, weights_only=False)
-    assert first is second
 
 
 def test_a_second_installation_ends_with_the_options_of_the_first() -> None:

@@ -4,9 +4,7 @@ import os
 import re
 import runpy
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -29,14 +27,7 @@ OPTIONS = {
 WRAPPERS = {"recurrent_batches": 2, "dcgan": 2}
 
 
-@pytest.fixture(autouse=True)
-def own_program(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Put back what a program has for itself: `__main__`, arguments, paths."""
-    monkeypatch.setattr(sys, "argv", list(sys.argv))
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
-    with torch.random.fork_rng(devices=[]):
-        yield
+pytestmark = pytest.mark.usefixtures("own_program")
 
 
 def losses(output: str) -> list[float]:

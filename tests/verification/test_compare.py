@@ -48,14 +48,9 @@ def test_the_largest_difference_is_that_of_python(pairs: list[tuple[float, float
     ("one", "many", "expected"),
     [([1, 2], [1, 5], 3.0), ([True], [False], 1.0), ([2**62], [2**62 + 1], 1.0), ([1 + 2j], [1 + 5j], 3.0)],
 )
-def test_the_largest_difference_of_other_types(one: list[Any], many: list[Any], expected: float) -> None:
+def test_the_largest_difference_of_other_types_and_layouts(one: list[Any], many: list[Any], expected: float) -> None:
     assert difference(torch.tensor(one), torch.tensor(many)) == expected
-
-
-def test_sparse_tensors() -> None:
-    one = torch.tensor([[0.0, 2.0], [0.0, 0.0]])
-    assert difference(one.to_sparse(), (one * 2).to_sparse()) == 2.0
-    assert largest(one.to_sparse()) == 2.0
+    assert difference(torch.tensor(one).to_sparse(), torch.tensor(many).to_sparse()) == expected
 
 
 @pytest.mark.parametrize(
@@ -83,17 +78,17 @@ def test_float32_is_coarser_where_its_products_are_rounded(monkeypatch: pytest.M
     assert Tolerance.of([torch.float64], CPU, None, None).rtol == 1e-12
 
 
-def test_integers_are_exact_whatever_is_allowed() -> None:
-    tolerance = Tolerance(10.0, 10.0)
-    assert not tolerance.same(torch.tensor([3]), torch.tensor([4]))
-    assert tolerance.same(torch.tensor([3.0]), torch.tensor([4.0]))
-
-
-def test_tolerance_is_of_the_largest_value_not_of_each() -> None:
-    """What is left of numbers that cancelled has their rounding error."""
-    one, many = torch.tensor([1000.0, 1e-9]), torch.tensor([1000.0, 3e-3])
-    assert Tolerance(1e-5, 0.0).same(one, many)
-    assert not Tolerance(1e-6, 0.0).same(one, many)
+@pytest.mark.parametrize(
+    ("tolerance", "one", "many", "same"),
+    [
+        (Tolerance(10.0, 10.0), [3], [4], False),  # integers are exact whatever is allowed
+        (Tolerance(10.0, 10.0), [3.0], [4.0], True),
+        (Tolerance(1e-5, 0.0), [1000.0, 1e-9], [1000.0, 3e-3], True),  # of the largest value, not of each: what is
+        (Tolerance(1e-6, 0.0), [1000.0, 1e-9], [1000.0, 3e-3], False),  # left of numbers that cancelled is rounded
+    ],
+)
+def test_tolerance(tolerance: Tolerance, one: list[float], many: list[float], same: bool) -> None:
+    assert tolerance.same(torch.tensor(one), torch.tensor(many)) is same
 
 
 X = torch.ones(2)

@@ -119,7 +119,7 @@ class Comparison:
             if self.many.error is None and (path not in joined or joined[path].shape == tensor.shape):
                 continue
             axis, output = joined_on.get(path), f"output{path}" if path else "the output"
-            axis = axis if axis is None else axis % max(1, tensor.dim())
+            axis = axis + tensor.dim() if axis is not None and axis < 0 else axis
             parts = [call.outputs[i][1] for call in calls]
             found = match(plain(tensor).cpu(), parts, self.many.rows, self.tolerance)
             fits = None if found is None else found[1]

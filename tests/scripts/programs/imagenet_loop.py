@@ -18,9 +18,7 @@ parser.add_argument("-b", "--batch-size", default=20, type=int)
 parser.add_argument("--lr", "--learning-rate", default=0.1, type=float, dest="lr")
 parser.add_argument("--momentum", default=0.9, type=float)
 parser.add_argument("--wd", "--weight-decay", default=1e-4, type=float, dest="weight_decay")
-parser.add_argument("-j", "--workers", default=0, type=int)
 parser.add_argument("--seed", default=6, type=int)
-parser.add_argument("-e", "--evaluate", action="store_true")
 
 
 class AverageMeter:
@@ -60,11 +58,8 @@ def main():
     labels = torch.randint(5, (60,))
     images = torch.rand(60, 3, 14, 14) + labels.view(-1, 1, 1, 1) / 5
     dataset = torch.utils.data.TensorDataset(images, labels)
-    loader = torch.utils.data.DataLoader(dataset, args.batch_size, shuffle=True, num_workers=args.workers)
-    val_loader = torch.utils.data.DataLoader(dataset, args.batch_size, num_workers=args.workers)
-    if args.evaluate:
-        validate(val_loader, model, criterion, device)
-        return
+    loader = torch.utils.data.DataLoader(dataset, args.batch_size, shuffle=True)
+    val_loader = torch.utils.data.DataLoader(dataset, args.batch_size)
     folder, best = tempfile.mkdtemp(), float("inf")
     for epoch in range(args.epochs):
         train(loader, model, criterion, optimizer, epoch, device)
