@@ -14,14 +14,14 @@ from helpers.rows import find_tests_by_row, rows_of_behaviour
 ROOT = Path(__file__).parent.parent
 
 
-def load_site():
-    spec = importlib.util.spec_from_file_location("docs_site", ROOT / "docs" / "site.py")
+def load(name):
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / "docs" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-site = load_site()
+site = load("site")
 
 
 @pytest.fixture(scope="module")
@@ -69,20 +69,12 @@ def plain(text):
     return re.sub(r"\s+", " ", re.sub(r"\]\([^)]*\)", "]", text)).strip()
 
 
-@pytest.mark.parametrize(
-    ("text", "link"),
-    [
-        ("[it](nowhere.md)", "nowhere.md"),
-        ("[it](#nothing)", "#nothing"),
-        ("[it](verify.md#nothing)", "verify.md#nothing"),
-    ],
-)
-def test_a_link_that_leads_nowhere_is_an_error(text, link, tmp_path, monkeypatch):
-    (tmp_path / "docs").mkdir()
+@pytest.mark.parametrize("link", ["nowhere.md", "#nothing", "verify.md#nothing"])
+def test_a_link_that_leads_nowhere_is_an_error(link, tmp_path, monkeypatch):
     (tmp_path / "tests").mkdir()
-    (tmp_path / "docs" / "behaviour.md").write_text("# Behaviour\n")
-    (tmp_path / "docs" / "verify.md").write_text("# Verify\n")
-    (tmp_path / "docs" / "page.md").write_text(f"# Page\n\n{text}\n")
+    (tmp_path / "docs").mkdir()
+    for name, text in (("behaviour", ""), ("verify", ""), ("page", f"[it]({link})")):
+        (tmp_path / "docs" / f"{name}.md").write_text(f"# {name.title()}\n\n{text}\n")
     monkeypatch.setattr(site, "ROOT", tmp_path)
     with pytest.raises(site.BrokenLinkError, match=re.escape(link)):
         site.Site().build()
@@ -108,9 +100,7 @@ def test_the_script_of_the_readme_is_the_example(path):
 
 def test_the_picture_is_that_of_the_script():
     """`python docs/picture.py` writes it."""
-    spec = importlib.util.spec_from_file_location("picture", ROOT / "docs" / "picture.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load("picture")
     assert module.PATH.read_text(encoding="utf-8") == module.picture()
 
 
