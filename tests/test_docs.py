@@ -1,7 +1,6 @@
 """The documentation site: its source is made from the repository's pages and the tests (docs/site.py)."""
 
 import contextlib
-import importlib.util
 import re
 from pathlib import Path
 
@@ -9,19 +8,13 @@ import pytest
 import torch
 
 import unisono
+from helpers.benchmarks import import_file
 from helpers.rows import find_tests_by_row, rows_of_behaviour
 
 ROOT = Path(__file__).parent.parent
 
 
-def load(name):
-    spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / "docs" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-site = load("site")
+site = import_file(ROOT / "docs" / "site.py", "docs_site")
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +93,7 @@ def test_the_script_of_the_readme_is_the_example(path):
 
 def test_the_picture_is_that_of_the_script():
     """`python docs/picture.py` writes it."""
-    module = load("picture")
+    module = import_file(ROOT / "docs" / "picture.py", "docs_picture")
     assert module.PATH.read_text(encoding="utf-8") == module.picture()
 
 

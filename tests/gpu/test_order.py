@@ -58,22 +58,13 @@ def traced(run: Callable[[], object], folder: Path) -> list[Ran]:
 
 
 def read(trace: Path) -> list[Ran]:
-    events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
-    return sorted(
-        (
-            Ran(
-                event["cat"],
-                event["name"],
-                int(event["args"]["stream"]),
-                float(event["ts"]),
-                float(event["ts"]) + float(event["dur"]),
-                int(event["args"].get("bytes", 0)),
-            )
-            for event in events
-            if event.get("cat") in ("kernel", "gpu_memcpy") and event.get("ph") == "X"
-        ),
-        key=lambda ran: ran.begin,
-    )
+    ran = []
+    for event in json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]:
+        if event.get("cat") in ("kernel", "gpu_memcpy") and event.get("ph") == "X":
+            begin, args = float(event["ts"]), event["args"]
+            end, num_bytes = begin + float(event["dur"]), int(args.get("bytes", 0))
+            ran.append(Ran(event["cat"], event["name"], int(args["stream"]), begin, end, num_bytes))
+    return sorted(ran, key=lambda each: each.begin)
 
 
 def layers(count: int) -> nn.Module:
