@@ -20,34 +20,14 @@ from helpers.programs import run_script
 from helpers.rows import find_tests_by_row, rows_of_behaviour
 
 PACKAGE = Path(unisono.__file__).parent
+DOCS = Path(__file__).parent.parent / "docs"
 
-# The packages, lowest first: each imports only from those before it. `unisono` is what a user imports.
-PACKAGES = [
-    "runtime",
-    "primitives",
-    "distributed",
-    "sync_batch_norm",
-    "autograd",
-    "engines",
-    "console",
-    "inference",
-    "profiling",
-    "wrapper",
-    "options",
-    "measured_calls",
-    "ways",
-    "data_parallel",
-    "scripts",
-    "verification",
-    "unisono",
-    "testing",
-    "training",
-    "bench",
-    "plan",
-    "monitor",
-    "cli",
-    "__main__",
-]
+# The packages, lowest first, as the page names them: each imports only from those before it. `unisono` is what a user
+# imports; `pytest_unisono` is a distribution's file beside it.
+_CELLS = re.findall(r"^\| (`.+?) \|", (DOCS / "architecture.md").read_text(encoding="utf-8"), re.MULTILINE)
+PACKAGES = [*re.findall(r"`(\w+)/?`", " ".join(_CELLS)), "__main__"]
+PACKAGES.insert(PACKAGES.index("verification") + 1, "unisono")
+PACKAGES.remove("pytest_unisono")
 
 
 def name_of(path: Path) -> str:
@@ -167,6 +147,7 @@ def test_examples_in_the_sources_run(module):
 
 
 def test_packages_import_from_lower_packages():
+    assert {package_of(module) for module in SOURCES} == set(PACKAGES)
     for module in SOURCES:
         own = PACKAGES.index(package_of(module))
         for imported, line in imported_by(module):
@@ -183,7 +164,6 @@ def test_the_engine_contract_imports_no_engine_batch_norm_or_reducer():
 @pytest.mark.parametrize("package", PACKAGES)
 def test_files_of_a_package_have_no_import_cycle(package):
     waiting = {name: {imported for imported, _ in imported_by(name)} for name in SOURCES if package_of(name) == package}
-    assert waiting, f"there is no {package}"
     while waiting:
         done = [name for name, needs in waiting.items() if not (needs - {name}) & waiting.keys()]
         assert done, f"these import each other: {sorted(waiting)}"
@@ -249,16 +229,15 @@ def test_nothing_is_inherited_from_torchs_data_parallel():
 
 def test_import_loads_torch_and_nothing_slow():
     """Beyond what torch loads: the standard library and the package's own files, without testing, training, command."""
-    code = """
-import sys, threading, torch
-before, threads = set(sys.modules), torch.get_num_threads()
-import unisono
-assert threading.active_count() == 1
-assert torch.get_num_threads() == threads
-assert not torch.cuda.is_initialized()
-print(*sorted(set(sys.modules) - before))
-"""
-    done = run_script(code)
+    done = run_script("""
+        import sys, threading, torch
+        before, threads = set(sys.modules), torch.get_num_threads()
+        import unisono
+        assert threading.active_count() == 1
+        assert torch.get_num_threads() == threads
+        assert not torch.cuda.is_initialized()
+        print(*sorted(set(sys.modules) - before))
+    """)
     assert done.returncode == 0, done.stderr
     loaded = done.stdout.split()
     assert {name.split(".")[0] for name in loaded} - set(sys.stdlib_module_names) == {"unisono"}

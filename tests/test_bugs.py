@@ -20,6 +20,13 @@ def loss(output: torch.Tensor) -> torch.Tensor:
     return output.double().square().sum()
 
 
+def grads_of(net: nn.Module, model: nn.Module, x: torch.Tensor) -> list[torch.Tensor | None]:
+    """Return the gradients that a backward through `model` leaves in `net`."""
+    net.zero_grad()
+    loss(model(x)).backward()
+    return [parameter.grad for parameter in net.parameters()]
+
+
 class AttributeDict(dict[str, Any]):
     def __init__(self, *args: Any, **items: Any) -> None:
         super().__init__(*args, **items)
@@ -49,11 +56,7 @@ def test_an_attribute_that_is_such_a_dict() -> None:
     linear, x = nn.Linear(4, 1), torch.randn(8, 4)
     parts = AttributeDict(linear=linear)
     net = Calls(lambda net, x: net.parts.linear(x) + net.parts["linear"](x), linear=linear, parts=parts)
-    loss(unisono.DataParallel(net, TWO)(x)).backward()
-    mine = net.linear.weight.grad
-    net.linear.weight.grad = None
-    loss(net(x)).backward()
-    torch.testing.assert_close(mine, net.linear.weight.grad)
+    torch.testing.assert_close(grads_of(net, unisono.DataParallel(net, TWO), x), grads_of(net, net, x))
 
 
 def test_backward_inside_forward() -> None:
@@ -64,12 +67,7 @@ def test_backward_inside_forward() -> None:
         return net.linear(x)
 
     net, x = Calls(forward, linear=nn.Linear(4, 1)), torch.randn(7, 4)
-    grads = []
-    for model in (net, unisono.DataParallel(net, TWO)):
-        net.zero_grad()
-        loss(model(x)).backward()
-        grads.append([parameter.grad for parameter in net.parameters()])
-    torch.testing.assert_close(grads[1], grads[0])
+    torch.testing.assert_close(grads_of(net, unisono.DataParallel(net, TWO), x), grads_of(net, net, x))
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
@@ -85,12 +83,13 @@ def test_a_parameter_that_is_not_the_modules() -> None:
         second = [torch.autograd.grad(loss(grad), [outside, net.linear.weight]) for grad in first]
         torch.testing.assert_close(second[1], second[0])
         assert outside.grad is None
-    for _ in range(2):
-        loss(net(x)).backward()
-    expected, outside.grad = outside.grad, None
-    for _ in range(2):
-        loss(wrapped(x)).backward()
-    torch.testing.assert_close(outside.grad, expected)
+    sums = []
+    for model in (net, wrapped):
+        outside.grad = None
+        for _ in range(2):
+            loss(model(x)).backward()
+        sums.append(outside.grad)
+    torch.testing.assert_close(sums[1], sums[0])
 
 
 def test_an_output_added_to_its_own_input() -> None:

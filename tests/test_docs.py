@@ -1,7 +1,6 @@
 """The documentation site: its source is made from the repository's pages and the tests (docs/site.py)."""
 
 import contextlib
-import importlib.util
 import re
 from pathlib import Path
 
@@ -9,19 +8,13 @@ import pytest
 import torch
 
 import unisono
+from helpers.benchmarks import import_file
 from helpers.rows import find_tests_by_row, rows_of_behaviour
 
 ROOT = Path(__file__).parent.parent
 
 
-def load_site():
-    spec = importlib.util.spec_from_file_location("docs_site", ROOT / "docs" / "site.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-site = load_site()
+site = import_file(ROOT / "docs" / "site.py", "docs_site")
 
 
 @pytest.fixture(scope="module")
@@ -69,20 +62,12 @@ def plain(text):
     return re.sub(r"\s+", " ", re.sub(r"\]\([^)]*\)", "]", text)).strip()
 
 
-@pytest.mark.parametrize(
-    ("text", "link"),
-    [
-        ("[it](nowhere.md)", "nowhere.md"),
-        ("[it](#nothing)", "#nothing"),
-        ("[it](verify.md#nothing)", "verify.md#nothing"),
-    ],
-)
-def test_a_link_that_leads_nowhere_is_an_error(text, link, tmp_path, monkeypatch):
-    (tmp_path / "docs").mkdir()
+@pytest.mark.parametrize("link", ["nowhere.md", "#nothing", "verify.md#nothing"])
+def test_a_link_that_leads_nowhere_is_an_error(link, tmp_path, monkeypatch):
     (tmp_path / "tests").mkdir()
-    (tmp_path / "docs" / "behaviour.md").write_text("# Behaviour\n")
-    (tmp_path / "docs" / "verify.md").write_text("# Verify\n")
-    (tmp_path / "docs" / "page.md").write_text(f"# Page\n\n{text}\n")
+    (tmp_path / "docs").mkdir()
+    for name, text in (("behaviour", ""), ("verify", ""), ("page", f"[it]({link})")):
+        (tmp_path / "docs" / f"{name}.md").write_text(f"# {name.title()}\n\n{text}\n")
     monkeypatch.setattr(site, "ROOT", tmp_path)
     with pytest.raises(site.BrokenLinkError, match=re.escape(link)):
         site.Site().build()
@@ -108,9 +93,7 @@ def test_the_script_of_the_readme_is_the_example(path):
 
 def test_the_picture_is_that_of_the_script():
     """`python docs/picture.py` writes it."""
-    spec = importlib.util.spec_from_file_location("picture", ROOT / "docs" / "picture.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = import_file(ROOT / "docs" / "picture.py", "docs_picture")
     assert module.PATH.read_text(encoding="utf-8") == module.picture()
 
 

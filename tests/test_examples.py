@@ -1,18 +1,16 @@
 """Every example runs as its docstring says, reports the sizes it should, in whole lines, and says nothing else."""
 
 import ast
-import contextlib
 import functools
 import importlib.util
-import io
 import itertools
 import os
 import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -136,7 +134,7 @@ def check_verbs_by_hand(output: str, devices: tuple[str, ...]) -> None:
 
 
 def check_transformers_trainer(output: str, devices: tuple[str, ...]) -> None:
-    losses = r"    epoch 1: loss (\S+)\n    epoch 2: loss (\S+)\n    epoch 3: loss (\S+)\n    epoch 4: loss (\S+)\n"
+    losses = "".join(rf"    epoch {epoch}: loss (\S+)\n" for epoch in range(1, 5))
     end = r"Same numbers: parameters differ by (\d\.\de-\d\d|0\.0e\+00) at most\n"
     match = re.fullmatch(rf"One device:\n{losses}Wrapped:\n{losses}{end}", output)
     assert match, output
@@ -183,11 +181,12 @@ CHECKS = {
 WITH_ANY_DEVICE = CHECKS.keys() - {"transformers_trainer.py"}
 
 
-def expect_installed(name: str) -> None:
-    if name == "transformers_trainer.py":
-        for library in ("transformers", "accelerate"):
-            if importlib.util.find_spec(library) is None:
-                pytest.skip(f"{library} is not installed")
+def check(name: str, devices: tuple[str, ...], **options: bool) -> None:
+    """Run an example as a program, and check its output."""
+    for library in ("transformers", "accelerate") if name == "transformers_trainer.py" else ():
+        if importlib.util.find_spec(library) is None:
+            pytest.skip(f"{library} is not installed")
+    CHECKS[name][1](output_of(name, **options), devices)
 
 
 def in_turn(devices: tuple[str, ...], num_replicas: int) -> list[str]:
@@ -215,37 +214,21 @@ def output_of(name: str, *, use_gpus: bool = False) -> str:
         return program.out
 
 
-class RecordedStdout(io.StringIO):
-    """Keeps what each call of write was given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.writes: list[str] = []
-
-    def write(self, text: str) -> int:
-        self.writes.append(text)
-        return super().write(text)
-
-
-def run_here(
-    name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, num_accelerators: int = 0
-) -> RecordedStdout:
-    """Run an example in this process, as on a machine with `num_accelerators`."""
-    stdout = RecordedStdout()
+def run_here(name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, num_accelerators: int = 0) -> list[str]:
+    """Run an example in this process, as on a machine with `num_accelerators`; return what each write was given."""
+    writes: list[str] = []
     with monkeypatch.context() as patch, torch.random.fork_rng(devices=[]):
         patch.setattr(sys, "argv", [name, *arguments])
-        patch.setattr(sys, "stdout", stdout)
+        patch.setattr(sys, "stdout", SimpleNamespace(write=writes.append, flush=lambda: None))
         patch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
         patch.setattr(torch.accelerator, "is_available", lambda: num_accelerators > 0)
         patch.setattr(torch.accelerator, "device_count", lambda: num_accelerators)
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-    return stdout
+    return writes
 
 
 @pytest.fixture
-def two_accelerators(
-    simulated_accelerators: Callable[[int], contextlib.AbstractContextManager[list[torch.device]]],
-) -> Iterator[tuple[str, ...]]:
+def two_accelerators(simulated_accelerators):
     """The names of two simulated devices, which unisono takes for the machine's accelerators."""
     with simulated_accelerators(2) as devices:
         yield tuple(map(str, devices))
@@ -261,23 +244,22 @@ def test_every_example_has_a_test_a_row_in_the_index_and_its_command() -> None:
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_runs_as_a_program(name: str) -> None:
-    expect_installed(name)
-    CHECKS[name][1](output_of(name), ("cpu",))
+def test_runs_as_a_program(name):
+    check(name, ("cpu",))
 
 
 @pytest.mark.parametrize("name", sorted(WITH_ANY_DEVICE))
-def test_on_accelerators_too(name: str, two_accelerators: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_accelerators_too(name, two_accelerators, monkeypatch):
     """The first replica is on the first of two accelerators, the second on the second, and so on.
 
     Replicas write whole lines: print() writes a line in pieces, and replicas that write at once would mix them, as in
     the transcript of torch's tutorial.
     """
-    arguments, check = CHECKS[name]
-    stdout = run_here(name, arguments, monkeypatch, num_accelerators=2)
-    check(stdout.getvalue(), two_accelerators)
+    arguments, check_output = CHECKS[name]
+    writes = run_here(name, arguments, monkeypatch, num_accelerators=2)
+    check_output("".join(writes), two_accelerators)
     # What the program prints between two calls of the model may come in pieces.
-    from_replicas = [text for text in stdout.writes if re.match(r" *In (model|block)", text)]
+    from_replicas = [text for text in writes if re.match(r" *In (model|block)", text)]
     assert all(re.fullmatch(r"    In .*\n", text) for text in from_replicas)
     silent = ("bce_training.py", "contrastive.py", "first_steps.py", "sequences.py", "several_processes.py")
     assert from_replicas or name in silent
@@ -307,9 +289,7 @@ def test_several_processes_print_what_one_prints() -> None:
         ("bce_training.py", "--epochs", "0"),
     ],
 )
-def test_bad_numbers_are_refused_in_one_line(
-    name: str, option: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_numbers_are_refused_in_one_line(name, option, value, monkeypatch, capsys):
     with pytest.raises(SystemExit, match=r"^2$"):
         run_here(name, [f"{option}={value}"], monkeypatch)
     last = capsys.readouterr().err.splitlines()[-1]
@@ -317,7 +297,7 @@ def test_bad_numbers_are_refused_in_one_line(
 
 
 @pytest.mark.parametrize("name", ["transcript.py", "bce_training.py"])
-def test_help_has_an_example(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_has_an_example(name, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [name, "--help"])
     with pytest.raises(SystemExit, match=r"^0$"):
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
@@ -327,6 +307,5 @@ def test_help_has_an_example(name: str, monkeypatch: pytest.MonkeyPatch, capsys:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a GPU")
 @pytest.mark.parametrize("name", CHECKS)
-def test_runs_on_gpus(name: str) -> None:
-    expect_installed(name)
-    CHECKS[name][1](output_of(name, use_gpus=True), tuple(f"cuda:{i}" for i in range(torch.cuda.device_count())))
+def test_runs_on_gpus(name):
+    check(name, tuple(f"cuda:{i}" for i in range(torch.cuda.device_count())), use_gpus=True)

@@ -5,7 +5,8 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
 
 
 def test_the_citation_has_the_version_and_the_licence():
@@ -25,8 +26,6 @@ def test_the_changelog_keeps_its_form():
 
 
 def test_the_sdist_has_what_lies_beside_the_code():
-    included = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["sdist"][
-        "include"
-    ]
+    included = PYPROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
     assert [path for path in included if not (ROOT / path.removeprefix("/")).exists()] == []
     assert {f"/{name}" for name in ("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "SECURITY.md")} <= set(included)

@@ -42,9 +42,7 @@ def test_fit_with_gpus(installed: Installation) -> None:
     replicated.load_state_dict(copy.deepcopy(plain.state_dict()))
     expected, predicted = fit(plain, 16)
     losses, predictions = fit(replicated, 8)  # deepctr has as many rows on each device
-    report = installed.report()
-    assert report is not None
-    assert len(report.devices[0]) == 2
+    assert len(installed.report().devices[0]) == 2
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     np.testing.assert_allclose(predictions, predicted, rtol=1e-4)
     assert_same_state(replicated, plain, 1e-5)

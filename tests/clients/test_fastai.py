@@ -51,8 +51,6 @@ def test_parallel_ctx(installed: Installation, net: nn.Module, data: Dataset) ->
     model = copy.deepcopy(net)
     expected = fit(net, data, None)
     actual = fit(model, data, ["cpu", "cpu"])
-    report = installed.report()
-    assert report is not None
-    assert set(report.devices) == {(torch.device("cpu"),) * 2}
+    assert set(installed.report().devices) == {(torch.device("cpu"),) * 2}
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     assert_same_state(model, net, 1e-5)

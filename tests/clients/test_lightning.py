@@ -110,8 +110,6 @@ def test_fabric_strategy_dp(installed: Installation, net: nn.Module, data: Datas
     actual = fabric_losses(
         lightning.Fabric(accelerator="cpu", devices=2, strategy=strategy), model, data, tmp_path / "dp"
     )
-    report = installed.report()
-    assert report is not None
-    assert report.rows == 37
+    assert installed.report().rows == 37
     torch.testing.assert_close(actual, expected)
     assert_same_state(model, net)

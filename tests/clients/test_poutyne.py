@@ -28,8 +28,6 @@ def test_a_list_of_devices(net: nn.Module, data: Dataset) -> None:
     expected = train(net, data, "cpu")
     with unisono.install() as installed:
         results = train(model, data, ["cpu", "cpu"])
-        report = installed.report()
-    assert report is not None
-    assert report.functions == {"data_parallel": 15}
+        assert installed.report().functions == {"data_parallel": 15}
     torch.testing.assert_close(results, expected, rtol=1e-6, atol=0)
     assert_same_state(model, net)

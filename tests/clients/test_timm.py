@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from helpers.benchmarks import import_file
 from helpers.comparisons import assert_same_state
 from helpers.contract import Wrap
 
@@ -23,13 +24,7 @@ def model_ema() -> ModuleType:
     package = importlib.util.find_spec("timm")
     if package is None or package.origin is None:
         pytest.skip("could not import 'timm'", allow_module_level=True)
-    path = Path(package.origin).parent / "utils" / "model_ema.py"
-    spec = importlib.util.spec_from_file_location("timm_model_ema", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return import_file(Path(package.origin).parent / "utils" / "model_ema.py", "timm_model_ema")
 
 
 ema = model_ema()

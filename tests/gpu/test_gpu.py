@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.accelerators import FIRST, on_accelerator, on_two_accelerators
 from helpers.comparisons import assert_same_gradients
 from helpers.in_time import in_time as _in_time
 from helpers.losses import penalty_loss
@@ -35,14 +36,7 @@ WAIT_S = 60.0
 NUM_STRESS_STEPS = 500
 
 
-def accelerator() -> torch.device | None:
-    return torch.accelerator.current_accelerator(check_available=True)
-
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(accelerator() is None, reason="no accelerator: run `make gpu-check` on a machine with a GPU"),
-]
+pytestmark = on_accelerator
 
 
 @pytest.fixture(autouse=True)
@@ -58,19 +52,14 @@ def _seed_and_exact_numbers() -> Iterator[None]:
 
 @pytest.fixture
 def first() -> torch.device:
-    kind = accelerator()
-    assert kind is not None
-    return torch.device(kind.type, 0)
+    return torch.device(FIRST)
 
 
-several = pytest.mark.skipif(
-    accelerator() is None or torch.accelerator.device_count() < 2, reason="needs two accelerators"
-)
 PLACES = [
     pytest.param([0, 0], id="one device twice"),
     pytest.param([0, 0, 0], id="one device three times"),
-    pytest.param([0, 1], marks=several, id="two devices"),
-    pytest.param([1, 0, 1], marks=several, id="two devices, three replicas"),
+    pytest.param([0, 1], marks=on_two_accelerators, id="two devices"),
+    pytest.param([1, 0, 1], marks=on_two_accelerators, id="two devices, three replicas"),
 ]
 SEPARATE = [pytest.param([0, 0, "separate memory"], id="one device twice, separate memory")]
 
@@ -329,7 +318,7 @@ def test_activations_are_freed(placed: Places) -> None:
         gc.enable()
 
 
-@several
+@on_two_accelerators
 def test_steps_that_nothing_waits_for_need_no_more_memory() -> None:
     """N10, S11: the host runs ahead, and copies that GPUs wait for must not pile up on the others."""
     second = devices.accelerators()[1]
@@ -415,7 +404,7 @@ def test_copies_between_all_devices_arrive() -> None:
 
 def test_every_accelerator_is_the_default() -> None:
     """A1: device_ids left out."""
-    model = DataParallel(nn.Linear(4, 2).to(torch.device(accelerator().type, 0)))
+    model = DataParallel(nn.Linear(4, 2).to(FIRST))
     assert model.device_ids == list(range(torch.accelerator.device_count()))
     assert model(torch.randn(16, 4)).shape == (16, 2)
 

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import unisono
 from helpers import batch_norm_kernels as reference
+from helpers.accelerators import FIRST, on_accelerator, on_cuda, on_two_gpus
 from helpers.modules import Calls
 from helpers.ranks import run_ranks
 from helpers.twins import assert_same_gradients, rows_of, twins
@@ -27,34 +28,17 @@ from unisono.runtime import devices
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-def first_accelerator() -> str | None:
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    return None if kind is None else f"{kind.type}:0"
-
-
-on_accelerator = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        first_accelerator() is None, reason="no accelerator: run `make gpu-check` on a machine with one"
-    ),
-]
-on_cuda = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: run `make gpu-check` on a machine with one"),
-]
-
-
-@pytest.fixture(params=["cpu", pytest.param("accelerator", marks=on_accelerator)])
+@pytest.fixture(params=["cpu", pytest.param(FIRST, marks=on_accelerator, id="accelerator")])
 def device(request: pytest.FixtureRequest) -> torch.device:
-    return torch.device("cpu" if request.param == "cpu" else first_accelerator() or "none")
+    return torch.device(request.param)
 
 
 # ---- batch norm ------------------------------------------------------------------------------------
 
 
-@pytest.mark.gpu
+@on_accelerator
 @pytest.mark.skipif(
-    first_accelerator() is None or not devices.has_batch_norm_kernels(torch.device(first_accelerator() or "cpu")),
+    FIRST != "none" and not devices.has_batch_norm_kernels(torch.device(FIRST)),
     reason="no accelerator that has the kernels: run `make gpu-check` on a machine with one",
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -62,7 +46,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 @pytest.mark.parametrize("last", [False, True], ids=["channels first", "channels last"])
 def test_the_kernels_compute_what_their_reference_does(dtype: torch.dtype, shape: tuple[int, ...], last: bool) -> None:
     """N5: so the tests that run without a GPU, which use the reference, say something about one."""
-    there = torch.device(first_accelerator() or "none")
+    there = torch.device(FIRST)
     x, grad = (torch.randn(shape, dtype=dtype, device=there) for _ in range(2))
     if last and len(shape) > 2:
         layout = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
@@ -103,8 +87,8 @@ def net() -> nn.Module:
     )
 
 
-@pytest.mark.parametrize("where", [pytest.param("", marks=on_cuda)])
-def test_no_step_waits_with_synchronised_batch_norm(where: str) -> None:
+@on_cuda
+def test_no_step_waits_with_synchronised_batch_norm() -> None:
     """N5, S11: torch raises an error for whatever waits for the GPU."""
     model = DataParallel(net().cuda(), ["cuda:0", "cuda:0"], sync_batch_norm=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
@@ -158,8 +142,8 @@ def test_activation_checkpoints_of_two_replicas_on_one_device(device: torch.devi
 # ---- streams, devices, CUDA graphs -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", [pytest.param("", marks=on_cuda)])
-def test_reducers_get_all_gradients_on_one_stream(where: str) -> None:
+@on_cuda
+def test_reducers_get_all_gradients_on_one_stream() -> None:
     """N1: those of a branch on a stream of its own, too."""
     leaf = torch.ones(1 << 20, device="cuda:0", requires_grad=True)
     side, main = torch.cuda.Stream(), torch.cuda.current_stream()
@@ -186,8 +170,8 @@ def test_reducers_get_all_gradients_on_one_stream(where: str) -> None:
     assert gradient.eq(1).all()
 
 
-@pytest.mark.parametrize("where", [pytest.param("", marks=on_cuda)])
-def test_a_module_compiled_with_cuda_graphs_is_refused_on_several_replicas(where: str) -> None:
+@on_cuda
+def test_a_module_compiled_with_cuda_graphs_is_refused_on_several_replicas() -> None:
     """R13"""
     compiled: Any = torch.compile(nn.Linear(4, 4).cuda(), mode="reduce-overhead")
     model = DataParallel(compiled, ["cuda:0"] * 2)
@@ -203,8 +187,7 @@ def run_alone(code: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@on_two_gpus
 def test_a_gpu_that_is_not_named_is_left_alone() -> None:
     """A1: a CUDA context takes half a gigabyte of it."""
     code = """
@@ -216,8 +199,8 @@ def test_a_gpu_that_is_not_named_is_left_alone() -> None:
     assert run_alone(code) == "[False, True]"
 
 
-@pytest.mark.parametrize("where", [pytest.param("", marks=on_cuda)])
-def test_a_process_that_sees_one_gpu_takes_it(where: str) -> None:
+@on_cuda
+def test_a_process_that_sees_one_gpu_takes_it() -> None:
     """C14: whatever its LOCAL_RANK is."""
     code = """
         import os
@@ -244,8 +227,7 @@ def one_leaves(rank: int) -> str:
         return str(error)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@on_two_gpus
 def test_a_process_that_ends_leaves_no_collective_behind() -> None:
     """C12: the other one raises, and ends, although NCCL waits on the GPU."""
     reason, _ = run_ranks(2, one_leaves)

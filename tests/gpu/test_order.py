@@ -14,16 +14,14 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.accelerators import on_cuda, on_two_gpus
 from helpers.modules import Fn
 from unisono import DataParallel
 from unisono.autograd import broadcast
 from unisono.engines.threads import Threads
 from unisono.runtime.buckets import buckets_of
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: run `make gpu-check` on a machine with one"),
-]
+pytestmark = on_cuda
 ROWS, WIDTH = 2 * 16384, 2048
 SHARD_BYTES = ROWS // 2 * WIDTH * 4
 
@@ -58,22 +56,13 @@ def traced(run: Callable[[], object], folder: Path) -> list[Ran]:
 
 
 def read(trace: Path) -> list[Ran]:
-    events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
-    return sorted(
-        (
-            Ran(
-                event["cat"],
-                event["name"],
-                int(event["args"]["stream"]),
-                float(event["ts"]),
-                float(event["ts"]) + float(event["dur"]),
-                int(event["args"].get("bytes", 0)),
-            )
-            for event in events
-            if event.get("cat") in ("kernel", "gpu_memcpy") and event.get("ph") == "X"
-        ),
-        key=lambda ran: ran.begin,
-    )
+    ran = []
+    for event in json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]:
+        if event.get("cat") in ("kernel", "gpu_memcpy") and event.get("ph") == "X":
+            begin, args = float(event["ts"]), event["args"]
+            end, num_bytes = begin + float(event["dur"]), int(args.get("bytes", 0))
+            ran.append(Ran(event["cat"], event["name"], int(args["stream"]), begin, end, num_bytes))
+    return sorted(ran, key=lambda each: each.begin)
 
 
 def layers(count: int) -> nn.Module:
@@ -128,7 +117,7 @@ def test_gradients_travel_while_backward_runs(tmp_path: Path, monkeypatch: pytes
     assert len(early) >= num_layers - 2, (gradients, computing[-5:])
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@on_two_gpus
 def test_the_first_device_needs_no_more_memory() -> None:
     """N10, A7: with the loss in the module and scalars="mean", at most 1.15 times what the others need for a step."""
     blocks = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(32)))

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import unisono
+from helpers.accelerators import FIRST, SECOND, on_accelerator, on_two_accelerators
 from helpers.ranks import run_ranks
 from helpers.twins import assert_same_gradients, rows_of, train_twins, twins
 
@@ -22,25 +23,11 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 SIZES = [(5, 3), (1, 6), (4, 4), (7, 2)]  # rows of each process, step by step
 
 
-def first_accelerator() -> str | None:
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    return None if kind is None else f"{kind.type}:0"
-
-
-def only_if(there: bool, reason: str) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.gpu, pytest.mark.skipif(not there, reason=reason)]
-
-
-ONE = first_accelerator() or "none"
-TWO = torch.accelerator.device_count() > 1 if first_accelerator() else False
-ON_ONE = only_if(ONE != "none", "no accelerator: run `make gpu-check` on a machine with a GPU")
-
-
 @pytest.fixture(
     params=[
         pytest.param(["cpu", "cpu"], id="cpu"),
-        pytest.param([ONE, ONE], marks=ON_ONE, id="one accelerator"),
-        pytest.param([ONE, ONE.replace("0", "1")], marks=only_if(TWO, "needs two accelerators"), id="two accelerators"),
+        pytest.param([FIRST, FIRST], marks=on_accelerator, id="one accelerator"),
+        pytest.param([FIRST, SECOND], marks=on_two_accelerators, id="two accelerators"),
     ]
 )
 def devices(request: pytest.FixtureRequest) -> list[str]:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
+from helpers.accelerators import on_cuda
 from helpers.commands import idx_bytes, steps_of
 from helpers.plain_training import train_plainly
 from unisono.console.errors import OptionError
@@ -26,10 +27,7 @@ from unisono.training.options import Options
 from unisono.training.run import Run
 from unisono.training.run_folder import RunFolder
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: run `make gpu-check` on a machine with one"),
-]
+pytestmark = on_cuda
 CUDA = torch.device("cuda", 0)
 NUM_ROWS, SIDE, NUM_CLASSES = 512, 8, 4
 BATCH_SIZE = 64

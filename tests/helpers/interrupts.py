@@ -109,11 +109,9 @@ class Step:
 
     def __init__(self, case: str) -> None:
         torch.manual_seed(0)
-        module = Model()
-        self.is_training = case not in ("map", "evaluate")
+        self.module = module = Model()
         self.model: Any = module if case == "plain" else DataParallel(module, ["cpu"] * 2, **OPTIONS.get(case, {}))
-        self.module = module
-        self.inputs = [torch.randn(_ROWS, _WIDTH) for _ in range(1 if self.is_training else 6)]
+        self.inputs = [torch.randn(_ROWS, _WIDTH) for _ in range(6 if case in ("map", "evaluate") else 1)]
         self.targets = [torch.randn(_ROWS, 2) for _ in self.inputs]
         self.run = {"map": self._map, "evaluate": self._evaluate}.get(case, self._train)
         self._before = {name: value.clone() for name, value in module.state_dict().items()}
@@ -164,13 +162,13 @@ class Step:
             wrong.append(f"{type(error).__name__} in its place: {str(error)[:80]}")
         wrong += [f"swallowed: {type(each).__name__}" for each in caught.unraisable]
         found = self.numbers()
-        grads = [name for name in self.after if name.startswith("grad")]
-        if not all(name in found and torch.equal(found[name], self.after[name]) for name in grads) and any(
-            name in found for name in grads
+        grads = {name: value for name, value in self.after.items() if name.startswith("grad")}
+        if grads.keys() & found.keys() and not all(
+            n in found and torch.equal(found[n], value) for n, value in grads.items()
         ):
             wrong.append("some gradients, not all")
         before = {**self._before, "random state": self.random_before}
-        for name in {**dict(self.module.named_buffers()), "random state": None}:
+        for name in [*dict(self.module.named_buffers()), "random state"]:
             if not torch.equal(found[name], before[name]) and not torch.equal(found[name], self.after[name]):
                 wrong.append(f"{name} is neither as before nor as after")
         if any(not torch.equal(value, before[name]) for name, value in self.module.named_parameters()):
@@ -283,11 +281,7 @@ def _caught() -> Iterator[Caught]:
 def campaign(
     case: str, numbers: Callable[[int], Iterable[int]], kind: signal.Signals = signal.SIGINT
 ) -> tuple[int, dict[int, str]]:
-    """Interrupt a case's step at some of its moments, until one goes wrong.
-
-    Args:
-        numbers: picks the moments, given how many there are.
-        kind: the signal.
+    """Interrupt a case's step at moments that `numbers` picks, given how many there are, until one goes wrong.
 
     Returns:
         The number of interrupts, and what was wrong, by moment.

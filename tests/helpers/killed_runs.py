@@ -32,17 +32,12 @@ def run_killed(
     within: Sequence[str] = ALL,
     save_each_step: bool = False,
 ) -> int:
-    """Run `unisono` with these arguments; return the number of lines, 0 if it was killed.
+    """Run `unisono` with these arguments in the folder `cwd`; return the number of lines, 0 if it was killed.
 
     Args:
-        arguments: of the command.
-        cwd: the folder to run in.
         kill_at: the number of the line at which it kills itself, from 1; None: it does not.
         within: the files and folders whose lines count.
         save_each_step: whether there is a checkpoint after each step, as after some minutes in long epochs.
-
-    Raises:
-        AssertionError: it has ended with an error.
     """
     with forked(_run, list(arguments), kill_at, tuple(within), save_each_step, cwd=cwd) as program:
         status = program.wait()
