@@ -230,6 +230,36 @@ def test_a_class_that_forward_changes_goes_with_the_call(wrap: Wrap) -> None:
         y.sum().backward()
 
 
+class Accumulates(nn.Module):
+    """Keeps in a dict what it has computed, as spikingjelly's neurons keep their voltages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.memories = nn.Parameter(torch.ones(4)), {"sum": 0.0}
+
+    def _replicate_for_data_parallel(self) -> nn.Module:
+        replica = super()._replicate_for_data_parallel()
+        replica.memories = self.memories.copy()
+        return replica
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            self.memories["sum"] = self.memories["sum"] + x * self.weight
+        return self.memories["sum"]
+
+
+def test_a_class_says_itself_what_its_replicas_do_not_share(wrap: Wrap) -> None:
+    """R6: replicas in threads once wrote into one dict, because torch's `_replicate_for_data_parallel` was not called."""
+    model = wrap(Accumulates().double(), 2)
+    x = torch.randn(6, 4).double()
+    for _ in range(2):
+        y = model(x)
+        assert_same(y, 3 * x)
+        y.sum().backward()
+    assert_same(model.module.weight.grad, 6 * x.sum(0))
+    assert model.module.memories == {"sum": 0.0}
+
+
 def layers_with(change: Callable[[nn.Linear], object]) -> nn.Module:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 4))
     change(model[0])
