@@ -22,6 +22,13 @@ class Table(dict[str, Any]):
     """A container of a class of its own."""
 
 
+class Uncounted(tuple[Any, ...]):
+    """A tuple that refuses its length, as e3nn's Irreps does."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
 def use_head(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     x = model.body(x)
     return model.head(x) if hasattr(model, "head") else 2 * x
@@ -249,7 +256,7 @@ class Accumulates(nn.Module):
 
 
 def test_a_class_says_itself_what_its_replicas_do_not_share(wrap: Wrap) -> None:
-    """R6: replicas in threads once wrote into one dict, because torch's `_replicate_for_data_parallel` was not called."""
+    """R6: by torch's `_replicate_for_data_parallel`. It was not called, and replicas in threads wrote into one dict."""
     model = wrap(Accumulates().double(), 2)
     x = torch.randn(6, 4).double()
     for _ in range(2):
@@ -271,6 +278,7 @@ STEADY: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "synchronised": (lambda: layers_with(lambda layer: None), {"sync_batch_norm": True}),
     "forward assigns an attribute": (lambda: Remembers([]), {}),
     "a forward hook": (lambda: layers_with(lambda layer: layer.register_forward_hook(lambda *_: None)), {}),
+    "a tuple that refuses its length": (lambda: layers_with(lambda layer: setattr(layer, "size", Uncounted([4]))), {}),
     "layers in a list": (lambda: Calls(use_layers, **layers_in_a_list()), {}),
     "weights in a list": (lambda: Calls(lambda model, x: model.lstm(x)[0], lstm=nn.LSTM(4, 4)), {}),
     "a backward hook": (lambda: layers_with(lambda layer: layer.register_full_backward_hook(lambda *_: None)), {}),

@@ -4,8 +4,8 @@ A `Blueprint` is a snapshot of a live module's structure: its modules (each once
 buffers in them, and the attributes that refer to the live module. To make one takes a microsecond or so a module. It is
 valid as long as `is_current` says so. From it replicas are *stamped*: new objects of the same classes whose `__dict__`
 is a copy of the live one, with children, parameters, buffers and those attributes replaced by the replica's own. No
-method of the class runs, `__setattr__` included, so no class can interfere, but `_replicate_for_data_parallel`, if it is
-not torch's own: there a class may copy what its replicas must not share.
+method of the class runs, `__setattr__` included, so no class can interfere. The exception is an overridden
+`_replicate_for_data_parallel`: there a class copies what its replicas must not share.
 
 A replica is complete: `parameters()`, `state_dict()`, the `len()` of a ParameterList, ties and sharing are those of the
 original. Attributes that a replica assigns are its own and are freed with it; lists and dicts that it changes in place
@@ -108,7 +108,7 @@ class Blueprint:
         self._to_rebind: dict[int, list[str]] = {}  # id of a module -> its attributes that refer to live objects
         self._slots: dict[type, list[str]] = {}  # names of the slots of each class that has any
         self._script_classes: set[type] = set()
-        self._copied_by_class: set[type] = set()  # classes that say themselves how torch's DataParallel copies them
+        self._copied_by_class: dict[type, Any] = {}  # by class, its own `_replicate_for_data_parallel`
         self._script_attributes: list[tuple[int, str, Any]] = []  # id of a module, name, and value that refers
         self.compiled = self.replays_cuda_graphs = False
         self._to_search: list[tuple[dict[str, Any], str]] = []  # attributes that may refer to live objects later
@@ -274,7 +274,8 @@ class Blueprint:
             if self._script_classes and type(module) in self._script_classes:
                 attributes = torch_private.script_parts(module)
             elif self._copied_by_class and type(module) in self._copied_by_class:
-                attributes = {**module._replicate_for_data_parallel().__dict__, "_parameters": attributes["_parameters"]}
+                copied = self._copied_by_class[type(module)](module)
+                attributes = {**copied.__dict__, "_parameters": attributes["_parameters"]}
                 del attributes["_is_replica"]
             attributes["_parameters"] = inside = attributes["_parameters"].copy()
             if inside and parameters_differ:
@@ -337,8 +338,9 @@ class Blueprint:
                     "wrap the Python module that it was made from"
                 )
             self._script_classes.add(cls)
-        if not cls._replicate_for_data_parallel.__module__.startswith("torch."):
-            self._copied_by_class.add(cls)
+        replicate: Any = cls._replicate_for_data_parallel
+        if not replicate.__module__.startswith("torch."):
+            self._copied_by_class[cls] = replicate
         self.compiled = self.compiled or torch_private.is_compiled(getattr(cls, "forward", None))
         if cls.__basicsize__ > nn.Module.__basicsize__:
             self._slots[cls] = list(slot_names(cls))
