@@ -22,6 +22,13 @@ class Table(dict[str, Any]):
     """A container of a class of its own."""
 
 
+class Uncounted(tuple[Any, ...]):
+    """A tuple that refuses its length, as e3nn's Irreps does."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
 def use_head(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     x = model.body(x)
     return model.head(x) if hasattr(model, "head") else 2 * x
@@ -228,6 +235,36 @@ def test_a_class_that_forward_changes_goes_with_the_call(wrap: Wrap) -> None:
         y.sum().backward()
 
 
+class Accumulates(nn.Module):
+    """Keeps in a dict what it has computed, as spikingjelly's neurons keep their voltages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.memories = nn.Parameter(torch.ones(4)), {"sum": 0.0}
+
+    def _replicate_for_data_parallel(self) -> nn.Module:
+        replica = super()._replicate_for_data_parallel()
+        replica.memories = self.memories.copy()
+        return replica
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            self.memories["sum"] = self.memories["sum"] + x * self.weight
+        return self.memories["sum"]
+
+
+def test_a_class_says_itself_what_its_replicas_do_not_share(wrap: Wrap) -> None:
+    """R6: by torch's `_replicate_for_data_parallel`. It was not called, and replicas in threads wrote into one dict."""
+    model = wrap(Accumulates().double(), 2)
+    x = torch.randn(6, 4).double()
+    for _ in range(2):
+        y = model(x)
+        assert_same(y, 3 * x)
+        y.sum().backward()
+    assert_same(model.module.weight.grad, 6 * x.sum(0))
+    assert model.module.memories == {"sum": 0.0}
+
+
 def layers_with(change: Callable[[nn.Linear], object]) -> nn.Module:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 4))
     change(model[0])
@@ -239,6 +276,7 @@ STEADY: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "synchronised": (lambda: layers_with(lambda layer: None), {"sync_batch_norm": True}),
     "forward assigns an attribute": (lambda: Remembers([]), {}),
     "a forward hook": (lambda: layers_with(lambda layer: layer.register_forward_hook(lambda *_: None)), {}),
+    "a tuple that refuses its length": (lambda: layers_with(lambda layer: setattr(layer, "size", Uncounted([4]))), {}),
     "layers in a list": (lambda: Calls(use_layers, **layers_in_a_list()), {}),
     "weights in a list": (lambda: Calls(lambda model, x: model.lstm(x)[0], lstm=nn.LSTM(4, 4)), {}),
     "a backward hook": (lambda: layers_with(lambda layer: layer.register_full_backward_hook(lambda *_: None)), {}),

@@ -90,6 +90,13 @@ def test_zero_grad_of_a_replica_warns() -> None:
         network.zero_grad()
 
 
+def test_below_the_root_a_replica_does_not_say_that_it_has_no_parameters() -> None:
+    """R1: torchdiffeq takes `_is_replica` for that, and found none: the gradients of an ODE's module were missing."""
+    replica = replicate(nn.Sequential(nn.Linear(2, 2)), CPU)[1]
+    assert not hasattr(replica[0], "_is_replica")
+    assert len(list(replica[0].parameters())) == 2
+
+
 def test_attributes_are_copies_and_the_original_stays_as_it_is() -> None:
     """R6: what a replica assigns is its own; `training` too."""
     network = nn.Sequential(nn.Linear(2, 2), nn.Dropout())

@@ -116,6 +116,15 @@ def test_devices_and_options_hold_for_every_wrapper() -> None:
     assert report.devices == ((torch.device("cpu"),) * 2,) * 2
 
 
+def test_all_wrappers_are_instances_of_what_torchs_name_means() -> None:
+    """A9: those made by hand and before, too. captum asks so whether the batch is split, and did it wrong."""
+    wrappers = [nn.DataParallel(nn.Linear(5, 2)), unisono.DataParallel(nn.Linear(5, 2), CPUS)]
+    with unisono.install(CPUS):
+        wrappers.append(nn.DataParallel(nn.Linear(5, 2)))
+        assert [isinstance(wrapper, nn.DataParallel) for wrapper in wrappers] == [True] * 3
+        assert not isinstance(wrappers[1].module, nn.DataParallel)
+
+
 def test_the_verbs_take_the_numbers_of_the_devices() -> None:
     """X3: a number is a place in the list of devices, counted round it; -1 and the CPU stay what they are."""
     module, x = nn.Linear(5, 2), torch.randn(30, 5)

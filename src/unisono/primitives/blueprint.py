@@ -4,7 +4,8 @@ A `Blueprint` is a snapshot of a live module's structure: its modules (each once
 buffers in them, and the attributes that refer to the live module. To make one takes a microsecond or so a module. It is
 valid as long as `is_current` says so. From it replicas are *stamped*: new objects of the same classes whose `__dict__`
 is a copy of the live one, with children, parameters, buffers and those attributes replaced by the replica's own. No
-method of the class runs, `__setattr__` included, so no class can interfere.
+method of the class runs, `__setattr__` included, so no class can interfere. The exception is an overridden
+`_replicate_for_data_parallel`: there a class copies what its replicas must not share.
 
 A replica is complete: `parameters()`, `state_dict()`, the `len()` of a ParameterList, ties and sharing are those of the
 original. Attributes that a replica assigns are its own and are freed with it; lists and dicts that it changes in place
@@ -104,6 +105,7 @@ class Blueprint:
         self.histories: dict[int, torch.Tensor] = {}
         self._to_rebind: dict[int, list[str]] = {}  # id of a module -> its attributes that refer to live objects
         self._script_classes: set[type] = set()
+        self._copied_by_class: dict[type, Any] = {}  # by class, its own `_replicate_for_data_parallel`
         self._script_attributes: list[tuple[int, str, Any]] = []  # id of a module, name, and value that refers
         self.compiled = self.replays_cuda_graphs = False
         self._to_search: list[tuple[dict[str, Any], str]] = []  # attributes that may refer to live objects later
@@ -161,9 +163,9 @@ class Blueprint:
         """Whether `is_current` can ever be True: what the blueprint follows from can be compared.
 
         Not where a function in an attribute or hook refers to a module or a parameter; nor where only a weak reference
-        leads to one, which would be kept alive here.
+        leads to one, which would be kept alive here; nor where a class copies what forward may change.
         """
-        if self._script_classes or self.compiled or self.histories:
+        if self._script_classes or self._copied_by_class or self.compiled or self.histories:
             return False
         if not all([parameter.is_leaf for parameter in self.parameters.values()] + [*map(is_plain, self.tensors)]):
             return False
@@ -265,7 +267,10 @@ class Blueprint:
             attributes = module.__dict__.copy()
             if self._script_classes and type(module) in self._script_classes:
                 attributes = torch_private.script_parts(module)
-            attributes["_is_replica"] = True
+            elif self._copied_by_class and type(module) in self._copied_by_class:
+                copied = self._copied_by_class[type(module)](module)
+                attributes = {**copied.__dict__, "_parameters": attributes["_parameters"]}
+                del attributes["_is_replica"]
             attributes["_parameters"] = inside = attributes["_parameters"].copy()
             if inside and parameters_differ:
                 for name, tensor in inside.items():
@@ -279,6 +284,8 @@ class Blueprint:
                 for name, child in inside.items():
                     inside[name] = own.get(id(child), child)
             _set_dict(replica, attributes)
+        # By this torch warns of zero_grad. Only the root has it: libraries take it to mean that parameters() is empty.
+        replicas[0].__dict__["_is_replica"] = True
         links: list[Link] = []
         if self._to_rebind or self._script_attributes:
             links = [(own[key], name, value) for key, name, value in self._referring_attributes()]
@@ -325,6 +332,9 @@ class Blueprint:
                     "wrap the Python module that it was made from"
                 )
             self._script_classes.add(cls)
+        replicate: Any = cls._replicate_for_data_parallel
+        if not replicate.__module__.startswith("torch."):
+            self._copied_by_class[cls] = replicate
         self.compiled = self.compiled or torch_private.is_compiled(getattr(cls, "forward", None))
 
     def _inspect_script_attributes(self, module: nn.Module, found: dict[int, nn.Module | torch.Tensor]) -> None:

@@ -163,12 +163,14 @@ class ContainerSnapshot:
 
     def _find(self, value: Any, seen: set[int], depth: int) -> None:
         """Add the containers in a value: itself and those that it leads to."""
-        if type(value) not in TRACKED and not issubclass(type(value), tuple):
+        is_tuple = issubclass(type(value), tuple)
+        if type(value) not in TRACKED and not is_tuple:
             return
-        if id(value) in seen or len(value) > LARGE or depth > DEEP:
+        num_items = tuple.__len__(value) if is_tuple else len(value)  # a class of tuples may refuse its length
+        if id(value) in seen or num_items > LARGE or depth > DEEP:
             return
         seen.add(id(value))
-        if not issubclass(type(value), tuple):
+        if not is_tuple:
             self._containers.append(value)
         for item in value.values() if isinstance(value, dict) else value:
             self._find(item, seen, depth + 1)

@@ -202,7 +202,9 @@ def _parts(value: Any) -> list[Any]:
         return [referent(value)]
     if isinstance(value, dict):
         return [*value, *value.values()] if len(value) <= LARGE else []
-    if isinstance(value, list | tuple | set | frozenset | deque):
+    if isinstance(value, tuple):  # by tuple's own methods: a class may refuse its length, as e3nn's Irreps does
+        return [*tuple.__iter__(value)] if tuple.__len__(value) <= LARGE else []
+    if isinstance(value, list | set | frozenset | deque):
         return list(value) if len(value) <= LARGE else []
     if isinstance(value, types.MethodType):
         return [value.__self__]

@@ -115,7 +115,7 @@ def _wrapping_once(wrap_model: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(before, OwnDataParallel) and before.module is model:
             return before
         wrapped = wrap_model(trainer, model, *args, **kwargs)
-        if isinstance(wrapped, DataParallel) and wrapped is not model:
+        if issubclass(type(wrapped), DataParallel) and wrapped is not model:
             wrapped.label_weights = LabelWeights(shifted=_shifts_labels(trainer, model))
             trainer.model_wrapped = wrapped
             if trainer.accelerator.native_amp:  # bf16=True, fp16=True: autocast, which it gives to one device only

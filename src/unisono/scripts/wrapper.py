@@ -68,13 +68,24 @@ def _verb(name: str) -> Callable[..., Any]:
 
     @functools.wraps(own)
     def verb(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return (own if isinstance(self, DataParallel) else torchs)(self, *args, **kwargs)
+        return (own if issubclass(type(self), DataParallel) else torchs)(self, *args, **kwargs)
 
     return verb
 
 
-class DataParallel(OwnDataParallel):
-    """See `unisono.DataParallel`; devices and options are those of `unisono.install`, if they are given there."""
+class _NamedAsTorchs(type):
+    """Makes wrappers of both libraries instances of the class that torch's name means now."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return super().__instancecheck__(instance) or (cls is DataParallel and isinstance(instance, _Torchs))
+
+
+class DataParallel(OwnDataParallel, metaclass=_NamedAsTorchs):
+    """See `unisono.DataParallel`; devices and options are those of `unisono.install`, if they are given there.
+
+    Attributes:
+        label_weights: how the Trainer of transformers has its losses joined; None: `scalars` says it.
+    """
 
     _option_names: ClassVar[frozenset[str]] = OwnDataParallel._option_names - _NOT_TORCHS
     __class_getitem__: Any = classmethod(GenericAlias)  # torch's is generic: `nn.DataParallel[Model]`
@@ -86,7 +97,7 @@ class DataParallel(OwnDataParallel):
         output_device: DeviceLike | None = None,
         dim: int = 0,
     ) -> None:
-        if not isinstance(self, DataParallel):
+        if not issubclass(type(self), DataParallel):
             _Torchs.__init__(self, module, device_ids, output_device, dim)
             return
         before = set(self.__dict__)
@@ -114,7 +125,7 @@ class DataParallel(OwnDataParallel):
     scatter, replicate, parallel_apply, gather = map(_verb, ("scatter", "replicate", "parallel_apply", "gather"))
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if not isinstance(self, DataParallel):
+        if not issubclass(type(self), DataParallel):
             return _Torchs.forward(self, *inputs, **kwargs)
         if self.label_weights is not None:
             kwargs = self.label_weights.inputs(kwargs)
