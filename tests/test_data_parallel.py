@@ -116,23 +116,14 @@ def test_inputs_from_any_device(simulated_accelerators, num_devices, rows, input
 
 @pytest.mark.parametrize("device_ids", [None, [], [0, 1]], ids=repr)
 def test_without_accelerators_it_is_the_plain_module(no_accelerators, caplog, device_ids):
-    """A2: the whole batch in one call; the attributes are there; said once in the log."""
+    """A2: the whole batch in one call; the attributes are there; said once in the log. The functional form, too."""
     model, again = (DataParallel(Reporter(), device_ids, output_device=0, dim=1) for _ in range(2))
-    assert caplog.text.count("no accelerator") == 1
     assert 'DataParallel(model, ["cpu"] * n)' in caplog.text
     assert (model.device_ids, model.output_device, model.dim) == ([], None, 1)
     x = torch.ones(8, 3)
-    assert torch.equal(model(x), model.module.layer(x))
-    assert model.module.seen == [("cpu", 8)]
-    assert again.module.seen == []
-
-
-def test_without_accelerators_the_functional_form_is_the_plain_module_too(no_accelerators, caplog):
-    """A2: torch raises."""
-    module, x = Reporter(), torch.ones(8, 3)
-    for device_ids in (None, [0, 1]):
-        assert torch.equal(data_parallel(module, x, device_ids), module.layer(x))
-    assert module.seen == [("cpu", 8)] * 2
+    for output in (model(x), data_parallel(model.module, x, device_ids)):
+        assert torch.equal(output, model.module.layer(x))
+    assert (model.module.seen, again.module.seen) == ([("cpu", 8)] * 2, [])
     assert data_parallel(Fn(lambda: "called"), None) == "called"
     assert data_parallel(Fn(lambda x, scale: x * scale), (2,), module_kwargs={"scale": 3}) == 6
     assert caplog.text.count("no accelerator") == 1

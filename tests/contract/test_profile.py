@@ -225,7 +225,10 @@ def test_the_backward_of_a_model_ends_where_that_of_the_next_begins(wrap: Wrap) 
 @pytest.mark.parametrize("engine", ["processes"], indirect=True)
 @on_the_cpu
 def test_a_step_that_is_run_again(wrap: Wrap) -> None:
-    """P3: after a worker's death the step has one lane a replica, with what the other worker did in it."""
+    """P3: after a worker's death the step has one lane a replica, with what the other worker did in it.
+
+    After the block its backwards go on as without a profile.
+    """
     model = wrap(mlp(), on_worker_loss="retry")
     x = torch.randn(4, 5)
     train(model, x)
@@ -234,24 +237,14 @@ def test_a_step_that_is_run_again(wrap: Wrap) -> None:
         os.kill(workers_of(model)[0], signal.SIGKILL)
         in_time(output.sum().backward)
         train(model, x)
-    steps = profile.steps()
-    assert [list(step.lanes) for step in steps] == [["replica 0, cpu", "replica 1, cpu"]] * 2
-    assert all("backward" in phases(step, "replica 1, cpu") for step in steps)
-
-
-@pytest.mark.parametrize("engine", ["processes"], indirect=True)
-@on_the_cpu
-def test_a_step_that_is_run_again_after_the_block(wrap: Wrap) -> None:
-    """P3: its backwards go on as without a profile."""
-    model = wrap(mlp(), on_worker_loss="retry")
-    x = torch.randn(4, 5)
-    with model.profile() as profile:
         output = model(x).sum()
-    before = profile.steps()
+    steps = profile.steps()
+    assert [list(step.lanes) for step in steps] == [["replica 0, cpu", "replica 1, cpu"]] * 3
+    assert all("backward" in phases(step, "replica 1, cpu") for step in steps[:2])
     os.kill(workers_of(model)[0], signal.SIGKILL)
     in_time(lambda: output.backward(retain_graph=True))
     in_time(output.backward)
-    assert profile.steps() == before
+    assert profile.steps() == steps
 
 
 def test_a_profile_keeps_no_graph(wrap: Wrap) -> None:
@@ -271,14 +264,21 @@ def test_a_profile_keeps_no_graph(wrap: Wrap) -> None:
     assert len(profile.steps()) == 1
 
 
-def test_replicas_in_a_map_are_not_recorded(wrap: Wrap) -> None:
-    """P3: nor does a map leave anything that the next step would be recorded on."""
+def test_what_is_not_recorded(wrap: Wrap) -> None:
+    """P3, P6: replicas in a map, which leaves nothing for the next step to be recorded on; a backward after the block.
+
+    What the profile shows does not change any more.
+    """
     model, x = wrap(mlp()), torch.randn(4, 5)
     train(model, x)
     with model.profile() as profile:
         list(model.map([x, x]))
         train(model, x)
-    assert len(profile.steps()) == 1
+        output = model(x)
+    steps = profile.steps()
+    assert len(steps) == 2
+    output.sum().backward()
+    assert profile.steps() == steps
 
 
 def test_a_loss_of_two_forwards_is_one_step(wrap: Wrap) -> None:
@@ -327,17 +327,6 @@ def test_two_backwards_of_one_forward_at_once(wrap: Wrap) -> None:
 
         in_threads(2, backward)
     assert len(checked(profile)) == 1
-
-
-def test_a_backward_after_the_block(wrap: Wrap) -> None:
-    """P6: is not recorded; what the profile shows does not change any more."""
-    model, x = wrap(mlp()), torch.randn(4, 5)
-    train(model, x)
-    with model.profile() as profile:
-        output = model(x)
-    before = profile.steps()
-    output.sum().backward()
-    assert profile.steps() == before
 
 
 @pytest.mark.parametrize("engine", ["processes"], indirect=True)
