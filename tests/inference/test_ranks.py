@@ -64,11 +64,12 @@ def test_an_evaluation_is_over_all_ranks_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fails", "bad"),
-    [("a forward", 4), ("a forward", 5), ("the loader", 3), ("an output that cannot be pickled", 3)],
+    ("world_size", "fails", "bad"),
+    [(2, "a forward", 4), (3, "a forward", 5), (2, "the loader", 3), (2, "an output that cannot be pickled", 3)],
 )
-def test_a_batch_that_fails_ends_the_map_on_all_ranks(fails: str, bad: int) -> None:
+def test_a_batch_that_fails_ends_the_map_on_all_ranks(world_size: int, fails: str, bad: int) -> None:
     """I14, I6: rank 0 has the outputs before it; the error of another rank names the batch; then all go on together."""
+    its_rank = bad % world_size
 
     def run(rank: int) -> tuple[int, str, list[str]]:
         def forward(x: torch.Tensor) -> Any:
@@ -78,7 +79,7 @@ def test_a_batch_that_fails_ends_the_map_on_all_ranks(fails: str, bad: int) -> N
 
         def source() -> Any:
             yield from batches()[:bad]
-            if rank and fails == "the loader":
+            if rank == its_rank and fails == "the loader":
                 raise ValueError("as asked")
             yield from batches()[bad : NUM_BATCHES if fails != "the loader" else bad]
 
@@ -92,16 +93,16 @@ def test_a_batch_that_fails_ends_the_map_on_all_ranks(fails: str, bad: int) -> N
         assert len(list(model.map(batches()[:3]))) == (3 if rank == 0 else 0)
         return num_outputs, found, notes
 
-    (num_outputs, first, _), (num_others, second, notes) = run_ranks(2, run)
-    assert (num_outputs, num_others) == (bad, 0)
-    if bad % 2 == 0:  # a batch of rank 0
-        assert (first, second) == ("ValueError: as asked", "RuntimeError: rank 0 has failed at batch 4")
-    else:
-        assert first.startswith(f"RuntimeError: batch {bad} has failed on rank 1: ")
-    if bad % 2 and fails != "an output that cannot be pickled":
-        assert first.endswith(": ValueError: as asked")
-        assert second == "ValueError: as asked"
-        assert f"batch {bad}" in notes[0]
+    for rank, (num_outputs, found, notes) in enumerate(run_ranks(world_size, run)):
+        assert num_outputs == (bad if rank == 0 else 0)
+        error = "" if fails == "an output that cannot be pickled" else "ValueError: as asked"
+        if rank == its_rank and error:
+            assert found == error
+            assert rank == 0 or f"batch {bad}" in notes[0]
+        elif rank == 0:
+            assert found.startswith(f"RuntimeError: batch {bad} has failed on rank {its_rank}: {error}")
+        elif rank != its_rank:
+            assert found == f"RuntimeError: rank {its_rank} has failed at batch {bad}"
 
 
 def test_random_numbers_are_those_of_one_process() -> None:
