@@ -9,10 +9,8 @@ import torch
 
 import unisono
 from unisono.runtime import affinity
-from unisono.runtime.thread_pool import run_together
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not bind threads")
-_CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -51,23 +49,6 @@ def test_parts_are_whole_nodes_and_whole_cores(parts: list[tuple[int, ...]]) -> 
     assert affinity.cores_per_replica(len(parts)) == parts
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_worker_threads_run_on_their_part_and_the_caller_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = os.sched_getaffinity(0)
-
-    def where() -> set[int]:
-        return os.sched_getaffinity(0)
-
-    caller, worker = (outcome.value for outcome in run_together([where, where], [_CPU] * 2))
-    assert caller == before
-    assert worker == set(affinity.cores_per_replica(2)[1]) != before
-    monkeypatch.setenv("UNISONO_BIND_CORES", "0")
-    assert affinity.cores_per_replica(2) == [tuple(sorted(before))] * 2
-    _, worker = (outcome.value for outcome in run_together([where, where], [_CPU] * 2))
-    assert worker == before
-    assert os.sched_getaffinity(0) == before
-
-
 class _TellsItsCores(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         mine = torch.zeros(1, 1024)
@@ -76,9 +57,16 @@ class _TellsItsCores(torch.nn.Module):
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_worker_processes_run_on_their_part() -> None:
-    model = unisono.DataParallel(_TellsItsCores(), ["cpu", "cpu"], engine="processes")
-    of_caller, of_worker = (set(row.nonzero().flatten().tolist()) for row in model(torch.zeros(2, 1)))
-    model.close()
-    assert of_caller == os.sched_getaffinity(0)
-    assert of_worker == set(affinity.cores_per_replica(2)[1])
+@pytest.mark.parametrize("engine", ["threads", "processes"])
+def test_workers_run_on_their_part_and_the_caller_anywhere(monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
+    before = os.sched_getaffinity(0)
+    part = set(affinity.cores_per_replica(2)[1])
+    assert part != before
+    for switch, cores in (("1", part), ("0", before)):
+        monkeypatch.setenv("UNISONO_BIND_CORES", switch)
+        model = unisono.DataParallel(_TellsItsCores(), ["cpu", "cpu"], engine=engine)
+        of_caller, of_worker = (set(row.nonzero().flatten().tolist()) for row in model(torch.zeros(2, 1)))
+        model.close()
+        assert (of_caller, of_worker) == (before, cores)
+    assert affinity.cores_per_replica(2) == [tuple(sorted(before))] * 2
+    assert os.sched_getaffinity(0) == before

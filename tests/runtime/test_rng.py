@@ -379,7 +379,7 @@ def generator(shared: dict[torch.device, torch.Generator]) -> torch.Generator:
 
 
 def draw(generator: torch.Generator) -> list[float]:
-    return torch.rand(3, generator=generator).tolist()  # type: ignore[no-any-return]
+    return torch.rand(3, generator=generator).tolist()
 
 
 def test_replicas_on_one_accelerator_have_a_random_state_each(generator: torch.Generator) -> None:

@@ -303,7 +303,8 @@ class SeededStreams:
 
     def __init__(self, num_replicas: int) -> None:
         self._before = torch.default_generator.get_state()
-        self.seeds = _seeds(bytes_of(self._before), num_replicas)
+        state = bytes_of(self._before)
+        self.seeds = [_seed(state, index) for index in range(num_replicas)]
         self._others_drew = False
 
     def __enter__(self) -> Sequence[PassContext]:
@@ -392,12 +393,6 @@ class SeededDraws:
 
     def __exit__(self, *error: Any) -> None:
         self._entered.__exit__(*error)
-
-
-def _seeds(state: bytes, number: int) -> list[int]:
-    """Return the first so many of the numbers that `_seed` returns."""
-    of_state = zlib.crc32(state)
-    return [zlib.crc32(index.to_bytes(4), of_state) for index in range(number)]
 
 
 def _seed(state: bytes, index: int) -> int:
