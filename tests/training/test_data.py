@@ -127,20 +127,20 @@ def test_a_source_that_is_no_folder(tmp_path, monkeypatch, source):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("number", "array", "message"),
     [
-        ({0: None}, "{folder} lacks train-images-idx3-ubyte (plain, or gzipped with .gz at the end)"),
-        ({1: pictures(6)}, "{folder}/train-labels-idx1-ubyte is not an IDX file of unsigned bytes in 1 dimension(s)"),
-        ({1: labels(*range(7))}, "{folder} has 6 train pictures and 7 labels; expected as many"),
-        ({3: labels(*range(4))}, "{folder} has 3 t10k pictures and 4 labels; expected as many"),
-        ({2: pictures(3, 5, 5)}, "{folder} has training pictures of 5 x 4 and test pictures of 5 x 5; expected one"),
+        (0, None, "{folder} lacks train-images-idx3-ubyte (plain, or gzipped with .gz at the end)"),
+        (1, pictures(6), "{folder}/train-labels-idx1-ubyte is not an IDX file of unsigned bytes in 1 dimension(s)"),
+        (1, labels(*range(7)), "{folder} has 6 train pictures and 7 labels; expected as many"),
+        (3, labels(*range(4)), "{folder} has 3 t10k pictures and 4 labels; expected as many"),
+        (2, pictures(3, 5, 5), "{folder} has training pictures of 5 x 4 and test pictures of 5 x 5; expected one"),
     ],
 )
-def test_files_that_do_not_fit_together_are_named(folder, changes, message):
+def test_files_that_do_not_fit_together_are_named(folder, number, array, message):
     """A folder with the name of a file is not the file."""
-    for i, array in changes.items():
-        (folder / NAMES[i]).unlink()
-        (folder / NAMES[i]).mkdir() if array is None else (folder / NAMES[i]).write_bytes(idx_bytes(array))
+    path = folder / NAMES[number]
+    path.unlink()
+    path.mkdir() if array is None else path.write_bytes(idx_bytes(array))
     assert error_of(folder).startswith(message.format(folder=folder))
 
 
@@ -216,11 +216,8 @@ def server(folder, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
-    class Handler(SimpleHTTPRequestHandler):
-        def log_message(self, *args):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=folder))
+    monkeypatch.setattr(SimpleHTTPRequestHandler, "log_message", lambda *_: None)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(SimpleHTTPRequestHandler, directory=folder))
     address = f"http://127.0.0.1:{server.server_address[1]}/"
     monkeypatch.setattr(data, "FASHION_MNIST_URL", address)
     with serving(server):

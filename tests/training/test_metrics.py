@@ -3,16 +3,11 @@ from pathlib import Path
 
 from unisono.training.metrics import EpochRecord, Metrics, StepRecord
 
-
-def step(number: int, epoch: int) -> StepRecord:
-    return StepRecord(number, epoch, loss=0.1 + 0.2, learning_rate=0.1, rows=10, seconds=0.5)
-
-
-def epoch(number: int, after_step: int) -> EpochRecord:
-    return EpochRecord(number, after_step, 1.0, 2.0, 0.5, 1.0, 0.1)
-
-
-RECORDS = [step(1, 1), step(2, 1), epoch(1, 2), step(3, 2), step(4, 2), epoch(2, 4)]
+RECORDS = [
+    StepRecord(1, 1, loss=0.1 + 0.2, learning_rate=0.1, rows=10, seconds=0.5),
+    EpochRecord(1, 1, 1.0, 2.0, 0.5, 1.0, 0.1),
+    StepRecord(2, 2, loss=0.1, learning_rate=0.1, rows=10, seconds=0.5),
+]
 
 
 def test_the_lines_of_a_checkpoint_make_the_file_anew(tmp_path: Path) -> None:

@@ -189,31 +189,23 @@ def test_a_process_that_is_killed_ends_the_others(alone: Path, tmp_path: Path) -
 # ---- a launch that starts its processes anew -----------------------------------------------------------
 
 
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+@pytest.mark.parametrize(
+    ("arguments", "launch", "expected"),
+    [
+        (["--output", "run"], "launch 1", "going on after step 12, epochs finished: 1"),
+        (["--output", "run", "--overwrite"], "launch 1", "going on after step 12, epochs finished: 1"),
+        ([], "launch 1", "going on after step 12, epochs finished: 1"),
+        (["--output", "run"], "launch 2", "run holds a run already"),
+    ],
+)
+def test_a_launch_goes_on_with_its_own_run(tmp_path, monkeypatch, arguments, launch, expected):
+    """The run has stopped after its first epoch, as a kill stops it: without another checkpoint."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "launch 1")
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def interrupted(folder: Path, *arguments: str) -> None:
-    """Begin a run and stop it after its first epoch, as a kill would: without another checkpoint."""
-    assert run(0, folder, *SMALL, *arguments, "--epochs", "1")[0] == 0
-
-
-@pytest.mark.parametrize("arguments", [["--output", "run"], ["--output", "run", "--overwrite"], []])
-def test_a_launch_goes_on_with_its_own_run(launched: Path, arguments: list[str]) -> None:
-    interrupted(launched, *arguments)
-    status, out, _ = run(0, launched, *SMALL, *arguments)
-    assert status == 0
-    assert "going on after step 12, epochs finished: 1" in out
-
-
-def test_another_launch_does_not(launched: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    interrupted(launched, "--output", "run")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "launch 2")
-    status, _, err = run(0, launched, *SMALL, "--output", "run")
-    assert (status, "run holds a run already" in err) == (2, True)
+    assert run(0, tmp_path, *SMALL, *arguments, "--epochs", "1")[0] == 0
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", launch)
+    status, out, err = run(0, tmp_path, *SMALL, *arguments)
+    assert status == (0 if launch == "launch 1" else 2)
+    assert expected in out + err
 
 
 def test_the_name_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:

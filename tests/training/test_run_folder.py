@@ -23,7 +23,10 @@ def test_a_run_is_replaced_only_when_asked_and_alone(tmp_path: Path, name: str) 
     assert {path.name for path in tmp_path.iterdir()} - {".lock"} == {"notes.txt"}
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="no pipes of this kind")
+NO_PIPES = pytest.mark.skipif(sys.platform == "win32", reason="no pipes of this kind")
+
+
+@NO_PIPES
 @pytest.mark.parametrize("laid", ["link", "pipe"])
 @pytest.mark.parametrize("name", [".lock", ".checkpoint.safetensors.unfinished"])
 def test_links_and_pipes_of_others_are_not_used(tmp_path: Path, name: str, laid: str) -> None:
@@ -100,20 +103,15 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
         RunFolder.for_new_run(Path("/proc/no/such")).make_empty()
 
 
-def test_what_cannot_be_resumed_says_why_and_what_to_type(tmp_path: Path) -> None:
-    """T2: a folder in which no run has begun, and weights whose checkpoint is gone. Words to copy are quoted."""
+@pytest.mark.parametrize("pipe", [False, pytest.param(True, marks=NO_PIPES)])
+def test_what_cannot_be_resumed_says_why_and_what_to_type(tmp_path: Path, pipe: bool) -> None:
+    """T2, T5: weights whose checkpoint is gone, or a pipe, whose writer may never come. Words to copy are quoted."""
     folder = RunFolder(tmp_path / "my run")
     folder.path.mkdir()
     folder.model.write_bytes(b"weights")
+    if pipe:
+        os.mkfifo(folder.checkpoint)
     with pytest.raises(FolderError, match=r"there is no .*checkpoint.safetensors.?; expected the --output") as raised:
         RunFolder.reopen(folder.path)
     assert shlex.split(str(raised.value).split("(")[-1].rstrip(")")) == ["--output", str(folder.path), "--overwrite"]
     assert folder.model.read_bytes() == b"weights"
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes")
-def test_a_pipe_is_no_checkpoint(tmp_path: Path) -> None:
-    """T5: reading it would wait for its writer."""
-    os.mkfifo(tmp_path / "checkpoint.safetensors")
-    with pytest.raises(FolderError, match=r"there is no .*checkpoint.safetensors"):
-        RunFolder.reopen(tmp_path)
