@@ -250,6 +250,7 @@ def test_import_changes_no_setting_of_the_process():
     run = run_script("""
         import gc, locale, logging, os, random, resource, signal, sys, threading, warnings
         import torch
+        gc.unfreeze()  # what the server of scripts has frozen: some of it dies meanwhile, and would be counted
 
         def settings():
             return {
