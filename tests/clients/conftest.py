@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -98,22 +99,25 @@ class _Case:
 
 class _Table:
     def __init__(self) -> None:
-        self._cases: dict[str, dict[str, _Case]] = {}  # by file and name of the test
+        self._cases: dict[str, dict[str, _Case]] = {}  # by the library's module and the name of the test
         self._skipped: dict[str, str] = {}  # by file, why
 
     def add(self, item: pytest.Item) -> None:
-        function = inspect.getdoc(getattr(item, "function", None)) or ""
-        run, _, found = function.partition("\n\n")
-        name = _name(item.nodeid)
-        run = re.sub(r"^[A-Z]\d+[^:.]*[:.]\s*", "", run) or name.removeprefix("test_").replace("_", " ")
-        self._cases.setdefault(item.path.stem, {}).setdefault(name, _Case(_one_line(run), _one_line(found)))
+        module, name = _key(item)
+        if client := _client(item):
+            run, found = client.run, client.found
+        else:
+            run, _, found = (inspect.getdoc(getattr(item, "function", None)) or "").partition("\n\n")
+            run = re.sub(r"^[A-Z]\d+[^:.]*[:.]\s*", "", run) or name.removeprefix("test_").replace("_", " ")
+        self._cases.setdefault(module, {}).setdefault(name, _Case(_one_line(run), _one_line(found)))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
         report = yield
         outcome = "xfailed" if hasattr(report, "wasxfail") and report.skipped else report.outcome
         if _is_client(item.path) and (report.when == "call" or outcome != "passed"):
-            case = self._cases[item.path.stem][_name(item.nodeid)]
+            module, name = _key(item)
+            case = self._cases[module][name]
             case.outcomes[outcome] += 1
             if outcome == "xfailed":
                 case.reasons.add(_one_line(report.wasxfail))
@@ -121,15 +125,15 @@ class _Table:
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.skipped and isinstance(report.longrepr, tuple):
-            self._skipped[Path(report.nodeid).stem] = report.longrepr[2].removeprefix("Skipped: ")
+            self._skipped[Path(report.nodeid).stem.removeprefix("test_")] = report.longrepr[2].removeprefix("Skipped: ")
 
     def text(self) -> str:
         rows: dict[str, list[tuple[str, str]]] = {}
-        for stem, cases in self._cases.items():
+        for module, cases in self._cases.items():
             for case in filter(lambda case: case.outcomes, cases.values()):  # without the slow ones
-                rows.setdefault(_library(stem), []).append((case.run, case.outcome()))
-        for stem, reason in self._skipped.items():
-            rows[_library(stem)] = [("-", f"not run: {reason}")]
+                rows.setdefault(_library(module), []).append((case.run, case.outcome()))
+        for module, reason in self._skipped.items():
+            rows[_library(module)] = [("-", f"not run: {reason}")]
         return _HEAD + "".join(
             f"| {library} | {run} | {outcome} |\n"
             for library in sorted(rows, key=str.lower)
@@ -141,17 +145,25 @@ def _is_client(path: Path) -> bool:
     return path.parent == _FOLDER
 
 
-def _name(nodeid: str) -> str:
-    return nodeid.rpartition("::")[2].partition("[")[0]
+def _key(item: pytest.Item) -> tuple[str, str]:
+    """Return the module of the library that a test is about, and the test's name."""
+    if client := _client(item):
+        return client.module, client.run
+    return item.path.stem.removeprefix("test_"), item.nodeid.rpartition("::")[2].partition("[")[0]
+
+
+def _client(item: pytest.Item) -> Any:
+    """Return the case of test_models.py that a test is about, if it is about one."""
+    callspec = getattr(item, "callspec", None)
+    return None if callspec is None else callspec.params.get("client")
 
 
 def _one_line(text: str) -> str:
     return " ".join(text.split()).removesuffix(".").replace("|", "\\|")
 
 
-def _library(stem: str) -> str:
-    """Return the library that a file is about, with its version: `test_ignite` -> "pytorch-ignite 0.5.5"."""
-    module = stem.removeprefix("test_")
+def _library(module: str) -> str:
+    """Return the library of a module, with its version: `ignite` -> "pytorch-ignite 0.5.5"."""
     names = importlib.metadata.packages_distributions().get(module)
     return f"{names[0]} {importlib.metadata.version(names[0])}" if names else module
 
