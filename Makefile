@@ -76,7 +76,7 @@ $(CLIENTS)/.ready: pyproject.toml constraints.txt $(CLIENTS_NEED)
 	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 	  -c tests/clients/constraints.txt 'torch==2.13.0' --editable . -r tests/clients/requirements.txt
 	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -c tests/clients/constraints.txt \
-	  --no-deps fastai timm
+	  --no-deps fastai spikingjelly timm
 	@touch $@
 
 rows: $(READY)  ## list the tests of each row of docs/behaviour.md

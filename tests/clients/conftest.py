@@ -104,38 +104,44 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 def _table(items: Sequence[pytest.Item], stats: Mapping[str, Sequence[Any]]) -> str:
     """Return a row for each test function, over all its parameters, and for each library that is not installed."""
-    outcomes: dict[str, Counter[str]] = defaultdict(Counter)  # of a function, which is named by its path
-    reasons: dict[str, set[str]] = defaultdict(set)
+    shown = {item.nodeid: _row(item) for item in items}
+    outcomes: dict[tuple[str, ...], Counter[str]] = {row: Counter() for row in shown.values()}
+    reasons: dict[tuple[str, ...], set[str]] = defaultdict(set)
     rows: list[tuple[str, str, str]] = []
     for outcome, word in _OUTCOMES.items():
         for report in stats.get(outcome, ()):
-            function = report.nodeid.partition("[")[0]
-            if isinstance(report, pytest.TestReport):
-                outcomes[function][word] += 1
-                reasons[function] |= {_one_line(report.wasxfail)} if outcome == "xfailed" else set()
+            if isinstance(report, pytest.TestReport) and report.nodeid in shown:
+                row = shown[report.nodeid]
+                outcomes[row][word] += 1
+                reasons[row] |= {_one_line(report.wasxfail)} if outcome == "xfailed" else set()
             elif outcome == "skipped":
-                rows.append((_library(Path(function)), "-", f"not run: {report.longrepr[2].removeprefix('Skipped: ')}"))
-    for function, item in {item.nodeid.partition("[")[0]: item for item in items}.items():
-        run, _, found = (inspect.getdoc(item.function) or "").partition("\n\n")
-        run = re.sub(r"^[A-Z]\d+[^:.]*[:.]\s*", "", run) or item.originalname.removeprefix("test_").replace("_", " ")
-        counts = outcomes[function]
-        words = [_one_line(found) or word if word == "passed" else word for word in counts]
+                module = Path(report.nodeid).stem.removeprefix("test_")
+                rows.append((_library(module), "-", f"not run: {report.longrepr[2].removeprefix('Skipped: ')}"))
+    for row, counts in outcomes.items():
+        module, run, found = row
+        words = [found or word if word == "passed" else word for word in counts]
         if counts.total() > 1:
             words = [f"{count} x {word}" for word, count in zip(words, counts.values(), strict=True)]
         if counts:  # the slow ones have none
-            rows.append(
-                (_library(item.path), _one_line(run), "; ".join([", ".join(words), *sorted(reasons[function])]))
-            )
+            rows.append((_library(module), run, "; ".join([", ".join(words), *sorted(reasons[row])])))
     rows.sort(key=lambda row: row[0].lower())
     return _HEAD + "".join(f"| {library} | {run} | {outcome} |\n" for library, run, outcome in rows)
+
+
+def _row(item: pytest.Item) -> tuple[str, str, str]:
+    """Return the module of the library that a test is about, what was run, and what a test that passed has found."""
+    if client := item.callspec.params.get("client") if hasattr(item, "callspec") else None:  # of test_models.py
+        return client.module, _one_line(client.run), _one_line(client.found)
+    run, _, found = (inspect.getdoc(item.function) or "").partition("\n\n")
+    run = re.sub(r"^[A-Z]\d+[^:.]*[:.]\s*", "", run) or item.originalname.removeprefix("test_").replace("_", " ")
+    return item.path.stem.removeprefix("test_"), _one_line(run), _one_line(found)
 
 
 def _one_line(text: str) -> str:
     return " ".join(text.split()).removesuffix(".").replace("|", "\\|")
 
 
-def _library(path: Path) -> str:
-    """Return the library that a file is about, with its version: `test_ignite.py` -> "pytorch-ignite 0.5.5"."""
-    module = path.stem.removeprefix("test_")
+def _library(module: str) -> str:
+    """Return the library of a module, with its version: `ignite` -> "pytorch-ignite 0.5.5"."""
     names = importlib.metadata.packages_distributions().get(module)
     return f"{names[0]} {importlib.metadata.version(names[0])}" if names else module
