@@ -128,7 +128,7 @@ def test_a_contender_that_fails_is_a_failure(measured: list, monkeypatch: pytest
         (["tiny", "tinyy"], "tinyy: expected one of ours, resnet, mlp, gpt, tiny, or package.module:build for one of"),
         (["--contenders", "us"], "--contenders: expected some of plain, limit, ddp, torchrun, threads, processes; got"),
         (["--rounds", "0"], "argument --rounds: expected a whole number from 1 up; got '0'"),
-        (["--seconds-per-turn", "0"], "--seconds-per-turn: expected a number from 0.01 to 60; got '0'"),
+        (["--seconds-per-turn", "61"], "--seconds-per-turn: expected a number from 0.01 to 60; got '61'"),
         (["--replicas", "1,2"], "argument --replicas: expected a whole number from 2 to 256; got '1'"),
         (["--output", "own.py"], "own.py is not a folder; name another one"),
         (["missing:build"], "missing:build: there is no module missing"),

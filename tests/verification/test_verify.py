@@ -338,7 +338,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.cause}: {case.says}")
 def test_causes(case: Case) -> None:
-    """G6, N4, N5: what differs from one device is found, and named with its cause."""
+    """G6, N4, N5, R6: what differs from one device is found, and named with its cause."""
     with no_warning_about_scalars():
         report = compared(case.model, case.inputs)
     assert not report.same
