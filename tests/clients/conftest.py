@@ -94,12 +94,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     page: Path | None = config.getoption("--table", None)
-    if page is not None and _ITEMS in config.stash:
+    if page is not None and (items := config.stash.get(_ITEMS, [])):
         begin, end = _BETWEEN
         before, rest = page.read_text(encoding="utf-8").split(begin)
         _, after = rest.split(end)
-        table = _table(config.stash[_ITEMS], terminalreporter.stats)
-        page.write_text(before + begin + table + end + after, encoding="utf-8")
+        page.write_text(before + begin + _table(items, terminalreporter.stats) + end + after, encoding="utf-8")
 
 
 def _table(items: Sequence[pytest.Item], stats: Mapping[str, Sequence[Any]]) -> str:
@@ -112,7 +111,8 @@ def _table(items: Sequence[pytest.Item], stats: Mapping[str, Sequence[Any]]) -> 
             function = report.nodeid.partition("[")[0]
             if isinstance(report, pytest.TestReport):
                 outcomes[function][word] += 1
-                reasons[function] |= {_one_line(report.wasxfail)} if outcome == "xfailed" else set()
+                if outcome == "xfailed":
+                    reasons[function].add(_one_line(report.wasxfail))
             elif outcome == "skipped":
                 rows.append((_library(Path(function)), "-", f"not run: {report.longrepr[2].removeprefix('Skipped: ')}"))
     for function, item in {item.nodeid.partition("[")[0]: item for item in items}.items():
@@ -123,9 +123,8 @@ def _table(items: Sequence[pytest.Item], stats: Mapping[str, Sequence[Any]]) -> 
         if counts.total() > 1:
             words = [f"{count} x {word}" for word, count in zip(words, counts.values(), strict=True)]
         if counts:  # the slow ones have none
-            rows.append(
-                (_library(item.path), _one_line(run), "; ".join([", ".join(words), *sorted(reasons[function])]))
-            )
+            outcome = "; ".join([", ".join(words), *sorted(reasons[function])])
+            rows.append((_library(item.path), _one_line(run), outcome))
     rows.sort(key=lambda row: row[0].lower())
     return _HEAD + "".join(f"| {library} | {run} | {outcome} |\n" for library, run, outcome in rows)
 
