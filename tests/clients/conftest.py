@@ -94,12 +94,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     page: Path | None = config.getoption("--table", None)
-    if page is not None and _ITEMS in config.stash:
+    if page is not None and (items := config.stash.get(_ITEMS, [])):
         begin, end = _BETWEEN
         before, rest = page.read_text(encoding="utf-8").split(begin)
         _, after = rest.split(end)
-        table = _table(config.stash[_ITEMS], terminalreporter.stats)
-        page.write_text(before + begin + table + end + after, encoding="utf-8")
+        page.write_text(before + begin + _table(items, terminalreporter.stats) + end + after, encoding="utf-8")
 
 
 def _table(items: Sequence[pytest.Item], stats: Mapping[str, Sequence[Any]]) -> str:
@@ -113,7 +112,8 @@ def _table(items: Sequence[pytest.Item], stats: Mapping[str, Sequence[Any]]) -> 
             if isinstance(report, pytest.TestReport) and report.nodeid in shown:
                 row = shown[report.nodeid]
                 outcomes[row][word] += 1
-                reasons[row] |= {_one_line(report.wasxfail)} if outcome == "xfailed" else set()
+                if outcome == "xfailed":
+                    reasons[row].add(_one_line(report.wasxfail))
             elif outcome == "skipped":
                 module = Path(report.nodeid).stem.removeprefix("test_")
                 rows.append((_library(module), "-", f"not run: {report.longrepr[2].removeprefix('Skipped: ')}"))
