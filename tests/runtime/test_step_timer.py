@@ -32,15 +32,16 @@ def test_forward_and_backward_count_and_nothing_between(clock, wrapped):
     x = torch.ones(3, requires_grad=True)
     seconds = []
     timer = StepTimer(CPU, seconds.append)
-    output = model(x)
-    timer.forward_ended([output, output[:2]])
+    first = model(x)
+    last = ticking(first, 7)
+    timer.forward_ended([first, last])
     clock.now += 300
-    loss = ticking(output.sum(), 4000)
+    loss = ticking(last.sum(), 4000)
     loss.backward(retain_graph=True)
-    assert seconds == [21]
+    assert seconds == [28], "from the first output that backward reaches"
     clock.now += 50_000
     loss.backward()
-    assert seconds == [21], "once"
+    assert seconds == [28], "once"
 
 
 def test_replicas(clock):
