@@ -5,8 +5,9 @@ import pytest
 
 from unisono.training.interrupts import StopRequest
 
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no such signals")
 
-@pytest.mark.skipif(sys.platform == "win32", reason="no such signals")
+
 def test_a_scheduler_may_say_it_twice(capfd: pytest.CaptureFixture[str]) -> None:
     """T3: it signals every process of a job, and torchrun passes on its own. The second SIGTERM ended the process
     before it had saved. The second Ctrl-C acts at once."""
@@ -22,7 +23,6 @@ def test_a_scheduler_may_say_it_twice(capfd: pytest.CaptureFixture[str]) -> None
     assert capfd.readouterr().err.count("finishing the step in flight") == 1
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="no such signal")
 def test_an_ignored_signal_stays_ignored() -> None:
     """As under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)

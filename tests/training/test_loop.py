@@ -434,7 +434,6 @@ def test_a_profiled_run_has_the_same_numbers(uninterrupted, folder, engine, tmp_
     train(replace(SMALL, engine=engine, epochs=1), folder, profile=True)
     run = train(replace(SMALL, engine=engine), RunFolder.reopen(folder.path), resume=True, profile=True)
     assert_same_run(folder, uninterrupted)
-    assert run.profile is not None
     assert sum(sum(step.rows.values()) for step in run.profile.steps()) == 1437
     events = json.loads(folder.trace.read_text())["traceEvents"]
     assert {event["args"]["step"] for event in events if event["ph"] == "X"} == set(range(12))
@@ -445,7 +444,6 @@ def test_a_profile_of_no_steps_leaves_no_files(folder: RunFolder, monkeypatch: p
     """T9: as where a step is compiled as a whole, so that the model is not called."""
     monkeypatch.setattr(Profile, "steps", lambda profile: [])
     run = train(replace(SMALL, epochs=1), folder, profile=True)
-    assert run.profile is not None
     assert str(run.profile).startswith("nothing was profiled")
     assert not folder.trace.exists()
     assert not folder.timeline.exists()

@@ -79,6 +79,8 @@ class Run:
         self.devices = ranks.together(lambda: choose_devices(options.devices, among_several=ranks.world_size > 1))
         self.devices_by_rank = ranks.all_gather(self.devices)
         self.dataset = _load(options, progress, ranks)
+        checksum = self.dataset.checksum()
+        ranks.expect_equal("the data sets", checksum)
         first_device = self.devices[0]
 
         torch.manual_seed(options.seed)
@@ -92,7 +94,6 @@ class Run:
         if options.precision != "fp32" and not _devices.computes_on_host(first_device):
             # The fast low-precision convolutions of GPUs need this memory layout.
             self.live = live.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        checksum = self.dataset.checksum()
         if has_room_for(first_device, sum(tensor.nbytes for tensor in self.dataset.tensors)):
             self.dataset = self.dataset.on(first_device)
         whole = options.compile and len(self.devices) == ranks.world_size == 1
@@ -268,9 +269,7 @@ class Run:
 def _load(options: Options, progress: Progress, ranks: Ranks) -> data.Dataset:
     """Load the data: in the first process of each machine, so that each file is downloaded once; then in the others."""
     loaded = ranks.together(lambda: data.load(options.data, progress) if is_first_of_its_host() else None)
-    dataset = ranks.together(lambda: loaded or data.load(options.data, progress))
-    ranks.expect_equal("the data sets", dataset.checksum())
-    return dataset
+    return ranks.together(lambda: loaded or data.load(options.data, progress))
 
 
 def _reopen(folder: RunFolder, data_checksum: str) -> Checkpoint:
