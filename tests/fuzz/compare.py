@@ -81,16 +81,14 @@ def run(
 def _run_steps(program: Program, plain: Side, wrapped: Side, agree: Any) -> Outcome:
     with next(wrapped.wrappers()).profile() if program.profile else contextlib.nullcontext():
         for number, step in enumerate(program.steps):
-            errors: list[BaseException | None] = []
             for side in (plain, wrapped):
                 side.begin_step(step.seed)
                 try:
                     ACTIONS[step.action].run(side, step)
                     side.end_step()
-                    errors.append(None)
                 except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - compared below
-                    errors.append(error)
-            found = _compared(program, plain.observed, wrapped.observed, *errors)
+                    side.error = error
+            found = _compared(plain, wrapped)
             if found is not None and not all(map(_is_finite, plain.observed)):
                 found = None  # the training has diverged: beyond the largest number, rounding decides
             if found is not None:
@@ -98,8 +96,8 @@ def _run_steps(program: Program, plain: Side, wrapped: Side, agree: Any) -> Outc
             if agree is not None:
                 found = agree(found)
             is_finite = all(bool(parameter.isfinite().all()) for parameter in plain.core.parameters())
-            if found is not None or errors[0] is not None or not is_finite:
-                return Outcome(found, number, errors[0] is not None)
+            if found is not None or plain.error is not None or not is_finite:
+                return Outcome(found, number, plain.error is not None)
     return Outcome(None, len(program.steps))
 
 
@@ -133,28 +131,21 @@ def wrap(program: Program, module: nn.Module, outermost: bool, engine_for: Engin
     return unisono.DataParallel(module, devices, engine=engine, loss=program.loss, **options)
 
 
-def _compared(
-    program: Program,
-    plain: list[Observed],
-    wrapped: list[Observed],
-    plain_error: BaseException | None,
-    error: BaseException | None,
-) -> Difference | None:
-    if type(plain_error) is not type(error):
-        raised = error or plain_error
+def _compared(plain: Side, wrapped: Side) -> Difference | None:
+    if type(plain.error) is not type(wrapped.error):
+        raised = wrapped.error or plain.error
         assert raised is not None
         words = " ".join(str(raised).split()[:6])
-        kind = f"{'wrapped' if error else 'plain'} raises {type(raised).__name__}: {words}"
-        other = "" if None in (plain_error, error) else f"plain raises {plain_error!r}\n"
+        kind = f"{'wrapped' if wrapped.error else 'plain'} raises {type(raised).__name__}: {words}"
+        other = "" if None in (plain.error, wrapped.error) else f"plain raises {plain.error!r}\n"
         return Difference(kind, f"{kind}\n{other}{_traceback_of(raised)}")
-    if error is not None:
+    if plain.error is not None:
         return None
-    names, others = [[observed.what for observed in side] for side in (plain, wrapped)]
+    names, others = [[observed.what for observed in side.observed] for side in (plain, wrapped)]
     if names != others:
         return Difference("names", f"plain has {names}, wrapped has {others}")
-    for one, two in zip(plain, wrapped, strict=True):
-        apart = _apart(program, one.value, two.value)
-        if apart:
+    for one, two in zip(plain.observed, wrapped.observed, strict=True):
+        if apart := _apart(plain.program, one.value, two.value):
             return Difference(one.kind, f"{one.what}: {apart}")
     return None
 

@@ -3,7 +3,6 @@
 The defaults of the fields are the simplest program that there is; a program is printed as what differs from them.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -12,26 +11,26 @@ from fuzz.blocks import traits_of
 ENGINES = ("threads", "separate memory", "processes", "gloo", "ranks")
 
 
-def _as_python(name: str, values: Iterable[tuple[str, Any, Any]]) -> str:
-    """Return a call of a class with the arguments that differ from the defaults."""
-    given = [f"{argument}={value!r}" for argument, value, default in values if value != default]
-    return f"{name}({', '.join(given)})"
+class _PrintedAsPython:
+    """A dataclass that is printed as a call with the arguments that differ from the defaults."""
+
+    def __repr__(self: Any) -> str:
+        values = [(each.name, getattr(self, each.name), each.default) for each in fields(self) if each.init]
+        given = [f"{name}={value!r}" for name, value, default in values if value != default]
+        return f"{type(self).__name__}({', '.join(given)})"
 
 
-@dataclass(frozen=True)
-class Step:
+@dataclass(frozen=True, repr=False)
+class Step(_PrintedAsPython):
     """An action, the rows of its batch, and the seed of all that it draws."""
 
     action: str = "train"
     rows: int = 4
     seed: int = 0
 
-    def __repr__(self) -> str:
-        return _as_python("Step", [(f.name, getattr(self, f.name), f.default) for f in fields(self)])
 
-
-@dataclass(frozen=True)
-class Program:
+@dataclass(frozen=True, repr=False)
+class Program(_PrintedAsPython):
     """A model, how it is wrapped, and what is done with it."""
 
     blocks: tuple[str, ...] = ()  # names of its layers, "family/variant"
@@ -75,6 +74,3 @@ class Program:
     def names(self) -> set[str]:
         """The names of its blocks and actions."""
         return {*self.blocks, *(step.action for step in self.steps)}
-
-    def __repr__(self) -> str:
-        return _as_python("Program", [(f.name, getattr(self, f.name), f.default) for f in fields(self) if f.init])

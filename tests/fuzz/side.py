@@ -73,6 +73,7 @@ class Side:
         has_part: whether the core is a part of a model that takes rows and a table.
         is_plain: whether nothing is wrapped. The plain side has the rows of all ranks.
         observed: what this step has shown so far.
+        error: what this step has raised.
         dtype: of the batches.
     """
 
@@ -96,6 +97,7 @@ class Side:
             self.model = wrap(self.model, True)
         self._models: list[nn.Module] = []
         self.observed: list[Observed] = []
+        self.error: BaseException | None = None
         self._inputs: list[tuple[Tensor, slice]] = []
         self.dtype = torch.float64
         self.table = torch.randn(3, WIDTH).requires_grad_(program.input_gradients)
@@ -146,6 +148,7 @@ class Side:
 
     def close(self) -> None:
         """End the engines of copies of the model. Its own keeps its workers for the next program."""
+        self.error = None  # whose frames refer to this side
         for model in self._models[1:]:
             for module in model.modules():
                 if isinstance(module, unisono.DataParallel):
@@ -155,7 +158,7 @@ class Side:
 
     def begin_step(self, seed: int) -> None:
         seed_torch(seed)
-        self.observed, self._inputs = [], []
+        self.observed, self._inputs, self.error = [], [], None
 
     def batch(self, rows: int, seed: int, requires_grad: bool | None = None) -> Tensor:
         """Return this side's rows of a batch; they follow from the seed."""
