@@ -448,11 +448,15 @@ def test_a_first_process_that_is_killed():
 def test_ctrl_c_while_waiting():
     """C12: it ends the wait at once, and is reported to the other rank."""
     body = """
+    store = torch.distributed.distributed_c10d._get_default_store()
     step()
     if rank == 0:
+        store.set("pid", str(os.getpid()))
         threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     else:
-        time.sleep(2)
+        pid = int(store.get("pid"))
+        while os.path.exists(f"/proc/{pid}"):  # it would end the other rank's wait
+            time.sleep(0.01)
     step()
     """
     ended = run_program(body)
