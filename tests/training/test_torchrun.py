@@ -80,9 +80,8 @@ def test_a_job_that_is_ended_and_then_killed_goes_on_to_the_same_weights(tmp_pat
     resume = ["--resume", "runs/one"]
     options = [*TRAIN, "--epochs", "4", "--output", "runs/one"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    whole.mkdir()
-    parts.mkdir()
-
+    for folder in (whole, parts):
+        folder.mkdir()
     assert [status for status, _, _ in run_ranks(2, run_captured, whole, "train", *options)] == [0, 0]
     for arguments, records, how in ((options, 5, signal.SIGTERM), (resume, 20, signal.SIGKILL)):
         with torchrun(parts, *train, *arguments) as process:
