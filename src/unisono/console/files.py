@@ -37,8 +37,7 @@ def replaced(path: Path) -> Iterator[Path]:
     The bytes are on the disk before the file is renamed; so after a power cut there is the old file or the new one.
 
     Raises:
-        OSError: the file, which the message names, cannot be written, or someone has laid a link or a pipe under the
-            temporary name.
+        OSError: the file cannot be written, or someone has laid a link or a pipe under the temporary name.
     """
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:
@@ -51,7 +50,8 @@ def replaced(path: Path) -> Iterator[Path]:
         finally:
             unfinished.unlink(missing_ok=True)
     except OSError as error:
-        raise OSError(f"{path} cannot be written ({error.strerror or error})") from error
+        error.filename = error.filename or str(path)  # that of a full disk names none
+        raise
     if sys.platform != "win32":  # the directory entries themselves; Windows has no way to ask for it
         entries = os.open(path.parent, os.O_RDONLY)
         try:

@@ -147,7 +147,8 @@ def run(given: dict[str, Any], ranks: Ranks = ALONE) -> int:
                 f"nothing reads the output any more, so the training has stopped: {left}. To see a part of the output, "
                 "send it to a file, and read that"
             ) from error
-        raise OSError(f"{error}; {left}") from error
+        what = f"{error.filename} cannot be written ({error.strerror})" if error.filename else str(error)
+        raise OSError(f"{what}; {left}") from error
     return DONE
 
 
