@@ -45,6 +45,33 @@ def test_pictures_of_several_sizes(wrap: Wrap, options):
     torch.testing.assert_close(results(model), results(model.module))
 
 
+class Pair:
+    """An object of a class that unisono does not know."""
+
+    def __init__(self, first: torch.Tensor, second: torch.Tensor) -> None:
+        self.first, self.second = first, second
+
+
+@pytest.mark.parametrize("of", [lambda x: SampleList([x] * 4), lambda x: Pair(x, x)], ids=["SampleList", "object"])
+def test_a_tensor_that_occurs_several_times(wrap: Wrap, of):
+    """S17, S12: in a worker each occurrence was a tensor of its own, and only the last one's gradient came back."""
+
+    def forward(model, x, given):
+        entries = given if isinstance(given, list) else [given.first, given.second]
+        assert all(entry is entries[0] for entry in entries)
+        return x * sum(k * entry for k, entry in enumerate(entries, 1))
+
+    model, x, tensor = wrap(Calls(forward)), torch.rand(4, 3), torch.rand(3, requires_grad=True)
+
+    def gradient(call, given):
+        return torch.autograd.grad(call(x, given).sin().sum(), tensor)
+
+    shards = unisono.scatter((x, of(tensor)), model.devices)
+    plain = torch.cat([model.module(*shard) for shard in shards])
+    expected = torch.autograd.grad(plain.sin().sum(), tensor)
+    torch.testing.assert_close(gradient(model, of(tensor)), expected)
+
+
 def test_batches_of_a_map(wrap: Wrap):
     """S17, I2: a batch that is one is the only input."""
     model = wrap(detector())
