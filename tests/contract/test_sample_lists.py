@@ -82,6 +82,22 @@ def test_batches_of_a_map(wrap: Wrap):
         torch.testing.assert_close([each["boxes"] for each in ours], [each["boxes"].detach() for each in plain])
 
 
+class Labelled(SampleList[str]):
+    def __init__(self, entries, label):
+        super().__init__(entries)
+        self.label = label
+
+
+def test_what_is_made_of_one_is_one(wrap: Wrap):
+    """S17: a slice was a plain list, so `model(pictures[:8])` split each picture along its channels."""
+    samples = Labelled("abcde", label=7)
+    output = wrap(Calls(lambda model, x, samples: samples))(torch.ones(5, 1), samples)
+    for made in (output, samples[1:], samples + samples, samples.copy()):
+        assert (type(made), made.label) == (Labelled, 7)
+    assert (output, samples[1:], samples + samples) == ([*"abcde"], [*"bcde"], [*"abcde"] * 2)
+    assert samples[0] == "a"
+
+
 WORDS = ["a", "b", "c", "d"]
 
 

@@ -4,7 +4,8 @@ As in torch, a plain list is a container: tensors in it are split and joined one
 list of strings. So pictures of several sizes are split along their channels, and a list of targets is not split at all.
 """
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, TypeVar
 
@@ -27,16 +28,34 @@ class SampleList(list[T]):
     It is split and joined by entry, where a plain list is a container, whose tensors are split and joined one by one.
     Use it for each input that has one entry a row, and for an output that has: each replica returns its own, and the
     gathered one has all entries, in the order of the rows. An entry is any value that `pickle` can serialise.
+
+    Slices and copies of it, and what is added to it, are SampleLists.
     """
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        return _like(self, found) if isinstance(index, slice) else found
+
+    def __add__(self, other: Any) -> Any:
+        return _like(self, super().__add__(other))
+
+    def copy(self) -> Any:
+        return copy.copy(self)
+
+
+def _like(samples: SampleList[Any], entries: Iterable[Any]) -> SampleList[Any]:
+    made = copy.copy(samples)  # keeps a subclass's attributes
+    made[:] = entries
+    return made
 
 
 def _split(samples: SampleList[Any], sizes: Sequence[int]) -> list[SampleList[Any]]:
     entries = iter(samples)
-    return [type(samples)(islice(entries, size)) for size in sizes]
+    return [_like(samples, islice(entries, size)) for size in sizes]
 
 
 def _join(parts: Sequence[SampleList[Any]]) -> SampleList[Any]:
-    return type(parts[0])(chain.from_iterable(parts))
+    return _like(parts[0], chain.from_iterable(parts))
 
 
 register_batch_type(SampleList, scatter=_split, gather=_join)
