@@ -82,6 +82,13 @@ def test_batches_of_a_map(wrap: Wrap):
         torch.testing.assert_close([each["boxes"] for each in ours], [each["boxes"].detach() for each in plain])
 
 
+def test_samples_of_several_sizes_are_evaluated(wrap: Wrap):
+    """S17, I2: their batch was a plain list, weighted by the channels of the pictures and not by their number."""
+    model = wrap(Fn(lambda pictures: torch.stack([picture.mean() for picture in pictures])))
+    samples = [(torch.full((3, 5 + row, 6), float(row)), f"name {row}") for row in range(5)]
+    assert model.evaluate(samples, lambda output, names: output.mean(), batch_size=4) == pytest.approx(2)
+
+
 class Labelled(SampleList[str]):
     def __init__(self, entries, label):
         super().__init__(entries)
