@@ -119,6 +119,8 @@ WORDS = ["a", "b", "c", "d"]
         ((torch.ones(4, 2), WORDS[:3]), {}, None),
         ((torch.ones(4, 2), (1, 2, 3, 4)), {}, None),
         ((torch.ones(4, 2), [torch.ones(4)] * 4), {}, None),
+        ((torch.ones(4, 2), (None,) * 4), {}, None),
+        (("mode", None, True, {"x": torch.ones(4, 2)}), {}, None),
     ],
 )
 def test_a_list_that_is_not_split_is_warned_of(inputs, options, name):
@@ -137,9 +139,10 @@ def test_a_list_that_is_not_split_is_warned_of(inputs, options, name):
     ("entry", "num_entries", "is_warned"),
     [(torch.ones(3, 4), 2, True), (torch.ones(2, 4), 2, False), (torch.ones(3, 4), 5, False)],
 )
-def test_a_list_that_is_joined_by_entry_is_warned_of(entry, num_entries, is_warned):
+@pytest.mark.parametrize("wrapped", [lambda found: found, lambda found: ({"found": found},)], ids=["list", "in it"])
+def test_a_list_that_is_joined_by_entry_is_warned_of(entry, num_entries, is_warned, wrapped):
     """S17: the tensors of a plain list are joined one by one, as in torch."""
-    model = unisono.DataParallel(Fn(lambda x: [entry.clone() for _ in range(num_entries)]), ["cpu"] * 2)
+    model = unisono.DataParallel(Fn(lambda x: wrapped([entry.clone() for _ in range(num_entries)])), ["cpu"] * 2)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         model(torch.ones(4, 1))

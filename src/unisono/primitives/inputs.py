@@ -164,8 +164,9 @@ class Arguments:
         sizes = tuple(sizes)
         if not self._is_flat and self.rows is not None and len(sizes) > 1:
             following = zip(self.leaves, self.axes, strict=True)
-            for spec, name in zip(self._structure(), ("inputs", "kwargs"), strict=True):
-                warn_of_whole_lists(spec, name, following, self.rows)
+            for all_inputs, name in zip(self._structure(), ("inputs", "kwargs"), strict=True):
+                for key, spec in zip(all_inputs.keys or (), all_inputs.specs, strict=True):
+                    warn_of_whole_lists(spec, name + pytree.step(all_inputs.value, key), following, self.rows)
         split = [
             place(*self._chosen(number, replica_numbers))
             if number in self.entries

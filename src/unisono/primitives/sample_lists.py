@@ -88,29 +88,37 @@ def warn_of_whole_lists(spec: Spec, path: str, leaves: Iterator[tuple[Any, int |
 
 
 def _may_be_samples(value: Any) -> bool:
-    return type(value) is list or (type(value) is tuple and not isinstance(value[0], int | float))
+    is_sequence = type(value) is list or (type(value) is tuple and not isinstance(value[0], int | float))
+    return is_sequence and any(entry is not None for entry in value)
 
 
 def warn_of_joined_entries(
-    spec: Spec, leaves: Sequence[tuple[Any, ...]], axes: Sequence[int | None], sizes: Sequence[int]
-) -> None:
-    """Warn if the output is a list with as many entries as each replica has rows, and its tensors have other rows.
+    spec: Spec, path: str, leaves: Iterator[tuple[tuple[Any, ...], int | None]], sizes: Sequence[int]
+) -> bool:
+    """Warn of an output that is a list with as many entries as each replica has rows, and its tensors have other rows.
 
     Args:
-        spec, leaves, axes: of the replicas' outputs: the structure, the replicas' leaves, and the axes of their rows.
+        spec, path: the structure of an output, and its name.
+        leaves: its leaves, each replica's, each with the axis of its rows.
         sizes: the replicas' rows.
+
+    Returns:
+        Whether a tensor in it has other rows.
     """
-    if type(spec.value) is not list or {len(spec.specs)} != {*sizes} or len(spec.specs) == 1:
-        return
-    shapes = [
-        (each.shape, axis, size)
-        for given, axis in zip(leaves, axes, strict=True)
-        if axis is not None
-        for each, size in zip(given, sizes, strict=True)
-        if isinstance(each, torch.Tensor)
-    ]
-    if any(len(shape) > axis >= -len(shape) and shape[axis] != size for shape, axis, size in shapes):
+    if spec.keys is None:
+        given, axis = next(leaves)
+        return any(_has_other_rows(each, axis, size) for each, size in zip(given, sizes, strict=True))
+    children = zip(spec.keys, spec.specs, strict=True)
+    differ = [warn_of_joined_entries(child, path + step(spec.value, key), leaves, sizes) for key, child in children]
+    if type(spec.value) is list and {len(differ)} == {*sizes} != {1} and any(differ):
         warn_once(
-            "the output is a list with as many entries as each replica has rows: the first entries of all replicas are "
+            f"{path} is a list with as many entries as each replica has rows: the first entries of all replicas are "
             "joined, then the second ones, and so on. If each belongs to a row, return unisono.SampleList(entries)."
         )
+    return any(differ)
+
+
+def _has_other_rows(value: Any, axis: int | None, rows: int) -> bool:
+    if not isinstance(value, torch.Tensor) or axis is None or not -value.dim() <= axis < value.dim():
+        return False
+    return value.shape[axis] != rows
