@@ -161,6 +161,23 @@ def test_without_rows_the_inputs_need_gradients_and_have_the_dtype_of_this_batch
     run_ranks(2, train_with_input_gradients)
 
 
+def find_in_samples(rank: int) -> list[list[str]]:
+    def forward(module: nn.Module, names: list[str]) -> tuple[torch.Tensor, unisono.SampleList[str]]:
+        return module.layer(torch.ones(len(names), 1)), unisono.SampleList(names)
+
+    model, all_found = unisono.DataParallel(Calls(forward, layer=nn.Linear(1, 1))), []
+    for names in ("abc", "de" if rank else ""):
+        rows, found = model(unisono.SampleList(names))
+        rows.sum().backward()
+        all_found.append(found)
+    return all_found
+
+
+def test_without_rows_a_list_with_one_entry_a_row_is_empty():
+    """C2, S17: it had what was found in the rows on which the module ran instead."""
+    assert run_ranks(2, find_in_samples) == [[["a", "b", "c"], []], [["a", "b", "c"], ["d", "e"]]]
+
+
 def test_packed_sequences_cannot_be_empty():
     packed = nn.utils.rnn.pack_sequence([torch.zeros(3, 2), torch.zeros(1, 2)])
     with pytest.raises(ValueError, match=r"a PackedSequence cannot be cut to no rows .* give every process as many"):
