@@ -1,5 +1,6 @@
 """Lists with one entry a row, as in object detection: pictures of several sizes, with several boxes in each."""
 
+import ast
 import warnings
 
 import pytest
@@ -10,6 +11,7 @@ import unisono
 from helpers.contract import Wrap
 from helpers.modules import Calls, Fn
 from unisono import SampleList
+from unisono.runtime.errors import forget_logged
 
 
 def detector() -> nn.Module:
@@ -125,14 +127,22 @@ WORDS = ["a", "b", "c", "d"]
 )
 def test_a_list_that_is_not_split_is_warned_of(inputs, options, name):
     """S17: a list of strings beside a batch is given to every replica, as in torch."""
-    model = unisono.DataParallel(Fn(lambda *inputs: torch.ones(2, 1)), ["cpu"] * 2, **options)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        model(*inputs)
-    assert len(seen) == (name is not None)
-    if name is not None:
-        assert str(seen[0].message).startswith(name)
-        assert "give a unisono.SampleList" in str(seen[0].message)
+
+    def messages(**options):
+        model = unisono.DataParallel(Fn(lambda *inputs: torch.ones(2, 1)), ["cpu"] * 2, **options)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            model(*inputs)
+        return [str(each.message) for each in seen]
+
+    if name is None:
+        assert messages(**options) == []
+        return
+    (message,) = messages(**options)
+    assert message.startswith(name)
+    assert "give a unisono.SampleList" in message
+    forget_logged()
+    assert messages(in_dims=ast.literal_eval(message.partition("in_dims=")[2].removesuffix("."))) == []
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,7 @@ class Arguments:
             following = zip(self.leaves, self.axes, strict=True)
             for all_inputs, name in zip(self._structure(), ("inputs", "kwargs"), strict=True):
                 for key, spec in zip(all_inputs.keys or (), all_inputs.specs, strict=True):
-                    warn_of_whole_lists(spec, name + pytree.step(all_inputs.value, key), following, self.rows)
+                    warn_of_whole_lists(spec, name + pytree.step(all_inputs.value, key), (key,), following, self.rows)
         split = [
             place(*self._chosen(number, replica_numbers))
             if number in self.entries

@@ -61,13 +61,16 @@ def _join(parts: Sequence[SampleList[Any]]) -> SampleList[Any]:
 register_batch_type(SampleList, scatter=_split, gather=_join)
 
 
-def warn_of_whole_lists(spec: Spec, path: str, leaves: Iterator[tuple[Any, int | None]], rows: int) -> bool:
+def warn_of_whole_lists(
+    spec: Spec, path: str, keys: tuple[Any, ...], leaves: Iterator[tuple[Any, int | None]], rows: int
+) -> bool:
     """Warn of an input that is a list without tensors and has as many entries as the batch has rows: it is not split.
 
     A tuple of numbers counts as one value, such as a size.
 
     Args:
         spec, path: the structure of an input, and its name.
+        keys: those that lead to it, from the position or the name of the input.
         leaves: its leaves, each with the axis of its rows; None: every replica gets it on purpose.
         rows: of the batch.
 
@@ -78,11 +81,16 @@ def warn_of_whole_lists(spec: Spec, path: str, leaves: Iterator[tuple[Any, int |
         leaf, axis = next(leaves)
         return axis is None or isinstance(leaf, torch.Tensor) or batch_type_of(leaf) is not None
     children = zip(spec.keys, spec.specs, strict=True)
-    split = [warn_of_whole_lists(child, path + step(spec.value, key), leaves, rows) for key, child in children]
+    split = [
+        warn_of_whole_lists(child, path + step(spec.value, key), (*keys, key), leaves, rows) for key, child in children
+    ]
     if len(split) == rows > 1 and not any(split) and _may_be_samples(spec.value):
+        in_dims: Any = None
+        for key in reversed(keys):
+            in_dims = {key: in_dims}
         warn_once(
             f"{path} has as many entries as the batch has rows, and no tensors: every replica gets all of them. If "
-            "each belongs to a row, give a unisono.SampleList; if every replica needs all: in_dims={'name': None}."
+            f"each belongs to a row, give a unisono.SampleList; if every replica needs all: in_dims={in_dims}."
         )
     return any(split)
 
