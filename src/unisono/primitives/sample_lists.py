@@ -34,28 +34,29 @@ class SampleList(list[T]):
 
     def __getitem__(self, index: Any) -> Any:
         found = super().__getitem__(index)
-        return _like(self, found) if isinstance(index, slice) else found
+        return like(self, found) if isinstance(index, slice) else found
 
     def __add__(self, other: Any) -> Any:
-        return _like(self, super().__add__(other))
+        return like(self, super().__add__(other))
 
     def copy(self) -> Any:
         return copy.copy(self)
 
 
-def _like(samples: SampleList[Any], entries: Iterable[Any]) -> SampleList[Any]:
-    made = copy.copy(samples)  # keeps a subclass's attributes
+def like(samples: SampleList[Any], entries: Iterable[Any]) -> SampleList[Any]:
+    """Return a list like `samples`, of the same class and with the same attributes, with other entries."""
+    made = copy.copy(samples)
     made[:] = entries
     return made
 
 
 def _split(samples: SampleList[Any], sizes: Sequence[int]) -> list[SampleList[Any]]:
     entries = iter(samples)
-    return [_like(samples, islice(entries, size)) for size in sizes]
+    return [like(samples, islice(entries, size)) for size in sizes]
 
 
 def _join(parts: Sequence[SampleList[Any]]) -> SampleList[Any]:
-    return _like(parts[0], chain.from_iterable(parts))
+    return like(parts[0], chain.from_iterable(parts))
 
 
 register_batch_type(SampleList, scatter=_split, gather=_join)
