@@ -265,7 +265,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             method: the method to call, such as "generate"; None: forward.
             batch_size: `batches` is a sequence of samples (or a data set, a tensor, an array), and so many of them are
                 one batch, the last one perhaps fewer. Tuples and mappings are taken apart, tensors stacked; what cannot
-                be stacked, tensors of different lengths say, stays a list.
+                be stacked, tensors of different lengths say, becomes a `SampleList`.
             out: a tensor, an array of numpy's or a memory map (or these in a form like the output's): all outputs are
                 written into it, row by row, and `map` returns it instead of an iterator, when it is full. Outputs that
                 `out_dims=unisono.pad(...)` describes are padded to its size.

@@ -253,14 +253,31 @@ class Accumulates(nn.Module):
         return self.memories["sum"]
 
 
-def test_a_class_says_itself_what_its_replicas_do_not_share(wrap: Wrap) -> None:
+class MadeAnew(Accumulates):
+    """Makes a copy without torch's help, whose children are others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4, bias=False)
+        nn.init.eye_(self.layer.weight)
+
+    def _replicate_for_data_parallel(self) -> nn.Module:
+        return MadeAnew()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(super().forward(x))
+
+
+@pytest.mark.parametrize("cls", [Accumulates, MadeAnew])
+def test_a_class_says_itself_what_its_replicas_do_not_share(wrap: Wrap, cls: type[nn.Module]) -> None:
     """R6: by torch's `_replicate_for_data_parallel`. It was not called, and replicas in threads wrote into one dict."""
-    model = wrap(Accumulates().double(), 2)
+    model = wrap(cls().double(), 2)
     x = torch.randn(6, 4).double()
     for _ in range(2):
         y = model(x)
         assert_same(y, 3 * x)
         y.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.module.parameters())
     assert_same(model.module.weight.grad, 6 * x.sum(0))
     assert model.module.memories == {"sum": 0.0}
 

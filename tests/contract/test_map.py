@@ -279,6 +279,24 @@ def test_an_event_in_a_row_of_short_batches(event: str, monkeypatch: pytest.Monk
     assert_equal(found, expected)
 
 
+def test_a_row_that_has_changed_a_dict_of_its_inputs_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """I15: it has also changed the module, and what it had taken out of the dicts was missing the second time."""
+    monkeypatch.setattr("unisono.inference.batch_map._ROW_S", 1000.0)
+
+    def forward(module: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        number = batch.pop("number")
+        module.number += 10 * (number == 5)
+        return batch["x"] + module.number
+
+    def inputs() -> list[tuple[dict[str, Any]]]:
+        return [({"x": x, "number": number},) for number, x in enumerate(numbered(12))]
+
+    plain = Calls(forward, number=1)
+    with use_lanes(False):
+        found = outcomes_of(DataParallel(copy.deepcopy(plain), ["cpu"] * 2).map(inputs()))
+    assert_equal(found, [plain(*batch) for batch in inputs()])
+
+
 def test_with_a_timeout_all_lanes_get_batches() -> None:
     """I15, F7: one that is stuck is given up, and the others go on."""
     model = DataParallel(nn.Identity(), ["cpu"] * 2, engine=Threads(timeout=60))
@@ -721,10 +739,20 @@ def test_a_mode_that_other_threads_cannot_join(wrap: Wrap) -> None:
                 seen.append(threading.get_ident())
             return function(*args, **kwargs or {})
 
-    model, some = wrap(Fn(torch.tanh)), batches(4)
+    model, some, alive = wrap(Fn(torch.tanh)), batches(9), []
+
+    def copies() -> Iterator[torch.Tensor]:
+        for x in some:
+            alive.append(weakref.ref(copied := x.clone()))
+            yield copied
+            del copied
+
     with Notes():
-        outputs = list(model.map(some))
-    assert seen == [threading.get_ident()] * 4
+        outputs = []
+        for output in model.map(copies()):
+            outputs.append(output)
+            assert sum(reference() is not None for reference in alive) <= 2 * AHEAD
+    assert seen == [threading.get_ident()] * 9
     assert_equal(outputs, [torch.tanh(x) for x in some])
 
 

@@ -1,5 +1,6 @@
 """Lists with one entry a row, as in object detection: pictures of several sizes, with several boxes in each."""
 
+import ast
 import warnings
 
 import pytest
@@ -10,6 +11,7 @@ import unisono
 from helpers.contract import Wrap
 from helpers.modules import Calls, Fn
 from unisono import SampleList
+from unisono.runtime.errors import forget_logged
 
 
 def detector() -> nn.Module:
@@ -45,6 +47,33 @@ def test_pictures_of_several_sizes(wrap: Wrap, options):
     torch.testing.assert_close(results(model), results(model.module))
 
 
+class Pair:
+    """An object of a class that unisono does not know."""
+
+    def __init__(self, first: torch.Tensor, second: torch.Tensor) -> None:
+        self.first, self.second = first, second
+
+
+@pytest.mark.parametrize("of", [lambda x: SampleList([x] * 4), lambda x: Pair(x, x)], ids=["SampleList", "object"])
+def test_a_tensor_that_occurs_several_times(wrap: Wrap, of):
+    """S17, S12: in a worker each occurrence was a tensor of its own, and only the last one's gradient came back."""
+
+    def forward(model, x, given):
+        entries = given if isinstance(given, list) else [given.first, given.second]
+        assert all(entry is entries[0] for entry in entries)
+        return x * sum(k * entry for k, entry in enumerate(entries, 1))
+
+    model, x, tensor = wrap(Calls(forward)), torch.rand(4, 3), torch.rand(3, requires_grad=True)
+
+    def gradient(call, given):
+        return torch.autograd.grad(call(x, given).sin().sum(), tensor)
+
+    shards = unisono.scatter((x, of(tensor)), model.devices)
+    plain = torch.cat([model.module(*shard) for shard in shards])
+    expected = torch.autograd.grad(plain.sin().sum(), tensor)
+    torch.testing.assert_close(gradient(model, of(tensor)), expected)
+
+
 def test_batches_of_a_map(wrap: Wrap):
     """S17, I2: a batch that is one is the only input."""
     model = wrap(detector())
@@ -53,6 +82,29 @@ def test_batches_of_a_map(wrap: Wrap):
         plain = model.module(batch)
         assert [each["size"] for each in ours] == [each["size"] for each in plain]
         torch.testing.assert_close([each["boxes"] for each in ours], [each["boxes"].detach() for each in plain])
+
+
+def test_samples_of_several_sizes_are_evaluated(wrap: Wrap):
+    """S17, I2: their batch was a plain list, weighted by the channels of the pictures and not by their number."""
+    model = wrap(Fn(lambda pictures: torch.stack([picture.mean() for picture in pictures])))
+    samples = [(torch.full((3, 5 + row, 6), float(row)), f"name {row}") for row in range(5)]
+    assert model.evaluate(samples, lambda output, names: output.mean(), batch_size=4) == pytest.approx(2)
+
+
+class Labelled(SampleList[str]):
+    def __init__(self, entries, label):
+        super().__init__(entries)
+        self.label = label
+
+
+def test_what_is_made_of_one_is_one(wrap: Wrap):
+    """S17: a slice was a plain list, so `model(pictures[:8])` split each picture along its channels."""
+    samples = Labelled("abcde", label=7)
+    output = wrap(Calls(lambda model, x, samples: samples))(torch.ones(5, 1), samples)
+    for made in (output, samples[1:], samples + samples, samples.copy()):
+        assert (type(made), made.label) == (Labelled, 7)
+    assert (output, samples[1:], samples + samples) == ([*"abcde"], [*"bcde"], [*"abcde"] * 2)
+    assert samples[0] == "a"
 
 
 WORDS = ["a", "b", "c", "d"]
@@ -69,27 +121,38 @@ WORDS = ["a", "b", "c", "d"]
         ((torch.ones(4, 2), WORDS[:3]), {}, None),
         ((torch.ones(4, 2), (1, 2, 3, 4)), {}, None),
         ((torch.ones(4, 2), [torch.ones(4)] * 4), {}, None),
+        ((torch.ones(4, 2), (None,) * 4), {}, None),
+        (("mode", None, True, {"x": torch.ones(4, 2)}), {}, None),
     ],
 )
 def test_a_list_that_is_not_split_is_warned_of(inputs, options, name):
     """S17: a list of strings beside a batch is given to every replica, as in torch."""
-    model = unisono.DataParallel(Fn(lambda *inputs: torch.ones(2, 1)), ["cpu"] * 2, **options)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        model(*inputs)
-    assert len(seen) == (name is not None)
-    if name is not None:
-        assert str(seen[0].message).startswith(name)
-        assert "give a unisono.SampleList" in str(seen[0].message)
+
+    def messages(**options):
+        model = unisono.DataParallel(Fn(lambda *inputs: torch.ones(2, 1)), ["cpu"] * 2, **options)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            model(*inputs)
+        return [str(each.message) for each in seen]
+
+    if name is None:
+        assert messages(**options) == []
+        return
+    (message,) = messages(**options)
+    assert message.startswith(name)
+    assert "give a unisono.SampleList" in message
+    forget_logged()
+    assert messages(in_dims=ast.literal_eval(message.partition("in_dims=")[2].removesuffix("."))) == []
 
 
 @pytest.mark.parametrize(
     ("entry", "num_entries", "is_warned"),
     [(torch.ones(3, 4), 2, True), (torch.ones(2, 4), 2, False), (torch.ones(3, 4), 5, False)],
 )
-def test_a_list_that_is_joined_by_entry_is_warned_of(entry, num_entries, is_warned):
+@pytest.mark.parametrize("wrapped", [lambda found: found, lambda found: ({"found": found},)], ids=["list", "in it"])
+def test_a_list_that_is_joined_by_entry_is_warned_of(entry, num_entries, is_warned, wrapped):
     """S17: the tensors of a plain list are joined one by one, as in torch."""
-    model = unisono.DataParallel(Fn(lambda x: [entry.clone() for _ in range(num_entries)]), ["cpu"] * 2)
+    model = unisono.DataParallel(Fn(lambda x: wrapped([entry.clone() for _ in range(num_entries)])), ["cpu"] * 2)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         model(torch.ones(4, 1))

@@ -161,6 +161,44 @@ def test_without_rows_the_inputs_need_gradients_and_have_the_dtype_of_this_batch
     run_ranks(2, train_with_input_gradients)
 
 
+def find_in_samples(rank: int) -> list[list[str]]:
+    def forward(module: nn.Module, names: list[str]) -> tuple[torch.Tensor, unisono.SampleList[str]]:
+        return module.layer(torch.ones(len(names), 1)), unisono.SampleList(names)
+
+    model, all_found = unisono.DataParallel(Calls(forward, layer=nn.Linear(1, 1))), []
+    for names in ("abc", "de" if rank else ""):
+        rows, found = model(unisono.SampleList(names))
+        rows.sum().backward()
+        all_found.append(found)
+    return all_found
+
+
+def test_without_rows_a_list_with_one_entry_a_row_is_empty():
+    """C2, S17: it had what was found in the rows on which the module ran instead."""
+    assert run_ranks(2, find_in_samples) == [[["a", "b", "c"], []], [["a", "b", "c"], ["d", "e"]]]
+
+
+def train_on_pictures(rank: int, num_first: int) -> list[int]:
+    """Train on some pictures, which another module has computed, and then on one; the first process has none then."""
+    sizes: list[int] = []
+
+    def forward(module: nn.Module, pictures: list[torch.Tensor]) -> torch.Tensor:
+        sizes.append(len(pictures))
+        return torch.stack([module.layer(picture) for picture in pictures])
+
+    stem, model = nn.Linear(4, 4), unisono.DataParallel(Calls(forward, layer=nn.Linear(4, 2)), ["cpu"])
+    for num_pictures in (num_first, rank):
+        pictures = unisono.SampleList(stem(torch.ones(4)) for _ in range(num_pictures))
+        model(pictures).sum().backward()
+    return sizes
+
+
+@pytest.mark.parametrize("num_first", [1, 2])
+def test_without_rows_the_module_runs_on_copies_of_the_entries_that_it_has_seen(num_first):
+    """C2, S17: it ran on none if the first batch had had one; and with its graph, which was freed, if it had two."""
+    assert run_ranks(2, train_on_pictures, num_first) == [[num_first, 2], [num_first, 1]]
+
+
 def test_packed_sequences_cannot_be_empty():
     packed = nn.utils.rnn.pack_sequence([torch.zeros(3, 2), torch.zeros(1, 2)])
     with pytest.raises(ValueError, match=r"a PackedSequence cannot be cut to no rows .* give every process as many"):

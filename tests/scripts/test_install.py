@@ -1,5 +1,6 @@
 """install: which names are replaced, and put back; what the wrappers are pickled as."""
 
+import abc
 import copy
 import sys
 from collections.abc import Iterator
@@ -123,6 +124,22 @@ def test_all_wrappers_are_instances_of_what_torchs_name_means() -> None:
         wrappers.append(nn.DataParallel(nn.Linear(5, 2)))
         assert [isinstance(wrapper, nn.DataParallel) for wrapper in wrappers] == [True] * 3
         assert not isinstance(wrappers[1].module, nn.DataParallel)
+
+
+def test_a_wrapper_may_be_derived_from_an_abstract_class_too() -> None:
+    """X3: as torch's may; it was a conflict of metaclasses."""
+    with unisono.install(CPUS):
+
+        class Abstract(abc.ABC):
+            @abc.abstractmethod
+            def predict(self, x: torch.Tensor) -> torch.Tensor: ...
+
+        class Predictor(nn.DataParallel, Abstract):
+            def predict(self, x: torch.Tensor) -> torch.Tensor:
+                return self(x)
+
+        x, wrapper = torch.randn(4, 5), Predictor(nn.Linear(5, 2))
+        torch.testing.assert_close(wrapper.predict(x), wrapper.module(x))
 
 
 def test_the_verbs_take_the_numbers_of_the_devices() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from unisono.distributed.process_group import Communicator
 from unisono.primitives import pytree
-from unisono.primitives.batch_types import batch_type_of
+from unisono.primitives.batch_types import batch_type_of, without_rows
 from unisono.runtime import devices as _devices
 
 _DOING = "taking the next batch"
@@ -71,10 +71,9 @@ def empty_batch(batch: Any, dim: int) -> Any:
 
     def cut(leaf: Any) -> Any:
         nonlocal rows
-        batch_type = batch_type_of(leaf)
-        if batch_type is not None:
+        if batch_type_of(leaf) is not None:
             try:
-                return next(iter(batch_type.scatter(leaf, [0, batch_type.rows(leaf) or 0])))
+                return without_rows(leaf)
             except Exception as error:
                 raise ValueError(
                     f"a {type(leaf).__name__} cannot be cut to no rows ({error}), and this process has fewer batches "

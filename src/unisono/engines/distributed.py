@@ -98,7 +98,7 @@ class DistributedEngine(Engine):
         if gradient_sync is None:
             return self._engine.forward(module, call)
         if call.arguments.rows == 0:
-            return without_rows(self._run_on_stand_in(gradient_sync, module, call), call.rules)
+            return self._run_on_stand_in(gradient_sync, module, call)
         output = self._run(module, call, gradient_sync.sync_context(module, call.arguments.rows))
         if gradient_sync.sample is None and call.arguments.rows:
             gradient_sync.sample = call.arguments.first_rows(_STAND_IN_ROWS)
@@ -114,7 +114,7 @@ class DistributedEngine(Engine):
         # Its inputs need gradients as those of `call` do: so does what other ranks exchange in backward.
         stand_in = replace(call, arguments=call.arguments.with_rows_of(sample), sizes=(_STAND_IN_ROWS,))
         try:
-            output = self._run(module, stand_in, gradient_sync.sync_context(module, 0))
+            output = without_rows(self._run(module, stand_in, gradient_sync.sync_context(module, 0)), call.rules)
         except BaseException as error:
             error.add_note(_NO_ROWS)
             raise

@@ -84,6 +84,7 @@ class LocalLane(Lane):
         self._replicas: Replicas | None = None  # the last batch's
         self._memory_of_buffers: set[int] = set()
         self._given: list[tuple[torch.Tensor, int]] = []  # inputs that are the caller's own tensors, with versions
+        self._nested: list[tuple[list[Any], list[Any]]] = []  # inputs of a batch, with their leaves
         self._is_on_host = _devices.computes_on_host(self.device)
         self._queued: list[Callable[[bool], bool]] = []
 
@@ -99,15 +100,18 @@ class LocalLane(Lane):
 
     @contextlib.contextmanager
     def in_a_row(self) -> Iterator[RunBatch]:
-        self.left_unchanged, self._given = False, []
+        self.left_unchanged, self._given, self._nested = False, [], []
         with self._turns.batch(), SeededDraws(self._name, self.device) as draws:
             yield lambda args, kwargs, seed: self._compute(args, kwargs, draws, seed)
-        replicas, given, self._given = self._replicas, self._given, []  # which are to be freed
+        replicas, given, nested = self._replicas, self._given, self._nested
+        self._given, self._nested = [], []  # which are to be freed
         can_stay = replicas is not None and self._pool.blueprint.is_reusable and not replicas.is_remote
         # Nothing outside refers to unchanged replicas, so they need no other look before the next batch.
         self.left_unchanged = can_stay and replicas is not None and replicas.are_unchanged()
         if not self.left_unchanged:
-            self.inputs_unchanged = all([_version(tensor) == before != _UNKNOWN for tensor, before in given])
+            self.inputs_unchanged = all([_version(tensor) == before != _UNKNOWN for tensor, before in given]) and all(
+                [list(map(id, pytree.flatten(inputs)[0])) == list(map(id, leaves)) for inputs, leaves in nested]
+            )
             self._give_back()
 
     def _give_back(self) -> None:
@@ -125,8 +129,11 @@ class LocalLane(Lane):
         replicas, self._replicas = self._replicas, None  # one that fails is dropped
         inputs = [*args, *kwargs.values()]
         is_usual = replicas is not None and all([_is_on(value, self.device) for value in inputs])  # with few calls
-        given = [value for value in inputs if type(value) is torch.Tensor] if is_usual else tensors_to_place(inputs)
-        self._given += [(tensor, _version(tensor)) for tensor in given]
+        if draws is not None:
+            given = [value for value in inputs if type(value) is torch.Tensor] if is_usual else tensors_to_place(inputs)
+            self._given += [(tensor, _version(tensor)) for tensor in given]
+            if not is_usual:
+                self._nested.append((inputs, pytree.flatten(inputs)[0]))
         with contextlib.nullcontext() if is_usual else Copies([self.device]) as copies:
             if copies is not None:
                 args, kwargs = _on_device((args, kwargs), self.device, lambda tensor: copies.to(tensor, 0))

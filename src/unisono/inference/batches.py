@@ -13,6 +13,7 @@ import torch
 
 from unisono.primitives.batch_types import batch_type_of
 from unisono.primitives.placements import check_have_data
+from unisono.primitives.sample_lists import SampleList
 
 Inputs: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword inputs of one call
 
@@ -132,7 +133,7 @@ def collate(samples: list[Any], dim: int) -> Any:
             [1., 1., 1.]]), tensor([1, 2]))
 
     Tuples and mappings are taken apart. Tensors and arrays of one shape are stacked, numbers become a tensor; what
-    cannot be stacked stays a list, which is one input.
+    cannot be stacked becomes a `SampleList`, which is one input.
 
     Raises:
         ValueError: tuples of different lengths, or mappings with different keys.
@@ -158,7 +159,7 @@ def _together(values: list[Any], dim: int) -> Any:
             return torch.stack(values, dim)
     elif all(isinstance(value, bool | int | float | complex) for value in values):
         return torch.tensor(values)
-    return values
+    return SampleList(values)
 
 
 def _is_array(value: Any) -> bool:

@@ -93,6 +93,13 @@ def batch_type_of(value: object) -> BatchType | None:
     return None
 
 
+def without_rows(batch: Any) -> Any:
+    """Return a batch of a registered class like `batch`, with no rows; raise what its class does if it cannot."""
+    batch_type = batch_type_of(batch)
+    assert batch_type is not None
+    return next(iter(batch_type.scatter(batch, [0, batch_type.rows(batch) or 0])))
+
+
 # What pickle would look up by name is kept as it is, so that classes of a notebook or a function work too.
 _BY_REFERENCE = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
 

@@ -41,6 +41,7 @@ _INDISTINCT = (
     "({devices}) call it: what it keeps by module, or by device, may be that of one replica only. Use it with the "
     "plain module, model.module, or with replicas on devices of their own."
 )
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
 _UNINITIALIZED = {nn.UninitializedParameter, nn.UninitializedBuffer}
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _is_tracked = gc.is_tracked
@@ -269,8 +270,8 @@ class Blueprint:
                 attributes = torch_private.script_parts(module)
             elif self._copied_by_class and type(module) in self._copied_by_class:
                 copied = self._copied_by_class[type(module)](module)
-                attributes = {**copied.__dict__, "_parameters": attributes["_parameters"]}
-                del attributes["_is_replica"]
+                attributes = {**copied.__dict__, **{name: attributes[name] for name in _REGISTRIES}}
+                attributes.pop("_is_replica", None)
             attributes["_parameters"] = inside = attributes["_parameters"].copy()
             if inside and parameters_differ:
                 for name, tensor in inside.items():

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
+from itertools import cycle, islice
 from typing import Any, TypeAlias
 
 import torch
@@ -11,7 +12,7 @@ from unisono.primitives.batch_types import BatchType, batch_type_of
 from unisono.primitives.dims import spread_inputs
 from unisono.primitives.placements import Placement, Replicate, Shard, Single, can_be_placed, cannot_be_placed
 from unisono.primitives.references import MODES
-from unisono.primitives.sample_lists import warn_of_whole_lists
+from unisono.primitives.sample_lists import SampleList, like, warn_of_whole_lists
 from unisono.runtime import devices as _devices
 
 # Makes each replica's part from a tensor and its placement.
@@ -164,8 +165,9 @@ class Arguments:
         sizes = tuple(sizes)
         if not self._is_flat and self.rows is not None and len(sizes) > 1:
             following = zip(self.leaves, self.axes, strict=True)
-            for spec, name in zip(self._structure(), ("inputs", "kwargs"), strict=True):
-                warn_of_whole_lists(spec, name, following, self.rows)
+            for all_inputs, name in zip(self._structure(), ("inputs", "kwargs"), strict=True):
+                for key, spec in zip(all_inputs.keys or (), all_inputs.specs, strict=True):
+                    warn_of_whole_lists(spec, name + pytree.step(all_inputs.value, key), (key,), following, self.rows)
         split = [
             place(*self._chosen(number, replica_numbers))
             if number in self.entries
@@ -183,28 +185,28 @@ class Arguments:
     def first_rows(self, rows: int) -> "Arguments | None":
         """Return arguments with the first `rows` rows, copied; if there are fewer, they are repeated.
 
-        None if inputs of a registered class have fewer: their rows cannot be repeated here.
+        None if inputs of a registered class have fewer: their rows cannot be repeated here, but those of a SampleList.
         """
 
         def first(leaf: Any, axis: int | None, batch_type: BatchType | None) -> Any:
+            if axis is not None and isinstance(leaf, SampleList):
+                return pytree.map_all_tensors(_copied, like(leaf, islice(cycle(leaf), rows)))
             if axis is not None and batch_type is not None:
                 own_rows = batch_type.rows(leaf)
-                return next(iter(batch_type.scatter(leaf, [rows, (rows if own_rows is None else own_rows) - rows])))
+                some = next(iter(batch_type.scatter(leaf, [rows, (rows if own_rows is None else own_rows) - rows])))
+                return pytree.map_all_tensors(_copied, some)
             if not isinstance(leaf, torch.Tensor) or axis is None or not leaf.dim():
                 return leaf
             return leaf.detach().index_select(axis, torch.arange(rows, device=leaf.device) % leaf.size(axis))
 
-        if (self.rows or 0) < rows and any(batch_type is not None for batch_type in self._batch_types):
+        of_classes = [leaf for leaf, kind in zip(self.leaves, self._batch_types, strict=True) if kind is not None]
+        if (self.rows or 0) < rows and not all(isinstance(leaf, SampleList) for leaf in of_classes):
             return None
         return self._mapped(first, rows)
 
     def copied(self) -> "Arguments":
         """Return arguments with copies of all containers and tensors; these need gradients where the originals do."""
-
-        def copied(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-        other = self._mapped(lambda leaf, *_: pytree.map_all_tensors(copied, leaf), self.rows)
+        other = self._mapped(lambda leaf, *_: pytree.map_all_tensors(_copied, leaf), self.rows)
         other._inputs, other._kwargs = self._with_leaves(other.leaves, rebuild_all=True)
         other._flatten()
         return other
@@ -228,7 +230,7 @@ class Arguments:
         def replaced(leaf: Any, axis: int | None, batch_type: BatchType | None) -> Any:
             value = next(values)
             if not isinstance(leaf, torch.Tensor):
-                return leaf if batch_type is None else value
+                return leaf if batch_type is None else pytree.map_all_tensors(_detached, value)
             if axis is None or not leaf.dim() or not isinstance(value, torch.Tensor):
                 return leaf
             return value.detach().to(leaf.dtype).requires_grad_(leaf.requires_grad)
@@ -261,6 +263,14 @@ class Arguments:
         following = iter(leaves)
         inputs = pytree.unflatten(of_inputs, following, rebuild_all=rebuild_all)
         return inputs, pytree.unflatten(of_kwargs, following, rebuild_all=rebuild_all)
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _parts(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from unisono.primitives import pytree
+from unisono.primitives import batch_types, pytree
 from unisono.primitives.batch_types import batch_type_of
 from unisono.primitives.dims import OutputRules, Padding, spread
 from unisono.primitives.iterables import why_whole
@@ -73,7 +73,7 @@ class Outputs:
         self._paths = [*self._spec.paths("output")]
         axes, paddings = rules.axes(self._spec)
         if sizes is not None:
-            warn_of_joined_entries(self._spec, self._given, axes, sizes)
+            warn_of_joined_entries(self._spec, "output", zip(self._given, axes, strict=True), sizes)
         scalars = spread(rules.scalars, self._spec, "stack", "scalars")
         leaves = zip(self._paths, self._given, axes, paddings, scalars, strict=True)
         # For each leaf a function that makes its gathered value from the joined tensors.
@@ -334,9 +334,15 @@ def _common_value(path: str, given: tuple[Any, ...], whole: bool) -> Any:
 
 
 def without_rows(output: Any, rules: OutputRules) -> Any:
-    """Return an output with 0 rows: tensors narrowed along the axis that the rules name, differentiable."""
+    """Return an output with 0 rows: tensors narrowed along the axis that the rules name, differentiable.
+
+    Raises:
+        BaseException: what the class of a registered batch raises if that cannot have 0 rows.
+    """
 
     def cut(leaf: Any, axis: int | None) -> Any:
+        if axis is not None and batch_type_of(leaf) is not None:
+            return batch_types.without_rows(leaf)
         if not isinstance(leaf, torch.Tensor) or axis is None or not -leaf.dim() <= axis < leaf.dim():
             return leaf
         return leaf.narrow(axis, 0, 0)

@@ -4,7 +4,8 @@ As in torch, a plain list is a container: tensors in it are split and joined one
 list of strings. So pictures of several sizes are split along their channels, and a list of targets is not split at all.
 """
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, TypeVar
 
@@ -27,28 +28,50 @@ class SampleList(list[T]):
     It is split and joined by entry, where a plain list is a container, whose tensors are split and joined one by one.
     Use it for each input that has one entry a row, and for an output that has: each replica returns its own, and the
     gathered one has all entries, in the order of the rows. An entry is any value that `pickle` can serialise.
+
+    Slices and copies of it, and what is added to it, are SampleLists.
     """
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        return like(self, found) if isinstance(index, slice) else found
+
+    def __add__(self, other: Any) -> Any:
+        return like(self, super().__add__(other))
+
+    def copy(self) -> Any:
+        return copy.copy(self)
+
+
+def like(samples: SampleList[Any], entries: Iterable[Any]) -> SampleList[Any]:
+    """Return a list like `samples`, of the same class and with the same attributes, with other entries."""
+    made = copy.copy(samples)
+    made[:] = entries
+    return made
 
 
 def _split(samples: SampleList[Any], sizes: Sequence[int]) -> list[SampleList[Any]]:
     entries = iter(samples)
-    return [type(samples)(islice(entries, size)) for size in sizes]
+    return [like(samples, islice(entries, size)) for size in sizes]
 
 
 def _join(parts: Sequence[SampleList[Any]]) -> SampleList[Any]:
-    return type(parts[0])(chain.from_iterable(parts))
+    return like(parts[0], chain.from_iterable(parts))
 
 
 register_batch_type(SampleList, scatter=_split, gather=_join)
 
 
-def warn_of_whole_lists(spec: Spec, path: str, leaves: Iterator[tuple[Any, int | None]], rows: int) -> bool:
+def warn_of_whole_lists(
+    spec: Spec, path: str, keys: tuple[Any, ...], leaves: Iterator[tuple[Any, int | None]], rows: int
+) -> bool:
     """Warn of an input that is a list without tensors and has as many entries as the batch has rows: it is not split.
 
     A tuple of numbers counts as one value, such as a size.
 
     Args:
         spec, path: the structure of an input, and its name.
+        keys: those that lead to it, from the position or the name of the input.
         leaves: its leaves, each with the axis of its rows; None: every replica gets it on purpose.
         rows: of the batch.
 
@@ -59,39 +82,52 @@ def warn_of_whole_lists(spec: Spec, path: str, leaves: Iterator[tuple[Any, int |
         leaf, axis = next(leaves)
         return axis is None or isinstance(leaf, torch.Tensor) or batch_type_of(leaf) is not None
     children = zip(spec.keys, spec.specs, strict=True)
-    split = [warn_of_whole_lists(child, path + step(spec.value, key), leaves, rows) for key, child in children]
+    split = [
+        warn_of_whole_lists(child, path + step(spec.value, key), (*keys, key), leaves, rows) for key, child in children
+    ]
     if len(split) == rows > 1 and not any(split) and _may_be_samples(spec.value):
+        in_dims: Any = None
+        for key in reversed(keys):
+            in_dims = {key: in_dims}
         warn_once(
             f"{path} has as many entries as the batch has rows, and no tensors: every replica gets all of them. If "
-            "each belongs to a row, give a unisono.SampleList; if every replica needs all: in_dims={'name': None}."
+            f"each belongs to a row, give a unisono.SampleList; if every replica needs all: in_dims={in_dims}."
         )
     return any(split)
 
 
 def _may_be_samples(value: Any) -> bool:
-    return type(value) is list or (type(value) is tuple and not isinstance(value[0], int | float))
+    is_sequence = type(value) is list or (type(value) is tuple and not isinstance(value[0], int | float))
+    return is_sequence and any(entry is not None for entry in value)
 
 
 def warn_of_joined_entries(
-    spec: Spec, leaves: Sequence[tuple[Any, ...]], axes: Sequence[int | None], sizes: Sequence[int]
-) -> None:
-    """Warn if the output is a list with as many entries as each replica has rows, and its tensors have other rows.
+    spec: Spec, path: str, leaves: Iterator[tuple[tuple[Any, ...], int | None]], sizes: Sequence[int]
+) -> bool:
+    """Warn of an output that is a list with as many entries as each replica has rows, and its tensors have other rows.
 
     Args:
-        spec, leaves, axes: of the replicas' outputs: the structure, the replicas' leaves, and the axes of their rows.
+        spec, path: the structure of an output, and its name.
+        leaves: its leaves, each replica's, each with the axis of its rows.
         sizes: the replicas' rows.
+
+    Returns:
+        Whether a tensor in it has other rows.
     """
-    if type(spec.value) is not list or {len(spec.specs)} != {*sizes} or len(spec.specs) == 1:
-        return
-    shapes = [
-        (each.shape, axis, size)
-        for given, axis in zip(leaves, axes, strict=True)
-        if axis is not None
-        for each, size in zip(given, sizes, strict=True)
-        if isinstance(each, torch.Tensor)
-    ]
-    if any(len(shape) > axis >= -len(shape) and shape[axis] != size for shape, axis, size in shapes):
+    if spec.keys is None:
+        given, axis = next(leaves)
+        return any(_has_other_rows(each, axis, size) for each, size in zip(given, sizes, strict=True))
+    children = zip(spec.keys, spec.specs, strict=True)
+    differ = [warn_of_joined_entries(child, path + step(spec.value, key), leaves, sizes) for key, child in children]
+    if type(spec.value) is list and {len(differ)} == {*sizes} != {1} and any(differ):
         warn_once(
-            "the output is a list with as many entries as each replica has rows: the first entries of all replicas are "
+            f"{path} is a list with as many entries as each replica has rows: the first entries of all replicas are "
             "joined, then the second ones, and so on. If each belongs to a row, return unisono.SampleList(entries)."
         )
+    return any(differ)
+
+
+def _has_other_rows(value: Any, axis: int | None, rows: int) -> bool:
+    if not isinstance(value, torch.Tensor) or axis is None or not -value.dim() <= axis < value.dim():
+        return False
+    return value.shape[axis] != rows

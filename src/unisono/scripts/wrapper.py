@@ -13,6 +13,7 @@ import copyreg
 import functools
 import importlib
 import sys
+from abc import ABCMeta
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -73,8 +74,11 @@ def _verb(name: str) -> Callable[..., Any]:
     return verb
 
 
-class _NamedAsTorchs(type):
-    """Makes wrappers of both libraries instances of the class that torch's name means now."""
+class _NamedAsTorchs(ABCMeta):
+    """Makes wrappers of both libraries instances of the class that torch's name means now.
+
+    As `ABCMeta` it allows classes that are also derived from an abstract one.
+    """
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return super().__instancecheck__(instance) or (cls is DataParallel and isinstance(instance, _Torchs))

@@ -200,15 +200,8 @@ class Reply:
             segments: the caller's, by number.
             received: returns what becomes of a tensor, which is in memory that the next reply overwrites.
         """
-        tensors: dict[int, torch.Tensor] = {}
-
-        def tensor_of(sent: TensorRef) -> torch.Tensor:
-            if sent.output not in tensors:
-                tensors[sent.output] = received(sent, sent.tensor(self.specs, segments))
-            return tensors[sent.output]
-
         assert self.value is not None
-        return loads(self.value, tensor_of)
+        return loads(self.value, lambda sent: received(sent, sent.tensor(self.specs, segments)))
 
 
 @dataclass(slots=True)

@@ -117,7 +117,7 @@ def dumps(
     modules: list[nn.Module] | None = None,
     known: Set[type] = frozenset(),
 ) -> bytes:
-    """Return `value` pickled; `to_reference` returns what is pickled instead of each tensor.
+    """Return `value` pickled; `to_reference` returns what is pickled instead of each tensor, and is called once for it.
 
     References are pickled behind the value, which has their numbers: a pickler calls Python for all that it pickles.
 
@@ -125,14 +125,17 @@ def dumps(
         modules: the modules that are part of `value`, where weak references lead to them.
         known: classes that the other process defined and has sent here by value: sent back by name.
     """
-    stream, references = io.BytesIO(), []
+    stream = io.BytesIO()
+    references: list[Any] = []
+    numbers: dict[int, tuple[int | None, torch.Tensor]] = {}  # by id; with the tensor, so that no other gets its id
 
     def to_number(tensor: torch.Tensor) -> int | None:
-        reference = to_reference(tensor)
-        if reference is None:
-            return None
-        references.append(reference)
-        return len(references) - 1
+        if id(tensor) not in numbers:
+            reference = to_reference(tensor)
+            numbers[id(tensor)] = None if reference is None else len(references), tensor
+            if reference is not None:
+                references.append(reference)
+        return numbers[id(tensor)][0]
 
     if _is_common(value):
         _TensorPickler(stream, to_number).dump(value)
@@ -147,9 +150,9 @@ def dumps(
 
 
 def loads(data: bytes, from_reference: FromReference = lambda reference: reference) -> Any:
-    """Return what `dumps` was given; `from_reference` returns the tensor of a reference."""
+    """Return what `dumps` was given; `from_reference` returns the tensor of a reference, and is called once for it."""
     value, references = pickle.loads(data)
-    return _ModuleUnpickler(io.BytesIO(value), lambda number: from_reference(references[number])).load()
+    return _ModuleUnpickler(io.BytesIO(value), functools.cache(lambda n: from_reference(references[n]))).load()
 
 
 class _ModuleUnpickler(pickle.Unpickler):

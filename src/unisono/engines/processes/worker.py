@@ -318,15 +318,10 @@ class Worker:
     def _put_output(self, output: Any, reply: Reply) -> list[torch.Tensor]:
         """Put an output into the reply; return its tensors, by number."""
         outputs: list[torch.Tensor] = []
-        references: dict[int, TensorRef] = {}
 
         def to_reference(tensor: torch.Tensor) -> TensorRef:
-            if id(tensor) not in references:
-                references[id(tensor)] = TensorRef.put(
-                    self._send_buffer, tensor, output=len(outputs), requires_grad=tensor.requires_grad
-                )
-                outputs.append(tensor)
-            return references[id(tensor)]
+            outputs.append(tensor)
+            return TensorRef.put(self._send_buffer, tensor, output=len(outputs) - 1, requires_grad=tensor.requires_grad)
 
         try:
             reply.value = dumps(output, to_reference, known=set(classes_by_value()))
