@@ -48,12 +48,15 @@ def test_a_run_that_was_killed_anywhere_ends_in_the_same_numbers(undisturbed, tm
     lines_of = {ALL: num_lines, WRITING: 700}  # so many lines write the files of a run
     begin = [*TRAIN, "--engine", engine, "--output", "out"]
     observed = [f"--{name}" for name in observed]
+
+    def arguments() -> list[str]:
+        """Where no run has begun, there is nothing to resume."""
+        return [*(["train", "--resume", "out"] if (out / "checkpoint.safetensors").exists() else begin), *observed]
+
     for within in draw.sample([ALL, WRITING], 2) * (1 if engine == "processes" else 2):
-        # Where no run has begun, there is nothing to resume.
-        arguments = ["train", "--resume", "out"] if (out / "checkpoint.safetensors").exists() else begin
         kill_at, each_step = draw.randint(1, lines_of[within]), draw.random() < 0.5
-        run_killed([*arguments, *observed], tmp_path, kill_at=kill_at, within=within, save_each_step=each_step)
-    run_killed(["train", "--resume", "out", *observed], tmp_path)
+        run_killed(arguments(), tmp_path, kill_at=kill_at, within=within, save_each_step=each_step)
+    run_killed(arguments(), tmp_path)
     assert results_of(out) == results_of(oracle)
     if observed:
         assert scalars(out / "tensorboard") == scalars_expected(out)
