@@ -130,12 +130,13 @@ def dumps(
     numbers: dict[int, tuple[int | None, torch.Tensor]] = {}  # by id; with the tensor, so that no other gets its id
 
     def to_number(tensor: torch.Tensor) -> int | None:
-        if id(tensor) not in numbers:
+        key = id(tensor)
+        if key not in numbers:
             reference = to_reference(tensor)
-            numbers[id(tensor)] = None if reference is None else len(references), tensor
+            numbers[key] = None if reference is None else len(references), tensor
             if reference is not None:
                 references.append(reference)
-        return numbers[id(tensor)][0]
+        return numbers[key][0]
 
     if _is_common(value):
         _TensorPickler(stream, to_number).dump(value)
@@ -152,16 +153,16 @@ def dumps(
 def loads(data: bytes, from_reference: FromReference = lambda reference: reference) -> Any:
     """Return what `dumps` was given; `from_reference` returns the tensor of a reference, and is called once for it."""
     value, references = pickle.loads(data)
-    return _ModuleUnpickler(io.BytesIO(value), functools.cache(lambda n: from_reference(references[n]))).load()
+    return _ModuleUnpickler(io.BytesIO(value), [*map(from_reference, references)]).load()
 
 
 class _ModuleUnpickler(pickle.Unpickler):
-    def __init__(self, stream: io.BytesIO, from_reference: FromReference) -> None:
+    def __init__(self, stream: io.BytesIO, tensors: list[Any]) -> None:
         super().__init__(stream)
-        self._from_reference = from_reference
+        self._tensors = tensors
 
     def persistent_load(self, reference: Any) -> Any:
-        return _class_of(reference) if isinstance(reference, _KnownClass) else self._from_reference(reference)
+        return _class_of(reference) if isinstance(reference, _KnownClass) else self._tensors[reference]
 
 
 class _KnownClass(str):
