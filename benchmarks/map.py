@@ -23,7 +23,7 @@ from unisono.training import models
 
 WORKERS = 2
 BATCHES = 8
-BATCHES_TO_CHOOSE = 60  # of map, for each kind of batches
+BATCHES_TO_CHOOSE = 150  # of map, for each kind of batches
 
 _model: nn.Module | None = None  # that of a process of the pool
 
