@@ -8,9 +8,10 @@ to be sent its batch. How long a batch takes does not show it, so both take turn
 The lanes compute some batches ahead. As many batches, the first of a turn and of each map, are not counted: the lanes
 change. A turn ends when _COUNTED times as many have been, in one map or several, so that it does not matter how many
 were ready when they were first asked for. Other programs make batches slower, never faster, so the fastest turns are
-compared. A first turn of the caller that is clearly slower ends after a few batches. What is chosen
-is kept for the wrapper's batches of this kind: the same method, and inputs of about the same size. Numbers do not
-depend on it: a lane has as many intra-op threads either way, and a batch its own random stream.
+compared. A first turn of the caller that is clearly slower ends after a few batches.
+
+What is chosen is kept for the wrapper's batches of this kind: the same method, and inputs of about the same size.
+Numbers do not depend on it: a lane has as many intra-op threads either way, and a batch its own random stream.
 
 This file knows no clock. Several threads may use a choice; Ctrl-C waits for it (`BatchMap`).
 """
@@ -24,7 +25,7 @@ from unisono.primitives import pytree
 from unisono.runtime.errors import log_once
 
 _ROUNDS = 3
-_COUNTED = 4
+_COUNTED = 4  # times as many batches as the lanes compute ahead
 _WORTH = 1.05  # what the caller's thread has to gain to be chosen
 _CLEAR = 1.5  # it is not tried further if each of a few batches is slower by this factor
 _FEW = 3
@@ -58,7 +59,7 @@ class LaneChoice:
         self.uses_all, self.is_made = True, False
         self._num_since = 0  # batches since it was made
         self._turn: list[float] = []  # seconds of each batch
-        self._counted: list[float] = []  # the same, without those after a change
+        self._counted: list[float] = []  # the same, without those that are skipped
         self._to_skip = self._num_ahead
         self._of_all: list[float] = []  # mean seconds of a batch, one a turn
         self._of_one: list[float] = []

@@ -12,7 +12,7 @@ from unisono.primitives.batch_types import BatchType, batch_type_of
 from unisono.primitives.dims import spread_inputs
 from unisono.primitives.placements import Placement, Replicate, Shard, Single, can_be_placed, cannot_be_placed
 from unisono.primitives.references import MODES
-from unisono.primitives.sample_lists import SampleList, like, warn_of_whole_lists
+from unisono.primitives.sample_lists import SampleList, warn_of_whole_lists, with_entries
 from unisono.runtime import devices as _devices
 
 # Makes each replica's part from a tensor and its placement.
@@ -165,9 +165,8 @@ class Arguments:
         sizes = tuple(sizes)
         if not self._is_flat and self.rows is not None and len(sizes) > 1:
             following = zip(self.leaves, self.axes, strict=True)
-            for all_inputs, name in zip(self._structure(), ("inputs", "kwargs"), strict=True):
-                for key, spec in zip(all_inputs.keys or (), all_inputs.specs, strict=True):
-                    warn_of_whole_lists(spec, name + pytree.step(all_inputs.value, key), (key,), following, self.rows)
+            for spec, name in zip(self._structure(), ("inputs", "kwargs"), strict=True):
+                warn_of_whole_lists(spec, name, following, self.rows)
         split = [
             place(*self._chosen(number, replica_numbers))
             if number in self.entries
@@ -190,7 +189,7 @@ class Arguments:
 
         def first(leaf: Any, axis: int | None, batch_type: BatchType | None) -> Any:
             if axis is not None and isinstance(leaf, SampleList):
-                return pytree.map_all_tensors(_copied, like(leaf, islice(cycle(leaf), rows)))
+                return pytree.map_all_tensors(_copied, with_entries(leaf, islice(cycle(leaf), rows)))
             if axis is not None and batch_type is not None:
                 own_rows = batch_type.rows(leaf)
                 some = next(iter(batch_type.scatter(leaf, [rows, (rows if own_rows is None else own_rows) - rows])))

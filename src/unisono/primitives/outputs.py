@@ -73,7 +73,7 @@ class Outputs:
         self._paths = [*self._spec.paths("output")]
         axes, paddings = rules.axes(self._spec)
         if sizes is not None:
-            warn_of_joined_entries(self._spec, "output", zip(self._given, axes, strict=True), sizes)
+            warn_of_joined_entries(self._spec, zip(self._given, axes, strict=True), sizes)
         scalars = spread(rules.scalars, self._spec, "stack", "scalars")
         leaves = zip(self._paths, self._given, axes, paddings, scalars, strict=True)
         # For each leaf a function that makes its gathered value from the joined tensors.

@@ -34,16 +34,17 @@ class SampleList(list[T]):
 
     def __getitem__(self, index: Any) -> Any:
         found = super().__getitem__(index)
-        return like(self, found) if isinstance(index, slice) else found
+        return with_entries(self, found) if isinstance(index, slice) else found
 
     def __add__(self, other: Any) -> Any:
-        return like(self, super().__add__(other))
+        return with_entries(self, super().__add__(other))
 
     def copy(self) -> Any:
+        """Return a SampleList with the same entries."""
         return copy.copy(self)
 
 
-def like(samples: SampleList[Any], entries: Iterable[Any]) -> SampleList[Any]:
+def with_entries(samples: SampleList[Any], entries: Iterable[Any]) -> SampleList[Any]:
     """Return a list like `samples`, of the same class and with the same attributes, with other entries."""
     made = copy.copy(samples)
     made[:] = entries
@@ -52,48 +53,46 @@ def like(samples: SampleList[Any], entries: Iterable[Any]) -> SampleList[Any]:
 
 def _split(samples: SampleList[Any], sizes: Sequence[int]) -> list[SampleList[Any]]:
     entries = iter(samples)
-    return [like(samples, islice(entries, size)) for size in sizes]
+    return [with_entries(samples, islice(entries, size)) for size in sizes]
 
 
 def _join(parts: Sequence[SampleList[Any]]) -> SampleList[Any]:
-    return like(parts[0], chain.from_iterable(parts))
+    return with_entries(parts[0], chain.from_iterable(parts))
 
 
 register_batch_type(SampleList, scatter=_split, gather=_join)
 
 
-def warn_of_whole_lists(
-    spec: Spec, path: str, keys: tuple[Any, ...], leaves: Iterator[tuple[Any, int | None]], rows: int
-) -> bool:
+def warn_of_whole_lists(inputs: Spec, name: str, leaves: Iterator[tuple[Any, int | None]], rows: int) -> None:
     """Warn of an input that is a list without tensors and has as many entries as the batch has rows: it is not split.
 
     A tuple of numbers counts as one value, such as a size.
 
     Args:
-        spec, path: the structure of an input, and its name.
-        keys: those that lead to it, from the position or the name of the input.
+        inputs, name: the structure of the positional or the keyword inputs, and what messages call it.
         leaves: its leaves, each with the axis of its rows; None: every replica gets it on purpose.
         rows: of the batch.
-
-    Returns:
-        Whether something in it is split, or whole on purpose.
     """
-    if spec.keys is None:
-        leaf, axis = next(leaves)
-        return axis is None or isinstance(leaf, torch.Tensor) or batch_type_of(leaf) is not None
-    children = zip(spec.keys, spec.specs, strict=True)
-    split = [
-        warn_of_whole_lists(child, path + step(spec.value, key), (*keys, key), leaves, rows) for key, child in children
-    ]
-    if len(split) == rows > 1 and not any(split) and _may_be_samples(spec.value):
-        in_dims: Any = None
-        for key in reversed(keys):
-            in_dims = {key: in_dims}
-        warn_once(
-            f"{path} has as many entries as the batch has rows, and no tensors: every replica gets all of them. If "
-            f"each belongs to a row, give a unisono.SampleList; if every replica needs all: in_dims={in_dims}."
-        )
-    return any(split)
+
+    def may_stay(spec: Spec, keys: tuple[Any, ...]) -> bool:
+        """Return whether something in an input is split, or whole on purpose; `keys` lead to it."""
+        if spec.keys is None:
+            leaf, axis = next(leaves)
+            return axis is None or isinstance(leaf, torch.Tensor) or batch_type_of(leaf) is not None
+        stays = [may_stay(child, (*keys, key)) for key, child in zip(spec.keys, spec.specs, strict=True)]
+        if len(stays) == rows > 1 and not any(stays) and _may_be_samples(spec.value):
+            in_dims: Any = None
+            for key in reversed(keys):
+                in_dims = {key: in_dims}
+            warn_once(
+                f"{_path(inputs, name, keys)} has as many entries as the batch has rows, and no tensors: every replica "
+                "gets all of them. If each belongs to a row, give a unisono.SampleList; if every replica needs all: "
+                f"in_dims={in_dims}."
+            )
+        return any(stays)
+
+    for key, spec in zip(inputs.keys or (), inputs.specs, strict=True):
+        may_stay(spec, (key,))
 
 
 def _may_be_samples(value: Any) -> bool:
@@ -102,29 +101,39 @@ def _may_be_samples(value: Any) -> bool:
 
 
 def warn_of_joined_entries(
-    spec: Spec, path: str, leaves: Iterator[tuple[tuple[Any, ...], int | None]], sizes: Sequence[int]
-) -> bool:
+    output: Spec, leaves: Iterator[tuple[tuple[Any, ...], int | None]], sizes: Sequence[int]
+) -> None:
     """Warn of an output that is a list with as many entries as each replica has rows, and its tensors have other rows.
 
     Args:
-        spec, path: the structure of an output, and its name.
+        output: the structure of the output.
         leaves: its leaves, each replica's, each with the axis of its rows.
         sizes: the replicas' rows.
-
-    Returns:
-        Whether a tensor in it has other rows.
     """
-    if spec.keys is None:
-        given, axis = next(leaves)
-        return any(_has_other_rows(each, axis, size) for each, size in zip(given, sizes, strict=True))
-    children = zip(spec.keys, spec.specs, strict=True)
-    differ = [warn_of_joined_entries(child, path + step(spec.value, key), leaves, sizes) for key, child in children]
-    if type(spec.value) is list and {len(differ)} == {*sizes} != {1} and any(differ):
-        warn_once(
-            f"{path} is a list with as many entries as each replica has rows: the first entries of all replicas are "
-            "joined, then the second ones, and so on. If each belongs to a row, return unisono.SampleList(entries)."
-        )
-    return any(differ)
+
+    def has_other_rows(spec: Spec, keys: tuple[Any, ...]) -> bool:
+        """Return whether a tensor in a part of the output has other rows; `keys` lead to the part."""
+        if spec.keys is None:
+            given, axis = next(leaves)
+            return any(_has_other_rows(each, axis, size) for each, size in zip(given, sizes, strict=True))
+        differ = [has_other_rows(child, (*keys, key)) for key, child in zip(spec.keys, spec.specs, strict=True)]
+        if type(spec.value) is list and {len(differ)} == {*sizes} != {1} and any(differ):
+            warn_once(
+                f"{_path(output, 'output', keys)} is a list with as many entries as each replica has rows: the first "
+                "entries of all replicas are joined, then the second ones, and so on. If each belongs to a row, return "
+                "unisono.SampleList(entries)."
+            )
+        return any(differ)
+
+    has_other_rows(output, ())
+
+
+def _path(spec: Spec, path: str, keys: Sequence[Any]) -> str:
+    """Return the path to the part of a structure to which keys lead; the structure itself is at `path`."""
+    for key in keys:
+        path += step(spec.value, key)
+        spec = spec.specs[(spec.keys or ()).index(key)]
+    return path
 
 
 def _has_other_rows(value: Any, axis: int | None, rows: int) -> bool:

@@ -23,7 +23,7 @@ from typing import Any
 from unisono.data_parallel import DataParallel as OwnDataParallel
 from unisono.runtime.errors import log_once
 from unisono.scripts.label_counts import LabelWeights
-from unisono.scripts.wrapper import DataParallel
+from unisono.scripts.wrapper import is_own
 
 _MODULE = "transformers.trainer"
 _ARITHMETIC = ("get_batch_samples", "training_step", "prediction_step", "compute_loss")
@@ -115,7 +115,7 @@ def _wrapping_once(wrap_model: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(before, OwnDataParallel) and before.module is model:
             return before
         wrapped = wrap_model(trainer, model, *args, **kwargs)
-        if issubclass(type(wrapped), DataParallel) and wrapped is not model:
+        if is_own(wrapped) and wrapped is not model:
             wrapped.label_weights = LabelWeights(shifted=_shifts_labels(trainer, model))
             trainer.model_wrapped = wrapped
             if trainer.accelerator.native_amp:  # bf16=True, fp16=True: autocast, which it gives to one device only

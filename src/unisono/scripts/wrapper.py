@@ -69,7 +69,7 @@ def _verb(name: str) -> Callable[..., Any]:
 
     @functools.wraps(own)
     def verb(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return (own if issubclass(type(self), DataParallel) else torchs)(self, *args, **kwargs)
+        return (own if is_own(self) else torchs)(self, *args, **kwargs)
 
     return verb
 
@@ -82,6 +82,11 @@ class _NamedAsTorchs(ABCMeta):
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return super().__instancecheck__(instance) or (cls is DataParallel and isinstance(instance, _Torchs))
+
+
+def is_own(wrapper: object) -> bool:
+    """Return whether a wrapper is of the class below itself: `isinstance` says so of torch's, too."""
+    return issubclass(type(wrapper), DataParallel)
 
 
 class DataParallel(OwnDataParallel, metaclass=_NamedAsTorchs):
@@ -101,7 +106,7 @@ class DataParallel(OwnDataParallel, metaclass=_NamedAsTorchs):
         output_device: DeviceLike | None = None,
         dim: int = 0,
     ) -> None:
-        if not issubclass(type(self), DataParallel):
+        if not is_own(self):
             _Torchs.__init__(self, module, device_ids, output_device, dim)
             return
         before = set(self.__dict__)
@@ -110,7 +115,7 @@ class DataParallel(OwnDataParallel, metaclass=_NamedAsTorchs):
         if now.devices is not None:
             device_ids, output_device = now.devices, _kept(output_device, now.devices)
         super().__init__(module, device_ids, output_device, dim, **now.options)
-        self.label_weights: LabelWeights | None = None  # how the Trainer of transformers has its losses joined
+        self.label_weights: LabelWeights | None = None
         own = self.__dict__.keys() - before - nn.Module().__dict__.keys()
         self.__dict__["_given"] = given
         self.__dict__["_own_names"] = frozenset({*own, "_given", "_own_names"})
@@ -129,7 +134,7 @@ class DataParallel(OwnDataParallel, metaclass=_NamedAsTorchs):
     scatter, replicate, parallel_apply, gather = map(_verb, ("scatter", "replicate", "parallel_apply", "gather"))
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if not issubclass(type(self), DataParallel):
+        if not is_own(self):
             return _Torchs.forward(self, *inputs, **kwargs)
         if self.label_weights is not None:
             kwargs = self.label_weights.inputs(kwargs)
