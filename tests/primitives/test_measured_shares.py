@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from unisono.bench.contenders import STEPS_UNTIL_FROZEN
@@ -103,6 +103,7 @@ lines = st.builds(Line, st.floats(0, 5), st.floats(0.01, 1))
 
 
 @given(st.floats(0, 3), st.lists(st.floats(0.1, 1), min_size=2, max_size=2), st.floats(0, 5), st.integers(32, 200))
+@example(0.0, [0.1, 0.787], 0.0, 40)  # 35.5 and 4.5 rows would be right: of 36 and 4, and 35 and 5, the first is faster
 @settings(deadline=None)
 def test_of_two_devices_the_choice_is_about_the_fastest_split_of_all(fixed_s, row_s, per_replica_s, rows):
     """S16: with times that are exact, devices that differ in speed, among all splits, one device included."""

@@ -217,7 +217,10 @@ class MeasuredShares:
         if max(seconds) * sum(speeds) < self._rows * _WORTH_A_TRIAL:
             return []
         alone = tuple(int(speed == max(speeds)) for speed in speeds)
-        goal = [self._rows * speed / sum(speeds) for speed in speeds]
+        goal = [int(self._rows * speed / sum(speeds)) for speed in speeds]
+        while sum(goal) < self._rows:  # each further row goes where it ends first
+            ends = [(size + 1) / speed if speed else math.inf for size, speed in zip(goal, speeds, strict=True)]
+            goal[ends.index(min(ends))] += 1
         on_the_way = [  # not all of it where so many rows do not fit in a replica's memory
             self._small([size + part * (to - size) for size, to in zip(sizes, goal, strict=True)])
             for part in (1.0, 0.5, 0.25)
