@@ -1,9 +1,11 @@
 """Critical sections: Ctrl-C is deferred in them, never lost, and the program's own handler stays what it was."""
 
 import _thread
+import faulthandler
 import gc
 import signal
 import sys
+import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,6 +17,7 @@ import pytest
 
 from helpers.forks import in_a_fork
 from helpers.in_time import in_time
+from helpers.outside import system_handler
 from unisono.runtime.interrupts import (
     acquire,
     at_deletion,
@@ -187,6 +190,27 @@ def test_where_python_does_not_handle_the_signal_nothing_changes(disposition: si
     finally:
         signal.signal(signal.SIGINT, before)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the system's handlers as glibc has them")
+def test_a_handler_set_in_c_stays_and_nothing_is_deferred(handled: list[int]) -> None:
+    """F3: faulthandler's, over one of Python's, was lost with the first step; and one of Python's lost its flags."""
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    signal.siginterrupt(signal.SIGINT, False)
+    with tempfile.TemporaryFile() as file:
+        faulthandler.register(signal.SIGUSR1, file)
+        try:
+            numbers = (signal.SIGINT, signal.SIGUSR1)
+            found = [*map(system_handler, numbers)]
+            during = critical(system_handler)(signal.SIGUSR1)
+            critical(signal.raise_signal)(signal.SIGUSR1)
+            assert [*map(system_handler, numbers)] == found
+            assert during == found[1]
+        finally:
+            faulthandler.unregister(signal.SIGUSR1)
+            signal.signal(signal.SIGUSR1, before)
+        file.seek(0)
+        assert b"test_a_handler_set_in_c_stays" in file.read()
 
 
 def test_other_threads_leave_the_handler_alone() -> None:

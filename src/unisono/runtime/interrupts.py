@@ -11,20 +11,23 @@ So a step defers signals instead, as trio does with Ctrl-C:
       a wait                deliver()           handles what was noted
 
 Whether a signal is deferred depends on the functions that are running: the innermost one that is marked decides.
-Marks are on functions, so they cost no call. A section costs two for each handled signal: it puts its own handler in
-the place of the program's, and puts that back.
+Marks are on functions, so they cost no call. A section costs four for each handled signal: it looks what the system
+does at the signal, puts its own handler in the place of the program's, and puts both back.
 
 Guarantees
     - What the program's own handler does, it still does, once a signal: default_int_handler raises KeyboardInterrupt,
       another one may only take a note. It is called later, by as much as a section computes.
-    - Where Python does not handle a signal (it is ignored, or a C program handles it), and in other threads, where
-      handlers never run, nothing changes.
+    - Where Python does not handle a signal (it is ignored, or a function in C handles it, such as faulthandler's), and
+      in other threads, where handlers never run, nothing changes, and nothing is deferred.
+    - After a section handlers are those of before, in Python and in the system, with their flags (`siginterrupt`).
 
 Covers the signals of `_SIGNALS`. Those of sampling profilers (SIGPROF, SIGVTALRM) are left alone: their handlers look
 at the running frame. Assumes that a wait in a section calls `deliver` several times a second.
 """
 
+import ctypes
 import functools
+import os
 import sys
 import threading
 import time
@@ -77,6 +80,8 @@ def critical(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def section(*args: P.args, **kwargs: P.kwargs) -> T:
+        if threading.get_ident() != threading.main_thread().ident:  # where alone handlers run, and can be set
+            return function(*args, **kwargs)
         handlers = [*map(getsignal, _SIGNALS)]
         if _Note in map(type, handlers):  # a section inside another
             try:
@@ -85,21 +90,18 @@ def critical(function: Callable[P, T]) -> Callable[P, T]:
                 if _state.noted and _is_interruptible(sys._getframe(1)):
                     deliver()
         ours: dict[int, Any] = {
-            number: handler for number, handler in zip(_SIGNALS, handlers, strict=True) if handler not in _NOT_OURS
+            number: handler
+            for number, handler in zip(_SIGNALS, handlers, strict=True)
+            if handler not in _NOT_OURS and _is_handled_by_python(number)
         }
         if not ours:
             return function(*args, **kwargs)
-        is_main = True
         try:
             # In C: between two of them nothing runs but a handler.
             [*map(signal, ours, map(_Note, repeat(_note), ours.values()))]
         except BaseException:
-            is_main = threading.current_thread() is threading.main_thread()  # which alone may set handlers
-            if is_main:
-                _restore(ours)
-                raise
-        if not is_main:
-            return function(*args, **kwargs)
+            _restore(ours)
+            raise
         try:
             return function(*args, **kwargs)
         finally:
@@ -123,6 +125,54 @@ def _restore(handlers: Mapping[int, Any]) -> None:
         for number, found in zip(handlers, inside, strict=False):
             if type(found) is not _Note:
                 signal(number, found)
+            elif _sigaction is not None:
+                _sigaction(number, _actions[number].memory, None)
+
+
+# ---- what the system does at a signal ----------------------------------------------------------------
+#
+# Python knows its own handlers only. faulthandler, or a library in C, may have set another one after them.
+
+
+def _is_handled_by_python(number: int) -> bool:
+    """Return whether the handler that Python has for a signal is the one that the system calls."""
+    if _sigaction is None:
+        return True
+    action = _actions[number]
+    _sigaction(number, None, action.memory)
+    return action.handler.value == _pythons_own()
+
+
+@functools.cache
+def _pythons_own() -> int | None:
+    """Return the address of the function in C that calls the handlers in Python; None where it cannot be found.
+
+    It is read off a signal that does nothing by default, and that nobody handles.
+    """
+    assert _sigaction is not None
+    before, with_handler = _Action(), _Action()
+    for number in map(Signals.__getitem__, ("SIGURG", "SIGWINCH", "SIGCHLD")):
+        _sigaction(number, None, before.memory)
+        default = getsignal(number)
+        if default == SIG_DFL and before.handler.value is None:
+            signal(number, lambda *_: None)
+            _sigaction(number, None, with_handler.memory)
+            signal(number, default)
+            _sigaction(number, before.memory, None)
+            return with_handler.handler.value
+    return None
+
+
+class _Action:
+    """A `struct sigaction`: its memory, more than it needs, which begins with the address of the handler."""
+
+    def __init__(self) -> None:
+        self.memory = ctypes.create_string_buffer(1024)
+        self.handler = ctypes.c_void_p.from_buffer(self.memory)
+
+
+_sigaction = ctypes.PyDLL(None).sigaction if os.name == "posix" else None
+_actions = {int(number): _Action() for number in _SIGNALS}
 
 
 def deliver() -> None:
