@@ -10,9 +10,7 @@ from torch import nn
 from helpers.one_graph import simulated_accelerators_with_one_graph
 from unisono import DataParallel
 from unisono.engines import compile_lock
-from unisono.engines.base import LaneCall
 from unisono.engines.compile_lock import CompileLock
-from unisono.runtime import torch_private
 from unisono.runtime.thread_pool import PassContext, ReplicaContext, one_pass, run_together
 
 CPU = [torch.device("cpu")] * 3
@@ -104,15 +102,3 @@ def test_replicas_that_begin_apart_take_turns_until_one_has_run() -> None:
     with lock.while_new("a"), lock.while_new("a"):  # known: no lock
         pass
     assert lock.if_new(["a"]) == []
-
-
-def test_code_is_kept_for_each_accelerator(sim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """R13: torch keeps few versions of a function, and those for each device are its own."""
-    kept: list[int] = []
-    monkeypatch.setattr(torch_private, "keep_code_for_devices", kept.append)
-    model = DataParallel(torch.compile(nn.Linear(2, 2).to(sim[0])), sim[:3])
-    with simulated_accelerators_with_one_graph(monkeypatch), torch.compiler.set_stance("force_eager"):
-        model(torch.ones(6, 2, device=sim[0]))
-        assert kept == [3]
-        model._engine.open_lanes(model.module, LaneCall(sim[:2], sim[0], sim[0])).close()
-    assert kept == [3, 2]

@@ -380,8 +380,6 @@ class Transformed(Block):
         parameters = dict(self.linear.named_parameters())
         if self.how == "functional_call":
             return torch.func.functional_call(self.linear, {name: p * 2 for name, p in parameters.items()}, (x,))
-        if self.how == "jvp":
-            return torch.func.jvp(self.row, (x,), (torch.ones_like(x),))[1]
         if len(x) == 0:
             return self.linear(x)
         if self.how == "vmap":
@@ -670,7 +668,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "containers": Family(_of(Containers, "method", "partial", "lambda", "dict")),
     "torch.func": Family(
-        _of(Transformed, "functional_call", "jvp", "vmap", "vmap of grad", "vmap of jacrev", "gradient by row")
+        _of(Transformed, "functional_call", "vmap", "vmap of grad", "vmap of jacrev", "gradient by row")
     ),
     "inner gradient": Family(_of(InnerGradient, "kept", "freed")),
     "modes": Family(_of(Modes, "no_grad", "training", "inference_mode", "detach", "switched")),

@@ -202,6 +202,7 @@ def _thread_state(num_threads: int) -> dict[str, bool]:
         "a function mode is left": not torch._C._len_torch_function_stack(),
         "a dispatch mode is left": not torch._C._len_torch_dispatch_stack(),
         "saved-tensor hooks are left": not torch_private.has_saved_tensor_hooks(),
+        "a stand-in is left": vars(torch.random)["default_generator"] is torch.default_generator,
         "another handler of SIGINT is left": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
     }
 

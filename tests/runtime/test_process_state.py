@@ -1,7 +1,6 @@
 """State that torch and Python keep once a process, changed inside replicas that run at the same time."""
 
 import contextlib
-import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrize import cached
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from helpers.in_time import WAIT_S, in_time
 from helpers.modules import Calls
-from unisono import DataParallel
+from unisono import DataParallel, ReplicaTimeout, Threads
 from unisono.runtime import process_state, torch_private
 
 TWO = ["cpu"] * 2
@@ -35,34 +35,45 @@ def two_rows() -> torch.Tensor:
     return torch.tensor([[1.0], [-2.0]])
 
 
+def with_dual_level(cube: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(cube(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+
+
 FORWARD_MODE: dict[str, Callable[[Callable[..., Any], torch.Tensor], torch.Tensor]] = {
     "jvp": lambda cube, x: torch.func.jvp(cube, (x,), (torch.ones_like(x),))[1],
     "hessian": lambda cube, x: torch.func.hessian(lambda z: cube(z).sum())(x).sum((2, 3)),
-    "linearize": lambda cube, x: torch.func.linearize(lambda z: z**3, x)[1](torch.ones_like(x)),
-    "jvp of jvp": lambda cube, x: torch.func.jvp(
-        lambda z: torch.func.jvp(cube, (z,), (torch.ones_like(z),))[1], (x,), (torch.ones_like(x),)
-    )[1],
+    "dual_level": with_dual_level,
 }
 
 
-@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # linearize, in the plain module too
 @pytest.mark.parametrize("way", FORWARD_MODE)
-def test_forward_mode(way: str) -> None:
-    """R16: torch has one level of forward-mode differentiation for all threads. What left it first took the tangents
-    of the other replica along, which then got zeros."""
-    meet = meeting()
+@pytest.mark.parametrize("inside", [False, True])
+def test_forward_mode(way: str, inside: bool) -> None:
+    """R16, A10: is an error that says what to do, also in a wrapper inside a replica.
 
-    def forward(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        def cube(z: torch.Tensor) -> torch.Tensor:
-            meet()
-            return z**3
+    torch has one level for all threads. What left it first took the tangents of the other replica along: zeros.
+    """
 
-        return torch.stack([FORWARD_MODE[way](cube, x) for _ in range(TIMES)], 1)
+    def cube(z: torch.Tensor) -> torch.Tensor:
+        return z**3
 
-    net = Calls(forward)
-    found = DataParallel(net, TWO)(two_rows())
-    meet = lambda: None  # noqa: E731 - the plain module is alone
-    torch.testing.assert_close(found, net(two_rows()))
+    net: nn.Module = Calls(lambda net, x: FORWARD_MODE[way](cube, x))
+    wrapped = DataParallel(Calls(lambda net, x: net.inner(x), inner=DataParallel(net, TWO)) if inside else net, TWO)
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match=r"reverse mode.*torchrun"):
+            wrapped(two_rows())
+    alone = DataParallel(net, ["cpu"])(two_rows())
+    torch.testing.assert_close(alone, FORWARD_MODE[way](cube, two_rows()))
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # linearize, in the plain module too
+def test_torch_fx_traces_in_turns() -> None:
+    """R16: its state is the process's: two at a time left `nn.Module.__call__` replaced."""
+    net = Calls(lambda net, x: torch.func.linearize(lambda z: z**3, x)[1](torch.ones_like(x)))
+    called = nn.Module.__call__
+    torch.testing.assert_close(DataParallel(net, TWO)(two_rows()), 3 * two_rows() ** 2)
+    assert nn.Module.__call__ is called
 
 
 Setting: TypeAlias = tuple[Callable[[], AbstractContextManager[Any]], Callable[[], Any]]
@@ -259,34 +270,45 @@ def test_a_change_of_one_replica(rows: torch.Tensor) -> None:
     assert torch.backends.cuda.flash_sdp_enabled()
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @either_first
-def test_a_replica_that_fails_in_a_context(error: type[BaseException], rows: torch.Tensor) -> None:
-    """R16, F1, F3: its exception is the one that is raised, and the other replica leaves what both have entered."""
-    before, ended = states(), threading.Event()
+def test_a_replica_that_fails_in_a_context(rows: torch.Tensor) -> None:
+    """R16, F1: its exception is the one that is raised, and the other replica leaves what both have entered."""
+    before = states()
 
     def forward(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        try:
-            with enter("sdpa"):
-                if x[0, 0] > 0:
-                    raise error("the user's")
-                with enter("flags"):
-                    return x * 1
-        finally:
-            if x[0, 0] < 0:
-                ended.set()
+        with enter("sdpa"):
+            if x[0, 0] > 0:
+                raise ValueError("the user's")
+            with enter("flags"):
+                return x * 1
 
-    with pytest.raises(error, match="the user's"):
+    with pytest.raises(ValueError, match="the user's"):
         DataParallel(Calls(forward), TWO)(rows)
-    assert ended.wait(WAIT_S)
     assert states() == before
 
 
-def test_a_wrapper_inside_a_replica() -> None:
-    """R16, A10: its replicas run in turn, so the outer ones make the changes of all of them together."""
-    inner = DataParallel(Calls(lambda net, x: FORWARD_MODE["jvp"](lambda z: z**3, x)), TWO)
-    x = torch.rand(4, 1)
-    torch.testing.assert_close(DataParallel(Calls(lambda net, x: net.inner(x), inner=inner), TWO)(x), 3 * x**2)
+@pytest.mark.parametrize("timeout", [None, 0.5])
+def test_a_step_that_is_cut_off_in_a_context(timeout: float | None) -> None:
+    """R16, F3, F7: all is as before at once, and not only when the replica that is left alone comes to its end."""
+    before, may_end, ended = states(), threading.Event(), threading.Event()
+
+    def forward(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with enter("sdpa"), enter("default dtype"):
+            if x[0, 0] < 0:
+                may_end.wait(WAIT_S)
+                ended.set()
+            elif timeout is None:
+                raise KeyboardInterrupt
+        return x * 1
+
+    try:
+        with pytest.raises((KeyboardInterrupt, ReplicaTimeout)):
+            DataParallel(Calls(forward), TWO, engine=Threads(timeout=timeout))(two_rows())
+        assert states() == before
+    finally:
+        may_end.set()
+    assert ended.wait(WAIT_S)
+    assert states() == before
 
 
 def test_a_compiled_module() -> None:
@@ -329,41 +351,18 @@ def test_lanes_take_turns() -> None:
     assert torch.get_default_dtype() is torch.float32
 
 
-@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # linearize, in the plain module too
-def test_lanes_trace_in_turns() -> None:
-    """R16, I1: `torch.func.linearize` traces with torch.fx, whose state is the process's."""
-    net = Calls(lambda net, x: FORWARD_MODE["linearize"](lambda z: z**3, x))
-    batches = [torch.full((2, 1), float(i)) for i in range(12)]
-    with DataParallel(net, ["cpu"] * 3).map(batches) as outputs:
-        assert [output[0, 0].item() for output in outputs] == [3.0 * i**2 for i in range(12)]
-
-
-# ---- what is replaced ----------------------------------------------------------------------------------
+# ---- outside of replicas -------------------------------------------------------------------------------
 
 
 def test_outside_of_replicas() -> None:
-    """R16: the functions that are replaced do what torch's do, and what is replaced knows its name."""
+    """R16: other threads set what they like meanwhile, as in the plain module."""
     assert process_state.change("anything", lambda: "done") == "done"
-    for context, state in SETTINGS.values():
-        before = state()
-        with context():
-            assert state() != before
-        assert state() == before
-    assert torch.set_default_dtype.__module__ == "torch"
-    assert torch._C._set_default_dtype.__name__ == "_set_default_dtype"
+    before = states()
 
+    def elsewhere() -> None:
+        for name in SETTINGS:
+            with enter(name):
+                assert states() != before
 
-def test_a_cached_property_whose_value_needs_a_change() -> None:
-    """R16: until Python 3.12 it holds a lock of its class, for which the other replica waits."""
-
-    class Cached(nn.Linear):
-        @functools.cached_property
-        def slope(self) -> torch.Tensor:
-            return torch.func.jvp(torch.sin, (torch.zeros(()),), (torch.ones(()),))[1]
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) * self.slope
-
-    plain = Cached(3, 2)
-    x = torch.randn(4, 3)
-    torch.testing.assert_close(in_time(lambda: DataParallel(plain, ["cpu"] * 2)(x)), plain(x))
+    DataParallel(Calls(lambda net, x: (in_time(elsewhere) if x[0, 0] > 0 else None) or x * 1), TWO)(two_rows())
+    assert states() == before

@@ -102,6 +102,7 @@ DRAWS: dict[str, Function] = {
     "normal": lambda x: torch.normal(0.0, 1.0, (9, 9)),
     "binomial": lambda x: torch.binomial(50 * x, 0.5 * x),
     "the default generator by name": lambda x: torch.rand(9, 9, generator=torch.default_generator),
+    "that of torch.random by name": lambda x: torch.rand(9, 9, generator=torch.random.default_generator),
     "the default generator in its place": lambda x: torch.poisson(100 * x, torch.default_generator),
 }
 
@@ -325,7 +326,6 @@ def test_a_subclass_that_knows_no_generator_works_and_is_reported(caplog: pytest
 def test_where_torch_offers_no_way(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """N6: everything runs, on one generator; what draws is reported."""
     monkeypatch.setattr(torch_private, "catch_operations", lambda handlers: None)
-    monkeypatch.setattr(torch_private, "redirect_random_state", None)
     monkeypatch.setattr(rng, "_process", rng._Process())
     run(torch.tanh)
     assert not logged(caplog)

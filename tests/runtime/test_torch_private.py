@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from helpers.modules import PassingMode
 from helpers.programs import run_script
 from unisono.runtime import torch_private
+from unisono.runtime.stand_ins import StandIns
 
 
 class FunctionMode(TorchFunctionMode):
@@ -49,7 +50,6 @@ FALLBACKS: list[tuple[Any, str, Callable[[], Any], Any]] = [
     (torch._C, "_get_dispatch_mode", torch_private.is_tracing, False),
     (torch._C, "_storage_Use_Count", lambda: torch_private.owns_its_memory(torch.ones(3)), False),
     (torch._C, "_storage_Use_Count", lambda: torch_private.num_references(torch.ones(3).untyped_storage()), None),
-    (torch._C._dynamo.eval_frame, "_set_lru_cache", torch_private.keep_compiled_code_in_order.__wrapped__, None),
     (torch.utils._python_dispatch, "_is_in_torch_dispatch_mode", torch_private.forget_dispatch_modes, None),
     (SimpleNamespace, "_backward_hooks", lambda: torch_private.skip_hooks_without_gradient([SimpleNamespace()]), None),
     (torch._dynamo, "mark_static_address", lambda: torch_private.mark_static([torch.ones(2)]), None),
@@ -69,17 +69,6 @@ def test_a_tensor_of_torch_func_cannot_be_sent() -> None:
     """N3: `is_grads_batched` hides an axis that can be taken out; torch.func's own cannot."""
     with pytest.raises(NotImplementedError, match='engine="threads"'):
         torch_private.without_batch(torch.ones(3))
-
-
-def test_compiled_code_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R13: a function of torch that newer releases have; set once."""
-    calls: list[bool] = []
-    monkeypatch.setattr(torch._C._dynamo.eval_frame, "_set_lru_cache", calls.append, raising=False)
-    torch_private.keep_compiled_code_in_order.cache_clear()
-    torch_private.keep_compiled_code_in_order()
-    torch_private.keep_compiled_code_in_order()
-    assert calls == [False]
-    torch_private.keep_compiled_code_in_order.cache_clear()
 
 
 hooks, no_hooks = partial(saved_tensors_hooks, id, id), partial(disable_saved_tensors_hooks, "no hooks here")
@@ -265,16 +254,19 @@ def test_catch_operations_where_torch_lacks_it(monkeypatch: pytest.MonkeyPatch, 
     assert torch_private.catch_operations({}) is None
 
 
-def test_redirect_random_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_generator_that_is_looked_up() -> None:
     """N6: torch's functions act on the generator that is looked up at each call, and return what it returns."""
-    monkeypatch.setattr(torch.random, "default_generator", torch.default_generator)  # undone at the end
     own = torch.Generator()
-    torch_private.redirect_random_state(lambda: own)
-    assert torch.manual_seed(3) is own
-    assert deepcopy(torch.random.default_generator).device == torch.device("cpu")
-    monkeypatch.delattr(torch.random, "default_generator")
-    torch_private.redirect_random_state(lambda: own)
-    assert not hasattr(torch.random, "default_generator")
+    generator = torch_private.GeneratorOfThread(lambda: own)
+    assert isinstance(generator, torch.Generator)
+    assert torch_private.is_default_generator(generator)
+    assert generator.manual_seed(3) is own
+    assert generator.initial_seed() == own.initial_seed() == 3
+    generator.set_state(torch.Generator().manual_seed(4).get_state())
+    assert torch.equal(generator.get_state(), own.get_state())
+    copied = deepcopy(generator)
+    assert type(copied) is torch.Generator
+    assert torch.equal(copied.get_state(), own.get_state())
 
 
 def test_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,17 +356,24 @@ def test_what_torch_compile_makes_with_cuda_graphs(mode: str | None, replays: bo
     assert not torch_private.replays_cuda_graphs(torch.tanh)
 
 
-def test_compiled_code_for_several_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R13: as many versions for each as torch keeps for one; what the user has set higher stays."""
+def test_settings_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R13: as many versions for each accelerator as for one, kept in their order; and as before afterwards."""
     config = importlib.import_module("torch._dynamo.config")
-    before = config.recompile_limit
-    torch_private._limit_at_first.cache_clear()
-    try:
-        for num_devices, expected in ((1, before), (8, 8 * before), (2, 8 * before)):
-            torch_private.keep_code_for_devices(num_devices)
-            assert config.recompile_limit == expected
-    finally:
-        config.recompile_limit = before
+    before, calls = config.recompile_limit, []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
+    monkeypatch.setattr(torch._C._dynamo.eval_frame, "_set_lru_cache", calls.append, raising=False)
+    stand_ins = StandIns()
+    stand_ins.add(torch_private.settings_of_compiler)
+    for _ in range(2):
+        entry = stand_ins.enter()
+        assert (config.recompile_limit, calls) == (8 * before, [False])
+        stand_ins.leave(entry)
+        assert (config.recompile_limit, calls) == (before, [False, True])
+        calls.clear()
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.delattr(torch._C._dynamo.eval_frame, "_set_lru_cache")
+    assert {name for _, name, _ in torch_private.settings_of_compiler()} <= {"_METRICS_CONTEXT"}
 
 
 def test_a_group_is_aborted_without_a_wait() -> None:

@@ -23,22 +23,17 @@ from unisono.primitives.blueprint import Blueprint
 from unisono.runtime import devices as _devices
 from unisono.runtime import process_state, torch_private
 from unisono.runtime.interrupts import acquire
+from unisono.runtime.stand_ins import StandIns
 from unisono.runtime.thread_pool import PassContext, ReplicaContext
 
 _MOST_KINDS = 32  # torch keeps 8 versions of a function: for training and eval, with and without gradients
 _PATIENCE_S = 60.0
 
 
-def prepare_accelerators(blueprint: Blueprint, devices: Sequence[torch.device], refusal: str | None) -> None:
-    """Have torch keep the code of a compiled module for each accelerator.
-
-    A module that replays CUDA graphs cannot run there if there is a `refusal`: a RuntimeError with it as its message.
-    """
-    if _devices.all_on_host(devices):
-        return
-    if refusal is not None and blueprint.replays_cuda_graphs:
+def check_cuda_graphs(blueprint: Blueprint, devices: Sequence[torch.device], refusal: str) -> None:
+    """Raise RuntimeError with a `refusal` for a module that replays CUDA graphs, on accelerators."""
+    if blueprint.replays_cuda_graphs and not _devices.all_on_host(devices):
         raise RuntimeError(refusal)
-    torch_private.keep_code_for_devices(len({*devices}))
 
 
 class CompileLock:
@@ -55,8 +50,6 @@ class CompileLock:
             kinds: one a replica; equal for inputs that the same compiled code fits.
             timeout_s: a replica that waits for longer runs without the lock, and the caller sees which one is stuck.
         """
-        torch_private.keep_compiled_code_in_order()
-        torch_private.keep_metrics_of_compiling_by_thread()
         new = set(kinds) - self._known
         if not new or len(self._known) >= _MOST_KINDS:
             return []
@@ -66,14 +59,26 @@ class CompileLock:
     @contextlib.contextmanager
     def while_new(self, kind: Hashable) -> Iterator[None]:
         """Enter the context of one replica that runs alone on its inputs: a lock, until one of their kind has run."""
-        torch_private.keep_compiled_code_in_order()
-        torch_private.keep_metrics_of_compiling_by_thread()
-        if kind in self._known or len(self._known) >= _MOST_KINDS:
-            yield
-            return
-        with _held(self._lock, _PATIENCE_S):
-            yield
-            self._known.add(kind)
+        with compiler_prepared():
+            if kind in self._known or len(self._known) >= _MOST_KINDS:
+                yield
+                return
+            with _held(self._lock, _PATIENCE_S):
+                yield
+                self._known.add(kind)
+
+
+@contextlib.contextmanager
+def compiler_prepared() -> Iterator[ReplicaContext]:
+    """The context of a pass over replicas of a compiled module: torch.compile is set for several threads, and devices.
+
+    Its settings are those of the process; they are put back when the last pass ends.
+    """
+    entry = _while_compiled_replicas_run.enter()
+    try:
+        yield lambda index: contextlib.nullcontext()
+    finally:
+        _while_compiled_replicas_run.leave(entry)
 
 
 def kind_of(inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Iterator[Hashable]:
@@ -97,3 +102,7 @@ def _held(lock: threading.Lock, patience_s: float, *, alone: bool = False) -> It
     finally:
         if mine:
             lock.release()
+
+
+_while_compiled_replicas_run = StandIns()
+_while_compiled_replicas_run.add(torch_private.settings_of_compiler)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from unisono.engines.base import Lane, LaneCall, LaneOutput, RunBatch, called
-from unisono.engines.compile_lock import CompileLock, kind_of, prepare_accelerators
+from unisono.engines.compile_lock import CompileLock, check_cuda_graphs, kind_of
 from unisono.engines.replica import Replica, ReplicaPool, Replicas
 from unisono.primitives import pytree
 from unisono.primitives.blueprint import Blueprint, collector_paused
@@ -53,7 +53,7 @@ def open_local_lanes(
         RuntimeError: the module replays CUDA graphs.
     """
     if blueprint.compiled:
-        prepare_accelerators(blueprint, call.devices, _CUDA_GRAPHS)
+        check_cuda_graphs(blueprint, call.devices, _CUDA_GRAPHS)
     with torch.no_grad(), collector_paused, Copies(call.devices) as copies:
         pool = ReplicaPool(blueprint, call.source, separate_memory=separate_memory)
         replicas, _ = pool.stamp(call.devices, tracked=False, copies=copies, with_live_buffers=False)

@@ -23,7 +23,7 @@ from torch import nn
 
 from unisono.autograd.replica_graph import BackwardContext, BoundaryTensor, ParameterLeaves, Passes, ReplicaGraphs
 from unisono.engines.base import Call, LaneCall, Lanes, OneGraphNeededError
-from unisono.engines.compile_lock import CompileLock, kind_of, prepare_accelerators
+from unisono.engines.compile_lock import CompileLock, check_cuda_graphs, compiler_prepared, kind_of
 from unisono.engines.failure_policy import FailureOptions, FailurePolicy
 from unisono.engines.lanes import open_local_lanes
 from unisono.engines.replay import Replay, run_recovering
@@ -162,8 +162,8 @@ class _ThreadsForward(ForwardPass[ReplicaContext]):
             if self.tracked and again is None and call.sync_context is None and not call.one_device_randomness:
                 raise OneGraphNeededError
             warn_of_observers(pool.blueprint, call.devices)
-        if pool.blueprint.compiled:
-            prepare_accelerators(pool.blueprint, call.devices, _CUDA_GRAPHS if len(call.devices) > 1 else None)
+        if len(call.devices) > 1:
+            check_cuda_graphs(pool.blueprint, call.devices, _CUDA_GRAPHS)
         self.buffers = unchanged_on_failure(pool.buffers)
         policy = engine._policy
         if policy.rescue and self.tracked and again is None and not inside_replica():
@@ -181,6 +181,8 @@ class _ThreadsForward(ForwardPass[ReplicaContext]):
         elif self.pool.blueprint.compiled:  # not where replicas wait for each other: then none may wait for a lock
             kinds = [(self.tracked, module.training, *kind_of(shard)) for shard in self._inputs.shards]
             contexts += self._engine._compile_lock.if_new(kinds, timeout_s)
+        if self.pool.blueprint.compiled:
+            contexts.append(compiler_prepared)
         if timeline.recording and (step := timeline.current_step()) is not None:
             self.graphs.step = step
             contexts += timeline.contexts(call.replica_numbers, self.timings)

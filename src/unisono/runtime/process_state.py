@@ -1,27 +1,28 @@
 """State that torch and Python keep once a process: replicas that run at the same time change it together.
 
-`with sdpa_kernel(...)`, `torch.func.jvp` or `torch.set_default_dtype` in a forward set what all threads see. Replicas
-run the same program, so they make the same changes. Each change is a meeting point:
+`with sdpa_kernel(...)` or `torch.set_default_dtype` in a forward sets what all threads see. Replicas run the same
+program, so they make the same changes. Each change is a meeting point:
 
     replica i:   a change ──► wait until all replicas that still run ask for it ──► it is made once ──► go on
 
 So no replica computes under a setting that is not its own, and each context restores what was there before it. What
 is caught are the functions that change the state (`torch_private.process_state_setters`), not the context managers that
-call them: so names that a program has imported earlier work, too.
+call them: so names that a program has imported earlier work, too. They are caught while replicas run (stand_ins.py).
 
 Guarantees
     - Where the data leads replicas different ways, one of them raises an error that names the changes. Replicas that
       have ended are not waited for.
-    - torch.fx traces, as `torch.func.linearize` does, in one replica after the other.
-    - Lanes of a map compute different batches. A lane that changes the state waits until no other lane is in the middle
-      of a batch, and then runs the rest of its batch alone.
+    - Forward-mode differentiation, which torch can do in one thread at a time, is an error in replicas that run at the
+      same time. torch.fx traces, as `torch.func.linearize` does, in one replica after the other.
+    - Lanes of a map compute different batches. A lane that changes the state, or does one of these, waits until no
+      other lane is in the middle of a batch, and then runs the rest of its batch alone.
     - `warnings.catch_warnings` is no meeting point: it changes no number, and libraries use it anywhere, also once a
       process. Replicas that overlap in it share the filters; the last that leaves restores those from before the first.
     - `parametrize.cached()` has a cache for each replica.
-    - Functions are replaced when replicas first run in threads. Outside of replicas they do what torch's do.
 
 Assumes that replicas are threads: in backward on accelerators, hooks run in threads of torch's own, where nothing is
-caught; nor is it in code that torch.compile has compiled, while it compiles, and while a module is imported.
+caught; nor is it in code that torch.compile has compiled, while it compiles, and while a module is imported. A replica
+that is left alone, after Ctrl-C or a `timeout`, changes the state by itself.
 """
 
 import contextlib
@@ -29,14 +30,24 @@ import functools
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, TypeVar
 
 from unisono.runtime import thread_pool, torch_private
+from unisono.runtime.errors import ReplicaTimeout
 from unisono.runtime.exchange import LocalExchange, Purpose, Request, replica_exchange
 from unisono.runtime.interrupts import WAKE_S, acquire, deliver, uninterruptible
+from unisono.runtime.stand_ins import StandIn, while_replicas_run
 
 T = TypeVar("T")
+
+_FORWARD_MODE = (
+    "forward-mode differentiation (torch.func.jvp, jacfwd, hessian; torch.autograd.forward_ad) in one of several "
+    "replicas that run in threads: torch can do it in one thread at a time. Differentiate in reverse mode "
+    "(torch.func.vjp, jacrev; torch.autograd.grad with create_graph=True), give each device a process of its own "
+    "(torchrun, with the same line), or wrap the module for one device."
+)
 
 
 class StateChange(Purpose):
@@ -53,39 +64,26 @@ class StateChange(Purpose):
 def change(name: str, make: Callable[[], T]) -> T | None:
     """Change the state of the process by `make`, together with the other replicas; return its result."""
     run, index = thread_pool.current_run()
-    if _changes_alone() or run is None:
+    if _is_alone() or run is None:
         return make()
     exchange = replica_exchange() or _exchange_of(run)
     if exchange.is_last(index):
         return make()
     error = sys.exc_info()[1]
-    if error is not None and not isinstance(error, Exception):  # Ctrl-C does not wait for other replicas
-        exchange.withdraw(index, failed=True)
-        return None
+    if error is not None and (not isinstance(error, Exception) or isinstance(error, ReplicaTimeout)):
+        exchange.withdraw(index, failed=True)  # the step is lost: what has been set is put back at once
+        return make()
     exchange.threads[index] = threading.get_ident()
     request = Request(StateChange, name, error is not None)
-    result = exchange.all_gather(index, request)
+    try:
+        result = exchange.all_gather(index, request)
+    except ReplicaTimeout:
+        make()
+        raise
     return result.once(lambda _: make()) if result.values else None
 
 
-def in_turns(make: Callable[[], T]) -> T:
-    """Call `make` in one replica after the other: for state that it sets, and puts back at its end.
-
-    Replicas that do not ask for a turn go on meanwhile. A meeting of all would wait for ever where the module has a
-    lock of its own around what takes turns.
-    """
-    if _changes_alone():
-        return make()
-    while not acquire(_turn, 1.0):
-        pass
-    try:
-        with alone():
-            return make()
-    finally:
-        _turn.release()
-
-
-def _changes_alone() -> bool:
+def _is_alone() -> bool:
     """Return whether the calling thread asks no other one: it runs no replica, or alone. A lane waits until it does."""
     if getattr(_thread, "alone", False) or _is_loading(sys._getframe(2)):
         return True
@@ -118,19 +116,15 @@ def _end(exchange: LocalExchange, index: int, outcome: thread_pool.Outcome[Any])
 
 
 def _is_loading(frame: Any) -> bool:
-    """Return whether a lock is held here for which other replicas may wait: that of an import, or of the compiler.
-
-    Until Python 3.12 `functools.cached_property` has one for each class, too.
-    """
+    """Return whether a lock is held here for which other replicas may wait: that of an import, or of the compiler."""
     while frame is not None:
-        if frame.f_globals.get("__name__") in _LOADERS or frame.f_code in _LOCKING:
+        if frame.f_globals.get("__name__") in _LOADERS:
             return True
         frame = frame.f_back
     return False
 
 
 _LOADERS = {"importlib._bootstrap", "torch._dynamo.convert_frame"}
-_LOCKING = {functools.cached_property.__get__.__code__} if sys.version_info < (3, 12) else set()
 
 
 @contextlib.contextmanager
@@ -212,18 +206,24 @@ class _Batch:
         self._turns.become_alone(self)
 
 
-# ---- what is replaced ------------------------------------------------------------------------------
+# ---- what stands in ---------------------------------------------------------------------------------
 
 
-def _replace_all() -> None:
-    torch_private.replace_process_state_setters(_replacement)
-    torch_private.replace_tracing(lambda original: lambda *args: in_turns(lambda: original(*args)))
-    torch_private.replace_cached_parametrizations(_cached_apart)
-    warnings.catch_warnings.__enter__ = _enter_warnings  # type: ignore[method-assign]
-    warnings.catch_warnings.__exit__ = _leave_warnings  # type: ignore[method-assign]
+def _stand_ins() -> Iterator[StandIn]:
+    for owner, name in torch_private.process_state_setters():
+        yield owner, name, functools.partial(_together, name)
+    for owner, name in torch_private.forward_mode_beginnings():
+        yield owner, name, _refused
+    for owner, name in torch_private.tracing():
+        yield owner, name, _in_turns
+    for cell in torch_private.cell_of_cached_parametrizations():
+        yield cell, "cell_contents", _cached_apart
+    if not getattr(sys.flags, "context_aware_warnings", False):  # else each thread has filters of its own
+        yield warnings.catch_warnings, "__enter__", _entering_warnings
+        yield warnings.catch_warnings, "__exit__", _leaving_warnings
 
 
-def _replacement(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _together(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     """Return what is called in place of a function that changes the state of the process."""
 
     @functools.wraps(original)
@@ -236,34 +236,76 @@ def _replacement(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     return together
 
 
+def _refused(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what is called in place of a function that begins forward-mode differentiation."""
+
+    @functools.wraps(original)
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        if thread_pool.inside_replica() and not _is_alone():
+            raise RuntimeError(_FORWARD_MODE)
+        return original(*args, **kwargs)
+
+    return refused
+
+
+def _in_turns(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what calls a function in one replica after the other: state that it sets, and puts back at its end.
+
+    Replicas that do not ask for a turn go on meanwhile. A meeting of all would wait for ever where the module has a
+    lock of its own around what takes turns.
+    """
+
+    @functools.wraps(original)
+    def in_turn(*args: Any, **kwargs: Any) -> Any:
+        if not thread_pool.inside_replica() or _is_alone():
+            return original(*args, **kwargs)
+        while not acquire(_turn, 1.0):
+            pass
+        try:
+            with alone():
+                return original(*args, **kwargs)
+        finally:
+            _turn.release()
+
+    return in_turn
+
+
 # ---- warnings.catch_warnings -----------------------------------------------------------------------
 
 
-def _enter_warnings(context: Any) -> Any:
-    if not thread_pool.inside_replica():
-        return _warnings_enter(context)
-    with _lock:
-        value = _warnings_enter(context)
-        _in_warnings.append([context, context])
-        return value
+def _entering_warnings(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def enter(context: Any) -> Any:
+        if not thread_pool.inside_replica():
+            return original(context)
+        with _lock:
+            value = original(context)
+            _in_warnings[context] = None
+            return value
+
+    return enter
 
 
-def _leave_warnings(context: Any, *error: object) -> None:
-    """Restore what was before `context`; if another one was entered since, that one will do it when it is left."""
-    with _lock:
-        found = [i for i, (entered, _) in enumerate(_in_warnings) if entered is context]
-        before = context
-        if found:
-            _, before = _in_warnings.pop(found[0])
-            if found[0] < len(_in_warnings):
-                _in_warnings[found[0]][1] = before
-                return
-        _warnings_exit(before, *error)
+def _leaving_warnings(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what restores what was before a context; the one entered next, if it has not been left, will do it."""
+
+    @functools.wraps(original)
+    def leave(context: Any, *error: object) -> None:
+        with _lock:
+            entered = [*_in_warnings]
+            if context in entered:
+                del _in_warnings[context]
+                for after in entered[entered.index(context) + 1 :][:1]:
+                    found = {name: value for name, value in vars(context).items() if name in _SAVED}
+                    vars(after).update(found)
+                    return
+            original(context, *error)
+
+    return leave
 
 
-_warnings_enter: Any = warnings.catch_warnings.__enter__
-_warnings_exit: Any = warnings.catch_warnings.__exit__
-_in_warnings: list[list[Any]] = []  # what replicas have entered, in order: each, and the one that restores
+_SAVED = ("_filters", "_showwarning", "_showwarnmsg_impl")  # what a context has found, and puts back
+_in_warnings: "weakref.WeakKeyDictionary[Any, None]" = weakref.WeakKeyDictionary()  # what replicas are in, in order
 
 
 # ---- parametrize.cached() --------------------------------------------------------------------------
@@ -306,4 +348,4 @@ def _cache_of_replica() -> Any:
 _lock = threading.Lock()
 _turn = threading.Lock()
 _thread = threading.local()
-thread_pool.before_first_threads(_replace_all)
+while_replicas_run.add(_stand_ins)

@@ -3,7 +3,8 @@
 torch has one random generator for the CPU, and threads that share it draw in whatever order they happen to run in. So
 while replicas run, every draw in a replica's thread (dropout inside an LSTM or an attention layer, `torch.rand`,
 `x.normal_()`, what compiled code draws) goes to that replica's *stream*, a `torch.Generator`, and
-`torch.get_rng_state`, `set_rng_state`, `manual_seed` and `fork_rng` act on that stream. Activation checkpointing
+`torch.get_rng_state`, `set_rng_state`, `manual_seed` and `fork_rng` act on that stream: while replicas run,
+`torch.random.default_generator` is another `torch.Generator` (stand_ins.py). Activation checkpointing
 saves and restores the random state with these, so what it computes again in backward has the masks of its own forward.
 
 With `randomness="one_device"` a stream begins at torch's own random state, and another function draws from it
@@ -57,6 +58,7 @@ from unisono.runtime import torch_private
 from unisono.runtime.errors import log_once
 from unisono.runtime.forks import in_forked_child
 from unisono.runtime.interrupts import acquire
+from unisono.runtime.stand_ins import StandIn, while_replicas_run
 from unisono.runtime.thread_pool import PassContext, inside_replica
 
 # The operations that draw on the host; all others that draw call these. Each has an overload with a generator, except
@@ -360,6 +362,7 @@ class SeededDraws:
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
             stack.callback(setattr, _thread, "stream", current_stream())
+            stack.callback(while_replicas_run.leave, while_replicas_run.enter())
             caught = _process.catch_draws()
             if caught is not None:
                 stack.enter_context(caught())
@@ -437,9 +440,18 @@ def current_stream() -> Stream | None:
     return _thread.stream
 
 
-def _generator_of_thread() -> torch.Generator:
-    stream = current_stream()
-    return torch.default_generator if stream is None else stream.generator
+def _stand_ins() -> Iterator[StandIn]:
+    """Yield that of the generator whose state `torch.get_rng_state` and its like read and set."""
+    if hasattr(torch.random, "default_generator"):
+        yield torch.random, "default_generator", _generator_of_thread
+
+
+def _generator_of_thread(default: torch.Generator) -> torch.Generator:
+    def look_up() -> torch.Generator:
+        stream = current_stream()
+        return default if stream is None else stream.generator
+
+    return torch_private.GeneratorOfThread(look_up)
 
 
 class _Process:
@@ -472,8 +484,6 @@ class _Process:
                     num_before = [argument.name for argument in drawn_by._schema.arguments].index("generator")
                     handlers[operation] = partial(_draw, operation, drawn_by, num_before)
                 self._caught.append(torch_private.catch_operations(handlers))
-                if self._caught[0] is not None:
-                    torch_private.redirect_random_state(_generator_of_thread)
             return self._caught[0]
 
     def move_on(self) -> None:
@@ -617,3 +627,4 @@ class _ThreadLocal(threading.local):
 _thread = _ThreadLocal()
 _process = _Process()
 in_forked_child(_process.after_fork)
+while_replicas_run.add(_stand_ins)

@@ -9,6 +9,7 @@ Guarantees
       `ReplicaTimeout`. Workers that are still busy then are abandoned: their result is dropped, they end when their
       task does, and the next call starts fresh ones. They are not interrupted: an exception at any instruction could
       leave locks held for ever, those of Python's imports among them.
+    - While tasks run, and only then, some functions of torch and Python have stand-ins (stand_ins.py).
     - On the CPU a worker runs on its own part of the process's cores (affinity.py); the caller's thread is not bound.
     - After a fork the child starts workers of its own. At exit workers are stopped and joined, because a daemon thread
       that is inside torch when the interpreter ends aborts the process. Tasks that still run after a while are
@@ -40,6 +41,7 @@ from unisono.runtime import devices as _devices
 from unisono.runtime.errors import ReplicaNames, ReplicaTimeout, log, threads_timed_out
 from unisono.runtime.forks import in_forked_child
 from unisono.runtime.interrupts import WAKE_S, deliver
+from unisono.runtime.stand_ins import while_replicas_run
 from unisono.runtime.thread_state import ThreadState, modes_that_stay
 
 T = TypeVar("T")
@@ -120,14 +122,6 @@ class Run:
     on_end: Callable[[int, Outcome[Any]], None] | None = None
 
 
-def before_first_threads(function: Callable[[], None]) -> None:
-    """Call `function` once, before replicas run in threads at the same time for the first time."""
-    _before_first_threads.append(function)
-
-
-_before_first_threads: list[Callable[[], None]] = []
-
-
 def current_run() -> tuple[Run | None, int]:
     """Return the run in which the calling thread has a task, and which; (None, 0) in none.
 
@@ -162,9 +156,15 @@ def run_together(
     if torch_private.caches_parametrizations() and not inside_replica():
         with torch_private.parametrizations_not_cached():
             return run_together(tasks, devices, around, timeout_s, names)
-    if len(tasks) == 1 or inside_replica() or modes_that_stay():
+    if len(tasks) == 1 or inside_replica():
         return [_run_here(tasks[i], devices[i], i, around(i)) for i in range(len(tasks))]
-    return _run_in_threads(tasks, devices, around, timeout_s, names)
+    entry = while_replicas_run.enter()
+    try:
+        if modes_that_stay():
+            return [_run_here(tasks[i], devices[i], i, around(i)) for i in range(len(tasks))]
+        return _run_in_threads(tasks, devices, around, timeout_s, names)
+    finally:
+        while_replicas_run.leave(entry)
 
 
 def _run_in_threads(
@@ -211,8 +211,6 @@ def _run_in_threads(
 
     workers = _pool.borrow(num_tasks - 1)
     ended: dict[int, Outcome[T]] = {}
-    while _before_first_threads:
-        _before_first_threads.pop()()
     try:
         for i, worker in enumerate(workers, 1):
             worker.inbox.put(_Order(i, [run], done))
@@ -291,8 +289,7 @@ class Background:
                 self._leave(index)
 
         _backgrounds.add(self)
-        while _before_first_threads:
-            _before_first_threads.pop()()
+        self._entry = while_replicas_run.enter()
         num_started = 0
         try:
             for i in range(len(tasks)):
@@ -320,6 +317,7 @@ class Background:
                 self._at_end()
             finally:
                 _backgrounds.discard(self)
+                while_replicas_run.leave(self._entry)
                 self._ended.set()
 
     @property

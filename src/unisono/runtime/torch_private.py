@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any, Self
 
 import torch
 import torch._functorch.eager_transforms
@@ -476,22 +476,52 @@ def replays_cuda_graphs(function: object) -> bool:
 _with_cuda_graphs: "weakref.WeakKeyDictionary[Any, bool]" = weakref.WeakKeyDictionary()  # to ask takes milliseconds
 
 
-def keep_code_for_devices(num_devices: int) -> None:
-    """Let torch.compile keep as many versions of a function for each of several devices as it keeps for one.
+def settings_of_compiler() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+    """Yield the settings of torch.compile that are others while compiled replicas run in threads.
 
-    Compiled code belongs to one device, and torch keeps few versions of a function (8); the devices beyond run
-    uncompiled. A larger limit stays; it holds for the whole process. Fallback: nothing.
+    Each is an object, the name of an attribute, and a function from its value to the other one.
+
+    - Compiled code belongs to one device, and torch keeps few versions of a function (8); the devices beyond run
+      uncompiled. It keeps as many for each accelerator as for one.
+    - A call that finds its version moves it to the front of the list. A call in another thread that searches the list
+      at that moment misses it, and compiles the same code again. The list stays in its order.
+    - Older releases count once a process what the compiler does, and two threads that compile at the same time, such as
+      those of two replicas' backward passes, raise "Metric(s) have already been set". Each thread counts for itself.
+
+    Fallback: what this release of torch lacks is left out.
     """
-    with contextlib.suppress(ImportError, AttributeError):
+    with contextlib.suppress(ImportError):
         config: Any = importlib.import_module("torch._dynamo.config")
-        limit = num_devices * _limit_at_first()
-        if config.recompile_limit < limit:  # to set it, even to what it is, makes torch look at all settings again
-            config.recompile_limit = limit
+        num_devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+        if num_devices > 1 and hasattr(config, "recompile_limit"):
+            yield config, "recompile_limit", lambda limit: limit * num_devices
+        keep_by_use = getattr(importlib.import_module("torch._C._dynamo.eval_frame"), "_set_lru_cache", None)
+        if keep_by_use is not None:
+            yield _OrderOfCode(keep_by_use), "is_by_use", lambda _: False
+        utils: Any = importlib.import_module("torch._dynamo.utils")
+        context = getattr(utils, "_METRICS_CONTEXT", None)
+        if context is not None and not isinstance(context, threading.local):
+            yield utils, "_METRICS_CONTEXT", _by_thread
 
 
-@functools.cache
-def _limit_at_first() -> int:
-    return int(importlib.import_module("torch._dynamo.config").recompile_limit)
+class _OrderOfCode:
+    """How torch.compile orders the versions of a function: those found last first, by default, or as they were made."""
+
+    def __init__(self, set_by_use: Callable[[bool], None]) -> None:
+        self._set_by_use, self._is_by_use = set_by_use, True
+
+    @property
+    def is_by_use(self) -> bool:
+        return self._is_by_use
+
+    @is_by_use.setter
+    def is_by_use(self, value: bool) -> None:
+        self._set_by_use(value)
+        self._is_by_use = value
+
+
+def _by_thread(context: Any) -> Any:
+    return type("MetricsContextByThread", (type(context), threading.local), {})(on_exit=context._on_exit)
 
 
 def has_compiled_call(module: torch.nn.Module) -> bool:
@@ -619,104 +649,62 @@ def flatten_registered(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any
 
 # ---- what torch and Python keep once a process -----------------------------------------------------
 
-# The functions that change it, in the releases of torch that have them: from 2.9 to 2.15 not all do.
+# The functions that change it, in the releases of torch that have them: from 2.9 to 2.15 not all do. Left out are
+# settings without a context manager that no forward changes for a while (preferred libraries, torch.set_warn_always).
 _PROCESS_STATE_SETTERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (
         torch._C,
         (
-            *(f"_set_sdp_use_{name}" for name in ("flash", "mem_efficient", "math", "cudnn", "overrideable", "fa3")),
-            *("_set_sdp_priority_order", "_set_math_sdp_allow_fp16_bf16_reduction"),
-            *("_set_default_dtype", "_set_default_tensor_type", "_set_warnAlways", "set_anomaly_enabled"),
+            *(f"_set_sdp_use_{name}" for name in ("flash", "mem_efficient", "math", "cudnn", "overrideable")),
+            *("_set_sdp_priority_order", "_set_default_dtype", "_set_default_tensor_type"),
             *("_set_deterministic_algorithms", "_set_deterministic_fill_uninitialized_memory"),
             *("_set_float32_matmul_precision", "_set_fp32_precision_setter", "_set_check_sparse_tensor_invariants"),
             *(f"_set_cudnn_{name}" for name in ("enabled", "benchmark", "deterministic", "allow_tf32")),
-            *("_set_cudnn_depthwise_kernel", "_cuda_set_cudnn_benchmark_limit", "_set_miopen_immediate"),
+            *("_set_cudnn_depthwise_kernel", "_cuda_set_cudnn_benchmark_limit"),
             *("_set_mkldnn_enabled", "_set_mkldnn_deterministic", "_set_onednn_allow_tf32", "_set_nnpack_enabled"),
             *(f"_set_cublas_allow_{name}" for name in ("tf32", "fp16_accumulation")),
             *(f"_set_cublas_allow_{name}_reduced_precision_reduction" for name in ("fp16", "bf16")),
-            "_set_cpu_allow_fp16_reduced_precision_reduction",
-            *(f"_set_{name}_preferred_backend" for name in ("linalg", "blas", "rocm_fa")),
-            "_set_qengine",
         ),
     ),
     (torch, ("set_anomaly_enabled",)),
     (torch.backends.ContextProp, ("__set__",)),  # torch.backends.cudnn.benchmark = True
-    (torch.autograd.forward_ad, ("enter_dual_level", "exit_dual_level")),
 )
 
-Replacement: TypeAlias = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 
+def process_state_setters() -> Iterator[tuple[Any, str]]:
+    """Yield each function that changes what torch keeps once a process: the object that has it, and its name.
 
-def replace_process_state_setters(replacement: Replacement) -> None:
-    """Replace each function that changes what torch keeps once a process, for good.
-
-    Args:
-        replacement: from a function's name and itself to what is called in its place.
-
-    Fallback: what this release of torch lacks is not replaced.
+    Fallback: what this release of torch lacks is left out.
     """
-    found = [(owner, name) for owner, names in _PROCESS_STATE_SETTERS for name in names if name in vars(owner)]
-    replacements = [(owner, name, replacement(name, vars(owner)[name])) for owner, name in found]
-    rules: Any = getattr(sys.modules.get("torch._dynamo.trace_rules"), "get_torch_obj_rule_map", None)
-    known = rules() if rules is not None else {}  # what torch.compile knows of functions; else it will learn of ours
-    for owner, name, ours in [*replacements, *_nesting_of_jvp(replacement)]:
-        theirs = vars(owner)[name]
-        if theirs in known:
-            known[ours] = known[theirs]
-        setattr(owner, name, ours)
+    return ((owner, name) for owner, names in _PROCESS_STATE_SETTERS for name in names if name in vars(owner))
 
 
-def _nesting_of_jvp(replacement: Replacement) -> Iterator[tuple[Any, str, Any]]:
-    """Yield replacements for the two functions that enter and leave a level of torch.func's forward mode.
+def forward_mode_beginnings() -> Iterator[tuple[Any, str]]:
+    """Yield each function with which forward-mode differentiation begins, as above. Fallback: as above."""
+    of_func: Any = torch._functorch.eager_transforms
+    places = (torch.autograd.forward_ad, "enter_dual_level"), (of_func, "jvp_increment_nesting")
+    return ((owner, name) for owner, name in places if hasattr(owner, name))
 
-    A level is the thread's own, but how many there are is counted once a process.
+
+def tracing() -> Iterator[tuple[Any, str]]:
+    """Yield the method that traces a function as torch.func does, with torch.fx, whose state is the process's.
+
+    Fallback: none.
     """
-    transforms: Any = torch._functorch.eager_transforms
-    needed = ("enter_jvp_nesting", "exit_jvp_nesting", "_jvp_increment_nesting", "_jvp_decrement_nesting")
-    if not all(hasattr(transforms, name) for name in (*needed, "JVP_NESTING")):
-        return
-
-    def count(by: int) -> None:
-        transforms.JVP_NESTING += by
-
-    count_together = replacement("the nesting of torch.func.jvp", count)
-
-    def enter() -> Any:
-        level = transforms._jvp_increment_nesting()
-        count_together(1)
-        return level
-
-    def leave() -> None:
-        transforms._jvp_decrement_nesting()
-        count_together(-1)
-
-    yield transforms, "enter_jvp_nesting", enter
-    yield transforms, "exit_jvp_nesting", leave
-
-
-def replace_tracing(replacement: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace the method that traces a function with torch.fx, whose state is the process's. Fallback: nothing."""
-    tracer: Any = getattr(getattr(torch, "fx", None), "Tracer", None)
+    tracer = getattr(sys.modules.get("torch.fx.experimental.proxy_tensor"), "_MakefxTracer", None)
     if hasattr(tracer, "trace"):
-        original = tracer.trace
-        ours: Any = replacement(original)
-
-        @functools.wraps(original)
-        def trace(self: Any, root: Any, concrete_args: Any = None) -> Any:
-            return ours(self, root, concrete_args)
-
-        tracer.trace = trace
+        yield tracer, "trace"
 
 
-def replace_cached_parametrizations(replacement: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace, for good, the generator function behind `torch.nn.utils.parametrize.cached()`.
+def cell_of_cached_parametrizations() -> Iterator[Any]:
+    """Yield the cell that has the generator function behind `torch.nn.utils.parametrize.cached()`. Fallback: none.
 
-    So a program that has imported `cached` earlier calls the new one, too. Fallback: nothing happens.
+    A program that has imported `cached` calls what is in the cell, too.
     """
     cached: Any = getattr(torch.nn.utils.parametrize, "cached", None)
     for cell in getattr(cached, "__closure__", None) or ():
-        if cell.cell_contents is cached.__wrapped__:
-            cell.cell_contents = replacement(cached.__wrapped__)
+        if getattr(cell.cell_contents, "__name__", None) == getattr(cached, "__name__", ""):
+            yield cell
 
 
 @contextlib.contextmanager
@@ -969,32 +957,42 @@ def _on_remaining_keys(handler: Callable[..., Any], keys_after: Any) -> Callable
 
 
 def is_default_generator(generator: torch.Generator) -> bool:
-    """Return whether `generator` is the CPU's default one; several Python objects may wrap it. Fallback: False."""
+    """Return whether `generator` is the CPU's default one, or stands in for it. Fallback: False.
+
+    Several Python objects may wrap one generator.
+    """
     try:
-        return bool(generator._cdata == torch.default_generator._cdata)  # type: ignore[attr-defined]
+        found: int = generator._cdata  # type: ignore[attr-defined]
+        return found in [each._cdata for each in (torch.default_generator, *_of_threads)]  # type: ignore[attr-defined]
     except AttributeError:
         return False
 
 
-def redirect_random_state(generator_of_thread: Callable[[], torch.Generator]) -> None:
-    """Make `torch.manual_seed`, `get_rng_state`, `set_rng_state`, `fork_rng` and their like act on another generator.
+class GeneratorOfThread(torch.Generator):
+    """The CPU's default generator as `torch.manual_seed`, `get_rng_state` and `set_rng_state` are to see it.
 
-    From now on they call `generator_of_thread` at each use. Fallback: nothing happens.
+    Its methods are those of the generator that `look_up` returns at each call.
     """
-    if hasattr(torch.random, "default_generator"):
-        torch.random.default_generator = _GeneratorOfThread(generator_of_thread)
+
+    look_up: Callable[[], torch.Generator]
+
+    def __new__(cls, look_up: Callable[[], torch.Generator]) -> Self:
+        generator = super().__new__(cls)
+        generator.look_up = look_up
+        _of_threads.add(generator)  # an operation that is given it gets another Python object with its `_cdata`
+        return generator
 
 
-class _GeneratorOfThread:
-    """Has the methods of a generator that is looked up at each use."""
+_of_threads: "weakref.WeakSet[GeneratorOfThread]" = weakref.WeakSet()
 
-    def __init__(self, look_up: Callable[[], torch.Generator]) -> None:
-        self._look_up = look_up
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "_look_up":  # a copy under construction has no attributes yet
-            raise AttributeError(name)
-        return getattr(self._look_up(), name)
+def _method_of_thread(name: str) -> Callable[..., Any]:
+    return lambda self, *args, **kwargs: getattr(self.look_up(), name)(*args, **kwargs)
+
+
+for _name, _method in vars(torch.Generator).items():
+    if callable(_method) and _name not in ("__new__", "__init__"):
+        setattr(GeneratorOfThread, _name, _method_of_thread(_name))
 
 
 # ---- accelerators --------------------------------------------------------------------------------
