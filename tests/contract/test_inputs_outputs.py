@@ -49,25 +49,6 @@ def same_second_derivatives(model: nn.Module, wrapped: nn.Module, *inputs: torch
 # ---- rows on other axes --------------------------------------------------------------------------
 
 
-@over_places("n, rows", [(2, 7), (4, 6), (2, 1)], separate=[(4, 6)])
-def test_one_input_whole_and_outputs_on_other_axes(wrap: Wrap, n: int, rows: int) -> None:
-    """S5, S10, G6: a mask that belongs to no row goes whole to every replica; its gradient is the sum of theirs.
-
-    Each replica returns it too, and the gradient of that counts once.
-    """
-
-    class MaskedAttention(nn.MultiheadAttention):
-        def forward(self, x: torch.Tensor, mask: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
-            output, weights = super().forward(x, x, x, attn_mask=mask)
-            return {"y": output * scale, "weights": weights.transpose(0, 1), "mask": mask * 2}
-
-    model = MaskedAttention(4, 2, batch_first=True)
-    x, mask = torch.randn(rows, 5, 4, requires_grad=True), torch.randn(5, 5, requires_grad=True)
-    scale = torch.tensor(2.0, requires_grad=True)
-    wrapped = wrap(model, n, in_dims={"mask": None}, out_dims={"weights": 1, "mask": None})
-    same_results(model, wrapped, (x, mask, scale), [x, mask, scale])
-
-
 def test_a_large_input_that_goes_whole(wrap: Wrap) -> None:
     """N1: its gradient, summed while backward runs, was once given to a parameter."""
 
@@ -154,7 +135,7 @@ def test_replicas_that_do_not_agree_on_what_is_whole(wrap: Wrap) -> None:
 
 
 def test_second_derivatives_through_every_placement(wrap: Wrap) -> None:
-    """N3, G10, for rows on another axis, means, sums, whole and padded outputs.
+    """N3, S5, S10, G6, G10: for rows on another axis, means, sums, whole and padded outputs.
 
     The value that is filled in is a constant, and adds nothing to gradients of gradients.
     """

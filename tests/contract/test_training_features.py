@@ -348,19 +348,3 @@ def test_the_wrapped_module_trains_as_the_plain_one(name: str, dtype: torch.dtyp
         found = differences(actual, expected)
         worst = max(found, key=found.__getitem__)
         assert found[worst] <= limit, f"{num_replicas} replicas: {worst} differs by {found[worst]:.1e} of its size"
-
-
-class LosesARow(DataParallel):
-    """Forgets the gradient of the first row, as a faulty scatter or backward would."""
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        output = self.module(*inputs, **kwargs)
-        return torch.cat([output[:1].detach(), output[1:]])
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_lost_row_would_be_noticed(name: str) -> None:
-    """The scripts above can fail."""
-    expected = run(name, lambda module: module, torch.float64)
-    actual = run(name, lambda module: LosesARow(module, DEVICES[:1]), torch.float64)
-    assert max(differences(actual, expected).values()) > 10 * TOLERANCES[torch.float64]
