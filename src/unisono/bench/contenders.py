@@ -72,8 +72,7 @@ def step_of(contender: Contender, rank: int, task: Task, folder: Path) -> Callab
         _join(rank, replicas, folder)
     if name in (*OURS, *MEASURED):
         options = {**task.options, "shares": "measured"} if name in MEASURED else task.options
-        engine = MEASURED.get(name, name)
-        task.model = DataParallel(task.model, ["cpu"] * replicas, engine=engine, process_group=False, **options)
+        task.model = DataParallel(task.model, ["cpu"] * replicas, process_group=False, **options)
     elif name == "torchrun":
         task.model = DataParallel(task.model, ["cpu"], **task.options)
     elif name == "ddp":
