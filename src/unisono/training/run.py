@@ -230,7 +230,7 @@ class Run:
         self.profile.draw(self.folder.timeline)
 
     def close(self) -> None:
-        """Close the file; end the replicas' threads or processes."""
+        """Close the file; end the replicas' threads."""
         self.metrics.close()
 
     # ---- words for the user ----------------------------------------------------------------------
