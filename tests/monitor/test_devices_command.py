@@ -1,4 +1,4 @@
-"""`unisono devices`: accelerators, their numbers and links, the CPU, and the advice."""
+"""`unisono devices`: accelerators, their numbers and links, which are free, and the CPU."""
 
 import json
 import os
@@ -13,9 +13,8 @@ import torch
 from helpers.commands import assert_misused, status_of
 from helpers.fake_gpus import GIB, NVMLError, install, nvml, say_torch_has
 from unisono.monitor import cpu
-from unisono.monitor.inventory import Accelerator, advised
 from unisono.monitor.nvml import GpuReader
-from unisono.runtime import device_facts
+from unisono.runtime import devices
 
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
 
@@ -40,13 +39,12 @@ def facts(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) 
 
 
 def test_a_machine_without_accelerators(no_accelerators: None, capsys: pytest.CaptureFixture[str]) -> None:
-    """M1: cores, threads, limits and nodes are there; and an engine is advised."""
+    """M1: cores, threads, limits and nodes are there."""
     shown = lines(capsys)
     assert shown[0] == "accelerators: none that torch can use"
     assert f"cores: {len(os.sched_getaffinity(0))} of {os.cpu_count()}" in " ".join(shown)
     assert f"intra-op threads: {torch.get_num_threads()} (OMP_NUM_THREADS: " in " ".join(shown)
     assert any(line.startswith("cgroup limits: ") for line in shown)
-    assert any(line.startswith("advice: ") for line in shown)
 
 
 def test_simulated_accelerators_are_listed_and_copied_between(
@@ -60,7 +58,6 @@ def test_simulated_accelerators_are_listed_and_copied_between(
     assert len(found["links"]) == 12
     assert all(link["bytes_per_s"] > 0 and link["arrives"] for link in found["links"])
     assert all(link["bytes_per_s"] is None for link in facts(capsys, "--no-bandwidth")["links"])
-    assert found["advice"]["engine"] == "threads"
 
 
 def test_numbers_memory_links_and_shares_of_gpus(
@@ -94,7 +91,6 @@ def test_numbers_memory_links_and_shares_of_gpus(
     assert "cuda:2 has less than 75 % of the memory of cuda:0" in warning
     assert "shares=[1.0, 1.0, 0.5]" in warning
     assert "free now: cuda:0, cuda:1" in shown
-    assert "advice: model = unisono.DataParallel(model, [0, 1])" in shown
     assert any(line.startswith("driver 550.54") for line in shown)
 
 
@@ -136,18 +132,18 @@ def test_an_accelerator_that_cannot_be_asked(
 ) -> None:
     """M4: the others are reported, and the exit status is 1."""
     present = say_torch_has(monkeypatch, buses=[1, 2], memory=[16] * 2, cores=[80] * 2)
-    ask = device_facts.facts
+    ask = devices.properties_of
 
-    def lost(device: torch.device) -> device_facts.Facts:
+    def lost(device: torch.device) -> Any:
         if device == present[1]:
             raise RuntimeError("CUDA error: the GPU has fallen off the bus")
         return ask(device)
 
-    monkeypatch.setattr(device_facts, "facts", lost)
+    monkeypatch.setattr(devices, "properties_of", lost)
     install(monkeypatch, None)
     found = facts(capsys, status=1)
     assert [each["problem"] for each in found["accelerators"]] == [None, "CUDA error: the GPU has fallen off the bus"]
-    assert found["advice"]["code"] == "model = unisono.DataParallel(model, [0])"
+    assert [each["is_free"] for each in found["accelerators"]] == [True, None]
 
 
 @pytest.mark.parametrize(
@@ -264,23 +260,10 @@ def test_limits_of_control_groups(
 
 
 def test_numa_nodes(tmp_path: Path) -> None:
-    """M3: their cores; each is a replica of the advice."""
+    """M3: their cores."""
     node = "sys/devices/system/node/node"
     found = cpu.describe(write(tmp_path, {f"{node}{n}/cpulist": f"{n}-{n}\n" for n in (0, 10, 2)}))
     assert [*found.numa_nodes.items()] == [(0, "0-0"), (2, "2-2"), (10, "10-10")]
-    several = cpu.Cpu(**{**vars(found), "allowed": 8, "cgroup_cores": None})
-    assert '["cpu"] * 3' in advised([], several).code
-
-
-def test_the_engine_that_is_advised(tmp_path: Path) -> None:
-    """M3: none for one core, also one that a control group leaves of many; accelerators that are all busy."""
-    one = cpu.Cpu(**{**vars(cpu.describe(tmp_path)), "allowed": 8, "cgroup_cores": 0.5})
-    assert advised([], one).engine is None
-    busy = Accelerator("cuda:0", is_free=False)
-    assert advised([busy], one).reason == "every accelerator is busy now"
-    assert advised([busy, Accelerator("cuda:1", is_free=True)], one).code == "model = unisono.DataParallel(model, [1])"
-    both = [Accelerator("cuda:0", is_free=True), Accelerator("cuda:1")]
-    assert advised(both, one).code == "model = unisono.DataParallel(model)"
 
 
 def test_more_threads_than_cores_are_warned_about(

@@ -16,6 +16,14 @@ _SLOWDOWNS = ((0x60, "it is too hot"), (0x84, "its power is limited"), (0x08, "i
 
 
 @dataclass(frozen=True)
+class GpuProcess:
+    """A process that computes on a GPU."""
+
+    pid: int
+    memory_bytes: int | None  # of the GPU's
+
+
+@dataclass(frozen=True)
 class Gpu:
     """A GPU of this machine, now."""
 
@@ -29,7 +37,7 @@ class Gpu:
     power_w: float | None
     power_limit_w: float | None
     slowdown: str | None  # why its clocks are low; None if they are not
-    pids: tuple[int, ...]  # the processes that compute on it, this one left out
+    processes: tuple[GpuProcess, ...]  # this one left out
 
 
 class GpuReader:
@@ -77,7 +85,7 @@ class GpuReader:
             power_w=None if power_mw is None else power_mw / 1000,
             power_limit_w=None if limit_mw is None else limit_mw / 1000,
             slowdown=next((why for bits, why in _SLOWDOWNS if reasons & bits), None),
-            pids=tuple(sorted({process.pid for process in processes} - {os.getpid()})),
+            processes=tuple(GpuProcess(each.pid, each.usedGpuMemory) for each in processes if each.pid != os.getpid()),
         )
 
     def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:

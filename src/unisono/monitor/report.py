@@ -25,7 +25,7 @@ def gib(num_bytes: float) -> str:
 
 def lines_of(inventory: Inventory) -> list[str]:
     """Return the report, one fact a line."""
-    lines = [*_accelerators(inventory), "", *_cpu(inventory.cpu), "", *_advice(inventory)]
+    lines = [*_accelerators(inventory), "", *_cpu(inventory.cpu)]
     return [printable(line) for line in lines]  # variables and names of devices may have any letters
 
 
@@ -126,9 +126,3 @@ def _if(figure: object, text: str) -> str:
 
 def _if_gib(num_bytes: float | None, text: str) -> str:
     return "" if num_bytes is None else text.format(gib(num_bytes))
-
-
-def _advice(inventory: Inventory) -> Iterator[str]:
-    advice = inventory.advice
-    yield f"advice: {advice.code}"
-    yield _INDENT + _if(advice.engine, 'engine "{}": ') + advice.reason
