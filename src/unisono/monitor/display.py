@@ -1,6 +1,6 @@
 """A sample as tables, by rich: on a terminal with colours, elsewhere as plain text. In ASCII."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -12,7 +12,6 @@ from unisono.monitor.report import gib
 from unisono.monitor.sample import Process, Sample
 
 _NONE = "-"
-_MOST_COMMAND = 60
 _MOST_PROCESSES = 20
 
 
@@ -25,10 +24,8 @@ def _gpus(sample: Sample) -> Iterator[RenderableType]:
     if sample.gpus_unread:
         yield _heading(f"GPUs are not shown: {sample.gpus_unread}")
     if sample.gpus:
-        slow = [gpu for gpu in sample.gpus if gpu.slowdown]
         header = ["GPU", "load", "memory", "temp", "power", "name"]
-        yield _table(header, [*map(_gpu, sample.gpus)], {gpu.number for gpu in slow})
-        yield from (_note(f"GPU {gpu.number} runs at a low clock: {gpu.slowdown}") for gpu in slow)
+        yield _table(header, map(_gpu, sample.gpus))
         yield Text()
 
 
@@ -50,27 +47,26 @@ def _processes(sample: Sample) -> Iterator[RenderableType]:
         header = ["process", "user", "cores", "memory", *["GPU", "GPU memory"] * bool(sample.gpus), "command"]
         yield Text()
         yield _table(header, [_process(each, sample.gpus) for each in sample.processes[:_MOST_PROCESSES]])
-    if left_out := len(sample.processes) - _MOST_PROCESSES:
-        yield from [_note(f"and {left_out} more")] * (left_out > 0)
+    if len(sample.processes) > _MOST_PROCESSES:
+        yield _note(f"and {len(sample.processes) - _MOST_PROCESSES} more")
 
 
 def _process(process: Process, gpus: Sequence[Gpu]) -> list[str]:
     cores = _NONE if process.cores is None else f"{process.cores:.1f}"
     used = {gpu.number: each.memory_bytes for gpu in gpus for each in gpu.processes if each.pid == process.pid}
     on_gpus = [",".join(map(str, used)) or _NONE, _gib(sum(filter(None, used.values())) or None)] if gpus else []
-    command = process.command or _NONE
-    if len(command) > _MOST_COMMAND:
-        command = f"{command[: _MOST_COMMAND - 3]}..."
-    return [str(process.pid), process.user or _NONE, cores, _gib(process.memory_bytes), *on_gpus, command]
+    memory = _gib(process.memory_bytes)
+    return [str(process.pid), process.user or _NONE, cores, memory, *on_gpus, process.command or _NONE]
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]], marked: Collection[int] = ()) -> Table:
-    """Return a table of figures, then a text, whose cells wrap where it is too wide; the `marked` rows are red."""
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Return a table of figures, then a text, which is cut at the right edge."""
     table = Table(box=None, padding=(0, 0, 0, 2), header_style="dim")
     for name in header:
         table.add_column(name, justify="left" if name == header[-1] else "right", overflow="fold")
-    for number, row in enumerate(rows):
-        table.add_row(*map(Text, row), style="red" if number in marked else "")
+    for row in rows:
+        text = Text(row[-1], no_wrap=True, overflow="crop")  # no str, in which rich would look for markup
+        table.add_row(*map(Text, row[:-1]), text)
     return table
 
 

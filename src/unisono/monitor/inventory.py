@@ -29,11 +29,8 @@ class Accelerator:
     memory_bytes: int | None = None
     cores: int | None = None  # multiprocessors
     pci: str | None = None  # its address on the bus
-    pci_rank: int | None = None  # its place in PCI order among those that this process sees, from 0
-    gpu: int | None = None  # its number in nvidia-smi, which counts all GPUs in PCI order; None if it cannot be read
+    gpu: Gpu | None = None  # as the driver sees it; None if it cannot be read
     free_bytes: int | None = None  # of its memory, now
-    load: float | None = None  # from 0 to 1
-    pids: tuple[int, ...] = ()  # other processes that compute on it
     is_free: bool | None = None  # whether it has nothing to do now; None if not known
     problem: str | None = None  # what torch raised when it was asked; None if it can be used
 
@@ -76,8 +73,6 @@ def take_inventory(reader: GpuReader, *, bandwidth: bool) -> Inventory:
     gpus = tuple(reader.read())  # before torch, whose contexts take memory
     present = devices.accelerators()
     found = [_look_at(device, gpus) for device in present]
-    addresses = sorted(each.pci for each in found if each.pci is not None)
-    found = [each if each.pci is None else replace(each, pci_rank=addresses.index(each.pci)) for each in found]
     usable = {device: each for device, each in zip(present, found, strict=True) if not each.problem}
     links = [
         _link(a, b, bandwidth and usable[a].is_free is not False and usable[b].is_free is not False)
@@ -86,7 +81,7 @@ def take_inventory(reader: GpuReader, *, bandwidth: bool) -> Inventory:
     return Inventory(
         accelerators=tuple(found),
         gpus=gpus,
-        gpus_unread=reader.problem if addresses else None,
+        gpus_unread=reader.problem if any(each.pci for each in found) else None,
         driver=reader.driver,
         cuda=torch.version.cuda,
         visible_devices=_visible_devices(),
@@ -119,10 +114,9 @@ def _look_at(device: torch.device, gpus: Sequence[Gpu]) -> Accelerator:
         memory_bytes,
         getattr(properties, "multi_processor_count", None),
         pci,
-        free_bytes=free_bytes,
+        gpu,
+        free_bytes,
     )
-    if gpu is not None:
-        found = replace(found, gpu=gpu.number, load=gpu.load, pids=tuple(each.pid for each in gpu.processes))
     return replace(found, is_free=_is_free(found))
 
 
@@ -139,7 +133,8 @@ def _free_of_whole_gpu(memory_bytes: int | None, gpu: Gpu | None) -> int | None:
 
 def _is_free(found: Accelerator) -> bool | None:
     """Return whether a device has nothing to do: little load, little memory taken."""
-    has_little_load = None if found.load is None else found.load <= _MOST_FREE_LOAD
+    load = None if found.gpu is None else found.gpu.load
+    has_little_load = None if load is None else load <= _MOST_FREE_LOAD
     if found.memory_bytes is None or found.free_bytes is None:
         return has_little_load
     used_bytes = found.memory_bytes - found.free_bytes

@@ -11,9 +11,6 @@ from typing import Any
 
 from unisono.console.options import is_installed, not_installed
 
-# Bits of the reasons why clocks are low (nvmlClocksEventReason...).
-_SLOWDOWNS = ((0x60, "it is too hot"), (0x84, "its power is limited"), (0x08, "its hardware slows it down"))
-
 
 @dataclass(frozen=True)
 class GpuProcess:
@@ -36,7 +33,6 @@ class Gpu:
     temperature_c: int | None
     power_w: float | None
     power_limit_w: float | None
-    slowdown: str | None  # why its clocks are low; None if they are not
     processes: tuple[GpuProcess, ...]  # this one left out
 
 
@@ -72,7 +68,6 @@ class GpuReader:
         rates = self._ask(nvml.nvmlDeviceGetUtilizationRates, handle)
         power_mw = self._ask(nvml.nvmlDeviceGetPowerUsage, handle)
         limit_mw = self._ask(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
-        reasons = self._ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
         processes = self._ask(nvml.nvmlDeviceGetComputeRunningProcesses, handle) or []
         return Gpu(
             number=number,
@@ -84,7 +79,6 @@ class GpuReader:
             temperature_c=self._ask(nvml.nvmlDeviceGetTemperature, handle, 0),  # 0: the sensor of the chip
             power_w=None if power_mw is None else power_mw / 1000,
             power_limit_w=None if limit_mw is None else limit_mw / 1000,
-            slowdown=next((why for bits, why in _SLOWDOWNS if reasons & bits), None),
             processes=tuple(GpuProcess(each.pid, each.usedGpuMemory) for each in processes if each.pid != os.getpid()),
         )
 
