@@ -43,7 +43,7 @@ class Sampler:
 
     def __init__(self, reader: GpuReader) -> None:
         self._reader = reader
-        self._gpus_unread = reader.problem if devices.accelerators() else None
+        self._gpus_unread = reader.problem if reader.problem and devices.accelerators() else None
         self.take()  # the next one counts from here
 
     def take(self) -> Sample:
