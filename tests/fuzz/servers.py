@@ -18,12 +18,12 @@ from typing import Any
 
 import cloudpickle
 import torch
+from helpers.kept_workers import KeptWorkers
 
 from fuzz.compare import Difference, EngineFor, Outcome, run
 from fuzz.program import Program
 from fuzz.side import ONE_PROCESS, Rank
 from helpers.forked import context
-from helpers.kept_workers import KeptWorkers
 from unisono.engines.threads import Threads
 
 NUM_RANKS = 2
@@ -128,7 +128,6 @@ def _serve(
 ) -> None:
     os.setpgid(0, 0)  # Ctrl-C at the terminal is for the process that has started this one
     os.environ["UNISONO_BIND_CORES"] = "0"  # the second replica of every server would have the same core
-    os.environ["UNISONO_PUBLISH"] = "0"
     # The first checkpoint in a process imports this, which takes seconds: so the fork server of workers does.
     Path(folder, "sitecustomize.py").write_text("import torch._dynamo\n")
     os.environ["PYTHONPATH"] = folder
