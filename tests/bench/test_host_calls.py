@@ -75,14 +75,14 @@ def test_a_change_of_the_module_is_paid_for_once(host_calls: ModuleType, monkeyp
     assert second == third
 
 
+def counted(rank: int) -> dict[str, list[int]]:
+    benchmark("host_calls")  # which the other imports
+    found: dict[str, list[int]] = benchmark("launches").counts()
+    return found
+
+
 def test_a_rank_launches_no_operation_for_each_parameter() -> None:
     """Under a launcher, beyond the plain module's. DDP runs some for each."""
-
-    def counted(rank: int) -> dict[str, list[int]]:
-        benchmark("host_calls")  # which the other imports
-        found: dict[str, list[int]] = benchmark("launches").counts()
-        return found
-
     counts, _ = run_ranks(2, counted)
     beyond = {name: [own - plain for own, plain in zip(counts[name], counts["plain"], strict=True)] for name in counts}
     # Some write the rank's weight and digest into the first bucket, and read the other ranks': an all-gather less.

@@ -8,6 +8,7 @@ import contextlib
 import io
 import multiprocessing
 import os
+import pickle
 import sys
 import tempfile
 import time
@@ -16,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import torch
 
 LIMIT_S = 300  # for what hangs: on a machine that does other things too, a program may take minutes
@@ -27,7 +27,12 @@ _LATE_IMPORTS = ["torch.fx.experimental.symbolic_shapes", "torch._dynamo"]
 # And these are what `unisono train` imports.
 _LATE_IMPORTS += ["unisono.cli", "matplotlib.figure", "matplotlib.backends.backend_agg", "safetensors.torch"]
 _LATE_IMPORTS += ["sklearn.datasets"]
-context.set_forkserver_preload(["torch", "torch.distributed", "cloudpickle", "unisono", *_LATE_IMPORTS])
+context.set_forkserver_preload(["torch", "torch.distributed", "pytest", "unisono", *_LATE_IMPORTS])
+
+
+def import_path() -> list[str]:
+    """Return where a process finds the modules of this one, test modules among them: as `tests.training.test_ranks`."""
+    return [*sys.path, str(Path(__file__).parents[2])]
 
 
 class Program:
@@ -78,13 +83,13 @@ def forked(function: Callable[..., Any], *args: Any, cwd: Path, env: Mapping[str
             assert program.wait() == 0, program.err
 
     Args:
-        function, args: what it does.
+        function, args: what it does; a function of a module, which the program imports.
         cwd: the folder to run in.
         env: variables of its environment.
     """
     with tempfile.TemporaryDirectory() as streams:
-        job = cloudpickle.dumps((function, args))
-        process = context.Process(target=_begin, args=(job, str(cwd.resolve()), dict(env), streams, sys.path))
+        job = pickle.dumps((function, args))
+        process = context.Process(target=_begin, args=(job, str(cwd.resolve()), dict(env), streams, import_path()))
         process.start()
         try:
             yield Program(process, Path(streams))
@@ -105,5 +110,5 @@ def _begin(job: bytes, cwd: str, env: Mapping[str, str], streams: str, path: lis
     sys.path[:] = path
     torch.set_num_threads(1)
     warnings.simplefilter("error")
-    function, args = cloudpickle.loads(job)
+    function, args = pickle.loads(job)
     sys.exit(function(*args))

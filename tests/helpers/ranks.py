@@ -18,10 +18,9 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import cloudpickle
 import torch
 
-from helpers.forked import LIMIT_S, context
+from helpers.forked import LIMIT_S, context, import_path
 
 
 class Ended(NamedTuple):
@@ -51,7 +50,7 @@ def end_ranks(
     init: bool = True,
     env: Mapping[str, str] = {},
 ) -> list[Ended]:
-    """Call `function(rank, *args)` in each process; return how each has ended.
+    """Call `function(rank, *args)`, a function of a module, in each process; return how each has ended.
 
     Args:
         timeout_s: that of the process group.
@@ -59,14 +58,14 @@ def end_ranks(
         env: variables of their environment.
     """
     with tempfile.TemporaryDirectory() as folder:
-        job = cloudpickle.dumps((function, args), protocol=pickle.HIGHEST_PROTOCOL)
+        job = pickle.dumps((function, args))
         processes, pipes = [], []
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
             store = str(Path(folder, "store")) if init else None
             own = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)} if not init else {}
             process = context.Process(
-                target=_run, args=(sender, job, rank, world_size, store, timeout_s, {**own, **env}, sys.path)
+                target=_run, args=(sender, job, rank, world_size, store, timeout_s, {**own, **env}, import_path())
             )
             process.start()
             sender.close()
@@ -94,7 +93,7 @@ def free_port() -> int:
 def _ended(process: Any, pipe: Any) -> Ended:
     with contextlib.suppress(EOFError):
         if pipe.poll():
-            value, error = cloudpickle.loads(pipe.recv_bytes())
+            value, error = pickle.loads(pipe.recv_bytes())
             return Ended(value, error, process.exitcode)
     return Ended(exit_code=process.exitcode)
 
@@ -122,16 +121,16 @@ def _run(
                 world_size=world_size,
                 timeout=timedelta(seconds=timeout_s),
             )
-        function, args = cloudpickle.loads(job)
+        function, args = pickle.loads(job)
         outcome = function(rank, *args), None
     except SystemExit:
         raise
     except BaseException as error:  # noqa: BLE001 - the test gets it
         text = traceback.format_exc()
-        pipe.send_bytes(cloudpickle.dumps((None, text)))
+        pipe.send_bytes(pickle.dumps((None, text)))
         sys.excepthook(type(error), error, error.__traceback__)  # as the interpreter would
         sys.exit(1)
-    pipe.send_bytes(cloudpickle.dumps(outcome))
+    pipe.send_bytes(pickle.dumps(outcome))
     pipe.close()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
