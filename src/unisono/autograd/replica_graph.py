@@ -52,7 +52,7 @@ _BACKWARD_INSIDE = (
 
 
 class Repeater(Protocol):
-    """Runs a backward of `graphs`, again after a failure from which it recovers; engines/replay.py has it."""
+    """Runs a backward of `graphs`, again after a failure from which it recovers; engines/rescue.py has it."""
 
     def run(self, graphs: "ReplicaGraphs", backward: Callable[[], T]) -> T: ...
 
@@ -344,12 +344,12 @@ class ReplicaGraphs:
         return [*self.inputs, *(BoundaryTensor(Replicate(), live.device, of_live) for live, of_live in pairs)]
 
     def graph(self, index: int) -> ReplicaGraph:
-        """Return the graph of a replica in this process."""
+        """Return the graph of a replica."""
         inputs, outputs = [[each.tensors[index] for each in of] for of in (self.inputs, self.outputs)]
         return ReplicaGraph(inputs, self.parameters.leaves[index], outputs, self.parameters.hooks[index])
 
     def graphs(self) -> list[ReplicaGraph]:
-        """Return the graphs of all replicas in this process."""
+        """Return the graphs of all replicas."""
         return [self.graph(index) for index, _ in enumerate(self.timings)]
 
     def begin_sum(self, boundary: Any) -> RankReduction | None:

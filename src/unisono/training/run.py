@@ -232,7 +232,6 @@ class Run:
     def close(self) -> None:
         """Close the file; end the replicas' threads."""
         self.metrics.close()
-        self.model.close()
 
     # ---- words for the user ----------------------------------------------------------------------
 
