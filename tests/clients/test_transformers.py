@@ -115,8 +115,6 @@ def results(
         "loss of predictions": predicted.metrics["test_loss"],
         "weights": trainer.model.state_dict(),
     }
-    if isinstance(trainer.model_wrapped, nn.DataParallel):
-        trainer.model_wrapped.close()
     assert trainer.args.n_gpu == args.n_gpu
     return found
 
