@@ -506,12 +506,6 @@ def seed(device: torch.device, number: int | bytes) -> None:
         generator.manual_seed(number)
 
 
-def generator_states(device: torch.device) -> list[torch.Tensor]:
-    """Return the states of the generators of the host and, where it has one of its own, of `device`."""
-    own = None if computes_on_host(device) else _default_generator(device)
-    return [torch.default_generator.get_state()] + ([] if own is None else [own.get_state()])
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether torch found too little memory on a device or on the host; Python's MemoryError does not count."""
     return isinstance(error, torch.OutOfMemoryError) or (
