@@ -27,8 +27,8 @@ $(READY): $(INSTALLED)
 demo: $(INSTALLED)  ## train ResNet-18 on real pictures, on every device, and show the result
 	$(BIN)/unisono train --output runs/demo --overwrite
 
-test: $(READY)  ## run the test suite, or a part of it: make test OPTIONS="tests/training -k resume"
-	$(BIN)/python -m pytest -n auto --dist worksteal $(OPTIONS)
+test: $(READY)  ## run the test suite
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 test-all: $(READY)  ## what `make test` leaves out because it takes longer: slow tests, five times the examples in property tests
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "slow or property" --hypothesis-profile=thorough

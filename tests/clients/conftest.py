@@ -36,11 +36,6 @@ _OUTCOMES = {
 Wrap = Callable[..., unisono.DataParallel]
 
 
-@pytest.fixture(params=["threads", "processes"])
-def engine(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 @pytest.fixture(autouse=True)
 def one_intra_op_thread() -> Iterator[None]:
     """These models are so small that several threads would mostly wait for each other."""
@@ -51,15 +46,15 @@ def one_intra_op_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def wrap(engine: str) -> Wrap:
-    """Wrap a module for two CPU replicas on the engine under test."""
-    return functools.partial(unisono.DataParallel, device_ids=CPUS, engine=engine)
+def wrap() -> Wrap:
+    """Wrap a module for two CPU replicas."""
+    return functools.partial(unisono.DataParallel, device_ids=CPUS)
 
 
 @pytest.fixture
-def installed(engine: str) -> Iterator[Installation]:
+def installed() -> Iterator[Installation]:
     """unisono in the place of torch's names, as `unisono run --devices 'cpu*2'` has it."""
-    with unisono.install(CPUS, engine=engine) as installation:
+    with unisono.install(CPUS) as installation:
         yield installation
 
 

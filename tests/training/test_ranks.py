@@ -4,12 +4,10 @@ import json
 import math
 import os
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 
@@ -26,8 +24,6 @@ from unisono.training.options import Options
 from unisono.training.ranks import Ranks, launch
 from unisono.training.run import Run
 from unisono.training.run_folder import RunFolder
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 SMALL = ["train", "--model", "mlp", "--epochs", "2", "--devices", "1"]  # 12 steps an epoch
 
@@ -109,6 +105,10 @@ def test_a_signal_to_one_stops_all_and_others_go_on(alone: Path, tmp_path: Path,
     assert (config["processes"], config["devices"]) == (processes, ["cpu"] * processes)
 
 
+def run_with(rank: int, folder: Path, of_both: list[str], of_rank_1: list[str]) -> tuple[int, str, str]:
+    return run(rank, folder, "train", *of_both, *of_rank_1 * rank)
+
+
 @pytest.mark.parametrize(
     ("of_both", "of_rank_1", "message"),
     [
@@ -122,7 +122,7 @@ def test_a_signal_to_one_stops_all_and_others_go_on(alone: Path, tmp_path: Path,
 def test_an_error_of_any_rank_is_one_line_of_rank_0(tmp_path, of_both, of_rank_1, message):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "checkpoint.safetensors").touch()
-    ends = run_ranks(2, lambda rank: run(rank, tmp_path, "train", *of_both, *of_rank_1 * rank))
+    ends = run_ranks(2, run_with, tmp_path, of_both, of_rank_1)
     assert [status for status, _, _ in ends] == [2, 2]
     assert ends[0][2].startswith(f"unisono train: error: {message}")
     assert ends[0][2].count("\n") == 1
