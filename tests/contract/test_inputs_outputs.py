@@ -95,7 +95,7 @@ def test_one_number_a_replica_in_other_ways(wrap: Wrap, rescued: bool) -> None:
     """S5: verbs of one's own; a replica that runs its rows in parts, each with the replica's number."""
     model = wrap(Fn(torch.mul), 2, rescue=rescued)
     if rescued:
-        model.engine.row_limits[0] = 2
+        model._threads.row_limits[0] = 2
     else:
         model.gather = functools.partial(DataParallel.gather, model)
     x, factors = torch.randn(7, 3), torch.randn(2)

@@ -19,7 +19,6 @@ from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hook
 from torch.overrides import TorchFunctionMode
 
 from helpers.modules import PassingMode
-from helpers.programs import run_script
 from unisono.runtime import torch_private
 
 
@@ -215,29 +214,6 @@ def test_what_torch_would_import_later(monkeypatch: pytest.MonkeyPatch, load: Ca
     assert module in sys.modules
     monkeypatch.setitem(sys.modules, module, None)  # importing it raises ImportError
     load()
-
-
-def test_a_step_imports_no_sympy() -> None:
-    """It takes 33 MiB. An optimizer, where there is one, imports it."""
-    run = run_script("""
-        import sys
-        import torch
-        import unisono
-
-        class Imported(torch.nn.Linear):
-            def forward(self, x):
-                return super().forward(x), torch.full((len(x),), float("sympy" in sys.modules))
-
-        for sync_batch_norm in (False, True):
-            module = torch.nn.Sequential(torch.nn.BatchNorm1d(2), Imported(2, 2))
-            model = unisono.DataParallel(module, ["cpu"] * 2, sync_batch_norm=sync_batch_norm)
-            for _ in range(2):
-                output, imported = model(torch.ones(4, 2))
-                output.sum().backward()
-            assert not imported.any()
-            assert "sympy" not in sys.modules
-    """)
-    assert run.returncode == 0, run.stderr
 
 
 @pytest.mark.parametrize(
