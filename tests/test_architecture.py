@@ -299,3 +299,27 @@ def test_every_row_of_the_behaviour_table_has_its_tests():
     assert len(rows) == len(set(rows)) > 60
     assert [row for row in rows if all(test.startswith("tests/gpu/") for test in tests[row])] == []
     assert set(tests) - set(rows) == set(), "a test names a row that is not there"
+
+
+# The map of CONTRIBUTING.md
+
+MAP = "## Edit this file, run those tests"
+FACADE = ("data_parallel", "measured_calls", "options", "ways", "wrapper")
+CORE = ("runtime", "primitives", "distributed", "sync_batch_norm", "autograd", "engines", "inference", *FACADE)
+
+
+def test_the_map_of_files_and_their_tests_is_complete():
+    """Each path exists, a test stands beside each file, and no file of the core is left out. Paths may have stars."""
+    page = (DOCS.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^\| (`.+) \| (`.+) \|$", page.partition(MAP)[2].partition("\n## ")[0], re.MULTILINE)
+    files = {path for edited, _ in lines for path in found_in(PACKAGE, edited)}
+    assert all(found_in(Path(__file__).parent, tests) for _, tests in lines)
+    core = {path for name, path in SOURCES.items() if package_of(name) in CORE and path.name != "__init__.py"}
+    assert sorted(core - files) == []
+
+
+def found_in(folder: Path, cell: str) -> list[Path]:
+    """Return the files that a cell of the map names, below the folder; each name finds at least one."""
+    found = [(name, [*folder.glob(name)]) for name in re.findall(r"`([^`]+)`", cell)]
+    assert [name for name, paths in found if not paths] == [], f"of {folder}, named in {MAP!r} of CONTRIBUTING.md"
+    return [path for _, paths in found for path in paths]
