@@ -3,7 +3,6 @@
 It is simulated: Python's modules lose what they do not have there. That shows what unisono asks for, no more.
 """
 
-import ast
 import textwrap
 
 import pytest
@@ -57,25 +56,6 @@ def test_threads_work() -> None:
         print(unisono.keep_freed_memory() in (True, False))
         """)
     assert lines == ["[True, True, True] True", "True", "True"]
-
-
-def test_worker_processes_are_one_error() -> None:
-    """F14: where they are asked for, in words."""
-    lines = on_windows("""
-        import unisono
-
-        module = torch.nn.Linear(5, 2)
-        for ask in (unisono.Processes, lambda: unisono.DataParallel(module, ["cpu"] * 2, engine="processes")):
-            try:
-                ask()
-            except OSError as error:
-                print(repr(str(error)))
-        """)
-    expected = (
-        'engine="processes" forks worker processes and shares memory with them by file descriptors, which this system '
-        '(linux) does not have: use engine="threads".'
-    )
-    assert [ast.literal_eval(line) for line in lines] == [expected] * 2
 
 
 @pytest.mark.parametrize("command", ["bench", "devices", "watch"])

@@ -4,9 +4,9 @@
     one device          one replica with the whole batch needs no graph of its own
     plain composition   the four verbs one after the other, in the caller's thread and graph: a subclass has a verb of
                         its own, a mode is active that cannot follow into other threads, or a hook observes its module
-    all devices         the engine runs the replicas
+    all devices         each replica runs in a thread; under a launcher its backward sums gradients over the ranks
 
-`map` and `evaluate` give whole batches to lanes of the engine's instead (`whole_batches`). With shares="measured"
+`map` and `evaluate` give whole batches to lanes instead (`whole_batches`). With shares="measured"
 (measured_calls.py), and while a profile is recorded, something is done around the way.
 """
 
@@ -23,7 +23,10 @@ import torch
 from torch import nn
 
 from unisono.distributed.gradient_sync import GradientSync
-from unisono.engines.base import Call, Engine, LaneCall, Lanes, OneGraphNeededError, called
+from unisono.engines.call import Call, OneGraphNeededError, called
+from unisono.engines.distributed import Ranks
+from unisono.engines.lanes import Lane, LaneCall
+from unisono.engines.threads import Threads
 from unisono.inference.lane_choice import choice_for
 from unisono.inference.map_and_evaluate import Callee
 from unisono.measured_calls import timed
@@ -60,6 +63,10 @@ _RUNS_WHOLE = (
 _NO_VERBS = (
     '{name}.{verb} is overridden, and with randomness="one_device" the rows of every replica have to be known: leave '
     'it as it is, or use randomness="per_replica".'
+)
+_NO_VERBS_IN_RANKS = (
+    "{name}.{verb} is overridden, and its gradients cannot be summed over processes: leave it as it is, or keep the "
+    "model to this process with process_group=False."
 )
 _COMPILED_OUTSIDE = (
     "torch.compile stops at a DataParallel: to have its replicas compiled, compile the module in it, "
@@ -103,14 +110,15 @@ class Runnable(Protocol):
     Attributes:
         module: the live module; `_modules["module"]`, where each call counts.
         _has_own_verbs: the class whose verbs a subclass may override.
-        _options, _engine, _status, _idle_devices, _profile: see `DataParallel.__init__`.
+        _options, _threads, _ranks, _status, _idle_devices, _profile: see `DataParallel.__init__`.
     """
 
     module: nn.Module
     _modules: Any
     _has_own_verbs: ClassVar[type]
     _options: Options
-    _engine: Engine
+    _threads: Threads
+    _ranks: Ranks | None
     _status: StepStatus
     _idle_devices: IdleDevices
     _profile: Profile | None
@@ -157,14 +165,15 @@ def run(wrapper: Runnable, invocation: Invocation) -> Any:
     options = wrapper._options
     if not options.devices:
         return called(wrapper.module, invocation.method)(*invocation.inputs, **invocation.kwargs)
-    must_run, is_compiling = wrapper._engine.must_run(wrapper._modules["module"]), torch.compiler.is_compiling()
-    if not must_run and (_is_alone(options, invocation, is_compiling) or _runs_whole(options)):
+    ranks, is_compiling = wrapper._ranks, torch.compiler.is_compiling()
+    in_ranks = ranks is not None and ranks.take_part(wrapper._modules["module"])
+    if not in_ranks and (_is_alone(options, invocation, is_compiling) or _runs_whole(options)):
         if not is_compiling:
             count_step(wrapper, list)
         return on_one_device(wrapper, invocation)
     if is_compiling:  # the wrapper, or a model around it: replicas stay out of its graph
-        return torch.compiler.disable(_run_uncompiled)(wrapper, invocation, must_run)  # type: ignore[no-untyped-call]
-    return _run_replicas(wrapper, invocation, must_run)
+        return torch.compiler.disable(_run_uncompiled)(wrapper, invocation, in_ranks)  # type: ignore[no-untyped-call]
+    return _run_replicas(wrapper, invocation, in_ranks)
 
 
 def _is_alone(options: Options, invocation: Invocation, is_compiling: bool) -> bool:
@@ -177,25 +186,25 @@ def _is_alone(options: Options, invocation: Invocation, is_compiling: bool) -> b
     return shares.is_frozen and shares.on_first_device and not shares.should_time_next()
 
 
-def _run_uncompiled(wrapper: Runnable, invocation: Invocation, must_run: bool) -> Any:
+def _run_uncompiled(wrapper: Runnable, invocation: Invocation, in_ranks: bool) -> Any:
     if not inside_replica():
         log_once(_COMPILED_OUTSIDE)
-    return _run_replicas(wrapper, invocation, must_run)
+    return _run_replicas(wrapper, invocation, in_ranks)
 
 
-def _run_replicas(wrapper: Runnable, invocation: Invocation, must_run: bool) -> Any:
+def _run_replicas(wrapper: Runnable, invocation: Invocation, in_ranks: bool) -> Any:
     """Run a call on several devices.
 
     Args:
-        must_run: whether the engine has to run it.
+        in_ranks: whether its backward sums gradients over the ranks.
     """
     verb = overridden_verb(wrapper)
     if verb is not None:
-        _check_verb(wrapper, verb)
-    in_one_graph = not must_run and (verb is not None or modes_that_stay())
+        _check_verb(wrapper, verb, in_ranks)
+    in_one_graph = not in_ranks and (verb is not None or modes_that_stay())
     way = plain_composition if in_one_graph else on_all_devices
     if wrapper._options.measured is not None and not inside_replica():  # there replicas run one after the other
-        return _run_measured(wrapper, invocation, way, may_use_one_device=not must_run)
+        return _run_measured(wrapper, invocation, way, may_use_one_device=not in_ranks)
     return way(wrapper, invocation)
 
 
@@ -212,7 +221,7 @@ def _run_measured(wrapper: Runnable, invocation: Invocation, way: Way, *, may_us
     if not rows:
         return way(wrapper, invocation)
     invocation.is_timed = True
-    return timed(partial(way, wrapper, invocation), shares, rows, wrapper._engine, options.devices)
+    return timed(partial(way, wrapper, invocation), shares, rows, wrapper._threads, options.devices)
 
 
 def _runs_whole(options: Options) -> bool:
@@ -226,11 +235,11 @@ def _runs_whole(options: Options) -> bool:
     return False
 
 
-def _check_verb(wrapper: Runnable, verb: str) -> None:
+def _check_verb(wrapper: Runnable, verb: str, in_ranks: bool) -> None:
     """Raise RuntimeError if a verb of a subclass's own cannot be called."""
     name = type(wrapper).__name__
-    if reason := wrapper._engine.why_no_verbs(wrapper.module):
-        raise RuntimeError(f"{name}.{verb} is overridden, and {reason}")
+    if in_ranks:
+        raise RuntimeError(_NO_VERBS_IN_RANKS.format(name=name, verb=verb))
     if wrapper._options.draws_as_one_device:
         raise RuntimeError(_NO_VERBS.format(name=name, verb=verb))
 
@@ -271,6 +280,8 @@ def plan_of(wrapper: Runnable, invocation: Invocation) -> Call:
         sync_batch_norm=options.sync_batch_norm,
         one_device_randomness=options.draws_as_one_device,
         parts=options.parts,
+        rescue=options.rescue,
+        timeout_s=options.timeout,
         is_timed=invocation.is_timed,
     )
 
@@ -307,8 +318,8 @@ def whole_batches(wrapper: Runnable, method: str | None) -> Callee:
     devices = [here] if here else options.devices or [torch.device("cpu")]
     output_device = options.gather_on if options.devices and not here else devices[0]
 
-    def open_lanes(devices: Sequence[torch.device]) -> Lanes:
-        return wrapper._engine.open_lanes(wrapper.module, LaneCall(devices, devices[0], output_device, method))
+    def open_lanes(devices: Sequence[torch.device]) -> list[Lane]:
+        return wrapper._threads.open_lanes(wrapper.module, LaneCall(devices, devices[0], output_device, method))
 
     return Callee(
         open_lanes=open_lanes,
@@ -319,7 +330,8 @@ def whole_batches(wrapper: Runnable, method: str | None) -> Callee:
         rules=options.rules(),
         communicator=gradient_sync.communicator if gradient_sync is not None else None,
         # With a timeout the other lanes have to be there, if the first is stuck.
-        choice_for=partial(choice_for, wrapper, method) if getattr(options.engine, "timeout", None) is None else None,
+        choice_for=partial(choice_for, wrapper, method) if options.timeout is None else None,
+        timeout_s=options.timeout,
     )
 
 
@@ -361,10 +373,16 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 @critical
 def on_all_devices(wrapper: Runnable, invocation: Invocation) -> Any:
-    """Have the engine run a replica on every device."""
-    count_step(wrapper, wrapper._engine.timings)
+    """Run a replica on every device, each in a thread."""
+    count_step(wrapper, wrapper._threads.timings)
+    module, call, threads, ranks = (
+        wrapper._modules["module"],
+        wrapper._plan(invocation),
+        wrapper._threads,
+        wrapper._ranks,
+    )
     try:
-        return wrapper._engine.forward(wrapper._modules["module"], wrapper._plan(invocation))
+        return threads.forward(module, call) if ranks is None else ranks.forward(threads, module, call)
     except OneGraphNeededError:
         pass
     except ValueError as error:
@@ -377,7 +395,7 @@ def on_all_devices(wrapper: Runnable, invocation: Invocation) -> Any:
 @critical
 def plain_composition(wrapper: Runnable, invocation: Invocation) -> Any:
     """Run the four verbs one after the other."""
-    count_step(wrapper, wrapper._engine.timings)
+    count_step(wrapper, wrapper._threads.timings)
     return _composed(wrapper, invocation)
 
 
@@ -431,6 +449,6 @@ def count_step(wrapper: Runnable, timings: Callable[[], Sequence[ReplicaTiming]]
     """
     status = wrapper._status
     if monotonic() >= status.due:
-        engine = type(wrapper._engine).__name__
+        engine = "Threads"
         status.publish(type(wrapper.module).__name__, engine, wrapper._options.devices, timings())
     status.steps += 1

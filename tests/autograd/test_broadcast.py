@@ -1,11 +1,12 @@
 """Parameters broadcast to replicas in memory of their own, and gradients reduced: in buckets, in an order that repeats.
 
-The replicas are on the CPU with `separate_memory=True`; tests/contract/ runs the engines' whole contract so.
+The replicas are on the CPU, in separate memory; tests/contract/ runs the whole contract so.
 """
 
 import copy
 import functools
 import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,15 +18,22 @@ from helpers.twins import assert_same_gradients
 from unisono import DataParallel
 from unisono.autograd import broadcast
 from unisono.autograd.reducer import LeafHooks
-from unisono.engines.threads import Threads
 from unisono.runtime.buckets import buckets_of
 from unisono.runtime.streams import Copies
 
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(autouse=True)
+def _separate_memory() -> Iterator[None]:
+    from unisono.testing import separate_memory  # here: it cannot be undone
+
+    with separate_memory():
+        yield
+
+
 def wrap(module: nn.Module, num_replicas: int) -> DataParallel:
-    return DataParallel(module, ["cpu"] * num_replicas, engine=Threads(separate_memory=True))
+    return DataParallel(module, ["cpu"] * num_replicas)
 
 
 @pytest.fixture

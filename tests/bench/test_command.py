@@ -44,7 +44,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, list[Conte
 
     def measure(name, target, contenders, rounds, seconds, task):
         calls.append((name, target, contenders, rounds, seconds))
-        times = {"plain": 0.2, "limit": 0.1, "ddp": 0.15, "torchrun": 0.14, "threads": 0.12, "processes": 0.11}
+        times = {"plain": 0.2, "limit": 0.1, "ddp": 0.15, "torchrun": 0.14, "threads": 0.11}
         lines = [Line(c.name, c.replicas, [times[c.name]] * rounds, 2**20) for c in contenders]
         return Workload(name, lines, 8, 24)
 
@@ -60,13 +60,13 @@ def test_everything_of_ours(measured: list, capsys: pytest.CaptureFixture[str]):
     _, _, contenders, rounds, seconds = measured[0]
     assert list(map(str, contenders)) == [
         "plain",
-        *(f"{c} on 2 replicas" for c in ("limit", "ddp", "torchrun", "threads", "processes")),
+        *(f"{c} on 2 replicas" for c in ("limit", "ddp", "torchrun", "threads")),
     ]
     assert (rounds, seconds) == (5, 2.0)
     out = capsys.readouterr().out
     saved = Path("runs/bench/results.md").read_text()
     assert saved in out
-    assert "| unisono, processes |    9.09 |     110.0 | 110.0 to 110.0 |           1.36 |           0.91 |" in saved
+    assert "| unisono, threads  |    9.09 |     110.0 | 110.0 to 110.0 |           1.36 |           0.91 |" in saved
     assert saved.count("is fastest here") == 4
     assert Path("runs/bench/results.png").stat().st_size > 1000
     assert len(json.loads(Path("runs/bench/results.json").read_text())["workloads"]) == 4
@@ -74,12 +74,12 @@ def test_everything_of_ours(measured: list, capsys: pytest.CaptureFixture[str]):
 
 def test_a_model_of_the_callers(measured: list, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr("unisono.bench.machine.num_cores", lambda: 6)
-    assert run("own:build", "--contenders", "processes,plain", "--rounds", "2", "--output", ".") == 0
+    assert run("own:build", "--contenders", "threads,plain", "--rounds", "2", "--output", ".") == 0
     ((name, target, contenders, *_),) = measured
     assert (name, target) == ("own:build", "own:build")
-    assert [str(c) for c in contenders] == ["plain", *(f"processes on {n} replicas" for n in (2, 4, 6))]
+    assert [str(c) for c in contenders] == ["plain", *(f"threads on {n} replicas" for n in (2, 4, 6))]
     out = capsys.readouterr().out
-    assert 'DataParallel(model, ["cpu"] * 2, engine="processes")` is fastest here' in out
+    assert 'DataParallel(model, ["cpu"] * 2)` is fastest here' in out
 
 
 def test_replicas_as_told(measured: list):
@@ -113,7 +113,7 @@ def test_the_help_breaks_at_spaces(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert run("--help") == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "package.module:build, or one of ours: resnet, mlp, gpt, tiny (default: all of ours)" in text
-    assert "some of plain, limit, ddp, torchrun, threads, processes (default: all)" in text
+    assert "some of plain, limit, ddp, torchrun, threads (default: all)" in text
 
 
 def test_a_contender_that_fails_is_a_failure(measured: list, monkeypatch: pytest.MonkeyPatch):
@@ -126,7 +126,7 @@ def test_a_contender_that_fails_is_a_failure(measured: list, monkeypatch: pytest
     ("arguments", "error"),
     [
         (["tiny", "tinyy"], "tinyy: expected one of ours, resnet, mlp, gpt, tiny, or package.module:build for one of"),
-        (["--contenders", "us"], "--contenders: expected some of plain, limit, ddp, torchrun, threads, processes; got"),
+        (["--contenders", "us"], "--contenders: expected some of plain, limit, ddp, torchrun, threads; got"),
         (["--rounds", "0"], "argument --rounds: expected a whole number from 1 up; got '0'"),
         (["--seconds-per-turn", "61"], "--seconds-per-turn: expected a number from 0.01 to 60; got '61'"),
         (["--replicas", "1,2"], "argument --replicas: expected a whole number from 2 to 256; got '1'"),
@@ -151,12 +151,12 @@ def test_with_programs_of_its_own(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.slow
 def test_ctrl_c_ends_everything():
     """In the middle of the turns, when all contenders are there."""
-    arguments = ["own:build", "--contenders", "plain,processes", "--rounds", "100000", "--seconds-per-turn", "0.1"]
+    arguments = ["own:build", "--contenders", "plain,limit", "--rounds", "100000", "--seconds-per-turn", "0.1"]
     with forked(main, ["bench", *arguments], cwd=Path()) as program:
         program.wait_for("ms a step")
         started = psutil.Process(program.pid).children(recursive=True)
         os.kill(program.pid, signal.SIGINT)
         assert program.wait() == 130
         assert program.err == "unisono bench: error: stopped at once\n"
-    assert len(started) == 4  # plain; ours, its fork server, its worker
+    assert len(started) == 3  # the plain module, and two of the limit
     assert psutil.wait_procs(started, timeout=30)[1] == []

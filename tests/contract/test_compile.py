@@ -1,4 +1,4 @@
-"""torch.compile, before wrapping and after it, in every engine: the numbers of the plain module, few graphs."""
+"""torch.compile, before wrapping and after it: the numbers of the plain module, few graphs."""
 
 import copy
 import gc
@@ -19,13 +19,6 @@ from helpers.comparisons import assert_same_state, train_both
 from helpers.contract import ON_CPU, Wrap, in_turn
 from helpers.modules import Calls
 from unisono import DataParallel, data_parallel, replicate
-
-
-@pytest.fixture
-def engine() -> str:
-    """The only one: processes refuse compiled modules."""
-    return "threads"
-
 
 pytestmark = [
     pytest.mark.usefixtures("numerics"),

@@ -16,13 +16,6 @@ from helpers.modules import Calls
 from unisono import DataParallel, data_parallel, replicate
 from unisono.runtime import torch_private
 
-
-@pytest.fixture
-def engine() -> str:
-    """The only one: processes refuse scripted modules."""
-    return "threads"
-
-
 pytestmark = [
     pytest.mark.usefixtures("float64"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
-from helpers.contract import DEVICES, ON_CPU, in_turn, on_first_device
+from helpers.contract import DEVICES, in_turn, on_first_device
 from helpers.modules import Calls, mlp
 from unisono import DataParallel
 
@@ -337,35 +337,14 @@ def meta_learning(wrap: Wrap) -> Results:
     return results(model)
 
 
-# Each script on threads with both dtypes; on processes, in `make test-all`, with the more exact one.
-CASES = [("threads", name, dtype) for name in SCRIPTS for dtype in TOLERANCES]
-if ON_CPU:
-    CASES += [pytest.param("processes", name, torch.float64, marks=pytest.mark.slow) for name in SCRIPTS]
-
-
-@pytest.mark.parametrize(("engine", "name", "dtype"), CASES, ids=str)
-def test_the_wrapped_module_trains_as_the_plain_one(engine: str, name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_the_wrapped_module_trains_as_the_plain_one(name: str, dtype: torch.dtype) -> None:
     """N7, N9, R4, R8, R9, R10, R13, R14, A10, A14"""
     expected = run(name, lambda module: module, dtype)
     limit = ROUNDED.get((name, dtype), TOLERANCES[dtype])
-    for num_replicas in (2, 3) if engine == "threads" else (3,):
-        actual = run(name, lambda module, n=num_replicas: DataParallel(module, in_turn(n), engine=engine), dtype)
+    for num_replicas in (2, 3):
+        actual = run(name, lambda module, n=num_replicas: DataParallel(module, in_turn(n)), dtype)
         found = differences(actual, expected)
         worst = max(found, key=found.__getitem__)
         assert found[worst] <= limit, f"{num_replicas} replicas: {worst} differs by {found[worst]:.1e} of its size"
-
-
-class LosesARow(DataParallel):
-    """Forgets the gradient of the first row, as a faulty scatter or backward would."""
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        output = self.module(*inputs, **kwargs)
-        return torch.cat([output[:1].detach(), output[1:]])
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_lost_row_would_be_noticed(name: str) -> None:
-    """The scripts above can fail."""
-    expected = run(name, lambda module: module, torch.float64)
-    actual = run(name, lambda module: LosesARow(module, DEVICES[:1]), torch.float64)
-    assert max(differences(actual, expected).values()) > 10 * TOLERANCES[torch.float64]

@@ -311,27 +311,14 @@ def fails(rank: int, where: str, options: dict) -> None:
 
 
 TWO = {"device_ids": ["cpu"] * 2}
-PROCESSES = {**TWO, "engine": "processes"}
 
 
-WAYS = {"one replica": {}, "threads": TWO, "processes": PROCESSES}
-
-
-def each_way(*where: str, fast: bool) -> pytest.MarkDecorator:
-    """Parametrise over where a rank fails and how its replicas run.
-
-    A rank that waits does the same for every failure, whatever runs its replicas. So one way to fail is enough for the
-    engines: each rank with worker processes starts a fork server, which imports torch, three seconds of processor time.
-    """
-    with_workers = pytest.param(where[-1], "processes", marks=() if fast else pytest.mark.slow)
-    cases = [*((each, "one replica") for each in where), ("backward", "threads"), with_workers]
-    return pytest.mark.parametrize(("where", "way"), cases)
-
-
-@each_way("forward", "loading", "backward", fast=False)
-def test_the_others_learn_why_one_has_failed(where, way):
+@pytest.mark.parametrize(
+    ("where", "options"), [("forward", {}), ("loading", {}), ("backward", {}), ("backward", TWO)], ids=str
+)
+def test_the_others_learn_why_one_has_failed(where, options):
     """C12"""
-    ended = end_ranks(3, fails, where, WAYS[way])
+    ended = end_ranks(3, fails, where, options)
     assert "TroubleError: no more memory" in ended[1].error
     for rank in (0, 2):
         assert "has failed while this one was at summing gradients over the processes" in ended[rank].error
@@ -340,10 +327,12 @@ def test_the_others_learn_why_one_has_failed(where, way):
         assert ended[rank].exit_code == 1
 
 
-@each_way("forward", "backward", "loading", "kill", fast=True)
-def test_a_rank_that_waits_at_a_batch_norm_learns_it_too(where, way):
-    """C12, C9: also with replicas in worker processes, which wait for the caller's all-gather."""
-    ended = end_ranks(2, fails, where, {**WAYS[way], "sync_batch_norm": True})
+@pytest.mark.parametrize(
+    ("where", "options"), [("forward", {}), ("backward", {}), ("kill", {}), ("backward", TWO)], ids=str
+)
+def test_a_rank_that_waits_at_a_batch_norm_learns_it_too(where, options):
+    """C12, C9"""
+    ended = end_ranks(2, fails, where, {**options, "sync_batch_norm": True})
     assert "while this one was at a batch norm over all processes" in last_error(ended[0])
     assert where == "kill" or "TroubleError: no more memory" in ended[0].error
 

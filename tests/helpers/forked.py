@@ -19,7 +19,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-LIMIT_S = 300  # for what hangs: on a machine that does other things too, a program may take minutes
+_LIMIT_S = 300  # for what hangs: on a machine that does other things too, a program may take minutes
 
 context = multiprocessing.get_context("forkserver")
 # Backward and the first optimizer import these, which takes a second and more in each process.
@@ -52,16 +52,16 @@ class Program:
 
     def wait_for(self, text: str) -> None:
         """Wait until it has written this."""
-        deadline = time.monotonic() + LIMIT_S
+        deadline = time.monotonic() + _LIMIT_S
         while text not in self.out + self.err:
             assert self._process.is_alive(), f"it has ended without {text!r}: {self.out}{self.err}"
-            assert time.monotonic() < deadline, f"no {text!r} after {LIMIT_S} s: {self.out}{self.err}"
+            assert time.monotonic() < deadline, f"no {text!r} after {_LIMIT_S} s: {self.out}{self.err}"
             self._process.join(0.02)
 
     def wait(self) -> int:
         """Wait for its end; return its exit status, negative for a signal."""
-        self._process.join(LIMIT_S)
-        assert self._process.exitcode is not None, f"no end after {LIMIT_S} s: {self.out}{self.err}"
+        self._process.join(_LIMIT_S)
+        assert self._process.exitcode is not None, f"no end after {_LIMIT_S} s: {self.out}{self.err}"
         return int(self._process.exitcode)
 
     def _written(self, name: str) -> str:
@@ -70,7 +70,9 @@ class Program:
 
 
 @contextlib.contextmanager
-def forked(function: Callable[..., Any], *args: Any, cwd: Path, env: Mapping[str, str] = {}) -> Iterator[Program]:
+def forked(
+    function: Callable[..., Any], *args: Any, cwd: Path | None = None, env: Mapping[str, str] = {}
+) -> Iterator[Program]:
     """Run `sys.exit(function(*args))` as a program, which does not outlive the block; warnings are errors.
 
     Example:
@@ -79,12 +81,13 @@ def forked(function: Callable[..., Any], *args: Any, cwd: Path, env: Mapping[str
 
     Args:
         function, args: what it does.
-        cwd: the folder to run in.
+        cwd: the folder to run in; None: this process's.
         env: variables of its environment.
     """
     with tempfile.TemporaryDirectory() as streams:
         job = cloudpickle.dumps((function, args))
-        process = context.Process(target=_begin, args=(job, str(cwd.resolve()), dict(env), streams, sys.path))
+        folder = str((cwd or Path()).resolve())
+        process = context.Process(target=_begin, args=(job, folder, dict(env), streams, sys.path))
         process.start()
         try:
             yield Program(process, Path(streams))

@@ -56,7 +56,9 @@ def test_medians_of_the_steps() -> None:
 
 
 @pytest.mark.parametrize("devices", [["cpu"], None, ["cpu"] * 2])
-def test_steps_without_an_engine_are_left_out(devices: list[str] | None, no_accelerators: None, tmp_path: Path) -> None:
+def test_steps_that_were_not_split_are_left_out(
+    devices: list[str] | None, no_accelerators: None, tmp_path: Path
+) -> None:
     """P3: on one device, where the plain module runs, and with overridden verbs; the table says what shows these."""
 
     class Scatters(DataParallel):

@@ -1,6 +1,6 @@
 """All-gathers among replicas: all take part in all of them, or one raises an error, and none waits for ever.
 
-Values, failures and replicas in worker processes are in tests/contract/test_sync_batch_norm_exchange.py.
+Values and failures are in tests/contract/test_sync_batch_norm_exchange.py.
 """
 
 from collections.abc import Callable

@@ -39,7 +39,6 @@ def train(rank: int, world_size: int, options: dict, name: str) -> tuple[float, 
         pytest.param(4, {}, "residual block", id="one replica"),
         pytest.param(2, TWO, "residual block", id="threads"),
         pytest.param(2, TWO, "checkpoint, non-reentrant", id="threads, checkpoints"),
-        pytest.param(2, {**TWO, "engine": "processes"}, "residual block", id="processes"),
     ],
 )
 def test_training_is_that_of_one_device_over_all_rows(world_size, options, name):

@@ -1,4 +1,4 @@
-"""Batch norm over all replicas in ways of running replicas that make one graph; tests/contract has the engines.
+"""Batch norm over all replicas in ways of running replicas that make one graph; tests/contract has the others.
 
 They are the plain composition (a verb is overridden) and accelerators, where one call runs backward of all replicas'
 graphs as one; simulated devices stand in for them.

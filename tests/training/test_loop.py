@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import os
 import re
 import shutil
 import signal
@@ -26,7 +25,6 @@ from helpers.host_waits import noted_on_simulated_devices
 from helpers.plain_training import train_plainly
 from unisono.console.errors import DivergedError, Interrupted, OptionError
 from unisono.console.progress import Silent
-from unisono.engines.processes import worker_group
 from unisono.profiling.profile import Profile
 from unisono.training import checkpoint, computation, data, loop, models
 from unisono.training import run as run_module
@@ -409,30 +407,10 @@ def losses_with(path: Path, **changes: Any) -> list[float]:
     return losses_of(folder)
 
 
-class KillsWorkers(Observer):
-    """Kills a worker after some steps."""
-
-    def step(self, record: StepRecord) -> None:
-        if record.step in (3, 7):
-            for group in list(worker_group._groups):
-                os.kill(group.workers[-1].pid, signal.SIGKILL)
-
-
-def test_a_worker_that_is_killed_changes_no_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F10: the model's file is that of an undisturbed run, byte for byte, and so are the losses."""
-    monkeypatch.setattr(models, "build", conv_with_batch_norm)
-    folders = [RunFolder.for_new_run(tmp_path / name) for name in ("undisturbed", "killed")]
-    options = replace(SMALL, epochs=1, engine="processes", devices="cpu*3")
-    for folder, observer in zip(folders, (Observer(), KillsWorkers()), strict=True):
-        train(options, folder, observers={"observer": observer})
-    assert_same_run(*folders)
-
-
-@pytest.mark.parametrize("engine", ["threads", "processes"])
-def test_a_profiled_run_has_the_same_numbers(uninterrupted, folder, engine, tmp_path):
+def test_a_profiled_run_has_the_same_numbers(uninterrupted, folder, tmp_path):
     """T9: and its files are of the steps of the last epoch, also where the run goes on in two parts."""
-    train(replace(SMALL, engine=engine, epochs=1), folder, profile=True)
-    run = train(replace(SMALL, engine=engine), RunFolder.reopen(folder.path), resume=True, profile=True)
+    train(replace(SMALL, epochs=1), folder, profile=True)
+    run = train(SMALL, RunFolder.reopen(folder.path), resume=True, profile=True)
     assert_same_run(folder, uninterrupted)
     assert sum(sum(step.rows.values()) for step in run.profile.steps()) == 1437
     events = json.loads(folder.trace.read_text())["traceEvents"]
@@ -454,7 +432,6 @@ def test_batch_norm_sees_the_rows_of_all_devices(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(models, "build", conv_with_batch_norm)
     alone = pytest.approx(losses_with(tmp_path, devices="cpu"), rel=1e-4)
     assert losses_with(tmp_path) == alone
-    assert losses_with(tmp_path, engine="processes") == alone
     assert losses_with(tmp_path, sync_batch_norm=False) != alone
     alone_in_parts = losses_with(tmp_path, devices="cpu", accumulate=2)
     assert losses_with(tmp_path, devices="cpu*3", accumulate=2) == pytest.approx(alone_in_parts, rel=1e-4)

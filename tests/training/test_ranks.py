@@ -54,11 +54,11 @@ def run_one_step_ahead(rank: int, folder: Path, *arguments: str) -> tuple[int, s
     ("world_size", "run", "arguments"),
     [
         (2, run, []),
-        pytest.param(2, run, ["--devices", "cpu*2", "--engine", "processes"], marks=pytest.mark.slow),
+        pytest.param(2, run, ["--devices", "cpu*2"], marks=pytest.mark.slow),
         (3, run, ["--accumulate", "7"]),
         (2, run_one_step_ahead, []),
     ],
-    ids=["2x1", "2x2 processes", "3 and parts of batches", "2x1, losses a step later"],
+    ids=["2x1", "2x2", "3 and parts of batches", "2x1, losses a step later"],
 )
 def test_processes_train_as_one_does(alone: Path, tmp_path: Path, world_size: int, run: Any, arguments: Any) -> None:
     ends = run_ranks(world_size, run, tmp_path, *SMALL, *arguments, "--output", "run")

@@ -25,14 +25,14 @@ _QUICK = {"rounds": 3, "seconds_per_turn": 0.5}
 SUMMARY = "measure training steps on this machine, ours beside others'"
 
 DESCRIPTION = """\
-Measure training steps on the cores of this machine: the plain module, torch DDP, DataParallel under a launcher, with
-threads and with processes, and the limit: as many processes without any communication. All take turns in one run, so
-that figures can be compared. Where noise may be why one is faster, or other programs keep the cores busy, it says so
-instead of naming the fastest.
+Measure training steps on the cores of this machine: the plain module, torch DDP, DataParallel in one process
+(threads) and under a launcher (torchrun), and the limit: as many processes without any communication. All take turns
+in one run, so that figures can be compared. Where noise may be why one is faster, or other programs keep the cores
+busy, it says so instead of naming the fastest.
 
-For each model it says which engine and how many replicas are fastest here. A model of yours is package.module:build:
-build is a function without arguments, found from the current folder, as for `unisono verify`: it returns
-(model, inputs), or a dict with model, inputs, target, criterion, and options of DataParallel.
+For each model it says how many replicas are fastest here. A model of yours is package.module:build: build is a function
+without arguments, found from the current folder, as for `unisono verify`: it returns (model, inputs), or a dict with
+model, inputs, target, criterion, and options of DataParallel.
 """
 
 EXAMPLES = """\
@@ -40,9 +40,9 @@ examples:
   unisono bench train:build                           a model of yours
   unisono bench train:build --quick                   a first look
   unisono bench train:build --replicas 2,4,8 --seconds-per-turn 5
-  unisono bench train:build --contenders plain,ddp,processes
+  unisono bench train:build --contenders plain,ddp,threads
   unisono bench mlp tiny                              two of ours
-  unisono bench                                       all of ours; eight minutes on two cores
+  unisono bench                                       all of ours; seven minutes on two cores
 
 models of ours:
   resnet   ResNet-18, 32 pictures of 28 x 28

@@ -611,7 +611,7 @@ def _unpickled(tensor: torch.Tensor) -> Any:
 
 def broadcast_plan(tensors: Sequence[torch.Tensor]) -> tuple[Bucket, ...]:
     """Return the buckets in which `Communicator.broadcast` sends tensors."""
-    return buckets_of({i: Form.of(t.detach(), t.device) for i, t in enumerate(tensors) if t.numel()})
+    return buckets_of({i: Form.of(t.detach()) for i, t in enumerate(tensors) if t.numel()})
 
 
 _communicators: "weakref.WeakKeyDictionary[Any, Communicator]" = weakref.WeakKeyDictionary()

@@ -1,7 +1,7 @@
 """scatter and gather: split the rows of a batch among replicas, and join the replicas' outputs into one.
 
 The two are each other's inverse, and each other's adjoint: the gradient of a scatter is a gather. Both are
-differentiable. Engines split and join by the same code, in inputs.py and outputs.py.
+differentiable. `DataParallel` splits and joins by the same code, in inputs.py and outputs.py.
 """
 
 from collections.abc import Sequence

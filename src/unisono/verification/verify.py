@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from unisono.data_parallel import DataParallel
-from unisono.engines.threads import Threads
 from unisono.primitives.blueprint import check_initialized
 from unisono.primitives.checks import check_module
 from unisono.primitives.placements import check_have_data
@@ -29,9 +28,6 @@ from unisono.verification.report import MODES, Finding, Kind, Report, Row
 from unisono.verification.state import RandomState, copied
 from unisono.verification.step import Example, RecordedStep, take_step
 
-_WORKERS_NOT_RECORDED = (
-    'calls in other processes are not recorded: engine="threads" tells which submodule differs first, and why'
-)
 _NO_ACCELERATOR = "this machine has no accelerator: the replicas were on the CPU"
 _JUMPS = (
     "parameters and inputs that change by {nudge:.0e} of themselves move gradients by {moved:.0e} of the largest, as "
@@ -127,7 +123,6 @@ def verify(
                 rows += found
                 if not any(row.differs for row in found):
                     continue
-                notes += [] if isinstance(wrapped._engine, Threads) else [_WORKERS_NOT_RECORDED]
                 of_mode = Comparison(mode, wrapped, options, one, many, found, tolerance).findings()
                 if is_uncertain(of_mode):
                     again = step(wrapped.module)
