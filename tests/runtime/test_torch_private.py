@@ -304,14 +304,6 @@ def test_process_groups(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             torch_private.process_group(backend, store, 0, 1)
 
 
-def test_the_store_of_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """C1: of the group itself; in older releases, of torch's table."""
-    assert torch_private.store_of_group(SimpleNamespace(get_group_store=lambda: "its own")) == "its own"
-    older = object()
-    monkeypatch.setitem(torch.distributed.distributed_c10d._world.pg_map, older, ("gloo", "in the table"))
-    assert torch_private.store_of_group(older) == "in the table"
-
-
 @pytest.mark.parametrize("local_world_size", ["2", "4"])
 def test_the_environment_while_a_group_of_nccl_is_made(monkeypatch: pytest.MonkeyPatch, local_world_size: str) -> None:
     """That errors are the caller's, and where to listen: not in a job over several machines. And only then."""
