@@ -282,9 +282,7 @@ def plan_of(wrapper: Runnable, invocation: Invocation) -> Call:
 def arguments_of(wrapper: Runnable, invocation: Invocation) -> Arguments:
     """Return the inputs, leaf by leaf; raise TypeError or ValueError for what cannot be split."""
     options, function = wrapper._options, getattr(wrapper._modules["module"], invocation.method or "forward")
-    return Arguments(
-        invocation.inputs, invocation.kwargs, options.dim, options.in_dims, function, devices=options.devices
-    )
+    return Arguments(invocation.inputs, invocation.kwargs, options.dim, options.in_dims, function)
 
 
 def shards_for(wrapper: Runnable, invocation: Invocation, devices: Sequence[torch.device]) -> list[tuple[Any, Any]]:
@@ -294,8 +292,7 @@ def shards_for(wrapper: Runnable, invocation: Invocation, devices: Sequence[torc
     if not any(sizes):  # other devices than the wrapper's: torch's rule
         sizes = split_rows(arguments.rows or 0, len(devices))
     used = [0] * len(devices) if arguments.rows is None else [size for size in sizes if size] or [0]
-    numbers = [number for number, size in enumerate(sizes) if size] or range(len(used))
-    return scattered(arguments, devices[: len(used)], used, numbers)
+    return scattered(arguments, devices[: len(used)], used)
 
 
 def whole_batches(wrapper: Runnable, method: str | None) -> Callee:
@@ -392,7 +389,7 @@ def plain_composition(wrapper: Runnable, invocation: Invocation) -> Any:
     numbers = plan.replica_numbers if plan else range(len(options.devices))
     device_ids = [here or options.device_ids[i] for i in numbers]
     if plan:
-        shards, shard_kwargs = zip(*scattered(plan.arguments, plan.devices, plan.sizes, numbers), strict=True)
+        shards, shard_kwargs = zip(*scattered(plan.arguments, plan.devices, plan.sizes), strict=True)
     else:
         shards, shard_kwargs = interruptibly(wrapper.scatter, invocation.inputs, invocation.kwargs, device_ids)
     before = call_of_verbs.set(plan)
