@@ -41,7 +41,7 @@ def at(place: str) -> Iterator[None]:
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(devices, "_has_separate_memory", True)  # `unisono.testing` cannot be imported for a while
+        patch.setattr(devices, "_has_separate_memory", True)  # unisono.testing would hide real accelerators
         if ON_CPU:
             send_late(patch)
         patch.setattr(broadcast, "buckets_of", functools.partial(buckets_of, full_bytes=300))

@@ -256,14 +256,6 @@ def test_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch_private.free_memory_bytes(torch.device("cuda", 5)) == 0
 
 
-def test_the_store_of_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """C1: of the group itself; in older releases, of torch's table."""
-    assert torch_private.store_of_group(SimpleNamespace(get_group_store=lambda: "its own")) == "its own"
-    older = object()
-    monkeypatch.setitem(torch.distributed.distributed_c10d._world.pg_map, older, ("gloo", "in the table"))
-    assert torch_private.store_of_group(older) == "in the table"
-
-
 @pytest.mark.parametrize(
     ("mode", "replays"), [(None, False), ("max-autotune-no-cudagraphs", False), ("reduce-overhead", True)]
 )
