@@ -93,7 +93,6 @@ def contenders(model: nn.Module, batches: list[torch.Tensor]) -> Iterator[Runs]:
             "ProcessPoolExecutor": lambda: len(list(pool.map(call_own, batches))),
             "map": lambda: len(list(wrapper.map(batches))),
         }
-    wrapper.close()
 
 
 def take(model: nn.Module, num_threads: int) -> None:

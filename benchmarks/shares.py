@@ -101,7 +101,6 @@ def steps_s(shares: str | list[int], number: int) -> list[float]:
         started = time.perf_counter()
         model(x).sum().backward()
         seconds.append(time.perf_counter() - started)
-    model.close()
     return seconds
 
 

@@ -148,18 +148,18 @@ def test_standard_streams_that_are_closed(closed: str, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "checkpoint.safetensors").exists()
 
 
+def run_with_small_files() -> int:
+    import resource
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000,) * 2)
+    return main([*SMALL, "--output", "out"])
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="no limit on the size of files there")
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     """A limit on the size of files, which the checkpoint is the first to reach."""
-
-    def limited() -> int:
-        import resource
-
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000,) * 2)
-        return main([*SMALL, "--output", "out"])
-
-    with forked(limited, cwd=tmp_path) as program:
+    with forked(run_with_small_files, cwd=tmp_path) as program:
         assert program.wait() == 1
         assert program.err.startswith(
             "unisono train: error: out/checkpoint.safetensors cannot be written (File too large)"

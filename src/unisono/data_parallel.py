@@ -32,13 +32,12 @@ from unisono.primitives.split_sizes import IdleDevices
 from unisono.profiling.profile import Profile
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline
-from unisono.runtime.device_facts import warn_if_unequal
 from unisono.runtime.devices import DeviceLike
 from unisono.runtime.errors import log_once
 from unisono.runtime.interrupts import critical
-from unisono.runtime.step_status import StepStatus
 from unisono.runtime.timeline import ReplicaTiming
 from unisono.runtime.tracebacks import leave_out_own_frames, without_own_frames
+from unisono.runtime.unequal_devices import warn_if_unequal
 from unisono.wrapper import Wrapper, accept_clean_names
 
 
@@ -170,7 +169,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         )
         self._threads = Threads()
         self._ranks: Ranks | None = None
-        self._idle_devices, self._status = IdleDevices(), StepStatus()
+        self._idle_devices = IdleDevices()
         self._profile: Profile | None = None
         self.register_load_state_dict_pre_hook(accept_clean_names)  # type: ignore[no-untyped-call]
         self._wrap(module, communicator, loss)

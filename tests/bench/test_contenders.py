@@ -92,17 +92,18 @@ def test_the_losses_agree(target: str, tmp_path: Path):
     assert losses_of(Contender("limit", 2), target, tmp_path)[0] == pytest.approx(plain[0], rel=1e-5)
 
 
+def losses_of_rank(rank: int, name: str, target: str, folder: Path) -> list[float]:
+    step = step_of(Contender(name, 2), rank, Task.of_target(target).shard(rank, 2), folder)
+    return [step().loss.item() for _ in range(3)]
+
+
 @pytest.mark.slow
 def test_ours_agree_with_ddp_with_batch_norm(tmp_path: Path):
     target = "unisono.bench.workloads:resnet"
 
     def of_ranks(name: str) -> list[float]:
-        def of_rank(rank: int) -> list[float]:
-            step = step_of(Contender(name, 2), rank, Task.of_target(target).shard(rank, 2), tmp_path / name)
-            return [step().loss.item() for _ in range(3)]
-
         (tmp_path / name).mkdir()
-        return mean_over_rows(run_ranks(2, of_rank, init=False), [16, 16])
+        return mean_over_rows(run_ranks(2, losses_of_rank, name, target, tmp_path / name, init=False), [16, 16])
 
     expected = of_ranks("ddp")
     assert of_ranks("torchrun") == pytest.approx(expected, rel=1e-5)

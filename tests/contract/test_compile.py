@@ -20,6 +20,13 @@ from helpers.contract import ON_CPU, Wrap, in_turn
 from helpers.modules import Calls
 from unisono import DataParallel, data_parallel, replicate
 
+
+@pytest.fixture
+def place() -> str:
+    """One is enough: where the memory of compiled modules is does not matter."""
+    return "one memory"
+
+
 pytestmark = [
     pytest.mark.usefixtures("numerics"),
     # torch itself looks at the gradient of an input that is no leaf, where a compiled module follows another

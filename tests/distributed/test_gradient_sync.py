@@ -5,11 +5,10 @@ import copy
 import hashlib
 import io
 import itertools
-import sys
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
-import cloudpickle
 import pytest
 import torch
 from torch import nn
@@ -25,8 +24,6 @@ from helpers.twins import assert_same_gradients, rows_of, twins
 from unisono.distributed.bucketed_all_reduce import BucketPlan
 from unisono.distributed.process_group import Communicator, communicator_for
 from unisono.primitives.measured_shares import MeasuredShares
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 SIZES = [[4, 9, 5, 1], [7, 3, 0, 2], [1, 1, 1, 1], [0, 6, 2, 5]]
 ONE: dict = {}
@@ -106,13 +103,22 @@ def test_training_is_that_of_one_device_over_all_rows(world_size, options, loss)
 # What follows runs in two processes, with 4 and 9 rows where nothing else is said.
 
 
+FUNCTIONS: dict[str, Callable] = {}  # those that are run in ranks, by name
+
+
+def call(rank: int, name: str, options: dict) -> None:
+    FUNCTIONS[name](rank, options)
+
+
 def case(*options: dict) -> Callable[[Callable], Callable]:
     """Make a function a test, which runs it in two ranks, once for each of some options of the wrapper."""
 
     def take(function: Callable) -> Callable:
+        FUNCTIONS[function.__name__] = function
+
         @pytest.mark.parametrize("options", options or (ONE, TWO), ids=lambda o: "two replicas" if o else "one replica")
         def test(options: dict) -> None:
-            run_ranks(2, function, options)
+            run_ranks(2, call, function.__name__, options)
 
         test.__doc__ = function.__doc__
         return test
@@ -654,15 +660,15 @@ def test_copies_and_files(rank: int, options: dict) -> None:
     assert not local.spans_processes
 
 
+def save(rank: int, path: Path) -> None:
+    model = unisono.DataParallel(perceptron())
+    if rank == 0:
+        torch.save(model, path)
+
+
 def test_a_file_of_several_processes_is_loaded_by_one(tmp_path):
     path = tmp_path / "model"
-
-    def save(rank: int) -> None:
-        model = unisono.DataParallel(perceptron())
-        if rank == 0:
-            torch.save(model, path)
-
-    run_ranks(2, save)
+    run_ranks(2, save, path)
     model = torch.load(path, weights_only=False)
     model(torch.zeros(2, 5).double()).sum().backward()
     assert not model.spans_processes
@@ -747,30 +753,30 @@ def num_collectives() -> int:
     return sum(group._get_sequence_number_for_group() for group in groups)
 
 
+def steps(rank: int, width: int, dtype: torch.dtype) -> tuple[list[int], str]:
+    model, oracle = twins(lambda: nn.Sequential(*(nn.Linear(width, width) for _ in range(10))).to(dtype))
+    generator = torch.Generator().manual_seed(1)
+    rtol = 1e-5 if dtype == torch.float32 else 1e-11
+    counts = []
+    for sizes in SIZES[0][:2], SIZES[0][:2], SIZES[1][:2], [0, 5], [2, 0], SIZES[0][:2]:
+        x = torch.randn(sum(sizes), width, generator=generator).to(dtype)
+        model.zero_grad()
+        oracle.zero_grad()
+        loss = model(x[rows_of(rank, sizes)]).square().mean()
+        before = num_collectives()
+        loss.backward()
+        counts.append(num_collectives() - before)
+        oracle(x).square().mean().backward()
+        assert_same_gradients(model.module, oracle, rtol, rtol / 100)
+    bits = b"".join(p.grad.numpy().tobytes() for p in model.parameters())
+    return counts, hashlib.sha256(bits).hexdigest()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(("width", "num_buckets"), [(16, 1), (256, 3)])
 def test_a_step_has_one_collective_a_bucket_and_none_beside_it(width, num_buckets, dtype):
     """C1, C2, C3: what else the ranks have to know of each other is in the buckets."""
-
-    def steps(rank: int) -> tuple[list[int], str]:
-        model, oracle = twins(lambda: nn.Sequential(*(nn.Linear(width, width) for _ in range(10))).to(dtype))
-        generator = torch.Generator().manual_seed(1)
-        rtol = 1e-5 if dtype == torch.float32 else 1e-11
-        counts = []
-        for sizes in SIZES[0][:2], SIZES[0][:2], SIZES[1][:2], [0, 5], [2, 0], SIZES[0][:2]:
-            x = torch.randn(sum(sizes), width, generator=generator).to(dtype)
-            model.zero_grad()
-            oracle.zero_grad()
-            loss = model(x[rows_of(rank, sizes)]).square().mean()
-            before = num_collectives()
-            loss.backward()
-            counts.append(num_collectives() - before)
-            oracle(x).square().mean().backward()
-            assert_same_gradients(model.module, oracle, rtol, rtol / 100)
-        bits = b"".join(p.grad.numpy().tobytes() for p in model.parameters())
-        return counts, hashlib.sha256(bits).hexdigest()
-
-    (counts, bits), other = run_ranks(2, steps)
+    (counts, bits), other = run_ranks(2, steps, width, dtype)
     assert (counts, bits) == other
     assert counts == [num_buckets] * len(counts)
 

@@ -22,7 +22,6 @@ from helpers.modules import Calls
 from unisono import DataParallel
 from unisono.autograd import broadcast
 from unisono.console.errors import OptionError
-from unisono.engines.threads import Threads
 from unisono.runtime import devices
 from unisono.runtime.buckets import buckets_of
 from unisono.training.computation import expect_compiler
@@ -59,23 +58,15 @@ PLACES = [
 SEPARATE = [pytest.param([0, 0, "separate memory"], id="one device twice, separate memory")]
 
 
-class Places(list[torch.device]):
-    """The devices of the replicas that threads run, and whether each has memory of its own even on one device."""
-
-    separate_memory = False
-
-
-def devices_of(first: torch.device, indices: list[Any]) -> Places:
-    return Places(torch.device(first.type, index) for index in indices if isinstance(index, int))
+Places = list[torch.device]
 
 
 @pytest.fixture(params=PLACES + SEPARATE)
 def placed(request: pytest.FixtureRequest, first: torch.device, monkeypatch: pytest.MonkeyPatch) -> Places:
-    """Where the replicas are that threads run."""
+    """The devices of the replicas, each of which may have memory of its own even on one device."""
     monkeypatch.setattr(broadcast, "buckets_of", functools.partial(buckets_of, full_bytes=1000))  # several, that is
-    places = devices_of(first, request.param)
-    places.separate_memory = "separate memory" in request.param
-    return places
+    monkeypatch.setattr(devices, "_has_separate_memory", "separate memory" in request.param)
+    return [torch.device(first.type, index) for index in request.param if isinstance(index, int)]
 
 
 in_time = functools.partial(_in_time, limit_s=WAIT_S)
@@ -96,11 +87,7 @@ def conv_net() -> nn.Module:
 def wrapped(plain: nn.Module, placed: Places, **options: Any) -> tuple[nn.Module, DataParallel]:
     """Return the plain module on the first device, and a copy of it wrapped."""
     plain = plain.to(placed[0])
-    return plain, parallel(copy.deepcopy(plain), placed, **options)
-
-
-def parallel(module: nn.Module, placed: Places, **options: Any) -> DataParallel:
-    return DataParallel(module, placed, **{"engine": Threads(separate_memory=placed.separate_memory), **options})
+    return plain, DataParallel(copy.deepcopy(plain), placed, **options)
 
 
 def test_each_replica_stands_on_its_device(placed: Places) -> None:
@@ -189,7 +176,7 @@ def test_a_buffer_that_forward_writes(placed: Places) -> None:
         return model.linear(x) * 0 + model.calls
 
     counts = Calls(forward, linear=nn.Linear(16, 16), calls=nn.Buffer(torch.zeros((), dtype=torch.int64)))
-    model = parallel(counts.to(placed[0]), placed)
+    model = DataParallel(counts.to(placed[0]), placed)
     with torch.no_grad():
         outputs = [model(torch.ones(24, 16, device=placed[0])) for _ in range(50)]
     assert [output.unique().tolist() for output in outputs] == [[float(number)] for number in range(1, 51)]
@@ -230,7 +217,7 @@ def stress(placed: Places, *, waits: bool) -> list[torch.Tensor]:
     each part of a step, so that nothing can come too early.
     """
     torch.manual_seed(1)
-    model = parallel(mlp(torch.float32).to(placed[0]), placed)
+    model = DataParallel(mlp(torch.float32).to(placed[0]), placed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     before = torch.accelerator.current_stream(placed[0])
     streams = [before, torch.Stream(device=placed[0]), torch.Stream(device=placed[0])]
@@ -339,7 +326,7 @@ def test_compiled_by_the_default_compiler(placed: Places) -> None:
         pytest.skip(str(error))
     torch.compiler.reset()
     plain = mlp().to(placed[0])
-    model = parallel(cast(nn.Module, torch.compile(copy.deepcopy(plain))), placed)
+    model = DataParallel(cast(nn.Module, torch.compile(copy.deepcopy(plain))), placed)
     for rows in (24, 24, 12):
         x = torch.randn(rows, 16, dtype=torch.float64, device=placed[0])
         for module in (plain, model):

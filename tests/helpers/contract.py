@@ -15,6 +15,7 @@ from helpers.in_time import in_time as _in_time
 from helpers.late_copies import send_late
 from unisono import DataParallel
 from unisono.autograd import broadcast
+from unisono.runtime import devices
 from unisono.runtime.buckets import buckets_of
 
 Wrap = Callable[..., DataParallel]
@@ -39,9 +40,8 @@ def at(place: str) -> Iterator[None]:
     if place == "one memory":
         yield
         return
-    from unisono.testing import separate_memory  # here: it cannot be undone
-
-    with pytest.MonkeyPatch.context() as patch, separate_memory():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(devices, "_has_separate_memory", True)  # unisono.testing would hide real accelerators
         if ON_CPU:
             send_late(patch)
         patch.setattr(broadcast, "buckets_of", functools.partial(buckets_of, full_bytes=300))

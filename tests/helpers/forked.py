@@ -8,6 +8,7 @@ import contextlib
 import io
 import multiprocessing
 import os
+import pickle
 import sys
 import tempfile
 import time
@@ -16,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import torch
 
 _LIMIT_S = 300  # for what hangs: on a machine that does other things too, a program may take minutes
@@ -27,7 +27,8 @@ _LATE_IMPORTS = ["torch.fx.experimental.symbolic_shapes", "torch._dynamo"]
 # And these are what `unisono train` imports.
 _LATE_IMPORTS += ["unisono.cli", "matplotlib.figure", "matplotlib.backends.backend_agg", "safetensors.torch"]
 _LATE_IMPORTS += ["sklearn.datasets"]
-context.set_forkserver_preload(["torch", "torch.distributed", "cloudpickle", "unisono", *_LATE_IMPORTS])
+_ROOT = Path(__file__).parents[2]  # where a program finds test modules, such as tests.training.test_ranks
+context.set_forkserver_preload(["torch", "torch.distributed", "pytest", "unisono", *_LATE_IMPORTS])
 
 
 class Program:
@@ -80,14 +81,14 @@ def forked(
             assert program.wait() == 0, program.err
 
     Args:
-        function, args: what it does.
+        function, args: what it does: a function of a module, which the program imports.
         cwd: the folder to run in; None: this process's.
         env: variables of its environment.
     """
     with tempfile.TemporaryDirectory() as streams:
-        job = cloudpickle.dumps((function, args))
+        job = pickle.dumps((function, args))
         folder = str((cwd or Path()).resolve())
-        process = context.Process(target=_begin, args=(job, folder, dict(env), streams, sys.path))
+        process = context.Process(target=_begin, args=(job, folder, dict(env), streams, [*sys.path, str(_ROOT)]))
         process.start()
         try:
             yield Program(process, Path(streams))
@@ -107,6 +108,6 @@ def _begin(job: bytes, cwd: str, env: Mapping[str, str], streams: str, path: lis
     os.chdir(cwd)
     sys.path[:] = path
     torch.set_num_threads(1)
+    function, args = pickle.loads(job)
     warnings.simplefilter("error")
-    function, args = cloudpickle.loads(job)
     sys.exit(function(*args))

@@ -15,7 +15,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import cloudpickle
 import torch
 
 from helpers.forked import forked
@@ -48,7 +47,7 @@ def end_ranks(
     init: bool = True,
     env: Mapping[str, str] = {},
 ) -> list[Ended]:
-    """Call `function(rank, *args)` in each process; return how each has ended.
+    """Call `function(rank, *args)`, a function of a module, in each process; return how each has ended.
 
     Args:
         timeout_s: that of the process group.
@@ -100,10 +99,10 @@ def _run(
     except SystemExit:
         raise
     except BaseException as error:  # noqa: BLE001 - the test gets it
-        Path(path).write_bytes(cloudpickle.dumps((None, traceback.format_exc())))
+        Path(path).write_bytes(pickle.dumps((None, traceback.format_exc())))
         sys.excepthook(type(error), error, error.__traceback__)  # as the interpreter would
         return 1
-    Path(path).write_bytes(cloudpickle.dumps(outcome))
+    Path(path).write_bytes(pickle.dumps(outcome))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     return 0

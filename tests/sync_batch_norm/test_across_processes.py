@@ -4,7 +4,6 @@ import re
 import sys
 from collections import Counter
 
-import cloudpickle
 import pytest
 import torch
 from torch import nn
@@ -16,8 +15,6 @@ from helpers.ranks import run_ranks
 from helpers.twins import assert_same_gradients, rows_of, train_twins, twins
 from unisono.distributed import bucketed_all_reduce, process_group
 from unisono.sync_batch_norm.across_processes import CrossProcessAllGather
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 SIZES = [[4, 9, 5, 1], [7, 3, 0, 2], [1, 1, 1, 1], [0, 6, 2, 5]]
 TWO = {"device_ids": ["cpu"] * 2}

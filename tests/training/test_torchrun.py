@@ -61,7 +61,7 @@ def assert_same_bytes(run: Path, undisturbed: Path) -> None:
 
 @pytest.mark.slow
 def test_killed_processes_and_the_numbers_of_an_undisturbed_run(tmp_path: Path) -> None:
-    """T1, T3: no folder is named, nor, when they are started again, the launch: the new processes find their run."""
+    """T1: no folder is named, nor, when they are started again, the launch: the new processes find their run."""
     how = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--max-restarts", "2"]
     with torchrun(tmp_path, *how, "-m", "unisono", "train", *TRAIN) as process:
         for rank, records in (("0", 30), ("1", 60)):  # two epochs and some steps; then four

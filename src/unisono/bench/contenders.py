@@ -35,7 +35,7 @@ class Contender:
 
     @property
     def num_programs(self) -> int:
-        """How many processes are started for it, not counting those that these start."""
+        """How many processes are started for it."""
         return self.replicas if self.name in ("limit", *DISTRIBUTED) else 1
 
     def __str__(self) -> str:

@@ -354,10 +354,7 @@ def is_default_device(mode: object) -> bool:
 
 
 def default_device() -> torch.device | None:
-    """Return the default device of this thread; None if none has been set. Fallback: None.
-
-    `torch.get_default_device` overlooks `with torch.device(...)` in older releases.
-    """
+    """Return the default device of this thread; None if none is set, which torch's does not tell. Fallback: None."""
     for mode in reversed(function_modes()):
         if is_default_device(mode):
             device: torch.device = mode.device
@@ -1039,13 +1036,6 @@ def all_gather_into(flat: torch.Tensor, tensor: torch.Tensor, group: Any) -> Any
     # Older releases have it under another name, which newer ones warn about.
     gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
     return gather(flat.view(-1), tensor.reshape(-1), group, True)
-
-
-def store_of_group(group: Any) -> Any:
-    """Return the store of a process group. Older releases have it in a table of all groups."""
-    if hasattr(group, "get_group_store"):
-        return group.get_group_store()
-    return torch.distributed.distributed_c10d._get_process_group_store(group)
 
 
 def timeout_of_group(group: Any) -> timedelta:

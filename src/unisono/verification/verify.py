@@ -45,7 +45,6 @@ def verify(
     dim: int = 0,
     *,
     rtol: float | None = None,
-    atol: float | None = None,
     show: bool = True,
     **options: Any,
 ) -> Report:
@@ -75,8 +74,8 @@ def verify(
         device_ids: one device a replica, as in `DataParallel`. None: every accelerator, one alone counting twice; two
             replicas on the CPU where there is none.
         output_device, dim: as in `DataParallel`.
-        rtol, atol: the largest allowed difference, relative to the largest value, and absolute. None: as suits the
-            floating types that the model computes in.
+        rtol: the largest allowed difference, relative to the largest value. None: as suits the floating types that the
+            model computes in.
         show: print the report.
         options: the keyword options of `DataParallel`, such as `shares`.
 
@@ -94,9 +93,8 @@ def verify(
         raise ValueError("target without criterion: give a criterion(output, target) that returns the loss")
     if criterion is not None and not callable(criterion):
         raise TypeError(f"criterion: expected a function of output and target, got {criterion!r}")
-    for name, given in (("rtol", rtol), ("atol", atol)):
-        if given is not None and not 0 <= given < math.inf:
-            raise ValueError(f"{name}={given}: expected a finite number, 0 or more")
+    if rtol is not None and not 0 <= rtol < math.inf:
+        raise ValueError(f"rtol={rtol}: expected a finite number, 0 or more")
     check_have_data("compare", inputs, "inputs")
     check_have_data("compare", target, "target")
     devices = wrapped.devices
@@ -113,10 +111,10 @@ def verify(
                 step = functools.partial(take_step, example=example, random=random, mode=mode)
                 one = step(wrapped.module)
                 many = step(wrapped, like=one)
-                tolerance = Tolerance.of(_dtypes(wrapped.module, one), devices[0], rtol, atol)
+                tolerance = Tolerance.of(_dtypes(wrapped.module, one), devices[0], rtol)
                 found = _rows(mode, one, many, tolerance)
                 notes += _notes(mode, one, many)
-                if rtol is None and atol is None and _only_gradients_differ(found):
+                if rtol is None and _only_gradients_differ(found):
                     moved = compare.sensitivity(one.gradients, step(wrapped.module, nudge=tolerance.rtol).gradients)
                     before, found = found, compare.allowing(found, moved)
                     notes += [_JUMPS.format(nudge=tolerance.rtol, moved=moved)] if found != before else []
