@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from helpers.comparisons import assert_all_same, assert_same, assert_same_gradients, assert_same_state, twins
-from helpers.contract import Wrap, on_the_cpu
+from helpers.contract import Wrap, at_one_place, on_the_cpu
 from helpers.modules import Fn, mlp
 from unisono import DataParallel
 from unisono.primitives.measured_shares import PERIOD, MeasuredShares
@@ -79,6 +79,7 @@ TRAINED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Callable[..., 
 }
 
 
+@at_one_place
 @pytest.mark.parametrize("name", [pytest.param(n, marks=on_the_cpu if n == "dropout" else ()) for n in TRAINED])
 def test_gradients_are_the_plain_modules_in_every_step(wrap: Wrap, speeds: Speeds, name: str) -> None:
     """S16, N1, N2, N5, N6, G5: with every split that is tried, with one device, after the freeze, with short batches.
@@ -106,6 +107,7 @@ def test_gradients_are_the_plain_modules_in_every_step(wrap: Wrap, speeds: Speed
     assert [timing.rows for timing in model.replica_timings] == [10, 3, 3] or step is two_forwards
 
 
+@at_one_place
 def test_frozen_shares_are_bit_for_bit_those_that_are_written(
     wrap: Wrap, speeds: Speeds, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -124,6 +126,7 @@ def test_frozen_shares_are_bit_for_bit_those_that_are_written(
             assert torch.equal(ours.grad, theirs.grad)
 
 
+@at_one_place
 def test_shares_are_what_was_chosen(wrap: Wrap, speeds: Speeds) -> None:
     """S16: those of training, once it has some; others are assigned, and "measured" again begins anew."""
     speeds(1, 3)
@@ -146,6 +149,7 @@ def test_shares_are_what_was_chosen(wrap: Wrap, speeds: Speeds) -> None:
     assert [timing.rows for timing in model.replica_timings] == [4, 12]
 
 
+@at_one_place
 def test_where_one_device_wins_it_is_the_plain_module(
     wrap: Wrap, speeds: Speeds, caplog: pytest.LogCaptureFixture
 ) -> None:

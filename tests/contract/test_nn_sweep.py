@@ -476,7 +476,7 @@ DRAWING_AS_ONE_DEVICE = [replace(each, options={**each.options, "randomness": "o
 SLOW = pytest.mark.slow
 # Recipes, how many replicas and rows, and marks.
 RUNS: list[tuple[str, list[Recipe], list[tuple[int, int]], Any]] = [
-    ("few", RECIPES, [(2, 6), (3, 7)], ()),  # they divide; they do not, and one row is left for the last
+    ("few", RECIPES, [(3, 7)], ()),  # one row is left for the last
     ("many", RECIPES, [(4, 2), (8, 17)], SLOW),  # replicas without rows: too few, or the others round up
     ("drawing", DRAWING_AS_ONE_DEVICE, [(3, 7), (4, 8)], ()),
 ]

@@ -227,7 +227,6 @@ def test_a_profile_keeps_no_graph(wrap: Wrap) -> None:
         output.sum().backward()
         del output
     module = weakref.ref(model.module)
-    model.close()
     del model
     gc.collect()
     assert node() is None
