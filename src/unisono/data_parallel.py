@@ -76,7 +76,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             each computed once more in backward, so that only one part's activations are in memory. Gradients are the
             same within float rounding. How many rows fit is logged and remembered.
         timeout: after how many seconds without progress a wait for a replica ends in `ReplicaTimeout`, which has the
-            Python stack of the stuck replica; progress is any message of a replica, and any part that one has finished.
+            Python stack of the stuck replica; progress is any part of its work that a replica has finished.
             None: never. So it has to be longer than a replica's whole forward, or backward, may take after the first
             replica's. The first replica runs in the calling thread: where it is stuck itself, nothing is raised.
         scalars: what becomes of 0-dim outputs (and of numbers), such as a loss. "stack": a vector, one entry a replica,
