@@ -53,7 +53,7 @@ from typing import Any, Self
 import torch
 
 from unisono.runtime import devices as _devices
-from unisono.runtime import torch_private
+from unisono.runtime import draws_off, torch_private
 from unisono.runtime.errors import log_once
 from unisono.runtime.forks import in_forked_child
 from unisono.runtime.interrupts import acquire
@@ -100,13 +100,13 @@ def own_streams(
 ) -> AbstractContextManager[Callable[[int], AbstractContextManager[None]]]:
     """Return the context of one pass over replicas on `devices`; it gives the context of replica i in its thread.
 
-    Not for replicas that run one after the other under a mode: they have no threads.
+    Not for replicas that run one after the other under a mode: they have no threads. No streams while draws are off.
 
     Args:
         name: what messages call the model.
         devices: one a replica.
     """
-    if len(devices) < 2 or inside_replica():
+    if len(devices) < 2 or inside_replica() or draws_off.are_off():
         return contextlib.nullcontext(lambda index: contextlib.nullcontext())
     return _OwnStreams(name, devices)
 
