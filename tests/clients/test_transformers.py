@@ -216,13 +216,6 @@ def test_checkpoint_and_resume(tmp_path: Path, installed: Any) -> None:
     torch.testing.assert_close(resumed["losses"][-6:], one["losses"][-6:], **TOLERANCE)
 
 
-@pytest.mark.parametrize("engine", ["threads", pytest.param("processes", marks=pytest.mark.slow)])
-def test_dropout_of_one_device(engine: str, tmp_path: Path) -> None:
-    """X8, N12."""
-    with unisono.install(["cpu", "cpu"], engine=engine, randomness="one_device") as installed:
-        assert_as_on_one_device(lambda: gpt2(dropout=0.2), tmp_path, installed)
-
-
 @pytest.mark.parametrize("engine", ["threads", pytest.param("processes", marks=pytest.mark.slow)], indirect=True)
 def test_mixed_precision(engine: str, tmp_path: Path, installed: Any) -> None:
     """X8: the Trainer leaves the autocast to accelerate, which gives it to a model on one device only."""

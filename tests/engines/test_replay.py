@@ -67,14 +67,12 @@ SYNC = {"sync_batch_norm": True}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "sync": SYNC,
-    "one device": {"randomness": "one_device"},
-    "both": {**SYNC, "randomness": "one_device"},
     "gloo": {"share_memory": False},
     "gloo, sync": {"share_memory": False, **SYNC},
 }
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("one device", "both", "gloo, sync")]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("gloo, sync",)]
 
 
 @pytest.mark.parametrize("options", ["plain", "sync", "gloo", *SLOW])
@@ -649,7 +647,6 @@ WAIT = "its replicas wait for each other"
     [
         (nn.BatchNorm1d(2), {}, r"parts=\): the model itself \(BatchNorm1d\) normalises over all of its rows"),
         (nn.Identity(), {"sync_batch_norm": True}, rf"parts=\): {WAIT}"),
-        (nn.Identity(), {"randomness": "one_device"}, rf"parts=\): {WAIT}"),
         (in_forward(counted), {}, "changes the buffer 'count'"),
         (in_forward(lambda module, x: module.layer(x).mean()), {}, "0-dim tensors"),
         (in_forward(lambda module, x: module.layer(x).mean(0)), {}, r"\[4, 4\] rows it .* of lengths \[2, 2\]"),

@@ -130,29 +130,6 @@ def test_a_stopped_worker_that_does_not_take_a_message(wrap):
 
 
 @both_engines
-def test_draws_of_one_device(wrap, engine):
-    """F7, N12: replicas wait for each other at each draw."""
-
-    class Draws(Stuck):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.dropout(super().forward(x), 0.5, True)
-
-    model = wrap(Draws().eval(), 3, engine=engine(), randomness="one_device")
-    x = rows(3)[:-1]
-    torch.manual_seed(0)
-    expected = model(x)
-    model.module.actor = 1
-    before, model.engine.timeout = state_of(model), TIMEOUT_S
-    with pytest.raises(ReplicaTimeout, match="replica 1") as raised:
-        in_time(lambda: model(x))
-    assert "in gets_stuck" in raised.value.stack
-    assert_equal(state_of(model), before)
-    model.engine.timeout, model.module.actor = None, -1
-    torch.manual_seed(0)
-    torch.testing.assert_close(model(x), expected)
-
-
-@both_engines
 @pytest.mark.parametrize("actor", [0, 1])
 def test_a_lane_of_a_map(wrap, engine, actor):
     """F7, I9: the error comes in the batch's turn; the other lane computes the rest, and a later map all of it."""

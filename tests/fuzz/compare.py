@@ -118,8 +118,6 @@ def wrap(program: Program, module: nn.Module, outermost: bool, engine_for: Engin
         options["in_dims"] = (0, None)
     if "batch norm" in program.traits:
         options["sync_batch_norm"] = True
-    if "random" in program.traits:
-        options["randomness"] = "one_device"
     engine: Threads | Processes = Threads()
     if outermost:
         engine = engine_for(devices)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fuzz.actions import ACTIONS
-from fuzz.blocks import FAMILIES, traits_of
+from fuzz.blocks import FAMILIES
 from fuzz.model import INPUTS, OUTPUTS
 from fuzz.program import Program, Step
 
@@ -13,9 +13,8 @@ from fuzz.program import Program, Step
 _BLOCKS_REFUSED: Mapping[str, tuple[str, ...]] = {
     "processes": ("scripted", "sparse", "compiled"),
     "gloo": ("scripted", "sparse", "compiled"),
-    "ranks": ("random",),
 }
-_ERRORS_IN_PARTS = ("batch norm", "buffers", "random", "writes_input", "torch.func")
+_ERRORS_IN_PARTS = ("batch norm", "buffers", "writes_input", "torch.func")
 _ROWS = (0, 1, 2, 3, 4, 5, 6, 6, 7, 8, 11, 17)
 _WRAPS = ("model", "model", "part", "twice", "both")  # over ranks, layers around a "part" are not synchronised
 _WEIGHTS = (0, 1, 2, 3, 1.5)
@@ -38,7 +37,6 @@ def random_program(seed: int, engine: str) -> Program:
     if shares == "weights":
         shares = tuple(draw.choice(_WEIGHTS) for _ in range(num_replicas))
         shares = shares if any(shares) else (1,) * num_replicas
-    is_random = any("random" in traits_of(block) for block in blocks)
     options: dict[str, Any] = {
         "blocks": tuple(blocks),
         "engine": engine,
@@ -54,7 +52,7 @@ def random_program(seed: int, engine: str) -> Program:
         "writes_input": draw.random() < 0.1,
         "profile": draw.random() < 0.15,
         "retry": draw.random() < 0.2 and engine in ("processes", "gloo"),
-        "rescue": draw.random() < 0.1 and not is_random,
+        "rescue": draw.random() < 0.1,
         "seed": draw.randrange(1000),
     }
     traits = Program(**options).traits

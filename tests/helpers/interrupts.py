@@ -93,10 +93,8 @@ class Model(nn.Module):
 OPTIONS: dict[str, dict[str, Any]] = {
     "threads": {},
     "threads, sync_batch_norm": {"sync_batch_norm": True},
-    "threads, one_device": {"randomness": "one_device"},
     "processes": {"engine": "processes"},
     "processes, sync_batch_norm": {"engine": "processes", "sync_batch_norm": True},
-    "processes, one_device": {"engine": "processes", "randomness": "one_device"},
 }
 
 

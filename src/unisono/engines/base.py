@@ -35,7 +35,6 @@ class Call:
         part_rules: how the parts of a replica's shard are joined; None: by `rules`.
         method: the module's method that is called; None: the module itself.
         sync_batch_norm: whether batch norms in training see the rows of all replicas.
-        one_device_randomness: whether replicas draw the random numbers of one device.
         sync_context: what this call counts for in sums of gradients over several processes (a `SyncContext` of
             distributed/gradient_sync.py); None: there are no such sums.
         parts: in how many parts each replica runs its shard.
@@ -54,7 +53,6 @@ class Call:
     part_rules: OutputRules | None = None
     method: str | None = None
     sync_batch_norm: bool = False
-    one_device_randomness: bool = False
     parts: int = 1
     sync_context: Any = None
     cross_process: Any = None

@@ -42,7 +42,6 @@ from unisono.runtime.rng import own_streams
 from unisono.runtime.streams import Copies
 from unisono.runtime.thread_pool import PassContext, ReplicaContext, inside_replica, one_pass, run_together
 from unisono.runtime.timeline import ReplicaTiming
-from unisono.runtime.whole_batch_draws import no_draws, one_stream
 from unisono.sync_batch_norm.function_mode import BackwardMode, BatchNormOverReplicas
 
 _CUDA_GRAPHS = (
@@ -159,7 +158,7 @@ class _ThreadsForward(ForwardPass[ReplicaContext]):
                 timeline.mark(timeline.REPLICATE)
             self.replicas = pool.take(call.devices, self.tracked, copies)
         if pool.blueprint.observers:
-            if self.tracked and again is None and call.sync_context is None and not call.one_device_randomness:
+            if self.tracked and again is None and call.sync_context is None:
                 raise OneGraphNeededError
             warn_of_observers(pool.blueprint, call.devices)
         if pool.blueprint.compiled:
@@ -176,7 +175,7 @@ class _ThreadsForward(ForwardPass[ReplicaContext]):
         call, timeout_s, name = self.call, self._engine._policy.timeout, type(module).__name__
         contexts: list[PassContext] = [partial(own_streams, name, call.devices)]
         one_call: BackwardContext = nullcontext
-        if call.sync_batch_norm or call.one_device_randomness:
+        if call.sync_batch_norm:
             contexts, one_call = _contexts_with_exchange(name, call, self.replicas.roots, timeout_s)
         elif self.pool.blueprint.compiled:  # not where replicas wait for each other: then none may wait for a lock
             kinds = [(self.tracked, module.training, *kind_of(shard)) for shard in self._inputs.shards]
@@ -222,29 +221,25 @@ def _contexts_with_exchange(
 ) -> tuple[list[PassContext], BackwardContext]:
     """Return the contexts of each pass over the replicas, and that of one backward through all graphs.
 
-    In them the replicas exchange values: for random numbers of one device, for batch norm over all rows, or for both.
-    Messages call the model `name`; a replica waits for others for `timeout_s` without progress, None: for ever.
+    In them the replicas exchange values for batch norm over all rows. Messages call the model `name`; a replica waits
+    for others for `timeout_s` without progress, None: for ever.
     """
     alone = len(roots) == 1
     contexts: list[PassContext] = [partial(own_streams, name, call.devices)]
     if alone and call.cross_process is None:
         return contexts, nullcontext
-    if call.one_device_randomness and not alone:
-        contexts = [partial(one_stream, name, call.sizes)]
     new_exchange: Callable[[int], Exchange] = partial(
         LocalExchange, cross_process=call.cross_process, timeout_s=timeout_s, names=call.where()
     )
     contexts.append(exchanging(len(roots), new_exchange))
     on_host = all(map(_devices.computes_on_host, call.devices))
-    if not call.sync_batch_norm:
-        return contexts, no_draws
     if call.cross_process is not None and not alone and not on_host:
         raise RuntimeError(_TOO_MANY_ACCELERATORS)
     backward_mode = BackwardMode.PER_REPLICA if on_host or alone else BackwardMode.ONE_CALL
     batch_norm = BatchNormOverReplicas(roots, backward_mode)
     contexts.append(batch_norm.one_pass)
     if on_host:
-        return contexts, no_draws if call.one_device_randomness else nullcontext
+        return contexts, nullcontext
     if backward_mode is BackwardMode.ONE_CALL:
         return contexts, batch_norm.recomputation
     return contexts, partial(batch_norm.single_replica, new_exchange)

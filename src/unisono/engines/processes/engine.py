@@ -69,7 +69,6 @@ from unisono.runtime.thread_pool import (
 )
 from unisono.runtime.thread_state import ProcessState, ThreadState
 from unisono.runtime.timeline import ReplicaTiming
-from unisono.runtime.whole_batch_draws import SharedStream
 from unisono.sync_batch_norm.function_mode import exchange_contexts
 
 _HOOKS_OF_EVERY_MODULE = (
@@ -347,11 +346,7 @@ class _ProcessesForward(ForwardPass[int]):
             where,
             worker_group=self._group,
             step_lock=engine._step_lock,
-            new_streams=(
-                partial(SharedStream, type(module).__name__, call.sizes)
-                if call.one_device_randomness
-                else partial(SeededStreams, len(where))
-            ),
+            new_streams=partial(SeededStreams, len(where)),
             number=number,
             kept=self._group.keep_graph(number),
         )
@@ -388,7 +383,7 @@ class _ProcessesForward(ForwardPass[int]):
         """Return what is around each pass of this process's replica, beside the random streams."""
         call = self.call
         contexts: list[PassContext] = []
-        if call.sync_batch_norm or call.one_device_randomness:
+        if call.sync_batch_norm:
             contexts += exchange_contexts(
                 [*self.replicas.roots, *[None] * (len(call.devices) - 1)],
                 partial(self._group.open_exchange, cross_process=call.cross_process),
@@ -433,7 +428,6 @@ class _ProcessesForward(ForwardPass[int]):
                 rescue=engine._policy.rescue,
                 is_searched=is_searched,
                 sync_batch_norm=call.sync_batch_norm,
-                rows=call.sizes if call.one_device_randomness else None,
                 is_recorded=self.graphs.step is not None,
             )
 

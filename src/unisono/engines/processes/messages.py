@@ -113,7 +113,6 @@ class Forward(Message):
         device: the replica's.
         rendezvous: of the process group over which parameters are sent; None if none are.
         sync_batch_norm: whether batch norm is over all replicas.
-        rows: where replicas draw the random numbers of one device: the rows of each; else None.
         parts: how the replica runs its shard in parts; None: as a whole.
         rescue: whether a later message may have it run in parts.
         is_searched: whether its graph is searched for leaves that belong neither to the module nor to the inputs.
@@ -128,7 +127,6 @@ class Forward(Message):
     update: Update = field(default_factory=Update)
     rendezvous: Rendezvous | None = None
     sync_batch_norm: bool = False
-    rows: tuple[int, ...] | None = None
     parts: Parts | None = None
     rescue: bool = False
     is_searched: bool = False

@@ -45,7 +45,6 @@ from unisono.runtime.interrupts import at_deletion
 from unisono.runtime.rng import SeededStreams
 from unisono.runtime.thread_pool import Outcome, divided_intra_op_threads, one_pass, run_together
 from unisono.runtime.thread_state import ProcessState, ThreadState, modes_that_stay
-from unisono.runtime.whole_batch_draws import SharedStream
 
 T = TypeVar("T")
 
@@ -80,7 +79,7 @@ class RemoteGraphs(ReplicaGraphs):
 
     worker_group: WorkerGroup = field(kw_only=True)
     step_lock: StepLock = field(kw_only=True)
-    new_streams: Callable[[], SeededStreams | SharedStream] = field(kw_only=True)
+    new_streams: Callable[[], SeededStreams] = field(kw_only=True)
     number: int = field(kw_only=True)
     kept: at_deletion | None = field(kw_only=True)
     keys: list[int | None] = field(default_factory=list, kw_only=True)
@@ -105,7 +104,7 @@ class RemoteGraphs(ReplicaGraphs):
     def values_of(
         self,
         outcomes: list[Outcome[Any]],
-        streams: SeededStreams | SharedStream,
+        streams: SeededStreams,
         end: Callable[[bool], object],
         value_of: Callable[[int, Reply], Any],
         of: str = "",
@@ -301,7 +300,7 @@ class RemoteGraphs(ReplicaGraphs):
     def _ask(
         self,
         grads: Sequence[Sequence[torch.Tensor | None]],
-        streams: SeededStreams | SharedStream,
+        streams: SeededStreams,
         num_threads: int,
         keep: bool,
         needed: Sequence[bool] | None,

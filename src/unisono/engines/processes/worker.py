@@ -51,7 +51,6 @@ from unisono.runtime.errors import log
 from unisono.runtime.rng import digest_of_states
 from unisono.runtime.thread_pool import PassContext, ReplicaContext, one_pass, run_together
 from unisono.runtime.timeline import StepRecording
-from unisono.runtime.whole_batch_draws import one_stream
 from unisono.sync_batch_norm.function_mode import exchange_contexts
 
 _SPIN_S = 0.0002
@@ -296,13 +295,11 @@ class Worker:
         return loads(shard, from_reference)
 
     def _replica_context(self, message: Forward, root: nn.Module) -> ReplicaContext:
-        """Return the context of the replica in each pass: random numbers, and batch norm, of all replicas, or none."""
-        if message.rows is None and not message.sync_batch_norm:
+        """Return the context of the replica in each pass: batch norm of all replicas, or none."""
+        if not message.sync_batch_norm:
             return lambda _: nullcontext()
         channel, index = self._channel, message.replica
         contexts: list[PassContext] = []
-        if message.rows is not None:
-            contexts.append(partial(one_stream, type(root).__name__, message.rows))
         replicas = [root if i == index else None for i in range(message.num_replicas)]
         contexts += exchange_contexts(
             replicas, lambda _: RemoteExchange(channel), sync_batch_norm=message.sync_batch_norm
