@@ -38,7 +38,6 @@ class Client:
     inputs: Callable[..., Any] = lambda *tensors: tensors
     before_forward: Callable[[nn.Module], object] = lambda model: None
     options: dict[str, Any] = field(default_factory=dict)
-    engines: tuple[str, ...] = ("threads", "processes")
     dtype: torch.dtype = torch.float64
     found: str = ""
 
@@ -214,12 +213,7 @@ def three_steps(client: Client, call: nn.Module, model: nn.Module) -> list[torch
     return found
 
 
-@pytest.mark.parametrize(
-    ("client", "engine"),
-    [(client, engine) for client in CLIENTS for engine in client.engines],
-    ids=lambda value: value if isinstance(value, str) else value.module,
-    indirect=["engine"],
-)
+@pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.module)
 def test_model(wrap: Wrap, float64: None, client: Client) -> None:
     """X9"""
     pytest.importorskip(client.module)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.contract import Wrap, num_here, over_gloo_too
+from helpers.contract import Wrap
 from helpers.losses import fresh, loss_of
 from helpers.modules import mlp
 
@@ -32,17 +32,16 @@ class Watched(nn.Module):
         return sum(reference() is not None for reference in self.seen)
 
 
-@over_gloo_too
-def test_activations_are_freed(wrap: Wrap, engine: str) -> None:
+def test_activations_are_freed(wrap: Wrap) -> None:
     """N10: while backward runs, unless `retain_graph` keeps them; otherwise with the output or the loss."""
     model = wrap(Watched(), 3)
     output = model(torch.randn(8, 5))
-    assert model.module.alive() == num_here(engine, 3)
+    assert model.module.alive() == 3
     del output
     assert model.module.alive() == 0
     loss = loss_of(model(torch.randn(8, 5)))
     loss.backward(retain_graph=True)
-    assert model.module.alive() == num_here(engine, 3)
+    assert model.module.alive() == 3
     loss.backward()
     assert model.module.alive() == 0
     assert loss.grad_fn is not None
@@ -53,7 +52,7 @@ def test_activations_are_freed(wrap: Wrap, engine: str) -> None:
 
 
 def test_inputs_and_outputs_are_not_kept(wrap: Wrap) -> None:
-    """N10: neither the engine nor an idle worker keeps anything of the last step."""
+    """N10: nothing of the last step is kept."""
     model = wrap(mlp(), 3)
     x = fresh(torch.randn(8, 5))
     output = model(x)

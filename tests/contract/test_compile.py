@@ -1,4 +1,4 @@
-"""torch.compile, before wrapping and after it, in every engine: the numbers of the plain module, few graphs."""
+"""torch.compile, before wrapping and after it: the numbers of the plain module, few graphs."""
 
 import copy
 import gc
@@ -22,9 +22,9 @@ from unisono import DataParallel, data_parallel, replicate
 
 
 @pytest.fixture
-def engine() -> str:
-    """The only one: processes refuse compiled modules."""
-    return "threads"
+def place() -> str:
+    """One is enough: where the memory of compiled modules is does not matter."""
+    return "one memory"
 
 
 pytestmark = [

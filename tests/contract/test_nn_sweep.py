@@ -23,7 +23,6 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrizations
 
-from helpers.contract import EngineFor
 from helpers.losses import loss_of, tensors_in
 from helpers.modules import Calls
 from unisono import DataParallel, data_parallel
@@ -422,13 +421,13 @@ def batch_on(device: str | torch.device, recipe: Recipe, rows: int) -> list[torc
 
 
 def compare(
-    engine: Any, recipe: Recipe, devices: Sequence[str | torch.device], rows: int, modes: Sequence[bool] = (True, False)
+    recipe: Recipe, devices: Sequence[str | torch.device], rows: int, modes: Sequence[bool] = (True, False)
 ) -> None:
     """Compare a step in training, and then, from the state that it has left, one in eval mode."""
     plain, twin = recipe.module(), recipe.module()
     twin.load_state_dict(plain.state_dict())  # rather than a deep copy, which the old weight_norm refuses
     plain, twin = plain.to(devices[0]), twin.to(devices[0])
-    model = DataParallel(twin, devices, engine=engine, **recipe.options)
+    model = DataParallel(twin, devices, **recipe.options)
     averages_statistics = isinstance(plain, _InstanceNorm) and plain.track_running_stats
     for training in modes:
         batch = batch_on(devices[0], recipe, rows)
@@ -473,31 +472,27 @@ DRAWING = [
 
 
 SLOW = pytest.mark.slow
-# Recipes, the engine, how many replicas and rows, and marks.
-RUNS: list[tuple[str, list[Recipe], str, list[tuple[int, int]], Any]] = [
-    ("few", RECIPES, "threads", [(2, 6), (3, 7)], ()),  # they divide; they do not, and one row is left for the last
-    ("many", RECIPES, "threads", [(4, 2), (8, 17)], SLOW),  # replicas without rows: too few, or the others round up
-    ("few", RECIPES, "processes", [(2, 7)], SLOW),
-    ("drawing", DRAWING, "threads", [(3, 7), (4, 8)], ()),
-    ("drawing", DRAWING, "processes", [(2, 7)], SLOW),
+# Recipes, how many replicas and rows, and marks.
+RUNS: list[tuple[str, list[Recipe], list[tuple[int, int]], Any]] = [
+    ("few", RECIPES, [(2, 6), (3, 7)], ()),  # they divide; they do not, and one row is left for the last
+    ("many", RECIPES, [(4, 2), (8, 17)], SLOW),  # replicas without rows: too few, or the others round up
+    ("drawing", DRAWING, [(3, 7), (4, 8)], ()),
 ]
 
 
 @pytest.mark.parametrize(
-    ("engine", "splits", "recipe"),
+    ("splits", "recipe"),
     [
-        pytest.param(engine, splits, recipe, marks=marks, id=f"{recipe}-{engine}-{name}")
-        for name, recipes, engine, splits, marks in RUNS
+        pytest.param(splits, recipe, marks=marks, id=f"{recipe}-{name}")
+        for name, recipes, splits, marks in RUNS
         for recipe in recipes
     ],
 )
-def test_a_wrapped_module_is_the_plain_one(
-    engine: str, engine_for: EngineFor, recipe: Recipe, splits: list[tuple[int, int]]
-) -> None:
+def test_a_wrapped_module_is_the_plain_one(recipe: Recipe, splits: list[tuple[int, int]]) -> None:
     """R10, R2, S10, G6, N1, N2, N5, N12: outputs, all gradients, and the state afterwards, in training and eval."""
     for num_replicas, rows in splits:
         devices = ["cpu"] * num_replicas
-        compare(engine_for(engine, devices), recipe, devices, rows)
+        compare(recipe, devices, rows)
 
 
 @pytest.mark.slow
@@ -515,6 +510,6 @@ def test_also_where_each_replica_has_a_device_of_its_own(sim: list[torch.device]
         except (NotImplementedError, RuntimeError) as error:
             refused.append(str(error))
     if modes:
-        compare("threads", recipe, sim[:3], 7, modes)  # simulated devices exist in this process only
+        compare(recipe, sim[:3], 7, modes)
     if refused:
         pytest.skip(f"simulated devices cannot run the plain module either: {'; '.join(refused)}")

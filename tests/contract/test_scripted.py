@@ -18,9 +18,9 @@ from unisono.runtime import torch_private
 
 
 @pytest.fixture
-def engine() -> str:
-    """The only one: processes refuse scripted modules."""
-    return "threads"
+def place() -> str:
+    """One is enough: where the memory of scripted modules is does not matter."""
+    return "one memory"
 
 
 pytestmark = [

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import unisono
-from helpers.contract import Wrap, on_engines, on_threads
+from helpers.contract import Wrap, at_one_place
 
 os.environ.update(TRANSFORMERS_OFFLINE="1", HF_HUB_OFFLINE="1")  # read when it is imported
 transformers = pytest.importorskip("transformers", reason="models of the library transformers")
@@ -56,7 +56,7 @@ def halves(cache: Any) -> list[Any]:
     return [cache.self_attention_cache, cache.cross_attention_cache] if is_pair else [cache]
 
 
-@on_engines(["threads", "processes"])
+@at_one_place
 @pytest.mark.parametrize("name", MODELS)
 def test_caches_of_keys_and_values_are_joined(wrap: Wrap, name: str) -> None:
     """G9: all rows in replica order, with what the cache says about them; gradients through it are the plain ones."""
@@ -78,7 +78,7 @@ def test_caches_of_keys_and_values_are_joined(wrap: Wrap, name: str) -> None:
         assert mine.get_seq_length() == theirs.get_seq_length() == LENGTH
 
 
-@on_engines(["threads", "processes"])
+@at_one_place
 @pytest.mark.parametrize(
     ("name", "kind"), [("gpt2", "filled"), ("sliding window", "filled"), ("gpt2", "empty"), ("gpt2", "with a config")]
 )
@@ -102,7 +102,7 @@ def test_a_cache_as_an_input_is_split_by_rows(wrap: Wrap, name: str, kind: str) 
     assert actual.past_key_values.get_seq_length() == length + 2
 
 
-@on_engines(["threads", "processes"])
+@at_one_place
 def test_generate_on_every_device(wrap: Wrap) -> None:
     """R12: the plain module's tokens."""
     plain, x = MODELS["gpt2"]().eval(), tokens()
@@ -113,7 +113,7 @@ def test_generate_on_every_device(wrap: Wrap) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
-@on_threads
+@at_one_place
 def test_caches_that_cannot_be_split_or_joined(wrap: Wrap) -> None:
     """G9, S5: replicas' caches of different lengths; a cache with the rows of another batch; one of unknown layout."""
     cut = nn.Identity()

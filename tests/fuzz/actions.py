@@ -684,12 +684,6 @@ def functional_call(side: Side, step: Step) -> None:
 
 
 @change()
-def close(side: Side, step: Step) -> None:
-    for wrapper in side.wrappers():
-        wrapper.close()
-
-
-@change()
 def refresh(side: Side, step: Step) -> None:
     for wrapper in side.wrappers():
         wrapper.refresh()

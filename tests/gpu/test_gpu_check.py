@@ -76,7 +76,7 @@ def test_the_make_target_sets_up_nothing(python):
     assert ("/opt/bin/python benchmarks" in done.stdout) == bool(python)
 
 
-BRING = "pip download -d wheels pytest numpy cloudpickle psutil"
+BRING = "pip download -d wheels pytest numpy psutil"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from torch import nn
 
 from helpers.contract import Wrap, in_time
 from helpers.losses import fresh, loss_of
-from helpers.twins import assert_same_gradients as _assert_same_gradients
+from helpers.twins import assert_same_gradients as assert_same_gradients
 from unisono import DataParallel
 
 
@@ -70,10 +70,6 @@ def assert_same(actual: torch.Tensor | None, expected: torch.Tensor | None, tole
 def assert_all_same(actual: Iterable[Any], expected: Iterable[Any], tolerance: float = 1e-12) -> None:
     for mine, theirs in zip(actual, expected, strict=True):
         assert_same(mine, theirs, tolerance)
-
-
-def assert_same_gradients(actual: nn.Module, expected: nn.Module, tolerance: float = 1e-12) -> None:
-    _assert_same_gradients(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 def assert_same_state(actual: nn.Module, expected: nn.Module, tolerance: float = 1e-12) -> None:

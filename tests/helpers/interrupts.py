@@ -4,8 +4,8 @@ CPython runs signal handlers at a few places only: when a function begins, after
 loop jumps back. A `Moment` counts these places and trips SIGINT at the n-th one, without a Python instruction in
 between. So the handler runs at the first place where a real signal would have run it; a run can be repeated exactly.
 
-    campaign("threads", lambda last: range(1, last + 1, 7))   # every seventh moment
-    real_campaign("threads", 2000, seed=0)                    # SIGINT from another thread, at random times
+    campaign("training", lambda last: range(1, last + 1, 7))   # every seventh moment
+    real_campaign("training", 2000, seed=0)                    # SIGINT from another thread, at random times
 """
 
 import _thread
@@ -91,10 +91,8 @@ class Model(nn.Module):
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "threads": {},
-    "threads, sync_batch_norm": {"sync_batch_norm": True},
-    "processes": {"engine": "processes"},
-    "processes, sync_batch_norm": {"engine": "processes", "sync_batch_norm": True},
+    "training": {},
+    "sync_batch_norm": {"sync_batch_norm": True},
 }
 
 

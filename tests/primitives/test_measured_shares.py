@@ -161,16 +161,6 @@ def test_any_rows_and_any_times(steps, count):
         measured.record(StepTime(measured.weights, sizes, [seconds] * count, seconds, [INF] * count))
 
 
-@pytest.mark.parametrize("slow", [0, 1])
-def test_one_replica_slowed_four_times(slow):
-    """S16: within 30 steps."""
-    machine = Machine([Line(0.2, 4.0 if i == slow else 1.0) for i in range(2)], 0.1, noise=0.02)
-    measured = machine.measured()
-    assert until_frozen(measured, machine, 32) <= 30
-    assert machine.seconds(measured.sizes(32)) <= 1.15 * machine.best_of_two(32)
-    assert machine.seconds([16, 16]) >= 2.4 * machine.best_of_two(32)
-
-
 @pytest.mark.parametrize(
     ("machine", "rows", "weights"),
     [
@@ -275,17 +265,6 @@ def test_batches_of_another_size_for_long_are_measured_again(caplog):
     assert measured.weights == (1, 0)
     again = caplog.records[1].getMessage()
     assert "batches of 4 rows take 5e+03 ms for some time with shares=[1, 1]; those of 64 rows took 3.5e+04 ms" in again
-
-
-def test_a_first_batch_that_is_not_like_the_others():
-    """S16: a smaller one, or a larger one."""
-    for first in (2, 500):
-        machine = Machine([Line(0, 1)] * 2)
-        measured = machine.measured()
-        for _ in range(3):
-            machine.step(measured, first)
-        assert until_frozen(measured, machine, 64) <= 100
-        assert measured.weights == (1, 1)
 
 
 # ---- messages, copies, threads -------------------------------------------------------------------

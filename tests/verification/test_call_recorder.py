@@ -12,7 +12,7 @@ from torch import nn
 from unisono.verification.call_recorder import CallRecorder, match
 from unisono.verification.compare import Tolerance
 
-CLOSE = Tolerance(1e-6, 0.0)
+CLOSE = Tolerance(1e-6)
 
 
 def recorded(model: nn.Module, x: torch.Tensor) -> CallRecorder:

@@ -13,12 +13,11 @@ from unisono.primitives.dims import check_dims, check_scalars
 from unisono.primitives.split_sizes import RULES, check_shares
 
 TARGET = "package.module:build"
-OF_WRAPPERS = ("engine", "shares", "in_dims", "out_dims", "scalars", "sync_batch_norm")
+OF_WRAPPERS = ("shares", "in_dims", "out_dims", "scalars", "sync_batch_norm")
 
 
 def add_options_of_wrappers(parser: argparse.ArgumentParser) -> None:
     """Add the options that are arguments of `DataParallel`, for commands whose wrappers take them as they are."""
-    parser.add_argument("--engine", choices=("threads", "processes"), help="what runs replicas (default: threads)")
     parser.add_argument(
         "--shares",
         type=shares,

@@ -54,7 +54,7 @@ from unisono.runtime import draws_off, torch_private
 from unisono.runtime.errors import log_once
 from unisono.runtime.forks import in_forked_child
 from unisono.runtime.interrupts import acquire
-from unisono.runtime.thread_pool import PassContext, inside_replica
+from unisono.runtime.thread_pool import inside_replica
 
 # The operations that draw on the host; all others that draw call these. Each has an overload with a generator, except
 # those that end in "_like" in older releases of torch.
@@ -277,45 +277,6 @@ class Stream:
 
 def _seeded(seed: Callable[[], int]) -> torch.Generator:
     return torch.Generator("cpu").manual_seed(seed())
-
-
-class SeededStreams:
-    """The replicas' streams for one pass in which each replica has a process, and so a generator, to itself.
-
-    They are those of `own_streams`. Within the context, torch's generator in this process draws the first stream. It
-    gives the pass no context to enter.
-
-    Attributes:
-        seeds: one a replica, for the generator of its process.
-    """
-
-    def __init__(self, num_replicas: int) -> None:
-        self._before = torch.default_generator.get_state()
-        state = bytes_of(self._before)
-        self.seeds = [_seed(state, index) for index in range(num_replicas)]
-        self._others_drew = False
-
-    def __enter__(self) -> Sequence[PassContext]:
-        torch.default_generator.manual_seed(self.seeds[0])
-        self._begun = torch.default_generator.get_state()
-        return ()
-
-    def ended(self, digests: Sequence[bytes | None]) -> None:
-        """Take notice of how the other processes' replicas have ended: `digest_of_states` their random states."""
-        self._others_drew = any(digests)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        drew = self._others_drew or not torch.equal(torch.default_generator.get_state(), self._begun)
-        torch.default_generator.set_state(self._before)
-        if drew and kind is None:
-            _process.move_on()
-
-
-def digest_of_states(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> bytes | None:
-    """Return a digest of the states of generators; None if they are as before."""
-    if all(torch.equal(*pair) for pair in zip(before, after, strict=True)):
-        return None
-    return zlib.crc32(b"".join(map(bytes_of, after))).to_bytes(4)
 
 
 class BatchStreams:

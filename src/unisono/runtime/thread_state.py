@@ -11,11 +11,10 @@ says so and replicas run in the caller's thread, one after the other.
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from unisono.runtime import draws_off, precision, torch_private
+from unisono.runtime import draws_off, torch_private
 
 # Device types that autocast knows; asking about one that this build of torch lacks is harmless.
 _AUTOCAST_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia", "ipu", "privateuseone")
@@ -75,47 +74,6 @@ class ThreadState:
                 stack.enter_context(draws_off.in_this_thread())
             stack.enter_context(torch.set_grad_enabled(self.grad_enabled))
             yield
-
-
-@dataclass(frozen=True)  # without slots: pickle would call Python for each field
-class ProcessState:
-    """What another process must set, beside a thread's state, to compute as this one does."""
-
-    default_dtype: torch.dtype
-    deterministic: tuple[bool, bool, bool]
-    anomaly: tuple[bool, bool]
-    product_flags: tuple[str | None, str, str]
-    convolution_flags: tuple[Any, ...]
-
-    @classmethod
-    def capture(cls) -> "ProcessState":
-        """Return this process's state."""
-        return cls(
-            default_dtype=torch.get_default_dtype(),
-            deterministic=_deterministic(),
-            anomaly=(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-            product_flags=precision.product_flags(),
-            convolution_flags=precision.convolution_flags(),
-        )
-
-    def set(self) -> None:
-        """Set this state, for good."""
-        torch.set_default_dtype(self.default_dtype)
-        if self.deterministic != _deterministic():  # not for nothing: the call imports torch's compiler
-            enabled, warn_only, fill = self.deterministic
-            torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-            torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
-        torch.autograd.set_detect_anomaly(*self.anomaly)
-        precision.set_product_flags(self.product_flags)
-        precision.set_convolution_flags(self.convolution_flags)
-
-
-def _deterministic() -> tuple[bool, bool, bool]:
-    return (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
-    )
 
 
 def modes_that_stay() -> bool:

@@ -39,7 +39,6 @@ _NAMES = {
     "torch.nn.parallel.scatter_gather": ["scatter", "scatter_kwargs", "gather"],
     "torch.nn.parallel.parallel_apply": ["parallel_apply"],
 }
-_ENGINES = ("threads", "processes")
 _STAYS_TORCHS = (
     "{wrapper} ({file}:{line}) is torch's own DataParallel: its class was defined before unisono.install(), or kept "
     "where install() does not look. Call install() before that, or take the class from torch.nn where it is used."
@@ -49,7 +48,6 @@ _STAYS_TORCHS = (
 def install(
     device_ids: Sequence[DeviceLike] | None = None,
     *,
-    engine: str = "threads",
     shares: str | Sequence[float] = "chunk",
     in_dims: Any = ...,
     out_dims: Any = ...,
@@ -72,7 +70,6 @@ def install(
     Args:
         device_ids: the devices of every wrapper, whatever the script names. A device's number, as the verbs take it, is
             then its place in this list, counted round it. None: the script's own devices.
-        engine: "threads" or "processes".
         shares, in_dims, out_dims, scalars, sync_batch_norm: as in `unisono.DataParallel`.
 
     Returns:
@@ -82,11 +79,8 @@ def install(
     Raises:
         TypeError, ValueError: arguments that cannot be used.
     """
-    if engine not in _ENGINES:
-        raise ValueError(f"engine={engine!r}: expected one of {list(_ENGINES)}; every wrapper gets one of its own")
     devices = None if device_ids is None else tuple(_devices.resolve(device_ids))
     options: dict[str, Any] = {
-        "engine": engine,
         "shares": shares,
         "in_dims": in_dims,
         "out_dims": out_dims,

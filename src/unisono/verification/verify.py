@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from unisono.data_parallel import DataParallel
-from unisono.engines.threads import Threads
 from unisono.primitives.blueprint import check_initialized
 from unisono.primitives.checks import check_module
 from unisono.primitives.placements import check_have_data
@@ -32,9 +31,6 @@ from unisono.verification.report import MODES, Finding, Kind, Report, Row
 from unisono.verification.state import RandomState, copied
 from unisono.verification.step import Example, RecordedStep, take_step
 
-_WORKERS_NOT_RECORDED = (
-    'calls in other processes are not recorded: engine="threads" tells which submodule differs first, and why'
-)
 _NO_ACCELERATOR = "this machine has no accelerator: the replicas were on the CPU"
 _SWITCHED_OFF = "random draws have fixed values while it compares, and dropout drops nothing: {operations}"
 _JUMPS = (
@@ -53,7 +49,6 @@ def verify(
     dim: int = 0,
     *,
     rtol: float | None = None,
-    atol: float | None = None,
     show: bool = True,
     **options: Any,
 ) -> Report:
@@ -84,8 +79,8 @@ def verify(
         device_ids: one device a replica, as in `DataParallel`. None: every accelerator, one alone counting twice; two
             replicas on the CPU where there is none.
         output_device, dim: as in `DataParallel`.
-        rtol, atol: the largest allowed difference, relative to the largest value, and absolute. None: as suits the
-            floating types that the model computes in.
+        rtol: the largest allowed difference, relative to the largest value. None: as suits the floating types that the
+            model computes in.
         show: print the report.
         options: the keyword options of `DataParallel`, such as `shares`.
 
@@ -104,9 +99,8 @@ def verify(
         raise ValueError("target without criterion: give a criterion(output, target) that returns the loss")
     if criterion is not None and not callable(criterion):
         raise TypeError(f"criterion: expected a function of output and target, got {criterion!r}")
-    for name, given in (("rtol", rtol), ("atol", atol)):
-        if given is not None and not 0 <= given < math.inf:
-            raise ValueError(f"{name}={given}: expected a finite number, 0 or more")
+    if rtol is not None and not 0 <= rtol < math.inf:
+        raise ValueError(f"rtol={rtol}: expected a finite number, 0 or more")
     check_have_data("compare", inputs, "inputs")
     check_have_data("compare", target, "target")
     devices = wrapped.devices
@@ -123,21 +117,20 @@ def verify(
                 step = functools.partial(take_step, example=example, random=random, mode=mode)
                 one = step(wrapped.module)
                 many = step(wrapped, like=one)
+                tolerance = Tolerance.of(_dtypes(wrapped.module, one), devices[0], rtol)
                 notes += _notes(mode, one, many)
-                tolerance = Tolerance.of(_dtypes(wrapped.module, one), devices[0], rtol, atol)
                 if drawn := Comparison(mode, wrapped, options, one, many, (), tolerance).draws():
                     findings.append(drawn)
                     if many.error is None:  # else the shapes of the outputs say more
                         continue
                 found = _rows(mode, one, many, tolerance)
-                if rtol is None and atol is None and _only_gradients_differ(found):
+                if rtol is None and _only_gradients_differ(found):
                     moved = compare.sensitivity(one.gradients, step(wrapped.module, nudge=tolerance.rtol).gradients)
                     before, found = found, compare.allowing(found, moved)
                     notes += [_JUMPS.format(nudge=tolerance.rtol, moved=moved)] if found != before else []
                 rows += found
                 if not any(row.differs for row in found):
                     continue
-                notes += [] if isinstance(wrapped._engine, Threads) else [_WORKERS_NOT_RECORDED]
                 of_mode = Comparison(mode, wrapped, options, one, many, found, tolerance).findings()
                 if is_uncertain(of_mode):
                     again = step(wrapped.module)
