@@ -93,11 +93,6 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             own: `torch.nn.BatchNorm1d`, 2d and 3d, subclasses, and `torch.nn.functional.batch_norm`. Outputs,
             gradients and running statistics are then those of one device. The replicas wait for each other at every
             batch norm, forward and backward; where they do not all call the same ones, an error says so.
-        randomness: which random numbers dropout and all other draws have. "per_replica": each replica has a stream of
-            its own; equal seeds give equal runs. "one_device": those of one device with the same seed, for any number
-            of replicas. Each replica draws for the whole batch and takes its own rows, and waits for the others at
-            every draw. Shards must then differ in size, which shows the axis of the rows in a draw: if shares are even,
-            one row moves. What cannot be told is an error that names the operation. On the CPU, in one process.
         process_group: which processes train the model together, where a launcher such as torchrun has started several.
             None: all of them, or this one alone if there is no launcher and no default process group; a
             `torch.distributed.ProcessGroup`: those in it; False: this one alone.
@@ -142,7 +137,6 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         in_dims: Any = ...,
         out_dims: Any = ...,
         sync_batch_norm: bool = False,
-        randomness: str = "per_replica",
         process_group: Any = None,
         loss: str = "mean",
     ) -> None:
@@ -154,7 +148,6 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         devices = (devices_of_process if is_launched else _devices.resolve)(device_ids)
         self._options = Options(
             devices,
-            is_one_of_several=communicator is not None,
             dim=dim,
             scalars=scalars,
             in_dims=in_dims,
@@ -165,7 +158,6 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             rescue=rescue,
             timeout=timeout,
             sync_batch_norm=sync_batch_norm,
-            randomness=randomness,
         )
         self._threads = Threads()
         self._ranks: Ranks | None = None

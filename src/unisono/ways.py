@@ -44,7 +44,6 @@ from unisono.runtime.errors import log_once
 from unisono.runtime.interrupts import critical, interruptibly
 from unisono.runtime.thread_pool import inside_replica, replica_device
 from unisono.runtime.thread_state import modes_that_stay
-from unisono.runtime.whole_batch_draws import draws_for_whole_batch
 from unisono.sync_batch_norm.function_mode import inside_synchronised_replica, run_synchronised
 
 NO_ACCELERATOR = (
@@ -53,13 +52,9 @@ NO_ACCELERATOR = (
 )
 _VERBS = ("replicate", "scatter", "parallel_apply", "gather")
 _RUNS_WHOLE = (
-    "DataParallel with {option} runs the whole batch on its first device while a mode is active that cannot follow "
-    "into other threads: a dispatch or function mode, a torch.func transform, saved-tensor hooks. In one thread "
-    "replicas cannot wait for each other."
-)
-_NO_VERBS = (
-    '{name}.{verb} is overridden, and with randomness="one_device" the rows of every replica have to be known: leave '
-    'it as it is, or use randomness="per_replica".'
+    "DataParallel with sync_batch_norm=True runs the whole batch on its first device while a mode is active that "
+    "cannot follow into other threads: a dispatch or function mode, a torch.func transform, saved-tensor hooks. In one "
+    "thread replicas cannot wait for each other."
 )
 _NO_VERBS_IN_RANKS = (
     "{name}.{verb} is overridden, and its gradients cannot be summed over processes: leave it as it is, or keep the "
@@ -218,23 +213,19 @@ def _run_measured(wrapper: Runnable, invocation: Invocation, way: Way, *, may_us
 
 
 def _runs_whole(options: Options) -> bool:
-    """Return whether batch norm or draws need all rows but the replicas would run one after the other."""
-    one_device = options.draws_as_one_device
+    """Return whether batch norm needs all rows but the replicas would run one after the other."""
     if inside_replica():
-        return options.sync_batch_norm or one_device or inside_synchronised_replica() or draws_for_whole_batch()
-    if (options.sync_batch_norm or one_device) and modes_that_stay():
-        log_once(_RUNS_WHOLE.format(option='randomness="one_device"' if one_device else "sync_batch_norm=True"))
+        return options.sync_batch_norm or inside_synchronised_replica()
+    if options.sync_batch_norm and modes_that_stay():
+        log_once(_RUNS_WHOLE)
         return True
     return False
 
 
 def _check_verb(wrapper: Runnable, verb: str, in_ranks: bool) -> None:
     """Raise RuntimeError if a verb of a subclass's own cannot be called."""
-    name = type(wrapper).__name__
     if in_ranks:
-        raise RuntimeError(_NO_VERBS_IN_RANKS.format(name=name, verb=verb))
-    if wrapper._options.draws_as_one_device:
-        raise RuntimeError(_NO_VERBS.format(name=name, verb=verb))
+        raise RuntimeError(_NO_VERBS_IN_RANKS.format(name=type(wrapper).__name__, verb=verb))
 
 
 def run_recorded(wrapper: Runnable, invocation: Invocation) -> Any:
@@ -260,7 +251,7 @@ def plan_of(wrapper: Runnable, invocation: Invocation) -> Call:
     used = [i for i, size in enumerate(sizes) if size] or [options.has_share().index(True)]
     here = device_of_replica(wrapper)
     if arguments.rows and here is None and invocation.measured is None:
-        wrapper._idle_devices.see(sizes, options.devices, options.has_share, unequal=options.draws_as_one_device)
+        wrapper._idle_devices.see(sizes, options.devices, options.has_share)
     return Call(
         arguments=arguments,
         sizes=tuple([sizes[i] for i in used]),
@@ -271,7 +262,6 @@ def plan_of(wrapper: Runnable, invocation: Invocation) -> Call:
         rules=options.rules(),
         method=invocation.method,
         sync_batch_norm=options.sync_batch_norm,
-        one_device_randomness=options.draws_as_one_device,
         parts=options.parts,
         rescue=options.rescue,
         timeout_s=options.timeout,

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from helpers.comparisons import assert_all_same, assert_same, assert_same_gradients, assert_same_state, twins
-from helpers.contract import Wrap, at_one_place, on_the_cpu
+from helpers.contract import Wrap, at_one_place
 from helpers.modules import Fn, mlp
 from unisono import DataParallel
 from unisono.primitives.measured_shares import PERIOD, MeasuredShares
@@ -75,16 +75,13 @@ TRAINED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Callable[..., 
     "two forwards before a backward": (mlp, {}, two_forwards),
     "batch norm": (lambda: nn.Sequential(mlp(), nn.BatchNorm1d(3), nn.Tanh()), {"sync_batch_norm": True}, train),
     "a loss in forward": (lambda: nn.Sequential(mlp(), Fn(lambda y: y.square().mean())), {"scalars": "mean"}, train),
-    "dropout": (lambda: nn.Sequential(mlp(), nn.Dropout()), {"randomness": "one_device"}, train),
 }
 
 
 @at_one_place
-@pytest.mark.parametrize("name", [pytest.param(n, marks=on_the_cpu if n == "dropout" else ()) for n in TRAINED])
+@pytest.mark.parametrize("name", TRAINED)
 def test_gradients_are_the_plain_modules_in_every_step(wrap: Wrap, speeds: Speeds, name: str) -> None:
-    """S16, N1, N2, N5, N6, G5: with every split that is tried, with one device, after the freeze, with short batches.
-
-    A random step has the masks of one device with any shares, and so is the random state afterwards."""
+    """S16, N1, N2, N5, G5: with every split that is tried, with one device, after the freeze, with short batches."""
     tried = speeds(1, 3, 3)
     make, options, step = TRAINED[name]
     plain, model = twins(wrap, make(), 3, shares="measured", **options)

@@ -224,7 +224,6 @@ WAIT = "its replicas wait for each other"
     [
         (nn.BatchNorm1d(2), {}, r"parts=\): the model itself \(BatchNorm1d\) normalises over all of its rows"),
         (nn.Identity(), {"sync_batch_norm": True}, rf"parts=\): {WAIT}"),
-        (nn.Identity(), {"randomness": "one_device"}, rf"parts=\): {WAIT}"),
         (in_forward(counted), {}, "changes the buffer 'count'"),
         (in_forward(lambda module, x: module.layer(x).mean()), {}, "0-dim tensors"),
         (in_forward(lambda module, x: module.layer(x).mean(0)), {}, r"\[4, 4\] rows it .* of lengths \[2, 2\]"),

@@ -89,7 +89,6 @@ class Model(nn.Module):
 OPTIONS: dict[str, dict[str, Any]] = {
     "training": {},
     "sync_batch_norm": {"sync_batch_norm": True},
-    "one_device": {"randomness": "one_device"},
 }
 
 

@@ -9,6 +9,8 @@ import torch
 from helpers.commands import assert_misused, status_of
 
 SCRIPT = """\
+import random
+
 import torch
 from torch import nn
 
@@ -21,12 +23,14 @@ def with_batch_norm():
     return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)), x
 
 def with_dropout():
-    class Draws(nn.Module):
-        def forward(self, x):
-            if self.training:
-                torch.rand(1)
-            return x
-    return nn.Sequential(nn.Linear(5, 8), Draws(), nn.Dropout(), nn.Linear(8, 2)), x
+    return nn.Sequential(nn.Linear(5, 8), nn.Dropout(), nn.Linear(8, 2)), x
+
+class Dice(nn.Module):
+    def forward(self, x):
+        return x * random.random() if self.training else x
+
+def with_dice():
+    return nn.Sequential(nn.Linear(5, 8), Dice(), nn.Linear(8, 2)), x
 
 def arguments():
     model, inputs = build()
@@ -114,7 +118,8 @@ TWO = ("--devices", "cpu,cpu")
             1,
             ["(cpu 6 rows, cpu 3 rows)", "first at 1 (BatchNorm1d): batch norm takes its statistics from each shard"],
         ),
-        (["theirs:with_dropout"], 0, ["differs, as expected"]),
+        (["theirs:with_dropout"], 0, ["dropout drops nothing: bernoulli_\n", "same: 12 comparisons"]),
+        (["theirs:with_dice"], 2, ["not compared, because of 1 (Dice): ", "in eval\nnot compared: training\n"]),
         (["theirs:arguments"], 0, ["(cpu 6 rows, cpu 3 rows)"]),
         (["theirs:arguments", "--shares", "1,2"], 0, ["(cpu 3 rows, cpu 6 rows)"]),  # not those of the dict
         (["theirs:with_batch_norm", "--sync-batch-norm"], 0, ["same: "]),

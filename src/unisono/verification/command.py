@@ -16,12 +16,14 @@ from unisono.verification.verify import verify
 
 _SAME = 0
 _DIFFERS = 1
+_NOT_COMPARED = 2
 
 SUMMARY = "compare a model of yours on one device and on several"
 
 DESCRIPTION = """\
 Run a model of yours on one device and on several, from one state, in training and in eval mode, and compare outputs,
-loss, gradients and buffers. Where they differ, say which submodule does first, and why.
+loss, gradients and buffers. Where they differ, say which submodule does first, and why. Random draws are switched off
+meanwhile: dropout drops nothing.
 
 package.module:build is a function without arguments, found from the current folder. It returns (model, inputs), or a
 dict with the arguments of unisono.verify by name: model, inputs, target, criterion, out_dims, and so on. Options
@@ -40,11 +42,11 @@ where train.py has, for instance:
       return model, torch.randn(30, 1, 28, 28)
 
 exit status:
-  0  the same, or the differences are explained: by random numbers, which each replica draws for itself, or by an
-     option that was given and causes them (--no-sync-batch-norm, --scalars stack)
+  0  the same, or the differences are explained by an option that was given and causes them (--no-sync-batch-norm,
+     --scalars stack)
   1  something differs
-  2  nothing was compared: the arguments cannot be used, the model failed, or has nothing to compare, or one device
-     had all rows
+  2  not compared: the arguments cannot be used, the model failed, or has nothing to compare, or draws random numbers
+     that cannot be switched off, or one device had all rows
 """
 
 
@@ -80,7 +82,9 @@ def run(given: dict[str, Any]) -> int:
             f"{target}: nothing was compared, because one device had all rows: give a batch with rows for each device, "
             "and two devices or more (--devices cpu,cpu)"
         )
-    if not report.rows:
+    if not report.rows and report.compared:
         raise TargetError(f"{target}: nothing was compared, because the model has no output, gradients or buffers")
     print(report)
-    return _SAME if report.same or report.explained else _DIFFERS
+    if report.differences and not report.explained:
+        return _DIFFERS
+    return _SAME if report.compared else _NOT_COMPARED
