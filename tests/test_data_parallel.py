@@ -566,6 +566,12 @@ def test_wrong_arguments_are_refused_without_accelerators_too(no_accelerators, o
         ("out_dims", (0,), ("0",), TypeError),
         ("sync_batch_norm", True, "yes", TypeError),
         ("output_device", "cpu", 1.5, TypeError),
+        ("rescue", True, 1, TypeError),
+        ("parts", 2, 0, ValueError),
+        *(("parts", 2, bad, TypeError) for bad in (1.5, True, "two")),
+        # 2**32 milliseconds are 0 in 32 bits, so a replica was given up at once; larger numbers were OverflowErrors.
+        *(("timeout", 60, bad, ValueError) for bad in (0, -1, float("nan"), float("inf"), 2**32 / 1000, 1e10)),
+        *(("timeout", 60, bad, TypeError) for bad in (True, "60", torch.tensor(1.0))),
         ("module", nn.Identity(), None, TypeError),
         ("device_ids", [CPU, "cpu"], ["cpu"], AttributeError),
         ("loss", ..., "sum", AttributeError),
@@ -573,15 +579,18 @@ def test_wrong_arguments_are_refused_without_accelerators_too(no_accelerators, o
     ],
 )
 def test_options_that_change_later_are_checked_as_at_first(option, good, bad, error):
-    """A13: an option that cannot be used is refused where it is assigned, and stays what it was.
+    """A13, F7, F11: an option that cannot be used is refused at first and where it is assigned, and stays what it was.
 
     `loss` and `process_group` were accepted, and had no effect; they cannot change (`...`).
     """
     model = DataParallel(mlp(), ["cpu"] * 2)
     if good is not ...:
         setattr(model, option, good)
-        made_with = {"module": mlp(), "device_ids": ["cpu"] * 2, option: good}
-        assert getattr(model, option) == getattr(DataParallel(**made_with), option)
+        made_with = {"module": mlp(), "device_ids": ["cpu"] * 2}
+        assert getattr(model, option) == getattr(DataParallel(**{**made_with, option: good}), option)
+        if error is not AttributeError:
+            with pytest.raises(error, match=option):
+                DataParallel(**{**made_with, option: bad})
     before = getattr(model, option, ...)
     with pytest.raises(error, match=option):
         setattr(model, option, bad)
@@ -644,12 +653,13 @@ def saved_and_loaded(model: DataParallel) -> DataParallel:
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), saved_and_loaded])
 def test_a_copy_of_the_wrapper_is_one_of_its_own(copied):
-    """A14: deepcopy, pickle and torch.save, before and after a step."""
-    model = DataParallel(mlp(), ["cpu"] * 2, shares=[2, 1])
+    """A8, A14: deepcopy, pickle and torch.save, before and after a step; it has the same options."""
+    model = DataParallel(mlp(), ["cpu"] * 2, shares=[2, 1], rescue=True, timeout=5)
     for _ in range(2):
         twin = copied(model)
         assert_like_plain(twin, numbered(6, 3))
         assert twin.module[0].weight is not model.module[0].weight
+        assert (twin.rescue, twin.timeout) == (True, 5)
         assert [timing.rows for timing in twin.replica_timings] == [4, 2]
         model(numbered(6, 3)).sum().backward()
 

@@ -19,7 +19,7 @@ from helpers.comparisons import (
     assert_same_state,
     twins,
 )
-from helpers.contract import Wrap, each_with, in_one_memory, in_threads, in_time, in_turn, over_places
+from helpers.contract import Wrap, each_with, in_one_memory, in_threads, in_turn, over_places
 from helpers.losses import fresh, loss_of, tensors_in
 from helpers.modules import Calls, Fn, ForceField, mlp, rows_of
 from unisono import DataParallel, data_parallel
@@ -153,19 +153,6 @@ def test_equal_calls_give_equal_bits(wrap: Wrap) -> None:
         loss_of(model(x)).backward()
         seen.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     assert all(torch.equal(other, seen[0]) for other in seen)
-
-
-def test_wrapper_inside_a_wrapped_module(wrap: Wrap) -> None:
-    """A10: forward and backward."""
-    plain = nn.Sequential(mlp(5, 5), mlp(5, 3))
-    inner = copy.deepcopy(plain)
-    inner[1] = wrap(inner[1], 2)
-    model = wrap(inner, 3)
-    x = torch.randn(8, 5)
-    for _ in range(2):
-        loss_of(plain(x)).backward()
-        in_time(lambda: loss_of(model(x)).backward())
-    assert_same_gradients(model.module, plain)
 
 
 def test_output_is_a_parameter(wrap: Wrap) -> None:

@@ -9,10 +9,9 @@ from torch.nn.utils import parametrizations
 
 from helpers.batch_norms import BATCH_NORMS, refused
 from helpers.comparisons import assert_alike, assert_all_same, assert_same_gradients, assert_same_state, twins
-from helpers.contract import Wrap, each_with, in_time, in_turn, over_places
+from helpers.contract import Wrap, each_with, in_time, over_places
 from helpers.losses import fresh, loss_of, penalty_loss
 from helpers.modules import Calls, ForceField, mlp, rows_of
-from unisono import data_parallel
 
 
 @over_places("num_replicas", [(2,), (3,)], separate=[(2,)])
@@ -64,19 +63,6 @@ def test_gradient_penalty(wrap: Wrap, name: str, synchronised: bool, num_replica
         assert_same_gradients(model.module, plain, 1e-10)
     if not name.startswith("checkpoint"):  # each pass over the graph runs its forward again, which writes the buffers
         assert_same_state(model.module, plain, 1e-10)
-
-
-def test_gradient_penalty_with_batch_norm_in_training(wrap: Wrap) -> None:
-    """N3: statistics over a replica's rows, written once; the oracle is data_parallel."""
-    layers = [nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1)]
-    oracle, model = twins(wrap, nn.Sequential(*layers), 3)
-    x = torch.randn(9, 5)
-    for _ in range(2):
-        penalty_loss(model, x).backward()
-        penalty_loss(lambda x: data_parallel(oracle, x, in_turn(3)), x).backward()
-    assert_same_gradients(model.module, oracle, 1e-10)
-    assert_same_state(model.module, oracle)
-    assert model.module[1].num_batches_tracked == 2
 
 
 def test_train_and_eval_toggled_between_the_passes(wrap: Wrap) -> None:

@@ -257,13 +257,6 @@ def test_what_one_part_assigns_the_next_does_not_find(float64: None) -> None:
     torch.testing.assert_close(model.module.layer.bias.grad, torch.full((2,), 8 * 1.9))
 
 
-@pytest.mark.parametrize(("parts", "error"), [(0, ValueError), (1.5, TypeError), (True, TypeError), ("two", TypeError)])
-def test_bad_parts(parts: Any, error: type[Exception]) -> None:
-    """A13."""
-    with pytest.raises(error, match=r"parts="):
-        DataParallel(nn.Identity(), ["cpu"] * 2, parts=parts)
-
-
 def test_what_counts_as_out_of_memory() -> None:
     """F11: torch's error for devices, and that of its allocator on the host; not Python's, which may be of the user."""
     with pytest.raises(RuntimeError, match="can't allocate memory") as raised:

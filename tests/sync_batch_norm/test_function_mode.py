@@ -19,11 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from helpers.batch_norm_kernels import use_kernels
 from helpers.batch_norms import (
     BATCH_NORMS,
-    DIFFERENT_WAYS,
-    Branches,
     CheckpointedBatchNorm,
     assert_near,
-    branching_rows,
 )
 from helpers.in_time import in_time
 from helpers.losses import fresh
@@ -157,16 +154,6 @@ def test_what_would_be_computed_wrongly_is_refused(wrap: Wrap, forward: Callable
         in_time(lambda: model(torch.randn(6, 2)))
 
 
-@pytest.mark.parametrize("way", ["one of two", "one more, last"])
-def test_replicas_that_go_different_ways(wrap: Wrap, way: str) -> None:
-    """N5: an error, and the next call is right."""
-    plain = Branches(way)
-    model = wrap(plain, 3)
-    with pytest.raises(RuntimeError, match=DIFFERENT_WAYS[way]):
-        in_time(lambda: model(branching_rows(5.0, 1.0, 5.0)))
-    assert_like_plain(model, plain, branching_rows(5.0, 5.0, 5.0))
-
-
 @pytest.mark.parametrize("how", ["subclass", "attribute"])
 def test_a_parallel_apply_of_ones_own_is_refused(how: str) -> None:
     """A9, N5: it may run replicas one after the other, and the first would wait for ever."""
@@ -192,12 +179,6 @@ def test_a_replicate_of_ones_own() -> None:
     plain = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     model = Functions(copy.deepcopy(plain), ["cpu"] * 3, sync_batch_norm=True)
     assert_like_plain(model, plain, torch.randn(8, 2))
-
-
-@pytest.mark.parametrize("value", [None, 1, "yes"])
-def test_the_option_is_true_or_false(value: Any) -> None:
-    with pytest.raises(TypeError, match=rf"sync_batch_norm={value!r}: expected True or False"):
-        DataParallel(nn.BatchNorm1d(2), ["cpu"] * 2, sync_batch_norm=value)
 
 
 def test_a_backward_of_one_replica_in_another_thread() -> None:
