@@ -27,11 +27,11 @@ $(READY): $(INSTALLED)
 demo: $(INSTALLED)  ## train ResNet-18 on real pictures, on every device, and show the result
 	$(BIN)/unisono train --output runs/demo --overwrite
 
-test: $(READY)  ## run the test suite
-	$(BIN)/python -m pytest -n auto --dist worksteal
+test: $(READY)  ## run the test suite, or a part: make test OPTIONS="tests/primitives -k scatter"
+	$(BIN)/python -m pytest -n auto --dist worksteal $(OPTIONS)
 
 test-all: $(READY)  ## what `make test` leaves out because it takes longer: slow tests, five times the examples in property tests
-	$(BIN)/python -m pytest -n auto --dist worksteal -m "slow or property" --hypothesis-profile=thorough
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "slow or property" --hypothesis-profile=thorough $(OPTIONS)
 
 # Each release of torch has an environment of its own: up to 6 GB, because most releases come with CUDA. pip is told to
 # keep no copies of what it downloads. unisono itself is installed without its requirements, so that a torch below the

@@ -290,3 +290,27 @@ def test_every_row_of_the_behaviour_table_has_its_tests():
     assert len(rows) == len(set(rows)) > 60
     assert [row for row in rows if all(test.startswith("tests/gpu/") for test in tests[row])] == []
     assert set(tests) - set(rows) == set(), "a test names a row that is not there"
+
+
+# The map of CONTRIBUTING.md
+
+MAP = "## Edit this file, run those tests"
+FACADE = ("data_parallel", "measured_calls", "options", "ways", "wrapper")
+CORE = ("runtime", "primitives", "distributed", "sync_batch_norm", "autograd", "engines", "inference", *FACADE)
+
+
+def test_each_file_of_the_core_is_on_the_map_with_its_tests():
+    """Each path of the map exists; one with stars stands for at least one file."""
+    page = (DOCS.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^\| (`.+) \| (`.+) \|$", page.partition(MAP)[2].partition("\n## ")[0], re.MULTILINE)
+    edited, run = (" ".join(cells) for cells in zip(*lines, strict=True))
+    files, _ = found_on_map(PACKAGE, edited), found_on_map(Path(__file__).parent, run)
+    core = {path for name, path in SOURCES.items() if package_of(name) in CORE and path.name != "__init__.py"}
+    assert [path.relative_to(PACKAGE).as_posix() for path in sorted(core - files)] == [], "files without a line"
+
+
+def found_on_map(folder: Path, cells: str) -> set[Path]:
+    """Return the files and folders that cells of the map name, below the folder."""
+    found = {name: set(folder.glob(name)) for name in re.findall(r"`([^` ]+)`", cells)}
+    assert [name for name, paths in found.items() if not paths] == [], f"on the map, but not below {folder}"
+    return set().union(*found.values())

@@ -565,7 +565,6 @@ def test_wrong_arguments_are_refused_without_accelerators_too(no_accelerators, o
         ("in_dims", (0,), ("0",), TypeError),
         ("out_dims", (0,), ("0",), TypeError),
         ("sync_batch_norm", True, "yes", TypeError),
-        ("randomness", "one_device", "two_devices", ValueError),
         ("output_device", "cpu", 1.5, TypeError),
         ("module", nn.Identity(), None, TypeError),
         ("device_ids", [CPU, "cpu"], ["cpu"], AttributeError),

@@ -39,7 +39,7 @@ def on_windows(program: str) -> list[str]:
 
 
 def test_threads_work() -> None:
-    """F14: forward, backward, map and evaluate, and what a step publishes elsewhere."""
+    """F14: forward, backward, map and evaluate."""
     lines = on_windows("""
         from unisono import *
         import unisono
@@ -50,9 +50,6 @@ def test_threads_work() -> None:
         grads = [torch.autograd.grad(output.sum(), plain.weight)[0] for output in outputs[:2]]
         print([torch.allclose(outputs[1], output) for output in outputs], torch.allclose(*grads))
         print(model.evaluate([(x, plain(x))], torch.nn.functional.mse_loss) < 1e-12)
-        for _ in range(3):
-            model._status.due = 0.0  # when the step is to be published
-            model(x)
         print(unisono.keep_freed_memory() in (True, False))
         """)
     assert lines == ["[True, True, True] True", "True", "True"]

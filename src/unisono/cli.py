@@ -57,7 +57,7 @@ examples:
   unisono bench train:build     say how many replicas are fastest for it here
   unisono plan train:build      say how far it will scale, up to 1,024 devices
   unisono devices               say what this machine has, and which devices are free
-  unisono watch                 show what runs on it now, and which replica the others wait for
+  unisono watch                 show their load, memory and processes, live
 """
 
 

@@ -32,13 +32,12 @@ from unisono.primitives.split_sizes import IdleDevices
 from unisono.profiling.profile import Profile
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline
-from unisono.runtime.device_facts import warn_if_unequal
 from unisono.runtime.devices import DeviceLike
 from unisono.runtime.errors import log_once
 from unisono.runtime.interrupts import critical
-from unisono.runtime.step_status import StepStatus
 from unisono.runtime.timeline import ReplicaTiming
 from unisono.runtime.tracebacks import leave_out_own_frames, without_own_frames
+from unisono.runtime.unequal_devices import warn_if_unequal
 from unisono.wrapper import Wrapper, accept_clean_names
 
 
@@ -77,7 +76,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             each computed once more in backward, so that only one part's activations are in memory. Gradients are the
             same within float rounding. How many rows fit is logged and remembered.
         timeout: after how many seconds without progress a wait for a replica ends in `ReplicaTimeout`, which has the
-            Python stack of the stuck replica; progress is any message of a replica, and any part that one has finished.
+            Python stack of the stuck replica; progress is any part of its work that a replica has finished.
             None: never. So it has to be longer than a replica's whole forward, or backward, may take after the first
             replica's. The first replica runs in the calling thread: where it is stuck itself, nothing is raised.
         scalars: what becomes of 0-dim outputs (and of numbers), such as a loss. "stack": a vector, one entry a replica,
@@ -94,11 +93,6 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             own: `torch.nn.BatchNorm1d`, 2d and 3d, subclasses, and `torch.nn.functional.batch_norm`. Outputs,
             gradients and running statistics are then those of one device. The replicas wait for each other at every
             batch norm, forward and backward; where they do not all call the same ones, an error says so.
-        randomness: which random numbers dropout and all other draws have. "per_replica": each replica has a stream of
-            its own; equal seeds give equal runs. "one_device": those of one device with the same seed, for any number
-            of replicas. Each replica draws for the whole batch and takes its own rows, and waits for the others at
-            every draw. Shards must then differ in size, which shows the axis of the rows in a draw: if shares are even,
-            one row moves. What cannot be told is an error that names the operation. On the CPU, in one process.
         process_group: which processes train the model together, where a launcher such as torchrun has started several.
             None: all of them, or this one alone if there is no launcher and no default process group; a
             `torch.distributed.ProcessGroup`: those in it; False: this one alone.
@@ -143,7 +137,6 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         in_dims: Any = ...,
         out_dims: Any = ...,
         sync_batch_norm: bool = False,
-        randomness: str = "per_replica",
         process_group: Any = None,
         loss: str = "mean",
     ) -> None:
@@ -155,7 +148,6 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         devices = (devices_of_process if is_launched else _devices.resolve)(device_ids)
         self._options = Options(
             devices,
-            is_one_of_several=communicator is not None,
             dim=dim,
             scalars=scalars,
             in_dims=in_dims,
@@ -166,11 +158,10 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             rescue=rescue,
             timeout=timeout,
             sync_batch_norm=sync_batch_norm,
-            randomness=randomness,
         )
         self._threads = Threads()
         self._ranks: Ranks | None = None
-        self._idle_devices, self._status = IdleDevices(), StepStatus()
+        self._idle_devices = IdleDevices()
         self._profile: Profile | None = None
         self.register_load_state_dict_pre_hook(accept_clean_names)  # type: ignore[no-untyped-call]
         self._wrap(module, communicator, loss)

@@ -5,22 +5,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from unisono.primitives.checks import check_flag, check_word
+from unisono.primitives.checks import check_flag
 from unisono.primitives.dims import OutputRules, check_dim, check_dims, check_scalars
 from unisono.primitives.measured_shares import MeasuredShares
-from unisono.primitives.split_sizes import MEASURED, Shares, check_parts, check_shares, split_rows, unequal
+from unisono.primitives.split_sizes import MEASURED, Shares, check_parts, check_shares, split_rows
 from unisono.runtime import devices as _devices
 
-_RANDOMNESS = ("per_replica", "one_device")
-_ONE_DEVICE = "one_device"
-_ON_THE_CPU_ONLY = (
-    'randomness="one_device" on {devices}: replicas can draw as one device on the CPU only, as yet. Use '
-    'randomness="per_replica".'
-)
-_IN_ONE_PROCESS_ONLY = (
-    'randomness="one_device" in one of several processes: how many rows the other processes have is not known when '
-    'numbers are drawn. Use randomness="per_replica", or keep the model to this process with process_group=False.'
-)
 _MAX_TIMEOUT_S = 2_000_000  # a longer wait overflows in systems that count milliseconds in 32 bits
 _DECIDED = (
     "{name}={value!r}, assigned to a wrapper: {name} is decided when a module is wrapped. Wrap it anew, {wrap}. An "
@@ -42,7 +32,6 @@ class Options:
 
     Args:
         devices: as in the attributes.
-        is_one_of_several: whether other processes train the module with this one.
         options: the other options, by name.
 
     Attributes:
@@ -51,7 +40,6 @@ class Options:
         gather_on: the device of `output_device`.
         measured: the measured shares by the kind of call: are gradients on, and which method; None: they are not
             measured.
-        draws_as_one_device: whether `randomness` asks for the random numbers of one device.
 
     Raises:
         TypeError, ValueError: a value that cannot be used, with what was expected.
@@ -73,15 +61,9 @@ class Options:
     in_dims: Any
     out_dims: Any
     sync_batch_norm: bool
-    randomness: str
-    draws_as_one_device: bool
 
-    def __init__(self, devices: Sequence[torch.device], *, is_one_of_several: bool, **options: Any) -> None:
-        self.__dict__.update(
-            devices=[*devices],
-            device_ids=[*map(_devices.public_id, devices)],
-            is_one_of_several=is_one_of_several,
-        )
+    def __init__(self, devices: Sequence[torch.device], **options: Any) -> None:
+        self.__dict__.update(devices=[*devices], device_ids=[*map(_devices.public_id, devices)])
         for name, value in options.items():
             setattr(self, name, value)
 
@@ -113,11 +95,8 @@ class Options:
     def sizes(self, rows: int, measured: MeasuredShares | None = None) -> list[int]:
         """Return how many rows each device gets, by measured shares if they are given."""
         if measured is not None:
-            sizes = measured.sizes(rows)
-        else:
-            shares = self.__dict__["shares"] if self.measured is None else "even"
-            sizes = split_rows(rows, len(self.devices), shares)
-        return unequal(sizes) if self.draws_as_one_device else sizes
+            return measured.sizes(rows)
+        return split_rows(rows, len(self.devices), self.__dict__["shares"] if self.measured is None else "even")
 
     def has_share(self) -> list[bool]:
         """Return for each device whether its share is more than 0."""
@@ -156,16 +135,6 @@ def _check_timeout(_: Options, name: str, value: object) -> float | None:
     return float(value)
 
 
-def _check_randomness(options: Options, _: str, value: object) -> str:
-    randomness, devices = check_word(_RANDOMNESS, value, "randomness"), options.devices
-    if randomness == _ONE_DEVICE and options.__dict__["is_one_of_several"]:
-        raise ValueError(_IN_ONE_PROCESS_ONLY)
-    if randomness == _ONE_DEVICE and len(devices) > 1 and not _devices.all_on_host(devices):
-        raise ValueError(_ON_THE_CPU_ONLY.format(devices=", ".join(map(str, devices))))
-    options.__dict__["draws_as_one_device"] = randomness == _ONE_DEVICE
-    return randomness
-
-
 def _decided(_: Options, name: str, value: object) -> Any:
     raise decided(name, value, f"DataParallel(model.module, {name}=...)")
 
@@ -184,7 +153,6 @@ _CHECKS: Mapping[str, Callable[[Options, str, Any], Any]] = {
     "in_dims": lambda _, name, value: check_dims(value, name),
     "out_dims": lambda _, name, value: check_dims(value, name),
     "sync_batch_norm": lambda _, name, value: check_flag(value, name),
-    "randomness": _check_randomness,
     **dict.fromkeys(("process_group", "loss"), _decided),
 }
 Options.names = frozenset(_CHECKS)

@@ -16,7 +16,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from time import monotonic
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
@@ -43,11 +42,8 @@ from unisono.runtime import devices as _devices
 from unisono.runtime import timeline, torch_private
 from unisono.runtime.errors import log_once
 from unisono.runtime.interrupts import critical, interruptibly
-from unisono.runtime.step_status import StepStatus
 from unisono.runtime.thread_pool import inside_replica, replica_device
 from unisono.runtime.thread_state import modes_that_stay
-from unisono.runtime.timeline import ReplicaTiming
-from unisono.runtime.whole_batch_draws import draws_for_whole_batch
 from unisono.sync_batch_norm.function_mode import inside_synchronised_replica, run_synchronised
 
 NO_ACCELERATOR = (
@@ -56,13 +52,9 @@ NO_ACCELERATOR = (
 )
 _VERBS = ("replicate", "scatter", "parallel_apply", "gather")
 _RUNS_WHOLE = (
-    "DataParallel with {option} runs the whole batch on its first device while a mode is active that cannot follow "
-    "into other threads: a dispatch or function mode, a torch.func transform, saved-tensor hooks. In one thread "
-    "replicas cannot wait for each other."
-)
-_NO_VERBS = (
-    '{name}.{verb} is overridden, and with randomness="one_device" the rows of every replica have to be known: leave '
-    'it as it is, or use randomness="per_replica".'
+    "DataParallel with sync_batch_norm=True runs the whole batch on its first device while a mode is active that "
+    "cannot follow into other threads: a dispatch or function mode, a torch.func transform, saved-tensor hooks. In one "
+    "thread replicas cannot wait for each other."
 )
 _NO_VERBS_IN_RANKS = (
     "{name}.{verb} is overridden, and its gradients cannot be summed over processes: leave it as it is, or keep the "
@@ -110,7 +102,7 @@ class Runnable(Protocol):
     Attributes:
         module: the live module; `_modules["module"]`, where each call counts.
         _has_own_verbs: the class whose verbs a subclass may override.
-        _options, _threads, _ranks, _status, _idle_devices, _profile: see `DataParallel.__init__`.
+        _options, _threads, _ranks, _idle_devices, _profile: see `DataParallel.__init__`.
     """
 
     module: nn.Module
@@ -119,7 +111,6 @@ class Runnable(Protocol):
     _options: Options
     _threads: Threads
     _ranks: Ranks | None
-    _status: StepStatus
     _idle_devices: IdleDevices
     _profile: Profile | None
 
@@ -168,8 +159,6 @@ def run(wrapper: Runnable, invocation: Invocation) -> Any:
     ranks, is_compiling = wrapper._ranks, torch.compiler.is_compiling()
     in_ranks = ranks is not None and ranks.take_part(wrapper._modules["module"])
     if not in_ranks and (_is_alone(options, invocation, is_compiling) or _runs_whole(options)):
-        if not is_compiling:
-            count_step(wrapper, list)
         return on_one_device(wrapper, invocation)
     if is_compiling:  # the wrapper, or a model around it: replicas stay out of its graph
         return torch.compiler.disable(_run_uncompiled)(wrapper, invocation, in_ranks)  # type: ignore[no-untyped-call]
@@ -216,7 +205,6 @@ def _run_measured(wrapper: Runnable, invocation: Invocation, way: Way, *, may_us
         with contextlib.suppress(TypeError, ValueError):  # several devices refuse such inputs, with this error
             rows = arguments_of(wrapper, invocation).rows
     if shares.on_first_device and may_use_one_device and options.parts == 1:
-        count_step(wrapper, list)
         way = on_one_device
     if not rows:
         return way(wrapper, invocation)
@@ -225,23 +213,19 @@ def _run_measured(wrapper: Runnable, invocation: Invocation, way: Way, *, may_us
 
 
 def _runs_whole(options: Options) -> bool:
-    """Return whether batch norm or draws need all rows but the replicas would run one after the other."""
-    one_device = options.draws_as_one_device
+    """Return whether batch norm needs all rows but the replicas would run one after the other."""
     if inside_replica():
-        return options.sync_batch_norm or one_device or inside_synchronised_replica() or draws_for_whole_batch()
-    if (options.sync_batch_norm or one_device) and modes_that_stay():
-        log_once(_RUNS_WHOLE.format(option='randomness="one_device"' if one_device else "sync_batch_norm=True"))
+        return options.sync_batch_norm or inside_synchronised_replica()
+    if options.sync_batch_norm and modes_that_stay():
+        log_once(_RUNS_WHOLE)
         return True
     return False
 
 
 def _check_verb(wrapper: Runnable, verb: str, in_ranks: bool) -> None:
     """Raise RuntimeError if a verb of a subclass's own cannot be called."""
-    name = type(wrapper).__name__
     if in_ranks:
-        raise RuntimeError(_NO_VERBS_IN_RANKS.format(name=name, verb=verb))
-    if wrapper._options.draws_as_one_device:
-        raise RuntimeError(_NO_VERBS.format(name=name, verb=verb))
+        raise RuntimeError(_NO_VERBS_IN_RANKS.format(name=type(wrapper).__name__, verb=verb))
 
 
 def run_recorded(wrapper: Runnable, invocation: Invocation) -> Any:
@@ -267,7 +251,7 @@ def plan_of(wrapper: Runnable, invocation: Invocation) -> Call:
     used = [i for i, size in enumerate(sizes) if size] or [options.has_share().index(True)]
     here = device_of_replica(wrapper)
     if arguments.rows and here is None and invocation.measured is None:
-        wrapper._idle_devices.see(sizes, options.devices, options.has_share, unequal=options.draws_as_one_device)
+        wrapper._idle_devices.see(sizes, options.devices, options.has_share)
     return Call(
         arguments=arguments,
         sizes=tuple([sizes[i] for i in used]),
@@ -278,7 +262,6 @@ def plan_of(wrapper: Runnable, invocation: Invocation) -> Call:
         rules=options.rules(),
         method=invocation.method,
         sync_batch_norm=options.sync_batch_norm,
-        one_device_randomness=options.draws_as_one_device,
         parts=options.parts,
         rescue=options.rescue,
         timeout_s=options.timeout,
@@ -289,9 +272,7 @@ def plan_of(wrapper: Runnable, invocation: Invocation) -> Call:
 def arguments_of(wrapper: Runnable, invocation: Invocation) -> Arguments:
     """Return the inputs, leaf by leaf; raise TypeError or ValueError for what cannot be split."""
     options, function = wrapper._options, getattr(wrapper._modules["module"], invocation.method or "forward")
-    return Arguments(
-        invocation.inputs, invocation.kwargs, options.dim, options.in_dims, function, devices=options.devices
-    )
+    return Arguments(invocation.inputs, invocation.kwargs, options.dim, options.in_dims, function)
 
 
 def shards_for(wrapper: Runnable, invocation: Invocation, devices: Sequence[torch.device]) -> list[tuple[Any, Any]]:
@@ -301,8 +282,7 @@ def shards_for(wrapper: Runnable, invocation: Invocation, devices: Sequence[torc
     if not any(sizes):  # other devices than the wrapper's: torch's rule
         sizes = split_rows(arguments.rows or 0, len(devices))
     used = [0] * len(devices) if arguments.rows is None else [size for size in sizes if size] or [0]
-    numbers = [number for number, size in enumerate(sizes) if size] or range(len(used))
-    return scattered(arguments, devices[: len(used)], used, numbers)
+    return scattered(arguments, devices[: len(used)], used)
 
 
 def whole_batches(wrapper: Runnable, method: str | None) -> Callee:
@@ -374,13 +354,8 @@ def _moved(value: Any, device: torch.device) -> Any:
 @critical
 def on_all_devices(wrapper: Runnable, invocation: Invocation) -> Any:
     """Run a replica on every device, each in a thread."""
-    count_step(wrapper, wrapper._threads.timings)
-    module, call, threads, ranks = (
-        wrapper._modules["module"],
-        wrapper._plan(invocation),
-        wrapper._threads,
-        wrapper._ranks,
-    )
+    threads, ranks = wrapper._threads, wrapper._ranks
+    module, call = wrapper._modules["module"], wrapper._plan(invocation)
     try:
         return threads.forward(module, call) if ranks is None else ranks.forward(threads, module, call)
     except OneGraphNeededError:
@@ -389,17 +364,12 @@ def on_all_devices(wrapper: Runnable, invocation: Invocation) -> Any:
         if _TOO_FEW_FOR_BATCH_NORM in str(error) and not wrapper._options.sync_batch_norm:
             error.add_note(_ONE_ROW)
         raise
-    return _composed(wrapper, invocation)  # here, so that what it raises has not that exception as its context
+    return plain_composition(wrapper, invocation)  # here, so that what it raises has not that exception as its context
 
 
 @critical
 def plain_composition(wrapper: Runnable, invocation: Invocation) -> Any:
     """Run the four verbs one after the other."""
-    count_step(wrapper, wrapper._threads.timings)
-    return _composed(wrapper, invocation)
-
-
-def _composed(wrapper: Runnable, invocation: Invocation) -> Any:
     module, options, here = wrapper.module, wrapper._options, device_of_replica(wrapper)
     check_device(module, chain(module.parameters(), module.buffers()), here or options.devices[0])
     if options.sync_batch_norm and _overrides(wrapper, "parallel_apply"):
@@ -409,7 +379,7 @@ def _composed(wrapper: Runnable, invocation: Invocation) -> Any:
     numbers = plan.replica_numbers if plan else range(len(options.devices))
     device_ids = [here or options.device_ids[i] for i in numbers]
     if plan:
-        shards, shard_kwargs = zip(*scattered(plan.arguments, plan.devices, plan.sizes, numbers), strict=True)
+        shards, shard_kwargs = zip(*scattered(plan.arguments, plan.devices, plan.sizes), strict=True)
     else:
         shards, shard_kwargs = interruptibly(wrapper.scatter, invocation.inputs, invocation.kwargs, device_ids)
     before = call_of_verbs.set(plan)
@@ -439,16 +409,3 @@ def device_of_replica(wrapper: Runnable) -> torch.device | None:
         return None
     tensor = next(chain(wrapper.module.parameters(), wrapper.module.buffers()), None)
     return tensor.device if tensor is not None else replica_device()
-
-
-def count_step(wrapper: Runnable, timings: Callable[[], Sequence[ReplicaTiming]]) -> None:
-    """Count a step, and let `unisono watch` see the one before it.
-
-    Args:
-        timings: gives those of the step before.
-    """
-    status = wrapper._status
-    if monotonic() >= status.due:
-        engine = "Threads"
-        status.publish(type(wrapper.module).__name__, engine, wrapper._options.devices, timings())
-    status.steps += 1

@@ -20,14 +20,13 @@ from unisono.autograd import broadcast
 from unisono.autograd.reducer import LeafHooks
 from unisono.runtime.buckets import buckets_of
 from unisono.runtime.streams import Copies
+from unisono.testing import separate_memory
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
 def _separate_memory() -> Iterator[None]:
-    from unisono.testing import separate_memory  # here: it cannot be undone
-
     with separate_memory():
         yield
 
@@ -127,7 +126,7 @@ def test_a_bucket_leaves_while_backward_runs(copied: list[torch.Size], monkeypat
     def emit(parameter: int, total: torch.Tensor) -> None:
         emitted.append((parameter, total.tolist()))
 
-    plan = broadcast.ReduceBuckets([first for first, _ in leaves], separate_memory=True)
+    plan = broadcast.ReduceBuckets([first for first, _ in leaves])
     hooks = [LeafHooks(dict(enumerate(of_replica))) for of_replica in zip(*leaves, strict=True)]
     reduce = broadcast.CoalescedReduce(plan, [CPU] * 2, emit, {1, 3})
     with reduce, hooks[0].handing_to(reduce.of(0)), hooks[1].handing_to(reduce.of(1)):

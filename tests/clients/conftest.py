@@ -37,12 +37,8 @@ Wrap = Callable[..., unisono.DataParallel]
 
 
 @pytest.fixture(autouse=True)
-def one_intra_op_thread() -> Iterator[None]:
+def _small_models(one_intra_op_thread: None) -> None:
     """These models are so small that several threads would mostly wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

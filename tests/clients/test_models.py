@@ -106,16 +106,6 @@ def reset_neurons(model: nn.Module) -> None:
     functional.reset_net(model)
 
 
-def augmented_network() -> nn.Module:
-    import kornia.augmentation
-
-    return nn.Sequential(
-        kornia.augmentation.RandomHorizontalFlip(p=0.5),
-        kornia.augmentation.RandomAffine(10.0, p=1.0),
-        nn.Conv2d(1, 2, 3),
-    )
-
-
 def medical_unet() -> nn.Module:
     from monai.networks.nets import UNet
 
@@ -174,13 +164,6 @@ CLIENTS = [
         ((5, 4, 8),),
         before_forward=reset_neurons,
         dtype=torch.float32,
-    ),
-    Client(
-        "kornia",
-        'random flips and rotations as the first layers, randomness="one_device": those of one device',
-        augmented_network,
-        ((5, 1, 8, 8),),
-        options={"randomness": "one_device"},
     ),
     Client(
         "monai",

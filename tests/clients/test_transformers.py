@@ -204,12 +204,6 @@ def test_checkpoint_and_resume(tmp_path: Path, installed: Any) -> None:
     torch.testing.assert_close(resumed["losses"][-6:], one["losses"][-6:], **TOLERANCE)
 
 
-def test_dropout_of_one_device(tmp_path: Path) -> None:
-    """X8, N12."""
-    with unisono.install(["cpu", "cpu"], randomness="one_device") as installed:
-        assert_as_on_one_device(lambda: gpt2(dropout=0.2), tmp_path, installed)
-
-
 def test_mixed_precision(tmp_path: Path, installed: Any) -> None:
     """X8: the Trainer leaves the autocast to accelerate, which gives it to a model on one device only."""
     torch.manual_seed(0)
@@ -253,6 +247,26 @@ def test_a_trainer_without_a_wrapper_of_ours_stays_as_it_is(tmp_path: Path, no_a
         args = arguments(tmp_path, num_devices, max_steps=1)
         Seen(model, args, train_dataset=sequences(model, 8)).train()
     assert seen == [(1, type(model)), (2, nn.DataParallel)]
+
+
+def test_a_wrapper_that_a_script_gives_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """X8, S5: a script's own wrapper, without `install`: the error names the `in_dims` for one device's losses."""
+    torch.manual_seed(0)
+    model = gpt2()
+    one = results(model, arguments(tmp_path, 1, max_steps=2))
+    monkeypatch.delitem(sys.modules, "transformers.trainer")  # an `install` before this test has changed the class
+    trainer_class = importlib.import_module("transformers.trainer").Trainer
+
+    def losses(**options: Any) -> list[float]:  # for several devices the Trainer repeats its number of tokens
+        trained = copy.deepcopy(model)
+        trainer = trainer_class(trained, arguments(tmp_path, 2, max_steps=2), train_dataset=sequences(model, 45))
+        trainer.model_wrapped = unisono.DataParallel(trained, ["cpu", "cpu"], **options)
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    with pytest.raises(ValueError, match=r"'num_items_in_batch'\] has 2\. .* in_dims={'num_items_in_batch': None}\."):
+        losses()
+    assert losses(in_dims={"num_items_in_batch": None}) == pytest.approx(one["losses"], rel=1e-5, abs=1e-5)
 
 
 def test_the_trainer_is_adapted_when_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,15 +48,6 @@ def numerics(float64: None) -> Iterator[None]:
 
 
 @pytest.fixture
-def one_intra_op_thread() -> Iterator[None]:
-    """As many in the caller's thread as in each replica's."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
 def collector_off() -> Iterator[None]:
     gc.collect()
     gc.disable()

@@ -68,7 +68,7 @@ def test_sys_exit_inside_a_replica_ends_the_program() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="what a process holds is read from /proc")
 def test_wrappers_that_come_and_go_leave_nothing() -> None:
-    """F5, N10: no thread, process or descriptor: a forward, a backward and a map each, then closed."""
+    """F5, N10: no thread, process or descriptor: a forward, a backward and a map each."""
     done = run_script("""
         import gc, threading
         import psutil, torch, unisono
@@ -78,7 +78,6 @@ def test_wrappers_that_come_and_go_leave_nothing() -> None:
             model = unisono.DataParallel(module, ["cpu"] * 2)
             model(torch.randn(6, 4)).sum().backward()
             list(model.map([torch.randn(6, 4)] * 2))
-            model.close()
 
         def held():
             gc.collect()

@@ -17,7 +17,6 @@ from helpers.comparisons import (
     assert_same,
     assert_same_gradients,
     assert_same_state,
-    train_both,
     twins,
 )
 from helpers.contract import Wrap, each_with, in_one_memory, in_threads, in_time, in_turn, over_places
@@ -127,16 +126,6 @@ def test_outputs_and_gradients_are_the_plain_modules(wrap: Wrap, name: str, num_
     assert_same(x_model.grad, x_plain.grad)
     assert torch.equal(x_model.detach(), x), "the module wrote into the caller's batch"
     assert_same_gradients(model.module, plain)
-    assert_same_state(model.module, plain)
-
-
-# What is sent anew in each step: parameters, shared ones, buffers that forward writes.
-@pytest.mark.parametrize("name", ["mlp", "embedding and lstm", "tied weights", "spectral norm"])
-def test_five_steps_of_sgd(wrap: Wrap, name: str) -> None:
-    """N9: parameters after five steps are the plain module's; batches of different sizes."""
-    make_model, make_batch = MODELS[name]
-    plain, model = twins(wrap, make_model(), 3)
-    train_both(plain, model, map(make_batch, (7, 8, 9, 5, 3)))
     assert_same_state(model.module, plain)
 
 

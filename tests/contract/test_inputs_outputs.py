@@ -1,6 +1,7 @@
 """Rows on other axes, numbers and 0-dim outputs, containers, and inputs and outputs that are refused."""
 
-import functools
+import ast
+import re
 import sys
 from collections import UserList, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +16,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from helpers.contract import Wrap, at_one_place, each_with, over_places
 from helpers.losses import loss_of
 from helpers.modules import Calls, Fn, mlp
-from unisono import DataParallel, pad
+from unisono import pad
 from unisono.primitives import pytree
 from unisono.primitives.object_state import state_of
 from unisono.runtime.buckets import LARGE_BYTES
@@ -61,68 +62,42 @@ def test_a_large_input_that_goes_whole(wrap: Wrap) -> None:
     same_results(plain, wrap(plain, 3, in_dims={"table": None}), (x, table), [table])
 
 
-NUMBERS_BESIDE_ROWS = [(8, [4, 4], {}), (5, [2, 2, 1, 0], {}), (5, [2, 0, 3], {"shares": (1.0, 0.0, 2.0)})]
-
-
-@over_places("rows, sizes, options", NUMBERS_BESIDE_ROWS, separate=NUMBERS_BESIDE_ROWS[1:2])
-def test_one_number_a_replica_beside_more_rows(
-    wrap: Wrap, rows: int, sizes: list[int], options: dict[str, Any]
-) -> None:
-    """S5: the Trainer of transformers, for one, repeats a number for each device. A device without rows has one too."""
-
-    def forward(model: nn.Module, x: torch.Tensor, *, factors: list[torch.Tensor]) -> torch.Tensor:
-        return torch.tanh(model.layer(x)) * factors[0] / factors[1].unsqueeze(-1)
-
-    model, num = Calls(forward, layer=nn.Linear(3, 2)), len(sizes)
-    x, column = torch.randn(rows, 3, requires_grad=True), torch.randn(num, 1, requires_grad=True)
-    divisors = torch.rand(num, requires_grad=True)
-    leaves = [x, column, divisors, *model.parameters()]
-
-    def results(output: torch.Tensor) -> list[torch.Tensor]:
-        return [output, *torch.autograd.grad(output.square().sum(), leaves)]
-
-    of_each_row = torch.repeat_interleave(torch.arange(num), torch.tensor(sizes))
-    wrapped = wrap(model, num, **options)
-    actual = results(wrapped(x, factors=[column, divisors]))
-    expected = results(model(x, factors=[column[of_each_row], divisors[of_each_row]]))
-    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-    assert [timing.rows for timing in wrapped.replica_timings] == [size for size in sizes if size]
-
-
-@at_one_place
-@pytest.mark.parametrize("rescued", [False, True])
-def test_one_number_a_replica_in_other_ways(wrap: Wrap, rescued: bool) -> None:
-    """S5: verbs of one's own; a replica that runs its rows in parts, each with the replica's number."""
-    model = wrap(Fn(torch.mul), 2, rescue=rescued)
-    if rescued:
-        model.engine.row_limits[0] = 2
-    else:
-        model.gather = functools.partial(DataParallel.gather, model)
-    x, factors = torch.randn(7, 3), torch.randn(2)
-    torch.testing.assert_close(model(x, factors), torch.cat([x[:4] * factors[0], x[4:] * factors[1]]))
-
-
 @at_one_place
 @pytest.mark.parametrize(
-    ("shapes", "options", "message"),
+    ("inputs", "options", "message"),
     [
-        ([(8, 3), (2, 2)], {}, r"inputs\[1\] has 2"),  # these may be rows
-        ([(1, 3), (2,)], {}, r"inputs\[0\] has 1, inputs\[1\] has 2"),  # which of them is the batch?
-        ([(8, 3), (7,), (2,)], {}, r"inputs\[0\] has 8, inputs\[1\] has 7, inputs\[2\] has 2"),
-        ([(8, 3), (3,)], {}, r"inputs\[1\] has 3"),
-        ([(8, 3), (2,)], {"in_dims": 0}, r"inputs\[1\] has 2"),  # the caller says what has rows
-        ([(3, 8), (2, 1)], {"dim": 1}, r"inputs\[1\] has 1"),
+        # One number for each of two replicas is no exception: it may be the weight of each of two classes.
+        ([(8, 3), (2,)], {}, "inputs[0] has 8, inputs[1] has 2. … all of inputs[1]: in_dims={1: None}. A list"),
+        ([(8, 3), (7,), (8,), (2,)], {}, "all of inputs[1], inputs[3]: in_dims={1: None, 3: None}. A list"),
+        ([(1, 3), (2,)], {}, "inputs[0] has 1, inputs[1] has 2. "),
+        ([(8, 3), (2,)], {"in_dims": 0}, "inputs[1] has 2. … whole: in_dims={'x': 0, 'table': None}. A list"),
+        ([(3, 8), (2, 1)], {"dim": 1}, "inputs[0] has 8, inputs[1] has 1. "),
     ],
 )
-def test_what_may_be_misplaced_rows_is_an_error(
-    wrap: Wrap, shapes: list[tuple[int, ...]], options: dict[str, Any], message: str
+def test_tensors_with_different_numbers_of_rows(
+    wrap: Wrap, inputs: list[tuple[int, ...]], options: dict[str, Any], message: str
 ) -> None:
-    """S5: a number for each replica is told from rows by its size alone, so only where nothing else can be meant."""
-    model = wrap(Fn(lambda *inputs, **named: inputs), 2, **options)
-    with pytest.raises(ValueError, match=f"different numbers of rows: .*{message}"):
-        model(*map(torch.zeros, shapes))
-    with pytest.raises(ValueError, match=r"rows: inputs\[0\] has 8, kwargs\['named'\]\['m'\] has 1. Give"):
-        model(torch.ones(8, 8), named={"m": torch.ones(1, 1)})
+    """S5: with each one's path and rows, and the remedy."""
+    model = wrap(Fn(lambda *inputs: inputs), 2, **options)
+    pattern = "different numbers of rows: .*" + ".*".join(map(re.escape, message.split("…")))
+    with pytest.raises(ValueError, match=pattern):
+        model(*map(torch.zeros, inputs))
+
+
+@at_one_place
+def test_what_the_error_of_different_rows_says_is_right(wrap: Wrap) -> None:
+    """S5: the class weights of two classes, on two devices."""
+
+    def forward(module: nn.Module, x: torch.Tensor, **named: Any) -> torch.Tensor:
+        return F.cross_entropy(module.layer(x), named["y"], named["loss"]["of"][0], reduction="none")
+
+    plain, x, y = Calls(forward, layer=nn.Linear(3, 2)), torch.randn(8, 3), torch.randint(2, (8,))
+    named = {"y": y, "loss": {"name": "weights", "of": (torch.tensor([1.0, 9.0]), y)}}
+    with pytest.raises(ValueError, match=r"kwargs\['loss'\]\['of'\]\[0\] has 2") as raised:
+        wrap(plain, 2)(x, **named)
+    in_dims = ast.literal_eval(str(raised.value).partition("in_dims=")[2].partition(". ")[0])
+    assert in_dims == {"loss": {"of": {0: None}}}
+    torch.testing.assert_close(wrap(plain, 2, in_dims=in_dims)(x, **named), plain(x, **named))
 
 
 @at_one_place

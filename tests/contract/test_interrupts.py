@@ -31,13 +31,6 @@ def two_intra_op_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_the_plain_module_is_interrupted_without_harm() -> None:
-    """F3: the oracle of this file: at every third moment of a step."""
-    count, wrong = campaign("plain", lambda last: range(1, last + 1, 3))
-    assert not wrong
-    assert count > 40
-
-
 @pytest.mark.parametrize("case", SAMPLES)
 @pytest.mark.parametrize("times", [1, pytest.param(_MORE, marks=pytest.mark.slow)])
 def test_an_interrupt_leaves_nothing_behind(case: str, times: int) -> None:

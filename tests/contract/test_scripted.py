@@ -16,6 +16,13 @@ from helpers.modules import Calls
 from unisono import DataParallel, data_parallel, replicate
 from unisono.runtime import torch_private
 
+
+@pytest.fixture
+def place() -> str:
+    """One is enough: where the memory of scripted modules is does not matter."""
+    return "one memory"
+
+
 pytestmark = [
     pytest.mark.usefixtures("float64"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),

@@ -21,7 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import unisono
 from helpers.modules import Calls
-from helpers.programs import Program, until
+from helpers.programs import run_scripts, until
 from helpers.ranks import Ended, end_ranks, free_port, run_ranks
 from unisono.distributed import environment, process_group
 from unisono.distributed.process_group import Communicator, communicator_for
@@ -379,10 +379,7 @@ def run_program(body: str) -> list[subprocess.CompletedProcess[str]]:
     """Run a program in two processes that connect at a port, as torchrun's do; return how each has ended."""
     script = PROGRAM.format(body=textwrap.dedent(body))
     own = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    with contextlib.ExitStack() as stack:
-        ranks = [{**own, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
-        programs = [stack.enter_context(Program(script, env)) for env in ranks]
-        return [program.end() for program in programs]
+    return run_scripts([(script, {**own, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"])
 
 
 def test_a_program_ends_without_messages():

@@ -10,8 +10,8 @@ from torch import nn
 from helpers.one_graph import simulated_accelerators_with_one_graph
 from unisono import DataParallel
 from unisono.engines import compile_lock
-from unisono.engines.base import LaneCall
 from unisono.engines.compile_lock import CompileLock
+from unisono.engines.lanes import LaneCall
 from unisono.runtime import torch_private
 from unisono.runtime.thread_pool import PassContext, ReplicaContext, one_pass, run_together
 
@@ -114,5 +114,5 @@ def test_code_is_kept_for_each_accelerator(sim: Any, monkeypatch: pytest.MonkeyP
     with simulated_accelerators_with_one_graph(monkeypatch), torch.compiler.set_stance("force_eager"):
         model(torch.ones(6, 2, device=sim[0]))
         assert kept == [3]
-        model._engine.open_lanes(model.module, LaneCall(sim[:2], sim[0], sim[0])).close()
+        model._threads.open_lanes(model.module, LaneCall(sim[:2], sim[0], sim[0]))
     assert kept == [3, 2]

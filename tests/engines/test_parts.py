@@ -106,7 +106,7 @@ def test_one_replica_that_can_bear_less(float64: None) -> None:
     model(x).sum().backward()
     plain(x).sum().backward()
     torch.testing.assert_close(model.module.layer.weight.grad, plain.layer.weight.grad)
-    assert model.engine.row_limits == {1: 4}
+    assert model._threads.row_limits == {1: 4}
 
 
 def test_a_replica_that_is_left_no_memory_by_another_one() -> None:
@@ -118,7 +118,7 @@ def test_a_replica_that_is_left_no_memory_by_another_one() -> None:
         return module.layer(x)
 
     model = DataParallel(Calls(forward, layer=nn.Linear(1, 2)), ["cpu"] * 2, rescue=True)
-    limits = model.engine.row_limits
+    limits = model._threads.row_limits
     x = torch.cat([torch.zeros(8, 1), torch.ones(8, 1)])
     torch.testing.assert_close(model(x), model.module.layer(x))
     assert limits == {0: 1, 1: 2}
@@ -138,7 +138,7 @@ def test_what_parts_take_is_loaded_before_memory_is_short() -> None:
 def test_dropout_in_parts_has_the_same_masks_in_backward(float64: None) -> None:
     """F11: each part is computed again with its own random numbers."""
     model = rescued(Fn(nn.functional.dropout, Greedy(3, False).net[0]))
-    model.engine.row_limits.update({0: 3, 1: 2})
+    model._threads.row_limits.update({0: 3, 1: 2})
     x = torch.randn(12, 20, requires_grad=True)
     output = model(x)
     output.sum().backward()
@@ -166,7 +166,7 @@ def test_what_cannot_be_run_in_parts(module: nn.Module, rows: int, options: dict
     with pytest.raises(torch.OutOfMemoryError, match="simulated") as raised:
         model(torch.ones(rows, 2))
     assert any(reason in note for note in raised.value.__notes__)
-    assert not model.engine.row_limits
+    assert not model._threads.row_limits
 
 
 def of_whole_batch(output: torch.Tensor) -> torch.Tensor:
@@ -224,7 +224,6 @@ WAIT = "its replicas wait for each other"
     [
         (nn.BatchNorm1d(2), {}, r"parts=\): the model itself \(BatchNorm1d\) normalises over all of its rows"),
         (nn.Identity(), {"sync_batch_norm": True}, rf"parts=\): {WAIT}"),
-        (nn.Identity(), {"randomness": "one_device"}, rf"parts=\): {WAIT}"),
         (in_forward(counted), {}, "changes the buffer 'count'"),
         (in_forward(lambda module, x: module.layer(x).mean()), {}, "0-dim tensors"),
         (in_forward(lambda module, x: module.layer(x).mean(0)), {}, r"\[4, 4\] rows it .* of lengths \[2, 2\]"),

@@ -112,8 +112,6 @@ def wrap(program: Program, module: nn.Module, outermost: bool, timeout_s: float)
         options["in_dims"] = (0, None)
     if "batch norm" in program.traits:
         options["sync_batch_norm"] = True
-    if "random" in program.traits:
-        options["randomness"] = "one_device"
     if outermost:
         options["shares"] = program.shares
         options["parts"] = program.parts

@@ -4,11 +4,11 @@ import random
 from typing import Any
 
 from fuzz.actions import ACTIONS
-from fuzz.blocks import FAMILIES, traits_of
+from fuzz.blocks import FAMILIES
 from fuzz.model import INPUTS, OUTPUTS
 from fuzz.program import Program, Step
 
-_ERRORS_IN_PARTS = ("batch norm", "buffers", "random", "writes_input", "torch.func")
+_ERRORS_IN_PARTS = ("batch norm", "buffers", "writes_input", "torch.func")
 _ROWS = (0, 1, 2, 3, 4, 5, 6, 6, 7, 8, 11, 17)
 _WRAPS = ("model", "model", "part", "twice", "both")  # over ranks, layers around a "part" are not synchronised
 _WEIGHTS = (0, 1, 2, 3, 1.5)
@@ -17,8 +17,7 @@ _WEIGHTS = (0, 1, 2, 3, 1.5)
 def random_program(seed: int, place: str) -> Program:
     """Return the program that a seed stands for."""
     draw = random.Random(seed)
-    # What ranks are not promised to do: see docs/behaviour.md. Actions say it of themselves.
-    families = [name for name, family in FAMILIES.items() if place != "ranks" or "random" not in family.traits]
+    families = list(FAMILIES)
     rare = [name for name in families if "compiled" in FAMILIES[name].traits]
     blocks = []
     for _ in range(draw.choice((0, 1, 1, 2, 3, 4))):
@@ -31,7 +30,6 @@ def random_program(seed: int, place: str) -> Program:
     if shares == "weights":
         shares = tuple(draw.choice(_WEIGHTS) for _ in range(num_replicas))
         shares = shares if any(shares) else (1,) * num_replicas
-    is_random = any("random" in traits_of(block) for block in blocks)
     options: dict[str, Any] = {
         "blocks": tuple(blocks),
         "place": place,
@@ -46,7 +44,7 @@ def random_program(seed: int, place: str) -> Program:
         "residual": draw.random() < 0.5,
         "writes_input": draw.random() < 0.1,
         "profile": draw.random() < 0.15,
-        "rescue": draw.random() < 0.1 and not is_random,
+        "rescue": draw.random() < 0.1,
         "seed": draw.randrange(1000),
     }
     traits = Program(**options).traits

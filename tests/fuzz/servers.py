@@ -118,7 +118,6 @@ def _serve(
 ) -> None:
     os.setpgid(0, 0)  # Ctrl-C at the terminal is for the process that has started this one
     os.environ["UNISONO_BIND_CORES"] = "0"  # the second replica of every server would have the same core
-    os.environ["UNISONO_PUBLISH"] = "0"
     sys.path[:] = path
     torch.set_num_threads(1)
     rank: Rank = ONE_PROCESS

@@ -246,5 +246,3 @@ class Side:
             self.observe("parameter", parameter, name)
         for name, buffer in self.buffers():
             self.observe("buffer", buffer, name)
-        if self.has("random"):
-            self.observe("random state", torch.get_rng_state())

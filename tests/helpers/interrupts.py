@@ -93,7 +93,6 @@ class Model(nn.Module):
 OPTIONS: dict[str, dict[str, Any]] = {
     "training": {},
     "sync_batch_norm": {"sync_batch_norm": True},
-    "one_device": {"randomness": "one_device"},
 }
 
 
@@ -182,10 +181,6 @@ class Step:
             wrong.append("the next step has other numbers")
         wrong += [f"after the next step: {text}" for text, ok in _thread_state(self._num_threads).items() if not ok]
         return wrong
-
-    def close(self) -> None:
-        if isinstance(self.model, DataParallel):
-            self.model.close()
 
 
 def _thread_state(num_threads: int) -> dict[str, bool]:
@@ -284,34 +279,28 @@ def campaign(
         The number of interrupts, and what was wrong, by moment.
     """
     step, count = Step(case), 0
-    try:
-        for _ in range(2):  # the second one is a steady step; see `interrupted_at`
-            step.reset()
-            with Moment() as steady:
-                step.run()
-        for number in numbers(steady.count):
-            where, wrong = interrupted_at(step, number, kind)
-            count += bool(where)
-            if wrong:
-                return count, {number: f"{where}: {'; '.join(wrong)}"}
-        return count, {}
-    finally:
-        step.close()
+    for _ in range(2):  # the second one is a steady step; see `interrupted_at`
+        step.reset()
+        with Moment() as steady:
+            step.run()
+    for number in numbers(steady.count):
+        where, wrong = interrupted_at(step, number, kind)
+        count += bool(where)
+        if wrong:
+            return count, {number: f"{where}: {'; '.join(wrong)}"}
+    return count, {}
 
 
 def real_campaign(case: str, num_signals: int, seed: int) -> tuple[int, dict[int, str]]:
     """The same with so many real signals, at random times."""
     step = Step(case)
-    try:
-        started = time.perf_counter()
-        for _ in range(10):
-            step.reset()
-            step.run()
-        one_step_s, generator = (time.perf_counter() - started) / 10, random.Random(seed)
-        for number in range(num_signals):
-            wrong = interrupted_after(step, generator.random() * 2 * one_step_s)
-            if wrong:
-                return number + 1, {number: "; ".join(wrong)}
-        return num_signals, {}
-    finally:
-        step.close()
+    started = time.perf_counter()
+    for _ in range(10):
+        step.reset()
+        step.run()
+    one_step_s, generator = (time.perf_counter() - started) / 10, random.Random(seed)
+    for number in range(num_signals):
+        wrong = interrupted_after(step, generator.random() * 2 * one_step_s)
+        if wrong:
+            return number + 1, {number: "; ".join(wrong)}
+    return num_signals, {}

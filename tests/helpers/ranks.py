@@ -10,6 +10,7 @@ import socket
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -85,6 +86,7 @@ def _run(
     timeout_s: float,
     path: str,
 ) -> int:
+    warnings.simplefilter("default")  # torch has some about what a plain module does, too
     torch.manual_seed(rank)  # unequal on purpose: the library has to make equal what must be
     try:
         if store is not None:

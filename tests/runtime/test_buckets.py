@@ -37,14 +37,6 @@ def test_tensors_are_divided_by_dtype_and_size(tensors, full_bytes, expected):
         assert bucket.num_entries == sum(tensors[number].numel() for number, _ in bucket.items)
 
 
-def test_devices_have_buckets_of_their_own_only_where_forms_name_them():
-    cpu, meta = (torch.empty(3, device=device) for device in ("cpu", "meta"))
-    assert numbers(buckets_of(forms(cpu, meta))) == [[0, 1]]
-    divided = buckets_of({number: Form.of(tensor, tensor.device) for number, tensor in enumerate((cpu, meta, cpu))})
-    assert numbers(divided) == [[1], [0, 2]], "by the last tensor"
-    assert [bucket.device for bucket in divided] == [meta.device, cpu.device]
-
-
 @pytest.mark.parametrize("by_number", [list, lambda tensors: dict(enumerate(tensors))])
 def test_a_bucket_holds_copies_of_its_tensors_strides_included(by_number):
     tensors = [torch.randn(2, 3), torch.randn(3, 4).t(), torch.randn(6)[::2], torch.tensor(1.5), torch.empty(0)]

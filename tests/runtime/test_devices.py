@@ -11,7 +11,7 @@ import torch
 import unisono
 from helpers.host_waits import noted_on_simulated_devices
 from unisono import DataParallel
-from unisono.runtime import device_facts, devices
+from unisono.runtime import devices, unequal_devices
 
 CPU = torch.device("cpu")
 
@@ -115,7 +115,7 @@ def test_unequal_devices(gpus, memory, cores, used, message):
         for gib, count in zip(memory, cores, strict=True)
     ]
     gpus.get_device_properties = lambda device: properties[device.index]
-    said = device_facts.imbalance([CPU if i == "cpu" else GPUS[i] for i in used])
+    said = unequal_devices.imbalance([CPU if i == "cpu" else GPUS[i] for i in used])
     assert (said is None) if message is None else re.match(message, said)
 
 

@@ -2,6 +2,7 @@
 
 import _thread
 import contextlib
+import os
 import signal
 import sys
 import threading
@@ -18,6 +19,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from helpers.forks import in_a_fork
 from helpers.garbage import no_garbage
 from helpers.in_time import WAIT_S, in_time
 from helpers.modules import PassingMode
@@ -381,6 +383,20 @@ def test_an_interrupt_leaves_no_cycle() -> None:
 
 
 # ---- processes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # it has threads
+def test_a_fork_has_workers_of_its_own() -> None:
+    """F5: after the parent has used workers, and while it has some."""
+    before = values(*[threading.get_ident] * 3)
+
+    def child() -> int:
+        signal.alarm(60)
+        return len(set(values(*[threading.get_ident] * 3)))
+
+    assert in_a_fork(child) == 3
+    assert values(*[threading.get_ident] * 3) == before
 
 
 COMPUTE = "weight = torch.randn(300, 300, requires_grad=True); (weight @ weight).sum().backward()"

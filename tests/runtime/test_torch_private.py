@@ -19,7 +19,6 @@ from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hook
 from torch.overrides import TorchFunctionMode
 
 from helpers.modules import PassingMode
-from helpers.programs import run_script
 from unisono.runtime import torch_private
 
 
@@ -217,29 +216,6 @@ def test_what_torch_would_import_later(monkeypatch: pytest.MonkeyPatch, load: Ca
     load()
 
 
-def test_a_step_imports_no_sympy() -> None:
-    """It takes 33 MiB. An optimizer, where there is one, imports it."""
-    run = run_script("""
-        import sys
-        import torch
-        import unisono
-
-        class Imported(torch.nn.Linear):
-            def forward(self, x):
-                return super().forward(x), torch.full((len(x),), float("sympy" in sys.modules))
-
-        for sync_batch_norm in (False, True):
-            module = torch.nn.Sequential(torch.nn.BatchNorm1d(2), Imported(2, 2))
-            model = unisono.DataParallel(module, ["cpu"] * 2, sync_batch_norm=sync_batch_norm)
-            for _ in range(2):
-                output, imported = model(torch.ones(4, 2))
-                output.sum().backward()
-            assert not imported.any()
-            assert "sympy" not in sys.modules
-    """)
-    assert run.returncode == 0, run.stderr
-
-
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
@@ -278,14 +254,6 @@ def test_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch_private.free_memory_bytes(torch.device("cuda", 5)) == expected
         monkeypatch.delattr(owner, name)
     assert torch_private.free_memory_bytes(torch.device("cuda", 5)) == 0
-
-
-def test_the_store_of_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """C1: of the group itself; in older releases, of torch's table."""
-    assert torch_private.store_of_group(SimpleNamespace(get_group_store=lambda: "its own")) == "its own"
-    older = object()
-    monkeypatch.setitem(torch.distributed.distributed_c10d._world.pg_map, older, ("gloo", "in the table"))
-    assert torch_private.store_of_group(older) == "in the table"
 
 
 @pytest.mark.parametrize(

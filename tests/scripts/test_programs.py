@@ -14,14 +14,14 @@ from helpers.rounding import rounding_bound
 PROGRAMS = Path(__file__).parent / "programs"
 TUTORIALS = ["first_steps", "wrapped_block", "recurrent_batches"]
 REPOSITORIES = ["imagenet_loop", "dcgan", "language_model"]
-# What the numbers of one device need: where rows interact, and where random numbers are drawn.
+# What the numbers of one device need, where rows interact.
 OPTIONS = {
     "first_steps": ["--count-replicas"],
     "wrapped_block": ["--count-replicas"],
     "recurrent_batches": [],
     "imagenet_loop": ["--sync-batch-norm"],
     "dcgan": ["--sync-batch-norm", "--shares", "2,1"],
-    "language_model": ["--randomness", "one_device"],
+    "language_model": [],
 }
 WRAPPERS = {"recurrent_batches": 2, "dcgan": 2}
 

@@ -30,7 +30,7 @@ from helpers.losses import fresh
 from helpers.modules import Calls, Composed
 from helpers.one_graph import simulated_accelerators_with_one_graph
 from unisono import DataParallel
-from unisono.runtime.exchange import LocalExchange, taking_part
+from unisono.runtime.exchange import Exchange, taking_part
 from unisono.sync_batch_norm.function_mode import BackwardMode, BatchNormOverReplicas
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -205,8 +205,8 @@ def test_the_option_is_true_or_false(value: Any) -> None:
 def test_rows_that_need_no_gradient_exchange_none(monkeypatch: Any, needed: bool, create_graph: bool) -> None:
     """N5: so that no replica waits in backward; its parameters have theirs."""
     exchanged: list[int] = []
-    all_gather = LocalExchange.all_gather
-    monkeypatch.setattr(LocalExchange, "all_gather", lambda *args: exchanged.append(args[1]) or all_gather(*args))
+    all_gather = Exchange.all_gather
+    monkeypatch.setattr(Exchange, "all_gather", lambda *args: exchanged.append(args[1]) or all_gather(*args))
     plain, x = nn.BatchNorm1d(3), torch.randn(8, 3, requires_grad=needed)
     model = DataParallel(copy.deepcopy(plain), ["cpu"] * 2, sync_batch_norm=True)
     output, expected = model(x), plain(x)
@@ -224,14 +224,14 @@ def test_a_backward_of_one_replica_in_another_thread() -> None:
     norm, x = nn.BatchNorm1d(3), torch.randn(6, 3)
     over_replicas = BatchNormOverReplicas([norm], BackwardMode.PER_REPLICA)
     leaf, expected = fresh(x), fresh(x)
-    with taking_part(LocalExchange(1), 0), over_replicas.in_replica(0, tracked=True):
+    with taking_part(Exchange(1), 0), over_replicas.in_replica(0, tracked=True):
         output = norm(leaf)
-    with over_replicas.single_replica(LocalExchange), ThreadPoolExecutor(1) as thread:
+    with over_replicas.single_replica(Exchange), ThreadPoolExecutor(1) as thread:
         thread.submit(lambda: output.pow(3).sum().backward()).result()
     nn.BatchNorm1d(3)(expected).pow(3).sum().backward()
     torch.testing.assert_close(leaf.grad, expected.grad, rtol=1e-12, atol=1e-12)
     others = BatchNormOverReplicas([norm], BackwardMode.PER_REPLICA)
-    with taking_part(LocalExchange(1), 0), others.in_replica(0, tracked=True):
+    with taking_part(Exchange(1), 0), others.in_replica(0, tracked=True):
         output = norm(fresh(x))
     with pytest.raises(RuntimeError, match="they do not run at the same time"):
         output.sum().backward()

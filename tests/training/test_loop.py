@@ -144,18 +144,13 @@ def test_the_weights_have_clean_names_and_the_accuracy_that_was_printed(uninterr
     [
         ({"devices": "1"}, []),
         ({"devices": "cpu*3"}, ["cpu 40 rows"] * 3),
-        ({"accumulate": 7}, ["cpu 9 rows", "cpu 8 rows"]),
-        ({"devices": "cpu*3", "accumulate": 60, "stop_after": 4}, ["cpu 1 rows"] * 2),
     ],
 )
-def test_losses_do_not_depend_on_devices_and_micro_batches(uninterrupted, folder, changes, replicas):
-    """The losses of the parts are added up; shown is what several replicas did with the last part."""
+def test_losses_do_not_depend_on_devices(uninterrupted, folder, changes, replicas):
     display = train_on(folder, **changes)
-    losses = losses_of(folder)
-    expected = losses_of(uninterrupted)[: len(losses)]
+    losses, expected = losses_of(folder), losses_of(uninterrupted)
     assert losses[:20] == pytest.approx(expected[:20], rel=1e-5)
     assert losses == pytest.approx(expected, rel=1e-4)
-    assert len(losses) == changes.get("stop_after", 24)
     assert re.findall(r"cpu \d+ rows(?= \d+ ms)", display.replicas[0]) == replicas
 
 
@@ -260,7 +255,7 @@ def test_long_epochs_are_saved_in_between_with_all_steps(folder, monkeypatch, ah
 def test_an_accelerator_that_has_room_for_the_data_is_waited_for_once_a_step(uninterrupted, folder, monkeypatch, sim):
     """Copied from the host is the order of an epoch's rows; read are the loss of each step, and the sums of a test."""
     monkeypatch.setattr("unisono.training.run.has_room_for", lambda device, num_bytes: True)
-    options = replace(SMALL, devices="1", accumulate=3)
+    options = replace(SMALL, devices="1")
     begun = Run(options, folder, Recorder(), ALONE, {}, resume=False, profile=False)
     with contextlib.closing(folder), contextlib.closing(begun) as run, noted_on_simulated_devices() as noted:
         assert {tensor.device for tensor in (run.dataset.train_images, run.dataset.test_labels)} == {sim[0]}
@@ -299,9 +294,9 @@ def test_each_size_is_compiled_once(uninterrupted, folder, graphs, devices, num_
 
 
 def test_a_compiled_run_that_was_stopped_goes_on_to_the_same_numbers(tmp_path, graphs):
-    """Momenta come back. A step has three micro-batches of one size, for which it is compiled."""
+    """Momenta come back. All steps have one size, for which they are compiled."""
     whole, parts = (RunFolder.for_new_run(tmp_path / name) for name in ("whole", "parts"))
-    how: dict[str, Any] = {"devices": "1", "compile": True, "batch_size": 1437, "accumulate": 3, "epochs": 3}
+    how: dict[str, Any] = {"devices": "1", "compile": True, "batch_size": 1437, "epochs": 3}
     train_on(whole, **how)
     torch.compiler.reset()  # torch keeps a few versions of a function, and each run makes its own
     train_on(parts, stop_after=2, **how)
@@ -433,8 +428,6 @@ def test_batch_norm_sees_the_rows_of_all_devices(tmp_path: Path, monkeypatch: py
     alone = pytest.approx(losses_with(tmp_path, devices="cpu"), rel=1e-4)
     assert losses_with(tmp_path) == alone
     assert losses_with(tmp_path, sync_batch_norm=False) != alone
-    alone_in_parts = losses_with(tmp_path, devices="cpu", accumulate=2)
-    assert losses_with(tmp_path, devices="cpu*3", accumulate=2) == pytest.approx(alone_in_parts, rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ CUDA = [torch.device("cuda", index) for index in range(8)]
     [
         ("batch_size", [0]),
         ("epochs", [0]),
-        ("accumulate", [0, 129]),
         ("lr", [0.0, float("nan"), float("inf")]),
         ("seed", [-1]),
     ],

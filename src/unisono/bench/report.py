@@ -82,8 +82,8 @@ def advice(workload: Workload, cores: int) -> Iterator[str]:
     if plain.is_lost_in_noise(best):
         yield (
             f"**No verdict**: the plain module takes {_range(plain)} ms a step, and {best_of_ours}, the best of ours, "
-            f"{_range(best)} ms. These ranges overlap, so noise may be why one is faster. More rounds (--rounds), "
-            "longer turns (--seconds-per-turn) or a quieter machine may tell them apart."
+            f"{_range(best)} ms. These ranges overlap, so noise may be why one is faster. Longer turns "
+            "(--seconds-per-turn) or a quieter machine may tell them apart."
         )
     elif chosen is plain:
         yield (

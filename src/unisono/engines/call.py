@@ -26,7 +26,6 @@ class Call:
         part_rules: how the parts of a replica's shard are joined; None: by `rules`.
         method: the module's method that is called; None: the module itself.
         sync_batch_norm: whether batch norms in training see the rows of all replicas.
-        one_device_randomness: whether replicas draw the random numbers of one device.
         sync_context: what this call counts for in sums of gradients over several processes (a `SyncContext` of
             distributed/gradient_sync.py); None: there are no such sums.
         parts: in how many parts each replica runs its shard.
@@ -47,7 +46,6 @@ class Call:
     part_rules: OutputRules | None = None
     method: str | None = None
     sync_batch_norm: bool = False
-    one_device_randomness: bool = False
     parts: int = 1
     rescue: bool = False
     timeout_s: float | None = None

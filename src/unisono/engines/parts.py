@@ -64,7 +64,7 @@ def parts_of(row_limits: Mapping[int, int], call: Call, root: nn.Module, index: 
 
 def why_no_parts(call: Call, root: nn.Module) -> str | None:
     """Return why no replica of a call can run its shard in parts; None if they can."""
-    if call.sync_batch_norm or call.one_device_randomness:
+    if call.sync_batch_norm:
         return "its replicas wait for each other in forward."
     if call.arguments.rows is None:
         return "the inputs have no rows."

@@ -66,7 +66,7 @@ class Inputs:
                 placed = [copy if copy is None else copy.requires_grad_() for copy in placed]
             return placed
 
-        self.shards = call.arguments.split(call.sizes, place, call.replica_numbers)
+        self.shards = call.arguments.split(call.sizes, place)
 
 
 def _copied(part: torch.Tensor, replica: int, device: torch.device, copies: Copies) -> torch.Tensor:

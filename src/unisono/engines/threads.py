@@ -48,7 +48,6 @@ from unisono.runtime.rng import own_streams
 from unisono.runtime.streams import Copies
 from unisono.runtime.thread_pool import PassContext, ReplicaContext, inside_replica, one_pass, run_together
 from unisono.runtime.timeline import ReplicaTiming
-from unisono.runtime.whole_batch_draws import no_draws, one_stream
 from unisono.sync_batch_norm.function_mode import BackwardMode, BatchNormOverReplicas
 
 _CUDA_GRAPHS = (
@@ -163,7 +162,7 @@ class Forward:
                 timeline.mark(timeline.REPLICATE)
             self._replicas = pool.take(call.devices, self._tracked, copies)
         if pool.blueprint.observers:
-            if self._tracked and again is None and call.sync_context is None and not call.one_device_randomness:
+            if self._tracked and again is None and call.sync_context is None:
                 raise OneGraphNeededError
             warn_of_observers(pool.blueprint, call.devices)
         if pool.blueprint.compiled:
@@ -207,8 +206,8 @@ class Forward:
         call, name = self._call, type(module).__name__
         contexts: list[PassContext] = [partial(own_streams, name, call.devices)]
         one_call: BackwardContext = nullcontext
-        if call.sync_batch_norm or call.one_device_randomness:
-            contexts, one_call = _contexts_with_exchange(name, call, self._replicas.roots)
+        if call.sync_batch_norm:
+            contexts, one_call = _contexts_of_batch_norm(name, call, self._replicas.roots)
         elif self._pool.blueprint.compiled:  # not where replicas wait for each other: then none may wait for a lock
             kinds = [(self._tracked, module.training, *kind_of(shard)) for shard in self._inputs.shards]
             contexts += self._model.compile_lock.if_new(kinds, call.timeout_s)
@@ -266,34 +265,29 @@ def _boundary_outputs(call: Call, groups: Sequence[Group], of_buffers: Sequence[
     return outputs
 
 
-def _contexts_with_exchange(
+def _contexts_of_batch_norm(
     name: str, call: Call, roots: Sequence[nn.Module]
 ) -> tuple[list[PassContext], BackwardContext]:
     """Return the contexts of each pass over the replicas, and that of one backward through all graphs.
 
-    In them the replicas exchange values: for random numbers of one device, for batch norm over all rows, or for both.
-    Messages call the model `name`.
+    In them the replicas exchange the statistics of batch norm. Messages call the model `name`.
     """
     alone = len(roots) == 1
     contexts: list[PassContext] = [partial(own_streams, name, call.devices)]
     if alone and call.cross_process is None:
         return contexts, nullcontext
-    if call.one_device_randomness and not alone:
-        contexts = [partial(one_stream, name, call.sizes)]
     new_exchange: Callable[[int], Exchange] = partial(
         Exchange, cross_process=call.cross_process, timeout_s=call.timeout_s, names=call.where()
     )
     contexts.append(exchanging(len(roots), new_exchange))
     on_host = all(map(_devices.computes_on_host, call.devices))
-    if not call.sync_batch_norm:
-        return contexts, no_draws
     if call.cross_process is not None and not alone and not on_host:
         raise RuntimeError(_TOO_MANY_ACCELERATORS)
     backward_mode = BackwardMode.PER_REPLICA if on_host or alone else BackwardMode.ONE_CALL
     batch_norm = BatchNormOverReplicas(roots, backward_mode)
     contexts.append(batch_norm.one_pass)
     if on_host:
-        return contexts, no_draws if call.one_device_randomness else nullcontext
+        return contexts, nullcontext
     if backward_mode is BackwardMode.ONE_CALL:
         return contexts, batch_norm.recomputation
     return contexts, partial(batch_norm.single_replica, new_exchange)

@@ -140,7 +140,7 @@ def tensors(value: object, path: str = "") -> Iterator[tuple[str, torch.Tensor]]
     return ((where, leaf) for where, leaf in leaves(value, path) if isinstance(leaf, torch.Tensor))
 
 
-def map_leaves(function: Callable[[Any], Any], value: Any, path: str = "") -> Any:
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """Return `value` with `function` applied to every leaf, in order; see `unflatten`.
 
     >>> map_leaves(lambda leaf: leaf * 2, {"a": [1, 2], "b": (3,)})
@@ -151,7 +151,7 @@ def map_leaves(function: Callable[[Any], Any], value: Any, path: str = "") -> An
     """
     if type(value) in _PLAIN:  # the common case, without a structure's cost
         return function(value)
-    found, spec = flatten(value, path)
+    found, spec = flatten(value)
     return unflatten(spec, map(function, found))
 
 

@@ -45,7 +45,7 @@ class StateChange(Purpose):
     went_different_ways = (
         "torch keeps what forward sets here once a process, so all replicas change it together, and the replicas went "
         "different ways: {ways}. Let all replicas make the same changes in the same order, whatever their rows are "
-        '(set it around the model, for all of them), or use engine="processes".'
+        "(set it around the model, for all of them), or give each device a process (torchrun, with the same line)."
     )
     needs_withdrawn = False
 

@@ -1,11 +1,11 @@
 """The caller's thread-local state, carried into the worker threads.
 
 torch keeps much of what a user has switched on per thread: grad mode, inference mode, autocast, the default device,
-the current streams, denormal flushing. A replica must see all of it as the caller does. (The default dtype and the
-deterministic flags belong to the process.) Some state cannot be carried into other threads: dispatch and function
-modes, torch.func transforms, and saved-tensor hooks, which depend on the order in which tensors are saved
-(activation checkpointing above all). While such a mode is active, `modes_that_stay()` says so and replicas run in the
-caller's thread, one after the other.
+the current streams, denormal flushing; and draws may be switched off (draws_off.py). A replica must see all of it as
+the caller does. (The default dtype and the deterministic flags belong to the process.) Some state cannot be carried
+into other threads: dispatch and function modes, torch.func transforms, and saved-tensor hooks, which depend on the
+order in which tensors are saved (activation checkpointing above all). While such a mode is active, `modes_that_stay()`
+says so and replicas run in the caller's thread, one after the other.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from unisono.runtime import torch_private
+from unisono.runtime import draws_off, torch_private
 
 # Device types that autocast knows; asking about one that this build of torch lacks is harmless.
 _AUTOCAST_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia", "ipu", "privateuseone")
@@ -31,6 +31,7 @@ class ThreadState:
     saved_tensor_hooks_disabled: str | None
     default_device: torch.device | None
     flush_denormal: bool
+    draws_off: bool
 
     @classmethod
     def capture(cls) -> "ThreadState":
@@ -43,12 +44,14 @@ class ThreadState:
             saved_tensor_hooks_disabled=torch_private.saved_tensor_hooks_disabled(),
             default_device=torch_private.default_device(),
             flush_denormal=_flushes_denormals(),
+            draws_off=draws_off.are_off(),
         )
 
     def applied(self) -> contextlib.AbstractContextManager[None]:
         """Return the context in which this state is the calling thread's."""
         is_usual = self.default_device is None and self.saved_tensor_hooks_disabled is None
-        if is_usual and not (self.inference or self.autocast or self.flush_denormal or _flushes_denormals()):
+        is_usual = is_usual and not (self.inference or self.autocast or self.draws_off)
+        if is_usual and not (self.flush_denormal or _flushes_denormals()):
             return torch.set_grad_enabled(self.grad_enabled) if self.grad_enabled else torch.no_grad()
         return self._applied()
 
@@ -67,6 +70,8 @@ class ThreadState:
             if self.flush_denormal != _flushes_denormals():
                 torch.set_flush_denormal(self.flush_denormal)
                 stack.callback(torch.set_flush_denormal, not self.flush_denormal)
+            if self.draws_off:
+                stack.enter_context(draws_off.in_this_thread())
             stack.enter_context(torch.set_grad_enabled(self.grad_enabled))
             yield
 

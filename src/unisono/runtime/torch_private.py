@@ -354,10 +354,7 @@ def is_default_device(mode: object) -> bool:
 
 
 def default_device() -> torch.device | None:
-    """Return the default device of this thread; None if none has been set. Fallback: None.
-
-    `torch.get_default_device` overlooks `with torch.device(...)` in older releases.
-    """
+    """Return the default device of this thread; None if none is set, which torch's does not tell. Fallback: None."""
     for mode in reversed(function_modes()):
         if is_default_device(mode):
             device: torch.device = mode.device
@@ -891,21 +888,32 @@ def of_one_kind(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 # ---- random numbers ------------------------------------------------------------------------------
 
 
-def catch_operations(handlers: Mapping[Any, Callable[..., Any]]) -> Callable[[], AbstractContextManager[None]] | None:
+# Two keys of the dispatcher that torch has no kernels for: the first is that of an external library (deferred
+# initialisation, torchdistx), the second is above all others, and is kept for torch's own tests.
+OF_STREAMS, ABOVE_ALL = "DeferredInit", "TESTING_ONLY_GenericMode"
+
+
+def catch_operations(
+    handlers: Mapping[Any, Callable[..., Any]], key_name: str = OF_STREAMS
+) -> Callable[[], AbstractContextManager[None]] | None:
     """Install a handler for each of some operations, for good; return a context in which a thread calls the handlers.
 
     `handler(keys, *args, **kwargs)` is called in place of `operation(*args, **kwargs)`, and calls the operation itself
     by `operation.redispatch(keys, *args, **kwargs)`. Calls in C++, inside another operation or during a backward pass
     in that thread, are intercepted too. Nothing else is slower, in the context or outside of it: the handlers are
-    kernels for a dispatch key that torch reserves for an external library (deferred initialisation, torchdistx), and
-    the dispatcher skips keys for which an operation has no kernel.
+    kernels for a dispatch key that nothing else uses, and the dispatcher skips keys for which an operation has no
+    kernel.
+
+    Args:
+        handlers: by operation.
+        key_name: `OF_STREAMS` or `ABOVE_ALL`; the handlers of the second are called before those of the first.
 
     Fallback: None, where the key is missing or taken. Then nothing is installed.
     """
     dispatcher: Any = torch._C
     library: Any = torch.library.Library
     try:
-        key = dispatcher._parse_dispatch_key("DeferredInit")
+        key = dispatcher._parse_dispatch_key(key_name)
         if dispatcher._dispatch_has_backend_fallback(key):
             return None
         keys_after = dispatcher._dispatch_keyset_full_after(key)
@@ -913,14 +921,14 @@ def catch_operations(handlers: Mapping[Any, Callable[..., Any]]) -> Callable[[],
         higher_order_operators: Any = list(torch._ops._higher_order_ops.values())
         of_those_to_come: Any = torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS
         all_operations, aten = library("_", "IMPL"), library("aten", "IMPL")
-        all_operations.fallback(torch.library.fallthrough_kernel, "DeferredInit")
+        all_operations.fallback(torch.library.fallthrough_kernel, key_name)
         # Higher-order operators (flex_attention, cond) are dispatched in Python, which has no such fallback.
         of_those_to_come.append(key)
         for operator in higher_order_operators:
             operator.fallthrough(key)
         for operation, handler in handlers.items():
             name = operation.name().removeprefix("aten::")
-            aten.impl(name, _on_remaining_keys(handler, keys_after), "DeferredInit", with_keyset=True)
+            aten.impl(name, _on_remaining_keys(handler, keys_after), key_name, with_keyset=True)
     except (AttributeError, RuntimeError):
         return None
     _installed.extend([all_operations, aten])
@@ -928,6 +936,15 @@ def catch_operations(handlers: Mapping[Any, Callable[..., Any]]) -> Callable[[],
 
 
 _installed: list[torch.library.Library] = []  # a library's kernels last as long as it does
+
+
+def is_caught(key_name: str) -> bool:
+    """Return whether the calling thread is in the context of `catch_operations`. Fallback: False, as there is none."""
+    try:
+        dispatcher: Any = torch._C
+        return bool(dispatcher._dispatch_tls_is_dispatch_key_included(dispatcher._parse_dispatch_key(key_name)))
+    except (AttributeError, RuntimeError):
+        return False
 
 
 def _on_remaining_keys(handler: Callable[..., Any], keys_after: Any) -> Callable[..., Any]:
@@ -1039,13 +1056,6 @@ def all_gather_into(flat: torch.Tensor, tensor: torch.Tensor, group: Any) -> Any
     # Older releases have it under another name, which newer ones warn about.
     gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
     return gather(flat.view(-1), tensor.reshape(-1), group, True)
-
-
-def store_of_group(group: Any) -> Any:
-    """Return the store of a process group. Older releases have it in a table of all groups."""
-    if hasattr(group, "get_group_store"):
-        return group.get_group_store()
-    return torch.distributed.distributed_c10d._get_process_group_store(group)
 
 
 def timeout_of_group(group: Any) -> timedelta:

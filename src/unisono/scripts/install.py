@@ -53,7 +53,6 @@ def install(
     out_dims: Any = ...,
     scalars: Any = "stack",
     sync_batch_norm: bool = False,
-    randomness: str = "per_replica",
 ) -> "Installation":
     """Let torch's DataParallel, data_parallel, replicate, scatter, parallel_apply and gather mean unisono's.
 
@@ -71,7 +70,7 @@ def install(
     Args:
         device_ids: the devices of every wrapper, whatever the script names. A device's number, as the verbs take it, is
             then its place in this list, counted round it. None: the script's own devices.
-        shares, in_dims, out_dims, scalars, sync_batch_norm, randomness: as in `unisono.DataParallel`.
+        shares, in_dims, out_dims, scalars, sync_batch_norm: as in `unisono.DataParallel`.
 
     Returns:
         What was installed. `uninstall()`, or the end of a `with` block, puts torch's names back; wrappers that were
@@ -87,7 +86,6 @@ def install(
         "out_dims": out_dims,
         "scalars": scalars,
         "sync_batch_norm": sync_batch_norm,
-        "randomness": randomness,
     }
     some = devices or ["cpu"] * (1 if isinstance(shares, str) else len(shares))
     OwnDataParallel(nn.Identity(), some, process_group=False, **options)  # which checks them

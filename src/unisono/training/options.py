@@ -60,9 +60,6 @@ class Options:
     batch_size: int = _option(128, HOW, "rows of one step, over all devices", metavar="ROWS")
     epochs: int = _option(8, HOW, "times through the training pictures", metavar="N")
     lr: float = _option(0.05, HOW, "learning rate after the first epoch, for the whole batch", metavar="RATE")
-    accumulate: int = _option(
-        1, HOW, "take each batch in K parts, for less memory; batch norm sees the parts", metavar="K"
-    )
     sync_batch_norm: bool = _option(
         True,
         HOW,
@@ -91,7 +88,6 @@ class Options:
             ("batch_size", self.batch_size >= 1, "a whole number from 1 up"),
             ("epochs", self.epochs >= 1, "a whole number from 1 up"),
             ("lr", math.isfinite(self.lr) and self.lr > 0, "a number above 0"),
-            ("accumulate", 1 <= self.accumulate <= self.batch_size, f"from 1 to --batch-size {self.batch_size}"),
             ("seed", 0 <= self.seed < 2**32, "a whole number from 0 to 4294967295"),
         ):
             if not holds:
