@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from helpers.contract import ON_CPU
-from helpers.interrupts import OPTIONS, campaign, real_campaign
+from helpers.interrupts import OPTIONS, campaign
 
 pytestmark = pytest.mark.skipif(not ON_CPU, reason="the moments are those of the host")
 SAMPLES = {**dict.fromkeys(OPTIONS, 30), "map": 8, "evaluate": 8}
@@ -57,9 +57,3 @@ def test_a_time_limit_that_raises_leaves_nothing_behind(case: str, every: int) -
         signal.signal(signal.SIGALRM, before)
     assert not wrong
     assert count > 2
-
-
-@pytest.mark.parametrize("case", ["training", pytest.param("sync_batch_norm", marks=pytest.mark.slow)])
-def test_real_signals_at_random_times(case: str) -> None:
-    """F3: the same with SIGINT from another thread, whose moments nobody has chosen."""
-    assert real_campaign(case, 15, seed=0) == (15, {})

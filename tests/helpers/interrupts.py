@@ -5,7 +5,6 @@ loop jumps back. A `Moment` counts these places and trips SIGINT at the n-th one
 between. So the handler runs at the first place where a real signal would have run it; a run can be repeated exactly.
 
     campaign("training", lambda last: range(1, last + 1, 7))   # every seventh moment
-    real_campaign("training", 2000, seed=0)                    # SIGINT from another thread, at random times
 """
 
 import _thread
@@ -13,11 +12,8 @@ import contextlib
 import dis
 import functools
 import gc
-import random
 import signal
 import sys
-import threading
-import time
 import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -217,38 +213,6 @@ def interrupted_at(step: Step, number: int, kind: signal.Signals) -> tuple[str, 
     return "", []  # a step may take fewer moments, where it waits for other threads
 
 
-def interrupted_after(step: Step, seconds: float) -> list[str]:
-    """Send this thread SIGINT from another thread after so many seconds, while steps run; return what was wrong."""
-    step.reset()
-    main = threading.get_ident()
-
-    def send() -> None:
-        time.sleep(seconds)
-        signal.pthread_kill(main, signal.SIGINT)
-
-    sender = threading.Thread(target=send)
-    with _caught() as caught:
-        sender.start()
-        try:
-            while sender.is_alive():
-                with _later(signal.SIGINT):  # else it may split the reset, which is no step
-                    step.reset()
-                step.run()
-        finally:
-            sender.join()
-    return step.wrong_after(caught)
-
-
-@contextlib.contextmanager
-def _later(kind: signal.Signals) -> Iterator[None]:
-    """Let a signal for this thread wait until the block is over."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {kind})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {kind})
-
-
 @dataclass
 class Caught:
     """What a block has raised, and the exceptions that nobody could catch, such as those in finalizers."""
@@ -289,18 +253,3 @@ def campaign(
         if wrong:
             return count, {number: f"{where}: {'; '.join(wrong)}"}
     return count, {}
-
-
-def real_campaign(case: str, num_signals: int, seed: int) -> tuple[int, dict[int, str]]:
-    """The same with so many real signals, at random times."""
-    step = Step(case)
-    started = time.perf_counter()
-    for _ in range(10):
-        step.reset()
-        step.run()
-    one_step_s, generator = (time.perf_counter() - started) / 10, random.Random(seed)
-    for number in range(num_signals):
-        wrong = interrupted_after(step, generator.random() * 2 * one_step_s)
-        if wrong:
-            return number + 1, {number: "; ".join(wrong)}
-    return num_signals, {}

@@ -1,9 +1,7 @@
 """The measuring of shares, on simulated devices whose speed is known: no clock, no module."""
 
-import copy
-import pickle
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -282,20 +280,6 @@ def test_the_line_to_paste(caplog):
     assert several.endswith(f"{end}shares=[3, 1]")
     assert one.startswith(f"{begin}one device (cpu) is fastest, 32 ms a step (shares=")
     assert one.endswith(f"{end}device_ids=['cpu']")
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda measured: pickle.loads(pickle.dumps(measured))])
-def test_copies(copied: Callable[[MeasuredShares], MeasuredShares]) -> None:
-    """S16, A14: before shares are frozen, they begin anew; that frozen ones stay so is in tests/contract."""
-    machine = Machine([Line(0, 1), Line(0, 3)])
-    measured = machine.measured()
-    for _ in range(5):
-        machine.step(measured, 32)
-    other = copied(measured)
-    assert other.weights == (1, 1)
-    for each in (other, measured):
-        until_frozen(each, machine, 32)
-        assert each.weights == (3, 1)
 
 
 def test_a_step_with_other_shares_than_are_due_does_not_count():

@@ -200,25 +200,6 @@ def test_the_option_is_true_or_false(value: Any) -> None:
         DataParallel(nn.BatchNorm1d(2), ["cpu"] * 2, sync_batch_norm=value)
 
 
-@pytest.mark.parametrize("create_graph", [False, True])
-@pytest.mark.parametrize("needed", [False, True])
-def test_rows_that_need_no_gradient_exchange_none(monkeypatch: Any, needed: bool, create_graph: bool) -> None:
-    """N5: so that no replica waits in backward; its parameters have theirs."""
-    exchanged: list[int] = []
-    all_gather = Exchange.all_gather
-    monkeypatch.setattr(Exchange, "all_gather", lambda *args: exchanged.append(args[1]) or all_gather(*args))
-    plain, x = nn.BatchNorm1d(3), torch.randn(8, 3, requires_grad=needed)
-    model = DataParallel(copy.deepcopy(plain), ["cpu"] * 2, sync_batch_norm=True)
-    output, expected = model(x), plain(x)
-    assert len(exchanged) == 2
-    grads = [
-        torch.autograd.grad(y.pow(3).sum(), [*module.parameters()] + [x] * needed, create_graph=create_graph)
-        for y, module in ((output, model), (expected, plain))
-    ]
-    assert len(exchanged) == 2 + 2 * needed
-    torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-10)
-
-
 def test_a_backward_of_one_replica_in_another_thread() -> None:
     """N5, A6: torch runs it in the accelerator's thread where the caller's loss is on the CPU."""
     norm, x = nn.BatchNorm1d(3), torch.randn(6, 3)
