@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 READY := .venv/.ready
 
-.PHONY: help demo test test-all compat clients rows check format bench chaos fuzz gpu-check docs dist clean
+.PHONY: help demo test test-all compat clients rows check format bench fuzz gpu-check docs dist clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -27,11 +27,11 @@ $(READY): $(INSTALLED)
 demo: $(INSTALLED)  ## train ResNet-18 on real pictures, on every device, and show the result
 	$(BIN)/unisono train --output runs/demo --overwrite
 
-test: $(READY)  ## run the test suite
-	$(BIN)/python -m pytest -n auto --dist worksteal
+test: $(READY)  ## run the test suite, or a part: make test OPTIONS="tests/primitives -k scatter"
+	$(BIN)/python -m pytest -n auto --dist worksteal $(OPTIONS)
 
 test-all: $(READY)  ## what `make test` leaves out because it takes longer: slow tests, five times the examples in property tests
-	$(BIN)/python -m pytest -n auto --dist worksteal -m "slow or property" --hypothesis-profile=thorough
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "slow or property" --hypothesis-profile=thorough $(OPTIONS)
 
 # Each release of torch has an environment of its own: up to 6 GB, because most releases come with CUDA. pip is told to
 # keep no copies of what it downloads. unisono itself is installed without its requirements, so that a torch below the
@@ -100,9 +100,6 @@ bench: $(READY)  ## measure, side by side, on a machine that does nothing else; 
 	$(BIN)/python benchmarks/shares.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/host_calls.py
-
-chaos: $(READY)  ## train under a thousand kills, compare with an undisturbed run; some minutes; writes benchmarks/chaos.md
-	$(BIN)/python benchmarks/chaos.py --output benchmarks/chaos.md
 
 fuzz: $(READY)  ## compare random programs, wrapped and plain; make fuzz OPTIONS=--help says how many, and which
 	PYTHONPATH=tests $(BIN)/python -m fuzz $(OPTIONS)

@@ -4,10 +4,10 @@
     make gpu-check PYTHON=/opt/conda/bin/python            with another one
     PYTHONPATH=src python benchmarks/gpu_check.py --help   the same, with options
 
-It needs torch, pytest, numpy and cloudpickle, and psutil for the checks of memory. It downloads and installs nothing.
+It needs torch, pytest and numpy, and psutil for the checks of memory. It downloads and installs nothing.
 Missing packages can be brought along as wheels, which it takes from the folder `wheels`:
 
-    pip download -d wheels pytest numpy cloudpickle psutil    where there is a network, with the same Python version
+    pip download -d wheels pytest numpy psutil    where there is a network, with the same Python version
 
 The other packages that the project uses (matplotlib, safetensors, rich, hypothesis, pytest-xdist) may be missing; a
 check that needs one of them is reported as not run.
@@ -41,7 +41,7 @@ import gpu_report
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent
-PACKAGES = ("pytest", "numpy", "cloudpickle")
+PACKAGES = ("pytest", "numpy")
 NEEDED = (*PACKAGES, "iniconfig", "packaging", "pluggy", "pygments")  # the others are what pytest needs
 NEEDED_BY_SOME = ("psutil",)
 BUDGET_S = 550.0
@@ -88,12 +88,12 @@ def groups_for(kind: str, count: int) -> list[Group]:
     groups = [
         Group("GPU tests", "tests", [*GPU_TESTS, "-m", "gpu"], 170, check_limit_s=150),  # torch.compile is slow
         Group("mended defects", "tests", [MENDED], 60, check_limit_s=60),
-        Group("engine contract, replicas on one GPU", "tests", suite, 130, {"UNISONO_TEST_DEVICES": f"{kind}:0"}),
+        Group("contract, replicas on one GPU", "tests", suite, 130, {"UNISONO_TEST_DEVICES": f"{kind}:0"}),
         Group("figures", "figures", [f"{kind}:0"], 220, check_limit_s=150),
         Group("examples", "tests", ["tests/test_examples.py", "-m", "gpu"], 30),
     ]
     if count > 1:
-        several = Group("engine contract, a replica on each GPU", "tests", suite, 100, {"UNISONO_TEST_DEVICES": every})
+        several = Group("contract, a replica on each GPU", "tests", suite, 100, {"UNISONO_TEST_DEVICES": every})
         groups.insert(3, several)
     budget_s = sum(group.budget_s for group in groups)
     return [replace(group, budget_s=group.budget_s * min(1.0, BUDGET_S / budget_s)) for group in groups]
@@ -102,10 +102,10 @@ def groups_for(kind: str, count: int) -> list[Group]:
 def dry_groups() -> list[Group]:
     """Return a few checks of each kind on the CPU, to show that this program works."""
     files = [f"tests/contract/test_{name}.py" for name in ("gradients", "training_features", "compile")]
-    suite = [*files, "-m", "not slow", "-k", "autocast or scaler or the_verbs"]
+    suite = [*files, "-m", "not slow", "-k", "wrapped_blocks or the_verbs or without_grad"]
     return [
         Group("GPU tests", "tests", ["tests/gpu/test_processes.py", MENDED, "-k", "sparse or checkpoints"], 60),
-        Group("engine contract", "tests", suite, 60, {"UNISONO_TEST_DEVICES": "cpu,cpu"}),  # as if there were GPUs
+        Group("contract", "tests", suite, 60, {"UNISONO_TEST_DEVICES": "cpu,cpu"}),  # as if there were GPUs
         Group("figures", "figures", ["cpu", "--dry"], 120),
     ]
 

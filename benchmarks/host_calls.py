@@ -5,10 +5,12 @@
 A step is forward, loss, backward, foreach SGD, gradients set to None, of many small layers: nothing in it takes long
 but the calls themselves. Steps of a short and of a long model are counted; the difference, divided by that of their
 parameters, is the number of calls for each parameter, and the rest is fixed. The plain module's are subtracted. Calls
-do not depend on the clock, so the figures repeat exactly; calls of functions that wait are left out.
+do not depend on the clock, so the figures repeat exactly; calls of functions that wait are left out. The replicas share
+the module's memory, or have memory of their own as on several devices.
 """
 
 import argparse
+import contextlib
 import functools
 import gc
 import sys
@@ -21,14 +23,11 @@ from torch import nn
 
 import unisono
 from unisono.console.tables import table
-from unisono.engines.base import Engine
-from unisono.engines.processes.engine import Processes
-from unisono.engines.threads import Threads
+from unisono.testing import separate_memory
 
-ENGINES: dict[str, Callable[[], Engine]] = {
-    "threads": Threads,
-    "separate memory": functools.partial(Threads, separate_memory=True),
-    "processes": Processes,
+MEMORIES: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
+    "one memory": contextlib.nullcontext,
+    "separate memory": separate_memory,
 }
 REPLICAS = (1, 2, 4, 8)
 _NUM_LAYERS = (20, 60)
@@ -57,27 +56,23 @@ def main() -> None:
     parser.parse_args()
     print("Python calls of the caller's thread in one step, beyond the plain module's\n")
     rows = []
-    for name in ENGINES:
+    for name in MEMORIES:
         for batch_norm in (False, True):
             for replicas in REPLICAS:
                 found = cost(name, replicas, batch_norm=batch_norm)
                 layers = "Linear, BatchNorm1d" if batch_norm else "Linear"
                 rows.append([name, layers, str(replicas), f"{found.per_parameter:.2f}", f"{found.fixed:.0f}"])
-    print(table(["engine", "layers", "replicas", "a parameter", "fixed"], rows, text_columns=2))
+    print(table(["replicas in", "layers", "replicas", "a parameter", "fixed"], rows, text_columns=2))
 
 
-def cost(engine: str, replicas: int, *, batch_norm: bool) -> Cost:
-    """Return what `replicas` replicas on the CPU with one of `ENGINES` cost."""
+def cost(memory: str, replicas: int, *, batch_norm: bool) -> Cost:
+    """Return what `replicas` replicas on the CPU cost in one of `MEMORIES`."""
     differences = []
     for num_layers in _NUM_LAYERS:
         plain = plain_calls(num_layers, batch_norm=batch_norm)
-        wrapped = unisono.DataParallel(
-            layers(num_layers, batch_norm=batch_norm), ["cpu"] * replicas, engine=ENGINES[engine]()
-        )
-        try:
+        wrapped = unisono.DataParallel(layers(num_layers, batch_norm=batch_norm), ["cpu"] * replicas)
+        with MEMORIES[memory]():
             ours = calls_of(wrapped)
-        finally:
-            wrapped.close()
         differences.append(Calls(ours.calls - plain.calls, plain.parameters))
     short, long = differences
     slope = (long.calls - short.calls) / (long.parameters - short.parameters)

@@ -2,9 +2,9 @@
 
     python benchmarks/map.py [--rounds 7]
 
-Inference over the same batches, with two workers on the CPU. The pools have two workers with half the intra-op threads
-each, as the lanes of a map have; all of them take whole batches. Contenders take turns; lower quartiles are compared.
-Set-up (starting workers, sending them the model, choosing lanes) is not counted: each contender runs before.
+Inference over the same batches on the CPU. A map has two replicas; the pools have two workers with half the intra-op
+threads each, as the lanes of a map have; all of them take whole batches. Contenders take turns; lower quartiles are
+compared. Set-up (starting workers, sending them the model, choosing lanes) is not counted: each contender runs before.
 """
 
 import argparse
@@ -63,12 +63,9 @@ Runs = dict[str, Callable[[], object]]
 def contenders(model: nn.Module, batches: list[torch.Tensor]) -> Iterator[Runs]:
     """Yield the contenders; each runs the model over all batches."""
     each = max(1, torch.get_num_threads() // WORKERS)
-    devices = ["cpu"] * WORKERS
-    threads = unisono.DataParallel(model, devices)
-    processes = unisono.DataParallel(model, devices, engine="processes")
-    for wrapper in (threads, processes):
-        for _ in range(-(-BATCHES_TO_CHOOSE // len(batches))):
-            list(wrapper.map(batches))
+    wrapper = unisono.DataParallel(model, ["cpu"] * WORKERS)
+    for _ in range(-(-BATCHES_TO_CHOOSE // len(batches))):
+        list(wrapper.map(batches))
 
     def loop() -> int:
         with torch.no_grad():
@@ -94,11 +91,8 @@ def contenders(model: nn.Module, batches: list[torch.Tensor]) -> Iterator[Runs]:
             "plain loop": loop,
             "ThreadPoolExecutor": thread_pool,
             "ProcessPoolExecutor": lambda: len(list(pool.map(call_own, batches))),
-            "map, threads": lambda: len(list(threads.map(batches))),
-            "map, processes": lambda: len(list(processes.map(batches))),
+            "map": lambda: len(list(wrapper.map(batches))),
         }
-    threads.close()
-    processes.close()
 
 
 def take(model: nn.Module, num_threads: int) -> None:

@@ -4,8 +4,8 @@
     python benchmarks/shares.py --workloads tiny,mlp --rounds 9              # some of them, more turns
     python benchmarks/shares.py --workloads ""                               # only the slow replica
 
-The four models of `unisono bench`, with both engines. The contenders take turns as there. The warm-up is long enough
-for the shares to be frozen. The goal: at least 0.97 of the faster of the plain module and equal shares, which are the
+The four models of `unisono bench`. The contenders take turns as there. The warm-up is long enough for the shares to be
+frozen. The goal: at least 0.97 of the faster of the plain module and equal shares, which are the
 best fixed ones for equal replicas.
 
 Then two replicas, of which one sleeps four times as long for each row as the other: first the best of all fixed splits,
@@ -13,7 +13,6 @@ then the steps of shares="measured" from the first one on. The goal: from step 3
 """
 
 import argparse
-import os
 import threading
 import time
 
@@ -22,7 +21,7 @@ from torch import nn
 
 import unisono
 from unisono.bench.command import WORKLOADS
-from unisono.bench.contenders import MEASURED, OURS, Contender
+from unisono.bench.contenders import MEASURED, Contender
 from unisono.bench.measure import expected_s, measure
 from unisono.bench.turns import lower_quartile
 from unisono.console import progress
@@ -30,7 +29,6 @@ from unisono.console import progress
 GOAL, GOAL_SLOWED = 0.97, 1.15
 ROWS, ROW_S, FACTOR = 32, 0.004, 4
 STEPS_BEFORE, STEPS_COUNTED = 30, 10
-_USERS_PROCESS = os.getpid()
 
 
 def main() -> None:
@@ -44,70 +42,65 @@ def main() -> None:
         parser.error(f"--workloads: {', '.join(unknown)}: expected some of {', '.join(WORKLOADS)}")
     for name in names:
         compare(name, options.rounds, options.seconds_per_turn)
-    for engine in OURS:
-        slowed(engine)
+    slowed()
 
 
 def compare(name: str, rounds: int, seconds: float) -> None:
-    """Print how fast measured shares are on one workload, with each engine."""
-    contenders = [Contender("plain", 1), *(Contender(each, 2) for each in (*OURS, *MEASURED))]
+    """Print how fast measured shares are on one workload."""
+    contenders = [Contender("plain", 1), Contender("threads", 2), Contender(MEASURED, 2)]
     shown = progress.for_stdout()
     try:
         task = progress.Task(shown, name, expected_s(contenders, rounds, seconds))
         found = measure(name, f"unisono.bench.workloads:{name}", contenders, rounds, seconds, task)
     finally:
         shown.close()
-    plain = found.line("plain")
-    for measured, engine in MEASURED.items():
-        ours, fixed = found.line(measured, 2), found.line(engine, 2)
-        if ours is None or fixed is None or plain is None:
-            print(f"{name}, {measured}: not measured")
-            continue
-        low, high = ours.speed_range_of(min(plain, fixed, key=lambda line: line.step_s))
-        verdict = "met" if low >= GOAL else "missed" if high < GOAL else "no verdict: lost in noise"
-        print(
-            f"{name}, {measured}: {ours.speed_of(plain):.2f} of the plain module's speed, {ours.speed_of(fixed):.2f} "
-            f"of equal shares', {low:.2f} to {high:.2f} of the faster one's (goal {GOAL}: "
-            f"{found.disturbance or verdict})"
-        )
+    plain, ours, fixed = found.line("plain"), found.line(MEASURED, 2), found.line("threads", 2)
+    if ours is None or fixed is None or plain is None:
+        print(f"{name}: not measured")
+        return
+    low, high = ours.speed_range_of(min(plain, fixed, key=lambda line: line.step_s))
+    verdict = "met" if low >= GOAL else "missed" if high < GOAL else "no verdict: lost in noise"
+    print(
+        f"{name}: {ours.speed_of(plain):.2f} of the plain module's speed, {ours.speed_of(fixed):.2f} of equal shares', "
+        f"{low:.2f} to {high:.2f} of the faster one's (goal {GOAL}: {found.disturbance or verdict})"
+    )
 
 
 class Sleeper(nn.Module):
-    """Sleeps some time for each row; in replica 1, which has a thread or process of its own, four times as long."""
+    """Sleeps some time for each row; in replica 1, which has a thread of its own, four times as long."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        is_first = os.getpid() == _USERS_PROCESS and threading.current_thread() is threading.main_thread()
+        is_first = threading.current_thread() is threading.main_thread()
         time.sleep(len(x) * ROW_S * (1 if is_first else FACTOR))
         output: torch.Tensor = self.layer(x)
         return output
 
 
-def slowed(engine: str) -> None:
+def slowed() -> None:
     """Print how fast measured shares are where one replica is slow."""
-    fixed = {first: lower_quartile(steps_s(engine, [first, ROWS - first], 5)[2:]) for first in (16, 24, 25, 26, 32)}
+    fixed = {first: lower_quartile(steps_s([first, ROWS - first], 5)[2:]) for first in (16, 24, 25, 26, 32)}
     first, best = min(fixed.items(), key=lambda item: item[1])
-    steps = steps_s(engine, "measured", STEPS_BEFORE + STEPS_COUNTED)
+    steps = steps_s("measured", STEPS_BEFORE + STEPS_COUNTED)
     measured = lower_quartile(steps[STEPS_BEFORE:])
     print(
-        f"one of two replicas four times slower, {engine}: {measured / best:.2f} of the best fixed split's step "
-        f"([{first}, {ROWS - first}], {1000 * best:.1f} ms) after {STEPS_BEFORE} steps; equal shares "
-        f"{fixed[16] / best:.2f} (goal {GOAL_SLOWED}: {'met' if measured <= GOAL_SLOWED * best else 'missed'})"
+        f"one of two replicas four times slower: {measured / best:.2f} of the best fixed split's step ([{first}, "
+        f"{ROWS - first}], {1000 * best:.1f} ms) after {STEPS_BEFORE} steps; equal shares {fixed[16] / best:.2f} "
+        f"(goal {GOAL_SLOWED}: {'met' if measured <= GOAL_SLOWED * best else 'missed'})"
     )
 
 
-def steps_s(engine: str, shares: str | list[int], number: int) -> list[float]:
+def steps_s(shares: str | list[int], number: int) -> list[float]:
     """Return how long each of the first steps of a new wrapper takes."""
-    model = unisono.DataParallel(Sleeper(), ["cpu"] * 2, engine=engine, shares=shares)
+    model = unisono.DataParallel(Sleeper(), ["cpu"] * 2, shares=shares)
     x, seconds = torch.randn(ROWS, 8), []
     for _ in range(number):
         started = time.perf_counter()
         model(x).sum().backward()
         seconds.append(time.perf_counter() - started)
-    model.close()
     return seconds
 
 

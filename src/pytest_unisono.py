@@ -192,6 +192,8 @@ def _compared(model: "DataParallel", inputs: _Inputs) -> tuple[str, str]:
     findings = [finding for finding in report.findings if finding.mode == inputs.mode]
     if not findings and not any(row.mode == inputs.mode for row in report.differences):
         return _SAME, ""
+    if not_compared := [finding for finding in findings if not finding.compared]:
+        return f"{_NOT_COMPARED}: {not_compared[0].cause}, in {not_compared[0].module or 'the model itself'}", ""
     unexplained = [finding for finding in findings if not finding.explained and finding.cause not in as_torch]
     if findings and not unexplained:
         return f"{_AS_TORCH}: {findings[0].cause}", ""

@@ -99,6 +99,15 @@ def float64() -> Iterator[None]:
 
 
 @pytest.fixture
+def one_intra_op_thread() -> Iterator[None]:
+    """As many in the caller's thread as in each replica's; where a model is small, several mostly wait."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def no_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without accelerators, whatever this one has."""
     monkeypatch.setattr("unisono.runtime.devices.accelerators", list)

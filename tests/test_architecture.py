@@ -83,11 +83,8 @@ def dotted(node: ast.AST) -> str:
 def test_public_names():
     assert unisono.__all__ == [
         "DataParallel",
-        "Processes",
-        "ReplicaDied",
         "ReplicaTimeout",
         "SampleList",
-        "Threads",
         "data_parallel",
         "gather",
         "install",
@@ -155,12 +152,6 @@ def test_packages_import_from_lower_packages():
             assert other <= own, f"{module}:{line} imports {imported}, which is above it"
 
 
-def test_the_engine_contract_imports_no_engine_batch_norm_or_reducer():
-    above = ("unisono.engines", "unisono.sync_batch_norm", "unisono.distributed")
-    imported = {name for name, _ in imported_by("unisono.engines.base")}
-    assert [name for name in imported if f"{name}.".startswith(tuple(f"{package}." for package in above))] == []
-
-
 @pytest.mark.parametrize("package", PACKAGES)
 def test_files_of_a_package_have_no_import_cycle(package):
     waiting = {name: {imported for imported, _ in imported_by(name)} for name in SOURCES if package_of(name) == package}
@@ -171,7 +162,7 @@ def test_files_of_a_package_have_no_import_cycle(package):
             del waiting[name]
 
 
-NEEDED = {"torch", "cloudpickle"}
+NEEDED = {"torch"}
 
 
 def test_the_library_needs_nothing_but_what_pip_install_brings():
@@ -299,3 +290,27 @@ def test_every_row_of_the_behaviour_table_has_its_tests():
     assert len(rows) == len(set(rows)) > 60
     assert [row for row in rows if all(test.startswith("tests/gpu/") for test in tests[row])] == []
     assert set(tests) - set(rows) == set(), "a test names a row that is not there"
+
+
+# The map of CONTRIBUTING.md
+
+MAP = "## Edit this file, run those tests"
+FACADE = ("data_parallel", "measured_calls", "options", "ways", "wrapper")
+CORE = ("runtime", "primitives", "distributed", "sync_batch_norm", "autograd", "engines", "inference", *FACADE)
+
+
+def test_each_file_of_the_core_is_on_the_map_with_its_tests():
+    """Each path of the map exists; one with stars stands for at least one file."""
+    page = (DOCS.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^\| (`.+) \| (`.+) \|$", page.partition(MAP)[2].partition("\n## ")[0], re.MULTILINE)
+    edited, run = (" ".join(cells) for cells in zip(*lines, strict=True))
+    files, _ = found_on_map(PACKAGE, edited), found_on_map(Path(__file__).parent, run)
+    core = {path for name, path in SOURCES.items() if package_of(name) in CORE and path.name != "__init__.py"}
+    assert [path.relative_to(PACKAGE).as_posix() for path in sorted(core - files)] == [], "files without a line"
+
+
+def found_on_map(folder: Path, cells: str) -> set[Path]:
+    """Return the files and folders that cells of the map name, below the folder."""
+    found = {name: set(folder.glob(name)) for name in re.findall(r"`([^` ]+)`", cells)}
+    assert [name for name, paths in found.items() if not paths] == [], f"on the map, but not below {folder}"
+    return set().union(*found.values())

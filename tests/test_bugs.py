@@ -124,7 +124,7 @@ def test_an_input_written_into_before_a_second_derivative() -> None:
 
 
 def test_a_failed_plain_composition_changes_no_buffer() -> None:
-    """N11: as for the engine; the first replica had counted its batch already."""
+    """N11: the first replica had counted its batch already."""
 
     def forward(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
         output = net.norm(x)

@@ -7,14 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
 import unisono
 from helpers.commands import assert_misused, metrics_of, status_of, write_idx
-from helpers.forked import Program, forked
-from helpers.programs import have_ended
+from helpers.forked import forked
 from unisono.cli import main
 
 SMALL = ["train", "--model", "mlp", "--devices", "cpu*2", "--epochs", "1"]
@@ -90,7 +88,6 @@ def test_a_run_is_resumed_with_its_own_options_or_overwritten(capsys: pytest.Cap
         (["--devices", "gpu"], "--devices gpu: gpu is no device; expected auto, a count, or"),
         (["--model", "vgg"], "argument --model: invalid choice: 'vgg'"),
         (["--data", "nowhere"], "--data nowhere is no folder; expected digits, fashion-mnist, or a folder of IDX"),
-        (["--engine", "fibres"], "argument --engine: invalid choice: 'fibres'"),
         (["--output", "file"], "is not a folder; name another one (--output DIR)"),
         (["--output", "/proc/out"], "--output /proc/out: /proc cannot be written to"),
         (
@@ -104,10 +101,6 @@ def test_a_run_is_resumed_with_its_own_options_or_overwritten(capsys: pytest.Cap
         ),
         (["--resume", "empty", "--output", "x"], "--resume empty goes on in the same folder: leave out --output"),
         (["--batchsize", "3"], "there is no option --batchsize"),
-        (
-            ["--compile", "--engine", "processes"],
-            "what is compiled cannot be sent to processes; take --no-compile",
-        ),
         (["--compile", "--devices", "cpu*2"], "take --no-sync-batch-norm or --devices 1, or take --no-compile"),
     ],
 )
@@ -155,18 +148,18 @@ def test_standard_streams_that_are_closed(closed: str, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "checkpoint.safetensors").exists()
 
 
+def run_with_small_files() -> int:
+    import resource
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000,) * 2)
+    return main([*SMALL, "--output", "out"])
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="no limit on the size of files there")
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     """A limit on the size of files, which the checkpoint is the first to reach."""
-
-    def limited() -> int:
-        import resource
-
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000,) * 2)
-        return main([*SMALL, "--output", "out"])
-
-    with forked(limited, cwd=tmp_path) as program:
+    with forked(run_with_small_files, cwd=tmp_path) as program:
         assert program.wait() == 1
         assert program.err.startswith(
             "unisono train: error: out/checkpoint.safetensors cannot be written (File too large)"
@@ -226,29 +219,15 @@ def test_without_a_command_it_says_what_there_is(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out == f"unisono {unisono.__version__}\n"
 
 
-def wait_for_a_step(program: Program) -> set[int]:
-    """Return the processes that a run has started by its first step, and those that they have started."""
-    program.wait_for("step 1/")
-    return {child.pid for child in psutil.Process(program.pid).children(recursive=True)}
-
-
-@pytest.mark.parametrize(
-    ("engine", "number", "status"),
-    [("threads", signal.SIGINT, 130), ("processes", signal.SIGTERM, 143)],
-)
-def test_a_run_that_is_stopped_saves_and_says_how_to_go_on(
-    tmp_path: Path, engine: str, number: signal.Signals, status: int
-) -> None:
-    """T3: a scheduler sends SIGTERM to every process of a job. It ended the workers, and with them the step."""
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_run_that_is_stopped_saves_and_says_how_to_go_on(tmp_path: Path, number: signal.Signals, status: int) -> None:
+    """T3: SIGTERM is a scheduler's."""
     arguments = ["train", "--model", "mlp", "--devices", "cpu*2", "--epochs", "10000", "--output", "out"]
-    with forked(main, [*arguments, "--engine", engine], cwd=tmp_path) as program:
-        others = wait_for_a_step(program)
-        assert len(others) >= 2 or engine == "threads" or sys.platform != "linux"
-        for pid in (*others, program.pid):
-            os.kill(pid, number)
+    with forked(main, arguments, cwd=tmp_path) as program:
+        program.wait_for("step 1/")
+        os.kill(program.pid, number)
         assert program.wait() == status
         out, err = program.out, program.err
-    assert have_ended(others)
     again = " again" if number == signal.SIGINT else ""
     assert err == f"\nfinishing the step in flight, then stopping (Ctrl-C{again}: at once, without saving)\n"
     last = out.splitlines()[-1]
@@ -260,18 +239,15 @@ def test_a_run_that_is_stopped_saves_and_says_how_to_go_on(
     assert [record["step"] for record in records("step")] == list(range(1, 12 * (steps // 12 + 1) + 1))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_ctrl_c_twice_leaves_no_process_behind(tmp_path: Path) -> None:
-    """In the middle of a step, whose replicas wait for each other at every batch norm."""
-    arguments = ["train", "--devices", "cpu*2", "--engine", "processes", "--batch-size", "32", "--output", "out"]
+def test_ctrl_c_twice_stops_at_once(tmp_path: Path) -> None:
+    """T3: in the middle of a step, whose replicas wait for each other at every batch norm."""
+    arguments = ["train", "--devices", "cpu*2", "--batch-size", "32", "--output", "out"]
     with forked(main, arguments, cwd=tmp_path) as program:
-        others = wait_for_a_step(program)
+        program.wait_for("step 1/")
         os.kill(program.pid, signal.SIGINT)
         program.wait_for("finishing the step")
         os.kill(program.pid, signal.SIGINT)
         assert program.wait() == 130
-    assert len(others) >= 2
-    assert have_ended(others)
 
 
 def test_a_reader_who_has_gone_stops_the_training_with_a_word(tmp_path: Path) -> None:

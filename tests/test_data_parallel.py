@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from helpers.modules import Calls, Composed, Fn
-from unisono import DataParallel, Processes, Threads, data_parallel
+from unisono import DataParallel, data_parallel
 
 CPU = torch.device("cpu")
 SIM = [f"sim:{i}" for i in range(4)]  # of the fixture `sim`
@@ -565,53 +565,48 @@ def test_wrong_arguments_are_refused_without_accelerators_too(no_accelerators, o
         ("in_dims", (0,), ("0",), TypeError),
         ("out_dims", (0,), ("0",), TypeError),
         ("sync_batch_norm", True, "yes", TypeError),
-        ("randomness", "one_device", "two_devices", ValueError),
         ("output_device", "cpu", 1.5, TypeError),
+        ("rescue", True, 1, TypeError),
+        ("parts", 2, 0, ValueError),
+        *(("parts", 2, bad, TypeError) for bad in (1.5, True, "two")),
+        # 2**32 milliseconds are 0 in 32 bits, so a replica was given up at once; larger numbers were OverflowErrors.
+        *(("timeout", 60, bad, ValueError) for bad in (0, -1, float("nan"), float("inf"), 2**32 / 1000, 1e10)),
+        *(("timeout", 60, bad, TypeError) for bad in (True, "60", torch.tensor(1.0))),
         ("module", nn.Identity(), None, TypeError),
         ("device_ids", [CPU, "cpu"], ["cpu"], AttributeError),
-        ("engine", ..., "processes", AttributeError),
         ("loss", ..., "sum", AttributeError),
         ("process_group", ..., False, AttributeError),
-        ("separate_memory", ..., True, AttributeError),
     ],
 )
 def test_options_that_change_later_are_checked_as_at_first(option, good, bad, error):
-    """A13: an option that cannot be used is refused where it is assigned, and stays what it was.
+    """A13, F7, F11: an option that cannot be used is refused at first and where it is assigned, and stays what it was.
 
-    `engine`, `loss` and `process_group` were accepted, and had no effect; they cannot change (`...`).
+    `loss` and `process_group` were accepted, and had no effect; they cannot change (`...`).
     """
     model = DataParallel(mlp(), ["cpu"] * 2)
     if good is not ...:
         setattr(model, option, good)
-        made_with = {"module": mlp(), "device_ids": ["cpu"] * 2, option: good}
-        assert getattr(model, option) == getattr(DataParallel(**made_with), option)
+        made_with = {"module": mlp(), "device_ids": ["cpu"] * 2}
+        assert getattr(model, option) == getattr(DataParallel(**{**made_with, option: good}), option)
+        if error is not AttributeError:
+            with pytest.raises(error, match=option):
+                DataParallel(**{**made_with, option: bad})
     before = getattr(model, option, ...)
     with pytest.raises(error, match=option):
         setattr(model, option, bad)
     assert getattr(model, option, ...) == before
 
 
-def test_an_option_of_the_engine_is_assigned_there():
-    """A13: `model.timeout = 5` was an attribute without a meaning, and the wait had no end."""
-    model = DataParallel(mlp(), ["cpu"] * 2)
-    with pytest.raises(AttributeError, match=r"it is the engine's. Write model.engine.timeout = 5$"):
-        model.timeout = 5
-    model.engine.timeout = 5
-    with pytest.raises(AttributeError, match=r"with an engine made with on_worker_loss="):
-        model.on_worker_loss = "retry"
-
-
-def test_its_text_names_devices_and_engine():
+def test_its_text_names_the_devices():
     """A7: as that of any module names its options."""
-    text = repr(DataParallel(nn.Linear(3, 2), ["cpu"] * 2, engine="processes"))
-    assert text.splitlines()[:2] == ["DataParallel(", "  devices=[cpu, cpu], engine=Processes"]
+    text = repr(DataParallel(nn.Linear(3, 2), ["cpu"] * 2))
+    assert text.splitlines()[:2] == ["DataParallel(", "  devices=[cpu, cpu]"]
     assert "(module): Linear(" in text
 
 
 def test_every_option_is_checked_when_it_is_assigned():
-    """A13: one that is added later, to the wrapper or to an engine, must not be accepted in silence."""
-    for made in (DataParallel, Threads, Processes):
-        assert inspect.signature(made).parameters.keys() <= {"module", *DataParallel._option_names}
+    """A13: one that is added later must not be accepted in silence."""
+    assert inspect.signature(DataParallel).parameters.keys() <= {"module", *DataParallel._option_names}
 
 
 def test_the_module_of_several_processes_cannot_be_replaced(monkeypatch):
@@ -623,12 +618,11 @@ def test_the_module_of_several_processes_cannot_be_replaced(monkeypatch):
 
 
 def test_an_attribute_of_the_modules_may_have_the_name_of_an_option():
-    """A7: `loss` is an option that the wrapper does not have as an attribute, and `timeout` is the engine's."""
-    model = DataParallel(Calls(lambda self, x: self.loss(x), loss=nn.ReLU(), timeout=3), ["cpu"] * 2)
-    model.loss, model.timeout = nn.Tanh(), 5
+    """A7: `loss` is an option that the wrapper does not have as an attribute."""
+    model = DataParallel(Calls(lambda self, x: self.loss(x), loss=nn.ReLU()), ["cpu"] * 2)
+    model.loss = nn.Tanh()
     x = numbered(5, 3)
     assert torch.equal(model(x), x.tanh())
-    assert model.module.timeout == 5
 
 
 def test_the_output_device_may_change_between_steps(sim):
@@ -659,12 +653,13 @@ def saved_and_loaded(model: DataParallel) -> DataParallel:
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), saved_and_loaded])
 def test_a_copy_of_the_wrapper_is_one_of_its_own(copied):
-    """A14: deepcopy, pickle and torch.save, before and after a step."""
-    model = DataParallel(mlp(), ["cpu"] * 2, shares=[2, 1])
+    """A8, A14: deepcopy, pickle and torch.save, before and after a step; it has the same options."""
+    model = DataParallel(mlp(), ["cpu"] * 2, shares=[2, 1], rescue=True, timeout=5)
     for _ in range(2):
         twin = copied(model)
         assert_like_plain(twin, numbered(6, 3))
         assert twin.module[0].weight is not model.module[0].weight
+        assert (twin.rescue, twin.timeout) == (True, 5)
         assert [timing.rows for timing in twin.replica_timings] == [4, 2]
         model(numbered(6, 3)).sum().backward()
 

@@ -200,16 +200,16 @@ def in_order(output: str) -> str:
     return "".join("".join(sorted(b.splitlines(True))) if b.startswith("    In ") else b for b in blocks)
 
 
+def run_example(name: str, *arguments: str) -> None:
+    sys.argv = [name, *arguments]
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+
 @functools.cache
 def output_of(name: str, *, use_gpus: bool = False) -> str:
     """Run an example as a program; nothing it writes is buffered, so pieces of lines would mix if there were any."""
-
-    def run(*arguments: str) -> None:
-        sys.argv = list(arguments)
-        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-
     environment = {} if use_gpus else {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
-    with forked(run, name, *CHECKS[name][0], cwd=EXAMPLES.parent, env=environment) as program:
+    with forked(run_example, name, *CHECKS[name][0], cwd=EXAMPLES.parent, env=environment) as program:
         assert (program.wait(), program.err) == (0, "")
         return program.out
 

@@ -275,8 +275,8 @@ KERNELS = (
 CACHES = (
     *("re._cache (entries)", "re._cache2 (entries)", "sys.path_importer_cache (entries)", "sys.modules (entries)"),
     *("torch.utils.hooks.RemovableHandle.next_id", "torch.jit._builtins._builtin_table (entries)"),
-    *("weakref.finalize._registry (entries)", "threading._active (entries)", "threading._counter"),
-    *("tempfile.tempdir", "torch.nn.utils.parametrize._cache", "torch._ops.cached_ops (entries)"),
+    *("weakref.finalize._registry (entries)", "threading._active (entries)"),
+    *("torch.nn.utils.parametrize._cache", "torch._ops.cached_ops (entries)"),
 )
 SEEDS = "._lazy_seed_tracker."  # calls of `torch.manual_seed`, for devices that have not been used yet
 # What torch.compile writes into when it compiles. Its settings are one of the flags.

@@ -8,6 +8,7 @@ from helpers.programs import run_pytest
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "two_device_tests"
 TESTS = """
+import random
 import unittest
 import torch
 from torch import nn
@@ -49,6 +50,18 @@ def test_wrong_device(devices):
     layer = nn.Linear(4, 4).to(devices[0])
     layer.register_forward_pre_hook(on_the_cpu)
     DataParallel(layer)(torch.randn(6, 4))
+
+
+def test_dropout(devices):
+    DataParallel(nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 4)).to(devices[0]))(torch.randn(6, 4))
+
+
+def test_dice(devices):
+    class Dice(nn.Linear):
+        def forward(self, x):
+            return super().forward(x * random.random())
+
+    DataParallel(nn.Sequential(Dice(4, 4)).to(devices[0]))(torch.randn(6, 4))
 
 
 def test_numbers_name_simulated_devices(devices):
@@ -95,15 +108,16 @@ def project(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("arguments", [(), pytest.param(("-n", "2"), marks=pytest.mark.slow)], ids=["one", "xdist"])
 def test_a_project_runs_on_simulated_devices(project: Path, arguments: tuple[str, ...]) -> None:
-    """Each kind of outcome: the same, differs, as in torch, on a wrong device, not compared."""
+    """N12: each kind of outcome: the same, differs, as in torch, on a wrong device, not compared."""
     status, output = run_pytest(project, "--unisono", "2", "-rA", *arguments)
     assert status == 1, output
-    assert "7 passed" in output
+    assert "9 passed" in output
     assert "2 failed" in output
-    assert "6 tests called a wrapped model: 6 wrappers, 3 with the numbers of one device" in output
+    assert "8 tests called a wrapped model: 8 wrappers, 4 with the numbers of one device" in output
     assert "test_models.py::test_as_in_torch: as in torch: batch norm per shard\n" in output
     assert "test_models.py::test_differs: differs: rows interact, first at the model itself\n" in output
     assert "test_models.py::test_cannot_be_compared: not compared: RuntimeError: no more\n" in output
+    assert "test_models.py::test_dice: not compared: random numbers that cannot be switched off, in 0\n" in output
     assert "FAILED test_models.py::test_differs" in output
     assert "gradient of weight" in output  # verify's table
     assert "FAILED test_models.py::test_wrong_device - RuntimeError" in output

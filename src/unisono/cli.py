@@ -54,10 +54,10 @@ examples:
   unisono train --help          say what else it can do
   unisono run train.py          run a script of yours with unisono in the place of torch.nn.DataParallel
   unisono verify train:build    compare a model of yours on one device and on several
-  unisono bench train:build     say which engine and how many replicas are fastest for it here
+  unisono bench train:build     say how many replicas are fastest for it here
   unisono plan train:build      say how far it will scale, up to 1,024 devices
-  unisono devices               say what this machine has, and which engine suits it
-  unisono watch                 show what runs on it now, and which replica the others wait for
+  unisono devices               say what this machine has, and which devices are free
+  unisono watch                 show their load, memory and processes, live
 """
 
 

@@ -1,6 +1,6 @@
 """DataParallel: the one line, and its plain composition `data_parallel`.
 
-ways.py decides how a call is run: by an engine, by the plain composition of the four verbs, or on one device.
+ways.py decides how a call is run: by replicas in threads, by the plain composition of the four verbs, or on one device.
 """
 
 import contextlib
@@ -16,10 +16,10 @@ from unisono.distributed.environment import devices_of_process, started_by_launc
 from unisono.distributed.gradient_sync import GradientSync, checked_weight
 from unisono.distributed.process_group import Communicator, communicator_for
 from unisono.distributed.uneven_inputs import even_batches
-from unisono.engines.base import Engine
-from unisono.engines.distributed import DistributedEngine
+from unisono.engines.distributed import Ranks
+from unisono.engines.threads import Threads
 from unisono.inference.map_and_evaluate import evaluate_batches, map_batches
-from unisono.options import Options, decided, engine_of
+from unisono.options import Options, decided
 from unisono.primitives.batch_types import batch_type_of
 from unisono.primitives.checks import check_flag, check_module, check_word
 from unisono.primitives.dims import check_dim
@@ -32,13 +32,12 @@ from unisono.primitives.split_sizes import IdleDevices
 from unisono.profiling.profile import Profile
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline
-from unisono.runtime.device_facts import warn_if_unequal
 from unisono.runtime.devices import DeviceLike
 from unisono.runtime.errors import log_once
 from unisono.runtime.interrupts import critical
-from unisono.runtime.step_status import StepStatus
 from unisono.runtime.timeline import ReplicaTiming
 from unisono.runtime.tracebacks import leave_out_own_frames, without_own_frames
+from unisono.runtime.unequal_devices import warn_if_unequal
 from unisono.wrapper import Wrapper, accept_clean_names
 
 
@@ -66,17 +65,20 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             accelerators None, an empty list and indices mean the plain module.
         output_device: where outputs are gathered; None: the first device.
         dim: the axis of the rows, in every input and output tensor that is not 0-dim.
-        engine: what runs the replicas. "threads": threads of this process. "processes": the first replica in this
-            process, each other in a worker process that is started and stopped for you, where Python's interpreter
-            lock does not slow it down. With options an object: `unisono.Threads(rescue=True)`,
-            `unisono.Processes(on_worker_loss="retry", timeout=60)`, or an `unisono.engines.base.Engine` of one's own.
         shares: how many rows each replica gets. "chunk": ceil(rows / n) each, torch's rule; "even": differing by one
             row at most; or one weight a device, where 0 leaves a device idle. "measured": the fastest ones. Some tens
             of steps try a few, one device alone among them; then the fastest are kept, logged with the line to write
             instead, and `model.shares` is what was chosen. See docs/measured-shares.md.
         parts: in how many parts each replica runs its shard, each computed once more in backward, so that only one
             part's activations are in memory. For a loss over the whole batch that does not fit, and no batch norm in
-            training; the same numbers within float rounding. An engine with `rescue=True` finds the number by itself.
+            training; the same numbers within float rounding. `rescue=True` finds the number by itself.
+        rescue: whether a step in which a replica runs out of memory is run again with that replica's shard in parts,
+            each computed once more in backward, so that only one part's activations are in memory. Gradients are the
+            same within float rounding. How many rows fit is logged and remembered.
+        timeout: after how many seconds without progress a wait for a replica ends in `ReplicaTimeout`, which has the
+            Python stack of the stuck replica; progress is any part of its work that a replica has finished.
+            None: never. So it has to be longer than a replica's whole forward, or backward, may take after the first
+            replica's. The first replica runs in the calling thread: where it is stuck itself, nothing is raised.
         scalars: what becomes of 0-dim outputs (and of numbers), such as a loss. "stack": a vector, one entry a replica,
             torch's rule; "mean": their mean, weighted by rows, which is exact for a mean over rows; "sum". Where rows
             are not what the mean is over, "mean:name" weights by the output of that name:
@@ -91,11 +93,6 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             own: `torch.nn.BatchNorm1d`, 2d and 3d, subclasses, and `torch.nn.functional.batch_norm`. Outputs,
             gradients and running statistics are then those of one device. The replicas wait for each other at every
             batch norm, forward and backward; where they do not all call the same ones, an error says so.
-        randomness: which random numbers dropout and all other draws have. "per_replica": each replica has a stream of
-            its own; equal seeds give equal runs. "one_device": those of one device with the same seed, for any number
-            of replicas. Each replica draws for the whole batch and takes its own rows, and waits for the others at
-            every draw. Shards must then differ in size, which shows the axis of the rows in a draw: if shares are even,
-            one row moves. What cannot be told is an error that names the operation. On the CPU, in one process.
         process_group: which processes train the model together, where a launcher such as torchrun has started several.
             None: all of them, or this one alone if there is no launcher and no default process group; a
             `torch.distributed.ProcessGroup`: those in it; False: this one alone.
@@ -132,14 +129,14 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         output_device: DeviceLike | None = None,
         dim: int = 0,
         *,
-        engine: str | Engine = "threads",
         shares: str | Sequence[float] = "chunk",
         parts: int = 1,
+        rescue: bool = False,
+        timeout: float | None = None,
         scalars: Any = "stack",
         in_dims: Any = ...,
         out_dims: Any = ...,
         sync_batch_norm: bool = False,
-        randomness: str = "per_replica",
         process_group: Any = None,
         loss: str = "mean",
     ) -> None:
@@ -150,9 +147,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         is_launched = communicator is not None or (process_group is None and started_by_launcher())
         devices = (devices_of_process if is_launched else _devices.resolve)(device_ids)
         self._options = Options(
-            engine_of(engine),
             devices,
-            is_one_of_several=communicator is not None,
             dim=dim,
             scalars=scalars,
             in_dims=in_dims,
@@ -160,14 +155,15 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             output_device=_devices.resolve_output(output_device, devices) if devices else output_device,
             shares=shares,
             parts=parts,
+            rescue=rescue,
+            timeout=timeout,
             sync_batch_norm=sync_batch_norm,
-            randomness=randomness,
         )
-        self._engine: Engine = self._options.engine
-        self._idle_devices, self._status = IdleDevices(), StepStatus()
+        self._threads = Threads()
+        self._ranks: Ranks | None = None
+        self._idle_devices = IdleDevices()
         self._profile: Profile | None = None
         self.register_load_state_dict_pre_hook(accept_clean_names)  # type: ignore[no-untyped-call]
-        self._engine.claim(self)
         self._wrap(module, communicator, loss)
         if len(devices) > 1:
             warn_if_unequal(devices)
@@ -185,7 +181,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         if communicator is not None:
             gradient_sync = GradientSync(communicator, devices[0], loss)
             gradient_sync.sync_module_states(module)
-            self._engine = DistributedEngine(self._engine, gradient_sync, devices)
+            self._ranks = Ranks(gradient_sync, devices)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "module":
@@ -207,7 +203,6 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         Raises:
             ValueError: tensors with different numbers of rows; outputs that cannot be joined.
             RuntimeError: a parameter or buffer that is not on the first device.
-            ReplicaDied: a worker process that has died.
             ReplicaTimeout: a replica that has made no progress for `timeout`.
             BaseException: what a replica raised, the same object, with a note that names the replica. Its traceback
                 has the frames of the module, without unisono's, unless the environment has UNISONO_TRACEBACK=full.
@@ -280,8 +275,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             AttributeError: the module has no such method.
             BaseException: of a batch: what the module raised, with a note that names the batch, after the outputs
                 before it. The next `next()` goes on with the next batch. What the loader raises ends the iteration.
-            ReplicaDied, ReplicaTimeout: the worker process that had the batch has died; the replica that has it has
-                made no progress for `timeout`. `next()` goes on without it.
+            ReplicaTimeout: the replica that has the batch has made no progress for `timeout`. `next()` goes on without
+                it.
 
         Under a launcher every process is given the same batches and computes its part of them. The first process gets
         all outputs; the others get none, and help until it has all. There an error ends the iteration in all of them.
@@ -336,8 +331,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
 
     def _gradient_sync(self) -> GradientSync | None:
         """Return what sums the gradients over several processes; None where this process trains alone."""
-        gradient_sync: GradientSync | None = self._engine.gradient_sync(self.module)
-        return gradient_sync
+        return self._ranks.gradient_sync(self.module) if self._ranks is not None else None
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceLike]) -> Any:
         """Split the inputs of a call for `device_ids`; override it, and forward uses yours.
@@ -350,8 +344,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             >>> output = Loud(torch.nn.Linear(5, 2), ["cpu", "cpu"])(torch.zeros(30, 5))
             [15, 15] rows
 
-        A wrapper with a verb of its own runs the four of them one after the other, as `data_parallel` does: slower,
-        and with engine="threads" only.
+        A wrapper with a verb of its own runs the four of them one after the other, as `data_parallel` does: slower.
 
         Returns:
             Two sequences with one entry a shard: tuples of positional inputs, and dicts of keyword inputs.
@@ -398,12 +391,10 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             >>> model = unisono.DataParallel(torch.nn.Linear(5, 2), ["cpu", "cpu"])
             >>> model.refresh()
 
-        With engine="processes" workers have the module as it was pickled. Attributes, flags, hooks, children,
-        parameters and plain containers that change are noticed; a class attribute, a variable that a lambda closes
-        over, the inside of an object of another class are not. (A global of an imported module is never sent: a worker
-        has what the import gives it.) With engine="threads" nothing is ever stale.
+        Attributes, flags, hooks, children, parameters and plain containers that change are seen by themselves, and so
+        is what they refer to. This also frees the memory of parameters that the module no longer has.
         """
-        critical(self._engine.refresh)()
+        critical(self._threads.refresh)()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Keep gradients to this process: those of forwards inside reach the others with the next backward outside.
@@ -477,27 +468,17 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             gradient_sync.next_weight = number
 
     def extra_repr(self) -> str:
-        """Return what `repr(model)` says beside the module: the devices, and the engine that runs the replicas.
+        """Return what `repr(model)` says beside the module: the devices.
 
         >>> unisono.DataParallel(torch.nn.Linear(5, 2), ["cpu", "cpu"]).extra_repr()
-        'devices=[cpu, cpu], engine=Threads'
+        'devices=[cpu, cpu]'
         """
-        return f"devices=[{', '.join(map(str, self.devices))}], engine={type(self.engine).__name__}"
+        return f"devices=[{', '.join(map(str, self.devices))}]"
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Do what `half`, `to` and their like do; the engine refers no longer to the memory that this replaces."""
-        self._engine.refresh()
+        """Do what `half`, `to` and their like do; replicas refer no longer to the memory that this replaces."""
+        self._threads.refresh()
         return nn.Module._apply(self, fn, recurse)  # type: ignore[no-untyped-call]
-
-    def close(self) -> None:
-        """Release what the engine holds: threads, or worker processes. A later forward starts again.
-
-            >>> model = unisono.DataParallel(torch.nn.Linear(5, 2), ["cpu", "cpu"])
-            >>> model.close()
-
-        This happens by itself when the wrapper is deleted, and when the program ends.
-        """
-        critical(self._engine.close)()
 
     @property
     def spans_processes(self) -> bool:
@@ -506,7 +487,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         >>> unisono.DataParallel(torch.nn.Linear(5, 2), ["cpu", "cpu"]).spans_processes
         False
         """
-        return self._engine.spans_processes
+        return self._ranks is not None and self._ranks.train_together
 
     @property
     def replica_timings(self) -> list[ReplicaTiming]:
@@ -517,9 +498,9 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             >>> [timing.rows for timing in model.replica_timings]
             [16, 15]
 
-        Empty before the first step, and where no engine runs: with one device, or with overridden verbs.
+        Empty before the first step, with one device, and with overridden verbs.
         """
-        return self._engine.timings()
+        return self._threads.timings()
 
     @contextlib.contextmanager
     def profile(self) -> Iterator[Profile]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from unisono.engines.base import Engine
+from unisono.engines.threads import Threads
 from unisono.primitives import pytree
 from unisono.primitives.measured_shares import MeasuredShares, StepTime
 from unisono.runtime import devices as _devices
@@ -18,10 +18,10 @@ from unisono.runtime.timeline import ReplicaTiming
 
 
 def timed(
-    call: Callable[[], Any], shares: MeasuredShares, rows: int, engine: Engine, devices: Sequence[torch.device]
+    call: Callable[[], Any], shares: MeasuredShares, rows: int, threads: Threads, devices: Sequence[torch.device]
 ) -> Any:
     """Return what a call of `rows` rows returns; its step is recorded in `shares`."""
-    weights, sizes, row_limits = shares.weights, shares.sizes(rows), engine.row_limits
+    weights, sizes, row_limits = shares.weights, shares.sizes(rows), threads.row_limits
     bytes_before = [*map(_devices.allocated_bytes, devices)]
     timings: list[ReplicaTiming] = []  # of the replicas that had rows; empty where they are not known
 
@@ -34,9 +34,9 @@ def timed(
         ]
         shares.record(StepTime(weights, sizes, replica_s, seconds, most_rows))
 
-    before, timer = engine.timings(), StepTimer(devices, record)
+    before, timer = threads.timings(), StepTimer(devices, record)
     output = call()
-    now = engine.timings()
+    now = threads.timings()
     if now is not before and [timing.rows for timing in now] == [size for size in sizes if size]:
         timings += now
     timer.forward_ended([tensor for _, tensor in pytree.tensors(output)])

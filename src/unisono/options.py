@@ -5,48 +5,17 @@ from typing import Any, ClassVar
 
 import torch
 
-from unisono.engines.base import Engine
-from unisono.engines.threads import Threads
-from unisono.primitives.checks import check_flag, check_word
+from unisono.primitives.checks import check_flag
 from unisono.primitives.dims import OutputRules, check_dim, check_dims, check_scalars
 from unisono.primitives.measured_shares import MeasuredShares
-from unisono.primitives.split_sizes import MEASURED, Shares, check_parts, check_shares, split_rows, unequal
+from unisono.primitives.split_sizes import MEASURED, Shares, check_parts, check_shares, split_rows
 from unisono.runtime import devices as _devices
 
-_ENGINES = ("threads", "processes")
-_RANDOMNESS = ("per_replica", "one_device")
-_ONE_DEVICE = "one_device"
-_ON_THE_CPU_ONLY = (
-    'randomness="one_device" on {devices}: replicas can draw as one device on the CPU only, as yet. Use '
-    'randomness="per_replica".'
-)
-_IN_ONE_PROCESS_ONLY = (
-    'randomness="one_device" in one of several processes: how many rows the other processes have is not known when '
-    'numbers are drawn. Use randomness="per_replica", or keep the model to this process with process_group=False.'
-)
+_MAX_TIMEOUT_S = 2_000_000  # a longer wait overflows in systems that count milliseconds in 32 bits
 _DECIDED = (
     "{name}={value!r}, assigned to a wrapper: {name} is decided when a module is wrapped. Wrap it anew, {wrap}. An "
     "attribute of your own needs another name"
 )
-
-
-OF_THE_ENGINE = frozenset({"on_worker_loss", "rescue", "timeout", "separate_memory", "share_memory"})
-_OF_THE_ENGINE = "{name}={value!r}, assigned to a wrapper: it is the engine's. Write model.engine.{name} = {value!r}"
-
-
-def engine_of(engine: object) -> Engine:
-    """Return the engine that the argument `engine` names or is."""
-    if isinstance(engine, Engine):
-        return engine
-    if not isinstance(engine, str) or engine not in _ENGINES:
-        wrong = ValueError if isinstance(engine, str) else TypeError
-        remedy = f": make one, {engine.__name__}()" if isinstance(engine, type) and issubclass(engine, Engine) else ""
-        raise wrong(f"engine={engine!r}: expected one of {list(_ENGINES)}, or an Engine{remedy}")
-    if engine == "threads":
-        return Threads()
-    from unisono.engines.processes.engine import Processes  # only now: it needs more than torch
-
-    return Processes()
 
 
 def decided(name: str, value: object, wrap: str) -> AttributeError:
@@ -62,18 +31,15 @@ class Options:
     """See the module's docstring; `unisono.DataParallel` says what each option means.
 
     Args:
-        engine, devices: as in the attributes.
-        is_one_of_several: whether other processes train the module with this one.
+        devices: as in the attributes.
         options: the other options, by name.
 
     Attributes:
-        engine: runs the replicas of this process.
         devices: one a replica; empty where the plain module runs.
         device_ids, output_device: as torch has them: indices for accelerators, else `torch.device`s.
         gather_on: the device of `output_device`.
         measured: the measured shares by the kind of call: are gradients on, and which method; None: they are not
             measured.
-        draws_as_one_device: whether `randomness` asks for the random numbers of one device.
 
     Raises:
         TypeError, ValueError: a value that cannot be used, with what was expected.
@@ -82,7 +48,6 @@ class Options:
 
     names: ClassVar[frozenset[str]]
 
-    engine: Engine
     devices: list[torch.device]
     device_ids: list[Any]
     output_device: Any
@@ -90,22 +55,15 @@ class Options:
     dim: int
     measured: dict[tuple[bool, str | None], MeasuredShares] | None
     parts: int
+    rescue: bool
+    timeout: float | None
     scalars: Any
     in_dims: Any
     out_dims: Any
     sync_batch_norm: bool
-    randomness: str
-    draws_as_one_device: bool
 
-    def __init__(
-        self, engine: Engine, devices: Sequence[torch.device], *, is_one_of_several: bool, **options: Any
-    ) -> None:
-        self.__dict__.update(
-            engine=engine,
-            devices=[*devices],
-            device_ids=[*map(_devices.public_id, devices)],
-            is_one_of_several=is_one_of_several,
-        )
+    def __init__(self, devices: Sequence[torch.device], **options: Any) -> None:
+        self.__dict__.update(devices=[*devices], device_ids=[*map(_devices.public_id, devices)])
         for name, value in options.items():
             setattr(self, name, value)
 
@@ -137,11 +95,8 @@ class Options:
     def sizes(self, rows: int, measured: MeasuredShares | None = None) -> list[int]:
         """Return how many rows each device gets, by measured shares if they are given."""
         if measured is not None:
-            sizes = measured.sizes(rows)
-        else:
-            shares = self.__dict__["shares"] if self.measured is None else "even"
-            sizes = split_rows(rows, len(self.devices), shares)
-        return unequal(sizes) if self.draws_as_one_device else sizes
+            return measured.sizes(rows)
+        return split_rows(rows, len(self.devices), self.__dict__["shares"] if self.measured is None else "even")
 
     def has_share(self) -> list[bool]:
         """Return for each device whether its share is more than 0."""
@@ -169,30 +124,19 @@ def _check_shares(options: Options, _: str, value: object) -> Shares:
     return shares
 
 
-def _check_sync_batch_norm(options: Options, _: str, value: object) -> bool:
-    flag = check_flag(value, "sync_batch_norm")
-    options.engine.check(options.devices, sync_batch_norm=flag)
-    return flag
-
-
-def _check_randomness(options: Options, _: str, value: object) -> str:
-    randomness, devices = check_word(_RANDOMNESS, value, "randomness"), options.devices
-    if randomness == _ONE_DEVICE and options.__dict__["is_one_of_several"]:
-        raise ValueError(_IN_ONE_PROCESS_ONLY)
-    if randomness == _ONE_DEVICE and len(devices) > 1 and not _devices.all_on_host(devices):
-        raise ValueError(_ON_THE_CPU_ONLY.format(devices=", ".join(map(str, devices))))
-    options.__dict__["draws_as_one_device"] = randomness == _ONE_DEVICE
-    return randomness
+def _check_timeout(_: Options, name: str, value: object) -> float | None:
+    expected = f"expected a number of seconds above 0, {_MAX_TIMEOUT_S} at most (23 days), or None to wait for ever"
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}={value!r}: {expected}")
+    if not 0 < value <= _MAX_TIMEOUT_S:
+        raise ValueError(f"{name}={value!r}: {expected}")
+    return float(value)
 
 
 def _decided(_: Options, name: str, value: object) -> Any:
     raise decided(name, value, f"DataParallel(model.module, {name}=...)")
-
-
-def _of_the_engine(options: Options, name: str, value: object) -> Any:
-    if not hasattr(options.engine, name):
-        raise decided(name, value, f"DataParallel(model.module, engine=...), with an engine made with {name}=")
-    raise AttributeError(_OF_THE_ENGINE.format(name=name, value=value))
 
 
 # What each option becomes when a value is assigned to it.
@@ -203,12 +147,12 @@ _CHECKS: Mapping[str, Callable[[Options, str, Any], Any]] = {
     "dim": lambda _, name, value: check_dim(value),
     "shares": _check_shares,
     "parts": lambda _, name, value: check_parts(value),
+    "rescue": lambda _, name, value: check_flag(value, name),
+    "timeout": _check_timeout,
     "scalars": lambda _, name, value: check_scalars(value),
     "in_dims": lambda _, name, value: check_dims(value, name),
     "out_dims": lambda _, name, value: check_dims(value, name),
-    "sync_batch_norm": _check_sync_batch_norm,
-    "randomness": _check_randomness,
-    **dict.fromkeys(("engine", "process_group", "loss"), _decided),
-    **dict.fromkeys(OF_THE_ENGINE, _of_the_engine),
+    "sync_batch_norm": lambda _, name, value: check_flag(value, name),
+    **dict.fromkeys(("process_group", "loss"), _decided),
 }
 Options.names = frozenset(_CHECKS)

@@ -41,7 +41,7 @@ import torch
 
 from unisono.runtime import devices
 
-__all__ = ["SimulatedTensor", "simulated_accelerators"]
+__all__ = ["SimulatedTensor", "separate_memory", "simulated_accelerators"]
 
 MAX_DEVICES = 8
 _SIMULATED = ("sim", "lazy")  # the name of a simulated device in Python, and inside torch
@@ -236,6 +236,27 @@ def simulated_accelerators(count: int) -> Iterator[list[torch.device]]:
             _open[:] = [other for other in _open if other is not present]
             if not _open:
                 devices.accelerators = _real_accelerators
+
+
+@contextlib.contextmanager
+def separate_memory() -> Iterator[None]:
+    """Give each replica but the first copies of its own of parameters and buffers, as on a device of its own.
+
+    What several devices do is so shown on one: parameters are copied to the replicas in every forward, and gradients
+    are copied back and summed in flat buckets. It holds for the forwards of all threads until the context ends.
+
+    >>> import unisono
+    >>> model = unisono.DataParallel(torch.nn.Linear(3, 1), ["cpu", "cpu"])
+    >>> with separate_memory():
+    ...     model(torch.ones(4, 3)).sum().backward()
+    >>> model.module.bias.grad
+    tensor([4.])
+    """
+    before = devices.set_separate_memory(True)
+    try:
+        yield
+    finally:
+        devices.set_separate_memory(before)
 
 
 _real_accelerators = devices.accelerators

@@ -4,9 +4,9 @@
     one device          one replica with the whole batch needs no graph of its own
     plain composition   the four verbs one after the other, in the caller's thread and graph: a subclass has a verb of
                         its own, a mode is active that cannot follow into other threads, or a hook observes its module
-    all devices         the engine runs the replicas
+    all devices         each replica runs in a thread; under a launcher its backward sums gradients over the ranks
 
-`map` and `evaluate` give whole batches to lanes of the engine's instead (`whole_batches`). With shares="measured"
+`map` and `evaluate` give whole batches to lanes instead (`whole_batches`). With shares="measured"
 (measured_calls.py), and while a profile is recorded, something is done around the way.
 """
 
@@ -16,14 +16,16 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from time import monotonic
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import nn
 
 from unisono.distributed.gradient_sync import GradientSync
-from unisono.engines.base import Call, Engine, LaneCall, Lanes, OneGraphNeededError, called
+from unisono.engines.call import Call, OneGraphNeededError, called
+from unisono.engines.distributed import Ranks
+from unisono.engines.lanes import Lane, LaneCall
+from unisono.engines.threads import Threads
 from unisono.inference.lane_choice import choice_for
 from unisono.inference.map_and_evaluate import Callee
 from unisono.measured_calls import timed
@@ -40,11 +42,8 @@ from unisono.runtime import devices as _devices
 from unisono.runtime import timeline, torch_private
 from unisono.runtime.errors import log_once
 from unisono.runtime.interrupts import critical, interruptibly
-from unisono.runtime.step_status import StepStatus
 from unisono.runtime.thread_pool import inside_replica, replica_device
 from unisono.runtime.thread_state import modes_that_stay
-from unisono.runtime.timeline import ReplicaTiming
-from unisono.runtime.whole_batch_draws import draws_for_whole_batch
 from unisono.sync_batch_norm.function_mode import inside_synchronised_replica, run_synchronised
 
 NO_ACCELERATOR = (
@@ -53,13 +52,13 @@ NO_ACCELERATOR = (
 )
 _VERBS = ("replicate", "scatter", "parallel_apply", "gather")
 _RUNS_WHOLE = (
-    "DataParallel with {option} runs the whole batch on its first device while a mode is active that cannot follow "
-    "into other threads: a dispatch or function mode, a torch.func transform, saved-tensor hooks. In one thread "
-    "replicas cannot wait for each other."
+    "DataParallel with sync_batch_norm=True runs the whole batch on its first device while a mode is active that "
+    "cannot follow into other threads: a dispatch or function mode, a torch.func transform, saved-tensor hooks. In one "
+    "thread replicas cannot wait for each other."
 )
-_NO_VERBS = (
-    '{name}.{verb} is overridden, and with randomness="one_device" the rows of every replica have to be known: leave '
-    'it as it is, or use randomness="per_replica".'
+_NO_VERBS_IN_RANKS = (
+    "{name}.{verb} is overridden, and its gradients cannot be summed over processes: leave it as it is, or keep the "
+    "model to this process with process_group=False."
 )
 _COMPILED_OUTSIDE = (
     "torch.compile stops at a DataParallel: to have its replicas compiled, compile the module in it, "
@@ -103,15 +102,15 @@ class Runnable(Protocol):
     Attributes:
         module: the live module; `_modules["module"]`, where each call counts.
         _has_own_verbs: the class whose verbs a subclass may override.
-        _options, _engine, _status, _idle_devices, _profile: see `DataParallel.__init__`.
+        _options, _threads, _ranks, _idle_devices, _profile: see `DataParallel.__init__`.
     """
 
     module: nn.Module
     _modules: Any
     _has_own_verbs: ClassVar[type]
     _options: Options
-    _engine: Engine
-    _status: StepStatus
+    _threads: Threads
+    _ranks: Ranks | None
     _idle_devices: IdleDevices
     _profile: Profile | None
 
@@ -157,14 +156,13 @@ def run(wrapper: Runnable, invocation: Invocation) -> Any:
     options = wrapper._options
     if not options.devices:
         return called(wrapper.module, invocation.method)(*invocation.inputs, **invocation.kwargs)
-    must_run, is_compiling = wrapper._engine.must_run(wrapper._modules["module"]), torch.compiler.is_compiling()
-    if not must_run and (_is_alone(options, invocation, is_compiling) or _runs_whole(options)):
-        if not is_compiling:
-            count_step(wrapper, list)
+    ranks, is_compiling = wrapper._ranks, torch.compiler.is_compiling()
+    in_ranks = ranks is not None and ranks.take_part(wrapper._modules["module"])
+    if not in_ranks and (_is_alone(options, invocation, is_compiling) or _runs_whole(options)):
         return on_one_device(wrapper, invocation)
     if is_compiling:  # the wrapper, or a model around it: replicas stay out of its graph
-        return torch.compiler.disable(_run_uncompiled)(wrapper, invocation, must_run)  # type: ignore[no-untyped-call]
-    return _run_replicas(wrapper, invocation, must_run)
+        return torch.compiler.disable(_run_uncompiled)(wrapper, invocation, in_ranks)  # type: ignore[no-untyped-call]
+    return _run_replicas(wrapper, invocation, in_ranks)
 
 
 def _is_alone(options: Options, invocation: Invocation, is_compiling: bool) -> bool:
@@ -177,25 +175,25 @@ def _is_alone(options: Options, invocation: Invocation, is_compiling: bool) -> b
     return shares.is_frozen and shares.on_first_device and not shares.should_time_next()
 
 
-def _run_uncompiled(wrapper: Runnable, invocation: Invocation, must_run: bool) -> Any:
+def _run_uncompiled(wrapper: Runnable, invocation: Invocation, in_ranks: bool) -> Any:
     if not inside_replica():
         log_once(_COMPILED_OUTSIDE)
-    return _run_replicas(wrapper, invocation, must_run)
+    return _run_replicas(wrapper, invocation, in_ranks)
 
 
-def _run_replicas(wrapper: Runnable, invocation: Invocation, must_run: bool) -> Any:
+def _run_replicas(wrapper: Runnable, invocation: Invocation, in_ranks: bool) -> Any:
     """Run a call on several devices.
 
     Args:
-        must_run: whether the engine has to run it.
+        in_ranks: whether its backward sums gradients over the ranks.
     """
     verb = overridden_verb(wrapper)
     if verb is not None:
-        _check_verb(wrapper, verb)
-    in_one_graph = not must_run and (verb is not None or modes_that_stay())
+        _check_verb(wrapper, verb, in_ranks)
+    in_one_graph = not in_ranks and (verb is not None or modes_that_stay())
     way = plain_composition if in_one_graph else on_all_devices
     if wrapper._options.measured is not None and not inside_replica():  # there replicas run one after the other
-        return _run_measured(wrapper, invocation, way, may_use_one_device=not must_run)
+        return _run_measured(wrapper, invocation, way, may_use_one_device=not in_ranks)
     return way(wrapper, invocation)
 
 
@@ -207,32 +205,27 @@ def _run_measured(wrapper: Runnable, invocation: Invocation, way: Way, *, may_us
         with contextlib.suppress(TypeError, ValueError):  # several devices refuse such inputs, with this error
             rows = arguments_of(wrapper, invocation).rows
     if shares.on_first_device and may_use_one_device and options.parts == 1:
-        count_step(wrapper, list)
         way = on_one_device
     if not rows:
         return way(wrapper, invocation)
     invocation.is_timed = True
-    return timed(partial(way, wrapper, invocation), shares, rows, wrapper._engine, options.devices)
+    return timed(partial(way, wrapper, invocation), shares, rows, wrapper._threads, options.devices)
 
 
 def _runs_whole(options: Options) -> bool:
-    """Return whether batch norm or draws need all rows but the replicas would run one after the other."""
-    one_device = options.draws_as_one_device
+    """Return whether batch norm needs all rows but the replicas would run one after the other."""
     if inside_replica():
-        return options.sync_batch_norm or one_device or inside_synchronised_replica() or draws_for_whole_batch()
-    if (options.sync_batch_norm or one_device) and modes_that_stay():
-        log_once(_RUNS_WHOLE.format(option='randomness="one_device"' if one_device else "sync_batch_norm=True"))
+        return options.sync_batch_norm or inside_synchronised_replica()
+    if options.sync_batch_norm and modes_that_stay():
+        log_once(_RUNS_WHOLE)
         return True
     return False
 
 
-def _check_verb(wrapper: Runnable, verb: str) -> None:
+def _check_verb(wrapper: Runnable, verb: str, in_ranks: bool) -> None:
     """Raise RuntimeError if a verb of a subclass's own cannot be called."""
-    name = type(wrapper).__name__
-    if reason := wrapper._engine.why_no_verbs(wrapper.module):
-        raise RuntimeError(f"{name}.{verb} is overridden, and {reason}")
-    if wrapper._options.draws_as_one_device:
-        raise RuntimeError(_NO_VERBS.format(name=name, verb=verb))
+    if in_ranks:
+        raise RuntimeError(_NO_VERBS_IN_RANKS.format(name=type(wrapper).__name__, verb=verb))
 
 
 def run_recorded(wrapper: Runnable, invocation: Invocation) -> Any:
@@ -258,7 +251,7 @@ def plan_of(wrapper: Runnable, invocation: Invocation) -> Call:
     used = [i for i, size in enumerate(sizes) if size] or [options.has_share().index(True)]
     here = device_of_replica(wrapper)
     if arguments.rows and here is None and invocation.measured is None:
-        wrapper._idle_devices.see(sizes, options.devices, options.has_share, unequal=options.draws_as_one_device)
+        wrapper._idle_devices.see(sizes, options.devices, options.has_share)
     return Call(
         arguments=arguments,
         sizes=tuple([sizes[i] for i in used]),
@@ -269,8 +262,9 @@ def plan_of(wrapper: Runnable, invocation: Invocation) -> Call:
         rules=options.rules(),
         method=invocation.method,
         sync_batch_norm=options.sync_batch_norm,
-        one_device_randomness=options.draws_as_one_device,
         parts=options.parts,
+        rescue=options.rescue,
+        timeout_s=options.timeout,
         is_timed=invocation.is_timed,
     )
 
@@ -278,9 +272,7 @@ def plan_of(wrapper: Runnable, invocation: Invocation) -> Call:
 def arguments_of(wrapper: Runnable, invocation: Invocation) -> Arguments:
     """Return the inputs, leaf by leaf; raise TypeError or ValueError for what cannot be split."""
     options, function = wrapper._options, getattr(wrapper._modules["module"], invocation.method or "forward")
-    return Arguments(
-        invocation.inputs, invocation.kwargs, options.dim, options.in_dims, function, devices=options.devices
-    )
+    return Arguments(invocation.inputs, invocation.kwargs, options.dim, options.in_dims, function)
 
 
 def shards_for(wrapper: Runnable, invocation: Invocation, devices: Sequence[torch.device]) -> list[tuple[Any, Any]]:
@@ -290,8 +282,7 @@ def shards_for(wrapper: Runnable, invocation: Invocation, devices: Sequence[torc
     if not any(sizes):  # other devices than the wrapper's: torch's rule
         sizes = split_rows(arguments.rows or 0, len(devices))
     used = [0] * len(devices) if arguments.rows is None else [size for size in sizes if size] or [0]
-    numbers = [number for number, size in enumerate(sizes) if size] or range(len(used))
-    return scattered(arguments, devices[: len(used)], used, numbers)
+    return scattered(arguments, devices[: len(used)], used)
 
 
 def whole_batches(wrapper: Runnable, method: str | None) -> Callee:
@@ -307,8 +298,8 @@ def whole_batches(wrapper: Runnable, method: str | None) -> Callee:
     devices = [here] if here else options.devices or [torch.device("cpu")]
     output_device = options.gather_on if options.devices and not here else devices[0]
 
-    def open_lanes(devices: Sequence[torch.device]) -> Lanes:
-        return wrapper._engine.open_lanes(wrapper.module, LaneCall(devices, devices[0], output_device, method))
+    def open_lanes(devices: Sequence[torch.device]) -> list[Lane]:
+        return wrapper._threads.open_lanes(wrapper.module, LaneCall(devices, devices[0], output_device, method))
 
     return Callee(
         open_lanes=open_lanes,
@@ -319,7 +310,8 @@ def whole_batches(wrapper: Runnable, method: str | None) -> Callee:
         rules=options.rules(),
         communicator=gradient_sync.communicator if gradient_sync is not None else None,
         # With a timeout the other lanes have to be there, if the first is stuck.
-        choice_for=partial(choice_for, wrapper, method) if getattr(options.engine, "timeout", None) is None else None,
+        choice_for=partial(choice_for, wrapper, method) if options.timeout is None else None,
+        timeout_s=options.timeout,
     )
 
 
@@ -361,27 +353,23 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 @critical
 def on_all_devices(wrapper: Runnable, invocation: Invocation) -> Any:
-    """Have the engine run a replica on every device."""
-    count_step(wrapper, wrapper._engine.timings)
+    """Run a replica on every device, each in a thread."""
+    threads, ranks = wrapper._threads, wrapper._ranks
+    module, call = wrapper._modules["module"], wrapper._plan(invocation)
     try:
-        return wrapper._engine.forward(wrapper._modules["module"], wrapper._plan(invocation))
+        return threads.forward(module, call) if ranks is None else ranks.forward(threads, module, call)
     except OneGraphNeededError:
         pass
     except ValueError as error:
         if _TOO_FEW_FOR_BATCH_NORM in str(error) and not wrapper._options.sync_batch_norm:
             error.add_note(_ONE_ROW)
         raise
-    return _composed(wrapper, invocation)  # here, so that what it raises has not that exception as its context
+    return plain_composition(wrapper, invocation)  # here, so that what it raises has not that exception as its context
 
 
 @critical
 def plain_composition(wrapper: Runnable, invocation: Invocation) -> Any:
     """Run the four verbs one after the other."""
-    count_step(wrapper, wrapper._engine.timings)
-    return _composed(wrapper, invocation)
-
-
-def _composed(wrapper: Runnable, invocation: Invocation) -> Any:
     module, options, here = wrapper.module, wrapper._options, device_of_replica(wrapper)
     check_device(module, chain(module.parameters(), module.buffers()), here or options.devices[0])
     if options.sync_batch_norm and _overrides(wrapper, "parallel_apply"):
@@ -391,7 +379,7 @@ def _composed(wrapper: Runnable, invocation: Invocation) -> Any:
     numbers = plan.replica_numbers if plan else range(len(options.devices))
     device_ids = [here or options.device_ids[i] for i in numbers]
     if plan:
-        shards, shard_kwargs = zip(*scattered(plan.arguments, plan.devices, plan.sizes, numbers), strict=True)
+        shards, shard_kwargs = zip(*scattered(plan.arguments, plan.devices, plan.sizes), strict=True)
     else:
         shards, shard_kwargs = interruptibly(wrapper.scatter, invocation.inputs, invocation.kwargs, device_ids)
     before = call_of_verbs.set(plan)
@@ -421,16 +409,3 @@ def device_of_replica(wrapper: Runnable) -> torch.device | None:
         return None
     tensor = next(chain(wrapper.module.parameters(), wrapper.module.buffers()), None)
     return tensor.device if tensor is not None else replica_device()
-
-
-def count_step(wrapper: Runnable, timings: Callable[[], Sequence[ReplicaTiming]]) -> None:
-    """Count a step, and let `unisono watch` see the one before it.
-
-    Args:
-        timings: gives those of the step before.
-    """
-    status = wrapper._status
-    if monotonic() >= status.due:
-        engine = type(wrapper._engine).__name__
-        status.publish(type(wrapper.module).__name__, engine, wrapper._options.devices, timings())
-    status.steps += 1

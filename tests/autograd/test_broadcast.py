@@ -1,11 +1,12 @@
 """Parameters broadcast to replicas in memory of their own, and gradients reduced: in buckets, in an order that repeats.
 
-The replicas are on the CPU with `separate_memory=True`; tests/contract/ runs the engines' whole contract so.
+The replicas are on the CPU, in separate memory; tests/contract/ runs the whole contract so.
 """
 
 import copy
 import functools
 import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,15 +18,21 @@ from helpers.twins import assert_same_gradients
 from unisono import DataParallel
 from unisono.autograd import broadcast
 from unisono.autograd.reducer import LeafHooks
-from unisono.engines.threads import Threads
 from unisono.runtime.buckets import buckets_of
 from unisono.runtime.streams import Copies
+from unisono.testing import separate_memory
 
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(autouse=True)
+def _separate_memory() -> Iterator[None]:
+    with separate_memory():
+        yield
+
+
 def wrap(module: nn.Module, num_replicas: int) -> DataParallel:
-    return DataParallel(module, ["cpu"] * num_replicas, engine=Threads(separate_memory=True))
+    return DataParallel(module, ["cpu"] * num_replicas)
 
 
 @pytest.fixture
@@ -119,7 +126,7 @@ def test_a_bucket_leaves_while_backward_runs(copied: list[torch.Size], monkeypat
     def emit(parameter: int, total: torch.Tensor) -> None:
         emitted.append((parameter, total.tolist()))
 
-    plan = broadcast.ReduceBuckets([first for first, _ in leaves], separate_memory=True)
+    plan = broadcast.ReduceBuckets([first for first, _ in leaves])
     hooks = [LeafHooks(dict(enumerate(of_replica))) for of_replica in zip(*leaves, strict=True)]
     reduce = broadcast.CoalescedReduce(plan, [CPU] * 2, emit, {1, 3})
     with reduce, hooks[0].handing_to(reduce.of(0)), hooks[1].handing_to(reduce.of(1)):

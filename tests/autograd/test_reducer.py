@@ -19,6 +19,7 @@ from helpers.modules import Calls
 from unisono import DataParallel
 from unisono.autograd import broadcast, reducer
 from unisono.autograd.reducer import LeafHooks, Reducer, RunningSums, sums_of
+from unisono.runtime import devices
 from unisono.runtime.buckets import buckets_of
 
 LARGE = 1 << 14  # this many float32 numbers are worth summing early
@@ -52,13 +53,14 @@ def summed(leaves: Leaves, sums: AbstractContextManager[Any], backward: Callable
 def reduce(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Reduce:
     """Sum what a backward adds to `leaves[k][replica]`; return the different entries of each sum, by k."""
     monkeypatch.setattr(broadcast, "buckets_of", partial(buckets_of, full_bytes=2 * 4 * LARGE))
+    monkeypatch.setattr(devices, "_has_separate_memory", request.param == "coalesced")
 
     def reduce(leaves: Leaves, backward: Callable[[], None]) -> dict[int, list[float]]:
         num_replicas = len(leaves[0])
         if request.param == "running":
             totals = summed(leaves, nullcontext(RunningSums(num_replicas, range(len(leaves)))), backward)
         else:
-            plan = broadcast.ReduceBuckets([of_tensor[0] for of_tensor in leaves], separate_memory=True)
+            plan = broadcast.ReduceBuckets([of_tensor[0] for of_tensor in leaves])
             reduce = broadcast.CoalescedReduce(plan, [CPU] * num_replicas)
             totals = summed(leaves, reduce, backward)
         assert all(leaf.grad is None for of_tensor in leaves for leaf in of_tensor)

@@ -36,30 +36,21 @@ _OUTCOMES = {
 Wrap = Callable[..., unisono.DataParallel]
 
 
-@pytest.fixture(params=["threads", "processes"])
-def engine(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 @pytest.fixture(autouse=True)
-def one_intra_op_thread() -> Iterator[None]:
+def _small_models(one_intra_op_thread: None) -> None:
     """These models are so small that several threads would mostly wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
-def wrap(engine: str) -> Wrap:
-    """Wrap a module for two CPU replicas on the engine under test."""
-    return functools.partial(unisono.DataParallel, device_ids=CPUS, engine=engine)
+def wrap() -> Wrap:
+    """Wrap a module for two CPU replicas."""
+    return functools.partial(unisono.DataParallel, device_ids=CPUS)
 
 
 @pytest.fixture
-def installed(engine: str) -> Iterator[Installation]:
+def installed() -> Iterator[Installation]:
     """unisono in the place of torch's names, as `unisono run --devices 'cpu*2'` has it."""
-    with unisono.install(CPUS, engine=engine) as installation:
+    with unisono.install(CPUS) as installation:
         yield installation
 
 

@@ -56,7 +56,7 @@ def test_attributions_to_layers(tmp_path: Path) -> None:
     """X9: `pytest --unisono 2`: eight methods about a layer or a neuron, such as LayerConductance and LayerGradCam.
 
     passed. LayerIntegratedGradients is an error: its hook brings in a tensor that was computed outside the model. The
-    others tell replicas apart by device, so two replicas on one device are a warning, and worker processes an error
+    others tell replicas apart by device, so two replicas on one device are a warning
     """
     (tmp_path / "test_layers.py").write_text(TESTS)
     status, output = run_pytest(tmp_path, "--unisono", "2", "-W", "ignore")

@@ -38,7 +38,6 @@ class Client:
     inputs: Callable[..., Any] = lambda *tensors: tensors
     before_forward: Callable[[nn.Module], object] = lambda model: None
     options: dict[str, Any] = field(default_factory=dict)
-    engines: tuple[str, ...] = ("threads", "processes")
     dtype: torch.dtype = torch.float64
     found: str = ""
 
@@ -107,16 +106,6 @@ def reset_neurons(model: nn.Module) -> None:
     functional.reset_net(model)
 
 
-def augmented_network() -> nn.Module:
-    import kornia.augmentation
-
-    return nn.Sequential(
-        kornia.augmentation.RandomHorizontalFlip(p=0.5),
-        kornia.augmentation.RandomAffine(10.0, p=1.0),
-        nn.Conv2d(1, 2, 3),
-    )
-
-
 def medical_unet() -> nn.Module:
     from monai.networks.nets import UNet
 
@@ -177,14 +166,6 @@ CLIENTS = [
         dtype=torch.float32,
     ),
     Client(
-        "kornia",
-        'random flips and rotations as the first layers, randomness="one_device": those of one device',
-        augmented_network,
-        ((5, 1, 8, 8),),
-        options={"randomness": "one_device"},
-        engines=("threads",),
-    ),
-    Client(
         "monai",
         "UNet of a MetaTensor, sync_batch_norm=True",
         medical_unet,
@@ -232,12 +213,7 @@ def three_steps(client: Client, call: nn.Module, model: nn.Module) -> list[torch
     return found
 
 
-@pytest.mark.parametrize(
-    ("client", "engine"),
-    [(client, engine) for client in CLIENTS for engine in client.engines],
-    ids=lambda value: value if isinstance(value, str) else value.module,
-    indirect=["engine"],
-)
+@pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.module)
 def test_model(wrap: Wrap, float64: None, client: Client) -> None:
     """X9"""
     pytest.importorskip(client.module)

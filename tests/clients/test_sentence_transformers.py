@@ -116,7 +116,7 @@ def test_map_beside_encode(wrap: Wrap, model: Any) -> None:
 
 
 def test_map_beside_the_pool(model: Any) -> None:
-    """X9: `map` on threads: the embeddings of `encode` with a pool of two CPU processes."""
+    """X9: `map`: the embeddings of `encode` with a pool of two CPU processes."""
     texts = sentences(20, 3)
     pool = model.start_multi_process_pool(["cpu", "cpu"])
     try:

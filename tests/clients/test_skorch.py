@@ -32,11 +32,11 @@ def net_around(module: Any, **options: Any) -> Any:
     )
 
 
-def test_fit_clone_pickle_search(engine: str, net: nn.Module, data: TensorDataset) -> None:
+def test_fit_clone_pickle_search(net: nn.Module, data: TensorDataset) -> None:
     """X9: fit, predict_proba, clone, pickle, GridSearchCV over the learning rate."""
     x, y = (tensor.numpy() for tensor in data.tensors)
-    options = {"module__device_ids": ["cpu", "cpu"], "module__engine": engine}
-    wrapped = net_around(unisono.DataParallel, module__module=copy.deepcopy(net), **options)
+    options = {"module__module": copy.deepcopy(net), "module__device_ids": ["cpu", "cpu"]}
+    wrapped = net_around(unisono.DataParallel, **options)
     plain = net_around(net)
     copies = [sklearn.clone(each) for each in (plain, wrapped)]
     for each in (plain, wrapped, *copies):

@@ -115,15 +115,8 @@ def results(
         "loss of predictions": predicted.metrics["test_loss"],
         "weights": trainer.model.state_dict(),
     }
-    if isinstance(trainer.model_wrapped, nn.DataParallel):
-        trainer.model_wrapped.close()
     assert trainer.args.n_gpu == args.n_gpu
     return found
-
-
-@pytest.fixture(params=["threads"])
-def engine(request: pytest.FixtureRequest) -> str:
-    return request.param
 
 
 def assert_as_on_one_device(
@@ -144,9 +137,7 @@ def assert_as_on_one_device(
     assert report.forwards == len(forwards)
 
 
-@pytest.mark.parametrize(
-    ("engine", "make"), [("threads", gpt2), ("threads", bert_tags), ("processes", gpt2)], indirect=["engine"]
-)
+@pytest.mark.parametrize("make", [gpt2, bert_tags])
 def test_ten_steps(make: Callable[[], nn.Module], tmp_path: Path, installed: Any) -> None:
     """X8: the Trainer, which sees two devices: losses, gradients, weights, evaluations, predictions; one row last."""
     assert_as_on_one_device(make, tmp_path, installed, num_rows=33, eval_strategy="steps", eval_steps=4)
@@ -182,14 +173,12 @@ QUICK = {*zip(MODELS, WAYS, strict=False), (bert_tags, "accumulation"), (gpt2, "
 
 
 @pytest.mark.parametrize(
-    ("engine", "make", "way"),
+    ("make", "way"),
     [
-        pytest.param(engine, make, way, marks=[] if engine == "threads" and (make, way) in QUICK else pytest.mark.slow)
-        for engine in ("threads", "processes")
+        pytest.param(make, way, marks=[] if (make, way) in QUICK else pytest.mark.slow)
         for make in MODELS
         for way in WAYS
     ],
-    indirect=["engine"],
 )
 def test_ways_to_train(make: Callable[[], nn.Module], way: str, tmp_path: Path, installed: Any) -> None:
     """X8: the same with accumulation, label smoothing, a loss of the script's own."""
@@ -201,7 +190,6 @@ def test_a_loss_function_of_the_script(tmp_path: Path, installed: Any) -> None:
     assert_as_on_one_device(bert_tags, tmp_path, installed, compute_loss_func=smoothed, gradient_accumulation_steps=2)
 
 
-@pytest.mark.parametrize("engine", ["threads", pytest.param("processes", marks=pytest.mark.slow)], indirect=True)
 def test_checkpoint_and_resume(tmp_path: Path, installed: Any) -> None:
     """X8: the Trainer's checkpoint has the model's own names; a resumed training ends as an uninterrupted one."""
     torch.manual_seed(0)
@@ -216,15 +204,7 @@ def test_checkpoint_and_resume(tmp_path: Path, installed: Any) -> None:
     torch.testing.assert_close(resumed["losses"][-6:], one["losses"][-6:], **TOLERANCE)
 
 
-@pytest.mark.parametrize("engine", ["threads", pytest.param("processes", marks=pytest.mark.slow)])
-def test_dropout_of_one_device(engine: str, tmp_path: Path) -> None:
-    """X8, N12."""
-    with unisono.install(["cpu", "cpu"], engine=engine, randomness="one_device") as installed:
-        assert_as_on_one_device(lambda: gpt2(dropout=0.2), tmp_path, installed)
-
-
-@pytest.mark.parametrize("engine", ["threads", pytest.param("processes", marks=pytest.mark.slow)], indirect=True)
-def test_mixed_precision(engine: str, tmp_path: Path, installed: Any) -> None:
+def test_mixed_precision(tmp_path: Path, installed: Any) -> None:
     """X8: the Trainer leaves the autocast to accelerate, which gives it to a model on one device only."""
     torch.manual_seed(0)
     model, seen = gpt2(), []
@@ -267,6 +247,26 @@ def test_a_trainer_without_a_wrapper_of_ours_stays_as_it_is(tmp_path: Path, no_a
         args = arguments(tmp_path, num_devices, max_steps=1)
         Seen(model, args, train_dataset=sequences(model, 8)).train()
     assert seen == [(1, type(model)), (2, nn.DataParallel)]
+
+
+def test_a_wrapper_that_a_script_gives_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """X8, S5: a script's own wrapper, without `install`: the error names the `in_dims` for one device's losses."""
+    torch.manual_seed(0)
+    model = gpt2()
+    one = results(model, arguments(tmp_path, 1, max_steps=2))
+    monkeypatch.delitem(sys.modules, "transformers.trainer")  # an `install` before this test has changed the class
+    trainer_class = importlib.import_module("transformers.trainer").Trainer
+
+    def losses(**options: Any) -> list[float]:  # for several devices the Trainer repeats its number of tokens
+        trained = copy.deepcopy(model)
+        trainer = trainer_class(trained, arguments(tmp_path, 2, max_steps=2), train_dataset=sequences(model, 45))
+        trainer.model_wrapped = unisono.DataParallel(trained, ["cpu", "cpu"], **options)
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    with pytest.raises(ValueError, match=r"'num_items_in_batch'\] has 2\. .* in_dims={'num_items_in_batch': None}\."):
+        losses()
+    assert losses(in_dims={"num_items_in_batch": None}) == pytest.approx(one["losses"], rel=1e-5, abs=1e-5)
 
 
 def test_the_trainer_is_adapted_when_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,5 +316,5 @@ def test_a_script_that_is_left_as_it_is(tmp_path: Path, no_accelerators: None) -
     (one, no_wrapper), (two, closing) = run(8), run(4, "--count-replicas")
     assert "made no torch.nn.DataParallel" in no_wrapper
     assert "--count-replicas answers with the number of the replicas" in no_wrapper
-    assert "1 wrapper on 2 replicas (2 x cpu), engine threads; 32 rows in 4 forwards" in closing
+    assert "1 wrapper on 2 replicas (2 x cpu); 32 rows in 4 forwards" in closing
     assert two == pytest.approx(one, rel=1e-5, abs=1e-5)

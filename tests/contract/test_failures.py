@@ -1,38 +1,33 @@
 """What fails in a replica is raised in the caller, and leaves nothing behind: no gradient, no buffer, no cycle."""
 
 import copy
-import time
-from pathlib import Path
+import threading
 
 import pytest
 import torch
 from torch import nn
 
 from helpers.comparisons import assert_same_gradients, assert_unchanged, twins
-from helpers.contract import ON_CPU, Wrap, each_with, in_time, in_turn, on_threads, over_engines, over_gloo_too
+from helpers.contract import ON_CPU, Wrap, at_one_place, each_with, in_time, in_turn, over_places
 from helpers.failing import FAILURES, FailsOn, FailureError, assert_failure_leaves_nothing, numbered_rows
 from helpers.losses import loss_of
 from helpers.modules import Calls, Fn
 from unisono import data_parallel
 
 
-@over_engines(
+@over_places(
     "error, first_row, in_backward",
     each_with([FailureError(7, "as asked"), KeyboardInterrupt(), SystemExit(3)], FAILURES),
-    processes=[
-        *each_with([FailureError(7, "as asked"), KeyboardInterrupt()], FAILURES),
-        *each_with([SystemExit(3)], [(3.0, False), (3.0, True)]),
-    ],
-    gloo=each_with([FailureError(7, "as asked"), KeyboardInterrupt()], FAILURES),
+    separate=each_with([FailureError(7, "as asked")], FAILURES),
 )
 def test_the_callers_exception_is_the_replicas(
-    wrap: Wrap, error: BaseException, first_row: float, in_backward: bool, engine: str
+    wrap: Wrap, error: BaseException, first_row: float, in_backward: bool
 ) -> None:
-    """F1, F3, N11: the same object (from a process an equal one) with a note; no gradient has been added, and buffers
-    are as before a failed forward; the next call works.
+    """F1, F3, N11: the same object, with a note; no gradient has been added, and buffers are as before a failed
+    forward; the next call works.
     """
     plain, model = twins(wrap, FailsOn(), 3)
-    caught = assert_failure_leaves_nothing(model, error, first_row, in_backward, engine)
+    caught = assert_failure_leaves_nothing(model, error, first_row, in_backward)
     replica = int(first_row) // 3
     notes = "".join(getattr(caught, "__notes__", []))
     if isinstance(error, FailureError):
@@ -57,7 +52,6 @@ def test_the_first_of_several_exceptions(wrap: Wrap) -> None:
         assert text in notes
 
 
-@over_gloo_too
 def test_a_failed_backward_is_not_counted_twice(wrap: Wrap) -> None:
     """F1: a backward that is tried again, on a kept graph, gives the right gradient or an error."""
 
@@ -85,7 +79,7 @@ def test_a_failed_backward_is_not_counted_twice(wrap: Wrap) -> None:
         assert_same_gradients(model.module.linear, plain)
 
 
-@on_threads
+@at_one_place
 def test_buffers_are_as_before_when_outputs_do_not_fit_together(wrap: Wrap) -> None:
     """N11, G5: a failure after every replica has succeeded."""
 
@@ -100,15 +94,15 @@ def test_buffers_are_as_before_when_outputs_do_not_fit_together(wrap: Wrap) -> N
     assert_unchanged(model.module, before)
 
 
-def test_an_interrupt_in_one_replica_does_not_wait_for_another(wrap: Wrap, tmp_path: Path) -> None:
+def test_an_interrupt_in_one_replica_does_not_wait_for_another(wrap: Wrap) -> None:
     """F3: raised promptly, although a third replica is still busy."""
-    release = tmp_path / "release"  # a file: a replica may be in another process
+    release = threading.Event()
 
     def wait(x: torch.Tensor) -> torch.Tensor:
         if x[0, 0] == 3:
             raise KeyboardInterrupt
-        while x[0, 0] == 6 and not release.exists():
-            time.sleep(0.01)
+        if x[0, 0] == 6:
+            release.wait()
         return x
 
     model = wrap(Fn(wait), 3)
@@ -116,4 +110,4 @@ def test_an_interrupt_in_one_replica_does_not_wait_for_another(wrap: Wrap, tmp_p
         with pytest.raises(KeyboardInterrupt):
             in_time(lambda: model(numbered_rows()))
     finally:
-        release.touch()
+        release.set()

@@ -17,10 +17,9 @@ from helpers.comparisons import (
     assert_same,
     assert_same_gradients,
     assert_same_state,
-    train_both,
     twins,
 )
-from helpers.contract import Wrap, each_with, in_one_memory, in_threads, in_time, in_turn, over_engines, over_gloo_too
+from helpers.contract import Wrap, each_with, in_one_memory, in_threads, in_turn, over_places
 from helpers.losses import fresh, loss_of, tensors_in
 from helpers.modules import Calls, Fn, ForceField, mlp, rows_of
 from unisono import DataParallel, data_parallel
@@ -108,12 +107,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], torch.Tensor]]]
 # ---- outputs and gradients -----------------------------------------------------------------------
 
 
-@over_engines(
-    "name, num_replicas, rows",
-    each_with(MODELS, SPLITS),
-    processes=[*each_with(MODELS, [(4, 6)]), ("nested outputs", 2, 7), ("nested outputs", 2, 1)],
-    gloo=[*each_with(MODELS, [(4, 6)]), ("nested outputs", 2, 7), ("nested outputs", 2, 1)],
-)
+@over_places("name, num_replicas, rows", each_with(MODELS, SPLITS), separate=each_with(MODELS, [(4, 6)]))
 def test_outputs_and_gradients_are_the_plain_modules(wrap: Wrap, name: str, num_replicas: int, rows: int) -> None:
     """N1, N8, R3, G3, S12: outputs, gradients of parameters and of the input, and buffers."""
     make_model, make_batch = MODELS[name]
@@ -135,18 +129,7 @@ def test_outputs_and_gradients_are_the_plain_modules(wrap: Wrap, name: str, num_
     assert_same_state(model.module, plain)
 
 
-# What is sent anew in each step: parameters, shared ones, buffers that forward writes.
-@over_gloo_too
-@pytest.mark.parametrize("name", ["mlp", "embedding and lstm", "tied weights", "spectral norm"])
-def test_five_steps_of_sgd(wrap: Wrap, name: str) -> None:
-    """N9: parameters after five steps are the plain module's; batches of different sizes."""
-    make_model, make_batch = MODELS[name]
-    plain, model = twins(wrap, make_model(), 3)
-    train_both(plain, model, map(make_batch, (7, 8, 9, 5, 3)))
-    assert_same_state(model.module, plain)
-
-
-@over_engines("num_replicas, rows", SPLITS, processes=[(4, 6)], gloo=[(4, 6)])
+@over_places("num_replicas, rows", SPLITS, separate=[(4, 6)])
 def test_batch_norm_in_training_is_the_plain_compositions(wrap: Wrap, num_replicas: int, rows: int) -> None:
     """N5, R5: each replica normalises over its own rows, and the first one's statistics persist."""
     oracle, model = twins(wrap, nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU()), num_replicas)
@@ -160,7 +143,6 @@ def test_batch_norm_in_training_is_the_plain_compositions(wrap: Wrap, num_replic
         assert_same_state(model.module, oracle)
 
 
-@over_gloo_too
 def test_equal_calls_give_equal_bits(wrap: Wrap) -> None:
     """N1: gradients are summed in replica order, whichever replica ends first."""
     model = wrap(mlp(), 4)
@@ -171,20 +153,6 @@ def test_equal_calls_give_equal_bits(wrap: Wrap) -> None:
         loss_of(model(x)).backward()
         seen.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     assert all(torch.equal(other, seen[0]) for other in seen)
-
-
-@over_gloo_too
-def test_wrapper_inside_a_wrapped_module(wrap: Wrap) -> None:
-    """A10: forward and backward."""
-    plain = nn.Sequential(mlp(5, 5), mlp(5, 3))
-    inner = copy.deepcopy(plain)
-    inner[1] = wrap(inner[1], 2)
-    model = wrap(inner, 3)
-    x = torch.randn(8, 5)
-    for _ in range(2):
-        loss_of(plain(x)).backward()
-        in_time(lambda: loss_of(model(x)).backward())
-    assert_same_gradients(model.module, plain)
 
 
 def test_output_is_a_parameter(wrap: Wrap) -> None:
@@ -213,7 +181,6 @@ def test_unused_rows_of_an_input_get_zeros(wrap: Wrap) -> None:
     assert x.grad.tolist() == [[2.0, 2.0]] * 3 + [[0.0, 0.0]] * 2
 
 
-@over_gloo_too
 def test_without_grad_and_in_inference_mode(wrap: Wrap) -> None:
     """R14: outputs that need no gradient, and inference tensors; what the first forward makes serves later ones too."""
     model = wrap(batch_norm_eval())
@@ -255,7 +222,7 @@ def test_reentrant_checkpoints(wrap: Wrap, leaf: str, how: str) -> None:
             return found
         for again in (True, False) if how == "twice" else (False,):
             loss.backward(retain_graph=again)
-        kept = sorted(root.kept, key=lambda kept: int((x == kept[0]).all(1).nonzero()[0]))  # a worker's stay there
+        kept = sorted(root.kept, key=lambda kept: int((x == kept[0]).all(1).nonzero()[0]))
         return [torch.cat([leaf.grad for leaf in kept])[:3]] if kept else []
 
     layers = {name: nn.Linear(3, 3) for name in ("foot", "body", "head")}
@@ -279,12 +246,11 @@ def test_a_reentrant_checkpoint_behind_a_wrapper_inside_the_module(wrap: Wrap) -
 
 @in_one_memory
 def test_tensors_from_outside_that_change_from_step_to_step(wrap: Wrap) -> None:
-    """N1, N3: not the module's, and another one in each step. (`refresh` sends worker processes what a closure has.)"""
+    """N1, N3: not the module's, and another one in each step."""
     table: dict[str, torch.Tensor] = {}
     wrapped, x = wrap(Fn(lambda x: x + table["now"], nn.Linear(3, 3))), torch.randn(5, 3)
     for _ in range(3):
         table["now"] = torch.zeros(3, requires_grad=True)
-        wrapped.refresh()
         wrapped(x).sum().backward()
         assert table["now"].grad.tolist() == [5.0] * 3
 
@@ -312,7 +278,6 @@ def test_a_tensor_from_outside_that_only_later_steps_use(wrap: Wrap, how: str) -
         assert_all_same(gradients[1], gradients[0])
 
 
-@over_gloo_too
 def test_large_gradients_that_are_sparse_in_some_replicas(wrap: Wrap) -> None:
     """S15, N1: torch adds a sparse gradient to a dense one, but no dense one to a sparse one."""
 
@@ -470,7 +435,6 @@ STEPS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Any], Any]]] = {
 }
 
 
-@over_gloo_too
 @pytest.mark.parametrize("name", STEPS)
 def test_steps_are_the_plain_modules(wrap: Wrap, name: str) -> None:
     """N1, N2, N3, N7, N8, S6, S7, R4, R13, A10: returned and accumulated gradients, and the state."""
@@ -478,7 +442,6 @@ def test_steps_are_the_plain_modules(wrap: Wrap, name: str) -> None:
     assert_alike(wrap, make(), steps, 3, 1e-10 if name == "many in a row" else 1e-12)
 
 
-@over_gloo_too
 def test_backward_of_a_kept_graph_from_two_threads(wrap: Wrap) -> None:
     """N1, F5: each gets its own gradients, of a loss of its own."""
     plain, model = twins(wrap, mlp())

@@ -9,13 +9,12 @@ from torch.nn.utils import parametrizations
 
 from helpers.batch_norms import BATCH_NORMS, refused
 from helpers.comparisons import assert_alike, assert_all_same, assert_same_gradients, assert_same_state, twins
-from helpers.contract import Wrap, each_with, in_time, in_turn, over_engines, over_gloo_too
+from helpers.contract import Wrap, each_with, in_time, over_places
 from helpers.losses import fresh, loss_of, penalty_loss
 from helpers.modules import Calls, ForceField, mlp, rows_of
-from unisono import data_parallel
 
 
-@over_engines("num_replicas", [(2,), (3,)], processes=[(2,)], gloo=[(2,)])
+@over_places("num_replicas", [(2,), (3,)], separate=[(2,)])
 @pytest.mark.parametrize("norm", [False, True], ids=["", "synchronised batch norm"])
 def test_gradcheck_and_gradgradcheck(wrap: Wrap, num_replicas: int, norm: bool) -> None:
     """N3, N5"""
@@ -42,11 +41,10 @@ SYNCHRONISED = ["1d", "2d", "used twice", "residual block", "differentiates insi
 SPLITS = [("linear", False, 2, 7), ("linear", False, 2, 1), *each_with(PENALISED, [(False, 4, 6)])]
 
 
-@over_engines(
+@over_places(
     "name, synchronised, num_replicas, rows",
-    [*SPLITS, *each_with(SYNCHRONISED, [(True, 2, 7), (True, 3, 8), (True, 4, 6)])],
-    processes=[*SPLITS, *each_with(SYNCHRONISED[1:5], [(True, 4, 6)])],
-    gloo=[*each_with(PENALISED, [(False, 3, 8)]), *each_with(["2d", "differentiates inside"], [(True, 3, 8)])],
+    [*SPLITS, *each_with(SYNCHRONISED, [(True, 2, 7), (True, 4, 6)])],
+    separate=[*each_with(PENALISED, [(False, 3, 8)]), *each_with(["2d", "differentiates inside"], [(True, 3, 8)])],
 )
 def test_gradient_penalty(wrap: Wrap, name: str, synchronised: bool, num_replicas: int, rows: int) -> None:
     """N3, N5, R13: a loss of the output and of its gradient; parameters, their gradients and the buffers after three
@@ -65,20 +63,6 @@ def test_gradient_penalty(wrap: Wrap, name: str, synchronised: bool, num_replica
         assert_same_gradients(model.module, plain, 1e-10)
     if not name.startswith("checkpoint"):  # each pass over the graph runs its forward again, which writes the buffers
         assert_same_state(model.module, plain, 1e-10)
-
-
-@over_gloo_too
-def test_gradient_penalty_with_batch_norm_in_training(wrap: Wrap) -> None:
-    """N3: statistics over a replica's rows, written once; the oracle is data_parallel."""
-    layers = [nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1)]
-    oracle, model = twins(wrap, nn.Sequential(*layers), 3)
-    x = torch.randn(9, 5)
-    for _ in range(2):
-        penalty_loss(model, x).backward()
-        penalty_loss(lambda x: data_parallel(oracle, x, in_turn(3)), x).backward()
-    assert_same_gradients(model.module, oracle, 1e-10)
-    assert_same_state(model.module, oracle)
-    assert model.module[1].num_batches_tracked == 2
 
 
 def test_train_and_eval_toggled_between_the_passes(wrap: Wrap) -> None:
@@ -127,7 +111,6 @@ def test_third_derivatives(wrap: Wrap, reduce: Callable[..., torch.Tensor], sync
     assert_all_same(in_time(lambda: third(wrapped, model.parameters())), third(plain, plain.parameters()), 1e-10)
 
 
-@over_gloo_too
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
 def test_create_graph_backward_gives_gradients_with_a_history(wrap: Wrap) -> None:
     """N3: `loss.backward(create_graph=True)`, and a loss of the gradients that it leaves."""

@@ -1,6 +1,7 @@
 """Rows on other axes, numbers and 0-dim outputs, containers, and inputs and outputs that are refused."""
 
-import functools
+import ast
+import re
 import sys
 from collections import UserList, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -12,10 +13,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from helpers.contract import Wrap, each_with, in_processes, on_threads, over_engines, over_gloo_too
+from helpers.contract import Wrap, at_one_place, each_with, over_places
 from helpers.losses import loss_of
 from helpers.modules import Calls, Fn, mlp
-from unisono import DataParallel, pad
+from unisono import pad
 from unisono.primitives import pytree
 from unisono.primitives.object_state import state_of
 from unisono.runtime.buckets import LARGE_BYTES
@@ -49,25 +50,6 @@ def same_second_derivatives(model: nn.Module, wrapped: nn.Module, *inputs: torch
 # ---- rows on other axes --------------------------------------------------------------------------
 
 
-@over_engines("n, rows", [(2, 7), (4, 6), (2, 1)], processes=[(4, 6), (2, 1)], gloo=[(4, 6)])
-def test_one_input_whole_and_outputs_on_other_axes(wrap: Wrap, n: int, rows: int) -> None:
-    """S5, S10, G6: a mask that belongs to no row goes whole to every replica; its gradient is the sum of theirs.
-
-    Each replica returns it too, and the gradient of that counts once.
-    """
-
-    class MaskedAttention(nn.MultiheadAttention):
-        def forward(self, x: torch.Tensor, mask: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
-            output, weights = super().forward(x, x, x, attn_mask=mask)
-            return {"y": output * scale, "weights": weights.transpose(0, 1), "mask": mask * 2}
-
-    model = MaskedAttention(4, 2, batch_first=True)
-    x, mask = torch.randn(rows, 5, 4, requires_grad=True), torch.randn(5, 5, requires_grad=True)
-    scale = torch.tensor(2.0, requires_grad=True)
-    wrapped = wrap(model, n, in_dims={"mask": None}, out_dims={"weights": 1, "mask": None})
-    same_results(model, wrapped, (x, mask, scale), [x, mask, scale])
-
-
 def test_a_large_input_that_goes_whole(wrap: Wrap) -> None:
     """N1: its gradient, summed while backward runs, was once given to a parameter."""
 
@@ -80,73 +62,45 @@ def test_a_large_input_that_goes_whole(wrap: Wrap) -> None:
     same_results(plain, wrap(plain, 3, in_dims={"table": None}), (x, table), [table])
 
 
-NUMBERS_BESIDE_ROWS = [(8, [4, 4], {}), (5, [2, 2, 1, 0], {}), (5, [2, 0, 3], {"shares": (1.0, 0.0, 2.0)})]
-
-
-@over_engines(
-    "rows, sizes, options", NUMBERS_BESIDE_ROWS, processes=NUMBERS_BESIDE_ROWS[1:], gloo=NUMBERS_BESIDE_ROWS[1:2]
-)
-def test_one_number_a_replica_beside_more_rows(
-    wrap: Wrap, rows: int, sizes: list[int], options: dict[str, Any]
-) -> None:
-    """S5: the Trainer of transformers, for one, repeats a number for each device. A device without rows has one too."""
-
-    def forward(model: nn.Module, x: torch.Tensor, *, factors: list[torch.Tensor]) -> torch.Tensor:
-        return torch.tanh(model.layer(x)) * factors[0] / factors[1].unsqueeze(-1)
-
-    model, num = Calls(forward, layer=nn.Linear(3, 2)), len(sizes)
-    x, column = torch.randn(rows, 3, requires_grad=True), torch.randn(num, 1, requires_grad=True)
-    divisors = torch.rand(num, requires_grad=True)
-    leaves = [x, column, divisors, *model.parameters()]
-
-    def results(output: torch.Tensor) -> list[torch.Tensor]:
-        return [output, *torch.autograd.grad(output.square().sum(), leaves)]
-
-    of_each_row = torch.repeat_interleave(torch.arange(num), torch.tensor(sizes))
-    wrapped = wrap(model, num, **options)
-    actual = results(wrapped(x, factors=[column, divisors]))
-    expected = results(model(x, factors=[column[of_each_row], divisors[of_each_row]]))
-    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-    assert [timing.rows for timing in wrapped.replica_timings] == [size for size in sizes if size]
-
-
-@on_threads
-@pytest.mark.parametrize("rescued", [False, True])
-def test_one_number_a_replica_in_other_ways(wrap: Wrap, rescued: bool) -> None:
-    """S5: verbs of one's own; a replica that runs its rows in parts, each with the replica's number."""
-    model = wrap(Fn(torch.mul), 2, rescue=rescued)
-    if rescued:
-        model.engine.row_limits[0] = 2
-    else:
-        model.gather = functools.partial(DataParallel.gather, model)
-    x, factors = torch.randn(7, 3), torch.randn(2)
-    torch.testing.assert_close(model(x, factors), torch.cat([x[:4] * factors[0], x[4:] * factors[1]]))
-
-
-@on_threads
+@at_one_place
 @pytest.mark.parametrize(
-    ("shapes", "options", "message"),
+    ("inputs", "options", "message"),
     [
-        ([(8, 3), (2, 2)], {}, r"inputs\[1\] has 2"),  # these may be rows
-        ([(1, 3), (2,)], {}, r"inputs\[0\] has 1, inputs\[1\] has 2"),  # which of them is the batch?
-        ([(8, 3), (7,), (2,)], {}, r"inputs\[0\] has 8, inputs\[1\] has 7, inputs\[2\] has 2"),
-        ([(8, 3), (3,)], {}, r"inputs\[1\] has 3"),
-        ([(8, 3), (2,)], {"in_dims": 0}, r"inputs\[1\] has 2"),  # the caller says what has rows
-        ([(3, 8), (2, 1)], {"dim": 1}, r"inputs\[1\] has 1"),
+        # One number for each of two replicas is no exception: it may be the weight of each of two classes.
+        ([(8, 3), (2,)], {}, "inputs[0] has 8, inputs[1] has 2. … all of inputs[1]: in_dims={1: None}. A list"),
+        ([(8, 3), (7,), (8,), (2,)], {}, "all of inputs[1], inputs[3]: in_dims={1: None, 3: None}. A list"),
+        ([(1, 3), (2,)], {}, "inputs[0] has 1, inputs[1] has 2. "),
+        ([(8, 3), (2,)], {"in_dims": 0}, "inputs[1] has 2. … whole: in_dims={'x': 0, 'table': None}. A list"),
+        ([(3, 8), (2, 1)], {"dim": 1}, "inputs[0] has 8, inputs[1] has 1. "),
     ],
 )
-def test_what_may_be_misplaced_rows_is_an_error(
-    wrap: Wrap, shapes: list[tuple[int, ...]], options: dict[str, Any], message: str
+def test_tensors_with_different_numbers_of_rows(
+    wrap: Wrap, inputs: list[tuple[int, ...]], options: dict[str, Any], message: str
 ) -> None:
-    """S5: a number for each replica is told from rows by its size alone, so only where nothing else can be meant."""
-    model = wrap(Fn(lambda *inputs, **named: inputs), 2, **options)
-    with pytest.raises(ValueError, match=f"different numbers of rows: .*{message}"):
-        model(*map(torch.zeros, shapes))
-    with pytest.raises(ValueError, match=r"rows: inputs\[0\] has 8, kwargs\['named'\]\['m'\] has 1. Give"):
-        model(torch.ones(8, 8), named={"m": torch.ones(1, 1)})
+    """S5: with each one's path and rows, and the remedy."""
+    model = wrap(Fn(lambda *inputs: inputs), 2, **options)
+    pattern = "different numbers of rows: .*" + ".*".join(map(re.escape, message.split("…")))
+    with pytest.raises(ValueError, match=pattern):
+        model(*map(torch.zeros, inputs))
 
 
-@on_threads
+@at_one_place
+def test_what_the_error_of_different_rows_says_is_right(wrap: Wrap) -> None:
+    """S5: the class weights of two classes, on two devices."""
+
+    def forward(module: nn.Module, x: torch.Tensor, **named: Any) -> torch.Tensor:
+        return F.cross_entropy(module.layer(x), named["y"], named["loss"]["of"][0], reduction="none")
+
+    plain, x, y = Calls(forward, layer=nn.Linear(3, 2)), torch.randn(8, 3), torch.randint(2, (8,))
+    named = {"y": y, "loss": {"name": "weights", "of": (torch.tensor([1.0, 9.0]), y)}}
+    with pytest.raises(ValueError, match=r"kwargs\['loss'\]\['of'\]\[0\] has 2") as raised:
+        wrap(plain, 2)(x, **named)
+    in_dims = ast.literal_eval(str(raised.value).partition("in_dims=")[2].partition(". ")[0])
+    assert in_dims == {"loss": {"of": {0: None}}}
+    torch.testing.assert_close(wrap(plain, 2, in_dims=in_dims)(x, **named), plain(x, **named))
+
+
+@at_one_place
 def test_replicas_that_do_not_agree_on_what_is_whole(wrap: Wrap) -> None:
     """G3: with what each gave."""
     model = wrap(Fn(lambda x: x.sum()), 2, out_dims=None)
@@ -156,7 +110,7 @@ def test_replicas_that_do_not_agree_on_what_is_whole(wrap: Wrap) -> None:
 
 
 def test_second_derivatives_through_every_placement(wrap: Wrap) -> None:
-    """N3, G10, for rows on another axis, means, sums, whole and padded outputs.
+    """N3, S5, S10, G6, G10: for rows on another axis, means, sums, whole and padded outputs.
 
     The value that is filled in is a constant, and adds nothing to gradients of gradients.
     """
@@ -186,7 +140,7 @@ def cut_to_lengths(model: nn.Module, x: torch.Tensor, lengths: torch.Tensor) -> 
     return {"y": y, "nested": [pairs, y.transpose(0, 1)], "mask": keep, "words": keep.long() - 1, "lengths": lengths}
 
 
-@over_engines("n", [(2,), (3,)], processes=[(3,)], gloo=[(3,)])
+@over_places("n", [(2,), (3,)], separate=[(3,)])
 def test_outputs_are_padded_to_the_longest(wrap: Wrap, n: int) -> None:
     """G10: at any depth, several axes, rows on another one, and of every dtype; with the plain module's gradients."""
     model = Calls(cut_to_lengths, layer=nn.Linear(3, 4))
@@ -202,7 +156,7 @@ def test_outputs_are_padded_to_the_longest(wrap: Wrap, n: int) -> None:
     assert wrapped(x, lengths)["mask"].dtype == torch.bool
 
 
-@on_threads
+@at_one_place
 def test_padding_that_is_refused(wrap: Wrap) -> None:
     """G10, A13: with the path, the axis and the remedy."""
 
@@ -241,12 +195,7 @@ def test_padding_that_is_refused(wrap: Wrap) -> None:
 SHARES = ["chunk", "even", [3, 1, 2], [0, 1, 1]]
 
 
-@over_engines(
-    "shares, rows",
-    each_with(SHARES, [(1,), (4,), (7,), (10,)]),
-    processes=each_with([[3, 1, 2], [0, 1, 1]], [(7,)]),
-    gloo=[([3, 1, 2], 7)],
-)
+@over_places("shares, rows", each_with(SHARES, [(1,), (4,), (7,), (10,)]), separate=[([3, 1, 2], 7)])
 def test_a_mean_over_rows_inside_forward_is_exact(wrap: Wrap, shares: Any, rows: int) -> None:
     """G2, N4: torch's mean of means counts the rows of a small shard several times."""
 
@@ -261,7 +210,7 @@ def test_a_mean_over_rows_inside_forward_is_exact(wrap: Wrap, shares: Any, rows:
     assert wrapped(x)["loss"].dim() == 0
 
 
-@over_engines("ignored, n", each_with([0, 3, 6, 7], [(2,), (4,)]), processes=[(3, 3), (6, 3)], gloo=[(6, 3)])
+@over_places("ignored, n", each_with([0, 3, 6, 7], [(2,), (4,)]), separate=[(6, 3)])
 def test_a_mean_over_tokens_is_weighted_by_the_output_that_counts_them(wrap: Wrap, n: int, ignored: int) -> None:
     """N4: cross entropy with ignore_index; a replica whose targets are all ignored has a loss of NaN, and no part."""
     model = Fn(lambda scores, y: (F.cross_entropy(scores, y), (y != -100).sum()), nn.Linear(5, 4))
@@ -272,13 +221,13 @@ def test_a_mean_over_tokens_is_weighted_by_the_output_that_counts_them(wrap: Wra
     assert wrapped(x, y)[1].dtype == torch.int64
 
 
-@on_threads
+@at_one_place
 def test_a_mean_over_nothing_at_all_is_nan_as_in_the_plain_module(wrap: Wrap) -> None:
     model = Fn(lambda x: {"loss": x[x > 9].mean(), "n": (x > 9).sum()})
     assert wrap(model, 2, scalars={"loss": "mean:n", "n": "sum"})(torch.zeros(4))["loss"].isnan()
 
 
-@on_threads
+@at_one_place
 def test_weights_that_are_refused(wrap: Wrap) -> None:
     """N4: one that requires a gradient would be taken for a constant; one that is no scalar is named."""
     model = wrap(Fn(lambda x: {"loss": x.mean(), "n": x}), 2, scalars={"loss": "mean:n"})
@@ -402,7 +351,6 @@ def test_iterables_that_torch_would_join_wrongly(wrap: Wrap, make: Callable[[tor
         model(torch.randn(7, 5))
 
 
-@over_gloo_too
 def test_memory_formats_and_strides_of_gradients(wrap: Wrap) -> None:
     """G7, S11: an optimizer's fused kernels and the next layer count on them."""
     model = nn.Conv2d(3, 4, 3, padding=1).to(memory_format=torch.channels_last)
@@ -455,7 +403,7 @@ def test_tensors_that_cannot_be_split_or_joined(wrap: Wrap, kind: str) -> None:
     for in_dims in (..., {"table": None}):
         with pytest.raises(TypeError, match=rf"cannot scatter kwargs\['table'\]\['t'\], {says}"):
             wrap(Fn(lambda x, table: x), 2, in_dims=in_dims)(x, table={"t": make(x)})
-    with pytest.raises(TypeError, match=rf"cannot gather output\[1\], {says}|cannot leave the worker process"):
+    with pytest.raises(TypeError, match=rf"cannot gather output\[1\], {says}"):
         wrap(Fn(lambda x: (x, make(x))), 2)(x)
     if kind == "meta":
         with pytest.raises(TypeError, match=rf"cannot scatter inputs\[0\], {says}"):
@@ -464,8 +412,8 @@ def test_tensors_that_cannot_be_split_or_joined(wrap: Wrap, kind: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize("kind", ["sparse_coo", "sparse_csr", "mkldnn"])
-def test_parameters_that_are_not_dense(wrap: Wrap, engine: str, kind: str) -> None:
-    """S15: trained on threads; worker processes cannot share them, which an error says."""
+def test_parameters_that_are_not_dense(wrap: Wrap, place: str, kind: str) -> None:
+    """S15: trained as in the plain module."""
     make = torch.Tensor.to_sparse if kind == "sparse_coo" else UNPLACEABLE[kind]
     tensor = make(torch.eye(4))
 
@@ -474,17 +422,14 @@ def test_parameters_that_are_not_dense(wrap: Wrap, engine: str, kind: str) -> No
 
     plain, x = Calls(forward, weight=nn.Parameter(tensor)), torch.randn(6, 4)
     wrapped = wrap(plain, 2)
-    if in_processes(engine):
-        with pytest.raises(TypeError, match=rf'weight has the layout .*{kind}, .* use engine="threads"'):
-            wrapped(x)
-        return
-    if kind == "mkldnn" and "separate" in engine:
-        pytest.skip("torch has it on the CPU only, where threads share one memory")
+    if kind == "mkldnn" and place != "one memory":
+        pytest.skip("torch has it on the CPU only, where replicas share one memory")
     same = [torch.autograd.grad(call(x).square().sum(), plain.weight)[0].to_dense() for call in (wrapped, plain)]
     torch.testing.assert_close(same[0], same[1])
 
 
-@over_engines("nesting", [("cycle",), ("dict",), ("deep",)], processes=[("cycle",), ("deep",)], gloo=[])
+@at_one_place
+@pytest.mark.parametrize("nesting", ["cycle", "dict", "deep"])
 def test_containers_without_an_end(wrap: Wrap, nesting: str) -> None:
     """S3, G3: one that contains itself, or is nested beyond Python's recursion limit, is an error with the path."""
 
@@ -507,16 +452,14 @@ def test_containers_without_an_end(wrap: Wrap, nesting: str) -> None:
     x, says = torch.randn(4, 5), where[nesting]
     with pytest.raises(ValueError, match=r"inputs\[0\]" + says.format(r"inputs\[0\]")):
         wrap(nn.Identity(), 2)(nested(x))
-    with pytest.raises(
-        (ValueError, TypeError), match="output" + says.format("output") + "|cannot leave the worker process"
-    ):
+    with pytest.raises(ValueError, match="output" + says.format("output")):
         wrap(Fn(nested), 2)(x)
     with pytest.raises(ValueError, match=r"value" + says.format("value")):
         wrap(nn.Identity(), 1)(nested(x))
 
 
 def test_an_output_that_cannot_be_joined(wrap: Wrap) -> None:
-    """G5: a generator, which cannot leave a worker process either."""
+    """G5: a generator."""
     with pytest.raises(TypeError, match=r"cannot gather .*output.* Return tensors, numbers or strings"):
         wrap(Fn(lambda y: (row for row in y), nn.Linear(5, 3)))(torch.randn(4, 5))
 

@@ -8,14 +8,11 @@ import torch
 from torch import nn
 
 from helpers.comparisons import assert_alike, assert_all_same, assert_same, twins
-from helpers.contract import Wrap, in_processes, on_engines
+from helpers.contract import Wrap, at_one_place
 from helpers.losses import loss_of
 from helpers.modules import Calls
 from unisono.engines import replica
 from unisono.runtime import torch_private
-
-# The other engines' replicas are in other processes.
-in_this_process = on_engines(["threads", "threads with separate memory"])
 
 
 class Table(dict[str, Any]):
@@ -124,11 +121,10 @@ CHANGES: dict[str, tuple[Callable[..., torch.Tensor], Callable[[], dict[str, Any
         [lambda model: setattr(model.rate.__closure__[0], "cell_contents", 5.0)],
     ),
 }
-NOT_SEEN_BY_WORKERS = [*CHANGES][-3:]
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_changes_between_steps_are_seen(wrap: Wrap, engine: str, name: str) -> None:
+def test_changes_between_steps_are_seen(wrap: Wrap, name: str) -> None:
     """R8: whatever the caller changes, the next forward runs with it."""
     forward, attributes, changes = CHANGES[name]
     plain, model = twins(wrap, Calls(forward, **attributes()), 3)
@@ -139,8 +135,6 @@ def test_changes_between_steps_are_seen(wrap: Wrap, engine: str, name: str) -> N
     for change in (None, None, *changes, None):
         for root in (plain, model.module) if change else ():
             change(root)
-        if change and in_processes(engine) and name in NOT_SEEN_BY_WORKERS:
-            model.refresh()
         output, expected = model(x), plain(x)
         assert_same(output, expected, tolerance)
         gradients = [
@@ -152,9 +146,8 @@ def test_changes_between_steps_are_seen(wrap: Wrap, engine: str, name: str) -> N
         before = output
 
 
-@in_this_process
 def test_conjugated_data(wrap: Wrap) -> None:
-    """R8: `.data =` with the same memory, read in another way; workers read the memory as it is."""
+    """R8: `.data =` with the same memory, read in another way."""
     plain, model = twins(wrap, Calls(lambda model, x: x * model.factor, factor=nn.Parameter(torch.tensor([1 + 2j]))), 2)
     x = torch.randn(4, 1, dtype=torch.complex64)
     for _ in range(3):
@@ -207,7 +200,6 @@ def test_a_backward_inside_forward_after_a_parameter_was_frozen(wrap: Wrap) -> N
     assert_alike(wrap, Calls(backward_inside, head=nn.Linear(4, 4), tail=nn.Linear(4, 5), inside=False), steps, 3)
 
 
-@in_this_process
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_replica_that_the_caller_keeps_stays_as_it_is(wrap: Wrap, grad: bool) -> None:
     """R6: what forward assigned can be read as long as the replica is referred to."""
@@ -316,7 +308,6 @@ def test_steady_calls_make_no_replicas(wrap: Wrap, name: str, monkeypatch: pytes
             assert bool(made) <= (step < 2)
 
 
-@in_this_process
 def test_memory_that_a_conversion_replaces_is_freed(wrap: Wrap) -> None:
     """N10: replicas share the parameters' memory, and must not keep it."""
     model = wrap(nn.Linear(4, 4), 2)
@@ -326,7 +317,7 @@ def test_memory_that_a_conversion_replaces_is_freed(wrap: Wrap) -> None:
     assert torch_private.num_references(storage) == 1
 
 
-@on_engines(["threads"])
+@at_one_place
 @torch.no_grad()
 def test_buffers_are_copied_by_the_list_and_lists_have_one_dtype(wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
     """N10: batch norm has floats and an integer. Of a list with both, CUDA would copy each tensor by itself."""

@@ -4,10 +4,7 @@ import _thread
 import contextlib
 import copy
 import itertools
-import os
-import signal
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,12 +18,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from helpers.comparisons import assert_all_same, assert_same, assert_same_gradients, assert_unchanged, twins
-from helpers.contract import Wrap, in_time, on_engines, on_the_cpu, on_threads, over_gloo_too
+from helpers.contract import Wrap, at_one_place, in_time, on_the_cpu
 from helpers.failing import FailureError
 from helpers.losses import loss_of
 from helpers.modules import Calls, Composed, Fn, mlp
 from helpers.programs import run_script, until
-from unisono import DataParallel, ReplicaDied, Threads, pad
+from unisono import DataParallel, pad
 from unisono.inference.lane_choice import LaneChoice
 
 AHEAD = 2  # batches a device that are pulled before they are needed
@@ -127,7 +124,6 @@ def test_how_many_outputs_there_will_be(wrap: Wrap) -> None:
     assert num_lane_threads() == threads_before
 
 
-@over_gloo_too
 @pytest.mark.parametrize("num_replicas", [1, 2, 3])
 def test_outputs_are_the_plain_modules_in_order(wrap: Wrap, num_replicas: int) -> None:
     """I1: one output a batch, bit for bit, with no history; a second map of the same model works."""
@@ -139,19 +135,18 @@ def test_outputs_are_the_plain_modules_in_order(wrap: Wrap, num_replicas: int) -
         assert not any(output.requires_grad for output in outputs)
 
 
-def test_a_device_that_is_busy_does_not_hold_up_the_others(wrap: Wrap, tmp_path: Path) -> None:
+def test_a_device_that_is_busy_does_not_hold_up_the_others(wrap: Wrap) -> None:
     """I1: while one device has the first batch, the other computes all that have been pulled; the order is kept."""
-    num_others = 2 * AHEAD - 1
+    others = threading.Semaphore(0)
 
     def wait_for_the_others(x: torch.Tensor) -> torch.Tensor:
-        number = int(x[0, 0])
-        while number == 0 and not all((tmp_path / str(k)).exists() for k in range(1, num_others + 1)):
-            time.sleep(0.005)
-        (tmp_path / str(number)).touch()
+        if x[0, 0]:
+            others.release()
+        else:
+            assert all(others.acquire(timeout=60) for _ in range(2 * AHEAD - 1))
         return x + 1
 
     model, some = wrap(Fn(wait_for_the_others)), numbered(8)
-    list(model.map(some[-1:]))  # to start a process may take as long as the limit
     assert_equal(in_time(lambda: list(model.map(some))), plus_1(some))
 
 
@@ -299,7 +294,7 @@ def test_a_row_that_has_changed_a_dict_of_its_inputs_is_not_computed_again(monke
 
 def test_with_a_timeout_all_lanes_get_batches() -> None:
     """I15, F7: one that is stuck is given up, and the others go on."""
-    model = DataParallel(nn.Identity(), ["cpu"] * 2, engine=Threads(timeout=60))
+    model = DataParallel(nn.Identity(), ["cpu"] * 2, timeout=60)
     threads_before = num_lane_threads()
     with use_lanes(False), model.map(numbered(2)) as outputs:
         next(outputs)
@@ -335,7 +330,7 @@ def test_what_a_batch_is(wrap: Wrap, given_batch: Any, expected: str) -> None:
 ROWS = torch.arange(15.0).view(5, 3)
 
 
-@on_threads
+@at_one_place
 @pytest.mark.parametrize(
     ("samples", "batch_size", "expected"),
     [
@@ -364,7 +359,7 @@ def test_samples_on_another_axis() -> None:
     assert_equal(list(outputs), list(ROWS.split(2, dim=1)))
 
 
-@on_threads
+@at_one_place
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -428,7 +423,6 @@ def count(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int, torch.
     return module.calls, module.number, module.listed[0](x)
 
 
-@over_gloo_too
 def test_the_module_is_left_as_it_was(wrap: Wrap) -> None:
     """I4, R3: every batch finds the same buffers and attributes, and an output that is a buffer keeps its value.
 
@@ -473,7 +467,6 @@ def test_thread_state_is_the_callers(wrap: Wrap) -> None:
 
 
 @on_the_cpu
-@over_gloo_too
 def test_random_numbers_follow_from_the_seed_and_the_batch(wrap: Wrap) -> None:
     """I5: on any number of devices; torch's random state advances by one number, if anything was drawn."""
     module = nn.Sequential(nn.Dropout(0.5), nn.Linear(5, 40), nn.Dropout(0.5))
@@ -530,54 +523,6 @@ def test_an_error_of_the_loader_ends_the_iteration(wrap: Wrap, error: BaseExcept
         assert error.__notes__ == ["raised in the iterable of batches, at batch 3"]
 
 
-@on_the_cpu
-@on_engines(["processes"])
-def test_what_cannot_be_pickled_is_an_error_of_its_batch(wrap: Wrap) -> None:
-    """I6, F6: an output that cannot leave its worker, one that cannot arrive, an input that cannot be sent."""
-
-    class Unloadable:
-        def __reduce__(self) -> Any:
-            return int, ("no number",)
-
-    def forward(k: Any) -> Any:
-        return k if os.getpid() == here else Unloadable() if k % 2 else threading.Lock()
-
-    here, some = os.getpid(), [*range(5), threading.Lock(), *range(6, 12)]
-    for k, outcome in enumerate(outcomes_of(wrap(Fn(forward)).map(some))):
-        if isinstance(outcome, BaseException):  # the worker had it
-            assert isinstance(outcome, (TypeError, ValueError))
-            assert any(f"batch {k}, by replica 1" in note for note in outcome.__notes__)
-        else:
-            assert outcome is some[k]
-    assert_same(wrap(fails_at({}))(torch.ones(4, 2)), torch.full((4, 2), 2.0))
-
-
-@on_the_cpu
-@on_engines(["processes"])
-def test_a_worker_that_dies_takes_one_batch_with_it(wrap: Wrap, tmp_path: Path) -> None:
-    """I9, F4: an error that names worker and batch, in the batch's turn; the others' outputs come; then it works."""
-    died, here = tmp_path / "died", os.getpid()
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        if os.getpid() != here and not died.exists():
-            died.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        while not died.exists():
-            time.sleep(0.005)
-        return x + 1
-
-    model, expected = wrap(Fn(forward)), plus_1(numbered(8))
-    found = in_time(lambda: outcomes_of(model.map(numbered(8))))
-    [lost] = [k for k, outcome in enumerate(found) if isinstance(outcome, BaseException)]
-    assert isinstance(error := found.pop(lost), ReplicaDied)
-    assert "replica 1 on cpu: its worker process" in str(error)
-    assert "SIGKILL" in str(error)
-    assert any(f"batch {lost}," in note for note in error.__notes__)
-    assert_equal(found, expected[:lost] + expected[lost + 1 :])
-    assert_equal(in_time(lambda: list(model.map(numbered(8)))), expected)
-    assert_same(model(torch.ones(4, 2)), torch.full((4, 2), 2.0))
-
-
 # ---- an early end --------------------------------------------------------------------------------
 
 
@@ -624,24 +569,20 @@ def test_no_reference_cycle_is_left(wrap: Wrap) -> None:
     assert reference() is None
 
 
-def test_ctrl_c_while_waiting(wrap: Wrap, tmp_path: Path) -> None:
+def test_ctrl_c_while_waiting(wrap: Wrap) -> None:
     """I7, F3: raised at once, although a batch is being computed; nothing is lost if the iteration goes on."""
-    release, here = tmp_path / "release", os.getpid()
+    release = threading.Event()
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         if x[0, 0] == 0:
-            if os.getpid() == here:
-                _thread.interrupt_main()
-            else:
-                os.kill(here, signal.SIGINT)
-            while not release.exists():
-                time.sleep(0.005)
+            _thread.interrupt_main()
+            assert release.wait(60)
         return x + 1
 
     outputs = wrap(Fn(forward)).map(numbered(6))
     with pytest.raises(KeyboardInterrupt):
         next(outputs)
-    release.touch()
+    release.set()
     assert_equal(list(outputs), plus_1(numbered(6)))
 
 
@@ -671,7 +612,6 @@ def test_a_fork_does_not_wait_for_its_parents_devices() -> None:
 # ---- while a map is open -------------------------------------------------------------------------
 
 
-@over_gloo_too
 def test_training_steps_while_a_map_is_open(wrap: Wrap) -> None:
     """I8: forwards and backwards of the same wrapper, in the same thread and in another; the map goes on."""
     plain, model = twins(wrap, mlp())
@@ -690,15 +630,11 @@ def test_training_steps_while_a_map_is_open(wrap: Wrap) -> None:
     assert_same_gradients(model.module, plain, 1e-10)
 
 
-def test_two_maps_of_one_model_and_a_close(wrap: Wrap) -> None:
-    """I8: in turn, in one loop; the engine is closed meanwhile, and no batch is lost."""
+def test_two_maps_of_one_model(wrap: Wrap) -> None:
+    """I8: in turn, in one loop."""
     plain, model = twins(wrap, mlp())
     some, others = batches(12), batches(12)
-    pairs = []
-    for pair in zip(model.map(some), model.map(others), strict=True):
-        pairs.append(pair)
-        if len(pairs) == 3:
-            model.close()
+    pairs = list(zip(model.map(some), model.map(others), strict=True))
     for found, of in zip(zip(*pairs, strict=True), (some, others), strict=True):
         assert_equal([*found], plain_loop(plain, of))
     assert_equal(list(model.map(some)), plain_loop(plain, some))
@@ -717,7 +653,7 @@ def test_on_one_device_and_on_none(devices: list[str] | None) -> None:
         list(DataParallel(fails_at({1.0: FailureError(1, "")}), devices).map(numbered(3)))
 
 
-@on_threads
+@at_one_place
 def test_a_wrapper_inside_a_replica(wrap: Wrap) -> None:
     """I10, A10: it computes one batch after the other, in that replica."""
     inner = DataParallel(mlp(), ["cpu"] * 2)
@@ -728,7 +664,7 @@ def test_a_wrapper_inside_a_replica(wrap: Wrap) -> None:
     assert_equal(list(outer.map([x])), [expected])
 
 
-@on_threads
+@at_one_place
 def test_a_mode_that_other_threads_cannot_join(wrap: Wrap) -> None:
     """I10, R14: batches are computed one after the other in the caller's thread, within the mode."""
     seen: list[int] = []
@@ -783,7 +719,6 @@ def test_on_simulated_accelerators(sim: list[torch.device]) -> None:
 # ---- out -----------------------------------------------------------------------------------------
 
 
-@over_gloo_too
 def test_outputs_are_written_into_what_is_given(wrap: Wrap, tmp_path: Path) -> None:
     """I11: a tensor, an array, a memory map, a dict of them; it is returned when it is full."""
     np = pytest.importorskip("numpy")
@@ -808,7 +743,7 @@ def read_only() -> Any:
     return array
 
 
-@on_threads
+@at_one_place
 @pytest.mark.parametrize(
     ("out", "message"),
     [
@@ -828,7 +763,7 @@ def test_an_out_that_does_not_fit(wrap: Wrap, out: Any, message: str) -> None:
         wrap(nn.Identity()).map(numbered(3), out=out)
 
 
-@on_threads
+@at_one_place
 def test_outputs_without_rows_cannot_be_written(wrap: Wrap) -> None:
     """I11"""
     with pytest.raises(ValueError, match=r"output of batch 0 has no rows \(it is a 0-dim tensor\)"):
@@ -837,7 +772,7 @@ def test_outputs_without_rows_cannot_be_written(wrap: Wrap) -> None:
         wrap(mlp()).map([], out=torch.empty(3, 3))
 
 
-@on_threads
+@at_one_place
 def test_ragged_outputs_are_padded_in_out(wrap: Wrap) -> None:
     """I11, G10: those of `unisono.pad`, up to the size of `out`; a longer one does not fit."""
     model = wrap(Fn(lambda x: {"y": x[:, : len(x)]}), out_dims={"y": pad(-1, value=-1)})
@@ -854,7 +789,6 @@ def test_ragged_outputs_are_padded_in_out(wrap: Wrap) -> None:
 # ---- evaluate ------------------------------------------------------------------------------------
 
 
-@over_gloo_too
 def test_each_row_counts_once_in_a_mean(wrap: Wrap) -> None:
     """I12: whatever the sizes of the batches; as one mean over all rows."""
     plain, model = twins(wrap, mlp())
@@ -876,7 +810,7 @@ def test_each_row_counts_once_in_a_mean(wrap: Wrap) -> None:
     assert all(type(value) is float for value in found.values())
 
 
-@on_threads
+@at_one_place
 def test_inputs_and_target_of_a_batch(wrap: Wrap) -> None:
     """I12: the last value is the target; a dict before it has keyword inputs; a dict alone is inputs and target."""
     model = wrap(Fn(lambda x, y=0: x + y))
@@ -892,7 +826,7 @@ def test_inputs_and_target_of_a_batch(wrap: Wrap) -> None:
     assert model.evaluate(list(zip(x, target, strict=True)), error, batch_size=3, reduction="sum") == 4
 
 
-@on_threads
+@at_one_place
 @pytest.mark.parametrize(
     ("pairs", "metric", "options", "error", "message"),
     [
@@ -919,7 +853,7 @@ def test_what_cannot_be_evaluated(
         wrap(nn.Identity()).evaluate(pairs, metric, **options)
 
 
-@on_threads
+@at_one_place
 def test_an_error_of_the_metric_ends_the_evaluation(wrap: Wrap) -> None:
     """I12, I7, I6: it names the batch; nothing is left."""
     threads_before = num_lane_threads()
@@ -932,7 +866,7 @@ def test_an_error_of_the_metric_ends_the_evaluation(wrap: Wrap) -> None:
 # ---- progress ------------------------------------------------------------------------------------
 
 
-@on_threads
+@at_one_place
 def test_a_bar_is_shown_on_a_terminal_only(wrap: Wrap, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     """I13: as long as the outputs are iterated over, also after an error."""
     pytest.importorskip("rich")

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from helpers.comparisons import assert_all_same, assert_same, assert_same_gradients, assert_same_state, twins
-from helpers.contract import Wrap, on_the_cpu
+from helpers.contract import Wrap, at_one_place
 from helpers.modules import Fn, mlp
 from unisono import DataParallel
 from unisono.primitives.measured_shares import PERIOD, MeasuredShares
@@ -75,15 +75,13 @@ TRAINED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Callable[..., 
     "two forwards before a backward": (mlp, {}, two_forwards),
     "batch norm": (lambda: nn.Sequential(mlp(), nn.BatchNorm1d(3), nn.Tanh()), {"sync_batch_norm": True}, train),
     "a loss in forward": (lambda: nn.Sequential(mlp(), Fn(lambda y: y.square().mean())), {"scalars": "mean"}, train),
-    "dropout": (lambda: nn.Sequential(mlp(), nn.Dropout()), {"randomness": "one_device"}, train),
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=on_the_cpu if n == "dropout" else ()) for n in TRAINED])
+@at_one_place
+@pytest.mark.parametrize("name", TRAINED)
 def test_gradients_are_the_plain_modules_in_every_step(wrap: Wrap, speeds: Speeds, name: str) -> None:
-    """S16, N1, N2, N5, N6, G5: with every split that is tried, with one device, after the freeze, with short batches.
-
-    A random step has the masks of one device with any shares, and so is the random state afterwards."""
+    """S16, N1, N2, N5, G5: with every split that is tried, with one device, after the freeze, with short batches."""
     tried = speeds(1, 3, 3)
     make, options, step = TRAINED[name]
     plain, model = twins(wrap, make(), 3, shares="measured", **options)
@@ -106,6 +104,7 @@ def test_gradients_are_the_plain_modules_in_every_step(wrap: Wrap, speeds: Speed
     assert [timing.rows for timing in model.replica_timings] == [10, 3, 3] or step is two_forwards
 
 
+@at_one_place
 def test_frozen_shares_are_bit_for_bit_those_that_are_written(
     wrap: Wrap, speeds: Speeds, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -124,6 +123,7 @@ def test_frozen_shares_are_bit_for_bit_those_that_are_written(
             assert torch.equal(ours.grad, theirs.grad)
 
 
+@at_one_place
 def test_shares_are_what_was_chosen(wrap: Wrap, speeds: Speeds) -> None:
     """S16: those of training, once it has some; others are assigned, and "measured" again begins anew."""
     speeds(1, 3)
@@ -146,6 +146,7 @@ def test_shares_are_what_was_chosen(wrap: Wrap, speeds: Speeds) -> None:
     assert [timing.rows for timing in model.replica_timings] == [4, 12]
 
 
+@at_one_place
 def test_where_one_device_wins_it_is_the_plain_module(
     wrap: Wrap, speeds: Speeds, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -217,7 +218,7 @@ def test_a_replica_that_ran_out_of_memory_gets_no_more_than_it_can_bear(wrap: Wr
     """S16, F5: the limits that rescue=True has found."""
     speeds(1, 3)
     model = wrap(mlp(), shares="measured", rescue=True)
-    model.engine.row_limits[0] = 10
+    model._threads.row_limits[0] = 10
     until_frozen(model)
     train(model, torch.randn(ROWS, 5))
     assert [timing.rows for timing in model.replica_timings] == [10, 6]

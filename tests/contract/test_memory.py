@@ -17,7 +17,6 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from helpers.contract import EngineFor
 from helpers.garbage import collected
 from helpers.modules import Calls
 from unisono import DataParallel
@@ -134,7 +133,6 @@ MORE_STEPS = [forward_and_evaluation, accumulation, a_kept_graph, gradient_penal
 WITH_MORE_STEPS = ["mlp", "synchronised", "a method as attribute", "checkpointed", "wrapper inside"]
 CASES = [(name, step) for name in MODELS for step in STEPS]
 CASES += [(name, step) for name in WITH_MORE_STEPS for step in MORE_STEPS]
-QUICK = [("synchronised", gradient_penalty), ("a method as attribute", a_forward_that_fails)]  # on processes too
 
 
 class _MallocInfo(ctypes.Structure):
@@ -173,25 +171,11 @@ def grown(model: nn.Module, step: Callable[[nn.Module, torch.Tensor], None]) -> 
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
-@pytest.mark.parametrize(
-    ("engine", "name", "step"),
-    [
-        *(("threads", *case) for case in CASES),
-        *(pytest.param("processes", *case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES),
-    ],
-    ids=lambda value: getattr(value, "__name__", value),
-)
-def test_nothing_grows(
-    engine: str,
-    engine_for: EngineFor,
-    collector_off: None,
-    name: str,
-    step: Callable[[nn.Module, torch.Tensor], None],
-) -> None:
+@pytest.mark.parametrize(("name", "step"), CASES, ids=lambda value: getattr(value, "__name__", value))
+def test_nothing_grows(collector_off: None, name: str, step: Callable[[nn.Module, torch.Tensor], None]) -> None:
     """N10: tensors, bytes, and cycles for the garbage collector beyond those that the plain module leaves."""
     synchronised = {"sync_batch_norm": name == "synchronised"}
-    devices = ["cpu"] * 3
-    wrapped = DataParallel(MODELS[name](), devices, engine=engine_for(engine, devices), **synchronised)
+    wrapped = DataParallel(MODELS[name](), ["cpu"] * 3, **synchronised)
     tensors, allocated, cycles = grown(wrapped, step)
     if allocated >= SMALLEST_LEAK:  # Python and malloc may still be setting things up; a leak goes on
         tensors, allocated, cycles = grown(wrapped, step)

@@ -4,14 +4,14 @@ The classes are not listed here but found in torch.nn, so that one that a later 
 (how to make it, and on what to run it) or is in `EXCLUDED` with its reason. The oracle is the plain module on the
 whole batch, also for batch normalisation, by `sync_batch_norm=True`. There is one exception: running statistics of
 instance normalisation are means over the batch, so there it is `data_parallel`, the plain composition. Modules that
-draw random numbers have settings that leave nothing to chance; with other settings, where they do draw, they are
-compared with `randomness="one_device"`.
+draw random numbers have settings that leave nothing to chance; with other settings, where they do draw, draws are
+switched off, as by `verify`.
 """
 
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,10 +23,10 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrizations
 
-from helpers.contract import EngineFor
 from helpers.losses import loss_of, tensors_in
 from helpers.modules import Calls
 from unisono import DataParallel, data_parallel
+from unisono.runtime.draws_off import DrawsOff
 
 pytestmark = [
     pytest.mark.usefixtures("float64"),
@@ -421,13 +421,13 @@ def batch_on(device: str | torch.device, recipe: Recipe, rows: int) -> list[torc
 
 
 def compare(
-    engine: Any, recipe: Recipe, devices: Sequence[str | torch.device], rows: int, modes: Sequence[bool] = (True, False)
+    recipe: Recipe, devices: Sequence[str | torch.device], rows: int, modes: Sequence[bool] = (True, False)
 ) -> None:
     """Compare a step in training, and then, from the state that it has left, one in eval mode."""
     plain, twin = recipe.module(), recipe.module()
     twin.load_state_dict(plain.state_dict())  # rather than a deep copy, which the old weight_norm refuses
     plain, twin = plain.to(devices[0]), twin.to(devices[0])
-    model = DataParallel(twin, devices, engine=engine, **recipe.options)
+    model = DataParallel(twin, devices, **recipe.options)
     averages_statistics = isinstance(plain, _InstanceNorm) and plain.track_running_stats
     for training in modes:
         batch = batch_on(devices[0], recipe, rows)
@@ -438,10 +438,9 @@ def compare(
             return data_parallel(plain, inputs, devices) if averages_statistics and training else plain(*inputs)
 
         try:
-            random_state = torch.get_rng_state()
-            expected = dict(step(oracle, plain, batch))
-            torch.set_rng_state(random_state)
-            actual = dict(step(model, twin, batch))
+            with DrawsOff():
+                expected = dict(step(oracle, plain, batch))
+                actual = dict(step(model, twin, batch))
             assert actual.keys() == expected.keys()
             for name, theirs in expected.items():
                 assert_same(actual[name], theirs, name)
@@ -472,34 +471,28 @@ DRAWING = [
 ]  # fmt: skip
 
 
-DRAWING_AS_ONE_DEVICE = [replace(each, options={**each.options, "randomness": "one_device"}) for each in DRAWING]
-
 SLOW = pytest.mark.slow
-# Recipes, the engine, how many replicas and rows, and marks.
-RUNS: list[tuple[str, list[Recipe], str, list[tuple[int, int]], Any]] = [
-    ("few", RECIPES, "threads", [(2, 6), (3, 7)], ()),  # they divide; they do not, and one row is left for the last
-    ("many", RECIPES, "threads", [(4, 2), (8, 17)], SLOW),  # replicas without rows: too few, or the others round up
-    ("few", RECIPES, "processes", [(2, 7)], SLOW),
-    ("drawing", DRAWING_AS_ONE_DEVICE, "threads", [(3, 7), (4, 8)], ()),
-    ("drawing", DRAWING_AS_ONE_DEVICE, "processes", [(2, 7)], SLOW),
+# Recipes, how many replicas and rows, and marks.
+RUNS: list[tuple[str, list[Recipe], list[tuple[int, int]], Any]] = [
+    ("few", RECIPES, [(3, 7)], ()),  # one row is left for the last
+    ("many", RECIPES, [(4, 2), (8, 17)], SLOW),  # replicas without rows: too few, or the others round up
+    ("drawing", DRAWING, [(3, 7), (4, 8)], ()),
 ]
 
 
 @pytest.mark.parametrize(
-    ("engine", "splits", "recipe"),
+    ("splits", "recipe"),
     [
-        pytest.param(engine, splits, recipe, marks=marks, id=f"{recipe}-{engine}-{name}")
-        for name, recipes, engine, splits, marks in RUNS
+        pytest.param(splits, recipe, marks=marks, id=f"{recipe}-{name}")
+        for name, recipes, splits, marks in RUNS
         for recipe in recipes
     ],
 )
-def test_a_wrapped_module_is_the_plain_one(
-    engine: str, engine_for: EngineFor, recipe: Recipe, splits: list[tuple[int, int]]
-) -> None:
+def test_a_wrapped_module_is_the_plain_one(recipe: Recipe, splits: list[tuple[int, int]]) -> None:
     """R10, R2, S10, G6, N1, N2, N5, N12: outputs, all gradients, and the state afterwards, in training and eval."""
     for num_replicas, rows in splits:
         devices = ["cpu"] * num_replicas
-        compare(engine_for(engine, devices), recipe, devices, rows)
+        compare(recipe, devices, rows)
 
 
 @pytest.mark.slow
@@ -517,6 +510,6 @@ def test_also_where_each_replica_has_a_device_of_its_own(sim: list[torch.device]
         except (NotImplementedError, RuntimeError) as error:
             refused.append(str(error))
     if modes:
-        compare("threads", recipe, sim[:3], 7, modes)  # simulated devices exist in this process only
+        compare(recipe, sim[:3], 7, modes)
     if refused:
         pytest.skip(f"simulated devices cannot run the plain module either: {'; '.join(refused)}")

@@ -1,10 +1,7 @@
-"""`model.profile()`: what is recorded of each replica, with every engine."""
+"""`model.profile()`: what is recorded of each replica."""
 
-import contextlib
 import copy
 import gc
-import os
-import signal
 import threading
 import time
 import weakref
@@ -15,10 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.contract import ON_CPU, Wrap, in_threads, in_time, on_the_cpu, on_threads
-from helpers.deaths import workers_of
+from helpers.contract import ON_CPU, Wrap, at_one_place, in_threads, on_the_cpu
 from helpers.failing import FailsOn
-from helpers.modules import Fn, mlp
+from helpers.modules import mlp
 from unisono import DataParallel
 from unisono.profiling.profile import Profile
 from unisono.profiling.steps import PHASES, ProfiledStep
@@ -46,7 +42,7 @@ def checked(profile: Profile) -> list[ProfiledStep]:
 
 
 def profiled(model: DataParallel, x: torch.Tensor, steps: int = 3) -> list[ProfiledStep]:
-    train(model, x)  # workers start
+    train(model, x)
     with model.profile() as profile:
         for _ in range(steps):
             train(model, x)
@@ -119,7 +115,7 @@ def test_what_interrupts_a_replica(wrap: Wrap, phase: str) -> None:
 
 
 @on_the_cpu
-@on_threads
+@at_one_place
 def test_a_replica_that_is_done_waits_for_the_others(wrap: Wrap) -> None:
     """P2: replica 1 ends its forward only after replica 0 has ended its own; whose wait lasts until then."""
     ended = threading.Event()
@@ -185,7 +181,7 @@ def test_several_backwards_of_one_forward(wrap: Wrap) -> None:
     assert set(phases(step, caller, "reduce", since=began)) == {"scatter", "backward"}  # not outside of the model
 
 
-@on_threads
+@at_one_place
 def test_a_wrapper_inside_a_replica_is_part_of_it(wrap: Wrap) -> None:
     """P3: also where both are profiled; in a wrapper without replicas it has steps of its own."""
     inner = wrap(mlp())
@@ -222,31 +218,6 @@ def test_the_backward_of_a_model_ends_where_that_of_the_next_begins(wrap: Wrap) 
     assert last <= begin
 
 
-@pytest.mark.parametrize("engine", ["processes"], indirect=True)
-@on_the_cpu
-def test_a_step_that_is_run_again(wrap: Wrap) -> None:
-    """P3: after a worker's death the step has one lane a replica, with what the other worker did in it.
-
-    After the block its backwards go on as without a profile.
-    """
-    model = wrap(mlp(), on_worker_loss="retry")
-    x = torch.randn(4, 5)
-    train(model, x)
-    with model.profile() as profile:
-        output = model(x)
-        os.kill(workers_of(model)[0], signal.SIGKILL)
-        in_time(output.sum().backward)
-        train(model, x)
-        output = model(x).sum()
-    steps = profile.steps()
-    assert [list(step.lanes) for step in steps] == [["replica 0, cpu", "replica 1, cpu"]] * 3
-    assert all("backward" in phases(step, "replica 1, cpu") for step in steps[:2])
-    os.kill(workers_of(model)[0], signal.SIGKILL)
-    in_time(lambda: output.backward(retain_graph=True))
-    in_time(output.backward)
-    assert profile.steps() == steps
-
-
 def test_a_profile_keeps_no_graph(wrap: Wrap) -> None:
     """P6: nor the module, nor a tensor of a step that has ended."""
     model, x = wrap(mlp()), torch.randn(4, 5)
@@ -256,7 +227,6 @@ def test_a_profile_keeps_no_graph(wrap: Wrap) -> None:
         output.sum().backward()
         del output
     module = weakref.ref(model.module)
-    model.close()
     del model
     gc.collect()
     assert node() is None
@@ -295,23 +265,6 @@ def test_a_loss_of_two_forwards_is_one_step(wrap: Wrap) -> None:
         assert phases(step, [*step.lanes][-1], "reduce", "scatter", "gather", "replicate") == ["forward", "backward"]
 
 
-def test_a_backward_that_cannot_begin_leaves_nothing_behind(wrap: Wrap) -> None:
-    """P3: neither in the next step of the model, nor in that of another model, which is not profiled."""
-    model, other, x = wrap(mlp()), wrap(mlp()), torch.randn(4, 5)
-    train(model, x)
-    train(other, x)
-    with model.profile() as profile:
-        output = model(x).sum()
-        output.backward()
-        with pytest.raises(RuntimeError, match="a second time"):
-            output.backward()
-        began = time.perf_counter()
-        train(other, x)
-    [step] = checked(profile)
-    if ON_CPU:
-        assert not [span for lane in step.lanes.values() for span in lane if span.began >= began]
-
-
 def test_two_backwards_of_one_forward_at_once(wrap: Wrap) -> None:
     """P3: one of them is recorded, and both compute what they would without a profile."""
     model, x = wrap(mlp()), torch.randn(4, 5)
@@ -327,25 +280,3 @@ def test_two_backwards_of_one_forward_at_once(wrap: Wrap) -> None:
 
         in_threads(2, backward)
     assert len(checked(profile)) == 1
-
-
-@pytest.mark.parametrize("engine", ["processes"], indirect=True)
-@on_the_cpu
-def test_a_profile_that_begins_during_another_models_forward(wrap: Wrap) -> None:
-    """P3: that forward goes on as it would."""
-    model, other, x = wrap(Fn(lambda y, _: y, nn.Linear(5, 2))), wrap(mlp()), torch.randn(4, 5)
-    with contextlib.ExitStack() as block:
-        output = model(x, BeginsWhenPickled(lambda: block.enter_context(other.profile())))
-    assert output.shape == (4, 2)
-
-
-class BeginsWhenPickled:
-    """Runs a function once, when it is sent to a worker."""
-
-    def __init__(self, function: Any) -> None:
-        self._functions = [function]
-
-    def __reduce__(self) -> Any:
-        while self._functions:
-            self._functions.pop()()
-        return type(None), ()

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from helpers.comparisons import assert_alike, assert_all_same, assert_same, assert_same_gradients
-from helpers.contract import Wrap, in_processes, in_turn, on_the_cpu, over_engines
+from helpers.contract import Wrap, at_one_place, in_turn, on_the_cpu, over_places
 from helpers.losses import fresh, loss_of
 from helpers.modules import Fn, WithBackward, mlp
 from helpers.random_layers import RandomLayers, recomputed, run_steps, with_dropout
@@ -55,14 +55,13 @@ def busy() -> Iterator[None]:
         stop.set()
 
 
-@over_engines("num_replicas", [(8,)], processes=[(3,)], gloo=[(3,)])  # each process draws by itself
+@over_places("num_replicas", [(8,)], separate=[(3,)])
 def test_equal_seeds_give_equal_runs_under_load(
     wrap: Wrap, busy: None, caplog: pytest.LogCaptureFixture, num_replicas: int
 ) -> None:
     """N6: 10 times the same bits, outputs, gradients and random state, whatever the order of the replicas."""
     model = wrap(RandomLayers(), num_replicas)
     x = torch.randn(16, 5)
-    run_steps(model, x)  # over gloo the first step decides which gradients share a bucket
     expected = assert_repeats(model, x)
     assert not all_equal(run_steps(model, x, 4), expected)
     assert not caplog.records
@@ -91,13 +90,12 @@ DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "after torch.manual_seed": after_a_seed,
     "under vmap": torch.vmap(F.dropout, randomness="different"),
 }
-# A worker process leads draws to a stream by the same code: one operator, one factory function, and the generator.
-DRAWS_IN_PROCESSES = [("dropout",), ("rand",), ("the default generator by name",), ("after torch.manual_seed",)]
 
 
-@over_engines("name", [(name,) for name in DRAWS], processes=DRAWS_IN_PROCESSES, gloo=[("dropout",)])
+@at_one_place
+@pytest.mark.parametrize("name", DRAWS)
 def test_every_replica_draws_from_a_stream_of_its_own(wrap: Wrap, caplog: pytest.LogCaptureFixture, name: str) -> None:
-    """N6: no two replicas, steps or seeds draw the same, and the plain composition draws what the engine draws."""
+    """N6: no two replicas, steps or seeds draw the same, and the plain composition draws the same."""
     model = wrap(Fn(DRAWS[name]), 3)
     x = torch.ones(6, 32, 8)
     torch.manual_seed(1)
@@ -142,11 +140,10 @@ def test_a_single_replica_draws_what_the_plain_module_draws(wrap: Wrap) -> None:
 INSIDE, AROUND = "inside", "around"
 
 
-@over_engines(
+@over_places(
     "reentrant, where, num_replicas",
     [(reentrant, *case) for reentrant in (True, False) for case in ((INSIDE, 2), (INSIDE, 3), (AROUND, 3))],
-    processes=[(reentrant, where, 3) for reentrant in (True, False) for where in (INSIDE, AROUND)],
-    gloo=[(True, INSIDE, 3), (False, AROUND, 3)],
+    separate=[(True, INSIDE, 3)],
 )
 def test_recomputed_activations_have_the_masks_of_the_forward(
     wrap: Wrap, reentrant: bool, where: str, num_replicas: int
@@ -295,15 +292,12 @@ def seed_by_hand(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("draw", [in_a_thread, seed_by_hand])
 def test_draws_outside_the_replicas_streams_are_reported(
-    wrap: Wrap, caplog: pytest.LogCaptureFixture, draw: Callable[[torch.Tensor], torch.Tensor], engine: str
+    wrap: Wrap, caplog: pytest.LogCaptureFixture, draw: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    """N6: once, with the remedy. In processes there is nothing to report: each has a generator to itself."""
+    """N6: once, with the remedy."""
     model = wrap(nn.Sequential(Fn(draw)), 3)
     for _ in range(3):
         model(torch.ones(6, 5))
-    if in_processes(engine):
-        assert not caplog.records
-        return
     (record,) = caplog.records
     assert "drawn from while the replicas of Sequential ran" in record.getMessage()
     assert "generator=..." in record.getMessage()

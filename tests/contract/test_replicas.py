@@ -12,7 +12,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.checkpoint import checkpoint
 
 from helpers.comparisons import assert_alike, assert_all_same, assert_same, assert_same_gradients, one_step, twins
-from helpers.contract import Wrap, each_with, in_one_memory, in_processes, in_turn, num_here, over_engines
+from helpers.contract import Wrap, in_one_memory, in_turn
 from helpers.failing import FailureError
 from helpers.losses import fresh, loss_of
 from helpers.modules import Calls, Composed, Fn, mlp
@@ -38,9 +38,9 @@ def count(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model.linear(x) * 0 + model.calls
 
 
-def test_what_forward_writes(wrap: Wrap, engine: str) -> None:
+def test_what_forward_writes(wrap: Wrap) -> None:
     """R5, R6: the first replica's writes into buffers persist; the other ones' are lost, and every forward starts every
-    replica from the live buffers. Assigned attributes are lost, and lists persist, but for what a worker adds."""
+    replica from the live buffers. Assigned attributes are lost, and lists persist."""
     buffers = {"calls": nn.Buffer(torch.zeros(1)), "rows": nn.Buffer(torch.zeros(1), persistent=False)}
     model = wrap(Calls(count, linear=nn.Linear(2, 2), log=[], latest=0, **buffers), 3)
     calls, rows = model.module.calls, model.module.rows
@@ -49,7 +49,7 @@ def test_what_forward_writes(wrap: Wrap, engine: str) -> None:
         assert model.module.calls is calls
         assert (calls.item(), rows.item()) == (step, 3 * step)  # the first replica's rows
         assert model.module.latest == 0
-        assert sorted(model.module.log) == sorted([0.0, 6.0, 12.0][: num_here(engine, 3)] * step)
+        assert sorted(model.module.log) == sorted([0.0, 6.0, 12.0] * step)
     calls.fill_(10)
     assert model(torch.zeros(7, 2))[-1, 0].item() == 11
 
@@ -88,18 +88,12 @@ def buffers_of(model: nn.Module) -> list[dict[str, torch.Tensor | None]]:
     return [dict(module._buffers) for module in model.modules()]
 
 
-# What becomes of a step that fails. Threads have no workers to lose.
-POLICIES: dict[str, dict[str, Any]] = {"raise": {}, "rescue": {"rescue": True}, "retry": {"on_worker_loss": "retry"}}
-OF_ALL_ENGINES = each_with([True, False], [("raise",), ("rescue",)])
-
-
-@over_engines(
-    "grad, policy", OF_ALL_ENGINES, processes=each_with([True, False], [(p,) for p in POLICIES]), gloo=OF_ALL_ENGINES
-)
-def test_reassigned_buffers_persist(wrap: Wrap, grad: bool, policy: str) -> None:
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("rescue", [False, True])
+def test_reassigned_buffers_persist(wrap: Wrap, grad: bool, rescue: bool) -> None:
     """R5, A9: `self.mean = 0.9 * self.mean` was lost. A buffer may also become None, or a tensor, be registered or
     deleted. The old tensor is not written into, and a buffer that forward does not reassign is the same object."""
-    plain, model = twins(wrap, reassigns_buffers(), 3, **POLICIES[policy])
+    plain, model = twins(wrap, reassigns_buffers(), 3, rescue=rescue)
     composed = Composed(copy.deepcopy(plain), in_turn(3))
     x, shared, root = torch.randn(7, 3), model.module[0].shared, model.module
     for _ in range(3):
@@ -154,9 +148,8 @@ def test_a_reassigned_buffer_with_a_history(wrap: Wrap) -> None:
     assert_alike(wrap, Calls(forward, state=nn.Buffer(torch.ones(2)), **layers), steps, 3)
 
 
-def test_hooks_run_once_a_replica_and_those_of_parameters_and_the_wrapper_once(wrap: Wrap, engine: str) -> None:
-    """R9: parameter hooks see the summed gradient, and may change it. Hooks of the wrapper see the whole batch. What
-    hooks in a worker process do stays there."""
+def test_hooks_run_once_a_replica_and_those_of_parameters_and_the_wrapper_once(wrap: Wrap) -> None:
+    """R9: parameter hooks see the summed gradient, and may change it. Hooks of the wrapper see the whole batch."""
     plain, model = twins(wrap, mlp(), 3)
     x = torch.randn(8, 5)
     loss_of(plain(x)).backward()
@@ -173,8 +166,7 @@ def test_hooks_run_once_a_replica_and_those_of_parameters_and_the_wrapper_once(w
     model.register_full_backward_hook(lambda module, into, out: whole.append(len(out[0])))
     loss_of(model(fresh(x))).backward()
     assert whole == [8, 8]
-    shards = [3, 3, 2][: num_here(engine, 3)]
-    once_a_replica = [f"{what} {n}" for what in ("pre", "post", "backward") for n in shards]
+    once_a_replica = [f"{what} {n}" for what in ("pre", "post", "backward") for n in (3, 3, 2)]
     assert sorted(events) == sorted([*once_a_replica, "accumulated"])
     assert events[-1] == "accumulated"
     assert len(grads) == 1
@@ -208,7 +200,7 @@ def test_tensor_hooks_of_a_parameter_that_no_replica_used(wrap: Wrap) -> None:
     assert calls[1] == calls[0] == ([True], [[False, True], [True, True], [False, True]])
 
 
-def test_another_method_is_called_in_parallel(wrap: Wrap, engine: str) -> None:
+def test_another_method_is_called_in_parallel(wrap: Wrap) -> None:
     """R12."""
 
     class Generator(Calls):
@@ -223,7 +215,7 @@ def test_another_method_is_called_in_parallel(wrap: Wrap, engine: str) -> None:
     plain = model.generate(x, steps=3)
     model.seen.clear()
     output = wrapped.call("generate", x, steps=3)
-    assert sorted(model.seen) == sorted([3, 3, 1][: num_here(engine, 3)])
+    assert sorted(model.seen) == [1, 3, 3]
     assert_same(output, plain)
     assert_all_same(*(torch.autograd.grad(y.sum(), list(model.parameters())) for y in (output, plain)))
     with pytest.raises(AttributeError, match="Generator has no method 'generat'"):
@@ -275,12 +267,9 @@ HIDING_PLACES: dict[str, tuple[Callable[[Hidden], Any], Callable[[Hidden], objec
 
 @in_one_memory
 @pytest.mark.parametrize("name", HIDING_PLACES)
-def test_a_live_module_behind_an_unknown_object_is_an_error(wrap: Wrap, name: str, engine: str) -> None:
+def test_a_live_module_behind_an_unknown_object_is_an_error(wrap: Wrap, name: str) -> None:
     """R7, R4, R8: the replica would train the live module behind our back; the error names the parameter. A forward
-    that succeeded proves nothing about the next one.
-
-    F6: where it has to be sent to another process and cannot be, the error names the attribute.
-    """
+    that succeeded proves nothing about the next one."""
     hide, let_succeed = HIDING_PLACES[name]
     model = wrap(Hidden())
     module, x = model.module, torch.randn(7, 5)
@@ -293,11 +282,8 @@ def test_a_live_module_behind_an_unknown_object_is_an_error(wrap: Wrap, name: st
         module.train()
     if name == "hidden later":
         module.hiding_place = hide(module)
-    error, message = RuntimeError, r"parameter 'layer\.(weight|bias)' of the original module"
-    if in_processes(engine) and isinstance(module.hiding_place, functools._lru_cache_wrapper):
-        error, message = TypeError, r"attribute 'hiding_place' .*cannot be pickled"
     for _ in range(2):
-        with pytest.raises(error, match=message):
+        with pytest.raises(RuntimeError, match=r"parameter 'layer\.(weight|bias)' of the original module"):
             model(x)
     assert all(p.grad is None for p in model.parameters())
     module.hiding_place = module.layer  # and mended

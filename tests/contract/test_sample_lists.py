@@ -56,7 +56,7 @@ class Pair:
 
 @pytest.mark.parametrize("of", [lambda x: SampleList([x] * 4), lambda x: Pair(x, x)], ids=["SampleList", "object"])
 def test_a_tensor_that_occurs_several_times(wrap: Wrap, of):
-    """S17, S12: in a worker each occurrence was a tensor of its own, and only the last one's gradient came back."""
+    """S17, S12: it is one tensor in each replica, and gets the gradients of all its occurrences."""
 
     def forward(model, x, given):
         entries = given if isinstance(given, list) else [given.first, given.second]

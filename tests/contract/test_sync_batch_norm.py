@@ -22,18 +22,7 @@ from helpers.batch_norms import (
     refused,
 )
 from helpers.comparisons import assert_same, assert_same_state, assert_unchanged, twins
-from helpers.contract import (
-    DEVICES,
-    ON_CPU,
-    Wrap,
-    each_with,
-    in_processes,
-    in_time,
-    on_the_cpu,
-    on_threads,
-    over_engines,
-    over_gloo_too,
-)
+from helpers.contract import DEVICES, ON_CPU, Wrap, at_one_place, each_with, in_time, on_the_cpu, over_places
 from helpers.losses import fresh, loss_of
 from helpers.modules import Calls
 from helpers.rounding import assert_as_accurate
@@ -43,14 +32,12 @@ EXCHANGES = [
     "1d", "2d", "momentum=None", "functional", "used twice", "residual block", "checkpoint, reentrant",
     "checkpoint, non-reentrant", "differentiates inside",
 ]  # fmt: skip
-IN_PROCESSES = [*each_with(EXCHANGES, [(4, 6)]), ("residual block", 4, 4), ("residual block", 8, 9)]
 
 
-@over_engines(
+@over_places(
     "name, num_replicas, rows",
     [*each_with(BATCH_NORMS, [(2, 7), (4, 6)]), *each_with(["1d", "residual block"], [(4, 4), (8, 9)])],
-    processes=IN_PROCESSES,
-    gloo=each_with(EXCHANGES, [(4, 6)]),
+    separate=each_with(EXCHANGES, [(4, 6)]),
 )
 def test_synchronised_batch_norm(wrap: Wrap, name: str, num_replicas: int, rows: int) -> None:
     """N5: outputs, gradients and running statistics are the plain module's, in training and after it."""
@@ -67,7 +54,6 @@ def test_synchronised_batch_norm(wrap: Wrap, name: str, num_replicas: int, rows:
     compare_with_plain(model, plain, make_batch(rows), tolerance)
 
 
-@over_gloo_too
 @pytest.mark.parametrize("shares", ["even", [3, 1, 2], [1, 0, 1]], ids=str)
 def test_synchronised_batch_norm_with_shares(wrap: Wrap, shares: Any) -> None:
     """N5, S2: every row counts the same, however many a replica has; idle replicas count nothing."""
@@ -76,7 +62,7 @@ def test_synchronised_batch_norm_with_shares(wrap: Wrap, shares: Any) -> None:
         compare_with_plain(model, plain, torch.randn(rows, 2, 4, 4))
 
 
-@over_engines("num_replicas", [(2,), (3,), (8,)], processes=[(3,)], gloo=[(3,)])
+@over_places("num_replicas", [(2,), (3,), (8,)], separate=[(3,)])
 def test_synchronised_batch_norm_in_single_precision(wrap: Wrap, num_replicas: int) -> None:
     """N5: as near to the result in double precision as the plain module is; NCHW and channels last."""
     exact = ResidualBlock(bias=False)  # the gradient of a bias before a batch norm is nothing but rounding
@@ -224,11 +210,11 @@ MISTAKES: dict[str, Function] = {
 # Newer releases of torch refuse it; older ones compute with it, and then the rows of all replicas count.
 EITHER: dict[str, Function] = {"an eps of 0": partial(batch_norm, eps=0.0)}
 ALL = {**CALLS, **MISTAKES, **EITHER}
-IN_PROCESSES = ["Tensor.backward", *TRANSFORMS, *MISTAKES, *EITHER]
 
 
 @on_the_cpu
-@over_engines("name", [(name,) for name in ALL], processes=[(name,) for name in IN_PROCESSES], gloo=[])
+@at_one_place
+@pytest.mark.parametrize("name", ALL)
 def test_a_call_is_that_of_all_rows(wrap: Wrap, name: str) -> None:
     """N5: or raises what torch raises."""
     x = torch.randn(6, 3)
@@ -280,7 +266,7 @@ def test_the_graph_holds_no_more_than_torchs_own(wrap: Wrap) -> None:
 # ---- whatever surrounds it -----------------------------------------------------------------------
 
 
-@on_threads
+@at_one_place
 def test_synchronised_batch_norm_changes_replicas_only(wrap: Wrap) -> None:
     """N5: types, attributes, names and torch itself are as before, during the call as well."""
     before, seen = F.batch_norm, []
@@ -301,7 +287,7 @@ def test_synchronised_batch_norm_changes_replicas_only(wrap: Wrap) -> None:
     assert torch.overrides._get_current_function_mode_stack() == modes
 
 
-def test_synchronised_batch_norm_gives_equal_bits(wrap: Wrap, engine: str) -> None:
+def test_synchronised_batch_norm_gives_equal_bits(wrap: Wrap) -> None:
     """N1, N5: whichever replica is first at a batch norm."""
     model = wrap(ResidualBlock().float(), 4, sync_batch_norm=True)
     x = torch.randn(9, 2, 4, 4, dtype=torch.float32)
@@ -311,8 +297,6 @@ def test_synchronised_batch_norm_gives_equal_bits(wrap: Wrap, engine: str) -> No
         model.module.load_state_dict(state)
         model.zero_grad()
         seen.append(changed_by_a_step(model, x))
-    if engine == "processes over gloo":  # its order of summing depends on the buckets, which the first backward finds
-        del seen[0]
     assert all(torch.equal(other[name], tensor) for other in seen for name, tensor in seen[0].items())
 
 
@@ -353,16 +337,15 @@ def test_synchronised_batch_norm_without_grad(wrap: Wrap) -> None:
     compare_with_plain(model, plain, x)
 
 
-def test_batched_gradients_of_synchronised_batch_norm(wrap: Wrap, engine: str) -> None:
-    """N5: on CPU threads, where one backward is run for many gradients, an error that says what to do."""
+def test_batched_gradients_of_synchronised_batch_norm(wrap: Wrap) -> None:
+    """N5: on the CPU, where one backward is run for many gradients, an error that says what to do."""
     plain, model = twins(wrap, nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)), sync_batch_norm=True)
     x, vectors = torch.randn(6, 5), torch.randn(4, 6, 3)
 
     def batched(model: nn.Module, weight: torch.Tensor) -> torch.Tensor:
         return torch.autograd.grad(model(x), weight, vectors, is_grads_batched=True)[0]
 
-    # Processes run one backward for each gradient, and on accelerators no replica waits for another in backward.
-    if in_processes(engine) or not ON_CPU:
+    if not ON_CPU:  # no replica waits for another in backward
         assert_near(in_time(lambda: batched(model, model.module[0].weight)), batched(plain, plain[0].weight))
     else:
         with pytest.raises(RuntimeError, match="Ask for gradients one by one"):

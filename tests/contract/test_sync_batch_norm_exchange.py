@@ -18,13 +18,12 @@ from helpers.batch_norms import (
     compare_with_plain,
 )
 from helpers.comparisons import assert_all_same, assert_same, assert_unchanged, twins
-from helpers.contract import Wrap, each_with, in_one_memory, in_threads, in_time, in_turn, over_engines
+from helpers.contract import Wrap, at_one_place, each_with, in_one_memory, in_threads, in_time, in_turn, label
 from helpers.failing import (
     FAILURES,
     FailsOn,
     FailureError,
     assert_failure_leaves_nothing,
-    assert_is_the_replicas,
     numbered_rows,
 )
 from helpers.losses import fresh, loss_of, penalty_loss
@@ -115,25 +114,21 @@ class FailsBetween(FailsOn):
 ERRORS = [FailureError(7, "as asked"), KeyboardInterrupt()]
 
 
-@over_engines(
-    "error, first_row, in_backward",
-    each_with(ERRORS, FAILURES),
-    processes=[*each_with(ERRORS[:1], FAILURES), *each_with(ERRORS[1:], [(3.0, False), (3.0, True)])],
-    gloo=each_with(ERRORS[:1], [(0.0, True), (3.0, False), (3.0, True)]),
-)
+@at_one_place
+@pytest.mark.parametrize(("error", "first_row", "in_backward"), each_with(ERRORS, FAILURES), ids=label)
 def test_a_failure_releases_the_replicas_that_wait_in_batch_norm(
-    wrap: Wrap, first_row: float, in_backward: bool, error: BaseException, engine: str
+    wrap: Wrap, first_row: float, in_backward: bool, error: BaseException
 ) -> None:
     """F1, F3, N5, N11: the other replicas wait for the one that fails; the next call is right."""
     plain, model = twins(wrap, FailsBetween(), 3, sync_batch_norm=True)
-    assert_failure_leaves_nothing(model, error, first_row, in_backward, engine)
+    assert_failure_leaves_nothing(model, error, first_row, in_backward)
     for module in (model, plain):
         in_time(lambda module=module: loss_of(module(numbered_rows())).backward())
     model.module.calls = plain.calls  # counted once a forward, or twice
     assert_gradients_and_buffers_near(model.module, plain)
 
 
-def test_a_failure_with_one_row_left_for_the_other_replica(wrap: Wrap, engine: str) -> None:
+def test_a_failure_with_one_row_left_for_the_other_replica(wrap: Wrap) -> None:
     """F2, N5: the caller gets the failure, not the complaint of a replica that is left with a single row."""
     error = FailureError(7, "as asked")
 
@@ -146,7 +141,7 @@ def test_a_failure_with_one_row_left_for_the_other_replica(wrap: Wrap, engine: s
     model = wrap(FailsFirst(2), 2, sync_batch_norm=True, shares=[1, 7])
     with pytest.raises(FailureError) as caught:
         in_time(lambda: model(numbered_rows()))
-    assert_is_the_replicas(caught.value, error, 1, engine)
+    assert caught.value is error
 
 
 @pytest.mark.parametrize(("outer_synchronised", "inner_synchronised"), [(True, False), (True, True), (False, True)])

@@ -1,13 +1,4 @@
-"""Training features: each is a script, run once with the plain module and once with the wrapped one.
-
-A script builds a model, gives it to `wrap`, trains it for five steps on batches of different sizes, and returns
-everything that it has made: parameters, buffers, gradients, and what the feature itself keeps. In the oracle's run
-`wrap` returns the module as it is; then it returns the wrapped one. Results agree within 1e-5 of a tensor's largest
-entry in float32 and 1e-12 in float64 (row N9 of docs/behaviour.md).
-
-A last test runs every script with a wrapper that loses the gradient of one row, and expects it to be noticed. More of
-what users do is in tests/fuzz/actions.py, which tests/fuzz/test_actions.py does too.
-"""
+"""What training loops do beside a plain step, each with the plain module's numbers; tests/fuzz/actions.py has more."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,104 +9,42 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
-from helpers.contract import DEVICES, ON_CPU, in_turn, on_first_device
+from helpers.comparisons import assert_alike, assert_same_gradients, assert_same_state
+from helpers.contract import DEVICES, Wrap
 from helpers.modules import Calls, mlp
-from unisono import DataParallel
 
 SIZES = (7, 8, 9, 5, 1)  # rows of the five batches: shares are uneven, and the last batch leaves replicas idle
-TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-12}
-ROUNDED = {("autocast", torch.float32): 5e-2}  # computed in bfloat16, which rounds to one part in 256
-FIRST = torch.device(DEVICES[0])
-
-Wrap = Callable[[nn.Module], nn.Module]
-Results = dict[str, torch.Tensor]
-
-
-Script = Callable[[Wrap], Results]
-
-SCRIPTS: dict[str, Script] = {}
-
-
-def script(run: Script) -> Script:
-    """Add a function to the scripts."""
-    SCRIPTS[run.__name__] = run
-    return run
-
-
-# ---- what the scripts share ----------------------------------------------------------------------
 
 
 def batches() -> Iterator[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     for rows in SIZES:
-        yield torch.randn(rows, 5, generator=generator, device="cpu").to(FIRST)
+        yield torch.randn(rows, 5, generator=generator, device="cpu").to(DEVICES[0])
 
 
 def loss_of(output: torch.Tensor) -> torch.Tensor:
     """The mean squared distance from numbers that differ from entry to entry."""
-    target = torch.linspace(-1, 1, output.numel(), dtype=output.dtype, device=output.device).view(output.shape)
-    return F.mse_loss(output, target)
+    return F.mse_loss(output, torch.linspace(-1, 1, output.numel()).view(output.shape).to(output))
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+def sgd(root: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(root.parameters(), lr=0.1, momentum=0.9)
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+def step(call: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
     optimizer.zero_grad()
-    output = model(x)
+    output: torch.Tensor = call(x)
     loss_of(output).backward()
     optimizer.step()
     return output.detach()
 
 
-def train(model: nn.Module) -> Results:
-    optimizer = sgd(model)
-    for x in batches():
-        output = step(model, optimizer, x)
-    return results(model, output=output)
+def train(call: Any, root: Any) -> list[torch.Tensor]:
+    optimizer = sgd(root)
+    return [step(call, optimizer, x) for x in batches()]
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    return model.module if isinstance(model, DataParallel) else model
-
-
-def results(model: nn.Module, **more: torch.Tensor) -> Results:
-    """Everything that training has changed in `model`; names do not show whether it is wrapped."""
-    found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    found |= {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
-    found = {name.replace("module.", ""): tensor for name, tensor in found.items()}
-    return {name: tensor.detach().to_dense().clone() for name, tensor in {**found, **more}.items()}
-
-
-def run(name: str, wrap: Wrap, dtype: torch.dtype) -> Results:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    torch.manual_seed(0)
-    try:
-        with on_first_device(), torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
-            return SCRIPTS[name](wrap)
-    finally:
-        torch.set_default_dtype(before)
-
-
-def differences(results: Results, expected: Results) -> dict[str, float]:
-    """Return how far each tensor is from what is expected, as a part of its largest entry; names must agree."""
-    assert results.keys() == expected.keys()
-    found = {}
-    for name, theirs in expected.items():
-        mine = results[name]
-        assert mine.shape == theirs.shape, name
-        assert mine.dtype == theirs.dtype, name
-        assert torch.isfinite(theirs).all(), f"{name}: training went wrong, the test shows nothing"
-        if theirs.dtype is torch.bool:
-            mine, theirs = mine.double(), theirs.double()
-        largest = theirs.abs().max().item() if theirs.numel() else 0.0
-        found[name] = ((mine - theirs).abs().max().item() / largest) if largest else mine.abs().sum().item()
-    return found
-
-
-# ---- modules: trained in the usual way -----------------------------------------------------------
+# ---- modules -------------------------------------------------------------------------------------
 
 
 class Symmetric(nn.Module):
@@ -137,32 +66,8 @@ class Scaled(nn.Module):
         return weight * self.scale
 
 
-@script
-def cached_parametrizations(wrap: Wrap) -> Results:
-    """Within `parametrize.cached()` a weight is computed once, however often the model is called."""
-    model = wrap(nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)))
-    for parametrization in (Symmetric(), Scaled()):
-        parametrize.register_parametrization(unwrapped(model)[0], "weight", parametrization)
-    optimizer = sgd(model)
-    for x in batches():
-        with parametrize.cached():
-            optimizer.zero_grad()
-            loss_of(model(torch.tanh(model(x)) + model(-x))).backward()
-            optimizer.step()
-    return results(model)
-
-
-@script
-def parametrizations_added_and_removed(wrap: Wrap) -> Results:
-    model = wrap(nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)))
-    layer = unwrapped(model)[0]
-    for number, x in enumerate(batches()):
-        if number == 1:
-            parametrize.register_parametrization(layer, "weight", Symmetric())
-        if number == 3:
-            parametrize.remove_parametrizations(layer, "weight")
-        step(model, sgd(model), x)
-    return results(model)
+def square() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
 
 
 class LoRA(nn.Module):
@@ -192,22 +97,8 @@ class LoRA(nn.Module):
         return self.base(x) if self.merged else self.base(x) + F.linear(F.linear(x, self.down), self.up)
 
 
-@script
-def lora(wrap: Wrap) -> Results:
-    """Low-rank layers around frozen ones; the optimizer has the trainable parameters only; eval merges."""
-    layers = mlp()
-    for name, child in list(layers.named_children()):
-        if isinstance(child, nn.Linear):
-            setattr(layers, name, LoRA(child))
-    model = wrap(layers)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    for x in batches():
-        step(model, optimizer, x)
-        model.eval()
-        with torch.no_grad():
-            merged = model(x)
-        model.train()
-    return results(model, merged=merged)
+def with_lora() -> nn.Module:
+    return nn.Sequential(*(LoRA(layer) if isinstance(layer, nn.Linear) else layer for layer in mlp()))
 
 
 def with_saved_tensor_hooks(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -215,68 +106,52 @@ def with_saved_tensor_hooks(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return model.block(x)
 
 
-# Name of a script -> the module that it trains.
-TRAINED: dict[str, Callable[[], nn.Module]] = {
-    "saved_tensor_hooks_inside": lambda: Calls(with_saved_tensor_hooks, block=mlp()),
-    "traced_by_fx": lambda: torch.fx.symbolic_trace(mlp()),
-    "shared_memory": lambda: mlp().share_memory(),  # as in Hogwild training
-}
-SCRIPTS |= {name: lambda wrap, make=make: train(wrap(make())) for name, make in TRAINED.items()}
+# ---- trainings -----------------------------------------------------------------------------------
 
 
-@script
-def several_wrapped_blocks(wrap: Wrap) -> Results:
-    """One of them wrapped twice, as where two losses use one encoder."""
-    block = mlp(5, 5)
-    return train(nn.Sequential(wrap(block), nn.ReLU(inplace=True), wrap(mlp(5, 5)), nn.Tanh(), wrap(block)))
-
-
-@script
-def autocast(wrap: Wrap) -> Results:
-    """Around the model only, as torch recommends; the replicas' gradients are rounded each for itself."""
-    model = wrap(mlp())
-    optimizer = sgd(model)
+def in_cached_parametrizations(call: Any, root: Any) -> None:
+    """Within `parametrize.cached()` a weight is computed once, however often the model is called."""
+    for parametrization in (Symmetric(), Scaled()):
+        parametrize.register_parametrization(root[0], "weight", parametrization.to(DEVICES[0]))
+    optimizer = sgd(root)
     for x in batches():
-        optimizer.zero_grad()
-        with torch.autocast(FIRST.type, torch.bfloat16):
-            output = model(x)
-        assert output.dtype is torch.bfloat16 or x.dtype is torch.float64  # which autocast leaves as it is
-        loss_of(output.float()).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-    return results(model)
+        with parametrize.cached():
+            optimizer.zero_grad()
+            loss_of(call(torch.tanh(call(x)) + call(-x))).backward()
+            optimizer.step()
 
 
-@script
-def grad_scaler_and_a_fused_optimizer(wrap: Wrap) -> Results:
-    """With clipping; the third batch has an infinity in it: its step is skipped, and the scale halved."""
-    model = wrap(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
-    scaler = torch.amp.GradScaler(FIRST.type, init_scale=1024.0, growth_interval=2)
-    scales = []
+def parametrized_for_a_while(call: Any, root: Any) -> None:
     for number, x in enumerate(batches()):
-        optimizer.zero_grad()
-        before = [p.detach().clone() for p in model.parameters()]
-        scaler.scale(loss_of(model(x)) * (torch.inf if number == 2 else 1)).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        scaler.step(optimizer)
-        scaler.update()
-        unchanged = all(torch.equal(p, held) for p, held in zip(model.parameters(), before, strict=True))
-        assert unchanged == (number == 2)
-        scales.append(scaler.get_scale())
-    assert scales == [1024.0, 2048.0, 1024.0, 1024.0, 2048.0]
-    return results(model, scales=torch.tensor(scales))
+        if number == 1:
+            parametrize.register_parametrization(root[0], "weight", Symmetric())
+        if number == 3:
+            parametrize.remove_parametrizations(root[0], "weight")
+        step(call, sgd(root), x)
 
 
-# ---- how a step is taken -------------------------------------------------------------------------
+def merging(call: Any, root: Any) -> list[torch.Tensor]:
+    """The optimizer, a fused one, has the trainable parameters only; eval merges."""
+    optimizer = torch.optim.AdamW([p for p in root.parameters() if p.requires_grad], lr=1e-2, fused=True)
+    merged = []
+    for x in batches():
+        step(call, optimizer, x)
+        call.eval()
+        with torch.no_grad():
+            merged.append(call(x))
+        call.train()
+    return merged
 
 
-@script
-def an_optimizer_step_inside_backward(wrap: Wrap) -> Results:
+def in_shared_memory(call: Any, root: Any) -> list[torch.Tensor]:
+    """As in Hogwild training."""
+    root.share_memory()
+    return train(call, root)
+
+
+def with_optimizer_steps_inside_backward(call: Any, root: Any) -> None:
     """A hook on each parameter steps its own optimizer as soon as its gradient is there, and drops the gradient."""
-    model = wrap(mlp())
-    optimizers = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in model.parameters()}
+    optimizers = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in root.parameters()}
 
     def take_step(parameter: torch.Tensor) -> None:
         optimizers[parameter].step()
@@ -285,48 +160,40 @@ def an_optimizer_step_inside_backward(wrap: Wrap) -> Results:
     for parameter in optimizers:
         parameter.register_post_accumulate_grad_hook(take_step)
     for x in batches():
-        loss_of(model(x)).backward()
-    return results(model)
+        loss_of(call(x)).backward()
 
 
-@script
-def parameters_as_one_vector(wrap: Wrap) -> Results:
+def with_parameters_as_one_vector(call: Any, root: Any) -> None:
     """`vector_to_parameters` makes all parameters views of one block of memory; so do flat optimizers."""
-    model = wrap(mlp())
     for x in batches():
-        model.zero_grad()
-        loss_of(model(x)).backward()
-        gradient = nn.utils.parameters_to_vector([p.grad for p in model.parameters()])
-        vector = nn.utils.parameters_to_vector(model.parameters()).detach() - 0.1 * gradient
-        nn.utils.vector_to_parameters(vector, model.parameters())
-    return results(model)
+        root.zero_grad()
+        loss_of(call(x)).backward()
+        gradient = nn.utils.parameters_to_vector([p.grad for p in root.parameters()])
+        vector = nn.utils.parameters_to_vector(root.parameters()).detach() - 0.1 * gradient
+        nn.utils.vector_to_parameters(vector, root.parameters())
 
 
-@script
-def gradients_as_views_of_one_vector(wrap: Wrap) -> Results:
-    """Flat gradients: `.grad` is given beforehand, as views of one block, and filled by backward in place."""
-    model = wrap(mlp())
-    parameters = list(model.parameters())
+def with_gradients_as_views_of_one_vector(call: Any, root: Any) -> torch.Tensor:
+    """`.grad` is given beforehand, as views of one block, and filled by backward in place."""
+    parameters = list(root.parameters())
     flat = torch.zeros(sum(p.numel() for p in parameters))
     for parameter, view in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
         parameter.grad = view.view_as(parameter)
-    optimizer = sgd(model)
+    optimizer = sgd(root)
     for x in batches():
         flat.zero_()
-        loss_of(model(x)).backward()
+        loss_of(call(x)).backward()
         assert parameters[0].grad.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
         optimizer.step()
-    return results(model, flat=flat)
+    return flat
 
 
-@script
-def meta_learning(wrap: Wrap) -> Results:
+def on_what_it_learns(call: Any, root: Any) -> None:
     """An inner step whose result has a history, and a loss after it: second derivatives through functional_call.
 
     torch refuses a DataParallel as functional_call's module, and takes one as a part of it.
     """
-    model = nn.Sequential(wrap(mlp()))
-    optimizer = sgd(model)
+    model, optimizer = nn.Sequential(call), sgd(root)
     for x in batches():
         optimizer.zero_grad()
         weights = dict(model.named_parameters())
@@ -334,38 +201,41 @@ def meta_learning(wrap: Wrap) -> Results:
         fast = {name: p - 0.1 * g for (name, p), g in zip(weights.items(), gradients, strict=True)}
         loss_of(torch.func.functional_call(model, fast, (x * 0.5,))).backward()
         optimizer.step()
-    return results(model)
 
 
-# Each script on threads with both dtypes; on processes, in `make test-all`, with the more exact one.
-CASES = [("threads", name, dtype) for name in SCRIPTS for dtype in TOLERANCES]
-if ON_CPU:
-    CASES += [pytest.param("processes", name, torch.float64, marks=pytest.mark.slow) for name in SCRIPTS]
+TRAININGS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Any], Any]]] = {
+    "cached parametrizations": (square, in_cached_parametrizations),
+    "parametrizations that are added and removed": (square, parametrized_for_a_while),
+    "LoRA": (with_lora, merging),
+    "saved-tensor hooks inside": (lambda: Calls(with_saved_tensor_hooks, block=mlp()), train),
+    "traced by fx": (lambda: torch.fx.symbolic_trace(mlp()), train),
+    "shared memory": (mlp, in_shared_memory),
+    "an optimizer step inside backward": (mlp, with_optimizer_steps_inside_backward),
+    "parameters as one vector": (mlp, with_parameters_as_one_vector),
+    "gradients as views of one vector": (mlp, with_gradients_as_views_of_one_vector),
+    "meta-learning": (mlp, on_what_it_learns),
+}
 
 
-@pytest.mark.parametrize(("engine", "name", "dtype"), CASES, ids=str)
-def test_the_wrapped_module_trains_as_the_plain_one(engine: str, name: str, dtype: torch.dtype) -> None:
-    """N7, N9, R4, R8, R9, R10, R13, R14, A10, A14"""
-    expected = run(name, lambda module: module, dtype)
-    limit = ROUNDED.get((name, dtype), TOLERANCES[dtype])
-    for num_replicas in (2, 3) if engine == "threads" else (3,):
-        actual = run(name, lambda module, n=num_replicas: DataParallel(module, in_turn(n), engine=engine), dtype)
-        found = differences(actual, expected)
-        worst = max(found, key=found.__getitem__)
-        assert found[worst] <= limit, f"{num_replicas} replicas: {worst} differs by {found[worst]:.1e} of its size"
+@pytest.mark.parametrize("num_replicas", [2, 3])
+@pytest.mark.parametrize("name", TRAININGS)
+def test_the_wrapped_module_trains_as_the_plain_one(wrap: Wrap, name: str, num_replicas: int) -> None:
+    """N7, N9, R4, R8, R9, R10, R13, R14: outputs, gradients, parameters and buffers after five steps."""
+    make, steps = TRAININGS[name]
+    assert_alike(wrap, make(), steps, num_replicas)
 
 
-class LosesARow(DataParallel):
-    """Forgets the gradient of the first row, as a faulty scatter or backward would."""
+def test_several_wrapped_blocks(wrap: Wrap) -> None:
+    """A10, N7: one of them wrapped twice, as where two losses use one encoder."""
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        output = self.module(*inputs, **kwargs)
-        return torch.cat([output[:1].detach(), output[1:]])
+    def model(wrap: Callable[[nn.Module], nn.Module]) -> tuple[nn.Module, nn.Module]:
+        torch.manual_seed(0)
+        block, other = mlp(5, 5), mlp(5, 5)
+        layers = wrap(block), nn.ReLU(inplace=True), wrap(other), nn.Tanh(), wrap(block)
+        return nn.Sequential(*layers), nn.ModuleList([block, other])
 
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_lost_row_would_be_noticed(name: str) -> None:
-    """The scripts above can fail."""
-    expected = run(name, lambda module: module, torch.float64)
-    actual = run(name, lambda module: LosesARow(module, DEVICES[:1]), torch.float64)
-    assert max(differences(actual, expected).values()) > 10 * TOLERANCES[torch.float64]
+    (wrapped, mine), (plain, theirs) = model(wrap), model(lambda module: module)
+    train(wrapped, mine)
+    train(plain, theirs)
+    assert_same_gradients(mine, theirs)
+    assert_same_state(mine, theirs)

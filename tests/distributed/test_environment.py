@@ -2,10 +2,8 @@
 
 import os
 import pickle
-import sys
 import threading
 
-import cloudpickle
 import pytest
 import torch
 from torch import nn
@@ -14,8 +12,6 @@ import unisono
 from helpers.ranks import free_port, run_ranks
 from unisono.distributed import environment
 from unisono.distributed.environment import local_device, start_default_group, started_by_launcher
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 COMPLETE = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 

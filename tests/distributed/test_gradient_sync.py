@@ -2,17 +2,13 @@
 
 import contextlib
 import copy
-import cProfile
 import hashlib
 import io
 import itertools
-import os
-import pstats
-import sys
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
-import cloudpickle
 import pytest
 import torch
 from torch import nn
@@ -29,12 +25,9 @@ from unisono.distributed.bucketed_all_reduce import BucketPlan
 from unisono.distributed.process_group import Communicator, communicator_for
 from unisono.primitives.measured_shares import MeasuredShares
 
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
 SIZES = [[4, 9, 5, 1], [7, 3, 0, 2], [1, 1, 1, 1], [0, 6, 2, 5]]
 ONE: dict = {}
 TWO = {"device_ids": ["cpu"] * 2}
-PROCESSES = {"device_ids": ["cpu"] * 2, "engine": "processes"}
 
 
 def perceptron() -> nn.Module:
@@ -98,7 +91,7 @@ def train(rank: int, world_size: int, options: dict, loss: str) -> list[float]:
 @pytest.mark.parametrize("loss", ["mean", "sum"])
 @pytest.mark.parametrize(
     ("world_size", "options"),
-    [(2, ONE), (2, TWO), (4, ONE)],  # and PROCESSES: test_cases_over_processes
+    [(2, ONE), (2, TWO), (4, ONE)],
     ids=["2x1", "2x2 threads", "4x1"],
 )
 def test_training_is_that_of_one_device_over_all_rows(world_size, options, loss):
@@ -110,20 +103,22 @@ def test_training_is_that_of_one_device_over_all_rows(world_size, options, loss)
 # What follows runs in two processes, with 4 and 9 rows where nothing else is said.
 
 
-IN_WORKERS = []
+FUNCTIONS: dict[str, Callable] = {}  # those that are run in ranks, by name
+
+
+def call(rank: int, name: str, options: dict) -> None:
+    FUNCTIONS[name](rank, options)
 
 
 def case(*options: dict) -> Callable[[Callable], Callable]:
     """Make a function a test, which runs it in two ranks, once for each of some options of the wrapper."""
-    names = {id(ONE): "one replica", id(TWO): "threads"}
-    wanted = options or (ONE, TWO)
 
     def take(function: Callable) -> Callable:
-        IN_WORKERS.extend(function for each in wanted if each is PROCESSES)
+        FUNCTIONS[function.__name__] = function
 
-        @pytest.mark.parametrize("options", [pytest.param(o, id=names[id(o)]) for o in wanted if o is not PROCESSES])
+        @pytest.mark.parametrize("options", options or (ONE, TWO), ids=lambda o: "two replicas" if o else "one replica")
         def test(options: dict) -> None:
-            run_ranks(2, function, options)
+            run_ranks(2, call, function.__name__, options)
 
         test.__doc__ = function.__doc__
         return test
@@ -173,7 +168,7 @@ class Various(nn.Module):
         return y * self.sometimes if uses else y
 
 
-@case(ONE, TWO, PROCESSES)
+@case()
 def test_kinds_of_parameters(rank: int, options: dict) -> None:
     """C3, C1"""
     model, oracle = twins(lambda: Various().double(), **options)
@@ -207,7 +202,7 @@ def test_one_device_returns_what_the_module_returns(rank: int, options: dict) ->
     compare(rank, *twins(lambda: Calls(forward, layer=nn.Linear(5, 3).double(), kept=object()), **options), run)
 
 
-@case(ONE, TWO)
+@case()
 def test_nothing_outlives_a_step(rank: int, options: dict) -> None:
     """N10: buckets go with the gradients that lie in them, not when the collector comes."""
     model, _ = twins(perceptron, **options)
@@ -237,7 +232,7 @@ def test_what_does_not_go_through_the_wrapper(rank: int, options: dict) -> None:
     assert_same_gradients(model.module, oracle)
 
 
-@case(ONE, TWO, PROCESSES)
+@case()
 def test_sparse_gradients(rank: int, options: dict) -> None:
     """C1, C3, C6, S15: in one rank only, and in some backwards only: torch adds a sparse tensor to a dense one only.
 
@@ -275,7 +270,7 @@ def test_sparse_gradients(rank: int, options: dict) -> None:
 # ---- how backward is called
 
 
-@case(ONE, TWO, PROCESSES)
+@case()
 def test_several_forwards_and_several_backwards(rank: int, options: dict) -> None:
     """C4"""
     model, oracle = twins(perceptron, **options)
@@ -296,7 +291,7 @@ def test_several_forwards_and_several_backwards(rank: int, options: dict) -> Non
     assert_same_gradients(model.module, oracle)  # as they were
 
 
-@case(ONE, TWO, PROCESSES)
+@case()
 def test_derivatives_of_higher_order(rank: int, options: dict) -> None:
     """C5"""
 
@@ -341,7 +336,7 @@ def test_a_backward_for_inputs_only_waits_for_no_rank(rank: int, options: dict) 
     compare(rank, model, oracle)
 
 
-@case(ONE, TWO, PROCESSES)
+@case()
 def test_two_models_that_train_each_other(rank: int, options: dict) -> None:
     """C4: as in adversarial training: parts are frozen in turn."""
     makes = [lambda: nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 5)).double(), perceptron]
@@ -390,7 +385,7 @@ def test_a_wrapper_inside_a_wrapped_module(rank: int, options: dict) -> None:
 # ---- accumulation
 
 
-@case(ONE, TWO, PROCESSES)
+@case()
 def test_accumulation(rank: int, options: dict) -> None:
     """C6"""
     sizes = [(4, 9), (2, 2), (0, 5), (7, 1), (3, 0), (1, 6)]
@@ -463,7 +458,7 @@ def checkpointed(reentrant: bool) -> nn.Module:
     return Calls(forward, one=nn.Linear(5, 5), two=nn.Linear(5, 5), last=nn.Linear(5, 3)).double()
 
 
-@case(ONE, TWO, PROCESSES)
+@case()
 def test_activation_checkpoints(rank: int, options: dict) -> None:
     """C4"""
     for reentrant in (False, True):
@@ -494,7 +489,7 @@ def test_compiled_modules(rank: int, options: dict) -> None:
         compare(rank, model, oracle, seed=seed)
 
 
-@case(ONE, TWO, PROCESSES)
+@case()
 def test_a_module_whose_output_is_its_loss(rank: int, options: dict) -> None:
     """C2, C1"""
     make = lambda: Calls(lambda module, x, y: mse_loss(module.body(x), y), body=perceptron())  # noqa: E731
@@ -560,7 +555,7 @@ def test_communication_hooks(rank: int, options: dict) -> None:
 # ---- buffers, copies, files
 
 
-@case(ONE, TWO, PROCESSES)
+@case()
 def test_buffers_are_those_of_the_first_process(rank: int, options: dict) -> None:
     """C8"""
 
@@ -583,7 +578,7 @@ def test_buffers_are_those_of_the_first_process(rank: int, options: dict) -> Non
             torch.testing.assert_close(one, two, rtol=1e-11, atol=1e-13, msg=name)
 
 
-@case(ONE, TWO)
+@case()
 def test_buffers_that_forward_reassigns(rank: int, options: dict) -> None:
     """C8, R5, C11: those of the first process persist. If their form depends on the rows, the processes would receive
     buffers of another size than their own."""
@@ -621,7 +616,7 @@ def test_one_process_evaluates_between_forward_and_backward(rank: int, options: 
     assert torch.equal(*communicator_for().all_gather_object(module[0].running_mean, "comparing buffers"))
 
 
-@case(ONE, TWO)
+@case()
 def test_copies_and_files(rank: int, options: dict) -> None:
     """C7"""
     module = perceptron()
@@ -665,15 +660,15 @@ def test_copies_and_files(rank: int, options: dict) -> None:
     assert not local.spans_processes
 
 
+def save(rank: int, path: Path) -> None:
+    model = unisono.DataParallel(perceptron())
+    if rank == 0:
+        torch.save(model, path)
+
+
 def test_a_file_of_several_processes_is_loaded_by_one(tmp_path):
     path = tmp_path / "model"
-
-    def save(rank: int) -> None:
-        model = unisono.DataParallel(perceptron())
-        if rank == 0:
-            torch.save(model, path)
-
-    run_ranks(2, save)
+    run_ranks(2, save, path)
     model = torch.load(path, weights_only=False)
     model(torch.zeros(2, 5).double()).sum().backward()
     assert not model.spans_processes
@@ -707,24 +702,6 @@ def test_a_forward_that_fails_is_tried_again(rank: int, options: dict) -> None:
         mse_loss(oracle(all_x[:7]), all_y[:7]).backward()
         assert len(x) == (4, 3)[rank]
         assert_same_gradients(model.module, oracle)
-
-
-def in_turn(rank: int, functions: list[Callable], options: dict) -> list[list[float]]:
-    for function in functions:
-        torch.manual_seed(rank)
-        try:
-            function(rank, options)
-        except Exception as error:
-            error.add_note(f"in {function.__name__}")
-            raise
-    return [train(rank, 2, options, loss) for loss in ("mean", "sum")]
-
-
-@pytest.mark.slow
-def test_cases_over_processes():
-    """C1, C2, C3, C4, C5, C8, C13: each rank has a worker. One program: fork servers take longer than all cases."""
-    ends = run_ranks(2, in_turn, IN_WORKERS, PROCESSES)
-    assert ends[0] == ends[1], "every process ends with the same bits"
 
 
 def many_buckets(rank: int, world_size: int, options: dict) -> object:
@@ -770,52 +747,36 @@ def test_many_buckets_in_flight(world_size, options):
     assert all(end == ends[0] for end in ends), "every process ends with the same bits"
 
 
-@case(ONE)
-def test_gradients_lie_in_the_buckets_and_nowhere_else(rank: int, options: dict) -> None:
-    model = unisono.DataParallel(nn.Sequential(*(nn.Linear(64, 64) for _ in range(20))), **options)
-    model(torch.randn(3, 64)).sum().backward()
-    storages = {p.grad.untyped_storage().data_ptr(): p.grad.untyped_storage().nbytes() for p in model.parameters()}
-    threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 0
-    for _ in range(3):
-        model.zero_grad()
-        model(torch.randn(3, 64)).sum().backward()
-    later = len(os.listdir("/proc/self/task")) if threads else 0
-    flags = 3 * 4 * len(list(model.parameters()))  # at the end of the last bucket: three float32 a parameter
-    num_bytes = sum(p.nbytes for p in model.parameters())
-    assert num_bytes + flags <= sum(storages.values()) <= num_bytes + flags + 66_000  # what the first one has to spare
-    assert later <= threads
-
-
 def num_collectives() -> int:
     """Return how many collectives this process has begun, in all process groups, as the groups count them."""
     groups = torch.distributed.distributed_c10d._world.pg_map
     return sum(group._get_sequence_number_for_group() for group in groups)
 
 
+def steps(rank: int, width: int, dtype: torch.dtype) -> tuple[list[int], str]:
+    model, oracle = twins(lambda: nn.Sequential(*(nn.Linear(width, width) for _ in range(10))).to(dtype))
+    generator = torch.Generator().manual_seed(1)
+    rtol = 1e-5 if dtype == torch.float32 else 1e-11
+    counts = []
+    for sizes in SIZES[0][:2], SIZES[0][:2], SIZES[1][:2], [0, 5], [2, 0], SIZES[0][:2]:
+        x = torch.randn(sum(sizes), width, generator=generator).to(dtype)
+        model.zero_grad()
+        oracle.zero_grad()
+        loss = model(x[rows_of(rank, sizes)]).square().mean()
+        before = num_collectives()
+        loss.backward()
+        counts.append(num_collectives() - before)
+        oracle(x).square().mean().backward()
+        assert_same_gradients(model.module, oracle, rtol, rtol / 100)
+    bits = b"".join(p.grad.numpy().tobytes() for p in model.parameters())
+    return counts, hashlib.sha256(bits).hexdigest()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(("width", "num_buckets"), [(16, 1), (256, 3)])
 def test_a_step_has_one_collective_a_bucket_and_none_beside_it(width, num_buckets, dtype):
     """C1, C2, C3: what else the ranks have to know of each other is in the buckets."""
-
-    def steps(rank: int) -> tuple[list[int], str]:
-        model, oracle = twins(lambda: nn.Sequential(*(nn.Linear(width, width) for _ in range(10))).to(dtype))
-        generator = torch.Generator().manual_seed(1)
-        rtol = 1e-5 if dtype == torch.float32 else 1e-11
-        counts = []
-        for sizes in SIZES[0][:2], SIZES[0][:2], SIZES[1][:2], [0, 5], [2, 0], SIZES[0][:2]:
-            x = torch.randn(sum(sizes), width, generator=generator).to(dtype)
-            model.zero_grad()
-            oracle.zero_grad()
-            loss = model(x[rows_of(rank, sizes)]).square().mean()
-            before = num_collectives()
-            loss.backward()
-            counts.append(num_collectives() - before)
-            oracle(x).square().mean().backward()
-            assert_same_gradients(model.module, oracle, rtol, rtol / 100)
-        bits = b"".join(p.grad.numpy().tobytes() for p in model.parameters())
-        return counts, hashlib.sha256(bits).hexdigest()
-
-    (counts, bits), other = run_ranks(2, steps)
+    (counts, bits), other = run_ranks(2, steps, width, dtype)
     assert (counts, bits) == other
     assert counts == [num_buckets] * len(counts)
 
@@ -851,27 +812,3 @@ def test_the_graph_is_freed_before_the_other_ranks_are_waited_for(rank: int, opt
         patch.setattr(Communicator, "wait", wait)
         model(torch.randn(3, 5)).sum().backward()
     assert set(alive) == {False}
-
-
-@case(ONE)
-def test_a_steady_step_makes_no_calls_for_each_parameter(rank: int, options: dict) -> None:
-    counts = []
-    for num_layers in (20, 60):
-        model = unisono.DataParallel(nn.Sequential(*(nn.Linear(3, 3) for _ in range(num_layers))), **options)
-        gradient_sync = model._gradient_sync()
-        parameters = list(model.parameters())
-        each = []
-        for _ in range(5):
-            profile = cProfile.Profile()
-            grads = [torch.ones_like(parameter) for parameter in parameters]
-            profile.enable()
-            context = gradient_sync.sync_context(model.module, 4)
-            sums = context.begin(parameters, [None] * len(parameters)).send(grads)()
-            context.has_run()
-            profile.disable()
-            assert all(torch.equal(total, torch.ones_like(total)) for total in sums)
-            each.append(sum(calls for _, calls, *_ in pstats.Stats(profile).stats.values()))
-        counts.append(min(each))  # a wait that takes long makes a few calls more
-    few, many = counts
-    assert abs(many - few) < 20, "of 80 parameters more"
-    assert few < 300

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import cloudpickle
 import pytest
 import torch
 from torch import nn
@@ -22,12 +21,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import unisono
 from helpers.modules import Calls
-from helpers.programs import Program, until
+from helpers.programs import run_scripts, until
 from helpers.ranks import Ended, end_ranks, free_port, run_ranks
 from unisono.distributed import environment, process_group
 from unisono.distributed.process_group import Communicator, communicator_for
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 ROWS = torch.ones(3, 4)
 
@@ -57,61 +54,61 @@ def last_error(end: Ended) -> str:
     return [line for line in end.error.splitlines() if line and not line.startswith((" ", "raised in"))][-1]
 
 
+def mixed(rank: int) -> list[torch.Tensor]:
+    return [
+        torch.full((2, 3), rank, dtype=torch.bfloat16),
+        torch.full((2,), rank % 2 == 0),
+        torch.full((), rank, dtype=torch.int64),
+        torch.zeros(0),
+        torch.full((2, 2, 2, 2), float(rank)).to(memory_format=torch.channels_last),
+        torch.full((3, 3), float(rank)).t()[::2],
+    ]
+
+
+def broadcasts(rank: int) -> None:
+    communicator = communicator_for()
+    group, tensors = communicator.group_for(torch.device("cpu"), "testing"), mixed(rank)
+    versions = [tensor._version for tensor in tensors]
+    communicator.broadcast(2, tensors, group, "testing")()
+    assert versions == [tensor._version for tensor in tensors], "constants may be part of a graph"
+    assert all(map(torch.equal, tensors, mixed(2)))
+
+
 def test_a_broadcast_of_tensors_of_all_kinds():
     """C7, C8"""
-
-    def mixed(rank: int) -> list[torch.Tensor]:
-        return [
-            torch.full((2, 3), rank, dtype=torch.bfloat16),
-            torch.full((2,), rank % 2 == 0),
-            torch.full((), rank, dtype=torch.int64),
-            torch.zeros(0),
-            torch.full((2, 2, 2, 2), float(rank)).to(memory_format=torch.channels_last),
-            torch.full((3, 3), float(rank)).t()[::2],
-        ]
-
-    def broadcasts(rank: int) -> None:
-        communicator = communicator_for()
-        group, tensors = communicator.group_for(torch.device("cpu"), "testing"), mixed(rank)
-        versions = [tensor._version for tensor in tensors]
-        communicator.broadcast(2, tensors, group, "testing")()
-        assert versions == [tensor._version for tensor in tensors], "constants may be part of a graph"
-        assert all(map(torch.equal, tensors, mixed(2)))
-
     run_ranks(3, broadcasts)
 
 
 # Models that differ, and steps
 
 
-def differ(rank: int, change: Callable[[nn.Module], object]) -> None:
+CHANGES: dict[str, Callable[[nn.Module], object]] = {
+    "name": lambda module: module.__setitem__(0, nn.Sequential(module[0])),
+    "dtype": lambda module: module[2].double(),
+    "requires_grad": lambda module: module[2].bias.requires_grad_(False),
+    "buffer": lambda module: module.register_buffer("extra", torch.zeros(2)),
+}
+
+
+def differ(rank: int, change: str) -> None:
     module = net()
     if rank == 1:
-        change(module)
+        CHANGES[change](module)
     wrapped(module)
 
 
 @pytest.mark.parametrize(
     ("change", "first", "second"),
     [
+        ("name", "parameter 0.weight torch.float32 (4, 4) (4, 1)", "parameter 0.0.weight"),
+        ("dtype", "parameter 2.weight torch.float32 (2, 4)", "parameter 2.weight torch.float64 (2, 4)"),
         (
-            lambda module: module.__setitem__(0, nn.Sequential(module[0])),
-            "parameter 0.weight torch.float32 (4, 4) (4, 1)",
-            "parameter 0.0.weight",
-        ),
-        (
-            lambda module: module[2].double(),
-            "parameter 2.weight torch.float32 (2, 4)",
-            "parameter 2.weight torch.float64 (2, 4)",
-        ),
-        (
-            lambda module: module[2].bias.requires_grad_(False),
+            "requires_grad",
             "parameter 2.bias torch.float32 (2,) (1,) requires_grad=True",
             "parameter 2.bias torch.float32 (2,) (1,) requires_grad=False",
         ),
-        (lambda module: module.register_buffer("extra", torch.zeros(2)), "nothing more", "buffer extra"),
+        ("buffer", "nothing more", "buffer extra"),
     ],
-    ids=["name", "dtype", "requires_grad", "buffer"],
 )
 def test_models_that_differ(change, first, second):
     """C7, C11"""
@@ -171,6 +168,10 @@ def test_steps_that_differ(what, expected):
         assert expected in message
 
 
+def other_classes(rank: int) -> None:
+    wrapped(net() if rank else nn.Linear(2, 2))
+
+
 def backward_and_wrapping(rank: int) -> None:
     model = wrapped()
     step(model) if rank else wrapped()
@@ -179,7 +180,7 @@ def backward_and_wrapping(rank: int) -> None:
 @pytest.mark.parametrize(
     ("function", "timeout_s", "expected"),
     [
-        (lambda rank: wrapped(net() if rank else nn.Linear(2, 2)), 10, ["wrapping Linear", "wrapping Sequential"]),
+        (other_classes, 10, ["wrapping Linear", "wrapping Sequential"]),
         (backward_and_wrapping, 2, ["summing gradients over the processes", "wrapping Sequential"]),
     ],
     ids=["other classes", "backward and wrapping"],
@@ -311,27 +312,14 @@ def fails(rank: int, where: str, options: dict) -> None:
 
 
 TWO = {"device_ids": ["cpu"] * 2}
-PROCESSES = {**TWO, "engine": "processes"}
 
 
-WAYS = {"one replica": {}, "threads": TWO, "processes": PROCESSES}
-
-
-def each_way(*where: str, fast: bool) -> pytest.MarkDecorator:
-    """Parametrise over where a rank fails and how its replicas run.
-
-    A rank that waits does the same for every failure, whatever runs its replicas. So one way to fail is enough for the
-    engines: each rank with worker processes starts a fork server, which imports torch, three seconds of processor time.
-    """
-    with_workers = pytest.param(where[-1], "processes", marks=() if fast else pytest.mark.slow)
-    cases = [*((each, "one replica") for each in where), ("backward", "threads"), with_workers]
-    return pytest.mark.parametrize(("where", "way"), cases)
-
-
-@each_way("forward", "loading", "backward", fast=False)
-def test_the_others_learn_why_one_has_failed(where, way):
+@pytest.mark.parametrize(
+    ("where", "options"), [("forward", {}), ("loading", {}), ("backward", {}), ("backward", TWO)], ids=str
+)
+def test_the_others_learn_why_one_has_failed(where, options):
     """C12"""
-    ended = end_ranks(3, fails, where, WAYS[way])
+    ended = end_ranks(3, fails, where, options)
     assert "TroubleError: no more memory" in ended[1].error
     for rank in (0, 2):
         assert "has failed while this one was at summing gradients over the processes" in ended[rank].error
@@ -340,10 +328,12 @@ def test_the_others_learn_why_one_has_failed(where, way):
         assert ended[rank].exit_code == 1
 
 
-@each_way("forward", "backward", "loading", "kill", fast=True)
-def test_a_rank_that_waits_at_a_batch_norm_learns_it_too(where, way):
-    """C12, C9: also with replicas in worker processes, which wait for the caller's all-gather."""
-    ended = end_ranks(2, fails, where, {**WAYS[way], "sync_batch_norm": True})
+@pytest.mark.parametrize(
+    ("where", "options"), [("forward", {}), ("backward", {}), ("kill", {}), ("backward", TWO)], ids=str
+)
+def test_a_rank_that_waits_at_a_batch_norm_learns_it_too(where, options):
+    """C12, C9"""
+    ended = end_ranks(2, fails, where, {**options, "sync_batch_norm": True})
     assert "while this one was at a batch norm over all processes" in last_error(ended[0])
     assert where == "kill" or "TroubleError: no more memory" in ended[0].error
 
@@ -389,10 +379,7 @@ def run_program(body: str) -> list[subprocess.CompletedProcess[str]]:
     """Run a program in two processes that connect at a port, as torchrun's do; return how each has ended."""
     script = PROGRAM.format(body=textwrap.dedent(body))
     own = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    with contextlib.ExitStack() as stack:
-        ranks = [{**own, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
-        programs = [stack.enter_context(Program(script, env)) for env in ranks]
-        return [program.end() for program in programs]
+    return run_scripts([(script, {**own, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"])
 
 
 def test_a_program_ends_without_messages():

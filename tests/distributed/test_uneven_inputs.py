@@ -2,11 +2,9 @@
 
 import itertools
 import pickle
-import sys
 from typing import Any
 from unittest.mock import Mock
 
-import cloudpickle
 import pytest
 import torch
 from torch import nn
@@ -16,8 +14,6 @@ from helpers.modules import Calls
 from helpers.ranks import end_ranks, run_ranks
 from helpers.twins import assert_same_gradients, rows_of, twins
 from unisono.distributed.uneven_inputs import empty_batch, even_batches
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def batches_of(rank: int, num_batches: int) -> list[dict[str, torch.Tensor]]:

@@ -1,12 +1,11 @@
-"""Replicas that are stuck: in threads and in worker processes, wherever others wait for them."""
+"""Replicas that are stuck, wherever others wait for them."""
 
 import copy
-import os
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -14,45 +13,35 @@ from torch import nn
 
 from helpers.in_time import in_time
 from helpers.modules import Calls
-from helpers.programs import have_ended, run_script, until
+from helpers.programs import run_script, until
 from helpers.twins import assert_equal, state_of, step
 from unisono import DataParallel, ReplicaTimeout
-from unisono.engines.processes.engine import Processes
-from unisono.engines.processes.post_mortem import is_stopped
-from unisono.engines.threads import Threads
 
-over_gloo = partial(Processes, share_memory=False)
-both_engines = pytest.mark.parametrize("engine", [Threads, Processes])
 TIMEOUT_S = 0.4
-released = threading.Event()  # lets stuck threads of this process end
+released = threading.Event()  # lets stuck threads end
 
 
 def gets_stuck() -> None:
     """Wait for something that does not come, as code of a user may."""
-    released.wait(100)  # in a worker, which is ended, this is another event
-
-
-def stops() -> None:
-    # To this thread: of a signal to the process, another thread may take notice, and this one meanwhile go on.
-    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+    released.wait(100)
 
 
 class Stuck(nn.Module):
-    """Two layers; replica `actor`, the one whose rows begin with its number, calls `act` at `place`."""
+    """Two layers; replica `actor`, the one whose rows begin with its number, is stuck at `place`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm, self.second = nn.Linear(200, 200), nn.BatchNorm1d(200), nn.Linear(200, 200)
-        self.actor, self.place, self.act = -1, "forward", gets_stuck
+        self.actor, self.place = -1, "forward"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         acts = int(x[0, 0]) == self.actor
         y = self.first(torch.tanh(x))
         if acts and self.place == "forward":
-            self.act()
+            gets_stuck()
         y = torch.tanh(self.norm(y))
         if acts and self.place == "backward":
-            y.register_hook(lambda grad: self.act())
+            y.register_hook(lambda grad: gets_stuck())
         return self.second(y)
 
 
@@ -62,99 +51,47 @@ def rows(num_replicas: int) -> torch.Tensor:
     return x
 
 
-@pytest.fixture
-def wrap(wrap: Callable[..., DataParallel]) -> Iterator[Callable[..., DataParallel]]:
-    """Wrap a module for some CPU replicas; let stuck threads end after the test."""
+@pytest.fixture(autouse=True)
+def _stuck_threads_end() -> Iterator[None]:
     torch.manual_seed(0)
     released.clear()
-    yield wrap
+    yield
     released.set()
 
 
-@pytest.mark.parametrize("place", ["forward", "backward"])
-@pytest.mark.parametrize(
-    ("engine", "act", "sync_batch_norm"),
-    [
-        pytest.param(Threads, gets_stuck, False, id="a thread"),
-        pytest.param(Threads, gets_stuck, True, id="a thread, at an exchange"),
-        pytest.param(Processes, gets_stuck, False, id="a worker"),
-        pytest.param(Processes, gets_stuck, True, id="a worker, at an exchange"),
-        pytest.param(Processes, stops, False, id="a stopped worker"),
-        pytest.param(over_gloo, stops, False, id="a stopped worker, gloo", marks=pytest.mark.slow),
-    ],
-)
-def test_a_stuck_replica(wrap, engine, act, sync_batch_norm, place):
-    """F7: an error with its number, its stack and how it is stuck; nothing has changed, and the model works afterwards.
+def wrap(module: nn.Module, num_replicas: int = 2, **options: Any) -> DataParallel:
+    return DataParallel(module, ["cpu"] * num_replicas, **options)
 
-    A stopped worker cannot answer, and the error says that it was stopped.
-    """
-    model = wrap(Stuck().train(sync_batch_norm), 3, engine=engine(), sync_batch_norm=sync_batch_norm)
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+@pytest.mark.parametrize("sync_batch_norm", [False, True], ids=["", "at an exchange"])
+def test_a_stuck_replica(sync_batch_norm, place):
+    """F7: an error with its number, its stack and how it is stuck; nothing has changed; then the model works."""
+    model = wrap(Stuck().train(sync_batch_norm), 3, sync_batch_norm=sync_batch_norm)
     x = rows(3)
     step(model, x)
-    model.module.actor, model.module.place, model.module.act = 1, place, act
+    model.module.actor, model.module.place = 1, place
     plain = copy.deepcopy(model.module)
-    before, model.engine.timeout = state_of(model), TIMEOUT_S
+    before, model.timeout = state_of(model), TIMEOUT_S
     if place == "backward":  # the forward has updated the running statistics
         output = model(x)
         before[: len(model.state_dict())] = map(torch.clone, model.state_dict().values())
         run = partial(output.square().sum().backward)
     else:
         run = partial(model, x)
-    how = "no progress for 0.4 s" if act is gets_stuck else r"was stopped \(SIGSTOP, or a debugger\)"
-    with pytest.raises(ReplicaTimeout, match=f"replica 1 on cpu, rows 2 to 3 of 6.*{how}") as raised:
+    with pytest.raises(ReplicaTimeout, match=r"replica 1 on cpu, rows 2 to 3 of 6.*no progress for 0.4 s") as raised:
         in_time(run)
     assert (raised.value.replica, raised.value.device, raised.value.timeout) == (1, torch.device("cpu"), TIMEOUT_S)
-    assert f"in {act.__name__}" in raised.value.stack
+    assert "in gets_stuck" in raised.value.stack
     assert raised.value.stack in str(raised.value)
-    assert (raised.value.pid is None) is (engine is Threads)
-    assert engine is Threads or have_ended([raised.value.pid])
     assert_equal(state_of(model), before)
-    model.engine.timeout, model.module.actor, plain.actor = None, -1, -1
+    model.timeout, model.module.actor, plain.actor = None, -1, -1
     plain.load_state_dict(model.module.state_dict())
     torch.testing.assert_close(step(model, x), step(plain, x), rtol=1e-4, atol=1e-4)
 
 
-def test_a_stopped_worker_that_does_not_take_a_message(wrap):
-    """F7: a message that is larger than what the system keeps for its receiver."""
-    model = wrap(Stuck().eval(), engine=Processes())
-    x = rows(2)
-    expected = step(model, x)
-    [worker] = model._engine._worker_group.workers
-    os.kill(worker.pid, signal.SIGSTOP)
-    assert until(lambda: is_stopped(worker.pid))
-    model.engine.timeout = TIMEOUT_S
-    with pytest.raises(ReplicaTimeout, match="was stopped"):
-        in_time(lambda: model(x, "x" * (1 << 22)))
-    model.engine.timeout = None
-    torch.testing.assert_close(step(model, x), expected)
-
-
-@both_engines
-def test_draws_of_one_device(wrap, engine):
-    """F7, N12: replicas wait for each other at each draw."""
-
-    class Draws(Stuck):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.dropout(super().forward(x), 0.5, True)
-
-    model = wrap(Draws().eval(), 3, engine=engine(), randomness="one_device")
-    x = rows(3)[:-1]
-    torch.manual_seed(0)
-    expected = model(x)
-    model.module.actor = 1
-    before, model.engine.timeout = state_of(model), TIMEOUT_S
-    with pytest.raises(ReplicaTimeout, match="replica 1") as raised:
-        in_time(lambda: model(x))
-    assert "in gets_stuck" in raised.value.stack
-    assert_equal(state_of(model), before)
-    model.engine.timeout, model.module.actor = None, -1
-    torch.manual_seed(0)
-    torch.testing.assert_close(model(x), expected)
-
-
-@both_engines
 @pytest.mark.parametrize("actor", [0, 1])
-def test_a_lane_of_a_map(wrap, engine, actor):
+def test_a_lane_of_a_map(actor):
     """F7, I9: the error comes in the batch's turn; the other lane computes the rest, and a later map all of it."""
 
     def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -162,10 +99,10 @@ def test_a_lane_of_a_map(wrap, engine, actor):
             gets_stuck()
         return x + 1
 
-    model = wrap(Calls(forward, stuck_at=-1), engine=engine())
+    model = wrap(Calls(forward, stuck_at=-1))
     batches = [torch.full((2, 1), float(k)) for k in range(6)]
     assert len(list(model.map(batches))) == 6
-    model.module.stuck_at, model.engine.timeout = actor, TIMEOUT_S
+    model.module.stuck_at, model.timeout = actor, TIMEOUT_S
     outputs = model.map(batches)
     for k in range(6):
         if k == actor:
@@ -176,13 +113,13 @@ def test_a_lane_of_a_map(wrap, engine, actor):
         else:
             assert int(in_time(lambda: next(outputs))[0, 0]) == k + 1
     in_time(outputs.close)
-    model.module.stuck_at, model.engine.timeout = -1, None
+    model.module.stuck_at, model.timeout = -1, None
     assert [int(output[0, 0]) for output in model.map(batches)] == [1, 2, 3, 4, 5, 6]
 
 
-def test_all_lanes_of_a_map_are_stuck(wrap):
+def test_all_lanes_of_a_map_are_stuck():
     """F7, I9: an error for each of their batches, then one that says that no lane is left."""
-    model = wrap(Calls(lambda module, x: gets_stuck()), engine=Threads(timeout=TIMEOUT_S))
+    model = wrap(Calls(lambda module, x: gets_stuck()), timeout=TIMEOUT_S)
     outputs = model.map([torch.zeros(2, 1)] * 4)
     for _ in range(2):
         with pytest.raises(ReplicaTimeout):
@@ -192,7 +129,7 @@ def test_all_lanes_of_a_map_are_stuck(wrap):
     in_time(outputs.close)
 
 
-def test_the_first_replica_is_stuck_and_others_wait_for_it(wrap, caplog):
+def test_the_first_replica_is_stuck_and_others_wait_for_it(caplog):
     """F7: it runs in the caller's own thread, where nothing can be raised: the log says where it is."""
     logged = threading.Event()
 
@@ -206,20 +143,19 @@ def test_the_first_replica_is_stuck_and_others_wait_for_it(wrap, caplog):
     x = rows(2)
     model(x)
     before = state_of(model)
-    model.module.actor, model.engine.timeout = 0, TIMEOUT_S
+    model.module.actor, model.timeout = 0, TIMEOUT_S
     with caplog.at_level("ERROR", "unisono"):
         threading.Thread(target=lambda: until(lambda: "logged.wait(100)" in caplog.text) and logged.set()).start()
         with pytest.raises(ReplicaTimeout, match="replica 0 on cpu, rows 0 to 1 of 4"):
             in_time(lambda: model(x))
     assert "logged.wait(100)" in caplog.text
     assert_equal(state_of(model), before)
-    model.module.actor, model.engine.timeout = -1, None
+    model.module.actor, model.timeout = -1, None
     assert model(x).shape == (4, 200)
 
 
 @pytest.mark.slow
-@both_engines
-def test_messages_are_progress(wrap, engine):
+def test_messages_are_progress():
     """F7: a pass that takes longer than the timeout, whose replicas meet at batch norms meanwhile."""
 
     def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -230,22 +166,9 @@ def test_messages_are_progress(wrap, engine):
         return x
 
     norms = nn.ModuleList([nn.BatchNorm1d(1) for _ in range(6)])
-    model = wrap(Calls(forward, norms=norms), engine=engine(timeout=2.0), sync_batch_norm=True, shares=[3, 2])
+    model = wrap(Calls(forward, norms=norms), timeout=2.0, sync_batch_norm=True, shares=[3, 2])
     x = torch.randn(5, 1)
     torch.testing.assert_close(model(x), copy.deepcopy(model.module)(x), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("timeout", "error"),
-    [
-        *[(value, ValueError) for value in (0, -1, float("nan"), float("inf"), 2**32 / 1000, 1e10)],
-        *[(value, TypeError) for value in (True, "60", torch.tensor(1.0))],
-    ],
-)
-def test_timeouts_that_are_none(timeout, error):
-    """A13: 2**32 milliseconds are 0 in 32 bits, so a worker was given up at once; larger ones were OverflowErrors."""
-    with pytest.raises(error, match=r"timeout=.*: expected a number of seconds above 0, 2000000 at most .*, or None"):
-        Threads(timeout=timeout)
 
 
 @pytest.mark.slow
@@ -262,7 +185,7 @@ def test_a_program_with_an_abandoned_thread_ends():
                     time.sleep(0.01)
                 return x
 
-        model = unisono.DataParallel(Stuck(), ["cpu"] * 2, engine=unisono.Threads(timeout=0.2))
+        model = unisono.DataParallel(Stuck(), ["cpu"] * 2, timeout=0.2)
         try:
             model(torch.tensor([[0.0], [1.0]]))
         except unisono.ReplicaTimeout as error:

@@ -1,10 +1,11 @@
 """Run random programs with the plain module and with the wrapped one, and compare every number.
 
-    python -m fuzz                                       # 200 programs with each engine: some minutes
-    python -m fuzz --engine threads --programs 10000     # more of one engine
-    python -m fuzz --engine processes --seed 123         # one program again, as a finding says
+    python -m fuzz                                       # 200 programs in each place: some minutes
+    python -m fuzz --place ranks --programs 10000        # more in one place
+    python -m fuzz --place ranks --seed 123              # one program again, as a finding says
 
-With make: make fuzz OPTIONS="--engine threads --programs 10000". By hand: PYTHONPATH=tests .venv/bin/python -m fuzz.
+Replicas are in one memory, in separate memory as on devices of their own, or in two ranks. With make:
+make fuzz OPTIONS="--place ranks --programs 10000". By hand: PYTHONPATH=tests .venv/bin/python -m fuzz.
 
 A program builds a model of random blocks and does random things with it: training of every kind, copies, checkpoints,
 hooks, interrupts. Outputs, gradients, buffers, parameters and the types of errors have to be those of the plain module,
@@ -24,7 +25,7 @@ from collections.abc import Iterable, Iterator
 from multiprocessing.connection import wait
 
 from fuzz.compare import Difference, Outcome
-from fuzz.program import ENGINES, Program
+from fuzz.program import PLACES, Program
 from fuzz.random_programs import random_program
 from fuzz.servers import ProgramServer
 from fuzz.shrink import shrink
@@ -45,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parsed(arguments)
     progress = for_stdout()
     try:
-        num_found = sum([hunt(engine, options, progress) for engine in options.engine])
+        num_found = sum([hunt(place, options, progress) for place in options.place])
     except KeyboardInterrupt:
         return 130
     finally:
@@ -62,15 +63,15 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--engine", action="append", choices=ENGINES, help="which engine; may be given several times; default: all"
+        "--place", action="append", choices=PLACES, help="of the replicas; may be given several times; default: all"
     )
-    parser.add_argument("--programs", type=int, default=200, metavar="N", help="with each engine; default: %(default)s")
+    parser.add_argument("--programs", type=int, default=200, metavar="N", help="in each place; default: %(default)s")
     parser.add_argument("--seed", type=int, metavar="N", help="run the program of this seed only")
     parser.add_argument("--first", type=int, default=0, metavar="N", help="the first seed; default: %(default)s")
     parser.add_argument(
         "--without", action="append", default=[], metavar="NAME", help="leave out programs with this block or action"
     )
-    parser.add_argument("--minutes", type=float, metavar="M", help="begin no program later, with each engine")
+    parser.add_argument("--minutes", type=float, metavar="M", help="begin no program later, in each place")
     parser.add_argument("--limit", type=float, default=60.0, metavar="S", help="seconds a program; default: 60")
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="programs at once; default: %(default)s"
@@ -78,19 +79,19 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if min(options.programs, options.jobs, options.limit) <= 0:
         parser.error("--programs, --jobs and --limit: expected more than 0")
-    options.engine = options.engine or list(ENGINES)
+    options.place = options.place or list(PLACES)
     return options
 
 
-def hunt(engine: str, options: argparse.Namespace, progress: Progress) -> int:
-    """Run the programs of one engine; return how many have shown a difference."""
-    task, began = f"programs with {engine}", time.monotonic()
+def hunt(place: str, options: argparse.Namespace, progress: Progress) -> int:
+    """Run programs in one place; return how many have shown a difference."""
+    task, began = f"programs in {place}", time.monotonic()
     seeds = [options.seed] if options.seed is not None else range(options.first, options.first + options.programs)
     end = began + options.minutes * 60 if options.minutes is not None else float("inf")
     seeds_of: dict[str, list[int]] = defaultdict(list)  # by kind of difference
     num_programs = num_steps = num_raised = num_found = 0
     progress.begin(task, len(seeds))
-    for seed, program, outcome in run_all(engine, seeds, options, end):
+    for seed, program, outcome in run_all(place, seeds, options, end):
         num_programs += 1
         num_steps += outcome.num_steps
         num_raised += outcome.raised
@@ -104,7 +105,7 @@ def hunt(engine: str, options: argparse.Namespace, progress: Progress) -> int:
         progress.update(task, num_programs, len(seeds), text)
     seconds = time.monotonic() - began
     progress.say(
-        f"{num_programs} programs with {engine}, {num_steps} steps, {seconds:.0f} s: {num_found} differences"
+        f"{num_programs} programs in {place}, {num_steps} steps, {seconds:.0f} s: {num_found} differences"
         f" (in {num_raised} programs both sides raised the same error)"
     )
     for kind, found_by in sorted(seeds_of.items(), key=lambda item: -len(item[1])):
@@ -113,12 +114,12 @@ def hunt(engine: str, options: argparse.Namespace, progress: Progress) -> int:
 
 
 def run_all(
-    engine: str, seeds: Iterable[int], options: argparse.Namespace, end: float
+    place: str, seeds: Iterable[int], options: argparse.Namespace, end: float
 ) -> Iterator[tuple[int, Program, Outcome]]:
     """Run programs, several at once; yield each with its outcome as it ends."""
-    drawn = ((seed, random_program(seed, engine)) for seed in seeds)
+    drawn = ((seed, random_program(seed, place)) for seed in seeds)
     waiting = ((seed, program) for seed, program in drawn if program.names.isdisjoint(options.without))
-    idle = [ProgramServer(engine, options.limit) for _ in range(options.jobs)]
+    idle = [ProgramServer(place, options.limit) for _ in range(options.jobs)]
     busy: dict[ProgramServer, tuple[int, Program]] = {}
     try:
         while True:
@@ -142,8 +143,8 @@ def run_all(
 
 def described(seed: int, program: Program, found: Difference, limit_s: float) -> str:
     """Return what was found, the command that repeats it, and the smallest program that shows it."""
-    said, command = found.text.rstrip(), f"make fuzz OPTIONS=\"--engine '{program.engine}' --seed {seed}\""
-    server = ProgramServer(program.engine, limit_s)
+    said, command = found.text.rstrip(), f"make fuzz OPTIONS=\"--place '{program.place}' --seed {seed}\""
+    server = ProgramServer(program.place, limit_s)
     try:
         again = server.run(program).difference
         if again is None:

@@ -361,14 +361,14 @@ def in_float32(side: Side, step: Step) -> Any:
         side.make_optimizer()
 
 
-@action(without=("float64", "scripted", "random", "compiled", "profile"))
+@action(without=("float64", "scripted", "compiled", "profile"))
 def float32(side: Side, step: Step) -> None:
     with in_float32(side, step):
         side.backward(side.loss_of(step.rows, step.seed))
         side.observe_all("gradient", [parameter.grad for _, parameter in side.parameters()])
 
 
-@action(without=("float64", "scripted", "random", "compiled", "batch norm", "embedding", "sparse", "by row", "ranks"))
+@action(without=("float64", "scripted", "compiled", "batch norm", "embedding", "sparse", "by row", "ranks"))
 def autocast(side: Side, step: Step) -> None:
     with in_float32(side, step):
         with torch.autocast("cpu", torch.bfloat16):
@@ -387,7 +387,7 @@ def another_thread(side: Side, step: Step) -> None:
 
 
 # Forward changes the plain module meanwhile; with the wrapper each call has replicas of its own.
-_NOT_IN_TWO_THREADS = ("random", "buffers", "reentrant", "attributes", "normed weight", "parametrized", "compiled")
+_NOT_IN_TWO_THREADS = ("buffers", "reentrant", "attributes", "normed weight", "parametrized", "compiled")
 
 
 @action(without=("ranks", "torch.func", *_NOT_IN_TWO_THREADS))
@@ -660,9 +660,7 @@ def update_batch_norm(side: Side, step: Step) -> None:
 
 
 # A checkpoint would run again with the module's own parameters.
-@action(
-    only=("wraps: part", "wraps: model"), without=("ranks", *_NOT_TWICE, "checkpoint", "random", "tied", "containers")
-)
+@action(only=("wraps: part", "wraps: model"), without=("ranks", *_NOT_TWICE, "checkpoint", "tied", "containers"))
 def functional_call(side: Side, step: Step) -> None:
     """With leaves in place of the parameters, or with other tensors that have a history."""
     outer = nn.Sequential(side.model) if side.has("inputs: tensor") and side.has("wraps: model") else side.model
@@ -683,12 +681,6 @@ def functional_call(side: Side, step: Step) -> None:
 
 
 # ---- what only wrappers have ---------------------------------------------------------------------
-
-
-@change()
-def close(side: Side, step: Step) -> None:
-    for wrapper in side.wrappers():
-        wrapper.close()
 
 
 @change()
@@ -715,7 +707,7 @@ def call_by_name(side: Side, step: Step) -> None:
     side.train(step.rows, step.seed, model=forward)
 
 
-_BATCHES_OF_TENSORS = ("wraps: part", "wraps: both", "random", "writes_input", "ranks")
+_BATCHES_OF_TENSORS = ("wraps: part", "wraps: both", "writes_input", "ranks")
 
 
 @action(only=("inputs: tensor",), without=_BATCHES_OF_TENSORS)

@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
+from unisono.runtime.draws_off import DrawsOff
+
 WIDTH = 12
 
 
@@ -504,9 +506,25 @@ class Draws(nn.Module):
         return torch.where(torch.rand(x.shape) < 0.5, x, x * 0.5)
 
 
+class DrawsNothing(nn.Module):
+    """A layer whose draws are switched off: replicas would draw other numbers than the plain module."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        with DrawsOff():
+            return self.layer(x)
+
+
 class CheckpointedDropout(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = DrawsNothing(nn.Dropout(0.4))
+
     def dropped(self, x: Tensor) -> Tensor:
-        return F.dropout(self.linear(x), 0.4, self.training)
+        return self.dropout(self.linear(x))
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(self.dropped, x, use_reentrant=False)
@@ -655,7 +673,7 @@ FAMILIES: dict[str, Family] = {
         ("buffers",),
     ),
     "parametrized": Family(_of(Parametrized, "plain", "cached")),
-    "checkpoint": Family(_of(Checkpointed, "plain", "lambda", "nested")),
+    "checkpoint": Family(_of(Checkpointed, "plain", "lambda", "nested") | {"dropout": CheckpointedDropout}),
     "reentrant": Family(_of(Checkpointed, "reentrant", "reentrant, from a leaf"), ("reentrant",)),
     "scripted": Family({"layers": scripted}, ("scripted",)),
     "complex": Family({"product": Complex}, ("float64",)),
@@ -678,15 +696,15 @@ FAMILIES: dict[str, Family] = {
     "operations": Family(_of(Operations, "attention", "einsum", "sort", "normalize")),
     "random": Family(
         {
-            "dropout": lambda: nn.Dropout(0.3),
-            "alpha dropout": lambda: nn.AlphaDropout(0.2),
-            "feature alpha dropout": lambda: nn.FeatureAlphaDropout(0.2),
-            "dropout of channels": lambda: Layer(nn.Dropout1d(0.3), 3, 4),
-            "rrelu": nn.RReLU,
-            "checkpointed": CheckpointedDropout,
+            "dropout": lambda: DrawsNothing(nn.Dropout(0.3)),
+            "alpha dropout": lambda: DrawsNothing(nn.AlphaDropout(0.2)),
+            "feature alpha dropout": lambda: DrawsNothing(nn.FeatureAlphaDropout(0.2)),
+            "dropout of channels": lambda: DrawsNothing(Layer(nn.Dropout1d(0.3), 3, 4)),
+            "rrelu": lambda: DrawsNothing(nn.RReLU()),
+            "bernoulli": lambda: DrawsNothing(Draws("bernoulli")),
+            "randn_like": lambda: DrawsNothing(Draws("randn_like")),
+            "rand": lambda: DrawsNothing(Draws("rand")),
         }
-        | _of(Draws, "bernoulli", "randn_like", "rand"),
-        ("random",),
     ),
     "compiled": Family(_of(Compiled, "eager", "aot_eager"), ("compiled",)),
     "by row": Family({"layers": ByRow}),

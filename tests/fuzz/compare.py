@@ -16,16 +16,13 @@ from fuzz.actions import ACTIONS
 from fuzz.model import INPUTS, OUTPUTS
 from fuzz.program import Program
 from fuzz.side import ONE_PROCESS, Observed, Rank, Side
-from unisono.engines.processes.engine import Processes
-from unisono.engines.threads import Threads
+from unisono.testing import separate_memory
 
 # Of the plain side's largest number, in a tensor: rounding, some layers deep.
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 TOLERANCE = 1e-8
 # Gradients that pass through float32 are rounded to it, one way or the other.
 TOLERANCE_OF_NARROW_DTYPES = 1e-5
-
-EngineFor = Callable[[list[str]], Threads | Processes]  # for the replicas' devices
 
 
 class Difference(NamedTuple):
@@ -43,22 +40,19 @@ class Outcome(NamedTuple):
     raised: bool = False  # whether they failed
 
 
-def run(
-    program: Program, engine_for: EngineFor, timeout_s: float, rank: Rank = ONE_PROCESS, agree: Any = None
-) -> Outcome:
+def run(program: Program, timeout_s: float, rank: Rank = ONE_PROCESS, agree: Any = None) -> Outcome:
     """Run a program until its end, or until its two sides differ.
 
     Args:
-        engine_for: makes the engine of the outermost wrapper.
         timeout_s: of wrappers.
         rank: the process's, if several run the program together.
         agree: then: is given this rank's difference after each step; returns that of the lowest rank that has one.
     """
 
     def wrapped(module: nn.Module, outermost: bool) -> nn.Module:
-        return wrap(program, module, outermost, engine_for, timeout_s)
+        return wrap(program, module, outermost, timeout_s)
 
-    with quiet():
+    with quiet(), separate_memory() if program.place == "separate memory" else contextlib.nullcontext():
         before, sides = process_state(), []
         try:
             sides.append(Side(program, rank, None))
@@ -66,7 +60,7 @@ def run(
             outcome = _run_steps(program, sides[0], sides[1], agree)
         finally:
             for side in sides:
-                side.close()
+                side.error = None  # whose frames refer to this side
             if "compiled" in program.traits:
                 torch.compiler.reset()
         after = process_state()
@@ -106,7 +100,7 @@ def _is_finite(observed: Observed) -> bool:
     return not isinstance(value, torch.Tensor) or bool(value.isfinite().all())
 
 
-def wrap(program: Program, module: nn.Module, outermost: bool, engine_for: EngineFor, timeout_s: float) -> nn.Module:
+def wrap(program: Program, module: nn.Module, outermost: bool, timeout_s: float) -> nn.Module:
     """Return a module wrapped as a program says.
 
     Args:
@@ -118,17 +112,11 @@ def wrap(program: Program, module: nn.Module, outermost: bool, engine_for: Engin
         options["in_dims"] = (0, None)
     if "batch norm" in program.traits:
         options["sync_batch_norm"] = True
-    if "random" in program.traits:
-        options["randomness"] = "one_device"
-    engine: Threads | Processes = Threads()
     if outermost:
-        engine = engine_for(devices)
-        if isinstance(engine, Processes):
-            engine.on_worker_loss = "retry" if program.retry else "raise"
         options["shares"] = program.shares
         options["parts"] = program.parts
-    engine.rescue, engine.timeout = program.rescue, timeout_s
-    return unisono.DataParallel(module, devices, engine=engine, loss=program.loss, **options)
+    options |= {"loss": program.loss, "rescue": program.rescue, "timeout": timeout_s}
+    return unisono.DataParallel(module, devices, **options)
 
 
 def _compared(plain: Side, wrapped: Side) -> Difference | None:

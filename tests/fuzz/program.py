@@ -8,7 +8,7 @@ from typing import Any
 
 from fuzz.blocks import traits_of
 
-ENGINES = ("threads", "separate memory", "processes", "gloo", "ranks")
+PLACES = ("one memory", "separate memory", "ranks")
 
 
 class _PrintedAsPython:
@@ -35,7 +35,7 @@ class Program(_PrintedAsPython):
 
     blocks: tuple[str, ...] = ()  # names of its layers, "family/variant"
     steps: tuple[Step, ...] = (Step(),)  # what is done, one after the other
-    engine: str = "threads"  # one of ENGINES
+    place: str = "one memory"  # of the replicas: one of PLACES
     num_replicas: int = 2  # on the CPU; of each rank, if there are several
     shares: str | tuple[float, ...] = "chunk"
     # "model"; "part": the wrapped model is a part of another; "twice": a wrapper in a wrapper; "both": the wrapped
@@ -49,7 +49,6 @@ class Program(_PrintedAsPython):
     residual: bool = False
     writes_input: bool = False
     profile: bool = False  # whether all of it is recorded
-    retry: bool = False
     rescue: bool = False
     parts: int = 1
     seed: int = 0  # of the parameters
@@ -63,8 +62,8 @@ class Program(_PrintedAsPython):
         forms = {f"inputs: {self.inputs}", f"outputs: {self.outputs}", f"wraps: {self.wraps}", f"loss: {self.loss}"}
         has_buffers = not of_blocks.isdisjoint(("batch norm", "buffers", "normed weight"))
         more = {
-            "ranks": self.engine == "ranks",
-            "buffers of ranks": self.engine == "ranks" and has_buffers,
+            "ranks": self.place == "ranks",
+            "buffers of ranks": self.place == "ranks" and has_buffers,
             "one replica": self.num_replicas == 1,
         }
         words = {word for word, is_so in more.items() if is_so}

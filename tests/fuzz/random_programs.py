@@ -1,31 +1,23 @@
-"""Random programs: everything about one follows from its seed and its engine."""
+"""Random programs: everything about one follows from its seed and its place."""
 
 import random
-from collections.abc import Mapping
 from typing import Any
 
 from fuzz.actions import ACTIONS
-from fuzz.blocks import FAMILIES, traits_of
+from fuzz.blocks import FAMILIES
 from fuzz.model import INPUTS, OUTPUTS
 from fuzz.program import Program, Step
 
-# What an engine refuses, or is not promised to do: see docs/behaviour.md. Actions say it of themselves.
-_BLOCKS_REFUSED: Mapping[str, tuple[str, ...]] = {
-    "processes": ("scripted", "sparse", "compiled"),
-    "gloo": ("scripted", "sparse", "compiled"),
-    "ranks": ("random",),
-}
-_ERRORS_IN_PARTS = ("batch norm", "buffers", "random", "writes_input", "torch.func")
+_ERRORS_IN_PARTS = ("batch norm", "buffers", "writes_input", "torch.func")
 _ROWS = (0, 1, 2, 3, 4, 5, 6, 6, 7, 8, 11, 17)
 _WRAPS = ("model", "model", "part", "twice", "both")  # over ranks, layers around a "part" are not synchronised
 _WEIGHTS = (0, 1, 2, 3, 1.5)
 
 
-def random_program(seed: int, engine: str) -> Program:
+def random_program(seed: int, place: str) -> Program:
     """Return the program that a seed stands for."""
     draw = random.Random(seed)
-    excluded = _BLOCKS_REFUSED.get(engine, ())
-    families = [name for name, family in FAMILIES.items() if not set(excluded).intersection(family.traits)]
+    families = list(FAMILIES)
     rare = [name for name in families if "compiled" in FAMILIES[name].traits]
     blocks = []
     for _ in range(draw.choice((0, 1, 1, 2, 3, 4))):
@@ -33,34 +25,32 @@ def random_program(seed: int, engine: str) -> Program:
         if family in rare and draw.random() < 0.9:  # takes a hundred times as long
             family = "linear"
         blocks.append(f"{family}/{draw.choice(list(FAMILIES[family].variants))}")
-    num_replicas = draw.choice((1, 2)) if engine == "ranks" else draw.choice((2, 2, 2, 2, 3, 3, 5, 1))
+    num_replicas = draw.choice((1, 2)) if place == "ranks" else draw.choice((2, 2, 2, 2, 3, 3, 5, 1))
     shares: Any = draw.choice(("chunk", "even", "weights", "measured"))
     if shares == "weights":
         shares = tuple(draw.choice(_WEIGHTS) for _ in range(num_replicas))
         shares = shares if any(shares) else (1,) * num_replicas
-    is_random = any("random" in traits_of(block) for block in blocks)
     options: dict[str, Any] = {
         "blocks": tuple(blocks),
-        "engine": engine,
+        "place": place,
         "num_replicas": num_replicas,
         "shares": shares,
-        "wraps": draw.choice([word for word in _WRAPS if engine != "ranks" or word != "part"]),
+        "wraps": draw.choice([word for word in _WRAPS if place != "ranks" or word != "part"]),
         "inputs": draw.choice(("tensor", *INPUTS)),
-        "outputs": draw.choice([name for name in ("tensor", *OUTPUTS) if engine != "ranks" or name != "0-dim"]),
+        "outputs": draw.choice([name for name in ("tensor", *OUTPUTS) if place != "ranks" or name != "0-dim"]),
         "optimizer": draw.choice(("SGD", "momentum", "groups", "Adam")),
         "loss": draw.choice(("sum", "mean")),
         "input_gradients": draw.random() < 0.4,
         "residual": draw.random() < 0.5,
         "writes_input": draw.random() < 0.1,
         "profile": draw.random() < 0.15,
-        "retry": draw.random() < 0.2 and engine in ("processes", "gloo"),
-        "rescue": draw.random() < 0.1 and not is_random,
+        "rescue": draw.random() < 0.1,
         "seed": draw.randrange(1000),
     }
     traits = Program(**options).traits
     allowed = [name for name, action in ACTIONS.items() if action.suits(traits)]
     weights = [ACTIONS[name].weight for name in allowed]
-    rows = [n for n in _ROWS if n >= 2] if engine == "ranks" else _ROWS
+    rows = [n for n in _ROWS if n >= 2] if place == "ranks" else _ROWS
     steps = [
         Step(draw.choices(allowed, weights)[0], draw.choice(rows), draw.randrange(1000))
         for _ in range(draw.choice((1, 2, 3, 5)))

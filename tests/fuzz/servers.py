@@ -1,7 +1,7 @@
 """Processes in which programs run, one after the other: what hangs or crashes is ended, and counts as a difference.
 
-A server is forked from a process that has imported torch, and keeps what is slow to make from one program to the next:
-worker processes, and the process group of ranks. It ends with the process that has started it.
+A server is forked from a process that has imported torch, and keeps the process group of ranks from one program to the
+next. It ends with the process that has started it.
 """
 
 import contextlib
@@ -16,45 +16,29 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import torch
 
-from fuzz.compare import Difference, EngineFor, Outcome, run
+from fuzz.compare import Difference, Outcome, run
 from fuzz.program import Program
 from fuzz.side import ONE_PROCESS, Rank
 from helpers.forked import context
-from helpers.kept_workers import KeptWorkers
-from unisono.engines.threads import Threads
 
 NUM_RANKS = 2
 _MOST_TEXT = 6000  # of the stacks of a program that hangs
-_FIRST = 3  # how many times the limit the first program may take, which starts workers
 _END_S = 1.0
 
 
-def engine_maker(engine: str, workers: KeptWorkers) -> EngineFor:
-    """Return what makes the engine of a wrapper."""
-    makers: dict[str, EngineFor] = {
-        "threads": lambda _: Threads(),
-        "separate memory": lambda _: Threads(separate_memory=True),
-        "processes": workers.engine,
-        "gloo": lambda devices: workers.engine(devices, share_memory=False),
-        "ranks": lambda _: Threads(),
-    }
-    return makers[engine]
-
-
 class ProgramServer:
-    """Runs the programs of one engine in a process of their own, or in one for each rank.
+    """Runs the programs of one place in a process of their own, or in one for each rank.
 
     Args:
-        engine: one of ENGINES.
+        place: one of PLACES.
         limit_s: how long a program may take.
-        prepare: called in each process before the first program.
+        prepare: called in each process before the first program; a function of a module.
     """
 
-    def __init__(self, engine: str, limit_s: float, prepare: Callable[[], None] | None = None) -> None:
-        self._engine, self._limit_s, self._prepare = engine, limit_s, cloudpickle.dumps(prepare)
+    def __init__(self, place: str, limit_s: float, prepare: Callable[[], None] | None = None) -> None:
+        self._place, self._limit_s, self._prepare = place, limit_s, prepare
         self._folder: Any = None
         self._processes: list[Any] = []
         self._connections: list[Any] = []
@@ -82,7 +66,7 @@ class ProgramServer:
         except (EOFError, ConnectionResetError):
             outcome = Outcome(self._how_it_ended())
             self.end()
-        if self._engine == "ranks" and (outcome.raised or outcome.difference is not None):
+        if self._place == "ranks" and (outcome.raised or outcome.difference is not None):
             self.end()  # the ranks no longer agree on what comes next
         return outcome
 
@@ -105,9 +89,9 @@ class ProgramServer:
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        for number in range(NUM_RANKS if self._engine == "ranks" else 1):
+        for number in range(NUM_RANKS if self._place == "ranks" else 1):
             ours, theirs = context.Pipe()
-            job = (theirs, number, self._engine, self._limit_s, self._folder.name, self._prepare, sys.path)
+            job = (theirs, number, self._place, self._limit_s, self._folder.name, self._prepare, sys.path)
             process = context.Process(target=_serve, args=job)
             process.start()
             theirs.close()
@@ -124,45 +108,41 @@ class ProgramServer:
 
 
 def _serve(
-    connection: Any, number: int, engine: str, limit_s: float, folder: str, prepare: bytes, path: list[str]
+    connection: Any,
+    number: int,
+    place: str,
+    limit_s: float,
+    folder: str,
+    prepare: Callable[[], None] | None,
+    path: list[str],
 ) -> None:
     os.setpgid(0, 0)  # Ctrl-C at the terminal is for the process that has started this one
     os.environ["UNISONO_BIND_CORES"] = "0"  # the second replica of every server would have the same core
-    os.environ["UNISONO_PUBLISH"] = "0"
-    # The first checkpoint in a process imports this, which takes seconds: so the fork server of workers does.
-    Path(folder, "sitecustomize.py").write_text("import torch._dynamo\n")
-    os.environ["PYTHONPATH"] = folder
     sys.path[:] = path
     torch.set_num_threads(1)
     rank: Rank = ONE_PROCESS
     agree: Any = None
-    if engine == "ranks":
+    if place == "ranks":
         rank = Rank(number, NUM_RANKS)
         store = torch.distributed.FileStore(str(Path(folder, "store")), NUM_RANKS)
         timeout = timedelta(seconds=limit_s / 4)
         torch.distributed.init_process_group("gloo", store=store, rank=number, world_size=NUM_RANKS, timeout=timeout)
         # Of its own, with a longer timeout: a rank that has failed waits here for one that waits for it elsewhere.
         agree = partial(_agree, torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=limit_s)))
-    workers = KeptWorkers()
-    engine_for = engine_maker(engine, workers)
-    if (function := cloudpickle.loads(prepare)) is not None:
-        function()
+    if prepare is not None:
+        prepare()
     gc.freeze()  # collections look at what programs make, not at torch
     with open(Path(folder, f"stacks-{number}"), "w") as stacks:
         faulthandler.enable(stacks)
-        factor = _FIRST
         while True:
             try:
                 program = connection.recv()
             except (EOFError, OSError):
                 break
-            faulthandler.dump_traceback_later(limit_s * factor, exit=True, file=stacks)
-            factor = 1
-            outcome = run(program, engine_for, limit_s / 2, rank, agree)
+            faulthandler.dump_traceback_later(limit_s, exit=True, file=stacks)
+            outcome = run(program, limit_s / 2, rank, agree)
             faulthandler.cancel_dump_traceback_later()
-            workers.take_back()
             connection.send(outcome)
-    workers.end()
 
 
 def _agree(group: Any, difference: Difference | None) -> Difference | None:
@@ -178,15 +158,12 @@ def _agree(group: Any, difference: Difference | None) -> Difference | None:
 
 def repeat(program: Program, limit_s: float = 60) -> None:
     """Run a program and print what differs: in this process, for a debugger, but for that of several ranks."""
-    if program.engine == "ranks":
-        server = ProgramServer(program.engine, limit_s)
+    if program.place == "ranks":
+        server = ProgramServer(program.place, limit_s)
         try:
             outcome = server.run(program)
         finally:
             server.end()
     else:
-        workers = KeptWorkers()
-        outcome = run(program, engine_maker(program.engine, workers), limit_s)
-        workers.take_back()
-        workers.end()
+        outcome = run(program, limit_s)
     print(outcome.difference.text if outcome.difference else "no difference")

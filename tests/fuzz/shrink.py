@@ -55,7 +55,7 @@ def _shorter(program: Program, name: str) -> Iterator[Program]:
 def _with_defaults(program: Program) -> Iterator[Program]:
     for field in fields(program):
         value = getattr(program, field.name)
-        if not field.init or field.name in ("steps", "blocks", "engine") or value == field.default:
+        if not field.init or field.name in ("steps", "blocks", "place") or value == field.default:
             continue
         if field.name == "num_replicas" and not isinstance(program.shares, str):
             continue  # a weight for each: shares become simple first

@@ -95,7 +95,6 @@ class Side:
             self.model = Outer(self.model, program.inputs)
         if wrap is not None and program.wraps != "part":
             self.model = wrap(self.model, True)
-        self._models: list[nn.Module] = []
         self.observed: list[Observed] = []
         self.error: BaseException | None = None
         self._inputs: list[tuple[Tensor, slice]] = []
@@ -107,7 +106,6 @@ class Side:
 
     def use(self, model: nn.Module) -> None:
         """Go on with another model, a copy of the last one."""
-        self._models.append(model)
         self.model = model
         (self.core,) = [module for module in model.modules() if isinstance(module, Model)]
         self.make_optimizer()
@@ -145,14 +143,6 @@ class Side:
 
     def _state(self) -> list[Tensor]:
         return [*self.model.parameters(), *self.model.buffers()]
-
-    def close(self) -> None:
-        """End the engines of copies of the model. Its own keeps its workers for the next program."""
-        self.error = None  # whose frames refer to this side
-        for model in self._models[1:]:
-            for module in model.modules():
-                if isinstance(module, unisono.DataParallel):
-                    module.close()
 
     # ---- steps -----------------------------------------------------------------------------------
 
@@ -256,5 +246,3 @@ class Side:
             self.observe("parameter", parameter, name)
         for name, buffer in self.buffers():
             self.observe("buffer", buffer, name)
-        if self.has("random"):
-            self.observe("random state", torch.get_rng_state())

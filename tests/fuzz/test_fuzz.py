@@ -1,4 +1,4 @@
-"""The fuzzer itself, and a few of its programs with each engine; `make fuzz` runs many."""
+"""The fuzzer itself, and a few of its programs in each place; `make fuzz` runs many."""
 
 import contextlib
 import ctypes
@@ -16,26 +16,20 @@ from fuzz.actions import ACTIONS
 from fuzz.blocks import FAMILIES, WIDTH, make_block
 from fuzz.compare import Difference, Outcome
 from fuzz.model import tensors_in
-from fuzz.program import ENGINES, Program, Step
+from fuzz.program import PLACES, Program, Step
 from fuzz.random_programs import random_program
 from fuzz.servers import ProgramServer, repeat
 from fuzz.shrink import shrink
 from fuzz.side import Side
 
 LIMIT_S = 120.0
-SEEDS = {
-    "threads": range(40),
-    "separate memory": range(20),
-    "processes": range(12),
-    "gloo": range(6),
-    "ranks": range(20),
-}
+SEEDS = {"one memory": range(40), "separate memory": range(20), "ranks": range(20)}
 NAMES = [f"{name}/{how}" for name, family in FAMILIES.items() for how in family.variants]
 
 
 @contextlib.contextmanager
-def server(engine: str, limit_s: float = LIMIT_S, prepare: Callable[[], None] | None = None) -> Iterator[ProgramServer]:
-    programs = ProgramServer(engine, limit_s, prepare)
+def server(place: str, limit_s: float = LIMIT_S, prepare: Callable[[], None] | None = None) -> Iterator[ProgramServer]:
+    programs = ProgramServer(place, limit_s, prepare)
     try:
         yield programs
     finally:
@@ -48,25 +42,25 @@ def found_in(programs: ProgramServer, program: Program) -> Difference:
     return found
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_random_programs_have_the_plain_module_s_numbers(engine):
+@pytest.mark.parametrize("place", PLACES)
+def test_random_programs_have_the_plain_module_s_numbers(place):
     """N1, N2, N3, N7, N8, R4, R8, R9, R13, G1, G3, S2, C1: the form of `make fuzz` that every test run has."""
-    with server(engine) as programs:
-        for seed in SEEDS[engine]:
-            program = random_program(seed, engine)
+    with server(place) as programs:
+        for seed in SEEDS[place]:
+            program = random_program(seed, place)
             found = programs.run(program).difference
             assert found is None, f"seed {seed}: {program!r}: {found.text}"
 
 
 def test_a_seed_is_a_program():
-    for engine in ENGINES:
-        assert random_program(17, engine) == random_program(17, engine)
-        assert random_program(17, engine) != random_program(18, engine)
+    for place in PLACES:
+        assert random_program(17, place) == random_program(17, place)
+        assert random_program(17, place) != random_program(18, place)
 
 
 def test_a_program_is_printed_as_python():
     for seed in range(20):
-        program = random_program(seed, "threads")
+        program = random_program(seed, "one memory")
         assert eval(repr(program)) == program
     assert repr(Program()) == "Program()"
 
@@ -82,23 +76,22 @@ def test_blocks_keep_the_width(name):
 _forward, _backward = unisono.DataParallel.forward, Side.backward
 
 
-def planted(forward: Callable[..., Any]) -> Callable[[], None]:
-    """Return what puts a function in the place of the wrapper's forward."""
-
-    def plant() -> None:
-        unisono.DataParallel.forward = forward  # type: ignore[method-assign]
-
-    return plant
+def plant(forward: Callable[..., Any]) -> None:
+    """Put a function in the place of the wrapper's forward."""
+    unisono.DataParallel.forward = forward  # type: ignore[method-assign]
 
 
-@planted
-def one_millionth_off(self: unisono.DataParallel, x: Tensor) -> Tensor:
+def one_millionth_off() -> None:
     """Gradients of batches of odd length, where there is a layer norm."""
-    output = _forward(self, x)
-    if len(x) % 2 and any(isinstance(module, torch.nn.LayerNorm) for module in self.modules()):
-        for tensor in tensors_in(output):
-            tensor.register_hook(lambda grad: grad * (1 + 1e-6))
-    return output
+
+    def forward(self: unisono.DataParallel, x: Tensor) -> Tensor:
+        output = _forward(self, x)
+        if len(x) % 2 and any(isinstance(module, torch.nn.LayerNorm) for module in self.modules()):
+            for tensor in tensors_in(output):
+                tensor.register_hook(lambda grad: grad * (1 + 1e-6))
+        return output
+
+    plant(forward)
 
 
 def zeros_for_none() -> None:
@@ -113,24 +106,34 @@ def zeros_for_none() -> None:
     Side.backward = backward  # type: ignore[method-assign]
 
 
-@planted
-def raises(self: unisono.DataParallel, *args: object, **kwargs: object) -> object:
-    if self.shares == "even":
-        raise KeyError("planted")
-    return _forward(self, *args, **kwargs)
+def raises() -> None:
+    def forward(self: unisono.DataParallel, *args: object, **kwargs: object) -> object:
+        if self.shares == "even":
+            raise KeyError("planted")
+        return _forward(self, *args, **kwargs)
+
+    plant(forward)
 
 
-@planted
-def crashes(self: unisono.DataParallel, x: Tensor) -> Tensor:
-    if len(x) == 6:
-        ctypes.string_at(0)
-    return _forward(self, x)
+def hangs() -> None:
+    plant(lambda *_: time.sleep(1000))
 
 
-@planted
-def second_rank_off(self: unisono.DataParallel, x: Tensor) -> Tensor:
-    output = _forward(self, x)
-    return output * 2 if torch.distributed.get_rank() == 1 else output
+def crashes() -> None:
+    def forward(self: unisono.DataParallel, x: Tensor) -> Tensor:
+        if len(x) == 6:
+            ctypes.string_at(0)
+        return _forward(self, x)
+
+    plant(forward)
+
+
+def second_rank_off() -> None:
+    def forward(self: unisono.DataParallel, x: Tensor) -> Tensor:
+        output = _forward(self, x)
+        return output * 2 if torch.distributed.get_rank() == 1 else output
+
+    plant(forward)
 
 
 BLOCKS = ("linear/relu", "norm/layer", "unused/parameters", "operations/sort")
@@ -147,7 +150,7 @@ PROGRAM = Program(BLOCKS, STEPS, num_replicas=3, shares="even", optimizer="Adam"
     ],
 )
 def test_a_defect_is_found_and_made_small(prepare, kind, smallest):
-    with server("threads", prepare=prepare) as programs:
+    with server("one memory", prepare=prepare) as programs:
         found = found_in(programs, PROGRAM)
         assert found.kind == kind
         small, found = shrink(PROGRAM, found, lambda program: programs.run(program).difference, LIMIT_S)
@@ -156,23 +159,23 @@ def test_a_defect_is_found_and_made_small(prepare, kind, smallest):
 
 
 def test_a_program_that_hangs_is_ended_with_its_stacks():
-    with server("threads", 2.0, planted(lambda *_: time.sleep(1000))) as programs:
+    with server("one memory", 2.0, hangs) as programs:
         found = found_in(programs, PROGRAM)
     assert found.kind == "hangs"
     assert "in train" in found.text
 
 
 def test_a_program_that_crashes_is_a_difference_and_the_next_one_runs():
-    with server("threads", prepare=crashes) as programs:
+    with server("one memory", prepare=crashes) as programs:
         found = found_in(programs, PROGRAM)
         assert found.kind == "crashes"
-        assert "in crashes" in found.text
+        assert "in forward" in found.text
         assert programs.run(Program()) == Outcome(None, 1)
 
 
 def test_ranks_agree_on_a_difference():
     with server("ranks", prepare=second_rank_off) as programs:
-        found = found_in(programs, Program(steps=(Step(rows=17),), engine="ranks"))
+        found = found_in(programs, Program(steps=(Step(rows=17),), place="ranks"))
     assert found.kind == "gradient of"  # of the first rank: the sum is wrong
 
 
@@ -185,17 +188,17 @@ def test_the_command_counts_and_prints_what_it_finds(monkeypatch, capsys):
     monkeypatch.setattr("fuzz.__main__.wait", lambda connections: connections)
     monkeypatch.setattr(ProgramServer, "begin", lambda self, program: None)
     monkeypatch.setattr(ProgramServer, "connection", None)
-    assert main(["--engine", "threads", "--programs", "4", "--jobs", "1"]) == 1
+    assert main(["--place", "one memory", "--programs", "4", "--jobs", "1"]) == 1
     out = capsys.readouterr().out
     assert "1: text" in out
     assert "2: text" not in out  # two of a kind are enough
-    assert "4 programs with threads" in out
+    assert "4 programs in one memory" in out
     assert "4 x kind: seeds 0, 1, 2, 3" in out
 
 
 def test_the_command_runs_one_seed(capsys):
-    assert main(["--engine", "threads", "--seed", "1", "--jobs", "1"]) == 0
-    assert "1 programs with threads" in capsys.readouterr().out
+    assert main(["--place", "one memory", "--seed", "1", "--jobs", "1"]) == 0
+    assert "1 programs in one memory" in capsys.readouterr().out
 
 
 def test_a_program_is_repeated_in_this_process(capsys):
@@ -204,7 +207,7 @@ def test_a_program_is_repeated_in_this_process(capsys):
 
 
 def test_every_action_and_every_block_is_drawn():
-    programs = [random_program(seed, engine) for engine in ENGINES for seed in range(600)]
+    programs = [random_program(seed, place) for place in PLACES for seed in range(600)]
     actions = {step.action for program in programs for step in program.steps}
     assert actions >= {name for name, action in ACTIONS.items() if action.weight >= 0.3}
     blocks = {block for program in programs for block in program.blocks}

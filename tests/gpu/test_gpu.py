@@ -1,16 +1,14 @@
 """On real accelerators: two replicas on one of them, and, where there are two, one on each.
 
-Run by `make gpu-check`; skipped, visibly, where there is none. It runs the engines' contract (tests/contract) on the
-same devices, too: here is what depends on streams, the host's memory, several kinds of numbers, and processes. This
-file must not import unisono.testing, whose simulated devices hide real ones.
+Run by `make gpu-check`; skipped, visibly, where there is none. It runs the contract (tests/contract) on the same
+devices, too: here is what depends on streams, the host's memory and several kinds of numbers. This file must
+not import unisono.testing, whose simulated devices hide real ones.
 """
 
 import copy
 import functools
 import gc
-import os
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
@@ -20,14 +18,10 @@ from torch import nn
 from helpers.accelerators import FIRST, on_accelerator, on_two_accelerators
 from helpers.comparisons import assert_same_gradients
 from helpers.in_time import in_time as _in_time
-from helpers.losses import penalty_loss
-from helpers.modules import Calls, WithBackward
+from helpers.modules import Calls
 from unisono import DataParallel
 from unisono.autograd import broadcast
 from unisono.console.errors import OptionError
-from unisono.engines.processes.engine import Processes
-from unisono.engines.processes.reducers.collectives import CollectiveTransport
-from unisono.engines.threads import Threads
 from unisono.runtime import devices
 from unisono.runtime.buckets import buckets_of
 from unisono.training.computation import expect_compiler
@@ -64,29 +58,15 @@ PLACES = [
 SEPARATE = [pytest.param([0, 0, "separate memory"], id="one device twice, separate memory")]
 
 
-class Places(list[torch.device]):
-    """The devices of the replicas that threads run, and whether each has memory of its own even on one device."""
-
-    separate_memory = False
-
-
-def devices_of(first: torch.device, indices: list[Any]) -> Places:
-    return Places(torch.device(first.type, index) for index in indices if isinstance(index, int))
+Places = list[torch.device]
 
 
 @pytest.fixture(params=PLACES + SEPARATE)
 def placed(request: pytest.FixtureRequest, first: torch.device, monkeypatch: pytest.MonkeyPatch) -> Places:
-    """Where the replicas are that threads run."""
+    """The devices of the replicas, each of which may have memory of its own even on one device."""
     monkeypatch.setattr(broadcast, "buckets_of", functools.partial(buckets_of, full_bytes=1000))  # several, that is
-    places = devices_of(first, request.param)
-    places.separate_memory = "separate memory" in request.param
-    return places
-
-
-@pytest.fixture(params=PLACES)
-def spread(request: pytest.FixtureRequest, first: torch.device) -> Places:
-    """Where the replicas are that processes run."""
-    return devices_of(first, request.param)
+    monkeypatch.setattr(devices, "_has_separate_memory", "separate memory" in request.param)
+    return [torch.device(first.type, index) for index in request.param if isinstance(index, int)]
 
 
 in_time = functools.partial(_in_time, limit_s=WAIT_S)
@@ -107,11 +87,7 @@ def conv_net() -> nn.Module:
 def wrapped(plain: nn.Module, placed: Places, **options: Any) -> tuple[nn.Module, DataParallel]:
     """Return the plain module on the first device, and a copy of it wrapped."""
     plain = plain.to(placed[0])
-    return plain, parallel(copy.deepcopy(plain), placed, **options)
-
-
-def parallel(module: nn.Module, placed: Places, **options: Any) -> DataParallel:
-    return DataParallel(module, placed, **{"engine": Threads(separate_memory=placed.separate_memory), **options})
+    return plain, DataParallel(copy.deepcopy(plain), placed, **options)
 
 
 def test_each_replica_stands_on_its_device(placed: Places) -> None:
@@ -200,7 +176,7 @@ def test_a_buffer_that_forward_writes(placed: Places) -> None:
         return model.linear(x) * 0 + model.calls
 
     counts = Calls(forward, linear=nn.Linear(16, 16), calls=nn.Buffer(torch.zeros((), dtype=torch.int64)))
-    model = parallel(counts.to(placed[0]), placed)
+    model = DataParallel(counts.to(placed[0]), placed)
     with torch.no_grad():
         outputs = [model(torch.ones(24, 16, device=placed[0])) for _ in range(50)]
     assert [output.unique().tolist() for output in outputs] == [[float(number)] for number in range(1, 51)]
@@ -241,7 +217,7 @@ def stress(placed: Places, *, waits: bool) -> list[torch.Tensor]:
     each part of a step, so that nothing can come too early.
     """
     torch.manual_seed(1)
-    model = parallel(mlp(torch.float32).to(placed[0]), placed)
+    model = DataParallel(mlp(torch.float32).to(placed[0]), placed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     before = torch.accelerator.current_stream(placed[0])
     streams = [before, torch.Stream(device=placed[0]), torch.Stream(device=placed[0])]
@@ -350,7 +326,7 @@ def test_compiled_by_the_default_compiler(placed: Places) -> None:
         pytest.skip(str(error))
     torch.compiler.reset()
     plain = mlp().to(placed[0])
-    model = parallel(cast(nn.Module, torch.compile(copy.deepcopy(plain))), placed)
+    model = DataParallel(cast(nn.Module, torch.compile(copy.deepcopy(plain))), placed)
     for rows in (24, 24, 12):
         x = torch.randn(rows, 16, dtype=torch.float64, device=placed[0])
         for module in (plain, model):
@@ -407,130 +383,3 @@ def test_every_accelerator_is_the_default() -> None:
     model = DataParallel(nn.Linear(4, 2).to(FIRST))
     assert model.device_ids == list(range(torch.accelerator.device_count()))
     assert model(torch.randn(16, 4)).shape == (16, 2)
-
-
-# ---- processes: over gloo where two replicas share a device, over NCCL where each has its own ----
-
-
-@pytest.fixture
-def in_processes(spread: Places) -> Iterator[Callable[..., tuple[nn.Module, DataParallel]]]:
-    """`wrapped`, with workers that are ended after the test."""
-    made: list[DataParallel] = []
-
-    def wrap(plain: nn.Module, **options: Any) -> tuple[nn.Module, DataParallel]:
-        plain, model = wrapped(plain, spread, engine="processes", **options)
-        made.append(model)
-        return plain, model
-
-    yield wrap
-    for model in made:
-        model.close()
-
-
-def backend_of(model: DataParallel) -> str:
-    group = cast(Processes, model._engine)._worker_group
-    assert group is not None
-    return cast(CollectiveTransport, group.transport)._rendezvous.backend
-
-
-@pytest.mark.parametrize("make", [mlp, conv_net])
-def test_processes_train_as_the_plain_module(spread, in_processes, make: Callable[[], nn.Module]) -> None:
-    """N1, N9: outputs, gradients of parameters and input, several steps of an optimizer, a short batch among them."""
-    plain, model = in_processes(make())
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (plain, model.module)]
-    for rows in (64, 64, 7, 1, 64):
-        x = torch.randn((rows, 16) if make is mlp else (rows, 3, 8, 8), dtype=torch.float64)
-        inputs = [x.to(spread[0]).requires_grad_() for _ in range(2)]
-        outputs = [plain(inputs[0]), in_time(lambda inputs=inputs: model(inputs[1]))]
-        assert outputs[1].device == spread[0]
-        torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-10, atol=1e-10)
-        outputs[0].pow(2).sum().backward()
-        in_time(lambda outputs=outputs: outputs[1].pow(2).sum().backward())
-        assert_same_gradients(model.module, plain, 1e-10)
-        torch.testing.assert_close(inputs[1].grad, inputs[0].grad, rtol=1e-10, atol=1e-10)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert backend_of(model) == ("nccl" if len(set(spread)) == len(spread) else "gloo")
-
-
-def test_processes_have_each_replica_on_its_device(spread, in_processes) -> None:
-    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        devices = {x.device, model.weight.device, model.buffer.device}
-        assert len(devices) == 1
-        return x * model.weight * 0 + devices.pop().index
-
-    _, model = in_processes(Calls(forward, weight=nn.Parameter(torch.ones(())), buffer=nn.Buffer(torch.ones(()))))
-    output = in_time(lambda: model(torch.zeros(len(spread), 1, device=spread[0])))
-    assert output.flatten().tolist() == [device.index for device in spread]
-
-
-def test_processes_see_what_is_written(spread, in_processes) -> None:
-    """R5, R8, S11: parameters by way of `.data`, and buffers; of a batch of the host each gets its own rows."""
-    plain, model = in_processes(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double().eval())
-    x = torch.randn(8, 4, dtype=torch.float64)
-    for _ in range(3):
-        for module in (plain, model.module):
-            module[0].weight.data.mul_(1.5)
-            module[1].running_mean.add_(1)
-        torch.testing.assert_close(in_time(lambda: model(x)), plain(x.to(spread[0])), rtol=1e-10, atol=1e-10)
-
-
-def test_processes_train_and_then_evaluate(spread, in_processes) -> None:
-    """R5: in eval mode workers use the running statistics that training has left, not those of their first forward."""
-    _, model = in_processes(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = torch.randn(8 * len(spread), 4, dtype=torch.float64)
-    for _ in range(5):
-        for number in range(3):
-            optimizer.zero_grad()
-            in_time(lambda shift=number: model.train()(x + shift).pow(2).mean().backward())
-            optimizer.step()
-        plain = copy.deepcopy(model.module).eval()
-        with torch.no_grad():
-            torch.testing.assert_close(in_time(lambda: model.eval()(x)), plain(x.to(spread[0])), rtol=1e-10, atol=1e-10)
-
-
-def test_processes_double_backward(spread, in_processes) -> None:
-    """N3: a gradient penalty."""
-    plain, model = in_processes(mlp())
-    x = torch.randn(12, 16, dtype=torch.float64, device=spread[0])
-    for module in (plain, model):
-        in_time(lambda module=module: penalty_loss(module, x).backward())
-    assert_same_gradients(model.module, plain, 1e-10)
-
-
-def test_processes_draw_masks_of_their_own_and_runs_repeat(spread, in_processes) -> None:
-    """N6"""
-    _, model = in_processes(nn.Dropout(0.5))
-    runs = []
-    for _ in range(2):
-        torch.manual_seed(3)
-        runs.append([in_time(lambda: model(torch.ones(len(spread), 256, device=spread[0]))) for _ in range(3)])
-    torch.testing.assert_close(runs[0], runs[1], rtol=0, atol=0)
-    rows = torch.cat(runs[0]).tolist()
-    assert len({tuple(row) for row in rows}) == len(rows)
-
-
-@pytest.mark.parametrize(("failing", "killed"), [(0, False), (1, False), (-1, True)])
-def test_processes_and_a_replica_that_fails_in_backward(spread, in_processes, failing: int, killed: bool) -> None:
-    """F1, F4: it raises, or its process is killed; the others do not wait for its gradients; the next step works."""
-
-    def fail(grad: torch.Tensor) -> torch.Tensor:
-        if killed:
-            os.kill(os.getpid(), signal.SIGKILL)
-        raise ValueError("as asked")
-
-    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        hidden = model.first(x)
-        return model.second(WithBackward.apply(hidden, fail) if x[0, 0] == 7 else hidden)
-
-    _, model = in_processes(Calls(forward, first=nn.Linear(16, 300), second=nn.Linear(300, 16)))
-    x = torch.zeros(len(spread), 16, device=spread[0])
-    x[failing] = 7.0
-    with pytest.raises(RuntimeError if killed else ValueError, match="its worker process" if killed else "as asked"):
-        in_time(lambda: model(x).sum().backward())
-    x[failing] = 1.0
-    in_time(lambda: model(x).sum().backward())
-    assert model.module.second.bias.grad.tolist() == [float(len(spread))] * 16
-    assert all(p.grad is not None for p in model.module.parameters())

@@ -8,7 +8,6 @@ import sys
 import textwrap
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 from torch import nn
@@ -24,8 +23,6 @@ from helpers.twins import assert_same_gradients, rows_of, twins
 from unisono import DataParallel
 from unisono.autograd.reducer import LeafHooks, Reducer
 from unisono.runtime import devices
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 @pytest.fixture(params=["cpu", pytest.param(FIRST, marks=on_accelerator, id="accelerator")])

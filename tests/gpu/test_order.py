@@ -18,7 +18,7 @@ from helpers.accelerators import on_cuda, on_two_gpus
 from helpers.modules import Fn
 from unisono import DataParallel
 from unisono.autograd import broadcast
-from unisono.engines.threads import Threads
+from unisono.runtime import devices
 from unisono.runtime.buckets import buckets_of
 
 pytestmark = on_cuda
@@ -95,9 +95,9 @@ def test_gradients_travel_while_backward_runs(tmp_path: Path, monkeypatch: pytes
     """N10: the second replica has memory of its own; its buckets are copied and summed beside what is computed."""
     layer_bytes = (WIDTH + 1) * WIDTH * 4
     monkeypatch.setattr(broadcast, "buckets_of", functools.partial(buckets_of, full_bytes=layer_bytes))
+    monkeypatch.setattr(devices, "_has_separate_memory", True)
     num_layers = 8
-    engine = Threads(separate_memory=True)
-    model = DataParallel(layers(num_layers).cuda(), ["cuda:0", "cuda:0"], engine=engine)
+    model = DataParallel(layers(num_layers).cuda(), ["cuda:0", "cuda:0"])
     x = torch.randn(ROWS // 8, WIDTH, device="cuda:0")
     losses: list[torch.Tensor] = []
 

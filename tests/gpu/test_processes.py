@@ -4,10 +4,8 @@ Run by `make gpu-check`. `make test` runs the same steps on the CPU, so that the
 """
 
 import contextlib
-import sys
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 from torch import nn
@@ -17,8 +15,6 @@ import unisono
 from helpers.accelerators import FIRST, SECOND, on_accelerator, on_two_accelerators
 from helpers.ranks import run_ranks
 from helpers.twins import assert_same_gradients, rows_of, train_twins, twins
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 SIZES = [(5, 3), (1, 6), (4, 4), (7, 2)]  # rows of each process, step by step
 

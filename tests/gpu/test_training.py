@@ -125,15 +125,12 @@ def compiler() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler
-@pytest.mark.parametrize("changes", [{}, {"accumulate": 2}], ids=str)
-def test_a_compiled_step_is_captured(
-    tmp_path: Path, runs: list[Run], pictures: Path, compiler: None, changes: dict[str, Any]
-) -> None:
+def test_a_compiled_step_is_captured(tmp_path: Path, runs: list[Run], pictures: Path, compiler: None) -> None:
     """In CUDA graphs, of which torch skipped none; the losses are those of torch alone.
 
     No step waits from the second epoch on: in the first one, torch compiles, tries kernels and captures graphs.
     """
-    options = options_for(pictures, model="mlp", lr=0.01, compile=True, epochs=3, **changes)
+    options = options_for(pictures, model="mlp", lr=0.01, compile=True, epochs=3)
     folder = RunFolder.for_new_run(tmp_path / "run")
     train(options, folder, observers={"no waiting": NoWaiting(first_epoch=2)})
     assert counters["inductor"]["cudagraph_skips"] == 0

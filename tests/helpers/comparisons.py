@@ -9,7 +9,7 @@ from torch import nn
 
 from helpers.contract import Wrap, in_time
 from helpers.losses import fresh, loss_of
-from helpers.twins import assert_same_gradients as _assert_same_gradients
+from helpers.twins import assert_same_gradients as assert_same_gradients
 from unisono import DataParallel
 
 
@@ -72,10 +72,6 @@ def assert_all_same(actual: Iterable[Any], expected: Iterable[Any], tolerance: f
         assert_same(mine, theirs, tolerance)
 
 
-def assert_same_gradients(actual: nn.Module, expected: nn.Module, tolerance: float = 1e-12) -> None:
-    _assert_same_gradients(actual, expected, rtol=tolerance, atol=tolerance)
-
-
 def assert_same_state(actual: nn.Module, expected: nn.Module, tolerance: float = 1e-12) -> None:
     mine, theirs = actual.state_dict(), expected.state_dict()
     assert mine.keys() == theirs.keys()
@@ -91,14 +87,9 @@ def assert_unchanged(module: nn.Module, before: dict[str, torch.Tensor]) -> None
         assert torch.equal(value, before[name]), name
 
 
-def train_both(
-    plain: nn.Module,
-    wrapped: nn.Module,
-    batches: Iterable[torch.Tensor],
-    parameters: Callable[[nn.Module], Iterable[nn.Parameter]] = nn.Module.parameters,
-) -> None:
+def train_both(plain: nn.Module, wrapped: nn.Module, batches: Iterable[torch.Tensor]) -> None:
     """Train both on the same batches, the fifth in eval mode; compare outputs and gradients in every step."""
-    optimizers = [torch.optim.SGD(parameters(model), 0.1, momentum=0.9) for model in (plain, wrapped)]
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1, momentum=0.9) for model in (plain, wrapped)]
     for number, x in enumerate(batches):
         for model in (plain, wrapped):
             model.train(number % 6 != 4)
@@ -107,7 +98,7 @@ def train_both(
         for output, optimizer in zip(outputs, optimizers, strict=True):
             optimizer.zero_grad()
             output.pow(2).mean().backward()
-        assert_all_same((p.grad for p in parameters(wrapped)), (p.grad for p in parameters(plain)), 1e-10)
+        assert_all_same((p.grad for p in wrapped.parameters()), (p.grad for p in plain.parameters()), 1e-10)
         for optimizer in optimizers:
             optimizer.step()
     with torch.no_grad():

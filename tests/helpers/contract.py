@@ -1,4 +1,4 @@
-"""What the engines' contract (tests/contract) shares: engines, devices, threads, and limits of time."""
+"""What the contract of the replicas (tests/contract) shares: places, devices, threads, and limits of time."""
 
 import contextlib
 import functools
@@ -12,15 +12,13 @@ import torch
 
 from helpers.in_time import WAIT_S
 from helpers.in_time import in_time as _in_time
-from helpers.kept_workers import KeptWorkers
 from helpers.late_copies import send_late
 from unisono import DataParallel
 from unisono.autograd import broadcast
-from unisono.engines.threads import Threads
+from unisono.runtime import devices
 from unisono.runtime.buckets import buckets_of
 
 Wrap = Callable[..., DataParallel]
-EngineFor = Callable[[str, list[str]], Any]  # the argument `engine` for its name and the replicas' devices
 
 # Replica i is on DEVICES[i % len(DEVICES)].
 DEVICES = os.environ.get("UNISONO_TEST_DEVICES", "cpu").split(",")
@@ -28,70 +26,41 @@ ON_CPU = DEVICES == ["cpu"]
 on_the_cpu = pytest.mark.skipif(not ON_CPU, reason="about random numbers that are drawn on the CPU")
 in_one_memory = pytest.mark.skipif(len(set(DEVICES)) > 1, reason="several devices cannot share a tensor")
 
-# ---- engines -------------------------------------------------------------------------------------
+# ---- places --------------------------------------------------------------------------------------
+
+PLACES = ["one memory", "separate memory"]
 
 
-def threads_with_separate_memory(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """As on several GPUs: parameters are copied to the replicas, late, and gradients come back in several buckets."""
-    if ON_CPU:
-        send_late(monkeypatch)
-    monkeypatch.setattr(broadcast, "buckets_of", functools.partial(buckets_of, full_bytes=300))
-    return Threads(separate_memory=True)
+@contextlib.contextmanager
+def at(place: str) -> Iterator[None]:
+    """Have replicas share the module's memory, or, as on several GPUs, have memory of their own.
 
-
-# Name of an engine -> the argument `engine` of DataParallel, for replicas on these devices.
-ENGINE_ARGUMENTS: dict[str, Callable[[list[str], KeptWorkers, pytest.MonkeyPatch], Any]] = {
-    "threads": lambda *_: "threads",
-    "threads with separate memory": lambda _, workers, monkeypatch: threads_with_separate_memory(monkeypatch),
-    "processes": lambda devices, workers, _: workers.engine(devices),
-    # As on several GPUs: parameters are sent to the processes, and gradients are all-reduced by gloo.
-    "processes over gloo": lambda devices, workers, _: workers.engine(devices, share_memory=False),
-}
-# The two engines that imitate several GPUs are for `make test-all`, and in `make test` where a test asks for them.
-ENGINES: list[Any] = [
-    pytest.param(name, marks=[] if name in ("threads", "processes") else pytest.mark.slow) for name in ENGINE_ARGUMENTS
-]
-WITH_GLOO: list[Any] = [
-    name if name == "processes over gloo" else param for name, param in zip(ENGINE_ARGUMENTS, ENGINES, strict=True)
-]
-if not ON_CPU:  # processes have tests of their own there: to start one takes seconds
-    ENGINES = WITH_GLOO = ["threads", "threads with separate memory"]
-
-
-def on_engines(names: Iterable[Any]) -> pytest.MarkDecorator:
-    """Run a test on these engines instead of ENGINES."""
-    return pytest.mark.parametrize("engine", names, indirect=True)
-
-
-over_gloo_too = on_engines(WITH_GLOO)
-on_threads = on_engines(["threads"])  # where the engine cannot matter
-
-
-def over_engines(
-    names: str,
-    threads: Iterable[tuple[Any, ...]],
-    *,
-    processes: Iterable[tuple[Any, ...]],
-    gloo: Iterable[tuple[Any, ...]],
-) -> pytest.MarkDecorator:
-    """Parametrise a test whose axes multiply: with all cases on threads, with fewer on the other engines.
-
-    What a module computes, and which rows a replica has, do not depend on how they are sent to another process. So each
-    value of an axis that matters there is tested there, but not each with each.
-
-    Args:
-        names: the arguments of a case.
-        threads: the cases on threads.
-        processes: the cases on processes.
-        gloo: the cases, in `make test-all`, on processes over gloo and on threads with separate memory.
+    In memory of their own, parameters are copied to the replicas, late, and gradients come back in several buckets.
     """
-    gloo, slow = list(gloo), [pytest.mark.slow]
-    product = [pytest.param("threads", *case) for case in threads]
-    if ON_CPU:
-        product += [pytest.param("processes", *case) for case in processes]
-        product += [pytest.param("processes over gloo", *case, marks=slow) for case in gloo]
-    product += [pytest.param("threads with separate memory", *case, marks=slow if ON_CPU else ()) for case in gloo]
-    return pytest.mark.parametrize(f"engine, {names}", product, indirect=["engine"], ids=label)
+    if place == "one memory":
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(devices, "_has_separate_memory", True)  # unisono.testing would hide real accelerators
+        if ON_CPU:
+            send_late(patch)
+        patch.setattr(broadcast, "buckets_of", functools.partial(buckets_of, full_bytes=300))
+        yield
+
+
+at_one_place = pytest.mark.parametrize("place", PLACES[:1], indirect=True)  # where the place cannot matter
+
+
+def over_places(
+    names: str, cases: Iterable[tuple[Any, ...]], *, separate: Iterable[tuple[Any, ...]]
+) -> pytest.MarkDecorator:
+    """Parametrise a test whose axes multiply: all cases in one memory, and fewer in separate memory.
+
+    What a module computes, and which rows a replica has, do not depend on where its memory is. So each value of an axis
+    that matters there is tested there, but not each with each.
+    """
+    product = [(place, *case) for place, some in zip(PLACES, (cases, separate), strict=True) for case in some]
+    return pytest.mark.parametrize(f"place, {names}", product, indirect=["place"], ids=label)
 
 
 def label(value: Any) -> str | None:
@@ -101,15 +70,6 @@ def label(value: Any) -> str | None:
 
 def each_with(values: Iterable[Any], cases: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     return [(value, *case) for value in values for case in cases]
-
-
-def in_processes(engine: str) -> bool:
-    return engine.startswith("processes")
-
-
-def num_here(engine: str, num_replicas: int) -> int:
-    """Return how many of the replicas are in this process, and so share Python objects with the caller."""
-    return 1 if in_processes(engine) else num_replicas
 
 
 # ---- devices, threads, time ----------------------------------------------------------------------

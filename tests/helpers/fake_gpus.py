@@ -48,9 +48,9 @@ def say_torch_has(
 
 
 def nvml(gpus: Sequence[dict[str, Any]]) -> ModuleType:
-    """Return a `pynvml` of these GPUs: `bus`, and `load`, `used`, `pids`, `reasons` where they are not 0.
+    """Return a `pynvml` of these GPUs: `bus`, and `load`, `used`, `pids` where they are not 0.
 
-    A figure that is None is not supported.
+    Each process takes one GiB. A figure that is None is not supported.
     """
 
     def of(name: str, value: Any = 0) -> Any:
@@ -75,8 +75,9 @@ def nvml(gpus: Sequence[dict[str, Any]]) -> ModuleType:
     module.nvmlDeviceGetTemperature = of("temperature", 60)
     module.nvmlDeviceGetPowerUsage = of("power", 250_000)
     module.nvmlDeviceGetEnforcedPowerLimit = of("limit", 300_000)
-    module.nvmlDeviceGetCurrentClocksThrottleReasons = of("reasons")
-    module.nvmlDeviceGetComputeRunningProcesses = lambda gpu: [SimpleNamespace(pid=pid) for pid in gpu.get("pids", ())]
+    module.nvmlDeviceGetComputeRunningProcesses = lambda gpu: [
+        SimpleNamespace(pid=pid, usedGpuMemory=GIB) for pid in gpu.get("pids", ())
+    ]
     return module
 
 

@@ -8,6 +8,7 @@ import contextlib
 import io
 import multiprocessing
 import os
+import pickle
 import sys
 import tempfile
 import time
@@ -16,10 +17,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import torch
 
-LIMIT_S = 300  # for what hangs: on a machine that does other things too, a program may take minutes
+_LIMIT_S = 300  # for what hangs: on a machine that does other things too, a program may take minutes
 
 context = multiprocessing.get_context("forkserver")
 # Backward and the first optimizer import these, which takes a second and more in each process.
@@ -27,7 +27,8 @@ _LATE_IMPORTS = ["torch.fx.experimental.symbolic_shapes", "torch._dynamo"]
 # And these are what `unisono train` imports.
 _LATE_IMPORTS += ["unisono.cli", "matplotlib.figure", "matplotlib.backends.backend_agg", "safetensors.torch"]
 _LATE_IMPORTS += ["sklearn.datasets"]
-context.set_forkserver_preload(["torch", "torch.distributed", "cloudpickle", "unisono", *_LATE_IMPORTS])
+_ROOT = Path(__file__).parents[2]  # where a program finds test modules, such as tests.training.test_ranks
+context.set_forkserver_preload(["torch", "torch.distributed", "pytest", "unisono", *_LATE_IMPORTS])
 
 
 class Program:
@@ -52,16 +53,16 @@ class Program:
 
     def wait_for(self, text: str) -> None:
         """Wait until it has written this."""
-        deadline = time.monotonic() + LIMIT_S
+        deadline = time.monotonic() + _LIMIT_S
         while text not in self.out + self.err:
             assert self._process.is_alive(), f"it has ended without {text!r}: {self.out}{self.err}"
-            assert time.monotonic() < deadline, f"no {text!r} after {LIMIT_S} s: {self.out}{self.err}"
+            assert time.monotonic() < deadline, f"no {text!r} after {_LIMIT_S} s: {self.out}{self.err}"
             self._process.join(0.02)
 
     def wait(self) -> int:
         """Wait for its end; return its exit status, negative for a signal."""
-        self._process.join(LIMIT_S)
-        assert self._process.exitcode is not None, f"no end after {LIMIT_S} s: {self.out}{self.err}"
+        self._process.join(_LIMIT_S)
+        assert self._process.exitcode is not None, f"no end after {_LIMIT_S} s: {self.out}{self.err}"
         return int(self._process.exitcode)
 
     def _written(self, name: str) -> str:
@@ -70,7 +71,9 @@ class Program:
 
 
 @contextlib.contextmanager
-def forked(function: Callable[..., Any], *args: Any, cwd: Path, env: Mapping[str, str] = {}) -> Iterator[Program]:
+def forked(
+    function: Callable[..., Any], *args: Any, cwd: Path | None = None, env: Mapping[str, str] = {}
+) -> Iterator[Program]:
     """Run `sys.exit(function(*args))` as a program, which does not outlive the block; warnings are errors.
 
     Example:
@@ -78,13 +81,14 @@ def forked(function: Callable[..., Any], *args: Any, cwd: Path, env: Mapping[str
             assert program.wait() == 0, program.err
 
     Args:
-        function, args: what it does.
-        cwd: the folder to run in.
+        function, args: what it does: a function of a module, which the program imports.
+        cwd: the folder to run in; None: this process's.
         env: variables of its environment.
     """
     with tempfile.TemporaryDirectory() as streams:
-        job = cloudpickle.dumps((function, args))
-        process = context.Process(target=_begin, args=(job, str(cwd.resolve()), dict(env), streams, sys.path))
+        job = pickle.dumps((function, args))
+        folder = str((cwd or Path()).resolve())
+        process = context.Process(target=_begin, args=(job, folder, dict(env), streams, [*sys.path, str(_ROOT)]))
         process.start()
         try:
             yield Program(process, Path(streams))
@@ -104,6 +108,6 @@ def _begin(job: bytes, cwd: str, env: Mapping[str, str], streams: str, path: lis
     os.chdir(cwd)
     sys.path[:] = path
     torch.set_num_threads(1)
+    function, args = pickle.loads(job)
     warnings.simplefilter("error")
-    function, args = cloudpickle.loads(job)
     sys.exit(function(*args))

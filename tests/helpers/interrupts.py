@@ -4,8 +4,7 @@ CPython runs signal handlers at a few places only: when a function begins, after
 loop jumps back. A `Moment` counts these places and trips SIGINT at the n-th one, without a Python instruction in
 between. So the handler runs at the first place where a real signal would have run it; a run can be repeated exactly.
 
-    campaign("threads", lambda last: range(1, last + 1, 7))   # every seventh moment
-    real_campaign("threads", 2000, seed=0)                    # SIGINT from another thread, at random times
+    campaign("training", lambda last: range(1, last + 1, 7))   # every seventh moment
 """
 
 import _thread
@@ -13,11 +12,8 @@ import contextlib
 import dis
 import functools
 import gc
-import random
 import signal
 import sys
-import threading
-import time
 import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -91,12 +87,8 @@ class Model(nn.Module):
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "threads": {},
-    "threads, sync_batch_norm": {"sync_batch_norm": True},
-    "threads, one_device": {"randomness": "one_device"},
-    "processes": {"engine": "processes"},
-    "processes, sync_batch_norm": {"engine": "processes", "sync_batch_norm": True},
-    "processes, one_device": {"engine": "processes", "randomness": "one_device"},
+    "training": {},
+    "sync_batch_norm": {"sync_batch_norm": True},
 }
 
 
@@ -186,10 +178,6 @@ class Step:
         wrong += [f"after the next step: {text}" for text, ok in _thread_state(self._num_threads).items() if not ok]
         return wrong
 
-    def close(self) -> None:
-        if isinstance(self.model, DataParallel):
-            self.model.close()
-
 
 def _thread_state(num_threads: int) -> dict[str, bool]:
     """Return statements about the calling thread, each with whether it holds."""
@@ -226,38 +214,6 @@ def interrupted_at(step: Step, number: int, kind: signal.Signals) -> tuple[str, 
     return "", []  # a step may take fewer moments, where it waits for other threads
 
 
-def interrupted_after(step: Step, seconds: float) -> list[str]:
-    """Send this thread SIGINT from another thread after so many seconds, while steps run; return what was wrong."""
-    step.reset()
-    main = threading.get_ident()
-
-    def send() -> None:
-        time.sleep(seconds)
-        signal.pthread_kill(main, signal.SIGINT)
-
-    sender = threading.Thread(target=send)
-    with _caught() as caught:
-        sender.start()
-        try:
-            while sender.is_alive():
-                with _later(signal.SIGINT):  # else it may split the reset, which is no step
-                    step.reset()
-                step.run()
-        finally:
-            sender.join()
-    return step.wrong_after(caught)
-
-
-@contextlib.contextmanager
-def _later(kind: signal.Signals) -> Iterator[None]:
-    """Let a signal for this thread wait until the block is over."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {kind})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {kind})
-
-
 @dataclass
 class Caught:
     """What a block has raised, and the exceptions that nobody could catch, such as those in finalizers."""
@@ -288,34 +244,13 @@ def campaign(
         The number of interrupts, and what was wrong, by moment.
     """
     step, count = Step(case), 0
-    try:
-        for _ in range(2):  # the second one is a steady step; see `interrupted_at`
-            step.reset()
-            with Moment() as steady:
-                step.run()
-        for number in numbers(steady.count):
-            where, wrong = interrupted_at(step, number, kind)
-            count += bool(where)
-            if wrong:
-                return count, {number: f"{where}: {'; '.join(wrong)}"}
-        return count, {}
-    finally:
-        step.close()
-
-
-def real_campaign(case: str, num_signals: int, seed: int) -> tuple[int, dict[int, str]]:
-    """The same with so many real signals, at random times."""
-    step = Step(case)
-    try:
-        started = time.perf_counter()
-        for _ in range(10):
-            step.reset()
+    for _ in range(2):  # the second one is a steady step; see `interrupted_at`
+        step.reset()
+        with Moment() as steady:
             step.run()
-        one_step_s, generator = (time.perf_counter() - started) / 10, random.Random(seed)
-        for number in range(num_signals):
-            wrong = interrupted_after(step, generator.random() * 2 * one_step_s)
-            if wrong:
-                return number + 1, {number: "; ".join(wrong)}
-        return num_signals, {}
-    finally:
-        step.close()
+    for number in numbers(steady.count):
+        where, wrong = interrupted_at(step, number, kind)
+        count += bool(where)
+        if wrong:
+            return count, {number: f"{where}: {'; '.join(wrong)}"}
+    return count, {}

@@ -64,7 +64,7 @@ class LateCopies(Copies):
 
 
 def send_late(monkeypatch: pytest.MonkeyPatch, not_before: threading.Event | None = None) -> None:
-    """Have the threads engine make its copies late."""
+    """Have copies between devices made late."""
     monkeypatch.setattr(LateCopies, "not_before", not_before)
     for module in (threads, broadcast):
         monkeypatch.setattr(module, "Copies", LateCopies)

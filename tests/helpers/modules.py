@@ -36,21 +36,6 @@ class Fn(nn.Module):
         return self.function(*inputs, **kwargs)
 
 
-class UsesGlobal(nn.Module):
-    """A module that uses a parameter that is not its own, if it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
-    def forward(self, x: torch.Tensor, used: bool = False) -> torch.Tensor:
-        y: torch.Tensor = self.linear(x)
-        return y * _a_global if used else y
-
-
-_a_global = nn.Parameter(torch.ones(3))
-
-
 class WithBackward(torch.autograd.Function):
     """The identity, with the backward that it is given."""
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from unisono.runtime import device_facts, devices
+from unisono.runtime import devices, unequal_devices
 
 
 @contextlib.contextmanager
@@ -16,5 +16,5 @@ def simulated_accelerators_with_one_graph(monkeypatch: pytest.MonkeyPatch) -> It
         patch.setattr(devices, "has_streams", lambda device: False)
         patch.setattr(devices, "current_streams", lambda devices: [])
         patch.setattr(devices, "using", lambda device, streams: contextlib.nullcontext())
-        patch.setattr(device_facts, "imbalance", lambda devices: None)
+        patch.setattr(unequal_devices, "imbalance", lambda devices: None)
         yield

@@ -1,35 +1,32 @@
 """Run a function in several processes, as a launcher's, connected by gloo over the loopback device.
 
-The processes are forked from a server that has imported torch, so that starting them takes milliseconds. What a rank
-raises is raised here, with its traceback; a rank that is still running at the limit is killed, and the test fails.
+They are programs of helpers/forked.py. What a rank raises is raised here, with its traceback; a rank that is still
+running at the limit is killed, and the test fails.
 """
 
 import contextlib
-import os
 import pickle
 import socket
 import sys
 import tempfile
-import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import cloudpickle
 import torch
 
-from helpers.forked import LIMIT_S, context
+from helpers.forked import forked
 
 
 class Ended(NamedTuple):
     """How a rank has ended: what it returned, or its traceback; neither if it was killed."""
 
-    value: Any = None
-    error: str | None = None
-    exit_code: int | None = None
+    value: Any
+    error: str | None
+    exit_code: int
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
@@ -51,38 +48,23 @@ def end_ranks(
     init: bool = True,
     env: Mapping[str, str] = {},
 ) -> list[Ended]:
-    """Call `function(rank, *args)` in each process; return how each has ended.
+    """Call `function(rank, *args)`, a function of a module, in each process; return how each has ended.
 
     Args:
         timeout_s: that of the process group.
         init: whether to make the default process group, by way of a file; else the function has to.
         env: variables of their environment.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        job = cloudpickle.dumps((function, args), protocol=pickle.HIGHEST_PROTOCOL)
-        processes, pipes = [], []
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        folder = Path(name)
+        store = str(folder / "store") if init else None
+        programs = []
         for rank in range(world_size):
-            receiver, sender = context.Pipe(duplex=False)
-            store = str(Path(folder, "store")) if init else None
-            own = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)} if not init else {}
-            process = context.Process(
-                target=_run, args=(sender, job, rank, world_size, store, timeout_s, {**own, **env}, sys.path)
-            )
-            process.start()
-            sender.close()
-            processes.append(process)
-            pipes.append(receiver)
-        deadline = time.monotonic() + LIMIT_S
-        # Asked once a turn: of no process at all, wait() would wait until the deadline.
-        while (alive := [p.sentinel for p in processes if p.is_alive()]) and time.monotonic() < deadline:
-            wait(alive, timeout=deadline - time.monotonic())
-        late = [rank for rank, process in enumerate(processes) if process.is_alive()]
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-            process.join()
-        assert not late, f"ranks {late} were still running after {LIMIT_S} s"
-        return [_ended(process, pipe) for process, pipe in zip(processes, pipes, strict=True)]
+            own = {} if init else {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+            job = _run, function, args, rank, world_size, store, timeout_s, str(folder / f"rank {rank}")
+            programs.append(stack.enter_context(forked(*job, env={**own, **env})))
+        exit_codes = [program.wait() for program in programs]
+        return [Ended(*_written(folder / f"rank {rank}"), code) for rank, code in enumerate(exit_codes)]
 
 
 def free_port() -> int:
@@ -91,27 +73,20 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _ended(process: Any, pipe: Any) -> Ended:
-    with contextlib.suppress(EOFError):
-        if pipe.poll():
-            value, error = cloudpickle.loads(pipe.recv_bytes())
-            return Ended(value, error, process.exitcode)
-    return Ended(exit_code=process.exitcode)
+def _written(path: Path) -> tuple[Any, str | None]:
+    return pickle.loads(path.read_bytes()) if path.exists() else (None, None)
 
 
 def _run(
-    pipe: Any,
-    job: bytes,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
     rank: int,
     world_size: int,
     store: str | None,
     timeout_s: float,
-    env: Mapping[str, str],
-    path: list[str],
-) -> None:
-    os.environ.update(env)
-    sys.path[:] = path
-    torch.set_num_threads(1)
+    path: str,
+) -> int:
+    warnings.simplefilter("default")  # torch has some about what a plain module does, too
     torch.manual_seed(rank)  # unequal on purpose: the library has to make equal what must be
     try:
         if store is not None:
@@ -122,16 +97,14 @@ def _run(
                 world_size=world_size,
                 timeout=timedelta(seconds=timeout_s),
             )
-        function, args = cloudpickle.loads(job)
         outcome = function(rank, *args), None
     except SystemExit:
         raise
     except BaseException as error:  # noqa: BLE001 - the test gets it
-        text = traceback.format_exc()
-        pipe.send_bytes(cloudpickle.dumps((None, text)))
+        Path(path).write_bytes(pickle.dumps((None, traceback.format_exc())))
         sys.excepthook(type(error), error, error.__traceback__)  # as the interpreter would
-        sys.exit(1)
-    pipe.send_bytes(cloudpickle.dumps(outcome))
-    pipe.close()
+        return 1
+    Path(path).write_bytes(pickle.dumps(outcome))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    return 0

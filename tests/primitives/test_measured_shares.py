@@ -1,9 +1,7 @@
 """The measuring of shares, on simulated devices whose speed is known: no clock, no module."""
 
-import copy
-import pickle
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -161,16 +159,6 @@ def test_any_rows_and_any_times(steps, count):
         measured.record(StepTime(measured.weights, sizes, [seconds] * count, seconds, [INF] * count))
 
 
-@pytest.mark.parametrize("slow", [0, 1])
-def test_one_replica_slowed_four_times(slow):
-    """S16: within 30 steps."""
-    machine = Machine([Line(0.2, 4.0 if i == slow else 1.0) for i in range(2)], 0.1, noise=0.02)
-    measured = machine.measured()
-    assert until_frozen(measured, machine, 32) <= 30
-    assert machine.seconds(measured.sizes(32)) <= 1.15 * machine.best_of_two(32)
-    assert machine.seconds([16, 16]) >= 2.4 * machine.best_of_two(32)
-
-
 @pytest.mark.parametrize(
     ("machine", "rows", "weights"),
     [
@@ -277,17 +265,6 @@ def test_batches_of_another_size_for_long_are_measured_again(caplog):
     assert "batches of 4 rows take 5e+03 ms for some time with shares=[1, 1]; those of 64 rows took 3.5e+04 ms" in again
 
 
-def test_a_first_batch_that_is_not_like_the_others():
-    """S16: a smaller one, or a larger one."""
-    for first in (2, 500):
-        machine = Machine([Line(0, 1)] * 2)
-        measured = machine.measured()
-        for _ in range(3):
-            machine.step(measured, first)
-        assert until_frozen(measured, machine, 64) <= 100
-        assert measured.weights == (1, 1)
-
-
 # ---- messages, copies, threads -------------------------------------------------------------------
 
 
@@ -303,20 +280,6 @@ def test_the_line_to_paste(caplog):
     assert several.endswith(f"{end}shares=[3, 1]")
     assert one.startswith(f"{begin}one device (cpu) is fastest, 32 ms a step (shares=")
     assert one.endswith(f"{end}device_ids=['cpu']")
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda measured: pickle.loads(pickle.dumps(measured))])
-def test_copies(copied: Callable[[MeasuredShares], MeasuredShares]) -> None:
-    """S16, A14: before shares are frozen, they begin anew; that frozen ones stay so is in tests/contract."""
-    machine = Machine([Line(0, 1), Line(0, 3)])
-    measured = machine.measured()
-    for _ in range(5):
-        machine.step(measured, 32)
-    other = copied(measured)
-    assert other.weights == (1, 1)
-    for each in (other, measured):
-        until_frozen(each, machine, 32)
-        assert each.weights == (3, 1)
 
 
 def test_a_step_with_other_shares_than_are_due_does_not_count():

@@ -56,7 +56,9 @@ def test_medians_of_the_steps() -> None:
 
 
 @pytest.mark.parametrize("devices", [["cpu"], None, ["cpu"] * 2])
-def test_steps_without_an_engine_are_left_out(devices: list[str] | None, no_accelerators: None, tmp_path: Path) -> None:
+def test_steps_that_were_not_split_are_left_out(
+    devices: list[str] | None, no_accelerators: None, tmp_path: Path
+) -> None:
     """P3: on one device, where the plain module runs, and with overridden verbs; the table says what shows these."""
 
     class Scatters(DataParallel):
@@ -153,8 +155,10 @@ def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def test_the_table(model: DataParallel) -> None:
-    """P5: one line a replica, one column a phase."""
+def test_the_table() -> None:
+    """P5: one line a replica, with its rows, and one column a phase."""
+    module = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2))
+    model = DataParallel(module, ["cpu"] * 2, shares=[3, 1])
     with model.profile() as profile:
         train(model)
     assert profile._repr_markdown_() == str(profile)  # a notebook shows the table, too
@@ -162,10 +166,10 @@ def test_the_table(model: DataParallel) -> None:
     assert repr(profile) == f"<profile of {title.partition(';')[0]}>"
     assert title.startswith("Sequential: 1 step, ")
     phases = ["scatter", "replicate", "forward", "gather", "backward", "reduce", "wait", "outside"]
-    assert cells(head) == ["", *phases]
-    assert [cells(line)[0] for line in lines] == ["replica 0, cpu", "replica 1, cpu"]
+    assert cells(head) == ["", "rows", *phases]
+    assert [cells(line)[:2] for line in lines] == [["replica 0, cpu", "6"], ["replica 1, cpu", "2"]]
     own = profile.lanes()["replica 0, cpu"]
-    assert cells(lines[0])[1:] == [f"{1000 * own.get(phase, 0.0):.2f}" for phase in phases]
+    assert cells(lines[0])[2:] == [f"{1000 * own.get(phase, 0.0):.2f}" for phase in phases]
     assert len({len(line) for line in (head, *lines)}) == 1
 
 

@@ -1,4 +1,4 @@
-"""Cores are divided without overlap, node by node; worker threads and processes keep to theirs."""
+"""Cores are divided without overlap, node by node; replicas' threads keep to theirs."""
 
 import os
 from collections.abc import Iterator
@@ -57,16 +57,14 @@ class _TellsItsCores(torch.nn.Module):
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-@pytest.mark.parametrize("engine", ["threads", "processes"])
-def test_workers_run_on_their_part_and_the_caller_anywhere(monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
+def test_workers_run_on_their_part_and_the_caller_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     before = os.sched_getaffinity(0)
     part = set(affinity.cores_per_replica(2)[1])
     assert part != before
     for switch, cores in (("1", part), ("0", before)):
         monkeypatch.setenv("UNISONO_BIND_CORES", switch)
-        model = unisono.DataParallel(_TellsItsCores(), ["cpu", "cpu"], engine=engine)
+        model = unisono.DataParallel(_TellsItsCores(), ["cpu", "cpu"])
         of_caller, of_worker = (set(row.nonzero().flatten().tolist()) for row in model(torch.zeros(2, 1)))
-        model.close()
         assert (of_caller, of_worker) == (before, cores)
     assert affinity.cores_per_replica(2) == [tuple(sorted(before))] * 2
     assert os.sched_getaffinity(0) == before

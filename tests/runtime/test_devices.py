@@ -11,7 +11,7 @@ import torch
 import unisono
 from helpers.host_waits import noted_on_simulated_devices
 from unisono import DataParallel
-from unisono.runtime import device_facts, devices
+from unisono.runtime import devices, unequal_devices
 
 CPU = torch.device("cpu")
 
@@ -34,7 +34,6 @@ def test_names_of_accelerators(sim):
     assert devices.resolve(["cpu"] * 2) == [CPU] * 2
     assert devices.resolve(["sim", "sim:1"]) == sim[:2], "without a number: the current one, as with torch"
     assert [devices.public_id(device) for device in [*sim[:2], CPU]] == [0, 1, CPU]
-    assert [devices.exists_for_other_processes(device) for device in [*sim[:2], CPU]] == [False, False, True]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +115,7 @@ def test_unequal_devices(gpus, memory, cores, used, message):
         for gib, count in zip(memory, cores, strict=True)
     ]
     gpus.get_device_properties = lambda device: properties[device.index]
-    said = device_facts.imbalance([CPU if i == "cpu" else GPUS[i] for i in used])
+    said = unequal_devices.imbalance([CPU if i == "cpu" else GPUS[i] for i in used])
     assert (said is None) if message is None else re.match(message, said)
 
 
@@ -185,16 +184,6 @@ def test_generators_of_accelerators_that_several_replicas_share(gpus, generators
     del gpus.default_generators
     devices.seed_differently(GPUS)
     assert devices.shared_generators(GPUS * 2) == {}
-
-
-def test_by_what_processes_are_connected(monkeypatch):
-    """NCCL wants a GPU for each; gloo does with one for two, and with none."""
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    assert devices.collective_backend(GPUS) == "nccl"
-    assert devices.collective_backend([GPUS[0], GPUS[0]]) == "gloo"
-    assert devices.collective_backend([CPU, CPU]) == "gloo"
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-    assert devices.collective_backend(GPUS) == "gloo"
 
 
 def test_an_accelerator_is_known_by_its_uuid_where_it_has_one(gpus) -> None:
@@ -327,13 +316,13 @@ def test_a_copy_that_cannot_be_tried_is_an_error(tried, monkeypatch):
 
 
 @pytest.mark.parametrize("sync_batch_norm", [False, True])
-@pytest.mark.parametrize("engine", ["threads", "plain composition"])
-def test_where_the_link_is_bad_nothing_is_copied_directly(sim, monkeypatch, engine, sync_batch_norm):
+@pytest.mark.parametrize("composed", [False, True])
+def test_where_the_link_is_bad_nothing_is_copied_directly(sim, monkeypatch, composed, sync_batch_norm):
     """S11: shards, parameters, buffers, outputs, statistics, gradients, and gradients of gradients."""
     monkeypatch.setattr(devices, "copies_arrive", lambda source, target: False)
     layers = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Tanh()).to(sim[0])
     model = DataParallel(layers, sim[:2], sync_batch_norm=sync_batch_norm)
-    if engine == "plain composition":
+    if composed:
         model.gather = unisono.gather  # a verb of one's own
     x = torch.randn(8, 3, device=sim[0], requires_grad=True)
     with noted_on_simulated_devices() as noted:

@@ -21,15 +21,6 @@ def test_log_once_logs_a_message_the_first_time_only(caplog):
     ]
 
 
-def test_a_warning_is_about_the_users_line():
-    """It named a line inside unisono, and printed that line's source below the message."""
-    model = unisono.DataParallel(torch.nn.MSELoss(), ["cpu", "cpu"])
-    errors.forget_logged()
-    with pytest.warns(UserWarning, match="gathering 0-dim outputs") as warned:
-        model(torch.zeros(4, 2), torch.zeros(4, 2))
-    assert [each.filename for each in warned] == [__file__]
-
-
 def test_the_replica_of_a_single_row_is_named_by_it():
     """It was "rows 2 to 2 of 3"."""
     model = unisono.DataParallel(torch.nn.BatchNorm1d(5), ["cpu", "cpu"])

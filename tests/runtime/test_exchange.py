@@ -1,6 +1,6 @@
 """All-gathers among replicas: all take part in all of them, or one raises an error, and none waits for ever.
 
-Values, failures and replicas in worker processes are in tests/contract/test_sync_batch_norm_exchange.py.
+Values and failures are in tests/contract/test_sync_batch_norm_exchange.py.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from helpers.in_time import in_time
-from unisono.runtime.exchange import Exchange, LocalExchange, Request, Response
+from unisono.runtime.exchange import Exchange, Request, Response
 from unisono.runtime.thread_pool import run_together
 from unisono.sync_batch_norm.function_mode import StatisticsOfBatchNorm
 
@@ -22,7 +22,7 @@ Script = Callable[[Exchange, int], Any]
 
 def run(*scripts: Script) -> list[Any]:
     """Run replica i's script in a thread of its own; return what each returned or raised."""
-    exchange = LocalExchange(len(scripts))
+    exchange = Exchange(len(scripts))
 
     def replica(index: int) -> Any:
         failed = True
@@ -98,7 +98,7 @@ def test_after_a_failure_the_others_go_on_with_their_own_values() -> None:
 def test_a_replica_that_ends_while_it_waits_submits_nothing() -> None:
     """Ctrl-C interrupts replica 0; its request must not complete an all-gather."""
     responses: list[Response] = []
-    exchange = LocalExchange(3)
+    exchange = Exchange(3)
     exchange.submit(0, Request(StatisticsOfBatchNorm, "a", 0), responses.append)
     exchange.withdraw(0, failed=True)
     exchange.submit(1, Request(StatisticsOfBatchNorm, "a", 1), responses.append)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from helpers.in_time import WAIT_S, in_time
 from helpers.modules import Calls
-from unisono import DataParallel, ReplicaTimeout, Threads
+from unisono import DataParallel, ReplicaTimeout
 from unisono.runtime import process_state, torch_private
 
 TWO = ["cpu"] * 2
@@ -303,7 +303,7 @@ def test_a_step_that_is_cut_off_in_a_context(timeout: float | None) -> None:
 
     try:
         with pytest.raises((KeyboardInterrupt, ReplicaTimeout)):
-            DataParallel(Calls(forward), TWO, engine=Threads(timeout=timeout))(two_rows())
+            DataParallel(Calls(forward), TWO, timeout=timeout)(two_rows())
         assert states() == before
     finally:
         may_end.set()

@@ -6,51 +6,9 @@ from typing import ClassVar
 import pytest
 import torch
 
-from unisono.runtime import devices, timeline
+from unisono.runtime import devices
 from unisono.runtime.devices import DeviceClock
-from unisono.runtime.timeline import Span, StepRecording, Track
-
-
-def test_a_phase_interrupts_the_one_around_it(clock: SimpleNamespace) -> None:
-    """P2: which goes on after it; what an outer phase is called can change meanwhile."""
-    track = Track()
-    for now, step in enumerate(
-        [
-            lambda: track.enter("scatter"),
-            lambda: track.mark("replicate"),
-            lambda: track.enter("forward"),
-            lambda: track.enter("wait"),
-            track.leave,
-            track.leave,
-            lambda: track.mark("gather"),
-            track.end,
-        ]
-    ):
-        clock.now = float(now)
-        step()
-    assert track.spans() == [
-        Span("scatter", 0, 1),
-        Span("replicate", 1, 2),
-        Span("forward", 2, 3),
-        Span("wait", 3, 4),
-        Span("forward", 4, 5),
-        Span("replicate", 5, 6),
-        Span("gather", 6, 7),
-    ]
-
-
-def test_a_replica_has_no_step() -> None:
-    """P3, P6: what a wrapper inside a replica would record is part of the replica's phase."""
-    step = StepRecording(DeviceClock)
-    timings = [timeline.ReplicaTiming(torch.device("cpu"), 1) for _ in range(2)]
-    with timeline.while_recording(), step.recorded("forward", "replicate"):
-        [passes] = timeline.contexts([0, 1], timings)
-        with passes() as replica, replica(0):
-            assert timeline.current_step() is None
-            timeline.mark("gather")
-            assert timeline.contexts([0], timings) == []
-        timeline.mark("gather")
-    assert [span.phase for span in step.caller.spans()] == ["replicate", "forward", "wait", "gather"]
+from unisono.runtime.timeline import Span, Track
 
 
 class FakeEvent:

@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import importlib
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -20,7 +19,6 @@ from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hook
 from torch.overrides import TorchFunctionMode
 
 from helpers.modules import PassingMode
-from helpers.programs import run_script
 from unisono.runtime import torch_private
 from unisono.runtime.stand_ins import StandIns
 
@@ -63,12 +61,6 @@ def test_what_a_release_of_torch_lacks(owner: Any, name: str, call: Callable[[],
     """What these do where torch has what they need is shown where they are used."""
     with lacking(owner, name):
         assert call() is expected
-
-
-def test_a_tensor_of_torch_func_cannot_be_sent() -> None:
-    """N3: `is_grads_batched` hides an axis that can be taken out; torch.func's own cannot."""
-    with pytest.raises(NotImplementedError, match='engine="threads"'):
-        torch_private.without_batch(torch.ones(3))
 
 
 hooks, no_hooks = partial(saved_tensors_hooks, id, id), partial(disable_saved_tensors_hooks, "no hooks here")
@@ -213,29 +205,6 @@ def test_what_torch_would_import_later(monkeypatch: pytest.MonkeyPatch, load: Ca
     load()
 
 
-def test_a_step_imports_no_sympy() -> None:
-    """It takes 33 MiB of each process. An optimizer, where there is one, imports it in the caller's process."""
-    run = run_script("""
-        import sys
-        import torch
-        import unisono
-
-        class Imported(torch.nn.Linear):
-            def forward(self, x):
-                return super().forward(x), torch.full((len(x),), float("sympy" in sys.modules))
-
-        for engine, sync_batch_norm in [(e, s) for e in ("threads", "processes") for s in (False, True)]:
-            module = torch.nn.Sequential(torch.nn.BatchNorm1d(2), Imported(2, 2))
-            model = unisono.DataParallel(module, ["cpu"] * 2, engine=engine, sync_batch_norm=sync_batch_norm)
-            for _ in range(2):
-                output, imported = model(torch.ones(4, 2))
-                output.sum().backward()
-            assert not imported.any()
-            assert "sympy" not in sys.modules
-    """)
-    assert run.returncode == 0, run.stderr
-
-
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
@@ -277,72 +246,6 @@ def test_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch_private.free_memory_bytes(torch.device("cuda", 5)) == expected
         monkeypatch.delattr(owner, name)
     assert torch_private.free_memory_bytes(torch.device("cuda", 5)) == 0
-
-
-def test_process_groups(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A group of one process; tests/engines/processes/reducers/test_reducers.py has several."""
-    store = torch.distributed.FileStore(str(tmp_path / "store"), -1)
-    group = torch_private.process_group("gloo", store, 0, 1)
-    assert not torch.distributed.is_initialized()
-    for tensor in (torch.tensor([1.0, 2.0]), torch.tensor([1.0 + 2.0j])):
-        before = tensor.clone()
-        torch_private.reduce(group, tensor).wait()
-        assert torch.equal(tensor, before)
-    torch_private.broadcast(group, torch.ones(3, dtype=torch.uint8)).wait()
-    for backend in ("gloo", "nccl"):
-        monkeypatch.delattr(torch.distributed, f"ProcessGroup{backend.upper()}", raising=False)
-        monkeypatch.delattr(torch.distributed, f"ProcessGroup{backend.title()}", raising=False)
-        with pytest.raises(RuntimeError, match=f"torch.distributed with {backend}, which this build of torch .* lacks"):
-            torch_private.process_group(backend, store, 0, 1)
-
-
-def test_the_store_of_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """C1: of the group itself; in older releases, of torch's table."""
-    assert torch_private.store_of_group(SimpleNamespace(get_group_store=lambda: "its own")) == "its own"
-    older = object()
-    monkeypatch.setitem(torch.distributed.distributed_c10d._world.pg_map, older, ("gloo", "in the table"))
-    assert torch_private.store_of_group(older) == "in the table"
-
-
-@pytest.mark.parametrize("local_world_size", ["2", "4"])
-def test_the_environment_while_a_group_of_nccl_is_made(monkeypatch: pytest.MonkeyPatch, local_world_size: str) -> None:
-    """That errors are the caller's, and where to listen: not in a job over several machines. And only then."""
-    seen: dict[str, str] = {}
-
-    class Group:
-        Options = SimpleNamespace
-        aborted = False
-
-        def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
-            seen.update(os.environ)
-
-        def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
-            assert options.asyncOp
-            return SimpleNamespace(wait=lambda: None)
-
-        def abort(self) -> None:
-            self.aborted = True
-
-    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Group, raising=False)
-    # A build of torch for CUDA names "cuda" here, with no driver too.
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", local_world_size)
-    monkeypatch.setenv("TORCH_NCCL_ENABLE_MONITORING", "of the user")
-    monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
-    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
-    before = dict(os.environ)
-    group = torch_private.process_group("nccl", None, 0, 2)
-    assert dict(os.environ) == before
-    changed = {name: value for name, value in seen.items() if before.get(name) != value}
-    assert changed.pop("NCCL_SOCKET_IFNAME", None) == ("lo" if local_world_size == "4" else None)
-    assert changed == {
-        "TORCH_NCCL_BLOCKING_WAIT": "1",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-        "TORCH_NCCL_ENABLE_MONITORING": "0",
-    }
-    torch_private.end_process_group(group)
-    assert group.aborted
 
 
 @pytest.mark.parametrize(

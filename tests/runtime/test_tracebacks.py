@@ -1,4 +1,4 @@
-"""The notes of an error are seen in an IPython that does not show them; frames of a worker read as they are."""
+"""The notes of an error are seen in an IPython that does not show them."""
 
 import sys
 import traceback
@@ -47,16 +47,6 @@ def test_notes_are_printed_in_an_ipython_that_does_not_show_them(
     assert capsys.readouterr() == ("", printed)
 
 
-def test_a_rebuilt_traceback_reads_as_the_first_one() -> None:
-    """F13: with the same places in its lines."""
-    error = raised()
-    text = "".join(traceback.format_exception(error))
-    again = tracebacks.rebuilt(tracebacks.summaries(error.__traceback__))
-    assert "".join(traceback.format_exception(error.with_traceback(again))) == text
-    assert again is not None
-    assert again.tb_frame.f_back is None
-
-
 def test_an_error_may_be_of_any_class() -> None:
     """F13: one that is false, and one whose attributes cannot be set."""
 
@@ -78,12 +68,3 @@ def test_an_error_may_be_of_any_class() -> None:
     tracebacks.leave_out_own_frames(caught.value)
     assert caught.value.__cause__ is not None
     assert len(traceback.extract_tb(caught.value.__cause__.__traceback__)) == 1
-
-
-def test_a_frame_without_a_place_can_be_rebuilt() -> None:
-    """Of a program without debug ranges; and an interrupt between two lines has no line."""
-    known = tracebacks.FrameSummary(__file__, "module", "name", "Class.name", 3, None)
-    again = tracebacks.rebuilt([known, tracebacks.FrameSummary("gone.py", "module", "name", "name", 0, None)])
-    lines = traceback.format_exception(ValueError("text").with_traceback(again))
-    assert lines[1] == f'  File "{__file__}", line 3, in name\n    import sys\n'
-    assert lines[2].startswith('  File "gone.py", line ')

@@ -66,7 +66,7 @@ def test_a_module_runs_as_with_python_m(capsys: pytest.CaptureFixture[str]) -> N
     script("", "packaged/__init__.py")
     script("import sys\nfrom packaged import other\nprint(__name__, __package__, sys.argv[1:])", "packaged/__main__.py")
     script("", "packaged/other.py")
-    assert run_to_the_end("--engine", "threads", "-m", "packaged", "--x") == 0
+    assert run_to_the_end("-m", "packaged", "--x") == 0
     assert capsys.readouterr().out == "__main__ packaged ['--x']\n"
 
 
@@ -122,7 +122,7 @@ sys.exit("no data")
     )
     done = run_python("-m", "unisono", "run", "--devices", "cpu*2", name)
     said, closing = done.stderr.splitlines()
-    assert closing.startswith("unisono run: 3 wrappers on 2 replicas (2 x cpu), engine threads; 120 rows in 4 forwards")
+    assert closing.startswith("unisono run: 3 wrappers on 2 replicas (2 x cpu); 120 rows in 4 forwards")
     assert (said, done.returncode) == ("no data", 1)
 
 
@@ -148,7 +148,7 @@ torch.save([p.detach() for p in model.parameters()], f"{rank}of{world_size}.pt")
     done = run_python(*launcher, "-m", "unisono", "run", "--devices", "cpu*2", name, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     (closing,) = [line for line in done.stderr.splitlines() if line.startswith("unisono run: ")]
-    assert closing.startswith("unisono run: rank 0 of 2; 1 wrapper on 2 replicas (2 x cpu), engine threads; 18 rows")
+    assert closing.startswith("unisono run: rank 0 of 2; 1 wrapper on 2 replicas (2 x cpu); 18 rows")
     exec(compile(text, name, "exec"), {"__name__": "__main__"})
     oracle = torch.load("0of1.pt")
     for rank in range(2):
@@ -192,7 +192,7 @@ def test_a_script_without_a_wrapper_is_told_so(
     assert run_to_the_end("--devices", "cpu*2", "--count-replicas", name) == 0
     captured = capsys.readouterr()
     assert captured.out == f"2 {torch.cuda.is_available()}\n"
-    assert captured.err.startswith("unisono run: 1 wrapper on 2 replicas (2 x cpu), engine threads; 90 rows in 3 ")
+    assert captured.err.startswith("unisono run: 1 wrapper on 2 replicas (2 x cpu); 90 rows in 3 ")
     assert torch.cuda.device_count() == 0
 
 
@@ -229,7 +229,7 @@ def test_what_is_nothing_is_not_in_the_closing_line(backward_s: float, phases: s
     """X5: short runs, and those without a backward, said "backward 0%"."""
     devices = ((torch.device("cpu"),) * 2,)
     report = Report(devices, forwards=3, rows=9, seconds=1.0, forward_s=0.5, backward_s=backward_s)
-    assert summary.line(report, "threads").endswith(f" rows/s; {phases}")
+    assert summary.line(report).endswith(f" rows/s; {phases}")
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,6 @@ def test_what_is_nothing_is_not_in_the_closing_line(backward_s: float, phases: s
         (["--out-dims", "{0: 'x'}", "train.py"], "--out-dims: DIMS[0]='x': expected an int (the axis that holds"),
         (["--scalars", "median", "train.py"], "--scalars: RULE='median': expected \"stack\", "),
         (["--scalars", "{'a'", "train.py"], "--scalars: expected Python's notation, such as mean, mean:tokens or {'"),
-        (["--engine", "fibres", "train.py"], "argument --engine: invalid choice"),
         (["--count-replicas", "train.py"], "--count-replicas counts those of --devices: give --devices too"),
         (["--speed", "train.py"], "there is no option --speed"),
     ],
@@ -301,7 +300,7 @@ if __name__ == "__main__":
     assert (done.returncode, done.stdout) == (128 + signal.SIGINT, "模型 8\n")
     *_, last, closing = done.stderr.splitlines()
     assert last == "KeyboardInterrupt"
-    assert closing.startswith("unisono run: 1 wrapper on 2 replicas (2 x cpu), engine threads; 8 rows in 2 forwards")
+    assert closing.startswith("unisono run: 1 wrapper on 2 replicas (2 x cpu); 8 rows in 2 forwards")
 
     reading, writing = os.pipe()
     os.close(reading)

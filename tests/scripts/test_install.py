@@ -203,7 +203,7 @@ def test_a_class_whose_verb_calls_torchs_by_name() -> None:
 
 
 def test_a_class_that_is_defined_later_is_ours_by_name_too() -> None:
-    """X2, A9: its verbs are the engine's, unless it overrides one."""
+    """X2, A9: its verbs are ours, unless it overrides one."""
     with unisono.install(CPUS):
 
         class Later(nn.DataParallel):  # type: ignore[type-arg]
@@ -293,7 +293,6 @@ def test_a_failed_forward_has_no_rows() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ({"engine": "fibres"}, "engine='fibres': expected one of"),
         ({"device_ids": CPUS, "shares": [1, 2, 3]}, "3 weights for 2 devices"),
         ({"device_ids": ["gpu:0"]}, "names no device"),
     ],

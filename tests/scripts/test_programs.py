@@ -1,6 +1,5 @@
 """Scripts in the style of well-known ones, unmodified: under `unisono run` they print the plain script's losses."""
 
-import os
 import re
 import runpy
 import sys
@@ -15,14 +14,14 @@ from helpers.rounding import rounding_bound
 PROGRAMS = Path(__file__).parent / "programs"
 TUTORIALS = ["first_steps", "wrapped_block", "recurrent_batches"]
 REPOSITORIES = ["imagenet_loop", "dcgan", "language_model"]
-# What the numbers of one device need: where rows interact, and where random numbers are drawn.
+# What the numbers of one device need, where rows interact.
 OPTIONS = {
     "first_steps": ["--count-replicas"],
     "wrapped_block": ["--count-replicas"],
     "recurrent_batches": [],
     "imagenet_loop": ["--sync-batch-norm"],
     "dcgan": ["--sync-batch-norm", "--shares", "2,1"],
-    "language_model": ["--randomness", "one_device"],
+    "language_model": [],
 }
 WRAPPERS = {"recurrent_batches": 2, "dcgan": 2}
 
@@ -71,15 +70,3 @@ def test_the_losses_are_those_of_the_plain_script(
     assert closing.startswith(f"unisono run: {number} wrapper{'s' * (number > 1)} on 2 replicas (2 x ")
     assert re.search(r"[\d,]+ rows in \d+ forwards, [\d,]+ rows/s; forward \d+%, ", closing)
     assert torch.nn.DataParallel.__module__ == "torch.nn.parallel.data_parallel"
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="worker processes are forked")
-def test_worker_processes_know_the_classes_of_the_script(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """X1, R7: a class of `__main__` goes to them by value."""
-    plain = plain_losses("wrapped_block", monkeypatch, capsys)
-    assert run_to_the_end("--devices", "cpu*2", "--engine", "processes", str(PROGRAMS / "wrapped_block.py")) == 0
-    captured = capsys.readouterr()
-    assert_plain_losses(losses(captured.out), plain)
-    assert "on 2 replicas (2 x cpu), engine processes; 150 rows in 5 forwards" in captured.err

@@ -4,7 +4,6 @@ import re
 import sys
 from collections import Counter
 
-import cloudpickle
 import pytest
 import torch
 from torch import nn
@@ -16,8 +15,6 @@ from helpers.ranks import run_ranks
 from helpers.twins import assert_same_gradients, rows_of, train_twins, twins
 from unisono.distributed import bucketed_all_reduce, process_group
 from unisono.sync_batch_norm.across_processes import CrossProcessAllGather
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 SIZES = [[4, 9, 5, 1], [7, 3, 0, 2], [1, 1, 1, 1], [0, 6, 2, 5]]
 TWO = {"device_ids": ["cpu"] * 2}
@@ -39,7 +36,6 @@ def train(rank: int, world_size: int, options: dict, name: str) -> tuple[float, 
         pytest.param(4, {}, "residual block", id="one replica"),
         pytest.param(2, TWO, "residual block", id="threads"),
         pytest.param(2, TWO, "checkpoint, non-reentrant", id="threads, checkpoints"),
-        pytest.param(2, {**TWO, "engine": "processes"}, "residual block", id="processes"),
     ],
 )
 def test_training_is_that_of_one_device_over_all_rows(world_size, options, name):

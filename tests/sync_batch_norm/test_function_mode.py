@@ -1,4 +1,4 @@
-"""Batch norm over all replicas in ways of running replicas that make one graph; tests/contract has the engines.
+"""Batch norm over all replicas in ways of running replicas that make one graph; tests/contract has the others.
 
 They are the plain composition (a verb is overridden) and accelerators, where one call runs backward of all replicas'
 graphs as one; simulated devices stand in for them.
@@ -19,18 +19,15 @@ from torch.utils.checkpoint import checkpoint
 from helpers.batch_norm_kernels import use_kernels
 from helpers.batch_norms import (
     BATCH_NORMS,
-    DIFFERENT_WAYS,
-    Branches,
     CheckpointedBatchNorm,
     assert_near,
-    branching_rows,
 )
 from helpers.in_time import in_time
 from helpers.losses import fresh
 from helpers.modules import Calls, Composed
 from helpers.one_graph import simulated_accelerators_with_one_graph
 from unisono import DataParallel
-from unisono.runtime.exchange import LocalExchange, taking_part
+from unisono.runtime.exchange import Exchange, taking_part
 from unisono.sync_batch_norm.function_mode import BackwardMode, BatchNormOverReplicas
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -157,16 +154,6 @@ def test_what_would_be_computed_wrongly_is_refused(wrap: Wrap, forward: Callable
         in_time(lambda: model(torch.randn(6, 2)))
 
 
-@pytest.mark.parametrize("way", ["one of two", "one more, last"])
-def test_replicas_that_go_different_ways(wrap: Wrap, way: str) -> None:
-    """N5: an error, and the next call is right."""
-    plain = Branches(way)
-    model = wrap(plain, 3)
-    with pytest.raises(RuntimeError, match=DIFFERENT_WAYS[way]):
-        in_time(lambda: model(branching_rows(5.0, 1.0, 5.0)))
-    assert_like_plain(model, plain, branching_rows(5.0, 5.0, 5.0))
-
-
 @pytest.mark.parametrize("how", ["subclass", "attribute"])
 def test_a_parallel_apply_of_ones_own_is_refused(how: str) -> None:
     """A9, N5: it may run replicas one after the other, and the first would wait for ever."""
@@ -194,44 +181,19 @@ def test_a_replicate_of_ones_own() -> None:
     assert_like_plain(model, plain, torch.randn(8, 2))
 
 
-@pytest.mark.parametrize("value", [None, 1, "yes"])
-def test_the_option_is_true_or_false(value: Any) -> None:
-    with pytest.raises(TypeError, match=rf"sync_batch_norm={value!r}: expected True or False"):
-        DataParallel(nn.BatchNorm1d(2), ["cpu"] * 2, sync_batch_norm=value)
-
-
-@pytest.mark.parametrize("create_graph", [False, True])
-@pytest.mark.parametrize("needed", [False, True])
-def test_rows_that_need_no_gradient_exchange_none(monkeypatch: Any, needed: bool, create_graph: bool) -> None:
-    """N5: so that no replica waits in backward; its parameters have theirs."""
-    exchanged: list[int] = []
-    all_gather = LocalExchange.all_gather
-    monkeypatch.setattr(LocalExchange, "all_gather", lambda *args: exchanged.append(args[1]) or all_gather(*args))
-    plain, x = nn.BatchNorm1d(3), torch.randn(8, 3, requires_grad=needed)
-    model = DataParallel(copy.deepcopy(plain), ["cpu"] * 2, sync_batch_norm=True)
-    output, expected = model(x), plain(x)
-    assert len(exchanged) == 2
-    grads = [
-        torch.autograd.grad(y.pow(3).sum(), [*module.parameters()] + [x] * needed, create_graph=create_graph)
-        for y, module in ((output, model), (expected, plain))
-    ]
-    assert len(exchanged) == 2 + 2 * needed
-    torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-10)
-
-
 def test_a_backward_of_one_replica_in_another_thread() -> None:
     """N5, A6: torch runs it in the accelerator's thread where the caller's loss is on the CPU."""
     norm, x = nn.BatchNorm1d(3), torch.randn(6, 3)
     over_replicas = BatchNormOverReplicas([norm], BackwardMode.PER_REPLICA)
     leaf, expected = fresh(x), fresh(x)
-    with taking_part(LocalExchange(1), 0), over_replicas.in_replica(0, tracked=True):
+    with taking_part(Exchange(1), 0), over_replicas.in_replica(0, tracked=True):
         output = norm(leaf)
-    with over_replicas.single_replica(LocalExchange), ThreadPoolExecutor(1) as thread:
+    with over_replicas.single_replica(Exchange), ThreadPoolExecutor(1) as thread:
         thread.submit(lambda: output.pow(3).sum().backward()).result()
     nn.BatchNorm1d(3)(expected).pow(3).sum().backward()
     torch.testing.assert_close(leaf.grad, expected.grad, rtol=1e-12, atol=1e-12)
     others = BatchNormOverReplicas([norm], BackwardMode.PER_REPLICA)
-    with taking_part(LocalExchange(1), 0), others.in_replica(0, tracked=True):
+    with taking_part(Exchange(1), 0), others.in_replica(0, tracked=True):
         output = norm(fresh(x))
     with pytest.raises(RuntimeError, match="they do not run at the same time"):
         output.sum().backward()

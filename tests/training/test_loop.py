@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import os
 import re
 import shutil
 import signal
@@ -26,7 +25,6 @@ from helpers.host_waits import noted_on_simulated_devices
 from helpers.plain_training import train_plainly
 from unisono.console.errors import DivergedError, Interrupted, OptionError
 from unisono.console.progress import Silent
-from unisono.engines.processes import worker_group
 from unisono.profiling.profile import Profile
 from unisono.training import checkpoint, computation, data, loop, models
 from unisono.training import run as run_module
@@ -146,18 +144,13 @@ def test_the_weights_have_clean_names_and_the_accuracy_that_was_printed(uninterr
     [
         ({"devices": "1"}, []),
         ({"devices": "cpu*3"}, ["cpu 40 rows"] * 3),
-        ({"accumulate": 7}, ["cpu 9 rows", "cpu 8 rows"]),
-        ({"devices": "cpu*3", "accumulate": 60, "stop_after": 4}, ["cpu 1 rows"] * 2),
     ],
 )
-def test_losses_do_not_depend_on_devices_and_micro_batches(uninterrupted, folder, changes, replicas):
-    """The losses of the parts are added up; shown is what several replicas did with the last part."""
+def test_losses_do_not_depend_on_devices(uninterrupted, folder, changes, replicas):
     display = train_on(folder, **changes)
-    losses = losses_of(folder)
-    expected = losses_of(uninterrupted)[: len(losses)]
+    losses, expected = losses_of(folder), losses_of(uninterrupted)
     assert losses[:20] == pytest.approx(expected[:20], rel=1e-5)
     assert losses == pytest.approx(expected, rel=1e-4)
-    assert len(losses) == changes.get("stop_after", 24)
     assert re.findall(r"cpu \d+ rows(?= \d+ ms)", display.replicas[0]) == replicas
 
 
@@ -262,7 +255,7 @@ def test_long_epochs_are_saved_in_between_with_all_steps(folder, monkeypatch, ah
 def test_an_accelerator_that_has_room_for_the_data_is_waited_for_once_a_step(uninterrupted, folder, monkeypatch, sim):
     """Copied from the host is the order of an epoch's rows; read are the loss of each step, and the sums of a test."""
     monkeypatch.setattr("unisono.training.run.has_room_for", lambda device, num_bytes: True)
-    options = replace(SMALL, devices="1", accumulate=3)
+    options = replace(SMALL, devices="1")
     begun = Run(options, folder, Recorder(), ALONE, {}, resume=False, profile=False)
     with contextlib.closing(folder), contextlib.closing(begun) as run, noted_on_simulated_devices() as noted:
         assert {tensor.device for tensor in (run.dataset.train_images, run.dataset.test_labels)} == {sim[0]}
@@ -301,9 +294,9 @@ def test_each_size_is_compiled_once(uninterrupted, folder, graphs, devices, num_
 
 
 def test_a_compiled_run_that_was_stopped_goes_on_to_the_same_numbers(tmp_path, graphs):
-    """Momenta come back. A step has three micro-batches of one size, for which it is compiled."""
+    """Momenta come back. All steps have one size, for which they are compiled."""
     whole, parts = (RunFolder.for_new_run(tmp_path / name) for name in ("whole", "parts"))
-    how: dict[str, Any] = {"devices": "1", "compile": True, "batch_size": 1437, "accumulate": 3, "epochs": 3}
+    how: dict[str, Any] = {"devices": "1", "compile": True, "batch_size": 1437, "epochs": 3}
     train_on(whole, **how)
     torch.compiler.reset()  # torch keeps a few versions of a function, and each run makes its own
     train_on(parts, stop_after=2, **how)
@@ -409,30 +402,10 @@ def losses_with(path: Path, **changes: Any) -> list[float]:
     return losses_of(folder)
 
 
-class KillsWorkers(Observer):
-    """Kills a worker after some steps."""
-
-    def step(self, record: StepRecord) -> None:
-        if record.step in (3, 7):
-            for group in list(worker_group._groups):
-                os.kill(group.workers[-1].pid, signal.SIGKILL)
-
-
-def test_a_worker_that_is_killed_changes_no_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F10: the model's file is that of an undisturbed run, byte for byte, and so are the losses."""
-    monkeypatch.setattr(models, "build", conv_with_batch_norm)
-    folders = [RunFolder.for_new_run(tmp_path / name) for name in ("undisturbed", "killed")]
-    options = replace(SMALL, epochs=1, engine="processes", devices="cpu*3")
-    for folder, observer in zip(folders, (Observer(), KillsWorkers()), strict=True):
-        train(options, folder, observers={"observer": observer})
-    assert_same_run(*folders)
-
-
-@pytest.mark.parametrize("engine", ["threads", "processes"])
-def test_a_profiled_run_has_the_same_numbers(uninterrupted, folder, engine, tmp_path):
+def test_a_profiled_run_has_the_same_numbers(uninterrupted, folder, tmp_path):
     """T9: and its files are of the steps of the last epoch, also where the run goes on in two parts."""
-    train(replace(SMALL, engine=engine, epochs=1), folder, profile=True)
-    run = train(replace(SMALL, engine=engine), RunFolder.reopen(folder.path), resume=True, profile=True)
+    train(replace(SMALL, epochs=1), folder, profile=True)
+    run = train(SMALL, RunFolder.reopen(folder.path), resume=True, profile=True)
     assert_same_run(folder, uninterrupted)
     assert sum(sum(step.rows.values()) for step in run.profile.steps()) == 1437
     events = json.loads(folder.trace.read_text())["traceEvents"]
@@ -454,10 +427,7 @@ def test_batch_norm_sees_the_rows_of_all_devices(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(models, "build", conv_with_batch_norm)
     alone = pytest.approx(losses_with(tmp_path, devices="cpu"), rel=1e-4)
     assert losses_with(tmp_path) == alone
-    assert losses_with(tmp_path, engine="processes") == alone
     assert losses_with(tmp_path, sync_batch_norm=False) != alone
-    alone_in_parts = losses_with(tmp_path, devices="cpu", accumulate=2)
-    assert losses_with(tmp_path, devices="cpu*3", accumulate=2) == pytest.approx(alone_in_parts, rel=1e-4)
 
 
 @pytest.mark.parametrize(

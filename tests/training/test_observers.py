@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import pytest
 
 from helpers.commands import assert_misused, run_captured
@@ -28,8 +27,6 @@ from unisono.training.observers import Observer
 from unisono.training.options import Options
 from unisono.training.run import Run
 from unisono.training.run_folder import RunFolder
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 SMALL = Options(model="mlp", devices="cpu*2", epochs=2)  # 12 steps an epoch
 TRAIN = ["train", "--model", "mlp", "--devices", "cpu*2", "--epochs", "1", "--output", "out"]

@@ -22,7 +22,6 @@ CUDA = [torch.device("cuda", index) for index in range(8)]
     [
         ("batch_size", [0]),
         ("epochs", [0]),
-        ("accumulate", [0, 129]),
         ("lr", [0.0, float("nan"), float("inf")]),
         ("seed", [-1]),
     ],
@@ -37,9 +36,6 @@ def test_a_value_out_of_range_is_named_as_it_is_typed(name: str, values: list[ob
 @pytest.mark.parametrize(
     ("changes", "devices_by_rank", "synchronised", "message"),
     [
-        ({"engine": "processes"}, [CUDA[:2]], True, r"--devices auto is cuda:0, cuda:1, .*take --no-sync-batch-norm$"),
-        ({"engine": "processes"}, [CUDA[:2]], False, None),
-        ({"engine": "processes"}, [[CPU] * 3], True, None),
         ({"compile": True}, [[CPU] * 2], True, r"over 2 replicas \(cpu, cpu\).* --no-sync-batch-norm or --devices 1"),
         ({"compile": True}, [[CPU], [CPU]], True, "over 2 replicas"),
         ({"compile": True}, [[CPU] * 2], False, None),
@@ -117,7 +113,6 @@ def say_capability_is(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int,
         ([(9, 0)], {"precision": "fp32"}, {"compile": True}),
         ([(9, 0)], {"compile": False}, BF16),
         ([(9, 0)], {"precision": "fp32", "compile": False}, {}),
-        ([(9, 0)], {"engine": "processes"}, BF16),
     ],
 )
 def test_capable_gpus_use_bfloat16_and_a_single_one_compiles(monkeypatch, capabilities, given, expected):

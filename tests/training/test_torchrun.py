@@ -12,9 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from helpers.commands import assert_same_metrics, metrics_of, run_captured, steps_of
+from helpers.commands import metrics_of, run_captured, steps_of
 from helpers.ranks import run_ranks
-from unisono.cli import main
 
 LIMIT_S = 240
 EPOCHS = 8
@@ -54,9 +53,15 @@ def wait_for_steps(folder: Path, number: int, process: subprocess.Popen[str]) ->
     pytest.fail((folder / "log").read_text())
 
 
+def assert_same_bytes(run: Path, undisturbed: Path) -> None:
+    one, other = ((folder / "model.safetensors").read_bytes() for folder in (run, undisturbed))
+    assert one == other
+    assert metrics_of(run / "metrics.jsonl") == metrics_of(undisturbed / "metrics.jsonl")
+
+
 @pytest.mark.slow
 def test_killed_processes_and_the_numbers_of_an_undisturbed_run(tmp_path: Path) -> None:
-    """No folder is named, nor, when they are started again, the launch: the new processes find their run."""
+    """T1: no folder is named, nor, when they are started again, the launch: the new processes find their run."""
     how = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--max-restarts", "2"]
     with torchrun(tmp_path, *how, "-m", "unisono", "train", *TRAIN) as process:
         for rank, records in (("0", 30), ("1", 60)):  # two epochs and some steps; then four
@@ -68,9 +73,10 @@ def test_killed_processes_and_the_numbers_of_an_undisturbed_run(tmp_path: Path) 
     assert log.count("going on after step") == 2
     assert list((tmp_path / "runs").iterdir()) == [run]
 
-    assert main(["train", *TRAIN, "--output", str(tmp_path / "alone")]) == 0
+    ended = run_ranks(2, run_captured, tmp_path, "train", *TRAIN, "--output", "undisturbed")
+    assert [status for status, _, _ in ended] == [0, 0]
+    assert_same_bytes(run, tmp_path / "undisturbed")
     assert len(metrics_of(run / "metrics.jsonl")) == 13 * EPOCHS
-    assert_same_metrics(run / "metrics.jsonl", tmp_path / "alone" / "metrics.jsonl", rel=1e-4)
 
 
 @pytest.mark.slow
@@ -97,6 +103,4 @@ def test_a_job_that_is_ended_and_then_killed_goes_on_to_the_same_weights(tmp_pat
     with torchrun(parts, *train, *resume) as process:
         assert process.wait(LIMIT_S) == 0, (parts / "log").read_text()
     assert "going on after step" in (parts / "log").read_text()
-    one, other = (folder / "runs" / "one" for folder in (whole, parts))
-    assert one.joinpath("model.safetensors").read_bytes() == other.joinpath("model.safetensors").read_bytes()
-    assert metrics_of(one / "metrics.jsonl") == metrics_of(other / "metrics.jsonl")
+    assert_same_bytes(parts / "runs" / "one", whole / "runs" / "one")

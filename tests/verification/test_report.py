@@ -12,7 +12,8 @@ SAME = Row("training", Kind.OUTPUT, "", (9, 2), 2.0, 1e-7, 2e-5)
 DIFFERS = Row("training", Kind.GRADIENT, "linear.weight", (2, 5), 2.0, 0.5, 2e-5)
 LOST = Row("eval", Kind.BUFFER, "norm.mean", (5,), 2.0, math.inf, 0.0, "gone")
 FOUND = Finding("training", "linear", "Linear", Cause.ROWS_INTERACT, "because.")
-EXPECTED = Finding("eval", "", "Net", Cause.RANDOM_NUMBERS, "dice.", explained=True)
+EXPECTED = Finding("eval", "", "Net", Cause.ONE_NUMBER_A_SHARD, "asked for.", explained=True)
+DRAWN = Finding("training", "0", "Dice", Cause.RANDOM_NUMBERS, "dice.")
 
 
 def report(*rows: Row, findings: tuple[Finding, ...] = ()) -> Report:
@@ -27,15 +28,29 @@ def report(*rows: Row, findings: tuple[Finding, ...] = ()) -> Report:
             report(SAME, DIFFERS, LOST, findings=(EXPECTED, FOUND)),
             (False, False, "linear", Cause.ROWS_INTERACT),  # what is not explained comes first
             [
-                "eval: differs, as expected, first at the model itself (Net): dice.",
+                "eval: differs, as expected, first at the model itself (Net): asked for.",
                 "training: differs, first at linear (Linear): because.",
                 "differs: 2 of 3 comparisons, in training and eval",
             ],
         ),
         (
             report(LOST, findings=(EXPECTED,)),
-            (False, True, "", Cause.RANDOM_NUMBERS),
+            (False, True, "", Cause.ONE_NUMBER_A_SHARD),
             ["differs, as expected: 1 of 1 comparisons, in eval"],
+        ),
+        (
+            report(dataclasses.replace(SAME, mode="eval"), findings=(DRAWN,)),
+            (False, False, "0", Cause.RANDOM_NUMBERS),
+            [
+                "training: not compared, because of 0 (Dice): dice.",
+                "same: 1 comparisons, in eval",
+                "not compared: training",
+            ],
+        ),
+        (
+            report(LOST, findings=(DRAWN, EXPECTED)),
+            (False, False, "0", Cause.RANDOM_NUMBERS),
+            ["differs: 1 of 1 comparisons, in eval", "not compared: training"],
         ),
         (
             report(DIFFERS, findings=(FOUND, dataclasses.replace(FOUND, mode="eval"))),
@@ -46,7 +61,7 @@ def report(*rows: Row, findings: tuple[Finding, ...] = ()) -> Report:
 )
 def test_the_verdict(found: Report, verdict: tuple[Any, ...], lines: list[str]) -> None:
     assert (found.same, found.explained, found.first_module, found.cause) == verdict
-    assert found.differences == tuple(row for row in found.rows if row is not SAME)
+    assert found.differences == tuple(row for row in found.rows if row.difference > row.allowed)
     assert [line for line in str(found).splitlines() if line in lines] == lines
 
 

@@ -25,10 +25,15 @@ def test_every_generator_is_noticed_and_put_back(monkeypatch: pytest.MonkeyPatch
     def draw_own() -> None:
         torch.rand(1, generator=own)
 
-    for draw in (lambda: torch.rand(1), random.random, draw_numpy, draw_own):
+    draws = (lambda: torch.rand(1), random.random, draw_numpy, draw_own)
+    for draw, whose in zip(
+        draws,
+        ("torch's generator", "Python's generator (random)", "numpy's generator", "a generator of its own"),
+        strict=True,
+    ):
         state = RandomState([own])
-        assert not state.has_moved()
+        assert not state.moved()
         draw()
-        assert state.has_moved()
+        assert state.moved() == [whose]
         state.restore()
-        assert state.has_moved() is (draw is draw_own)
+        assert bool(state.moved()) is (draw is draw_own)

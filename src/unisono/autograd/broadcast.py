@@ -40,13 +40,10 @@ class CoalescedBroadcast:
     Args:
         tensors: by number.
         devices: one a replica.
-        separate_memory: copy to every replica but the first, even on the tensors' own device.
     """
 
-    def __init__(
-        self, tensors: Mapping[int, torch.Tensor], devices: Sequence[torch.device], *, separate_memory: bool = False
-    ) -> None:
-        self._num_replicas = len(devices)
+    def __init__(self, tensors: Mapping[int, torch.Tensor], devices: Sequence[torch.device]) -> None:
+        self._num_replicas, separate_memory = len(devices), _devices.has_separate_memory()
         sources = {tensor.device for tensor in tensors.values()}
         self._remote = {
             source: [i for i, device in enumerate(devices) if _is_remote(i, device, source, separate_memory)]
@@ -58,7 +55,7 @@ class CoalescedBroadcast:
         if any(self._remote.values()):
             self._tensors = {number: tensor.detach() for number, tensor in tensors.items()}
             plain = {n: tensor for n, tensor in self._tensors.items() if is_plain(tensor) and tensor.numel()}
-            forms = {n: Form.of(tensor, tensor.device) for n, tensor in plain.items()}
+            forms = {n: Form.of(tensor) for n, tensor in plain.items()}
             self._buckets = [replace(bucket, aligned_bytes=_ALIGNED_BYTES) for bucket in buckets_of(forms)]
             self._others = [n for n in self._tensors if n not in forms]
 
@@ -81,18 +78,18 @@ class ReduceBuckets:
     """The buckets in which the gradients of some parameters are reduced, planned once.
 
     Attributes:
-        separate_memory: as in `CoalescedBroadcast`.
+        separate_memory: as in `runtime.devices.has_separate_memory`.
         sources, source_of: the devices of the parameters, each once; and that of each parameter.
         bucket_of: each parameter's bucket; -1 for one that is copied by itself.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], *, separate_memory: bool = False) -> None:
-        self.separate_memory = separate_memory
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self.separate_memory = _devices.has_separate_memory()
         self.sources = list(dict.fromkeys([parameter.device for parameter in parameters]))
         self.source_of = [parameter.device for parameter in parameters]
         # Backward computes the last parameters' gradients first.
         plain = [(k, p.detach()) for k, p in reversed(list(enumerate(parameters))) if is_plain(p)]
-        self.buckets = buckets_of({k: Form.of(parameter, parameter.device) for k, parameter in plain})
+        self.buckets = buckets_of({k: Form.of(parameter) for k, parameter in plain})
         self.bucket_of = [-1] * len(parameters)
         for b, bucket in enumerate(self.buckets):
             for k in bucket.numbers:

@@ -3,8 +3,7 @@
 Each replica computes a gradient of its own for every parameter. Kept until the last replica is done, these gradients
 would take the parameters' memory once more for each further replica, while most activations are still alive. So a large
 gradient is handed to the replica's `Reducer` as soon as it is computed. Reducers differ in what is behind them: a sum
-in this process (`RunningSums`), buckets on another device (broadcast.py), memory that processes share, gloo or NCCL
-(engines/processes/reducers/), the processes of a launcher (distributed/).
+in this process (`RunningSums`), buckets on another device (broadcast.py), the ranks under a launcher (distributed/).
 """
 
 import contextlib

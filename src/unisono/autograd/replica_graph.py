@@ -52,7 +52,7 @@ _BACKWARD_INSIDE = (
 
 
 class Repeater(Protocol):
-    """Runs a backward of `graphs`, again after a failure from which it recovers; engines/replay.py has it."""
+    """Runs a backward of `graphs`, again after a failure from which it recovers; engines/rescue.py has it."""
 
     def run(self, graphs: "ReplicaGraphs", backward: Callable[[], T]) -> T: ...
 
@@ -131,33 +131,6 @@ class ReplicaGraph:
         """Return the outputs from which a backward starts, each with its gradient."""
         pairs = zip(self.outputs, grads, strict=True)
         return [(end, grad) for end, grad in pairs if end is not None and grad is not None and end.requires_grad]
-
-    def gradients(
-        self,
-        grads: Sequence[torch.Tensor | None],
-        keep: bool,
-        *,
-        into_grad: bool = True,
-        needed: Sequence[bool] | None = None,
-        callers: Sequence[torch.Tensor] = (),
-        reducer: Reducer | None = None,
-    ) -> tuple[Gradients, Gradients]:
-        """Run backward; return the gradients of the leaves of inputs, and of parameters.
-
-        Args:
-            into_grad: whether they go through the leaves' `.grad`, as a module may expect; then all are computed.
-            needed: for each leaf, whether its gradient is needed; None: all are.
-            callers: leaves that are the caller's own, whose `.grad` is to stay.
-            reducer: takes gradients as soon as they are computed, if they go through `.grad`; those are missing then.
-        """
-        if not into_grad:
-            (found,) = gradients_of([self], [grads], needed, keep=keep)
-            return found[: len(self.inputs)], found[len(self.inputs) :]
-        if callers:
-            with gradients_aside(callers):
-                return self.gradients(grads, keep, reducer=reducer)
-        backward_of([self], [grads], keep, [reducer])
-        return self.take_gradients()
 
     def take_gradients(self) -> tuple[Gradients, Gradients]:
         """Return the `.grad` of the leaves of inputs, and of parameters, and set it to None."""
@@ -343,14 +316,13 @@ class ReplicaGraphs:
         pairs = zip(self.parameters.live, zip(*self.parameters.leaves, strict=True), strict=True)
         return [*self.inputs, *(BoundaryTensor(Replicate(), live.device, of_live) for live, of_live in pairs)]
 
-    def graph(self, index: int) -> ReplicaGraph:
-        """Return the graph of a replica in this process."""
-        inputs, outputs = [[each.tensors[index] for each in of] for of in (self.inputs, self.outputs)]
-        return ReplicaGraph(inputs, self.parameters.leaves[index], outputs, self.parameters.hooks[index])
-
     def graphs(self) -> list[ReplicaGraph]:
-        """Return the graphs of all replicas in this process."""
-        return [self.graph(index) for index, _ in enumerate(self.timings)]
+        """Return the graphs of all replicas."""
+        graphs = []
+        for index, _ in enumerate(self.timings):
+            inputs, outputs = [[each.tensors[index] for each in of] for of in (self.inputs, self.outputs)]
+            graphs.append(ReplicaGraph(inputs, self.parameters.leaves[index], outputs, self.parameters.hooks[index]))
+        return graphs
 
     def begin_sum(self, boundary: Any) -> RankReduction | None:
         """Begin to sum the parameters' gradients over processes, in the backward of the node `boundary`.
@@ -495,27 +467,18 @@ class ReplicaGraphs:
                 incoming.append(BoundaryTensor(each.placement.of_gradients(), grad.device, tensors))
             for i, part in enumerate(parts):
                 end_grads[i].append(part)
-        higher = self._higher(incoming)
+        together = any_batched(chain.from_iterable(end_grads)) or modes_that_stay()
+        of_inputs = self._gradients(end_grads, needed, together=together, create_graph=True)
         gradients = [
             BoundaryTensor(each.placement, each.device, each.with_every_part(of_input))
             if any(part is not None for part in of_input)
             else None
-            for each, of_input in zip(self.all_inputs, self._differentiate(end_grads, higher, needed), strict=True)
+            for each, of_input in zip(self.all_inputs, of_inputs, strict=True)
         ]
-        higher.outputs = [each for each in gradients if each is not None]
-        return higher, gradients
-
-    def _differentiate(
-        self, grads: Sequence[Sequence[torch.Tensor | None]], higher: Self, needed: Sequence[bool] | None
-    ) -> list[Gradients]:
-        """Return each input's gradients, from `grads` of each replica's outputs; their graphs will be in `higher`."""
-        together = any_batched(chain.from_iterable(grads)) or modes_that_stay()
-        return self._gradients(grads, needed, together=together, create_graph=True)
-
-    def _higher(self, incoming: Sequence[BoundaryTensor], **changes: Any) -> Self:
-        """Return the graphs of these graphs' gradients, without outputs yet; `incoming` are their further inputs."""
+        outputs = [each for each in gradients if each is not None]
         inputs = [*self.inputs, *incoming]
-        return replace(self, inputs=inputs, outputs=[], live_inputs=(), keep=True, replay=None, **changes)
+        higher = replace(self, inputs=inputs, outputs=outputs, live_inputs=(), keep=True, replay=None)
+        return higher, gradients
 
     def _parts_of(self, output_grads: Sequence[torch.Tensor | None]) -> list[Gradients]:
         """Return each replica's part of the output gradients; None for an output that needs none."""

@@ -1,1 +1,1 @@
-"""The benchmark behind `unisono bench`: our engines and the alternatives, measured in turn."""
+"""The benchmark behind `unisono bench`: `DataParallel` and the alternatives, measured in turn."""

@@ -10,7 +10,7 @@ from unisono.console.charts import INK
 
 _COLORS = {
     "plain": charts.GREY, "limit": "#7d7d7d", "ddp": charts.RED, "torchrun": "#61988e",
-     "threads": "#6fb3d2", "processes": charts.BLUE,
+     "threads": charts.BLUE,
 }  # fmt: skip
 
 

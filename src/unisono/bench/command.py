@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +24,14 @@ _QUICK = {"rounds": 3, "seconds_per_turn": 0.5}
 SUMMARY = "measure training steps on this machine, ours beside others'"
 
 DESCRIPTION = """\
-Measure training steps on the cores of this machine: the plain module, torch DDP, DataParallel under a launcher, with
-threads and with processes, and the limit: as many processes without any communication. All take turns in one run, so
-that figures can be compared. Where noise may be why one is faster, or other programs keep the cores busy, it says so
-instead of naming the fastest.
+Measure training steps on the cores of this machine: the plain module, torch DDP, DataParallel in one process
+(threads) and under a launcher (torchrun), and the limit: as many processes without any communication. All take turns
+in one run, so that figures can be compared. Where noise may be why one is faster, or other programs keep the cores
+busy, it says so instead of naming the fastest.
 
-For each model it says which engine and how many replicas are fastest here. A model of yours is package.module:build:
-build is a function without arguments, found from the current folder, as for `unisono verify`: it returns
-(model, inputs), or a dict with model, inputs, target, criterion, and options of DataParallel.
+For each model it says how many replicas are fastest here. A model of yours is package.module:build: build is a function
+without arguments, found from the current folder, as for `unisono verify`: it returns (model, inputs), or a dict with
+model, inputs, target, criterion, and options of DataParallel.
 """
 
 EXAMPLES = """\
@@ -40,9 +39,8 @@ examples:
   unisono bench train:build                           a model of yours
   unisono bench train:build --quick                   a first look
   unisono bench train:build --replicas 2,4,8 --seconds-per-turn 5
-  unisono bench train:build --contenders plain,ddp,processes
   unisono bench mlp tiny                              two of ours
-  unisono bench                                       all of ours; eight minutes on two cores
+  unisono bench                                       all of ours; seven minutes on two cores
 
 models of ours:
   resnet   ResNet-18, 32 pictures of 28 x 28
@@ -65,16 +63,13 @@ exit status:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command to its parser; only what was given comes out of it."""
     add = parser.add_argument
-    turn = f"(default: {_USUAL['seconds_per_turn']:g})"
+    turn = f"approximate length of a turn (default: {_USUAL['seconds_per_turn']:g})"
     quick = f"{_QUICK['rounds']} of {_QUICK['seconds_per_turn']:g} s"
     counts = "such as 2 or 2,4,8 (default: 2, 4, 8 and so on, up to the cores)"
     models = f"{TARGET}, or one of ours: {', '.join(WORKLOADS)} (default: all of ours)"
     add("models", nargs="*", metavar="MODEL", help=models)
-    contenders = f"some of {', '.join(CONTENDERS)} (default: all)"
-    add("--contenders", type=_contender_names, metavar="NAMES", help=contenders)
     add("--replicas", type=_counts, metavar="COUNTS", help=counts)
-    add("--rounds", type=number(int, 1), metavar="N", help=f"turns of each contender (default: {_USUAL['rounds']})")
-    add("--seconds-per-turn", type=number(float, 0.01, 60), metavar="S", help=f"approximate length of a turn {turn}")
+    add("--seconds-per-turn", type=number(float, 0.01, 60), metavar="S", help=turn)
     add("--quick", action="store_true", help=f"a first look: fewer and shorter turns, {quick}")
     add("--output", type=folder, metavar="DIR", help="the folder for the results (default: runs/bench)")
 
@@ -91,7 +86,8 @@ def run(given: dict[str, Any]) -> int:
         if ":" not in name and name not in WORKLOADS:
             raise OptionError(f"{name}: expected one of ours, {', '.join(WORKLOADS)}, or {TARGET} for one of yours")
     targets = {name: f"unisono.bench.workloads:{name}" if name in WORKLOADS else name for name in names}
-    settings = (_QUICK if "quick" in given else _USUAL) | {key: given[key] for key in _USUAL if key in given}
+    settings = dict(_QUICK if "quick" in given else _USUAL)
+    settings["seconds_per_turn"] = given.get("seconds_per_turn", settings["seconds_per_turn"])
     rounds, seconds = int(settings["rounds"]), settings["seconds_per_turn"]
     output: Path = given.get("output", Path("runs/bench"))
     for target in targets.values():
@@ -101,7 +97,8 @@ def run(given: dict[str, Any]) -> int:
     from unisono.bench import measure, processes  # they need psutil
 
     counts = given.get("replicas", _up_to(machine.num_cores()))
-    participants = _contenders(given.get("contenders", CONTENDERS), counts)
+    several = (Contender(name, count) for count in counts for name in CONTENDERS if name != "plain")
+    participants = [Contender("plain", 1), *several]
     expected_s = len(targets) * measure.expected_s(participants, rounds, seconds)
     results = Results(machine.describe(), settings, processes.MEMORY_KIND, [])
     print(machine.in_one_line(results.machine), flush=True)
@@ -135,12 +132,6 @@ def _conclude(results: Results, output: Path) -> None:
         print(why_no_picture)
 
 
-def _contenders(names: Sequence[str], counts: Sequence[int]) -> list[Contender]:
-    """Return the contenders: each with each number of replicas, and the plain module once."""
-    several = [Contender(name, count) for count in counts for name in names if name != "plain"]
-    return [Contender("plain", 1), *several] if "plain" in names else several
-
-
 def _up_to(cores: int) -> list[int]:
     """Return 2, 4, 8 and so on, and last the number of cores.
 
@@ -149,13 +140,6 @@ def _up_to(cores: int) -> list[int]:
     """
     powers = [2**k for k in range(1, cores.bit_length()) if 2**k < cores]
     return [*powers, max(2, cores)]
-
-
-def _contender_names(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if unknown := [name for name in names if name not in CONTENDERS]:
-        raise argparse.ArgumentTypeError(f"expected some of {', '.join(CONTENDERS)}; got {unknown[0]!r}")
-    return [name for name in CONTENDERS if name in names]
 
 
 def _counts(text: str) -> list[int]:

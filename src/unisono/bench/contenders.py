@@ -1,9 +1,9 @@
 """The contenders: each takes the same training step in its own way.
 
-`plain`, `threads` and `processes` are one program, as their users write it. The others are one program for each
-replica, each with its own rows of the batch, which communicate by torch.distributed (gloo over the loopback device,
-rendezvous in a file): `ddp`, and `torchrun`, which is `DataParallel` under a launcher. The programs of `limit` do not
-communicate at all, so no correct contender can be faster, except by chance.
+`plain` and `threads` are one program, as their users write it. The others are one program for each replica, each with
+its own rows of the batch, which communicate by torch.distributed (gloo over the loopback device, rendezvous in a file):
+`ddp`, and `torchrun`, which is `DataParallel` under a launcher. The programs of `limit` do not communicate at all, so
+no correct contender can be faster, except by chance.
 
 Every process has its part of the cores: the number of intra-op threads that torch would use, divided by the replicas.
 """
@@ -20,10 +20,9 @@ from torch import nn
 from unisono.bench.tasks import Step, Task
 from unisono.data_parallel import DataParallel
 
-OURS = ("threads", "processes")
 DISTRIBUTED = ("ddp", "torchrun")
-CONTENDERS = ("plain", "limit", *DISTRIBUTED, *OURS)
-MEASURED = {f"{engine}, measured": engine for engine in OURS}  # with shares="measured"; benchmarks/shares.py has them
+CONTENDERS = ("plain", "limit", *DISTRIBUTED, "threads")
+MEASURED = "threads, measured"  # with shares="measured"; benchmarks/shares.py has it
 STEPS_UNTIL_FROZEN = 130  # with shares="measured" and two replicas, at most
 
 
@@ -36,7 +35,7 @@ class Contender:
 
     @property
     def num_programs(self) -> int:
-        """How many processes are started for it, not counting those that these start."""
+        """How many processes are started for it."""
         return self.replicas if self.name in ("limit", *DISTRIBUTED) else 1
 
     def __str__(self) -> str:
@@ -49,14 +48,14 @@ def label(name: str) -> str:
     >>> label("torchrun"), label("ddp")
     ('unisono, torchrun', 'ddp')
     """
-    return f"unisono, {name}" if name in (*OURS, "torchrun") else name
+    return f"unisono, {name}" if name in ("threads", "torchrun") else name
 
 
 def use_part_of_cores(contender: Contender, rank: int) -> None:
     """Give the calling process its part of the cores, before it computes anything.
 
-    The limit's programs are bound to their own cores, as the workers of engine="processes" are, because that is
-    fastest. The system schedules the others, as it does for their users.
+    The limit's programs are bound to their own cores, because that is fastest. The system schedules the others, as it
+    does for their users.
     """
     torch.set_num_threads(max(1, torch.get_num_threads() // contender.num_programs))
     if contender.name == "limit" and hasattr(os, "sched_setaffinity"):
@@ -70,10 +69,9 @@ def step_of(contender: Contender, rank: int, task: Task, folder: Path) -> Callab
     name, replicas = contender.name, contender.replicas
     if name in DISTRIBUTED:
         _join(rank, replicas, folder)
-    if name in (*OURS, *MEASURED):
-        options = {**task.options, "shares": "measured"} if name in MEASURED else task.options
-        engine = MEASURED.get(name, name)
-        task.model = DataParallel(task.model, ["cpu"] * replicas, engine=engine, process_group=False, **options)
+    if name in ("threads", MEASURED):
+        options = {**task.options, "shares": "measured"} if name == MEASURED else task.options
+        task.model = DataParallel(task.model, ["cpu"] * replicas, process_group=False, **options)
     elif name == "torchrun":
         task.model = DataParallel(task.model, ["cpu"], **task.options)
     elif name == "ddp":

@@ -88,7 +88,7 @@ class _Runner:
     def warm_up(self, seconds: float) -> None:
         """Note the memory; take steps for about a turn, or until measured shares are frozen, to estimate their time."""
         self.line.memory_bytes = self._processes.peak_memory_bytes(_NUM_MEMORY_STEPS)
-        if self.contender.name in MEASURED:
+        if self.contender.name == MEASURED:
             self._processes.take(STEPS_UNTIL_FROZEN)
         num_steps = min(_LONGEST_WARM_UP, math.ceil(seconds / self._step_s))
         self._step_s = _step_s(self._processes.take(1 + num_steps))

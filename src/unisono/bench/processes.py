@@ -23,13 +23,6 @@ def family(pids: Iterable[int]) -> list[psutil.Process]:
     return list(found.values())
 
 
-def is_running(pid: int) -> bool:
-    """Return whether there is a process of this number that has not ended."""
-    with contextlib.suppress(psutil.Error):
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    return False
-
-
 def memory_bytes(processes: Iterable[psutil.Process]) -> int:
     """Return the memory of processes together."""
     memories = _each(processes, psutil.Process.memory_full_info)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from unisono.bench import machine
-from unisono.bench.contenders import OURS, label
+from unisono.bench.contenders import label
 from unisono.bench.results import NOISE, Line, Results, Workload
 from unisono.console.tables import table
 
@@ -14,9 +14,9 @@ batch, the same start and the same allocator setting (unisono.keep_freed_memory)
 that of a contender is the lower quartile of its turns, and its range reaches from the fastest turn to the upper
 quartile. `plain` is the module by itself with all cores. `limit` is one process a replica, with its rows of the batch
 and no communication, so nothing can be faster. `ddp` is torch's DistributedDataParallel over gloo, one process a
-replica, with gradient_as_bucket_view. `unisono, threads` and `unisono, processes` are unisono.DataParallel, and
-`unisono, torchrun` is the same line in one process a replica. Memory is the most that all processes of a contender take
-together ({memory_kind}), while those of the others are there."""
+replica, with gradient_as_bucket_view. `unisono, threads` is unisono.DataParallel, and `unisono, torchrun` is the same
+line in one process a replica. Memory is the most that all processes of a contender take together ({memory_kind}), while
+those of the others are there."""
 
 
 def document(results: Results, *, picture: bool) -> str:
@@ -60,14 +60,14 @@ def _row(line: Line, workload: Workload, replicas: int) -> list[str]:
 
 
 def advice(workload: Workload, cores: int) -> Iterator[str]:
-    """Yield the engine and number of replicas to use on this machine, and the reasons, as paragraphs.
+    """Yield the number of replicas to use on this machine, and the reasons, as paragraphs.
 
-    Of all that are within 3 % of the fastest, the simplest is recommended: the plain module, then threads, then
-    processes, and fewer replicas first. There is no verdict where noise may be why one is faster, and no advice without
-    the measurements of the plain module and of ours.
+    Of all that are within 3 % of the fastest, the simplest is recommended: the plain module, then the fewest replicas.
+    There is no verdict where noise may be why one is faster, and no advice without the measurements of the plain module
+    and of ours.
     """
     plain = workload.line("plain")
-    ours = [line for engine in OURS for line in workload.measured() if line.contender == engine]
+    ours = [line for line in workload.measured() if line.contender == "threads"]
     if workload.disturbance:
         yield (
             f"**No verdict**: {workload.disturbance}, so do not rely on these figures. Measure again when they have "
@@ -82,8 +82,8 @@ def advice(workload: Workload, cores: int) -> Iterator[str]:
     if plain.is_lost_in_noise(best):
         yield (
             f"**No verdict**: the plain module takes {_range(plain)} ms a step, and {best_of_ours}, the best of ours, "
-            f"{_range(best)} ms. These ranges overlap, so noise may be why one is faster. More rounds (--rounds), "
-            "longer turns (--seconds-per-turn) or a quieter machine may tell them apart."
+            f"{_range(best)} ms. These ranges overlap, so noise may be why one is faster. Longer turns "
+            "(--seconds-per-turn) or a quieter machine may tell them apart."
         )
     elif chosen is plain:
         yield (
@@ -92,9 +92,8 @@ def advice(workload: Workload, cores: int) -> Iterator[str]:
         )
         yield _why_one_device(workload, plain, best, cores)
     else:
-        engine = "" if chosen.contender == "threads" else f', engine="{chosen.contender}"'
         yield (
-            f'**`unisono.DataParallel(model, ["cpu"] * {chosen.replicas}{engine})` is fastest here**: '
+            f'**`unisono.DataParallel(model, ["cpu"] * {chosen.replicas})` is fastest here**: '
             f"{_ms(chosen.step_s)} ms a step, {chosen.speed_of(plain):.2f} times as fast as the plain module with "
             f"all cores ({_ms(plain.step_s)} ms), whose operations leave some of the cores idle some of the time."
         )

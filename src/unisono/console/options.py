@@ -13,12 +13,11 @@ from unisono.primitives.dims import check_dims, check_scalars
 from unisono.primitives.split_sizes import RULES, check_shares
 
 TARGET = "package.module:build"
-OF_WRAPPERS = ("engine", "shares", "in_dims", "out_dims", "scalars", "sync_batch_norm", "randomness")
+OF_WRAPPERS = ("shares", "in_dims", "out_dims", "scalars", "sync_batch_norm")
 
 
 def add_options_of_wrappers(parser: argparse.ArgumentParser) -> None:
     """Add the options that are arguments of `DataParallel`, for commands whose wrappers take them as they are."""
-    parser.add_argument("--engine", choices=("threads", "processes"), help="what runs replicas (default: threads)")
     parser.add_argument(
         "--shares",
         type=shares,
@@ -50,11 +49,6 @@ def add_options_of_wrappers(parser: argparse.ArgumentParser) -> None:
         "--sync-batch-norm",
         action=argparse.BooleanOptionalAction,
         help="batch norm with the statistics of the whole batch, or with --no of each shard (default)",
-    )
-    parser.add_argument(
-        "--randomness",
-        choices=("per_replica", "one_device"),
-        help="the random numbers of dropout and other draws: of each replica (default), or those of one device",
     )
 
 

@@ -72,7 +72,7 @@ class BucketPlan(NamedTuple):
             without: whether a tensor gets no place.
         """
         forms = {
-            number: Form.of(tensor.detach(), tensor.device)
+            number: Form.of(tensor.detach())
             for number, tensor in reversed(list(enumerate(tensors)))
             if tensor.numel() and not without(tensor)
         }

@@ -114,7 +114,7 @@ class Communicator:
         self.timeout_s = torch_private.timeout_of_group(process_group).total_seconds()
         self._ranks = distributed.get_process_group_ranks(process_group)
         self.is_world = self.world_size == distributed.get_world_size()
-        self._store = distributed.PrefixStore("unisono", torch_private.store_of_group(process_group))
+        self._store = distributed.PrefixStore("unisono", process_group.get_group_store())
         self._failure_store = FailureStore(self._store, self.rank)
         self._check_every_s = max(_CHECK_EVERY_S, self.world_size / 500)
         self._num_barriers = self._num_models = self._num_comparisons = 0
@@ -611,7 +611,7 @@ def _unpickled(tensor: torch.Tensor) -> Any:
 
 def broadcast_plan(tensors: Sequence[torch.Tensor]) -> tuple[Bucket, ...]:
     """Return the buckets in which `Communicator.broadcast` sends tensors."""
-    return buckets_of({i: Form.of(t.detach(), t.device) for i, t in enumerate(tensors) if t.numel()})
+    return buckets_of({i: Form.of(t.detach()) for i, t in enumerate(tensors) if t.numel()})
 
 
 _communicators: "weakref.WeakKeyDictionary[Any, Communicator]" = weakref.WeakKeyDictionary()

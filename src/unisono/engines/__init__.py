@@ -1,1 +1,1 @@
-"""Engines: what runs the replicas of one forward, and the backward that belongs to it."""
+"""What runs the replicas of one forward, and the backward that belongs to it."""

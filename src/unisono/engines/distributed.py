@@ -1,7 +1,7 @@
-"""The engine for a process that trains a model together with others: it runs another engine, and gradients are summed.
+"""What is added to a forward where this process trains a model together with others, under a launcher.
 
-The forward is the other engine's, with a sync context (gradient_sync.py) that stays with the graph: its backward sums
-the gradients over the processes. Two cases are special:
+The forward has a sync context (gradient_sync.py) that stays with the graph: its backward sums the gradients over the
+processes. Two cases are special:
 
     a mode that other threads cannot join    the module runs whole and in the caller's graph; its parameters are behind
                                              a node that sums their gradients
@@ -10,7 +10,7 @@ the gradients over the processes. Two cases are special:
                                              before that); the output is cut to no rows, and the gradients are ignored
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 from unisono.distributed.gradient_sync import GradientSync, SyncContext, UnboundGradientSync
-from unisono.engines.base import Call, Engine, LaneCall, Lanes
+from unisono.engines.call import Call
 from unisono.engines.replica import is_reentrant_checkpoint, leaves_and_nodes
+from unisono.engines.threads import Threads
 from unisono.primitives import pytree
 from unisono.primitives.dims import OutputRules
 from unisono.primitives.inputs import scattered
@@ -30,7 +31,6 @@ from unisono.runtime import devices as _devices
 from unisono.runtime.errors import log_once
 from unisono.runtime.thread_pool import inside_replica, run_together
 from unisono.runtime.thread_state import modes_that_stay
-from unisono.runtime.timeline import ReplicaTiming
 from unisono.sync_batch_norm.across_processes import CrossProcessAllGather
 
 _RUNS_WHOLE = (
@@ -52,37 +52,27 @@ _NO_ROWS = (
     "this process has a batch without rows, while others have some: to take part in the step, the module ran on rows "
     "of its first batch, or on zeros if it has had none. If it cannot, give every process as many batches."
 )
-_NO_VERBS = (
-    "its gradients cannot be summed over processes: leave it as it is, or keep the model to this process with "
-    "process_group=False."
-)
 _STAND_IN_ROWS = 2  # batch norm needs more than one
 
 
-class DistributedEngine(Engine):
-    """Runs forwards with another engine; their backward sums the gradients over the processes.
+class Ranks:
+    """This process's part in training a model together with other ranks: their backward sums the gradients.
 
     Args:
-        engine: runs the replicas of this process.
         gradient_sync: sums the gradients.
         devices: all devices of this process, with and without rows in a call.
     """
 
     def __init__(
-        self, engine: Engine, gradient_sync: GradientSync | UnboundGradientSync | None, devices: Sequence[torch.device]
+        self, gradient_sync: GradientSync | UnboundGradientSync | None, devices: Sequence[torch.device]
     ) -> None:
-        self._engine = engine
         self._gradient_sync = gradient_sync
         self._devices = devices
 
     @property
-    def spans_processes(self) -> bool:
-        """Whether several processes train together. A loaded model that has not run yet answers for its old group."""
+    def train_together(self) -> bool:
+        """Whether there are several. A loaded model that has not run yet answers for its old group."""
         return self._gradient_sync is not None
-
-    @property
-    def row_limits(self) -> Mapping[int, int]:
-        return self._engine.row_limits
 
     def gradient_sync(self, module: nn.Module) -> GradientSync | None:
         """Return what sums the gradients of `module`; None if a loaded model has this process to itself."""
@@ -93,18 +83,23 @@ class DistributedEngine(Engine):
     def _active(self, module: nn.Module) -> GradientSync | None:
         return self.gradient_sync(module) if torch.is_grad_enabled() and not inside_replica() else None
 
-    def forward(self, module: nn.Module, call: Call) -> Any:
+    def take_part(self, module: nn.Module) -> bool:
+        """Return whether a forward of `module` that begins now is summed over the ranks."""
+        return self._active(module) is not None
+
+    def forward(self, threads: Threads, module: nn.Module, call: Call) -> Any:
+        """Do what `Threads.forward` does; the backward of its output sums the gradients over the ranks."""
         gradient_sync = self._active(module)
         if gradient_sync is None:
-            return self._engine.forward(module, call)
+            return threads.forward(module, call)
         if call.arguments.rows == 0:
-            return self._run_on_stand_in(gradient_sync, module, call)
-        output = self._run(module, call, gradient_sync.sync_context(module, call.arguments.rows))
+            return self._run_on_stand_in(threads, gradient_sync, module, call)
+        output = self._run(threads, module, call, gradient_sync.sync_context(module, call.arguments.rows))
         if gradient_sync.sample is None and call.arguments.rows:
             gradient_sync.sample = call.arguments.first_rows(_STAND_IN_ROWS)
         return output
 
-    def _run_on_stand_in(self, gradient_sync: GradientSync, module: nn.Module, call: Call) -> Any:
+    def _run_on_stand_in(self, threads: Threads, gradient_sync: GradientSync, module: nn.Module, call: Call) -> Any:
         buffers = list(module.buffers())
         before = [buffer.detach().clone() for buffer in buffers]
         sample = gradient_sync.sample
@@ -114,14 +109,16 @@ class DistributedEngine(Engine):
         # Its inputs need gradients as those of `call` do: so does what other ranks exchange in backward.
         stand_in = replace(call, arguments=call.arguments.with_rows_of(sample), sizes=(_STAND_IN_ROWS,))
         try:
-            output = without_rows(self._run(module, stand_in, gradient_sync.sync_context(module, 0)), call.rules)
+            output = without_rows(
+                self._run(threads, module, stand_in, gradient_sync.sync_context(module, 0)), call.rules
+            )
         except BaseException as error:
             error.add_note(_NO_ROWS)
             raise
         write_values(buffers, before)
         return output
 
-    def _run(self, module: nn.Module, call: Call, sync_context: SyncContext) -> Any:
+    def _run(self, threads: Threads, module: nn.Module, call: Call, sync_context: SyncContext) -> Any:
         if modes_that_stay():
             output = self._run_in_callers_graph(module, call, sync_context)
         else:
@@ -136,7 +133,7 @@ class DistributedEngine(Engine):
             call = replace(
                 call, sync_context=sync_context, cross_process=cross_process, rules=rules, part_rules=call.rules
             )
-            output = self._engine.forward(module, call)
+            output = threads.forward(module, call)
         sync_context.has_run()
         return output
 
@@ -153,30 +150,3 @@ class DistributedEngine(Engine):
         if any(is_reentrant_checkpoint(node) for node in reached if not isinstance(node, torch.Tensor)):
             raise RuntimeError(_REENTRANT)
         return pytree.map_tensors(lambda tensor: _devices.copy_to(tensor, call.output_device), output)
-
-    def open_lanes(self, module: nn.Module, call: LaneCall) -> Lanes:
-        return self._engine.open_lanes(module, call)  # without gradients, nothing is summed over the processes
-
-    def claim(self, wrapper: nn.Module) -> None:
-        raise ValueError(f"engine={self!r}: DataParallel makes this engine itself; give the one that runs the replicas")
-
-    def check(self, devices: Sequence[torch.device], *, sync_batch_norm: bool) -> None:
-        self._engine.check(devices, sync_batch_norm=sync_batch_norm)
-
-    def must_run(self, module: nn.Module) -> bool:
-        return self._active(module) is not None
-
-    def why_no_verbs(self, module: nn.Module) -> str | None:
-        return _NO_VERBS if self.must_run(module) else self._engine.why_no_verbs(module)
-
-    def timings(self) -> list[ReplicaTiming]:
-        return self._engine.timings()
-
-    def refresh(self) -> None:
-        self._engine.refresh()
-
-    def close(self) -> None:
-        self._engine.close()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._engine, self._gradient_sync, self._devices)

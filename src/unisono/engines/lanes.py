@@ -1,4 +1,4 @@
-"""Lanes in this process: each has a replica on its device, and computes whole batches without gradients.
+"""Lanes: each has a replica on its device, and computes whole batches without gradients.
 
     open     live module ──► replicas of all lanes, in one broadcast ──► each lane's blueprint and pool
     a batch  inputs ──► the lane's device ──► a replica of the lane's pool ──► output ──► the output device
@@ -14,12 +14,13 @@ Guarantees
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 
-from unisono.engines.base import Lane, LaneCall, LaneOutput, RunBatch, called
+from unisono.engines.call import called
 from unisono.engines.compile_lock import CompileLock, check_cuda_graphs, kind_of
 from unisono.engines.replica import Replica, ReplicaPool, Replicas
 from unisono.primitives import pytree
@@ -27,6 +28,7 @@ from unisono.primitives.blueprint import Blueprint, collector_paused
 from unisono.primitives.references import INERT
 from unisono.runtime import devices as _devices
 from unisono.runtime.buckets import is_plain
+from unisono.runtime.errors import ReplicaNames
 from unisono.runtime.interrupts import interruptibly
 from unisono.runtime.process_state import LaneTurns
 from unisono.runtime.rng import SeededDraws
@@ -40,14 +42,41 @@ _CUDA_GRAPHS = (
 )
 
 
-def open_local_lanes(
-    blueprint: Blueprint,
-    call: LaneCall,
-    compile_lock: CompileLock,
-    *,
-    separate_memory: bool = False,
-) -> list[Lane]:
-    """Return a lane in this process for each device of `call`; `blueprint` is the live module's.
+@dataclass(frozen=True)
+class LaneCall:
+    """The calls that lanes make, one a batch.
+
+    Attributes:
+        devices: one a lane.
+        source, output_device, method: as in `Call`.
+    """
+
+    devices: Sequence[torch.device]
+    source: torch.device
+    output_device: torch.device
+    method: str | None = None
+
+
+@dataclass
+class LaneOutput:
+    """What a lane made of a batch.
+
+    Attributes:
+        value: the output, on the call's output device.
+        drew: whether random numbers were drawn.
+        wait: lets the calling thread's streams wait for the output; called before it is used.
+    """
+
+    value: Any
+    drew: bool
+    wait: Callable[[], None] = lambda: None
+
+
+RunBatch: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any], Any], LaneOutput]  # inputs, and a seed or None
+
+
+def open_lanes(blueprint: Blueprint, call: LaneCall, compile_lock: CompileLock) -> "list[Lane]":
+    """Return a lane for each device of `call`, with the module as it is now; `blueprint` is the live module's.
 
     Raises:
         RuntimeError: the module replays CUDA graphs.
@@ -55,28 +84,40 @@ def open_local_lanes(
     if blueprint.compiled:
         check_cuda_graphs(blueprint, call.devices, _CUDA_GRAPHS)
     with torch.no_grad(), collector_paused, Copies(call.devices) as copies:
-        pool = ReplicaPool(blueprint, call.source, separate_memory=separate_memory)
+        pool = ReplicaPool(blueprint, call.source)
         replicas, _ = pool.stamp(call.devices, tracked=False, copies=copies, with_live_buffers=False)
         for i in range(len(call.devices)):
             copies.wait_copies(i)
         lock = compile_lock if blueprint.compiled else None
         turns = LaneTurns()
-        return [LocalLane(i, call, replica, lock, turns) for i, replica in enumerate(replicas)]
+        return [Lane(i, call, replica, lock, turns) for i, replica in enumerate(replicas)]
 
 
-class LocalLane(Lane):
-    """See the module's docstring.
+class Lane:
+    """One replica that computes whole batches, without gradients, one after the other. See the module's docstring.
+
+    Every batch finds the module as it was when the lanes were opened: what an earlier one changed is undone.
 
     Args:
+        number: the replica's.
+        call: the batches'.
         original: the module as it was when lanes were opened, on the lane's device; a batch has a replica of it.
         compile_lock: None if nothing is compiled.
         turns: of all lanes.
+
+    Attributes:
+        name: in messages.
+        device: the replica's.
+        left_unchanged: whether all batches of the first lane's last `run` or `in_a_row` have left the module unchanged.
+        inputs_unchanged: if they have not, whether it is known that none has written into its inputs.
     """
 
     def __init__(
         self, number: int, call: LaneCall, original: Replica, compile_lock: CompileLock | None, turns: LaneTurns
     ) -> None:
-        super().__init__(call, number)
+        self.call, self.number, self.device = call, number, call.devices[number]
+        self.name = f"replica {number} on {self.device}"
+        self.left_unchanged = self.inputs_unchanged = False
         self._compile_lock, self._turns = compile_lock, turns
         self._original = original  # its modules refer to each other only as long as it exists
         self._pool = ReplicaPool(Blueprint(original.modules[0]), self.device)
@@ -88,7 +129,22 @@ class LocalLane(Lane):
         self._is_on_host = _devices.computes_on_host(self.device)
         self._queued: list[Callable[[bool], bool]] = []
 
+    def names(self) -> ReplicaNames:
+        """Return its name as messages about several replicas have theirs."""
+        names = ReplicaNames([self.name])
+        names.numbers, names.devices = [self.number], [self.device]
+        return names
+
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int | None) -> LaneOutput:
+        """Compute a batch. Called in a thread of the lane's own; the first lane's, also in the caller's.
+
+        Args:
+            args, kwargs: the inputs, on any devices.
+            seed: of the random numbers; None: they come from the generators as they are.
+
+        Raises:
+            BaseException: what the module raised.
+        """
         with self._turn((args, kwargs)):
             if seed is not None:
                 with self.in_a_row() as compute:
@@ -100,6 +156,10 @@ class LocalLane(Lane):
 
     @contextlib.contextmanager
     def in_a_row(self) -> Iterator[RunBatch]:
+        """The context in which the first lane computes several batches. At its end it looks at the module once.
+
+        Its value is called as `run` is, with seeds.
+        """
         self.left_unchanged, self._given, self._nested = False, [], []
         with self._turns.batch(), SeededDraws(self._name, self.device) as draws:
             yield lambda args, kwargs, seed: self._compute(args, kwargs, draws, seed)

@@ -1,4 +1,4 @@
-"""A replica's inputs, its parameters, and a search of its graph; for every engine.
+"""A replica's inputs, its parameters, and a search of its graph.
 
 `Inputs` splits the caller's inputs into shards, with leaves where a gradient is needed. A `ReplicaPool` has replicas,
 each with leaves of its own for the parameters. `look_for_live_tensors` finds tensors in a replica's graph that are not
@@ -18,8 +18,8 @@ from torch import nn
 from unisono.autograd.broadcast import CoalescedBroadcast, ReduceBuckets
 from unisono.autograd.reducer import LeafHooks
 from unisono.autograd.replica_graph import BoundaryTensor, OutsideLeaves, ReplicaGraphs
-from unisono.engines.base import Call, Parts, called
-from unisono.engines.replay import parts_of, run_in_parts
+from unisono.engines.call import Call, called
+from unisono.engines.parts import parts_of, run_in_parts
 from unisono.primitives.batch_types import batch_type_of
 from unisono.primitives.blueprint import Blueprint, unlinked_at_deletion
 from unisono.primitives.change_tracking import ContainerSnapshot, DictSnapshot, TensorSnapshot, fill
@@ -39,18 +39,14 @@ class Inputs:
     """The inputs of every replica, and the leaves behind those that need a gradient.
 
     Attributes:
-        shards: (positional, keyword) inputs, one a replica. The first `num_here` replicas run in this process, and
-            their shards are on their devices. The other shards hold the caller's rows or leaves, not copied yet.
+        shards: (positional, keyword) inputs, one a replica, on its device.
         live, of_boundary: the caller's tensors that need a gradient, and the boundary's inputs made of them.
-        parts_elsewhere: ids of the tensors in the other shards that have to go to the replica's device.
     """
 
-    def __init__(self, call: Call, tracked: bool, copies: Copies, num_here: int | None = None) -> None:
+    def __init__(self, call: Call, tracked: bool, copies: Copies) -> None:
         num_replicas = len(call.devices)
-        num_here = num_replicas if num_here is None else num_here
         self.live: list[torch.Tensor] = []
         self.of_boundary: list[BoundaryTensor] = []
-        self.parts_elsewhere: set[int] = set()
         all_on_cpu = _devices.are_cpu(call.devices)
 
         def place(tensor: torch.Tensor, placement: Placement) -> list[torch.Tensor | None]:
@@ -62,19 +58,15 @@ class Inputs:
                 self.of_boundary.append(BoundaryTensor(placement, tensor.device, parts))
             # A copy even on the same device, so that a module that writes into its input writes into its own; and
             # made in the replica's graph, because writing into a leaf is forbidden.
-            if num_here < num_replicas:
-                self.parts_elsewhere.update([id(part) for part in parts[num_here:]])
-            here = parts[:num_here]
             if all_on_cpu and _devices.is_cpu(tensor.device):  # the common case, with few calls
-                placed = _devices.copies_on_cpu(here)
+                placed = _devices.copies_on_cpu(parts)
             else:
-                placed = [None if p is None else _copied(p, i, call.devices[i], copies) for i, p in enumerate(here)]
-            placed += parts[num_here:]
+                placed = [None if p is None else _copied(p, i, call.devices[i], copies) for i, p in enumerate(parts)]
             if tensor.requires_grad and not tracked:  # a module may switch gradients on for what it does inside
                 placed = [copy if copy is None else copy.requires_grad_() for copy in placed]
             return placed
 
-        self.shards = call.arguments.split(call.sizes, place, call.replica_numbers)
+        self.shards = call.arguments.split(call.sizes, place)
 
 
 def _copied(part: torch.Tensor, replica: int, device: torch.device, copies: Copies) -> torch.Tensor:
@@ -94,30 +86,19 @@ def call_replica(
     timings: Sequence[ReplicaTiming],
     index: int,
 ) -> Any:
-    """Call a replica of this process with its inputs, in its thread; note how long it took."""
+    """Call a replica with its inputs, in its thread, as a whole or in parts; note how long it took."""
     started = time.perf_counter()
     copies.wait_copies(index)
-    parts = parts_of(row_limits, call, roots[index], index) if call.parts > 1 or row_limits else None
-    output = call_with_shard(roots[index], call.method, inputs.shards[index], parts, call.devices[index])
+    root, (args, kwargs) = roots[index], inputs.shards[index]
+    parts = parts_of(row_limits, call, root, index) if call.parts > 1 or row_limits else None
+    if parts is None:
+        output = called(root, call.method)(*args, **kwargs)
+    else:
+        output = run_in_parts(root, called(root, call.method), args, kwargs, parts, call.devices[index])
     if call.is_timed:
         _devices.queued_work(call.devices[index])(True)
     timings[index].forward_s = time.perf_counter() - started
     return output
-
-
-def call_with_shard(
-    root: nn.Module,
-    method: str | None,
-    shard: tuple[tuple[Any, ...], dict[str, Any]],
-    parts: Parts | None,
-    device: torch.device,
-) -> Any:
-    """Call a replica, wherever it runs, with its positional and keyword inputs, as a whole or in parts."""
-    args, kwargs = shard
-    function = called(root, method)
-    if parts is not None:
-        return run_in_parts(root, function, args, kwargs, parts, device)
-    return function(*args, **kwargs)
 
 
 class Replica:
@@ -307,12 +288,13 @@ class ReplicaPool:
     Attributes:
         source: the live module's device.
         live_parameters: those that need a gradient.
+        has_separate_memory: whether each replica but the first has copies, as if it were on a device of its own.
         large: which of them have large gradients.
         buffers: the live buffers, in lists of one kind each.
     """
 
-    def __init__(self, blueprint: Blueprint, source: torch.device, *, separate_memory: bool = False) -> None:
-        self.blueprint, self.source, self._separate_memory = blueprint, source, separate_memory
+    def __init__(self, blueprint: Blueprint, source: torch.device) -> None:
+        self.blueprint, self.source, self.has_separate_memory = blueprint, source, _devices.has_separate_memory()
         self.live_parameters = [parameter for parameter in blueprint.parameters.values() if parameter.requires_grad]
         self.large = [
             k
@@ -322,10 +304,15 @@ class ReplicaPool:
         self.buffers = torch_private.of_one_kind(blueprint.buffers.values())
         self._idle: list[Replicas] = []
 
+    def is_current(self, module: nn.Module, source: torch.device) -> bool:
+        """Return whether these are the replicas of `module` as it is now, on `source`."""
+        same_memory = self.source == source and self.has_separate_memory is _devices.has_separate_memory()
+        return same_memory and self.blueprint.is_current(module)
+
     @cached_property
     def reduce_buckets(self) -> ReduceBuckets:
         """The buckets in which gradients of replicas in memory of their own are reduced."""
-        return ReduceBuckets(self.live_parameters, separate_memory=self._separate_memory)
+        return ReduceBuckets(self.live_parameters)
 
     def take(
         self,
@@ -355,7 +342,7 @@ class ReplicaPool:
         """Return new replicas, as `take` does, and what copies the live module's tensors to them."""
         blueprint = self.blueprint
         tensors = {**blueprint.parameters, **blueprint.buffers, **blueprint.constants_on(self.source)}
-        broadcast = CoalescedBroadcast(tensors, devices, separate_memory=self._separate_memory)
+        broadcast = CoalescedBroadcast(tensors, devices)
         each = [
             Replica(blueprint, copied, tracked, with_live_buffers and i == 0)
             for i, copied in enumerate(broadcast(copies))
@@ -386,10 +373,6 @@ class GraphSearch:
         # Structures in whose graphs no leaf was found; whether they have reentrant checkpoints.
         self._self_contained: dict[tuple[Any, ...], bool] = {}
 
-    def is_due(self, pool: "ReplicaPool", call: Call) -> bool:
-        """Return whether graphs have to be searched, of a call whose inputs carry no objects."""
-        return _structure(pool, call) not in self._self_contained
-
     def outside_leaves(
         self,
         pool: "ReplicaPool",
@@ -401,14 +384,14 @@ class GraphSearch:
     ) -> OutsideLeaves:
         """Return the leaves in the graphs behind `groups` that belong neither to the module nor to a replica.
 
-        The next call `may_differ` where the inputs carry objects, or where a worker has found such leaves.
+        The next call `may_differ` where the inputs carry objects.
         """
         structure = _structure(pool, call)
         if not may_differ and structure in self._self_contained:
             return OutsideLeaves((), self._self_contained[structure])
         outside = look_for_live_tensors(pool.blueprint, groups, where, own_leaves)
         if not outside.leaves and not may_differ:
-            if len(self._self_contained) >= MOST_STRUCTURES:
+            if len(self._self_contained) >= _MOST_STRUCTURES:
                 self.clear()
             self._self_contained[structure] = outside.with_reentrant_checkpoint
         return outside
@@ -432,7 +415,7 @@ def carries_objects(call: Call) -> bool:
     return bool([leaf for leaf in others if not isinstance(leaf, torch.Tensor) and batch_type_of(leaf) is None])
 
 
-MOST_STRUCTURES = 64
+_MOST_STRUCTURES = 64
 _CARRIES_NOTHING = INERT | {torch.Tensor}
 
 

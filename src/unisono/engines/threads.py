@@ -1,19 +1,26 @@
-"""The threads engine: one replica a thread, all in this process.
-
-Its part of a forward (step.py):
+"""One forward: each replica runs in a thread of this process, and has a graph of its own.
 
     1. take a blueprint of the live module and check where its tensors are
     2. split the inputs into shards; they are leaves of the replica graphs
     3. stamp one replica a shard, with leaves of its own for the parameters
     4. call the replicas in parallel; the caller's thread runs the first
-    5. if the structure is new, look for live tensors in the replica graphs
+    5. match their outputs, leaf by leaf
+    6. link the replicas' leaves with the caller's tensors: they are the boundary's inputs. If the structure is new,
+       look for live tensors in the replica graphs
+    7. join the outputs through the boundary, whose backward runs the replicas' (autograd/boundary.py)
+    8. give the live module the first replica's buffers
 
-Assumes that the module does not change while a forward runs. Calls from several threads may overlap; each has replicas
-of its own.
+Buffers: the first replica has the live ones, so its updates persist; the others have copies. Those that forward has
+reassigned in the first replica are put into the live module at the end. If anything fails, the live buffers get their
+old values back.
+
+`Threads` is what a model keeps from one forward to the next, `Forward` is one of them. How a step is run again is in
+rescue.py. Assumes that the module does not change while a forward runs. Calls from several threads may overlap; each
+has replicas of its own.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -21,28 +28,26 @@ from typing import Any
 import torch
 from torch import nn
 
+from unisono.autograd.boundary import join
 from unisono.autograd.replica_graph import BackwardContext, BoundaryTensor, ParameterLeaves, Passes, ReplicaGraphs
-from unisono.engines.base import Call, LaneCall, Lanes, OneGraphNeededError
+from unisono.engines.call import Call, OneGraphNeededError
 from unisono.engines.compile_lock import CompileLock, check_cuda_graphs, compiler_prepared, kind_of
-from unisono.engines.failure_policy import FailureOptions, FailurePolicy
-from unisono.engines.lanes import open_local_lanes
-from unisono.engines.replay import Replay, run_recovering
+from unisono.engines.lanes import Lane, LaneCall, open_lanes
 from unisono.engines.replica import GraphSearch, Inputs, ReplicaPool, call_replica, carries_objects
-from unisono.engines.step import ForwardPass
+from unisono.engines.rescue import Replay, run_rescued
 from unisono.primitives.blueprint import Blueprint, collector_paused, warn_of_observers
-from unisono.primitives.checks import check_flag
-from unisono.primitives.outputs import Group
+from unisono.primitives.outputs import Group, Outputs
 from unisono.primitives.parallel_apply import values_or_raise
-from unisono.primitives.placements import Replicate
+from unisono.primitives.placements import Replicate, Single
+from unisono.primitives.reassigned_buffers import Change, histories
 from unisono.primitives.replicate import check_device, unchanged_on_failure
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline
-from unisono.runtime.exchange import Exchange, LocalExchange, exchanging
+from unisono.runtime.exchange import Exchange, exchanging
 from unisono.runtime.rng import own_streams
 from unisono.runtime.streams import Copies
 from unisono.runtime.thread_pool import PassContext, ReplicaContext, inside_replica, one_pass, run_together
 from unisono.runtime.timeline import ReplicaTiming
-from unisono.runtime.whole_batch_draws import no_draws, one_stream
 from unisono.sync_batch_norm.function_mode import BackwardMode, BatchNormOverReplicas
 
 _CUDA_GRAPHS = (
@@ -56,154 +61,184 @@ _TOO_MANY_ACCELERATORS = (
 )
 
 
-class Threads(FailureOptions):
-    """Run each replica in a thread of this process: `engine="threads"`, or this class, where it needs options.
+class Threads:
+    """Runs the replicas of one wrapper's module. A copied or unpickled wrapper has a new one.
 
-        >>> engine = unisono.Threads(rescue=True, timeout=60)
-        >>> model = unisono.DataParallel(torch.nn.Linear(5, 2), ["cpu", "cpu"], engine=engine)
-        >>> model(torch.zeros(30, 5)).shape
-        torch.Size([30, 2])
-
-    `model.engine.timeout = None` changes an option between steps. Each wrapper needs an engine of its own.
-
-    Args:
-        rescue: whether a step in which a replica runs out of memory is run again with that replica's shard in parts,
-            each computed once more in backward, so that only one part's activations are in memory. Gradients are the
-            same within float rounding. How many rows fit is logged and remembered.
-        timeout: after how many seconds without progress a wait for a replica ends in `ReplicaTimeout`, which has the
-            Python stack of the stuck replica; progress is any message of a replica, and any part that one has finished.
-            None: never. So it has to be longer than a replica's whole forward, or backward, may take after the first
-            replica's. The first replica runs in the calling thread: where it is stuck itself, nothing is raised.
-        separate_memory: give every replica but the first its own copies of parameters and buffers even where it could
-            share the module's, as if each were on a device of its own: to try on one device what several do.
-
-    Raises:
-        TypeError, ValueError: options that cannot be used, with what was expected; also when one is assigned.
+    Attributes:
+        row_limits: how many rows fit in each replica's memory, by its number, as far as rescues have shown.
+        search: finds tensors in replica graphs that are not the replicas' own.
+        compile_lock: the model's.
     """
 
-    def __init__(self, *, rescue: bool = False, timeout: float | None = None, separate_memory: bool = False) -> None:
-        super().__init__(FailurePolicy(rescue=rescue, timeout=timeout))
-        self._separate_memory = check_flag(separate_memory, "separate_memory")
-        self._search = GraphSearch()
+    def __init__(self) -> None:
+        self.row_limits: dict[int, int] = {}
+        self.search = GraphSearch()
+        self.compile_lock = CompileLock()
         self._pool: ReplicaPool | None = None
         self._timings: list[ReplicaTiming] = []
-        self._compile_lock = CompileLock()
-
-    @classmethod
-    def with_policy(cls, policy: FailurePolicy) -> "Threads":
-        """Return an engine whose options are those of another engine, also when they change."""
-        engine = cls()
-        engine._policy = policy
-        return engine
 
     def forward(self, module: nn.Module, call: Call) -> Any:
-        if self._policy.recovers:
-            return run_recovering(self._policy, call, module, lambda _: self._forward(module, call))
-        return self._forward(module, call)
+        """Run `module` on every shard of `call` at once; return the gathered output, differentiable.
 
-    def _forward(self, module: nn.Module, call: Call, again: Replay | None = None) -> Any:
-        """Run a forward and return its output; where it is run `again`, its graphs are all that is wanted."""
+        Raises:
+            OneGraphNeededError: the plain composition has to run instead.
+            RuntimeError: parameters or buffers that are not on `call.source`, or that a replica reaches in a way
+                that cannot be followed.
+            BaseException: what a replica raised, the same object with a note. Then no buffer has changed.
+        """
+        if call.rescue:
+            return run_rescued(self.row_limits, call, module, lambda _: self.run(module, call))
+        return self.run(module, call)
+
+    def run(self, module: nn.Module, call: Call, again: Replay | None = None) -> Any:
+        """Do what `forward` does, once. `again` takes the graphs where a forward is rerun: the output is dropped."""
         with Copies(call.devices) as copies:
-            step = _ThreadsForward(self, module, call, copies, again)
+            step = Forward(self, module, call, copies, again)
             if not inside_replica():
                 self._timings = step.timings
             return step.forward()
 
-    def open_lanes(self, module: nn.Module, call: LaneCall) -> Lanes:
-        pool = self._pool_for(module, call.source)
-        lanes = open_local_lanes(pool.blueprint, call, self._compile_lock, separate_memory=self._separate_memory)
-        return Lanes(lanes, self._policy.timeout)
+    def open_lanes(self, module: nn.Module, call: LaneCall) -> list[Lane]:
+        """Return lanes on the devices of `call`, all with the module as it is now. Gradients are off.
 
-    def _pool_for(self, module: nn.Module, source: torch.device) -> ReplicaPool:
+        Forwards work as usual meanwhile, and so do other lanes; either may be slower.
+
+        Raises:
+            RuntimeError: parameters or buffers that are not on `call.source`.
+        """
+        return open_lanes(self.pool_for(module, call.source).blueprint, call, self.compile_lock)
+
+    def pool_for(self, module: nn.Module, source: torch.device) -> ReplicaPool:
         """Return the replicas of `module` as it is now: those of the last forward, if nothing has changed."""
         pool = self._pool
-        if pool is None or pool.source != source or not pool.blueprint.is_current(module):
+        if pool is None or not pool.is_current(module, source):
             blueprint = Blueprint(module)
             check_device(module, [*blueprint.parameters.values(), *blueprint.buffers.values()], source)
             blueprint.keep()
-            pool = ReplicaPool(blueprint, source, separate_memory=self._separate_memory)
-            if not inside_replica():  # there, each replica of an outer module has this engine
+            pool = ReplicaPool(blueprint, source)
+            if not inside_replica():  # there, each replica of an outer module has this object
                 self._pool = pool if blueprint.is_reusable else None
         return pool
 
     def timings(self) -> list[ReplicaTiming]:
+        """Return what each replica did in the last step; an empty list before the first."""
         return self._timings
 
     def refresh(self) -> None:
-        self._search.clear()
-        self._pool = None
-
-    def close(self) -> None:
-        self._timings = []
+        """Forget what is known about the module; the next forward looks at all of it again."""
+        self.search.clear()
         self._pool = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(type(self), separate_memory=self._separate_memory), (), vars(self._policy)
+        return type(self), ()
 
 
-class _ThreadsForward(ForwardPass[ReplicaContext]):
-    """One forward; made, it has its inputs and its replicas, whose copies may still be in flight."""
+class Forward:
+    """One forward; made, it has its inputs and its replicas, whose copies may still be in flight.
 
-    def __init__(self, engine: Threads, module: nn.Module, call: Call, copies: Copies, again: Replay | None) -> None:
-        super().__init__(call, again)
-        self._engine, self._copies = engine, copies
-        self.graphs = ReplicaGraphs(self.timings, call.where())
+    Args:
+        model: what the model keeps.
+        module, call, copies: what is called, with what, and what copies to other devices.
+        again: as in `Threads.run`.
+
+    Attributes:
+        timings: one a replica.
+    """
+
+    def __init__(self, model: Threads, module: nn.Module, call: Call, copies: Copies, again: Replay | None) -> None:
+        self._model, self._call, self._copies = model, call, copies
+        self._tracked = torch.is_grad_enabled()
+        self._replay, self._is_again = again, again is not None
+        self.timings = [ReplicaTiming(device, size) for device, size in zip(call.devices, call.sizes, strict=True)]
+        self._graphs = ReplicaGraphs(self.timings, call.where())
         with collector_paused:
             if timeline.recording:
                 timeline.mark(timeline.REPLICATE)
-            pool = self.pool = engine._pool_for(module, call.source)
+            pool = self._pool = model.pool_for(module, call.source)
             if timeline.recording:
                 timeline.mark(timeline.SCATTER)
-            self._inputs = Inputs(call, self.tracked, copies)
+            self._inputs = Inputs(call, self._tracked, copies)
             if timeline.recording:
                 timeline.mark(timeline.REPLICATE)
-            self.replicas = pool.take(call.devices, self.tracked, copies)
+            self._replicas = pool.take(call.devices, self._tracked, copies)
         if pool.blueprint.observers:
-            if self.tracked and again is None and call.sync_context is None and not call.one_device_randomness:
+            if self._tracked and again is None and call.sync_context is None:
                 raise OneGraphNeededError
             warn_of_observers(pool.blueprint, call.devices)
         if len(call.devices) > 1:
             check_cuda_graphs(pool.blueprint, call.devices, _CUDA_GRAPHS)
-        self.buffers = unchanged_on_failure(pool.buffers)
-        policy = engine._policy
-        if policy.rescue and self.tracked and again is None and not inside_replica():
-            forward = partial(engine._forward, module)
-            self.replay = Replay(policy, call, pool.blueprint, self.buffers, call.devices, forward)
-        self.graphs.passes = self._passes(module)
+        self._buffers = unchanged_on_failure(pool.buffers)
+        if call.rescue and self._tracked and again is None and not inside_replica():
+            run = partial(model.run, module)
+            self._replay = Replay(model.row_limits, call, pool.blueprint, self._buffers, run)
+        self._graphs.passes = self._passes(module)
+
+    def forward(self) -> Any:
+        """Return the joined output."""
+        with self._buffers, one_pass(self._graphs.passes.contexts) as contexts:
+            outputs = self._run_replicas(contexts)
+            if timeline.recording:
+                timeline.mark(timeline.GATHER)
+            matched = Outputs(outputs, self._call.rules, self._call.sizes)
+            del outputs
+            if self._replay is not None:
+                self._replay.forward_has_run()
+            changes = self._replicas.each[0].registries.changes()
+            of_buffers = _groups_of(changes, len(self._call.devices)) if changes and self._tracked else []
+            self._graphs.outputs = _boundary_outputs(self._call, matched.groups, of_buffers)
+            if self._tracked:
+                live = self._link([*matched.groups, *of_buffers])
+                if self._replay is not None:
+                    if self._is_again:
+                        return self._replay.take(self._graphs)
+                    self._graphs.replay = self._replay.repeatable()
+                joined = join(self._graphs, live)
+            else:
+                joined = self._graphs.joined_outputs()
+            output = matched.put_together(joined)
+        self._replicas.each[0].commit_buffers(self._pool, changes, joined[len(matched.groups) :])
+        if not self._tracked:
+            self._replicas.give_back()
+        return output
 
     def _passes(self, module: nn.Module) -> Passes:
         """Return what is around each pass over the replicas."""
-        call, timeout_s, name = self.call, self._engine._policy.timeout, type(module).__name__
+        call, name = self._call, type(module).__name__
         contexts: list[PassContext] = [partial(own_streams, name, call.devices)]
         one_call: BackwardContext = nullcontext
-        if call.sync_batch_norm or call.one_device_randomness:
-            contexts, one_call = _contexts_with_exchange(name, call, self.replicas.roots, timeout_s)
-        elif self.pool.blueprint.compiled:  # not where replicas wait for each other: then none may wait for a lock
-            kinds = [(self.tracked, module.training, *kind_of(shard)) for shard in self._inputs.shards]
-            contexts += self._engine._compile_lock.if_new(kinds, timeout_s)
-        if self.pool.blueprint.compiled:
+        if call.sync_batch_norm:
+            contexts, one_call = _contexts_of_batch_norm(name, call, self._replicas.roots)
+        elif self._pool.blueprint.compiled:  # not where replicas wait for each other: then none may wait for a lock
+            kinds = [(self._tracked, module.training, *kind_of(shard)) for shard in self._inputs.shards]
+            contexts += self._model.compile_lock.if_new(kinds, call.timeout_s)
+        if self._pool.blueprint.compiled:
             contexts.append(compiler_prepared)
         if timeline.recording and (step := timeline.current_step()) is not None:
-            self.graphs.step = step
+            self._graphs.step = step
             contexts += timeline.contexts(call.replica_numbers, self.timings)
-        return Passes(contexts, one_call, timeout_s)
+        return Passes(contexts, one_call, call.timeout_s)
 
-    def opened(self) -> AbstractContextManager[ReplicaContext]:
-        return one_pass(self.graphs.passes.contexts)
-
-    def run(self, opened: ReplicaContext) -> list[Any]:
-        call, graphs, policy = self.call, self.graphs, self._engine._policy
-        of_call = call, policy.row_limits, self._inputs, self.replicas.roots, self._copies, self.timings
+    def _run_replicas(self, contexts: ReplicaContext) -> list[Any]:
+        call, graphs = self._call, self._graphs
+        of_call = call, self._model.row_limits, self._inputs, self._replicas.roots, self._copies, self.timings
         tasks = [partial(call_replica, *of_call, i) for i, _ in enumerate(call.devices)]
         # No variable may hold the outcomes: an error's traceback refers to this frame.
-        return values_or_raise(run_together(tasks, call.devices, opened, policy.timeout, graphs.where), graphs.where)
+        return values_or_raise(run_together(tasks, call.devices, contexts, call.timeout_s, graphs.where), graphs.where)
 
-    def link(self, groups: Sequence[Group]) -> Sequence[torch.Tensor]:
-        call, graphs, pool, replicas, inputs = self.call, self.graphs, self.pool, self.replicas, self._inputs
+    def _link(self, groups: Sequence[Group]) -> Sequence[torch.Tensor]:
+        """Give the graphs all that they need for backwards, and pass on gradients of a backward inside forward.
+
+        Args:
+            groups: the replicas' outputs.
+
+        Returns:
+            The caller's tensors behind the boundary's inputs, without the parameters.
+        """
+        call, graphs, pool, replicas, inputs = self._call, self._graphs, self._pool, self._replicas, self._inputs
         own_leaves = [leaf for given in inputs.of_boundary for leaf in given.tensors if leaf is not None]
         own_leaves += chain.from_iterable(replicas.leaves)
         graphs.keep = carries_objects(call)
-        graphs.outside = self._engine._search.outside_leaves(pool, call, groups, graphs.where, own_leaves, graphs.keep)
+        graphs.outside = self._model.search.outside_leaves(pool, call, groups, graphs.where, own_leaves, graphs.keep)
         outside = graphs.outside.leaves
         of_all = len(call.devices)
         graphs.inputs = inputs.of_boundary + [
@@ -214,39 +249,47 @@ class _ThreadsForward(ForwardPass[ReplicaContext]):
         graphs.on_release = replicas.give_back
         graphs.sync_context = call.sync_context
         live = [*inputs.live, *outside]
-        if [leaf for leaf in own_leaves if leaf.grad is not None] and not self.is_again:
+        if [leaf for leaf in own_leaves if leaf.grad is not None] and not self._is_again:
             graphs.pass_on(live, graphs.joined([graph.take_gradients() for graph in graphs.graphs()]))
         return live
 
 
-def _contexts_with_exchange(
-    name: str, call: Call, roots: Sequence[nn.Module], timeout_s: float | None
+def _groups_of(changes: Sequence[Change], num_replicas: int) -> list[Group]:
+    """Return the buffers that forward has reassigned and that have a history: they are outputs of the first replica."""
+    return [Group((tensor, *[None] * (num_replicas - 1)), Single(0)) for tensor in histories(changes)]
+
+
+def _boundary_outputs(call: Call, groups: Sequence[Group], of_buffers: Sequence[Group]) -> list[BoundaryTensor]:
+    """Return the boundary's outputs: those of forward on the output device, then buffers where they are."""
+    outputs = [BoundaryTensor(group.placement, call.output_device, group.tensors) for group in groups]
+    for group in of_buffers:
+        outputs += [BoundaryTensor(group.placement, t.device, group.tensors) for t in group.tensors if t is not None]
+    return outputs
+
+
+def _contexts_of_batch_norm(
+    name: str, call: Call, roots: Sequence[nn.Module]
 ) -> tuple[list[PassContext], BackwardContext]:
     """Return the contexts of each pass over the replicas, and that of one backward through all graphs.
 
-    In them the replicas exchange values: for random numbers of one device, for batch norm over all rows, or for both.
-    Messages call the model `name`; a replica waits for others for `timeout_s` without progress, None: for ever.
+    In them the replicas exchange the statistics of batch norm. Messages call the model `name`.
     """
     alone = len(roots) == 1
     contexts: list[PassContext] = [partial(own_streams, name, call.devices)]
     if alone and call.cross_process is None:
         return contexts, nullcontext
-    if call.one_device_randomness and not alone:
-        contexts = [partial(one_stream, name, call.sizes)]
     new_exchange: Callable[[int], Exchange] = partial(
-        LocalExchange, cross_process=call.cross_process, timeout_s=timeout_s, names=call.where()
+        Exchange, cross_process=call.cross_process, timeout_s=call.timeout_s, names=call.where()
     )
     contexts.append(exchanging(len(roots), new_exchange))
     on_host = all(map(_devices.computes_on_host, call.devices))
-    if not call.sync_batch_norm:
-        return contexts, no_draws
     if call.cross_process is not None and not alone and not on_host:
         raise RuntimeError(_TOO_MANY_ACCELERATORS)
     backward_mode = BackwardMode.PER_REPLICA if on_host or alone else BackwardMode.ONE_CALL
     batch_norm = BatchNormOverReplicas(roots, backward_mode)
     contexts.append(batch_norm.one_pass)
     if on_host:
-        return contexts, no_draws if call.one_device_randomness else nullcontext
+        return contexts, nullcontext
     if backward_mode is BackwardMode.ONE_CALL:
         return contexts, batch_norm.recomputation
     return contexts, partial(batch_norm.single_replica, new_exchange)

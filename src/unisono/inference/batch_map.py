@@ -36,7 +36,7 @@ from typing import Any, Self, TypeAlias
 
 import torch
 
-from unisono.engines.base import Lane, LaneEndedError, LaneOutput, Lanes, RunBatch
+from unisono.engines.lanes import Lane, LaneOutput, RunBatch
 from unisono.inference.batches import hint_for, inputs_of
 from unisono.inference.lane_choice import LaneChoice
 from unisono.runtime import torch_private
@@ -55,7 +55,7 @@ _FORKED = (
     "this is a process forked while the outputs of a map were iterated over: the threads that compute them are in its "
     "parent. Call map in the process that iterates."
 )
-_NO_LANE_LEFT = "no lane is left that could compute the remaining batches: each of them has ended. Call map again."
+_NO_LANE_LEFT = "no lane is left that could compute the remaining batches: each of them is stuck. Call map again."
 
 
 class OutputIterator(Iterator[Any]):
@@ -96,22 +96,24 @@ class BatchMap(OutputIterator):
         numbers: of the batches, rising. From them follow a batch's random numbers, and what its errors call it.
         choice_for: from the inputs of the first batch, the number of lanes and that of batches ahead to the choice of
             lanes; None: batches go to all.
+        timeout_s: for how long the caller waits for a batch without progress; None: for ever.
     """
 
     def __init__(
         self,
         batches: Iterable[Any],
-        open_lanes: Callable[[Sequence[torch.device]], Lanes],
+        open_lanes: Callable[[Sequence[torch.device]], list[Lane]],
         devices: list[torch.device],
         numbers: Iterator[int],
         choice_for: Callable[[object, int, int], LaneChoice] | None,
+        timeout_s: float | None,
     ) -> None:
         self._state = replace(ThreadState.capture(), grad_enabled=False)
         self._batches: Iterator[Any] | None = None
         self._source: Iterable[Any] = batches
-        self._open_lanes: Callable[[Sequence[torch.device]], Lanes] | None = open_lanes  # None when it has ended
+        self._open_lanes: Callable[[Sequence[torch.device]], list[Lane]] | None = open_lanes  # None when it has ended
         self._devices = devices
-        self._numbers, self._choice_for = numbers, choice_for
+        self._numbers, self._choice_for, self._timeout_s = numbers, choice_for, timeout_s
         self._choice: LaneChoice | None = None
         self._stays = False  # in this thread and its state, batch after batch
         self._has_more = True
@@ -247,7 +249,7 @@ class BatchMap(OutputIterator):
         assert self._open_lanes is not None
         with self._state.applied():
             lanes = self._open_lanes(self._devices[:1] if is_one else self._devices)
-        work = _Work(lanes, self._ready)
+        work = _Work(lanes, self._ready, self._timeout_s)
         self._stopped_at_deletion = _StoppedAtDeletion(work)
         if not is_one:
             work.start(self._devices, self._state)
@@ -288,14 +290,15 @@ class _Work:
     Args:
         ready: the outcomes of batches that have been computed. A lane writes into it, and then wakes the caller: what
             Ctrl-C interrupts in the caller cannot lose an outcome.
+        timeout_s: as in `BatchMap`.
 
     Attributes:
         has_threads: whether lanes compute in threads; else in the caller's.
         streams: the batches' random numbers.
     """
 
-    def __init__(self, lanes: Lanes, ready: dict[int, Outcome[LaneOutput]]) -> None:
-        self._lanes, self._ready = lanes, ready
+    def __init__(self, lanes: list[Lane], ready: dict[int, Outcome[LaneOutput]], timeout_s: float | None) -> None:
+        self._lanes, self._ready, self._timeout_s = lanes, ready, timeout_s
         self._todo: SimpleQueue[_Batch | None] = SimpleQueue()  # None: a lane ends
         self._has_new = threading.Event()
         self._computing: dict[int, tuple[int, int]] = {}  # by batch: its lane and that lane's thread
@@ -310,13 +313,13 @@ class _Work:
         Args:
             devices: those among which intra-op threads are divided.
         """
-        tasks = [partial(self._compute, i) for i in range(len(self._lanes.each))]
+        tasks = [partial(self._compute, i) for i in range(len(self._lanes))]
         self.has_threads = True
         self._background = Background(tasks, devices, state, self.stop, self._close)
 
     def _close(self) -> None:
         self._background = None  # it refers to this object
-        self._lanes.close()
+        self._lanes.clear()
 
     def submit(self, batch: _Batch) -> None:
         """Add a batch for whichever lane is free."""
@@ -331,7 +334,7 @@ class _Work:
         Returns:
             Their outcomes by number, up to the first error; whether the module was as it was all the time.
         """
-        lane = self._lanes.each[0]
+        lane = self._lanes[0]
         outcomes: dict[int, Outcome[LaneOutput]] = {}
         if len(batches) > 1:
             with lane.in_a_row() as run:
@@ -351,7 +354,7 @@ class _Work:
         Raises:
             RuntimeError: nothing is left that could compute it.
         """
-        timeout_s, progress_at = self._lanes.timeout_s, time.monotonic()
+        timeout_s, progress_at = self._timeout_s, time.monotonic()
         while True:
             background = self._background
             has_ended = background is None or background.has_ended
@@ -370,11 +373,10 @@ class _Work:
     def _give_up(self, number: int, timeout_s: float) -> None:
         """Take a batch from a lane that is stuck, with an error in its place; the lane's thread is left alone."""
         index, ident = self._computing.get(number, (None, 0))
-        if index is None or self._lanes.each[index].has_own_timeout or number in self._abandoned:
+        if index is None or number in self._abandoned:
             return
-        lane = self._lanes.each[index]
+        lane = self._lanes[index]
         error = threads_timed_out({0: ident}, timeout_s, lane.names(), "Its batch is lost")
-        lane.has_ended = True
         self._abandoned.add(number)
         self._ready[number] = Outcome(error=annotate([(f"batch {number}, by {lane.name}", error)]))
         if self._background is not None:
@@ -382,7 +384,7 @@ class _Work:
 
     def _compute(self, index: int) -> None:
         """Compute batches, in the thread of a lane, until there will be no more."""
-        lane = self._lanes.each[index]
+        lane = self._lanes[index]
         while (batch := self._todo.get()) is not None:
             number, batches = batch[0], [batch]
             del batch
@@ -391,12 +393,10 @@ class _Work:
                 # Once the caller has the outcome, no reference to it or to the batch may be left here: what the caller
                 # then drops is to be freed at once. So no variable holds either.
                 self._put(number, self._outcome(lane, lane.run, batches))
-            except LaneEndedError:
-                return
             finally:
                 del self._computing[number]
             self._has_new.set()
-            if lane.has_ended:
+            if number in self._abandoned:
                 return
 
     def _put(self, number: int, outcome: Outcome[LaneOutput]) -> None:
@@ -407,15 +407,11 @@ class _Work:
         """Compute the one batch in a list, which is emptied.
 
         Raises:
-            LaneEndedError: the lane can compute no more. Another one will take the batch.
             KeyboardInterrupt: in the main thread. The batch is as it was.
         """
         number, args, kwargs, seed = batches.pop()
         try:
             return Outcome(value=run(args, kwargs, seed))
-        except LaneEndedError:
-            self._todo.put((number, args, kwargs, seed))
-            raise
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
                 raise
@@ -427,8 +423,7 @@ class _Work:
         with contextlib.suppress(Empty):
             while True:
                 self._todo.get_nowait()
-        self._lanes.stop()
-        for _ in self._lanes.each:
+        for _ in self._lanes:
             self._todo.put(None)
 
     def wait(self) -> None:
@@ -436,7 +431,7 @@ class _Work:
         if background is not None:
             background.wait()
         elif not self.has_threads:
-            self._lanes.close()
+            self._lanes.clear()
 
 
 def _as_raised(error: BaseException, hint: str | None) -> BaseException:

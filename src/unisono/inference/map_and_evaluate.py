@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from unisono.distributed.process_group import Communicator
-from unisono.engines.base import Lanes
+from unisono.engines.lanes import Lane
 from unisono.inference.batch_map import BatchMap, OutputIterator
 from unisono.inference.batches import batches_of
 from unisono.inference.lane_choice import LaneChoice
@@ -35,10 +35,10 @@ class Callee:
         function: the method whose inputs the batches are.
         in_dims, rules: which axis of inputs and outputs has the rows.
         communicator: the processes that compute the batches together; None: this one alone.
-        choice_for: as in `BatchMap`.
+        choice_for, timeout_s: as in `BatchMap`.
     """
 
-    open_lanes: Callable[[Sequence[torch.device]], Lanes]
+    open_lanes: Callable[[Sequence[torch.device]], list[Lane]]
     devices: list[torch.device]
     output_device: torch.device
     function: Callable[..., Any]
@@ -46,10 +46,11 @@ class Callee:
     rules: OutputRules
     communicator: Communicator | None
     choice_for: Callable[[object, int, int], LaneChoice] | None
+    timeout_s: float | None
 
     def outputs(self, batches: Iterable[Any]) -> BatchMap:
         """Return the outputs of this process's batches."""
-        return BatchMap(batches, self.open_lanes, self.devices, self.numbers(), self.choice_for)
+        return BatchMap(batches, self.open_lanes, self.devices, self.numbers(), self.choice_for, self.timeout_s)
 
     def numbers(self) -> Iterator[int]:
         """Yield the numbers that this process's batches have among those of all processes."""

@@ -7,13 +7,13 @@ import contextlib
 import math
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import torch
 
 from unisono.bench import machine
-from unisono.runtime.cgroups import cgroup_folders
 
 _MEMORY_LIMITS = ("memory.max", "memory.limit_in_bytes")  # of versions 2 and 1 of cgroups
 _UNLIMITED_BYTES = 2**60  # version 1 has a number near 2**63 for "no limit"
@@ -86,7 +86,7 @@ def _numa_nodes(root: Path) -> dict[int, str]:
 
 def _cgroup_cores(root: Path) -> float | None:
     limits = []
-    for folder in cgroup_folders(root, "cpu"):
+    for folder in _cgroup_folders(root, "cpu"):
         version_1 = [_read(folder / name) for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")]
         quota, period = _read(folder / "cpu.max").split() or version_1
         with contextlib.suppress(ValueError, ZeroDivisionError):  # "max", or no file
@@ -95,6 +95,20 @@ def _cgroup_cores(root: Path) -> float | None:
 
 
 def _cgroup_memory(root: Path) -> int | None:
-    files = [folder / name for folder in cgroup_folders(root, "memory") for name in _MEMORY_LIMITS]
+    files = [folder / name for folder in _cgroup_folders(root, "memory") for name in _MEMORY_LIMITS]
     limits = [int(text) for text in map(_read, files) if text.isdecimal()]
     return min((limit for limit in limits if 0 < limit < _UNLIMITED_BYTES), default=None)
+
+
+def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
+    """Yield the folder of this process's control group, then those of the groups that it is in, up to the top.
+
+    Version 1 has folders of its own for each controller, "cpu" or "memory". Inside a container the path may be the
+    host's, and only the top is there: other folders do not exist.
+    """
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        inner = PurePosixPath(path.lstrip("/"))
+        yield from (root / "sys/fs/cgroup" / controllers / folder for folder in (inner, *inner.parents))

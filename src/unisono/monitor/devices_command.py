@@ -10,13 +10,13 @@ from unisono.monitor.inventory import take_inventory
 from unisono.monitor.nvml import GpuReader
 from unisono.monitor.report import lines_of
 
-SUMMARY = "say what this machine has: accelerators, links, cores, limits, and the engine that suits them"
+SUMMARY = "say what this machine has, and what of it is free: accelerators, links, cores, limits"
 
 DESCRIPTION = """\
 Say what this machine has and what torch makes of it: each accelerator with its memory, cores, place in PCI order and
 whether it is free now; what CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER do to the numbers; copies between accelerators,
-measured where both are free; the shares that balance unequal ones; cores, threads, cgroup limits and NUMA nodes of the
-CPU; and which engine suits all this.
+measured where both are free; the shares that balance unequal ones; cores, threads, cgroup limits, memory and NUMA nodes
+of the CPU.
 
 Load, processes and hidden GPUs are the driver's figures, and need nvidia-ml-py (pip install 'unisono[watch]').
 """
@@ -26,7 +26,7 @@ examples:
   unisono devices
   CUDA_VISIBLE_DEVICES=5,6,7 unisono devices      what these become: 0, 1 and 2
   unisono devices --no-bandwidth                  without the copies, which take some seconds with many accelerators
-  unisono devices --json | jq '.advice.engine'
+  unisono devices --json | jq -r '.accelerators[] | select(.is_free) | .device'
 
 "free" means: at most a tenth of the time busy, and at most a tenth of the memory taken.
 

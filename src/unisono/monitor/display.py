@@ -1,87 +1,72 @@
 """A sample as tables, by rich: on a terminal with colours, elsewhere as plain text. In ASCII."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from unisono.monitor.nvml import Gpu
 from unisono.monitor.report import gib
-from unisono.monitor.sample import Sample, Wrapper
-from unisono.monitor.stragglers import ReplicaFigures
+from unisono.monitor.sample import Process, Sample
 
 _NONE = "-"
-_MOST_COMMAND = 60
+_MOST_PROCESSES = 20
 
 
 def shown(sample: Sample) -> Group:
-    """Return the display of a sample: GPUs, cores, and the wrappers that train; those that have stopped come last."""
-    parts: list[RenderableType] = []
+    """Return the display of a sample: GPUs, cores, and the processes that use them."""
+    return Group(*_gpus(sample), *_cores(sample), *_processes(sample))
+
+
+def _gpus(sample: Sample) -> Iterator[RenderableType]:
+    if sample.gpus_unread:
+        yield _heading(f"GPUs are not shown: {sample.gpus_unread}")
     if sample.gpus:
         header = ["GPU", "load", "memory", "temp", "power", "name"]
-        rows = [
-            [
-                str(gpu.number),
-                _percent(gpu.load),
-                _of(gpu.used_bytes, gpu.memory_bytes, 2**30, "GiB"),
-                _NONE if gpu.temperature_c is None else f"{gpu.temperature_c} C",
-                _of(gpu.power_w, gpu.power_limit_w, 1, "W"),
-                gpu.name or _NONE,
-            ]
-            for gpu in sample.gpus
-        ]
-        slow = [gpu for gpu in sample.gpus if gpu.slowdown]
-        parts += [_heading("GPUs"), _table(header, rows, {gpu.number for gpu in slow})]
-        parts += [_note(f"GPU {gpu.number} runs at a low clock: {gpu.slowdown}") for gpu in slow]
-        parts.append(Text())
-    loads = sample.core_loads
-    memory = f"memory {gib(sample.memory_used_bytes)} of {gib(sample.memory_bytes)}"
-    parts.append(_heading(f"CPU: {sum(loads):.1f} of {len(loads)} cores busy, {memory}"))
-    if loads:
-        parts.append(_note(f"each core, in tenths: {''.join(str(min(int(10 * load), 9)) for load in loads)}"))
-    for wrapper in sample.wrappers:
-        if not wrapper.has_stopped:
-            parts += [Text(), *_training(wrapper)]
-    stopped = [f"process {w.pid}, {w.module} ({w.age_s:.0f} s)" for w in sample.wrappers if w.has_stopped]
-    if stopped:
-        parts += [Text(), _heading(f"no steps now, and for how long: {'; '.join(stopped)}")]
-    if not sample.wrappers:
-        whose = "this user" if sample.pid is None else f"process {sample.pid}"
-        parts += [Text(), _heading(f"no wrapper of {whose} has taken a step yet")]
-    if sample.notes:
-        parts += [Text(), *map(_heading, sample.notes)]
-    return Group(*parts)
+        yield _table(header, map(_gpu, sample.gpus))
+        yield Text()
 
 
-def _training(wrapper: Wrapper) -> Iterator[RenderableType]:
-    step = f"{wrapper.steps:,} steps, {_time(wrapper.step_s)} each"
-    yield _heading(f"process {wrapper.pid}: {wrapper.module}, {wrapper.engine}; {step}")
-    slowest = wrapper.straggler.replica if wrapper.straggler is not None else None
-    header = ["replica", "device", "rows", "share", "forward", "backward", "wait", ""]
-    rows = [[*_cells(replica), "<- slowest" if replica.number == slowest else ""] for replica in wrapper.replicas]
-    yield _table(header, rows, {i for i, replica in enumerate(wrapper.replicas) if replica.number == slowest})
-    if wrapper.straggler is not None:
-        cause = wrapper.straggler.cause or "these figures do not tell why"
-        yield _note(f"the others wait for replica {slowest}: {cause}")
-    if wrapper.command:
-        cut = len(wrapper.command) > _MOST_COMMAND
-        yield _note(f"{wrapper.command[: _MOST_COMMAND - 3]}..." if cut else wrapper.command)
+def _gpu(gpu: Gpu) -> list[str]:
+    load = _NONE if gpu.load is None else f"{gpu.load:.0%}"
+    memory = _of(gpu.used_bytes, gpu.memory_bytes, 2**30, "GiB")
+    temperature = _NONE if gpu.temperature_c is None else f"{gpu.temperature_c} C"
+    return [str(gpu.number), load, memory, temperature, _of(gpu.power_w, gpu.power_limit_w, 1, "W"), gpu.name or _NONE]
 
 
-def _cells(replica: ReplicaFigures) -> list[str]:
-    device = replica.device if replica.gpu is None else f"{replica.device} (GPU {replica.gpu})"
-    times = (replica.forward_s, replica.backward_s, replica.wait_s)
-    return [str(replica.number), device, str(replica.rows or _NONE), _percent(replica.share), *map(_time, times)]
+def _cores(sample: Sample) -> Iterator[RenderableType]:
+    loads, memory = sample.core_loads, f"memory {gib(sample.memory_used_bytes)} of {gib(sample.memory_bytes)}"
+    yield _heading(f"CPU: {sum(loads):.1f} of {len(loads)} cores busy, {memory}")
+    yield _note(f"each core, in tenths: {''.join(str(min(int(10 * load), 9)) for load in loads)}")
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]], marked: Collection[int]) -> Table:
-    """Return a table of figures, whose cells wrap where it is too wide; the `marked` rows are red."""
+def _processes(sample: Sample) -> Iterator[RenderableType]:
+    if sample.processes:
+        header = ["process", "user", "cores", "memory", *["GPU", "GPU memory"] * bool(sample.gpus), "command"]
+        yield Text()
+        yield _table(header, [_process(each, sample.gpus) for each in sample.processes[:_MOST_PROCESSES]])
+    if len(sample.processes) > _MOST_PROCESSES:
+        yield _note(f"and {len(sample.processes) - _MOST_PROCESSES} more")
+
+
+def _process(process: Process, gpus: Sequence[Gpu]) -> list[str]:
+    cores = _NONE if process.cores is None else f"{process.cores:.1f}"
+    used = {gpu.number: each.memory_bytes for gpu in gpus for each in gpu.processes if each.pid == process.pid}
+    on_gpus = [",".join(map(str, used)) or _NONE, _gib(sum(filter(None, used.values())) or None)] if gpus else []
+    memory = _gib(process.memory_bytes)
+    return [str(process.pid), process.user or _NONE, cores, memory, *on_gpus, process.command or _NONE]
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Return a table of figures, then a text, which is cut at the right edge."""
     table = Table(box=None, padding=(0, 0, 0, 2), header_style="dim")
     for name in header:
-        table.add_column(name, justify="right", overflow="fold")
-    for number, row in enumerate(rows):
-        table.add_row(*row, style="red" if number in marked else "")
+        table.add_column(name, justify="left" if name == header[-1] else "right", overflow="fold")
+    for row in rows:
+        text = Text(row[-1], no_wrap=True, overflow="crop")  # no str, in which rich would look for markup
+        table.add_row(*map(Text, row[:-1]), text)
     return table
 
 
@@ -93,14 +78,8 @@ def _note(text: str) -> Padding:
     return Padding.indent(Text(text), 2)
 
 
-def _percent(part: float | None) -> str:
-    return _NONE if part is None else f"{part:.0%}"
-
-
-def _time(seconds: float | None) -> str:
-    if seconds is None:
-        return _NONE
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.{1 if seconds < 0.1 else 0}f} ms"
+def _gib(num_bytes: int | None) -> str:
+    return _NONE if num_bytes is None else gib(num_bytes)
 
 
 def _of(used: float | None, total: float | None, unit: float, name: str) -> str:

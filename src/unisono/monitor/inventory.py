@@ -1,4 +1,4 @@
-"""The machine as `unisono devices` reports it: accelerators, links, CPU, and the engine that suits them."""
+"""The machine as `unisono devices` reports it: accelerators, links, and the CPU."""
 
 import os
 import time
@@ -10,7 +10,7 @@ import torch
 
 from unisono.monitor import cpu
 from unisono.monitor.nvml import Gpu, GpuReader
-from unisono.runtime import device_facts, devices
+from unisono.runtime import devices, torch_private, unequal_devices
 
 _COPIED_BYTES = 64 << 20
 _NUM_COPIES = 6  # of which the fastest counts
@@ -25,15 +25,12 @@ class Accelerator:
     """An accelerator that this process sees."""
 
     device: str  # its name in torch
-    name: str | None = None  # this and the next three are torch's `Facts`
+    name: str | None = None  # of the product
     memory_bytes: int | None = None
-    cores: int | None = None
-    pci: str | None = None
-    pci_rank: int | None = None  # its place in PCI order among those that this process sees, from 0
-    gpu: int | None = None  # its number in nvidia-smi, which counts all GPUs in PCI order; None if it cannot be read
+    cores: int | None = None  # multiprocessors
+    pci: str | None = None  # its address on the bus
+    gpu: Gpu | None = None  # as the driver sees it; None if it cannot be read
     free_bytes: int | None = None  # of its memory, now
-    load: float | None = None  # from 0 to 1
-    pids: tuple[int, ...] = ()  # other processes that compute on it
     is_free: bool | None = None  # whether it has nothing to do now; None if not known
     problem: str | None = None  # what torch raised when it was asked; None if it can be used
 
@@ -51,15 +48,6 @@ class DeviceLink:
 
 
 @dataclass(frozen=True)
-class Advice:
-    """The engine to use, and why."""
-
-    engine: str | None  # "threads" or "processes"; None: the plain module
-    code: str  # the line to write
-    reason: str  # in a sentence
-
-
-@dataclass(frozen=True)
 class Inventory:
     """What this machine has."""
 
@@ -73,7 +61,6 @@ class Inventory:
     links: tuple[DeviceLink, ...]
     imbalance: str | None  # what to do about unequal accelerators; None if they are equal
     cpu: cpu.Cpu
-    advice: Advice
 
     @property
     def has_problems(self) -> bool:
@@ -86,26 +73,22 @@ def take_inventory(reader: GpuReader, *, bandwidth: bool) -> Inventory:
     gpus = tuple(reader.read())  # before torch, whose contexts take memory
     present = devices.accelerators()
     found = [_look_at(device, gpus) for device in present]
-    addresses = sorted(each.pci for each in found if each.pci is not None)
-    found = [each if each.pci is None else replace(each, pci_rank=addresses.index(each.pci)) for each in found]
     usable = {device: each for device, each in zip(present, found, strict=True) if not each.problem}
     links = [
         _link(a, b, bandwidth and usable[a].is_free is not False and usable[b].is_free is not False)
         for a, b in permutations(usable, 2)
     ]
-    processor = cpu.describe()
     return Inventory(
         accelerators=tuple(found),
         gpus=gpus,
-        gpus_unread=reader.problem if addresses else None,
+        gpus_unread=reader.problem if any(each.pci for each in found) else None,
         driver=reader.driver,
         cuda=torch.version.cuda,
         visible_devices=_visible_devices(),
         device_order=os.environ.get("CUDA_DEVICE_ORDER") or "FASTEST_FIRST",
         links=tuple(links),
-        imbalance=device_facts.imbalance([*usable]),
-        cpu=processor,
-        advice=advised(found, processor),
+        imbalance=unequal_devices.imbalance([*usable]),
+        cpu=cpu.describe(),
     )
 
 
@@ -117,16 +100,23 @@ def _visible_devices() -> str | None:
 
 def _look_at(device: torch.device, gpus: Sequence[Gpu]) -> Accelerator:
     try:
-        facts = device_facts.facts(device)
-        gpu = next((each for each in gpus if each.pci is not None and each.pci == facts.pci), None)
-        free_bytes = _free_of_whole_gpu(facts.memory_bytes, gpu)
-        if free_bytes is None:
-            free_bytes = device_facts.free_memory_bytes(device)
+        properties, pci = devices.properties_of(device), devices.pci_address(device)
+        gpu = next((each for each in gpus if each.pci is not None and each.pci == pci), None)
+        memory_bytes = getattr(properties, "total_memory", None)
+        free_bytes = _free_of_whole_gpu(memory_bytes, gpu)
+        if free_bytes is None and not devices.computes_on_host(device):
+            free_bytes = torch_private.free_memory_bytes(device) or None
     except (RuntimeError, AssertionError) as error:  # a GPU that has fallen off the bus, or has no memory left
         return Accelerator(str(device), problem=_first_line(error))
-    found = Accelerator(str(device), facts.name, facts.memory_bytes, facts.cores, facts.pci, free_bytes=free_bytes)
-    if gpu is not None:
-        found = replace(found, gpu=gpu.number, load=gpu.load, pids=gpu.pids)
+    found = Accelerator(
+        str(device),
+        getattr(properties, "name", None),
+        memory_bytes,
+        getattr(properties, "multi_processor_count", None),
+        pci,
+        gpu,
+        free_bytes,
+    )
     return replace(found, is_free=_is_free(found))
 
 
@@ -143,7 +133,8 @@ def _free_of_whole_gpu(memory_bytes: int | None, gpu: Gpu | None) -> int | None:
 
 def _is_free(found: Accelerator) -> bool | None:
     """Return whether a device has nothing to do: little load, little memory taken."""
-    has_little_load = None if found.load is None else found.load <= _MOST_FREE_LOAD
+    load = None if found.gpu is None else found.gpu.load
+    has_little_load = None if load is None else load <= _MOST_FREE_LOAD
     if found.memory_bytes is None or found.free_bytes is None:
         return has_little_load
     used_bytes = found.memory_bytes - found.free_bytes
@@ -151,7 +142,8 @@ def _is_free(found: Accelerator) -> bool | None:
 
 
 def _link(source: torch.device, target: torch.device, measured: bool) -> DeviceLink:
-    link = DeviceLink(str(source), str(target), device_facts.can_access_peer(source, target))
+    ask = getattr(torch.get_device_module(source), "can_device_access_peer", None)
+    link = DeviceLink(str(source), str(target), None if ask is None else bool(ask(source, target)))
     if not measured:
         return link
     try:
@@ -176,28 +168,3 @@ def _copy_bytes_per_s(source: torch.device, target: torch.device) -> float:
 
 def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
-
-
-def advised(found: Sequence[Accelerator], processor: cpu.Cpu) -> Advice:
-    """Return the engine for these accelerators, or for this CPU."""
-    usable = [each for each in found if not each.problem]
-    free = [each for each in usable if each.is_free is not False]
-    if usable and not free:
-        return Advice("threads", "model = unisono.DataParallel(model)", "every accelerator is busy now")
-    if usable:
-        numbers = ", ".join(each.device.rpartition(":")[2] for each in free)
-        chosen = "" if len(free) == len(found) else f", [{numbers}]"
-        reason = "one accelerator is free: one replica, and the module is called directly"
-        if len(free) > 1:
-            reason = "on accelerators threads are faster than processes"
-        return Advice("threads", f"model = unisono.DataParallel(model{chosen})", reason)
-    cores = processor.usable_cores
-    if cores == 1:
-        return Advice(None, "the plain module", "there is one core, on which replicas could only take turns")
-    replicas = max(2, len(processor.numa_nodes))
-    return Advice(
-        "processes",
-        f'model = unisono.DataParallel(model, ["cpu"] * {replicas}, engine="processes")',
-        f"{cores} cores and no accelerator. Where the model's operations keep all cores busy already, the plain module "
-        "is as fast: `unisono bench package.module:build` measures yours",
-    )

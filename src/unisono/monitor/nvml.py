@@ -11,8 +11,13 @@ from typing import Any
 
 from unisono.console.options import is_installed, not_installed
 
-# Bits of the reasons why clocks are low (nvmlClocksEventReason...).
-_SLOWDOWNS = ((0x60, "it is too hot"), (0x84, "its power is limited"), (0x08, "its hardware slows it down"))
+
+@dataclass(frozen=True)
+class GpuProcess:
+    """A process that computes on a GPU."""
+
+    pid: int
+    memory_bytes: int | None  # of the GPU's
 
 
 @dataclass(frozen=True)
@@ -28,8 +33,7 @@ class Gpu:
     temperature_c: int | None
     power_w: float | None
     power_limit_w: float | None
-    slowdown: str | None  # why its clocks are low; None if they are not
-    pids: tuple[int, ...]  # the processes that compute on it, this one left out
+    processes: tuple[GpuProcess, ...]  # this one left out
 
 
 class GpuReader:
@@ -64,7 +68,6 @@ class GpuReader:
         rates = self._ask(nvml.nvmlDeviceGetUtilizationRates, handle)
         power_mw = self._ask(nvml.nvmlDeviceGetPowerUsage, handle)
         limit_mw = self._ask(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
-        reasons = self._ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
         processes = self._ask(nvml.nvmlDeviceGetComputeRunningProcesses, handle) or []
         return Gpu(
             number=number,
@@ -76,8 +79,7 @@ class GpuReader:
             temperature_c=self._ask(nvml.nvmlDeviceGetTemperature, handle, 0),  # 0: the sensor of the chip
             power_w=None if power_mw is None else power_mw / 1000,
             power_limit_w=None if limit_mw is None else limit_mw / 1000,
-            slowdown=next((why for bits, why in _SLOWDOWNS if reasons & bits), None),
-            pids=tuple(sorted({process.pid for process in processes} - {os.getpid()})),
+            processes=tuple(GpuProcess(each.pid, each.usedGpuMemory) for each in processes if each.pid != os.getpid()),
         )
 
     def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:

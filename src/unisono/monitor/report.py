@@ -1,6 +1,6 @@
 """The text of `unisono devices`, in ASCII."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from unisono.monitor.cpu import Cpu
 from unisono.monitor.inventory import Accelerator, DeviceLink, Inventory
@@ -25,7 +25,7 @@ def gib(num_bytes: float) -> str:
 
 def lines_of(inventory: Inventory) -> list[str]:
     """Return the report, one fact a line."""
-    lines = [*_accelerators(inventory), "", *_cpu(inventory.cpu), "", *_advice(inventory)]
+    lines = [*_accelerators(inventory), "", *_cpu(inventory.cpu)]
     return [printable(line) for line in lines]  # variables and names of devices may have any letters
 
 
@@ -33,14 +33,15 @@ def _accelerators(inventory: Inventory) -> Iterator[str]:
     found = inventory.accelerators
     if not found:
         yield "accelerators: none that torch can use"
+    in_pci_order = sorted(each.pci for each in found if each.pci is not None)
     for accelerator in found:
-        yield from _accelerator(accelerator)
+        yield from _accelerator(accelerator, in_pci_order)
     if inventory.driver is not None:
         yield f"driver {inventory.driver}" + _if(inventory.cuda, "; torch is built for CUDA {}")
     if inventory.gpus_unread:
         yield f"driver, load and processes are not known: {inventory.gpus_unread}"
-    seen = {accelerator.gpu for accelerator in found}
-    if hidden := [f"{gpu.number} ({gpu.name})" for gpu in inventory.gpus if gpu.number not in seen]:
+    seen = [accelerator.gpu for accelerator in found]
+    if hidden := [f"{gpu.number} ({gpu.name})" for gpu in inventory.gpus if gpu not in seen]:
         yield f"GPUs that this process does not see: {', '.join(hidden)}"
     yield from _numbering(inventory)
     if inventory.links:
@@ -52,7 +53,7 @@ def _accelerators(inventory: Inventory) -> Iterator[str]:
         yield f"free now: {', '.join(each.device for each in found if each.is_free) or 'none'}"
 
 
-def _accelerator(of: Accelerator) -> Iterator[str]:
+def _accelerator(of: Accelerator, in_pci_order: Sequence[str]) -> Iterator[str]:
     yield of.device + _if(of.name, ": {}")
     if of.problem:
         yield f"{_INDENT}cannot be used: {of.problem}"
@@ -62,12 +63,12 @@ def _accelerator(of: Accelerator) -> Iterator[str]:
     if of.cores is not None:
         yield f"{_INDENT}cores: {of.cores} multiprocessors"
     if of.pci is not None:
-        gpu = _if(of.gpu, "; GPU {} in nvidia-smi")
-        yield f"{_INDENT}PCI address: {of.pci}, number {of.pci_rank} in PCI order{gpu}"
-    if of.load is not None or of.is_free is not None:
-        state = {True: "free", False: "busy", None: "unknown"}[of.is_free]
-        pids = ", ".join(f"process {pid}" for pid in of.pids)
-        yield f"{_INDENT}now: {state}{_if(of.load, ', load {:.0%}')}{_if(pids or None, ', used by {}')}"
+        number = _if(of.gpu and of.gpu.number, "; GPU {} in nvidia-smi")
+        yield f"{_INDENT}PCI address: {of.pci}, number {in_pci_order.index(of.pci)} in PCI order{number}"
+    if of.is_free is not None:
+        load = _if(of.gpu and of.gpu.load, ", load {:.0%}")
+        used_by = ", ".join(f"process {process.pid}" for process in of.gpu.processes) if of.gpu else ""
+        yield f"{_INDENT}now: {'free' if of.is_free else 'busy'}{load}{_if(used_by or None, ', used by {}')}"
 
 
 def _numbering(inventory: Inventory) -> Iterator[str]:
@@ -81,10 +82,10 @@ def _numbering(inventory: Inventory) -> Iterator[str]:
         yield f"{given}: {', '.join(seen) or 'no GPU is seen'}"
         if seen and len(seen) < len(entries):
             yield f"{entries[len(seen)] or 'an empty entry'} names no GPU, so nothing from there on is seen"
-    ranks = [each.pci_rank for each in inventory.accelerators if each.pci_rank is not None]
-    if len(ranks) > 1 and inventory.device_order != _PCI_ORDER:
+    addresses = [each.pci for each in inventory.accelerators if each.pci is not None]
+    if len(addresses) > 1 and inventory.device_order != _PCI_ORDER:
         here = "which is the same here"
-        if ranks != sorted(ranks):
+        if addresses != sorted(addresses):
             here = f"so their numbers differ here. CUDA_DEVICE_ORDER={_PCI_ORDER} makes them the same"
         yield f"CUDA numbers the fastest GPU first, and nvidia-smi uses PCI order, {here}"
 
@@ -126,9 +127,3 @@ def _if(figure: object, text: str) -> str:
 
 def _if_gib(num_bytes: float | None, text: str) -> str:
     return "" if num_bytes is None else text.format(gib(num_bytes))
-
-
-def _advice(inventory: Inventory) -> Iterator[str]:
-    advice = inventory.advice
-    yield f"advice: {advice.code}"
-    yield _INDENT + _if(advice.engine, 'engine "{}": ') + advice.reason

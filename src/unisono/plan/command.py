@@ -60,8 +60,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     best = f"(default: {BEST}, the fastest of the others for each number of devices)"
     parser.add_argument("target", nargs="?", metavar=TARGET, help="a model of yours, measured here")
     add = parser.add_argument_group("the step, if it is not measured here").add_argument
-    add("--compute", type=_time, metavar="TIME", help="of a whole step on one device")
-    add("--backward", type=_time, metavar="TIME", help="of its backward (default: two thirds)")
+    add("--compute", type=_time, metavar="TIME", help="of a whole step on one device; backward takes two thirds of it")
     add("--gradients", type=_size, metavar="SIZE", help="of all parameters together")
     add = parser.add_argument_group("where").add_argument
     add("--inside", type=parse_link, metavar="LINK", help=f"between devices of a machine {inside}")
@@ -88,7 +87,7 @@ def run(given: dict[str, Any]) -> int:
     if target is None:
         step = _described_step(given, bucket_bytes)
     else:
-        for name in ("compute", "backward", "gradients"):
+        for name in ("compute", "gradients"):
             if name in given:
                 raise OptionError(f"{target} would be measured: leave out {target}, or --{name}")
         print(f"measuring {target} on one device, for some seconds", flush=True)
@@ -126,7 +125,4 @@ def _described_step(given: dict[str, Any], bucket_bytes: float) -> StepCost:
             f"--{missing[0]} is missing: give a model of yours (package.module:build), or --compute and --gradients"
         )
     compute_s: float = given["compute"]
-    backward_s: float = given.get("backward", _BACKWARD_FRACTION * compute_s)
-    if backward_s > compute_s:
-        raise OptionError(f"--backward {backward_s:g}s is a part of --compute {compute_s:g}s, and cannot be longer")
-    return StepCost(compute_s, backward_s, given["gradients"], bucket_bytes)
+    return StepCost(compute_s, _BACKWARD_FRACTION * compute_s, given["gradients"], bucket_bytes)

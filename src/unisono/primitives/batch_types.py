@@ -13,8 +13,9 @@ import pickle
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
@@ -106,53 +107,74 @@ _BY_REFERENCE = (type, types.FunctionType, types.BuiltinFunctionType, types.Modu
 
 def _parts_by_pickle(value: Any) -> Parts:
     """Return the parts of any picklable value, wherever it holds its tensors."""
-    tensors: list[torch.Tensor] = []
-    makers: list[
-        Callable[[Sequence[torch.Tensor]], Any]
-    ] = []  # of parts that are not pickled, from tensors like `tensors`
-    places: dict[int, int] = {}  # id -> its maker
-
-    class Taker(pickle.Pickler):
-        def persistent_id(self, part: Any) -> int | None:
-            inner = None if part is value else batch_type_of(part)
-            if inner is None and not isinstance(part, (torch.Tensor, *_BY_REFERENCE)):
-                return None
-            if id(part) not in places:
-                places[id(part)] = len(makers)
-                makers.append(maker_of(part, inner))
-            return places[id(part)]
-
-    def maker_of(part: Any, inner: BatchType | None) -> Callable[[Sequence[torch.Tensor]], Any]:
-        start = len(tensors)
-        if inner is not None:  # its own batch type may leave some of its tensors in place
-            own, rebuild_inner = inner.parts(part)
-            tensors.extend(own)
-            return lambda new: rebuild_inner(new[start : start + len(own)])
-        if isinstance(part, torch.Tensor):
-            tensors.append(part)
-            return lambda new: new[start]
-        return lambda new: part
-
     stream = io.BytesIO()
+    taker = _Taker(stream, value)
     try:
-        Taker(stream, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+        taker.dump(value)
     except Exception as error:
         error.add_note(
             "a registered batch type is sent to the replicas by pickle, which cannot serialise this "
             f"{type(value).__name__}"
         )
         raise
+    return taker.tensors, partial(_rebuilt, stream.getvalue(), taker.makers)
 
-    def rebuild(new_tensors: Sequence[torch.Tensor]) -> Any:
-        made = [make(new_tensors) for make in makers]  # once each, so that what was one object stays one object
 
-        class Giver(pickle.Unpickler):
-            def persistent_load(self, place: int) -> Any:
-                return made[place]
+def _rebuilt(pickled: bytes, makers: Sequence["_Maker"], tensors: Sequence[torch.Tensor]) -> Any:
+    giver = _Giver(io.BytesIO(pickled))
+    giver.made = [make(tensors) for make in makers]  # once each, so that what was one object stays one object
+    return giver.load()
 
-        return Giver(io.BytesIO(stream.getvalue())).load()
 
-    return tensors, rebuild
+_Maker: TypeAlias = Callable[[Sequence[torch.Tensor]], Any]  # makes a part that is not pickled, from all new tensors
+
+
+# Both are classes of the module: a class made in a function is a cycle, which would keep the batch.
+
+
+class _Taker(pickle.Pickler):
+    """Pickles a value without its tensors, and without batches of registered classes inside it.
+
+    Attributes:
+        tensors: those of the value.
+        makers: of the parts that are not pickled, by place.
+    """
+
+    def __init__(self, stream: io.BytesIO, value: Any) -> None:
+        super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
+        self._value = value
+        self.tensors: list[torch.Tensor] = []
+        self.makers: list[_Maker] = []
+        self._places: dict[int, int] = {}  # id -> its maker
+
+    def persistent_id(self, part: Any) -> int | None:
+        inner = None if part is self._value else batch_type_of(part)
+        if inner is None and not isinstance(part, (torch.Tensor, *_BY_REFERENCE)):
+            return None
+        if id(part) not in self._places:
+            self._places[id(part)] = len(self.makers)
+            self.makers.append(self._maker_of(part, inner))
+        return self._places[id(part)]
+
+    def _maker_of(self, part: Any, inner: BatchType | None) -> _Maker:
+        start = len(self.tensors)
+        if inner is not None:  # its own batch type may leave some of its tensors in place
+            own, rebuild_inner = inner.parts(part)
+            self.tensors.extend(own)
+            return lambda new: rebuild_inner(new[start : start + len(own)])
+        if isinstance(part, torch.Tensor):
+            self.tensors.append(part)
+            return lambda new: new[start]
+        return lambda new: part
+
+
+class _Giver(pickle.Unpickler):
+    """Unpickles what `_Taker` has pickled; `made` has the parts that it left out."""
+
+    made: Sequence[Any]
+
+    def persistent_load(self, place: int) -> Any:
+        return self.made[place]
 
 
 def _packed_rows(packed: PackedSequence) -> int:

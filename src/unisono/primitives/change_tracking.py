@@ -1,6 +1,6 @@
 """Finds what a live module has had changed since it was last looked at: what was rebound, written or replaced.
 
-What is derived from a module (its blueprint, replicas, what workers have) is kept across steps as long as nothing of
+What is derived from a module (its blueprint, replicas) is kept across steps as long as nothing of
 this is found. The check runs before every forward, so it must cost microseconds: what was there is compared with what
 is there object by object, in C, and only what differs is looked at in Python.
 
@@ -9,7 +9,6 @@ contents of plain containers; the class of a module; a tensor's memory, form, `r
 changes inside objects of other classes, and in containers of many items.
 """
 
-import types
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import attrgetter, is_
@@ -215,27 +214,6 @@ class ChangeTracker:
             and [*map(_forward, dict.fromkeys(classes))] == self._forwards
         )
 
-    def changes(self) -> list[tuple[int, str, Any]] | None:
-        """Return what was rebound as (number of the module, name, value), one `GONE` for what was deleted.
-
-        Returns None where anything else changed: a container, or a value that is not plain.
-        """
-        if not (self._structure_is_current() and self._containers.is_current()):
-            return None
-        if self._attributes.is_current():
-            return []
-        found = self._attributes.changes()
-        for number, name, value in found:
-            before = self._attributes.copies[number].get(name, GONE)
-            if name in _REGISTRIES or not (value is GONE or _is_value(value)) or type(before) not in INERT:
-                return None
-        self._attributes.take()
-        return found
-
-    def commit(self) -> None:
-        """Take the containers' present contents as known."""
-        self._containers.take()
-
 
 # The attributes of nn.Module that are containers.
 _EMPTY = nn.Module()
@@ -254,8 +232,3 @@ def _same(now: Any, before: Any) -> bool:
     if type(now) is set:
         return bool(now == before)
     return len(now) == len(before) and all(map(is_, now, before))
-
-
-def _is_value(value: Any) -> bool:
-    """Return whether `value` is plain: pickle can send it as it is."""
-    return type(value) in INERT and not isinstance(value, type | types.BuiltinFunctionType | types.ModuleType)

@@ -12,11 +12,10 @@ def check_flag(value: object, argument: str) -> bool:
     return value
 
 
-def check_module(value: object, argument: str) -> nn.Module:
-    """Return a module; raise TypeError for anything else."""
+def check_module(value: object, argument: str) -> None:
+    """Raise TypeError for anything but a module."""
     if not isinstance(value, nn.Module):
         raise TypeError(f"{argument}: expected a torch.nn.Module, got {value!r}")
-    return value
 
 
 def check_word(words: Sequence[str], value: object, argument: str) -> str:

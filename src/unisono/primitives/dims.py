@@ -157,6 +157,34 @@ def spread_inputs(
     return axes
 
 
+def in_dims_of_whole(inputs: pytree.Spec, kwargs: pytree.Spec, is_whole: Sequence[bool]) -> dict[Any, Any]:
+    """Return the `in_dims` with which every replica gets all of some leaves of a call's inputs.
+
+    >>> (_, inputs), (_, kwargs) = pytree.flatten(("x", ["mask", "y"])), pytree.flatten({"table": "table"})
+    >>> in_dims_of_whole(inputs, kwargs, [False, True, False, True])
+    {1: {0: None}, 'table': None}
+
+    Args:
+        inputs, kwargs: the structures of the positional and the keyword inputs.
+        is_whole: whether this is so, for every leaf of the inputs, positional ones first.
+    """
+    of_leaves = iter(is_whole)
+    each = {
+        key: _whole(spec, of_leaves)
+        for inside in (inputs, kwargs)
+        for key, spec in zip(inside.keys or (), inside.specs, strict=True)
+    }
+    return {key: rule for key, rule in each.items() if rule is not ...}
+
+
+def _whole(spec: pytree.Spec, is_whole: Iterator[bool]) -> Any:
+    """Return the rule that gives None to some leaves of a structure; `...` if there are none."""
+    if spec.keys is None:
+        return None if next(is_whole) else ...
+    rules = {key: _whole(child, is_whole) for key, child in zip(spec.keys, spec.specs, strict=True)}
+    return {key: rule for key, rule in rules.items() if rule is not ...} or ...
+
+
 def _by_position(
     in_dims: Mapping[Any, Any], num_inputs: int, kwargs: Collection[Any], function: Callable[..., Any] | None
 ) -> dict[Any, Any]:

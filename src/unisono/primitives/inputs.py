@@ -1,6 +1,7 @@
 """Inputs: the arguments of one call, leaf by leaf, and each replica's part of them."""
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import cycle, islice
 from typing import Any, TypeAlias
@@ -9,7 +10,7 @@ import torch
 
 from unisono.primitives import pytree
 from unisono.primitives.batch_types import BatchType, batch_type_of
-from unisono.primitives.dims import spread_inputs
+from unisono.primitives.dims import in_dims_of_whole, spread_inputs
 from unisono.primitives.placements import Placement, Replicate, Shard, Single, can_be_placed, cannot_be_placed
 from unisono.primitives.references import MODES
 from unisono.primitives.sample_lists import SampleList, warn_of_whole_lists, with_entries
@@ -29,7 +30,6 @@ class Arguments:
     Attributes:
         rows: how many rows the call has; None if nothing has rows (no tensors, 0-dim ones, or ones that are not split).
         axes: of each leaf, the axis that holds its rows; None: it has none.
-        entries: of each leaf, by its number, that has one entry for each of the wrapper's `devices`: the axis of these.
         leaves: every leaf of the inputs, positional ones first.
         flags: what can lead a forward another way: leaves that are bools, strings or None, and the others' types.
 
@@ -46,7 +46,6 @@ class Arguments:
         in_dims: Any = ...,
         function: Callable[..., Any] | None = None,
         axes: Sequence[int | None] | None = None,
-        devices: Sequence[torch.device] | None = None,
     ) -> None:
         self._inputs, self._kwargs = inputs, kwargs
         self._is_flat = pytree.is_flat(inputs) and (not kwargs or pytree.is_flat(kwargs))
@@ -64,7 +63,6 @@ class Arguments:
             self.axes = [dim] * len(self.leaves)
         else:
             self.axes = spread_inputs(in_dims, *self._structure(), dim, function)
-        self.entries: dict[int, int] = {}
         counts: dict[int, int] = {}  # by number, the rows of each leaf that has some
         for number, (leaf, axis, batch_type) in enumerate(zip(self.leaves, self.axes, self._batch_types, strict=True)):
             if isinstance(leaf, torch.Tensor):
@@ -86,9 +84,7 @@ class Arguments:
                     counts[number] = rows
         distinct = {*counts.values()}
         if len(distinct) > 1:
-            self.entries = self._entries(counts, devices if in_dims is ... else None)
-            self.axes = [None if number in self.entries else axis for number, axis in enumerate(self.axes)]
-            distinct = {rows for number, rows in counts.items() if number not in self.entries}
+            raise self._different_rows(counts, in_dims)
         self.rows = distinct.pop() if distinct else None
 
     def _flatten(self) -> list[Any]:
@@ -120,47 +116,26 @@ class Arguments:
         shape = tuple(leaf.shape)
         return ValueError(f"cannot scatter {path} of shape {shape} along dim={axis}: it has no such axis")
 
-    def _entries(self, counts: dict[int, int], devices: Sequence[torch.device] | None) -> dict[int, int]:
-        """Return the leaves with one entry a replica, as `entries` has them; all others agree on the rows.
-
-        Programs that know torch's DataParallel repeat a number for each device, as torch's scatter splits it. So
-        this is a tensor of as many numbers as there are devices, beside a batch of more rows; what holds more numbers
-        may be misplaced rows. Without `devices` no leaf is taken for one.
-
-        Raises:
-            ValueError: the others do not agree, or have fewer rows.
-        """
-        num_replicas = None if devices is None else len(devices)
-        entries = {
-            number: axis
-            for number, (leaf, axis) in enumerate(zip(self.leaves, self.axes, strict=True))
-            if axis is not None and isinstance(leaf, torch.Tensor) and leaf.ndim
-            if leaf.shape[axis] == leaf.numel() == num_replicas
-        }
-        others = {rows for number, rows in counts.items() if number not in entries}
-        if num_replicas is None or len(others) != 1 or min(others) < num_replicas:
-            raise self._different_rows(counts)
-        return entries
-
-    def _different_rows(self, counts: dict[int, int]) -> ValueError:
+    def _different_rows(self, counts: dict[int, int], in_dims: Any) -> ValueError:
         paths = self._paths()
-        each = [f"{paths[number]} has {rows}" for number, rows in counts.items()]
-        named = ", ".join(each[:_NAMED]) + (f", and {len(each) - _NAMED} more" if len(each) > _NAMED else "")
+        each = _named([f"{paths[number]} has {rows}" for number, rows in counts.items()])
+        remedy = "name the axis of the rows, None for what goes to replicas whole: in_dims={'x': 0, 'table': None}"
+        if in_dims is ...:
+            [(of_most, _)] = Counter(counts.values()).most_common(1)  # if as many have others, of the first
+            others = [number for number, rows in counts.items() if rows != of_most]
+            whole = in_dims_of_whole(*self._structure(), [number in others for number in range(len(self.leaves))])
+            remedy = f"if every replica needs all of {_named([paths[number] for number in others])}: in_dims={whole}"
         return ValueError(
-            f"cannot scatter tensors with different numbers of rows: {named}. Give every tensor the rows of the batch "
-            "(tensor.expand), or name the axis of the rows, and None for what every replica gets whole: "
-            "DataParallel(..., in_dims={'x': 0, 'table': None}). A list with one entry a row is a unisono.SampleList."
+            f"cannot scatter tensors with different numbers of rows: {each}. Give every tensor the rows of the batch "
+            f"(tensor.expand). Or, {remedy}. A list with one entry a row is a unisono.SampleList."
         )
 
-    def split(
-        self, sizes: Sequence[int], place: Place, replica_numbers: Sequence[int]
-    ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    def split(self, sizes: Sequence[int], place: Place) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Return each replica's positional and keyword inputs: `sizes[i]` rows for replica i; other values unchanged.
 
         Args:
             sizes: one a replica that has a share.
             place: makes each replica's part from a tensor and its placement.
-            replica_numbers: of the replicas that have a share: which of the `entries` they get.
         """
         sizes = tuple(sizes)
         if not self._is_flat and self.rows is not None and len(sizes) > 1:
@@ -168,12 +143,8 @@ class Arguments:
             for spec, name in zip(self._structure(), ("inputs", "kwargs"), strict=True):
                 warn_of_whole_lists(spec, name, following, self.rows)
         split = [
-            place(*self._chosen(number, replica_numbers))
-            if number in self.entries
-            else _parts(leaf, axis, batch_type, sizes, place)
-            for number, (leaf, axis, batch_type) in enumerate(
-                zip(self.leaves, self.axes, self._batch_types, strict=True)
-            )
+            _parts(leaf, axis, batch_type, sizes, place)
+            for leaf, axis, batch_type in zip(self.leaves, self.axes, self._batch_types, strict=True)
         ]
         if self._is_flat:
             num, names = len(self._inputs), list(self._kwargs)
@@ -243,13 +214,6 @@ class Arguments:
         other.rows = rows
         return other
 
-    def _chosen(self, number: int, replica_numbers: Sequence[int]) -> tuple[torch.Tensor, Placement]:
-        """Return the entries of these replicas of a leaf that has one for each, and how they are placed."""
-        leaf, axis = self.leaves[number], self.entries[number]
-        if len(replica_numbers) < leaf.shape[axis]:  # other replicas have no rows; the gradient of their entries is 0
-            leaf = leaf.index_select(axis, torch.tensor(replica_numbers, device=leaf.device))
-        return leaf, Shard(axis, (1,) * len(replica_numbers))
-
     def _with_leaves(
         self, leaves: Sequence[Any], *, rebuild_all: bool = False
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -262,6 +226,11 @@ class Arguments:
         following = iter(leaves)
         inputs = pytree.unflatten(of_inputs, following, rebuild_all=rebuild_all)
         return inputs, pytree.unflatten(of_kwargs, following, rebuild_all=rebuild_all)
+
+
+def _named(each: Sequence[str]) -> str:
+    """Return a list for a message, cut if it is long."""
+    return ", ".join(each[:_NAMED]) + (f", and {len(each) - _NAMED} more" if len(each) > _NAMED else "")
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
@@ -295,19 +264,15 @@ def _placed(shard: Any, index: int, place: Place) -> Any:
 
 
 def scattered(
-    arguments: Arguments,
-    devices: Sequence[torch.device],
-    sizes: Sequence[int],
-    replica_numbers: Sequence[int] | None = None,
+    arguments: Arguments, devices: Sequence[torch.device], sizes: Sequence[int]
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Return the (positional, keyword) inputs of each device: `sizes[i]` rows, copied there; differentiable.
 
     They are copies even where the device is the same, so that a module that writes into its input writes into its own.
-    The devices are those of the replicas `replica_numbers`; None: of the first ones.
     """
 
     def place(tensor: torch.Tensor, placement: Placement) -> list[Any]:
         parts = [placement.part(tensor, i) for i in range(len(devices))]
         return [p if p is None else _devices.copied_to(p, device) for p, device in zip(parts, devices, strict=True)]
 
-    return arguments.split(sizes, place, range(len(sizes)) if replica_numbers is None else replica_numbers)
+    return arguments.split(sizes, place)

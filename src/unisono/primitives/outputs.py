@@ -1,8 +1,9 @@
 """Outputs: the replicas' outputs, matched leaf by leaf and joined into one value."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import NoneType
 from typing import Any
 
@@ -220,13 +221,14 @@ def _with_objects_taken_apart(outputs: Sequence[Any], objects: Sequence[tuple[An
     An object that all replicas return stays whole.
     """
     common = {id(given[0]) for given in objects if all(value is given[0] for value in given)}
+    return [pytree.map_leaves(partial(_taken_apart, common), output) for output in outputs]
 
-    def apart(leaf: Any) -> Any:
-        if not _is_object(leaf) or id(leaf) in common or why_whole(leaf):
-            return leaf
-        return pytree.Items(type(leaf), [pytree.map_leaves(apart, item) for item in leaf])
 
-    return [pytree.map_leaves(apart, output) for output in outputs]
+def _taken_apart(whole: Collection[int], leaf: Any) -> Any:
+    """Return an object as its items, and these likewise; those with ids in `whole`, and other leaves, as they are."""
+    if not _is_object(leaf) or id(leaf) in whole or why_whole(leaf):
+        return leaf
+    return pytree.Items(type(leaf), [pytree.map_leaves(partial(_taken_apart, whole), item) for item in leaf])
 
 
 def padded_axes(path: str, tensor: torch.Tensor, rows: int, padding: Padding) -> tuple[int, ...]:

@@ -140,7 +140,7 @@ def tensors(value: object, path: str = "") -> Iterator[tuple[str, torch.Tensor]]
     return ((where, leaf) for where, leaf in leaves(value, path) if isinstance(leaf, torch.Tensor))
 
 
-def map_leaves(function: Callable[[Any], Any], value: Any, path: str = "") -> Any:
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """Return `value` with `function` applied to every leaf, in order; see `unflatten`.
 
     >>> map_leaves(lambda leaf: leaf * 2, {"a": [1, 2], "b": (3,)})
@@ -151,7 +151,7 @@ def map_leaves(function: Callable[[Any], Any], value: Any, path: str = "") -> An
     """
     if type(value) in _PLAIN:  # the common case, without a structure's cost
         return function(value)
-    found, spec = flatten(value, path)
+    found, spec = flatten(value)
     return unflatten(spec, map(function, found))
 
 
@@ -230,21 +230,22 @@ _DEEP = 100
 
 def _too_deep(value: object, path: str) -> ValueError:
     """Return the error for a value in which Python's recursion limit was reached; it names the path."""
-
-    def reason(value: object, path: str, around: dict[int, str]) -> str | None:
-        if id(value) in around:
-            return f"{path} is {around[id(value)]} again, so it has no end: a container may not contain itself."
-        if len(around) > _DEEP:
-            return (
-                f"{path[:60]}... is nested more than {_DEEP} deep, beyond Python's recursion limit: put the tensors "
-                "into one list."
-            )
-        around = {**around, id(value): path}
-        inside = (children(value) or {}).items()
-        return next(filter(None, (reason(child, path + step(value, key), around) for key, child in inside)), None)
-
     path = path or "value"
-    return ValueError(reason(value, path, {}) or f"{path} is nested beyond Python's recursion limit: flatten it.")
+    return ValueError(_why_deep(value, path, {}) or f"{path} is nested beyond Python's recursion limit: flatten it.")
+
+
+def _why_deep(value: object, path: str, around: dict[int, str]) -> str | None:
+    """Return why a value is too deep; `around` has the paths of the containers around it, by their ids."""
+    if id(value) in around:
+        return f"{path} is {around[id(value)]} again, so it has no end: a container may not contain itself."
+    if len(around) > _DEEP:
+        return (
+            f"{path[:60]}... is nested more than {_DEEP} deep, beyond Python's recursion limit: put the tensors "
+            "into one list."
+        )
+    around = {**around, id(value): path}
+    inside = (children(value) or {}).items()
+    return next(filter(None, (_why_deep(child, path + step(value, key), around) for key, child in inside)), None)
 
 
 def step(container: object, key: object) -> str:

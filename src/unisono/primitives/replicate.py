@@ -89,20 +89,6 @@ def check_device(root: nn.Module, tensors: Iterable[torch.Tensor], device: torch
             )
 
 
-def check_layouts(root: nn.Module) -> None:
-    """Check that worker processes can have the parameters and buffers of `root`.
-
-    Raises:
-        TypeError: one has a layout that they cannot share, or whose gradients they cannot sum; names it.
-    """
-    for name, tensor in (*root.named_parameters(), *root.named_buffers()):
-        if tensor.layout == torch._mkldnn or (tensor.layout != torch.strided and tensor.requires_grad):  # type: ignore[attr-defined]
-            raise TypeError(
-                f"{name} has the layout {tensor.layout}, and worker processes can share dense parameters only. Make it "
-                'dense, .to_dense(), or use engine="threads".'
-            )
-
-
 class unchanged_on_failure:  # noqa: N801 - a context manager, as a class because a step enters it each time
     """Restores the buffers if the block raises: a step that fails changes nothing.
 

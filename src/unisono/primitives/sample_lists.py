@@ -73,26 +73,45 @@ def warn_of_whole_lists(inputs: Spec, name: str, leaves: Iterator[tuple[Any, int
         leaves: its leaves, each with the axis of its rows; None: every replica gets it on purpose.
         rows: of the batch.
     """
-
-    def may_stay(spec: Spec, keys: tuple[Any, ...]) -> bool:
-        """Return whether something in an input is split, or whole on purpose; `keys` lead to it."""
-        if spec.keys is None:
-            leaf, axis = next(leaves)
-            return axis is None or isinstance(leaf, torch.Tensor) or batch_type_of(leaf) is not None
-        stays = [may_stay(child, (*keys, key)) for key, child in zip(spec.keys, spec.specs, strict=True)]
-        if len(stays) == rows > 1 and not any(stays) and _may_be_samples(spec.value):
-            in_dims: Any = None
-            for key in reversed(keys):
-                in_dims = {key: in_dims}
-            warn_once(
-                f"{_path(inputs, name, keys)} has as many entries as the batch has rows, and no tensors: every replica "
-                "gets all of them. If each belongs to a row, give a unisono.SampleList; if every replica needs all: "
-                f"in_dims={in_dims}."
-            )
-        return any(stays)
-
+    wholes: list[tuple[Any, ...]] = []
     for key, spec in zip(inputs.keys or (), inputs.specs, strict=True):
-        may_stay(spec, (key,))
+        _find_wholes(spec, (key,), leaves, rows, wholes)
+    for keys in wholes:
+        in_dims: Any = None
+        for key in reversed(keys):
+            in_dims = {key: in_dims}
+        warn_once(
+            f"{_path(inputs, name, keys)} has as many entries as the batch has rows, and no tensors: every replica "
+            "gets all of them. If each belongs to a row, give a unisono.SampleList; if every replica needs all: "
+            f"in_dims={in_dims}."
+        )
+
+
+# These call themselves, so they are no closures: one that refers to itself is a cycle, which would keep the batch.
+
+
+def _find_wholes(
+    spec: Spec,
+    keys: tuple[Any, ...],
+    leaves: Iterator[tuple[Any, int | None]],
+    rows: int,
+    wholes: list[tuple[Any, ...]],
+) -> bool:
+    """Return whether something in an input is split, or whole on purpose; add the paths to lists to be warned of.
+
+    Args:
+        keys: the path to `spec`.
+        leaves: takes those of `spec`.
+        wholes: gets the paths.
+    """
+    if spec.keys is None:
+        leaf, axis = next(leaves)
+        return axis is None or isinstance(leaf, torch.Tensor) or batch_type_of(leaf) is not None
+    pairs = zip(spec.keys, spec.specs, strict=True)
+    stays = [_find_wholes(child, (*keys, key), leaves, rows, wholes) for key, child in pairs]
+    if len(stays) == rows > 1 and not any(stays) and _may_be_samples(spec.value):
+        wholes.append(keys)
+    return any(stays)
 
 
 def _may_be_samples(value: Any) -> bool:
@@ -110,22 +129,35 @@ def warn_of_joined_entries(
         leaves: its leaves, each replica's, each with the axis of its rows.
         sizes: the replicas' rows.
     """
+    joined: list[tuple[Any, ...]] = []
+    _find_joined(output, (), leaves, sizes, joined)
+    for keys in joined:
+        warn_once(
+            f"{_path(output, 'output', keys)} is a list with as many entries as each replica has rows: the first "
+            "entries of all replicas are joined, then the second ones, and so on. If each belongs to a row, return "
+            "unisono.SampleList(entries)."
+        )
 
-    def has_other_rows(spec: Spec, keys: tuple[Any, ...]) -> bool:
-        """Return whether a tensor in a part of the output has other rows; `keys` lead to the part."""
-        if spec.keys is None:
-            given, axis = next(leaves)
-            return any(_has_other_rows(each, axis, size) for each, size in zip(given, sizes, strict=True))
-        differ = [has_other_rows(child, (*keys, key)) for key, child in zip(spec.keys, spec.specs, strict=True)]
-        if type(spec.value) is list and {len(differ)} == {*sizes} != {1} and any(differ):
-            warn_once(
-                f"{_path(output, 'output', keys)} is a list with as many entries as each replica has rows: the first "
-                "entries of all replicas are joined, then the second ones, and so on. If each belongs to a row, return "
-                "unisono.SampleList(entries)."
-            )
-        return any(differ)
 
-    has_other_rows(output, ())
+def _find_joined(
+    spec: Spec,
+    keys: tuple[Any, ...],
+    leaves: Iterator[tuple[tuple[Any, ...], int | None]],
+    sizes: Sequence[int],
+    joined: list[tuple[Any, ...]],
+) -> bool:
+    """Return whether a tensor in a part of the output has other rows; add the paths to lists to be warned of.
+
+    The arguments are those of `_find_wholes`.
+    """
+    if spec.keys is None:
+        given, axis = next(leaves)
+        return any(_has_other_rows(each, axis, size) for each, size in zip(given, sizes, strict=True))
+    pairs = zip(spec.keys, spec.specs, strict=True)
+    differ = [_find_joined(child, (*keys, key), leaves, sizes, joined) for key, child in pairs]
+    if type(spec.value) is list and {len(differ)} == {*sizes} != {1} and any(differ):
+        joined.append(keys)
+    return any(differ)
 
 
 def _path(spec: Spec, path: str, keys: Sequence[Any]) -> str:

@@ -1,7 +1,7 @@
 """scatter and gather: split the rows of a batch among replicas, and join the replicas' outputs into one.
 
 The two are each other's inverse, and each other's adjoint: the gradient of a scatter is a gather. Both are
-differentiable. Engines split and join by the same code, in inputs.py and outputs.py.
+differentiable. `DataParallel` splits and joins by the same code, in inputs.py and outputs.py.
 """
 
 from collections.abc import Sequence
@@ -28,8 +28,7 @@ def scatter(inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0) -> lis
     """Split the tensors in `inputs` along `dim` by torch's rule, ceil(rows / n) rows each; one result a device.
 
     Containers keep their types; objects that are not tensors are the same in every result. With fewer rows than
-    devices there are fewer results: at least one, and as many as there are devices where no tensor has rows. A tensor
-    of one number a device, beside tensors of more rows, gives one entry to each device.
+    devices there are fewer results: at least one, and as many as there are devices where no tensor has rows.
 
         >>> shards = unisono.scatter({"x": torch.zeros(10, 5), "flag": True}, ["cpu", "cpu", "cpu", "cpu"])
         >>> [shard["x"].shape[0] for shard in shards]
@@ -72,7 +71,7 @@ def _scatter_call(
     devices = _devices.resolve_each(target_gpus, "target_gpus")
     if not devices:
         raise ValueError("no devices to scatter to: expected at least one")
-    arguments = Arguments(inputs, kwargs, dim, devices=devices)
+    arguments = Arguments(inputs, kwargs, dim)
     if arguments.rows is None:  # nothing to split: every device gets the same
         return scattered(arguments, devices, [0] * len(devices))
     sizes = [size for size in split_rows(arguments.rows, len(devices)) if size] or [0]

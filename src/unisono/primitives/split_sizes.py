@@ -59,22 +59,6 @@ def check_parts(parts: object) -> int:
     return parts
 
 
-def unequal(sizes: Sequence[int]) -> list[int]:
-    """Return the rows of replicas of which two differ, or only one has any: the same, if that is so already.
-
-    >>> unequal([5, 3]), unequal([4, 4, 0]), unequal([1, 1, 1])
-    ([5, 3], [5, 3, 0], [2, 1, 0])
-
-    Otherwise the last replica with rows gives one to the first.
-    """
-    used = [i for i, size in enumerate(sizes) if size]
-    changed = [*sizes]
-    if len(used) > 1 and len({sizes[i] for i in used}) == 1:
-        changed[used[0]] += 1
-        changed[used[-1]] -= 1
-    return changed
-
-
 def split_rows(rows: int, num_replicas: int, shares: Shares = "chunk") -> list[int]:
     """Return how many of `rows` rows each replica gets; the result has `num_replicas` entries that sum to `rows`.
 
@@ -113,18 +97,12 @@ class IdleDevices:
         self._most_rows = math.inf
 
     def see(
-        self,
-        sizes: Sequence[int],
-        devices: Sequence[torch.device],
-        has_share: Callable[[], Sequence[bool]],
-        *,
-        unequal: bool,
+        self, sizes: Sequence[int], devices: Sequence[torch.device], has_share: Callable[[], Sequence[bool]]
     ) -> None:
         """Look at the sizes of one batch.
 
         Args:
             has_share: tells for each device whether its share is more than 0.
-            unequal: whether two replicas must have different numbers of rows.
         """
         rows = sum(sizes)
         if rows < self._most_rows:
@@ -134,8 +112,7 @@ class IdleDevices:
             return
         idle = [str(d) for d, size, share in zip(devices, sizes, has_share(), strict=True) if share > size]
         if idle:
-            needed = len(sizes) + unequal
-            better = 'shares="even"' if rows >= needed else f"batches of {needed} rows or more"
+            better = 'shares="even"' if rows >= len(sizes) else f"batches of {len(sizes)} rows or more"
             batch = "1 row" if rows == 1 else f"{rows} rows"
             log_once(
                 f"a batch of {batch} gives {list(sizes)} rows to the {len(sizes)} devices: {len(idle)} of them "

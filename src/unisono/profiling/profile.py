@@ -40,7 +40,7 @@ class Profile:
     | wait | the replica waits for other replicas, or for the caller's thread |
     | outside | neither forward nor backward runs: the loss, the optimizer, the data |
 
-    Steps that no engine has run are left out: those on one device, or through verbs of a subclass's own.
+    Steps on one device, or through verbs of a subclass's own, are left out.
 
     Attributes:
         model: the name of the module's class.
@@ -132,14 +132,18 @@ class Profile:
             picture.draw(unfinished, steps, self.summary(steps))
 
     def __str__(self) -> str:
-        """Return where a step goes, as a table: milliseconds, medians of the steps."""
+        """Return where a step goes, as a table: rows and milliseconds, medians of the steps."""
         steps = self.steps()
         if not steps:
             return _NOTHING
         lanes = lanes_of(steps)
         used = [phase for phase in PHASES if any(phase in of_lane for of_lane in lanes.values())]
-        rows = [[lane, *(f"{1000 * of.get(phase, 0.0):.2f}" for phase in used)] for lane, of in lanes.items()]
-        return f"{self.summary(steps)}; milliseconds:\n\n{table(['', *used], rows)}"
+        lines = []
+        for lane, seconds in lanes.items():
+            rows = [step.rows[lane] for step in steps if lane in step.rows]  # the host has none
+            milliseconds = [f"{1000 * seconds.get(phase, 0.0):.2f}" for phase in used]
+            lines.append([lane, f"{statistics.median(rows):g}" if rows else "", *milliseconds])
+        return f"{self.summary(steps)}; milliseconds:\n\n{table(['', 'rows', *used], lines)}"
 
     def __repr__(self) -> str:
         return f"<profile of {self.summary(self.steps())}>"

@@ -174,7 +174,7 @@ _type_of = attrgetter("type")  # in C, as each call of Python code counts in eve
 
 
 def is_cpu(device: torch.device) -> bool:
-    """Return whether a device is the CPU, whose memory is the host's: other processes can map it."""
+    """Return whether a device is the CPU, whose memory is the host's."""
     return device.type == "cpu"
 
 
@@ -286,20 +286,22 @@ def has_streams(device: torch.device) -> bool:
     return device.type != "mps" and not computes_on_host(device)
 
 
-def exists_for_other_processes(device: torch.device) -> bool:
-    """Return whether other processes see the device too; they do not see a simulated one."""
-    return is_cpu(device) or not computes_on_host(device)
+def has_separate_memory() -> bool:
+    """Return whether each replica but the first has copies of parameters and buffers, even on the module's own device.
 
-
-def collective_backend(devices: Sequence[torch.device]) -> str:
-    """Return the backend of torch.distributed for one process on each of `devices`: "nccl" or "gloo".
-
-    NCCL needs a GPU of its own for each process. Gloo works on host memory.
+    Only `unisono.testing.separate_memory` says so: to show on one device what happens on several.
     """
-    each_has_its_own = len(set(devices)) == len(devices) and all(device.type == "cuda" for device in devices)
-    if not each_has_its_own or not torch.distributed.is_available():
-        return "gloo"
-    return "nccl" if torch.distributed.is_nccl_available() else "gloo"
+    return _has_separate_memory
+
+
+_has_separate_memory = False
+
+
+def set_separate_memory(flag: bool) -> bool:
+    """Set what `has_separate_memory` returns, for the whole process; return what it was."""
+    global _has_separate_memory
+    before, _has_separate_memory = _has_separate_memory, flag
+    return before
 
 
 def begin_copy_to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[bool], bool]]:
@@ -502,12 +504,6 @@ def seed(device: torch.device, number: int | bytes) -> None:
     generator = generator_of(device)
     if generator is not None:
         generator.manual_seed(number)
-
-
-def generator_states(device: torch.device) -> list[torch.Tensor]:
-    """Return the states of the generators of the host and, where it has one of its own, of `device`."""
-    own = None if computes_on_host(device) else _default_generator(device)
-    return [torch.default_generator.get_state()] + ([] if own is None else [own.get_state()])
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -6,7 +6,6 @@ the object it was; a note (PEP 678) says which replica raised it.
 """
 
 import logging
-import signal as _signal
 import sys
 import threading
 import traceback
@@ -31,82 +30,23 @@ class ReplicaNames(list[str]):
     devices: Sequence[torch.device]
 
 
-class ReplicaLost(RuntimeError):  # noqa: N818 - named as what happened, as those below
-    """What is common to the errors of a replica that has died or is stuck; see these for its attributes."""
-
-    def __init__(
-        self, message: str, replica: int, device: torch.device | None, pid: int | None, stack: str, cause: str
-    ) -> None:
-        super().__init__(message)
-        self.replica, self.device, self.pid, self.stack, self.cause = replica, device, pid, stack, cause or message
-
-
-class ReplicaDied(ReplicaLost):
-    """A replica's worker process has ended by itself: by a signal, or with an exit status.
-
-        >>> model = unisono.DataParallel(torch.nn.Linear(5, 2), ["cpu", "cpu"], engine="processes")
-        >>> try:
-        ...     output = model(torch.zeros(30, 5))
-        ... except unisono.ReplicaDied as died:
-        ...     print("lost", died.replica, died.signal)
-        ...     output = model(torch.zeros(30, 5))  # on other workers
-
-    Parameters, gradients, optimizer, buffers and the random state are as they were before the step. The next forward
-    starts other workers.
-
-    Attributes:
-        replica: its number, from 0: the place of its device in `device_ids`.
-        device: its device.
-        pid: the process id that the worker had.
-        exit_status: with which it exited; None if a signal ended it, or if nothing is known.
-        signal: that ended it (a `signal.Signals`, or an int that has no name); None if it exited, or nothing is known.
-        stack: the Python stacks of its threads, the last call first, if it crashed and could write them; else "".
-        cause: the message without what is lost by it.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        replica: int = -1,
-        device: torch.device | None = None,
-        pid: int = -1,
-        code: int | None = None,
-        stack: str = "",
-        cause: str = "",
-    ) -> None:
-        """Describe a death.
-
-        Args:
-            code: the exit status, or minus the number of the signal; None: not known.
-        """
-        super().__init__(message, replica, device, pid, stack, cause)
-        self.exit_status = code if code is not None and code >= 0 else None
-        self.signal: int | None = None
-        if code is not None and code < 0:
-            self.signal = _signal.Signals(-code) if -code in set(_signal.Signals) else -code
-
-
-class ReplicaTimeout(ReplicaLost):
+class ReplicaTimeout(RuntimeError):  # noqa: N818 - named as what happened
     """A replica has made no progress for the `timeout` of its `DataParallel`, and others waited for it.
 
-        >>> model = unisono.DataParallel(torch.nn.Linear(5, 2), ["cpu", "cpu"], engine=unisono.Threads(timeout=60))
+        >>> model = unisono.DataParallel(torch.nn.Linear(5, 2), ["cpu", "cpu"], timeout=60)
         >>> try:
         ...     output = model(torch.zeros(30, 5))
         ... except unisono.ReplicaTimeout as stuck:
         ...     print("stuck", stuck.replica, stuck.stack)
 
-    Parameters, gradients, optimizer, buffers and the random state are as they were before the step. Worker processes
-    are ended, and the next forward starts others. A thread cannot be ended: it is left alone, and ends with its task.
+    Parameters, gradients, optimizer, buffers and the random state are as they were before the step. A thread cannot be
+    ended: the stuck replica's is left alone, and ends with its task.
 
     Attributes:
         replica: its number, from 0: the place of its device in `device_ids`.
         device: its device.
-        pid: the process id that its worker had; None: it ran in a thread of this process.
         timeout: the seconds that were waited.
-        stack: where it was stuck: its Python stack, as faulthandler writes it (a worker's, the last call first) or as
-            traceback does (a thread's, the last call last); "" if it could not be read.
-        cause: the message without what is lost by it.
+        stack: where it was stuck: its Python stack, as traceback writes it; "" if it could not be read.
     """
 
     def __init__(
@@ -115,13 +55,11 @@ class ReplicaTimeout(ReplicaLost):
         *,
         replica: int = -1,
         device: torch.device | None = None,
-        pid: int | None = None,
         timeout: float = 0.0,
         stack: str = "",
-        cause: str = "",
     ) -> None:
-        super().__init__(message, replica, device, pid, stack, cause)
-        self.timeout = timeout
+        super().__init__(message)
+        self.replica, self.device, self.timeout, self.stack = replica, device, timeout, stack
 
 
 def threads_timed_out(

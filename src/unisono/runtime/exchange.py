@@ -1,7 +1,6 @@
 """All-gathers among replicas that run at the same time.
 
-`LocalExchange` decides, in one place, when an all-gather is complete. Its replicas run in threads of this process, or
-in other processes, whose requests arrive as messages; `Exchange` is what a replica sees of it, wherever it runs.
+`Exchange` decides, in one place, when an all-gather is complete. Its replicas run in threads of this process.
 
     replica i:   submit a request (name, value) ──► wait ──► result: the values of all replicas
                  withdraw, at the end of its pass
@@ -75,9 +74,6 @@ class Result:
         combined: T = self._combined[0]
         return combined
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Result, (self.values, self.number)  # replicas in other processes combine for themselves
-
 
 class CrossProcess(Protocol):
     """From the name of a request and the values of this process's replicas to the value of each process, by rank.
@@ -120,18 +116,44 @@ class Request(NamedTuple):
 Response: TypeAlias = Result | str
 
 
-class Exchange(abc.ABC):
-    """A replica's view of the all-gathers of one pass.
+class Exchange:
+    """The all-gathers of replicas 0 to `num_replicas` - 1, in one pass.
 
     Attributes:
         failed: whether some replica is known to have failed, so that results are of the replica's own values.
         all_withdrawn: whether all replicas are known to have withdrawn.
         one_kind_of_device: whether all whose values meet here compute on devices of one kind.
+        error: what `cross_process` has raised, or a `ReplicaTimeout`. After that no other replica gets a result.
+        threads: in which replicas of this process take part, by index.
+
+    Args:
+        num_replicas: how many replicas take part.
+        cross_process: takes the name of a request and the values of this process's replicas; returns the values of
+            all processes, which become the result. None: there are no other processes.
+        timeout_s: for how long a replica waits while none submits or withdraws; None: for ever. Then every replica that
+            waits raises `ReplicaTimeout`, and so does one that comes later. Where replica 0 is the one that does not
+            come, the caller's own thread is stuck, and nothing can be raised there: the error is logged, too.
+        names: of the replicas, for messages.
     """
 
-    failed = False
-    all_withdrawn = False
-    one_kind_of_device = True
+    def __init__(
+        self,
+        num_replicas: int,
+        cross_process: CrossProcess | None = None,
+        timeout_s: float | None = None,
+        names: ReplicaNames | None = None,
+    ) -> None:
+        self._timeout_s, self._names, self._progress_at = timeout_s, names, time.monotonic()
+        self.threads: dict[int, int] = {}
+        self._cross_process = cross_process
+        self.failed = self.all_withdrawn = False
+        self.one_kind_of_device = cross_process is None or cross_process.one_kind_of_device
+        self.error: BaseException | None = None
+        self._condition = threading.Condition()
+        self._withdrawn: set[int] = set()
+        self._cut_off: dict[int, str] = {}  # replicas whose requests have no result, and why
+        self._present = set(range(num_replicas))  # have not withdrawn
+        self._waiting: dict[int, tuple[Request, Callable[[Response], None]]] = {}  # by replica
 
     def all_gather(self, index: int, request: Request) -> Result:
         """Submit replica `index`'s request; wait for the other replicas' and return all values.
@@ -144,56 +166,9 @@ class Exchange(abc.ABC):
             raise RuntimeError(response)
         return response
 
-    @abc.abstractmethod
-    def submit_and_wait(self, index: int, request: Request) -> Response:
-        """Submit a request; wait for the response."""
-
-    @abc.abstractmethod
-    def withdraw(self, index: int, *, failed: bool) -> None:
-        """Let no other replica wait for replica `index` any more."""
-
-
-class LocalExchange(Exchange):
-    """The all-gathers of replicas 0 to `num_replicas` - 1, decided in this process.
-
-    Attributes:
-        error: what `cross_process` has raised, or a `ReplicaTimeout`. After that no other replica gets a result.
-        threads: in which replicas of this process take part, by index.
-
-    Args:
-        num_replicas: how many replicas take part.
-        serve: receives the requests of replicas in other processes, until the function that it is given returns True.
-            A replica of this process calls it while it waits. None: it sleeps until another thread wakes it.
-        cross_process: takes the name of a request and the values of this process's replicas; returns the values of
-            all processes, which become the result. None: there are no other processes.
-        timeout_s: for how long a replica waits while none submits or withdraws; None: for ever. Then every replica that
-            waits raises `ReplicaTimeout`, and so does one that comes later. Where replica 0 is the one that does not
-            come, the caller's own thread is stuck, and nothing can be raised there: the error is logged, too.
-        names: of the replicas, for messages.
-    """
-
-    def __init__(
-        self,
-        num_replicas: int,
-        serve: Callable[[Callable[[], bool]], None] | None = None,
-        cross_process: CrossProcess | None = None,
-        timeout_s: float | None = None,
-        names: ReplicaNames | None = None,
-    ) -> None:
-        self._serve = serve
-        self._timeout_s, self._names, self._progress_at = timeout_s, names, time.monotonic()
-        self.threads: dict[int, int] = {}
-        self._cross_process = cross_process
-        self.one_kind_of_device = cross_process is None or cross_process.one_kind_of_device
-        self.error: BaseException | None = None
-        self._condition = threading.Condition()
-        self._withdrawn: set[int] = set()
-        self._cut_off: dict[int, str] = {}  # replicas whose requests have no result, and why
-        self._present = set(range(num_replicas))  # have not withdrawn
-        self._waiting: dict[int, tuple[Request, Callable[[Response], None]]] = {}  # by replica
-
     @uninterruptible
     def submit_and_wait(self, index: int, request: Request) -> Response:
+        """Submit a request; wait for the response."""
         responses: list[Response] = []
         with timeline.during(timeline.WAIT), waiting_for_others(), self._condition:
             if self.error is None:
@@ -201,21 +176,10 @@ class LocalExchange(Exchange):
             while not responses:
                 if self.error is not None:
                     raise self.error
-                if self._serve is not None:
-                    self._serve(lambda: bool(responses))
-                else:
-                    self._condition.wait(WAKE_S)
-                    deliver()
-                    self._check_progress()
+                self._condition.wait(WAKE_S)
+                deliver()
+                self._check_progress()
         return responses[0]
-
-    def waiting(self) -> set[int]:
-        """Return the replicas that wait for others."""
-        return set(self._waiting)
-
-    def absent(self) -> list[int]:
-        """Return the replicas for which those that wait are waiting."""
-        return sorted(self._present - self._waiting.keys())
 
     def _check_progress(self) -> None:
         """Take note of an error if no replica has submitted or withdrawn for too long while some wait."""
@@ -223,7 +187,8 @@ class LocalExchange(Exchange):
             return
         if time.monotonic() - self._progress_at <= self._timeout_s:
             return
-        self.error = threads_timed_out({i: self.threads.get(i, 0) for i in self.absent()}, self._timeout_s, self._names)
+        stuck = {i: self.threads.get(i, 0) for i in sorted(self._present - self._waiting.keys())}
+        self.error = threads_timed_out(stuck, self._timeout_s, self._names)
         if 0 not in self._waiting:
             log.error("%s", self.error)
         self._condition.notify_all()
@@ -236,6 +201,7 @@ class LocalExchange(Exchange):
             self._respond()
 
     def withdraw(self, index: int, *, failed: bool) -> None:
+        """Let no other replica wait for replica `index` any more."""
         with self._condition:
             self._progress_at = time.monotonic()
             self.failed |= failed
@@ -357,7 +323,7 @@ def taking_part(exchange: Exchange | None, index: int) -> Iterator[None]:
     """
     before = current_exchange()
     _thread.exchange = exchange
-    if isinstance(exchange, LocalExchange):
+    if exchange is not None:
         exchange.threads[index] = threading.get_ident()
         _thread.outermost = exchange
     failed = True
@@ -376,7 +342,7 @@ def current_exchange() -> Exchange | None:
     return getattr(_thread, "exchange", None)
 
 
-def replica_exchange() -> LocalExchange | None:
+def replica_exchange() -> Exchange | None:
     """Return the exchange of the calling thread's replica, also inside a wrapper within it, which has none."""
     return getattr(_thread, "outermost", None)
 

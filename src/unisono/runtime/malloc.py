@@ -9,7 +9,7 @@ returned to the kernel whatever the settings. So all threads use the first arena
 is negligible beside a tensor operation.
 
 The setting belongs to the process and cannot be undone: malloc's default depends on what was freed before. So a user's
-process is left as it is until the user calls the function. Worker processes call it when they start.
+process is left as it is until the user calls the function.
 """
 
 import ctypes
@@ -36,8 +36,7 @@ def keep_freed_memory() -> bool:
 
     Training steps get faster by 5 to 25 % on the CPU, with and without `DataParallel`: each step uses the memory of the
     last one. The process stays as large as its largest step so far. Call it once, before the first step. A plain
-    `import unisono` does not: it changes no setting of your process. The worker processes of `engine="processes"`
-    keep their freed memory in any case, and `unisono train` calls this.
+    `import unisono` does not: it changes no setting of your process. `unisono train` calls this.
 
     Returns:
         Whether anything was done: it needs glibc, the C library of most Linux systems. Elsewhere nothing happens.

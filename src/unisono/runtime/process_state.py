@@ -36,7 +36,7 @@ from typing import Any, TypeVar
 
 from unisono.runtime import thread_pool, torch_private
 from unisono.runtime.errors import ReplicaTimeout
-from unisono.runtime.exchange import LocalExchange, Purpose, Request, replica_exchange
+from unisono.runtime.exchange import Exchange, Purpose, Request, replica_exchange
 from unisono.runtime.interrupts import WAKE_S, acquire, deliver, uninterruptible
 from unisono.runtime.stand_ins import StandIn, while_replicas_run
 
@@ -56,7 +56,7 @@ class StateChange(Purpose):
     went_different_ways = (
         "torch keeps what forward sets here once a process, so all replicas change it together, and the replicas went "
         "different ways: {ways}. Let all replicas make the same changes in the same order, whatever their rows are "
-        '(set it around the model, for all of them), or use engine="processes".'
+        "(set it around the model, for all of them), or give each device a process (torchrun, with the same line)."
     )
     needs_withdrawn = False
 
@@ -93,20 +93,20 @@ def _is_alone() -> bool:
     return lane is not None or thread_pool.current_run()[0] is None
 
 
-def _exchange_of(run: thread_pool.Run) -> LocalExchange:
+def _exchange_of(run: thread_pool.Run) -> Exchange:
     """Return the exchange of replicas that have none for anything else; it is made for the first change."""
     with _lock:
         if run.on_end is None:
-            exchange = LocalExchange(run.num_tasks, timeout_s=run.timeout_s, names=run.names)
+            exchange = Exchange(run.num_tasks, timeout_s=run.timeout_s, names=run.names)
             run.on_end = functools.partial(_end, exchange)
             for index in list(run.ended):  # a task that ends now sees `on_end`, or is in this list, or both
                 exchange.withdraw(index, failed=False)
         ended: Any = run.on_end
-    found: LocalExchange = ended.args[0]
+    found: Exchange = ended.args[0]
     return found
 
 
-def _end(exchange: LocalExchange, index: int, outcome: thread_pool.Outcome[Any]) -> None:
+def _end(exchange: Exchange, index: int, outcome: thread_pool.Outcome[Any]) -> None:
     try:
         exchange.withdraw(index, failed=outcome.error is not None)
     except RuntimeError as error:

@@ -7,9 +7,6 @@ while replicas run, every draw in a replica's thread (dropout inside an LSTM or 
 `torch.random.default_generator` is another `torch.Generator` (stand_ins.py). Activation checkpointing
 saves and restores the random state with these, so what it computes again in backward has the masks of its own forward.
 
-With `randomness="one_device"` a stream begins at torch's own random state, and another function draws from it
-(whole_batch_draws.py). The following is about streams of the replicas' own.
-
 Guarantees
     - Equal seeds, equal runs: a stream's seed is computed from torch's random state at the start of the pass and the
       replica's index. There is no other state, so restoring torch's random state repeats what was drawn after it.
@@ -54,12 +51,12 @@ from typing import Any, Self
 import torch
 
 from unisono.runtime import devices as _devices
-from unisono.runtime import torch_private
+from unisono.runtime import draws_off, torch_private
 from unisono.runtime.errors import log_once
 from unisono.runtime.forks import in_forked_child
 from unisono.runtime.interrupts import acquire
 from unisono.runtime.stand_ins import StandIn, while_replicas_run
-from unisono.runtime.thread_pool import PassContext, inside_replica
+from unisono.runtime.thread_pool import inside_replica
 
 # The operations that draw on the host; all others that draw call these. Each has an overload with a generator, except
 # those that end in "_like" in older releases of torch.
@@ -76,17 +73,12 @@ _SHARED = (
     "generator, so runs with equal seeds may differ. Draw with a torch.Generator of your own (generator=...), or "
     "draw outside the model and pass the result to it as an input."
 )
-WHAT_IS_NOT_CAUGHT = (
+_WHAT_IS_NOT_CAUGHT = (
     "something that cannot use the replicas' own streams: a custom operator, a tensor subclass, a thread that "
     "forward starts, a method of torch.default_generator, or another thread of the program"
 )
-NOTHING_IS_CAUGHT = "the model: this release of torch offers no way to give each replica a stream of its own"
+_NOTHING_IS_CAUGHT = "the model: this release of torch offers no way to give each replica a stream of its own"
 _ON_ACCELERATORS = "an operation on the CPU: replicas on accelerators have streams of their own on these only"
-_PACKED = (
-    'random numbers of one device (randomness="one_device"): the dropout of {operation} cannot be drawn for the whole '
-    "batch, because it is given packed sequences, in which the rows of each time step follow each other. Give it "
-    'padded sequences, or a dropout of 0; or make the wrapper with randomness="per_replica".'
-)
 _ONE_DEVICE = (
     "several replicas of {name} are on {device}, draw from its one random generator, and wait for each other in "
     "forward, so that they cannot run one after the other: runs with equal seeds may differ, and activation "
@@ -102,13 +94,13 @@ def own_streams(
 ) -> AbstractContextManager[Callable[[int], AbstractContextManager[None]]]:
     """Return the context of one pass over replicas on `devices`; it gives the context of replica i in its thread.
 
-    Not for replicas that run one after the other under a mode: they have no threads.
+    Not for replicas that run one after the other under a mode: they have no threads. No streams while draws are off.
 
     Args:
         name: what messages call the model.
         devices: one a replica.
     """
-    if len(devices) < 2 or inside_replica():
+    if len(devices) < 2 or inside_replica() or draws_off.are_off():
         return contextlib.nullcontext(lambda index: contextlib.nullcontext())
     return _OwnStreams(name, devices)
 
@@ -149,7 +141,7 @@ class _OwnStreams:
             return
         has_moved = not torch.equal(torch.default_generator.get_state(), self._state)
         if has_moved and _process.last_move is self._last_move:
-            on_host = WHAT_IS_NOT_CAUGHT if self._caught else NOTHING_IS_CAUGHT
+            on_host = _WHAT_IS_NOT_CAUGHT if self._caught else _NOTHING_IS_CAUGHT
             log_once(_SHARED.format(name=self._name, what=on_host if self._on_host else _ON_ACCELERATORS))
         if [stream for stream in self._streams if stream.generator_made is not None and stream.has_moved()]:
             _process.move_on()
@@ -266,16 +258,12 @@ class Stream:
 
     Args:
         new_generator: makes it. It calls no operation of torch, because it may be called under any mode or transform.
-        draw: draws from it in the place of an operation, which it is given in the overload that takes a generator, with
-            the number of positional arguments before the generator, the arguments, and the generator (None: the call
-            names another one). None: the operation itself does.
     """
 
-    def __init__(self, new_generator: Callable[[], torch.Generator], draw: Callable[..., Any] | None = None) -> None:
+    def __init__(self, new_generator: Callable[[], torch.Generator]) -> None:
         self._new_generator = new_generator
         self._first_state = b""
         self.generator_made: torch.Generator | None = None
-        self.draw = draw
 
     @property
     def generator(self) -> torch.Generator:
@@ -291,45 +279,6 @@ class Stream:
 
 def _seeded(seed: Callable[[], int]) -> torch.Generator:
     return torch.Generator("cpu").manual_seed(seed())
-
-
-class SeededStreams:
-    """The replicas' streams for one pass in which each replica has a process, and so a generator, to itself.
-
-    They are those of `own_streams`. Within the context, torch's generator in this process draws the first stream. It
-    gives the pass no context to enter.
-
-    Attributes:
-        seeds: one a replica, for the generator of its process.
-    """
-
-    def __init__(self, num_replicas: int) -> None:
-        self._before = torch.default_generator.get_state()
-        state = bytes_of(self._before)
-        self.seeds = [_seed(state, index) for index in range(num_replicas)]
-        self._others_drew = False
-
-    def __enter__(self) -> Sequence[PassContext]:
-        torch.default_generator.manual_seed(self.seeds[0])
-        self._begun = torch.default_generator.get_state()
-        return ()
-
-    def ended(self, digests: Sequence[bytes | None]) -> None:
-        """Take notice of how the other processes' replicas have ended: `digest_of_states` their random states."""
-        self._others_drew = any(digests)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        drew = self._others_drew or not torch.equal(torch.default_generator.get_state(), self._begun)
-        torch.default_generator.set_state(self._before)
-        if drew and kind is None:
-            _process.move_on()
-
-
-def digest_of_states(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> bytes | None:
-    """Return a digest of the states of generators; None if they are as before."""
-    if all(torch.equal(*pair) for pair in zip(before, after, strict=True)):
-        return None
-    return zlib.crc32(b"".join(map(bytes_of, after))).to_bytes(4)
 
 
 class BatchStreams:
@@ -392,7 +341,7 @@ class SeededDraws:
 
     def _report_draws(self, before: bytes) -> None:
         if state_of(torch.default_generator) != before:
-            log_once(_SHARED.format(name=self._name, what=NOTHING_IS_CAUGHT))
+            log_once(_SHARED.format(name=self._name, what=_NOTHING_IS_CAUGHT))
 
     def __exit__(self, *error: Any) -> None:
         self._entered.__exit__(*error)
@@ -477,9 +426,6 @@ class _Process:
                     torch.ops.aten.native_dropout.default: _native_dropout,
                     torch.ops.aten.embedding_renorm_.default: _renormalise,
                 }
-                for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
-                    operation = getattr(torch.ops.aten, name).data
-                    handlers[operation] = partial(_packed, operation)
                 for operation, drawn_by in operations_that_draw():
                     num_before = [argument.name for argument in drawn_by._schema.arguments].index("generator")
                     handlers[operation] = partial(_draw, operation, drawn_by, num_before)
@@ -490,12 +436,6 @@ class _Process:
         """Advance torch's random state by one number; `last_move` tells passes that are running that we did it."""
         self.last_move = object()
         torch.rand((), device="cpu", generator=torch.default_generator)
-        self.last_move = object()
-
-    def move_to(self, state: torch.Tensor) -> None:
-        """Set torch's random state; `last_move` tells passes that are running that we did it."""
-        self.last_move = object()
-        torch.default_generator.set_state(state)
         self.last_move = object()
 
     def after_fork(self) -> None:
@@ -542,14 +482,6 @@ def _draw(operation: Any, drawn_by: Any, num_before: int, keys: Any, *args: Any,
     """
     named = args[num_before] if len(args) > num_before else kwargs.get("generator")
     generator = _own_generator(named, args, kwargs)
-    stream = current_stream()
-    is_drawn = stream is not None and stream.draw is not None and (generator is not None or named is not None)
-    if is_drawn and not torch_private.is_tracing():
-        _thread.stream = None  # what the stream calls is not intercepted
-        try:
-            return stream.draw(drawn_by, num_before, args, kwargs, generator)  # type: ignore[union-attr,misc]
-        finally:
-            _thread.stream = stream
     if generator is not None:
         # A tensor subclass may implement the operation without a generator only. Then it draws from the shared one.
         with contextlib.suppress(NotImplementedError):
@@ -564,9 +496,6 @@ def _native_dropout(keys: Any, tensor: torch.Tensor, p: float, train: bool | Non
     """
     generator = _own_generator(None, (tensor,), {})
     if generator is not None and train is not False and not tensor.is_nested:
-        stream = current_stream()
-        if stream is not None and stream.draw is not None:
-            generator = None  # so that `bernoulli_` is intercepted
         kept = torch.empty_like(tensor, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
         return tensor * kept * (1 / (1 - p) if p < 1 else 0.0), kept
     return torch.ops.aten.native_dropout.default.redispatch(keys, tensor, p, train)
@@ -576,18 +505,6 @@ def _renormalise(keys: Any, *args: Any) -> torch.Tensor:
     """Replace `embedding_renorm_`: one replica at a time, so each row is scaled once."""
     with _process.weights_lock:
         return torch.ops.aten.embedding_renorm_.default.redispatch(keys, *args)  # type: ignore[no-any-return]
-
-
-def _packed(operation: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace an RNN over packed sequences: for the whole batch, its dropout cannot be drawn.
-
-    A packed tensor has rows of each time step one after the other, and how many there are follows from the lengths.
-    """
-    dropout, train = args[6:8]
-    stream = current_stream()
-    if stream is not None and stream.draw is not None and dropout > 0 and train:
-        raise RuntimeError(_PACKED.format(operation=operation._schema.name.removeprefix("aten::")))
-    return operation.redispatch(keys, *args, **kwargs)
 
 
 def _own_generator(
@@ -603,21 +520,6 @@ def _own_generator(
     if (device is None or _devices.computes_on_host(device)) and not torch_private.is_tracing():
         return stream.generator
     return None
-
-
-def catch_draws() -> Callable[[], AbstractContextManager[None]] | None:
-    """Return the context in which a thread's draws are caught; None where torch does not allow it."""
-    return _process.catch_draws()
-
-
-def last_move() -> object:
-    """Return another object whenever a pass has advanced torch's random state meanwhile."""
-    return _process.last_move
-
-
-def move_to(state: torch.Tensor) -> None:
-    """Set torch's random state, as the end of a pass."""
-    _process.move_to(state)
 
 
 class _ThreadLocal(threading.local):

@@ -36,7 +36,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 
-from unisono.runtime import affinity, openmp, torch_private
+from unisono.runtime import affinity, torch_private
 from unisono.runtime import devices as _devices
 from unisono.runtime.errors import ReplicaNames, ReplicaTimeout, log, threads_timed_out
 from unisono.runtime.forks import in_forked_child
@@ -347,31 +347,6 @@ def as_first_replica(devices: Sequence[torch.device], state: ThreadState) -> Ite
             yield
     finally:
         _thread_counts.end(before, each)
-
-
-class divided_intra_op_threads:  # noqa: N801 - a context manager, as a class because a step enters it each time
-    """Gives the calling thread one replica's part of its intra-op threads, for replicas that run in other processes.
-
-    Its value is how many each replica has. Enter it before they get something to do: it ends the threads that would
-    occupy their cores.
-    """
-
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._devices = devices
-
-    def __enter__(self) -> int:
-        self._before, self._each = _thread_counts.begin(self._devices)
-        try:
-            if self._each < self._before:
-                openmp.pause_threads()
-            _set_intra_op_threads(self._each)
-        except BaseException:
-            _thread_counts.end(self._before, self._each)
-            raise
-        return self._each
-
-    def __exit__(self, *_: object) -> None:
-        _thread_counts.end(self._before, self._each)
 
 
 def inside_replica() -> bool:

@@ -1,21 +1,20 @@
 """The caller's thread-local state, carried into the worker threads.
 
 torch keeps much of what a user has switched on per thread: grad mode, inference mode, autocast, the default device,
-the current streams, denormal flushing. A replica must see all of it as the caller does. (The default dtype and the
-deterministic flags belong to the process.) Some state cannot be carried into other threads: dispatch and function
-modes, torch.func transforms, and saved-tensor hooks, which depend on the order in which tensors are saved
-(activation checkpointing above all). While such a mode is active, `modes_that_stay()` says so and replicas run in the
-caller's thread, one after the other.
+the current streams, denormal flushing; and draws may be switched off (draws_off.py). A replica must see all of it as
+the caller does. (The default dtype and the deterministic flags belong to the process.) Some state cannot be carried
+into other threads: dispatch and function modes, torch.func transforms, and saved-tensor hooks, which depend on the
+order in which tensors are saved (activation checkpointing above all). While such a mode is active, `modes_that_stay()`
+says so and replicas run in the caller's thread, one after the other.
 """
 
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from unisono.runtime import precision, torch_private
+from unisono.runtime import draws_off, torch_private
 
 # Device types that autocast knows; asking about one that this build of torch lacks is harmless.
 _AUTOCAST_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia", "ipu", "privateuseone")
@@ -32,6 +31,7 @@ class ThreadState:
     saved_tensor_hooks_disabled: str | None
     default_device: torch.device | None
     flush_denormal: bool
+    draws_off: bool
 
     @classmethod
     def capture(cls) -> "ThreadState":
@@ -44,12 +44,14 @@ class ThreadState:
             saved_tensor_hooks_disabled=torch_private.saved_tensor_hooks_disabled(),
             default_device=torch_private.default_device(),
             flush_denormal=_flushes_denormals(),
+            draws_off=draws_off.are_off(),
         )
 
     def applied(self) -> contextlib.AbstractContextManager[None]:
         """Return the context in which this state is the calling thread's."""
         is_usual = self.default_device is None and self.saved_tensor_hooks_disabled is None
-        if is_usual and not (self.inference or self.autocast or self.flush_denormal or _flushes_denormals()):
+        is_usual = is_usual and not (self.inference or self.autocast or self.draws_off)
+        if is_usual and not (self.flush_denormal or _flushes_denormals()):
             return torch.set_grad_enabled(self.grad_enabled) if self.grad_enabled else torch.no_grad()
         return self._applied()
 
@@ -68,49 +70,10 @@ class ThreadState:
             if self.flush_denormal != _flushes_denormals():
                 torch.set_flush_denormal(self.flush_denormal)
                 stack.callback(torch.set_flush_denormal, not self.flush_denormal)
+            if self.draws_off:
+                stack.enter_context(draws_off.in_this_thread())
             stack.enter_context(torch.set_grad_enabled(self.grad_enabled))
             yield
-
-
-@dataclass(frozen=True)  # without slots: pickle would call Python for each field
-class ProcessState:
-    """What another process must set, beside a thread's state, to compute as this one does."""
-
-    default_dtype: torch.dtype
-    deterministic: tuple[bool, bool, bool]
-    anomaly: tuple[bool, bool]
-    product_flags: tuple[str | None, str, str]
-    convolution_flags: tuple[Any, ...]
-
-    @classmethod
-    def capture(cls) -> "ProcessState":
-        """Return this process's state."""
-        return cls(
-            default_dtype=torch.get_default_dtype(),
-            deterministic=_deterministic(),
-            anomaly=(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-            product_flags=precision.product_flags(),
-            convolution_flags=precision.convolution_flags(),
-        )
-
-    def set(self) -> None:
-        """Set this state, for good."""
-        torch.set_default_dtype(self.default_dtype)
-        if self.deterministic != _deterministic():  # not for nothing: the call imports torch's compiler
-            enabled, warn_only, fill = self.deterministic
-            torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-            torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
-        torch.autograd.set_detect_anomaly(*self.anomaly)
-        precision.set_product_flags(self.product_flags)
-        precision.set_convolution_flags(self.convolution_flags)
-
-
-def _deterministic() -> tuple[bool, bool, bool]:
-    return (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
-    )
 
 
 def modes_that_stay() -> bool:

@@ -1,4 +1,4 @@
-"""What each thread and each process of a step does when: recorded while a profile is open, else nothing is.
+"""What each thread of a step does when: recorded while a profile is open, else nothing is.
 
     StepRecording   one forward of a wrapper and its backwards: its passes, and a track for each replica
     Track           what one replica, or the caller's thread, does: spans, each with one phase, which never overlap
@@ -6,7 +6,7 @@
 The caller's thread is recorded from the beginning of a pass to its end (`StepRecording.recorded`); `mark` says what it
 goes on with. Where a replica's part of the pass begins, and ends, is known from the context that goes around it
 (`contexts`). A phase inside another one interrupts it: a replica that waits for others in its forward does not compute
-meanwhile. A worker process records its own track, and sends it with its reply.
+meanwhile.
 
 On an accelerator a replica's spans are those of the work that it queues, by events on its stream: nothing waits.
 
@@ -15,7 +15,6 @@ Guarantees
     - A track is written by one thread at a time. What is written is numbers: it keeps no tensor and no graph.
     - However a pass ends, its thread is left as it was before.
 
-Assumes that the processes of a machine have one `time.perf_counter`, as on Linux and macOS.
 """
 
 import contextlib
@@ -94,10 +93,6 @@ class Track:
         self._close_span()
         self._phases.clear()
 
-    def add(self, spans: Sequence[Span]) -> None:
-        """Add what has been recorded in another process."""
-        self._spans += spans
-
     def spans(self) -> list[Span]:
         """Return what has been recorded, in order; waits until a device has done it."""
         seconds = self._clock.seconds
@@ -128,11 +123,6 @@ class ReplicaTiming:
     backward_s: float = 0.0
     track: Track | None = field(default=None, repr=False, compare=False)
 
-    def record(self, spans: Sequence[Span]) -> None:
-        """Take note of what a worker has recorded."""
-        if self.track is not None:
-            self.track.add(spans)
-
 
 class StepRecording:
     """One forward of a wrapper, and the backwards that belong to it.
@@ -144,7 +134,7 @@ class StepRecording:
         thread: the caller's.
         caller: what it did.
         replicas: by number. The first one's track is the caller's, if it computes on the host. There is none
-            where no engine ran.
+            with one device or overridden verbs.
         passes: the forward, and each backward, that has ended.
         phase: which of the two the last one is.
         is_open: whether its backwards are recorded.
@@ -196,7 +186,7 @@ class StepRecording:
             self.replicas[number] = timing
 
 
-# ---- what the engines call ----
+# ---- what a step calls ----
 
 
 def current_step() -> StepRecording | None:
@@ -251,14 +241,6 @@ class RecordedPasses:
             finally:
                 for each in tracks:
                     each.leave(WAIT)  # the caller's thread, for the other replicas
-
-
-def run_as_replica(task: Callable[[], T], device: torch.device) -> T:
-    """Return what a task returns, which is all that a replica does in the calling thread's step, if there is one."""
-    for of_step in contexts((0,), [ReplicaTiming(device, 0)]):
-        with of_step.replica(0):
-            return task()
-    return task()
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ import copy
 import functools
 import importlib
 import operator
-import os
 import sys
 import threading
 import traceback
@@ -197,33 +196,6 @@ def is_of_transform(tensor: torch.Tensor) -> bool:
         return False
 
 
-def without_batch(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with the axis that vmap hides as its first one.
-
-    Raises:
-        NotImplementedError: it is one of torch.func's, or torch has no such call.
-    """
-    try:
-        if not torch._C._functorch.is_legacy_batchedtensor(tensor):
-            raise NotImplementedError
-        return torch._remove_batch_dim(tensor, _vmap_level(), 0, 0)
-    except (AttributeError, NotImplementedError):
-        raise NotImplementedError(
-            'a backward under torch.func.vmap cannot run in other processes: use engine="threads"'
-        ) from None
-
-
-def with_batch(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with its first axis hidden, as the vmap that is running has it. Inverse of `without_batch`."""
-    return torch._add_batch_dim(tensor, 0, _vmap_level())
-
-
-def _vmap_level() -> int:
-    level = torch._C._vmapmode_increment_nesting()
-    torch._C._vmapmode_decrement_nesting()
-    return int(level) - 1
-
-
 # ---- modes that are active in a thread -----------------------------------------------------------
 
 
@@ -382,10 +354,7 @@ def is_default_device(mode: object) -> bool:
 
 
 def default_device() -> torch.device | None:
-    """Return the default device of this thread; None if none has been set. Fallback: None.
-
-    `torch.get_default_device` overlooks `with torch.device(...)` in older releases.
-    """
+    """Return the default device of this thread; None if none is set, which torch's does not tell. Fallback: None."""
     for mode in reversed(function_modes()):
         if is_default_device(mode):
             device: torch.device = mode.device
@@ -592,12 +561,6 @@ def compiler_errors() -> tuple[type[Exception], ...]:
 
 
 # ---- modules and containers ----------------------------------------------------------------------
-
-
-def hooks_of_every_module() -> bool:
-    """Return whether hooks are registered that act on every module of the process. Fallback: False."""
-    found = vars(torch.nn.modules.module)
-    return bool([name for name in _HOOKS_OF_EVERY_MODULE if found.get(name)])
 
 
 _HOOKS_OF_EVERY_MODULE = (
@@ -913,21 +876,32 @@ def of_one_kind(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 # ---- random numbers ------------------------------------------------------------------------------
 
 
-def catch_operations(handlers: Mapping[Any, Callable[..., Any]]) -> Callable[[], AbstractContextManager[None]] | None:
+# Two keys of the dispatcher that torch has no kernels for: the first is that of an external library (deferred
+# initialisation, torchdistx), the second is above all others, and is kept for torch's own tests.
+OF_STREAMS, ABOVE_ALL = "DeferredInit", "TESTING_ONLY_GenericMode"
+
+
+def catch_operations(
+    handlers: Mapping[Any, Callable[..., Any]], key_name: str = OF_STREAMS
+) -> Callable[[], AbstractContextManager[None]] | None:
     """Install a handler for each of some operations, for good; return a context in which a thread calls the handlers.
 
     `handler(keys, *args, **kwargs)` is called in place of `operation(*args, **kwargs)`, and calls the operation itself
     by `operation.redispatch(keys, *args, **kwargs)`. Calls in C++, inside another operation or during a backward pass
     in that thread, are intercepted too. Nothing else is slower, in the context or outside of it: the handlers are
-    kernels for a dispatch key that torch reserves for an external library (deferred initialisation, torchdistx), and
-    the dispatcher skips keys for which an operation has no kernel.
+    kernels for a dispatch key that nothing else uses, and the dispatcher skips keys for which an operation has no
+    kernel.
+
+    Args:
+        handlers: by operation.
+        key_name: `OF_STREAMS` or `ABOVE_ALL`; the handlers of the second are called before those of the first.
 
     Fallback: None, where the key is missing or taken. Then nothing is installed.
     """
     dispatcher: Any = torch._C
     library: Any = torch.library.Library
     try:
-        key = dispatcher._parse_dispatch_key("DeferredInit")
+        key = dispatcher._parse_dispatch_key(key_name)
         if dispatcher._dispatch_has_backend_fallback(key):
             return None
         keys_after = dispatcher._dispatch_keyset_full_after(key)
@@ -935,14 +909,14 @@ def catch_operations(handlers: Mapping[Any, Callable[..., Any]]) -> Callable[[],
         higher_order_operators: Any = list(torch._ops._higher_order_ops.values())
         of_those_to_come: Any = torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS
         all_operations, aten = library("_", "IMPL"), library("aten", "IMPL")
-        all_operations.fallback(torch.library.fallthrough_kernel, "DeferredInit")
+        all_operations.fallback(torch.library.fallthrough_kernel, key_name)
         # Higher-order operators (flex_attention, cond) are dispatched in Python, which has no such fallback.
         of_those_to_come.append(key)
         for operator in higher_order_operators:
             operator.fallthrough(key)
         for operation, handler in handlers.items():
             name = operation.name().removeprefix("aten::")
-            aten.impl(name, _on_remaining_keys(handler, keys_after), "DeferredInit", with_keyset=True)
+            aten.impl(name, _on_remaining_keys(handler, keys_after), key_name, with_keyset=True)
     except (AttributeError, RuntimeError):
         return None
     _installed.extend([all_operations, aten])
@@ -950,6 +924,15 @@ def catch_operations(handlers: Mapping[Any, Callable[..., Any]]) -> Callable[[],
 
 
 _installed: list[torch.library.Library] = []  # a library's kernels last as long as it does
+
+
+def is_caught(key_name: str) -> bool:
+    """Return whether the calling thread is in the context of `catch_operations`. Fallback: False, as there is none."""
+    try:
+        dispatcher: Any = torch._C
+        return bool(dispatcher._dispatch_tls_is_dispatch_key_included(dispatcher._parse_dispatch_key(key_name)))
+    except (AttributeError, RuntimeError):
+        return False
 
 
 def _on_remaining_keys(handler: Callable[..., Any], keys_after: Any) -> Callable[..., Any]:
@@ -1014,90 +997,7 @@ def free_memory_bytes(device: torch.device) -> int:
 # ---- process groups ------------------------------------------------------------------------------
 
 
-def process_group(backend: str, store: Any, rank: int, size: int) -> Any:
-    """Return a process group that is not registered with torch.distributed, so that it is never the default group.
-
-    It listens on the loopback device. All its processes call this at the same time.
-
-    Raises:
-        RuntimeError: this torch has no such backend, or another process has not called in time.
-    """
-    distributed: Any = torch.distributed
-    try:
-        if backend == "gloo":
-            options = distributed.ProcessGroupGloo._Options()
-            options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-            options._threads = 2
-            options._timeout = _TIME_TO_CONNECT
-            return distributed.ProcessGroupGloo(store, rank, size, options)
-        options = distributed.ProcessGroupNCCL.Options()
-        options._timeout = _FOR_EVER
-        with _environment(_for_nccl()):
-            group = distributed.ProcessGroupNCCL(store, rank, size, options)
-            # NCCL connects when it is first used.
-            broadcast(group, torch.zeros(1, dtype=torch.uint8, device=torch.accelerator.current_accelerator())).wait()
-            return group
-    except AttributeError:
-        raise RuntimeError(
-            f'engine="processes" on these devices needs torch.distributed with {backend}, which this build of torch '
-            f'({torch.__version__}) lacks: use engine="threads"'
-        ) from None
-
-
-def end_process_group(group: Any) -> None:
-    """Abort a group of NCCL's, whose pending work would wait for missing processes for ever; gloo's work fails."""
-    if hasattr(torch.distributed, "ProcessGroupNCCL") and isinstance(group, torch.distributed.ProcessGroupNCCL):
-        group.abort()
-
-
-def broadcast(group: Any, tensor: torch.Tensor) -> Any:
-    """Begin to send a tensor from rank 0 of a group to all other ranks; return the work, to wait for."""
-    options: Any = torch.distributed.BroadcastOptions()
-    options.rootRank, options.timeout, options.asyncOp = 0, _FOR_EVER, True
-    return group.broadcast([tensor], options)
-
-
-def reduce(group: Any, tensor: torch.Tensor) -> Any:
-    """Begin to sum all ranks' tensors into that of rank 0; return the work, to wait for."""
-    options: Any = torch.distributed.ReduceOptions()
-    options.rootRank, options.timeout, options.asyncOp = 0, _FOR_EVER, True
-    options.reduceOp = torch.distributed.ReduceOp.SUM
-    return group.reduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor], options)
-
-
 _TIME_TO_CONNECT = timedelta(minutes=2)
-_FOR_EVER = timedelta(days=1000)  # a step may take any time; the caller checks whether the other processes are alive
-
-
-def _for_nccl() -> dict[str, str]:
-    """Return the environment variables that are set while a group of NCCL's is made.
-
-    With them, `wait` raises errors. Without, when another process dies, a thread of the group ends this process; and a
-    second thread does when the first one seems to hang.
-    """
-    environment = {
-        "TORCH_NCCL_BLOCKING_WAIT": "1",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-        "TORCH_NCCL_ENABLE_MONITORING": "0",
-    }
-    # NCCL reads once a process where to listen; in a job over several machines, the job's own setting must hold.
-    if os.environ.get("WORLD_SIZE") == os.environ.get("LOCAL_WORLD_SIZE"):
-        environment["NCCL_SOCKET_IFNAME"] = "lo"
-    return environment
-
-
-@contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 @contextlib.contextmanager
@@ -1154,13 +1054,6 @@ def all_gather_into(flat: torch.Tensor, tensor: torch.Tensor, group: Any) -> Any
     # Older releases have it under another name, which newer ones warn about.
     gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
     return gather(flat.view(-1), tensor.reshape(-1), group, True)
-
-
-def store_of_group(group: Any) -> Any:
-    """Return the store of a process group. Older releases have it in a table of all groups."""
-    if hasattr(group, "get_group_store"):
-        return group.get_group_store()
-    return torch.distributed.distributed_c10d._get_process_group_store(group)
 
 
 def timeout_of_group(group: Any) -> timedelta:

@@ -1,23 +1,16 @@
 """What a user sees of an exception: the frames of what the user has written, and the notes.
 
-Between the call of a wrapper and the forward of its module there are some ten frames of this package, and some of them
-are in another process. `leave_out_own_frames` removes ours where an exception leaves unisono, so that its traceback
-reads as the plain module's. It also removes the frames of torch that call the replica: the wrapper's own call has the
-same ones. Where unisono itself raises an exception, that last frame stays. With UNISONO_TRACEBACK=full in the
-environment all of them stay.
-
-A traceback cannot be pickled. A worker sends its frames as `FrameSummary`s, of which `rebuilt` makes a traceback that
-reads the same, in a debugger too; it lacks the local variables.
+Between the call of a wrapper and the forward of its module there are some ten frames of this package.
+`leave_out_own_frames` removes ours where an exception leaves unisono, so that its traceback reads as the plain
+module's. It also removes the frames of torch that call the replica: the wrapper's own call has the same ones. Where
+unisono itself raises an exception, that last frame stays. With UNISONO_TRACEBACK=full in the environment all stay.
 """
 
-import ast
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import wraps
-from itertools import islice
-from types import CodeType, FunctionType, TracebackType
+from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from unisono.runtime.thread_pool import inside_replica
@@ -102,67 +95,3 @@ def _notes_are_shown() -> bool:
     ipython: Any = sys.modules.get("IPython")
     shell = getattr(ipython, "get_ipython", lambda: None)()
     return shell is None or ipython.version_info >= _SHOWS_NOTES
-
-
-# ---- from one process to another ------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class FrameSummary:
-    """One entry of a traceback.
-
-    Attributes:
-        file, module, name, qualified_name: of the code that was running.
-        line: where it was.
-        span: the last line, and the first and last column, of what was computed there; None: not known.
-    """
-
-    file: str
-    module: str
-    name: str
-    qualified_name: str
-    line: int
-    span: tuple[int, int, int] | None
-
-
-def summaries(entry: TracebackType | None) -> list[FrameSummary]:
-    """Return the entries of a traceback, the outermost first."""
-    found: list[FrameSummary] = []
-    while entry is not None:
-        frame, code = entry.tb_frame, entry.tb_frame.f_code
-        position = next(islice(code.co_positions(), entry.tb_lasti // 2, None), (None,) * 4)
-        first, last, start, end = position
-        span = None
-        if first == entry.tb_lineno and last is not None and start is not None and end is not None:
-            span = (last, start, end) if (first, start) <= (last, end) else None  # rewritten code may have any
-        module = str(frame.f_globals.get("__name__", ""))
-        line = entry.tb_lineno or 0  # None is possible: an interrupt between two lines
-        found.append(FrameSummary(code.co_filename, module, code.co_name, code.co_qualname, line, span))
-        entry = entry.tb_next
-    return found
-
-
-def rebuilt(frames: Sequence[FrameSummary]) -> TracebackType | None:
-    """Return a traceback that reads as the one of which these are the entries."""
-    traceback: TracebackType | None = None
-    for summary in reversed(frames):
-        traceback = _entry(summary, traceback)
-    return traceback
-
-
-def _entry(summary: FrameSummary, following: TracebackType | None) -> TracebackType:
-    """Return an entry whose code has the names and the place of other code. It has never run.
-
-    Its frame is that of a generator, which no frame has called: else it would keep the frames here, and their locals.
-    """
-    function = ast.parse("def generator(): yield")
-    last, start, end = summary.span or (summary.line, 0, 0)
-    for node in ast.walk(function):
-        if isinstance(node, ast.stmt | ast.expr):
-            node.lineno, node.end_lineno, node.col_offset, node.end_col_offset = summary.line, last, start, end
-    (code,) = [c for c in compile(function, summary.file, "exec").co_consts if isinstance(c, CodeType)]
-    code = code.replace(co_name=summary.name, co_qualname=summary.qualified_name)
-    frame = FunctionType(code, {"__name__": summary.module})().gi_frame
-    places, place = [*code.co_positions()], (summary.line, last, start, end)
-    instruction = places.index(place) if summary.span and place in places else 0
-    return TracebackType(following, frame, 2 * instruction, summary.line)

@@ -79,7 +79,7 @@ class Activity:
         finally:
             self._thread.busy = False
         of_replicas = timings()
-        if of_replicas is before:  # no engine has run: one device, or overridden verbs
+        if of_replicas is before:  # nothing was timed: one device, or overridden verbs
             of_replicas = []
         self._count(began, 1, sum(t.rows for t in of_replicas) or _rows(inputs, kwargs, dim), of_replicas)
         return output

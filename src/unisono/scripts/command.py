@@ -90,7 +90,7 @@ def run(given: dict[str, Any]) -> int:
     if devices and counts_replicas:
         replaced.enter_context(counted_as_gpus(len(devices)))
     advice = "" if counts_replicas or len(_devices.accelerators()) > 1 else _COUNT_REPLICAS
-    ending = _Ending(installed, replaced, options.get("engine", "threads"), advice)
+    ending = _Ending(installed, replaced, advice)
     atexit.register(ending)  # before the script's own, so it is called after them
     find = find_module if "is_module" in given else find_script
     try:
@@ -111,8 +111,8 @@ class _Ending:
     wrappers, and what they do counts.
     """
 
-    def __init__(self, installed: Installation, replaced: contextlib.ExitStack, engine: str, advice: str) -> None:
-        self._installed, self._replaced, self._engine, self._advice = installed, replaced, engine, advice
+    def __init__(self, installed: Installation, replaced: contextlib.ExitStack, advice: str) -> None:
+        self._installed, self._replaced, self._advice = installed, replaced, advice
         self._process, self._stream = os.getpid(), sys.stderr
 
     def __call__(self) -> None:
@@ -121,7 +121,7 @@ class _Ending:
         if report is None or os.getpid() != self._process or os.environ.get("RANK", "0") != "0":
             return  # a child that the script has forked, and another rank, have no line of their own
         world_size = int(os.environ.get("WORLD_SIZE") or 1)
-        text = f"unisono run: {summary.line(report, self._engine, world_size, self._advice)}"
+        text = f"unisono run: {summary.line(report, world_size, self._advice)}"
         with contextlib.suppress(AttributeError, ValueError, OSError):
             sys.stdout.flush()  # the closing line comes after all that the script has printed
         with contextlib.suppress(ValueError, OSError):  # the script has closed it, or nothing reads it any more

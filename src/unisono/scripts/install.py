@@ -39,7 +39,6 @@ _NAMES = {
     "torch.nn.parallel.scatter_gather": ["scatter", "scatter_kwargs", "gather"],
     "torch.nn.parallel.parallel_apply": ["parallel_apply"],
 }
-_ENGINES = ("threads", "processes")
 _STAYS_TORCHS = (
     "{wrapper} ({file}:{line}) is torch's own DataParallel: its class was defined before unisono.install(), or kept "
     "where install() does not look. Call install() before that, or take the class from torch.nn where it is used."
@@ -49,13 +48,11 @@ _STAYS_TORCHS = (
 def install(
     device_ids: Sequence[DeviceLike] | None = None,
     *,
-    engine: str = "threads",
     shares: str | Sequence[float] = "chunk",
     in_dims: Any = ...,
     out_dims: Any = ...,
     scalars: Any = "stack",
     sync_batch_norm: bool = False,
-    randomness: str = "per_replica",
 ) -> "Installation":
     """Let torch's DataParallel, data_parallel, replicate, scatter, parallel_apply and gather mean unisono's.
 
@@ -73,8 +70,7 @@ def install(
     Args:
         device_ids: the devices of every wrapper, whatever the script names. A device's number, as the verbs take it, is
             then its place in this list, counted round it. None: the script's own devices.
-        engine: "threads" or "processes".
-        shares, in_dims, out_dims, scalars, sync_batch_norm, randomness: as in `unisono.DataParallel`.
+        shares, in_dims, out_dims, scalars, sync_batch_norm: as in `unisono.DataParallel`.
 
     Returns:
         What was installed. `uninstall()`, or the end of a `with` block, puts torch's names back; wrappers that were
@@ -83,17 +79,13 @@ def install(
     Raises:
         TypeError, ValueError: arguments that cannot be used.
     """
-    if engine not in _ENGINES:
-        raise ValueError(f"engine={engine!r}: expected one of {list(_ENGINES)}; every wrapper gets one of its own")
     devices = None if device_ids is None else tuple(_devices.resolve(device_ids))
     options: dict[str, Any] = {
-        "engine": engine,
         "shares": shares,
         "in_dims": in_dims,
         "out_dims": out_dims,
         "scalars": scalars,
         "sync_batch_norm": sync_batch_norm,
-        "randomness": randomness,
     }
     some = devices or ["cpu"] * (1 if isinstance(shares, str) else len(shares))
     OwnDataParallel(nn.Identity(), some, process_group=False, **options)  # which checks them

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from unisono.engines.base import Call
+from unisono.engines.call import Call
 from unisono.primitives.batch_types import register_batch_type
 
 _COUNT = "num_items_in_batch"

@@ -1,9 +1,8 @@
 """Run a script or a module as `python script.py` and `python -m module` do: the same names, paths, ends.
 
 What the program sees: `__name__ == "__main__"`, its own `sys.argv`, its folder first on `sys.path`, and itself as
-`sys.modules["__main__"]`, which is where pickle, cloudpickle and worker processes that are spawned look for what it
-defines. All of this is left as it is at the end, because threads and exit handlers of the program may go on: runpy
-would take it away.
+`sys.modules["__main__"]`, which is where pickle and processes that are spawned look for what it defines. All of this is
+left as it is at the end, because threads and exit handlers of the program may go on: runpy would take it away.
 
 How it ends: `sys.exit` goes on to Python; the traceback of another exception begins in the program.
 """

@@ -10,7 +10,7 @@ _NO_WRAPPER = (
 _PLAIN = "no accelerator, where the plain module runs (--devices 'cpu*2' makes two replicas)"
 
 
-def line(report: Report, engine: str, world_size: int = 1, advice: str = "") -> str:
+def line(report: Report, world_size: int = 1, advice: str = "") -> str:
     """Return one line of plain ASCII for people: that of rank 0; with advice, if the script has made no wrapper."""
     if not report.devices and not report.functions:
         return _NO_WRAPPER + advice
@@ -19,7 +19,7 @@ def line(report: Report, engine: str, world_size: int = 1, advice: str = "") -> 
     if report.devices:
         number = _counted(len(report.devices), "wrapper")
         wheres = [describe(devices) if devices else _PLAIN for devices in report.devices]
-        parts.append(f"{number} on {' and '.join(dict.fromkeys(wheres))}{f', engine {engine}' * several}")
+        parts.append(f"{number} on {' and '.join(dict.fromkeys(wheres))}")
     if report.functions:
         parts.append("calls of " + ", ".join(f"{name} {count:,}" for name, count in report.functions.items()))
     if report.forwards:

@@ -106,7 +106,7 @@ def _for_one_device(method: Callable[..., Any]) -> Callable[..., Any]:
 def _wrapping_once(wrap_model: Callable[..., Any]) -> Callable[..., Any]:
     """Return the Trainer's `_wrap_model`, with one wrapper for training and all evaluations.
 
-    The Trainer would make one for each evaluation, with workers of its own.
+    The Trainer would make one for each evaluation, with replicas of its own.
     """
 
     @functools.wraps(wrap_model)

@@ -24,8 +24,7 @@ import torch
 from torch import nn
 
 from unisono.data_parallel import DataParallel as OwnDataParallel
-from unisono.engines.base import Call
-from unisono.options import OF_THE_ENGINE
+from unisono.engines.call import Call
 from unisono.runtime import devices as _devices
 from unisono.runtime.devices import DeviceLike
 from unisono.scripts.activity import Activity
@@ -60,7 +59,7 @@ def set_settings(new: Settings | None) -> None:
 
 
 # Torch's wrapper has no such options: a script's subclass may have attributes with these names.
-_NOT_TORCHS = {"engine", "loss", "process_group", *OF_THE_ENGINE}
+_NOT_TORCHS = {"loss", "process_group", "rescue", "timeout"}
 
 
 def _verb(name: str) -> Callable[..., Any]:
@@ -141,7 +140,7 @@ class DataParallel(OwnDataParallel, metaclass=_NamedAsTorchs):
         now = settings()
         if now is None:
             return super().forward(*inputs, **kwargs)
-        return now.activity.measure(super().forward, inputs, kwargs, self.dim, self._engine.timings)
+        return now.activity.measure(super().forward, inputs, kwargs, self.dim, self._threads.timings)
 
     def _plan(self, *args: Any, **kwargs: Any) -> Call:
         call = super()._plan(*args, **kwargs)

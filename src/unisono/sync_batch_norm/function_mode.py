@@ -47,17 +47,15 @@ from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
 from unisono.runtime.exchange import (
     Exchange,
-    LocalExchange,
     Purpose,
     Request,
     Result,
     current_exchange,
-    exchanging,
     taking_part,
 )
 from unisono.runtime.interrupts import deliver, interruptibly, uninterruptible
 from unisono.runtime.streams import current_stream, wait_for_maker
-from unisono.runtime.thread_pool import PassContext, inside_replica
+from unisono.runtime.thread_pool import inside_replica
 from unisono.sync_batch_norm.kernels import KernelStatistics, dense
 from unisono.sync_batch_norm.statistics import ReduceGrad, Statistics
 
@@ -155,11 +153,11 @@ class BatchNormOverReplicas:
     """Batch norm over the rows of all replicas of one forward, for that forward and its backward passes.
 
     Args:
-        replicas: the replicas; None for each that runs in another process.
+        replicas: the replicas.
         backward_mode: how their graphs will run backward.
     """
 
-    def __init__(self, replicas: Sequence[Callable[..., Any] | None], backward_mode: BackwardMode) -> None:
+    def __init__(self, replicas: Sequence[Callable[..., Any]], backward_mode: BackwardMode) -> None:
         self.backward_mode = backward_mode
         self.identity = _Identity()  # for the graphs: a reference to this object would keep the replicas alive
         self.num_replicas = len(replicas)
@@ -242,28 +240,12 @@ class BatchNormOverReplicas:
         return same_name[0].parts
 
 
-def exchange_contexts(
-    replicas: Sequence[Callable[..., Any] | None], new_exchange: Callable[[int], Exchange], *, sync_batch_norm: bool
-) -> list[PassContext]:
-    """Return the contexts of each pass in which replicas exchange values, each with a backward of its own.
-
-    Args:
-        replicas: None for each that runs in another process.
-        new_exchange: makes the exchange of so many replicas for one pass.
-        sync_batch_norm: whether batch norm is over all replicas.
-    """
-    contexts = [exchanging(len(replicas), new_exchange)]
-    if sync_batch_norm:
-        contexts.append(BatchNormOverReplicas(replicas, BackwardMode.PER_REPLICA).one_pass)
-    return contexts
-
-
 def run_synchronised(
     replicas: Sequence[Callable[..., Any]], calls: Sequence[Callable[..., Any]]
 ) -> list[Callable[..., Any]]:
     """Return `calls`, one a replica, with batch norm over all replicas. Each is to be called once, all at once."""
     batch_norm = BatchNormOverReplicas(replicas, BackwardMode.CALLERS)
-    exchange = LocalExchange(len(replicas)) if not inside_replica() else None
+    exchange = Exchange(len(replicas)) if not inside_replica() else None
     tracked = torch.is_grad_enabled()
 
     def synchronised(index: int) -> Callable[..., Any]:

@@ -38,7 +38,7 @@ EXAMPLES = """\
 examples:
   unisono train
   unisono train --data fashion-mnist --batch-size 512 --lr 0.2 --devices 2
-  unisono train --data path/to/idx/files --model mlp --devices 'cpu*4' --engine processes
+  unisono train --data path/to/idx/files --model mlp --devices 'cpu*4'
   unisono train --data fashion-mnist --batch-size 256 --devices 1 --precision bf16 --compile
   unisono train --output runs/demo --tensorboard --profile
   unisono train --observer trackers:MyTracker
@@ -77,8 +77,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--resume",
         type=folder,
         metavar="DIR",
-        help="go on with the run in this folder, however it ended, with its options; --devices, --engine, --compile "
-        "and --epochs may be given anew; --profile, --tensorboard and --observer have to be, if they are wanted",
+        help="go on with the run in this folder, however it ended, with its options; --devices, --compile and "
+        "--epochs may be given anew; --profile, --tensorboard and --observer have to be, if they are wanted",
     )
     observing.add_argument(
         "--profile",

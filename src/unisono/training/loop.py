@@ -110,21 +110,13 @@ def _train_epoch(run: Run, epoch: int) -> None:
 
 def _take_step(run: Run, rows: Tensor, rate: float) -> Callable[[], float]:
     """Take a step; return what waits for this process's part of the loss."""
-    # The batch is divided into micro-batches (--accumulate), and this process takes its shard of each. Each loss is a
-    # sum divided by the rows of the whole batch. So losses and gradients add up to those of the mean, also where the
-    # shards are uneven.
+    # This process takes its shard of the batch. The loss is a sum divided by the rows of the whole batch. So losses and
+    # gradients add up to those of the mean, also where the shards are uneven.
     images, labels = run.dataset.train_images, run.dataset.train_labels
-    batch_loss = torch.zeros((), device=run.devices[0])
-    micro_batches = rows.tensor_split(min(run.options.accumulate, len(rows)))
     run.computation.begin_step()
-    for number, micro_batch in enumerate(micro_batches, start=1):
-        # Gradients are all-reduced once, with the last micro-batch.
-        sync = contextlib.nullcontext() if number == len(micro_batches) else run.model.no_sync()
-        with sync:
-            loss = run.computation.training_loss(images, labels, run.ranks.shard_of(micro_batch), len(rows))
-            loss.backward()  # type: ignore[no-untyped-call]
-        batch_loss += loss.detach()
-    read_loss = begin_to_read(batch_loss)
+    loss = run.computation.training_loss(images, labels, run.ranks.shard_of(rows), len(rows))
+    loss.backward()  # type: ignore[no-untyped-call]
+    read_loss = begin_to_read(loss.detach().clone())  # a CUDA graph's memory is the next step's, too
     run.computation.update(rate)
     return read_loss
 
@@ -203,13 +195,13 @@ def _explained(run: Run) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise OptionError(
             f"out of memory with --batch-size {options.batch_size} on {describe(*run.devices_by_rank)}: "
-            f"--accumulate {2 * options.accumulate} takes about half at a time"
+            "take a smaller one, or more devices"
         ) from error
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             raise
-        num_parts = options.accumulate * (1 if options.sync_batch_norm else sum(map(len, run.devices_by_rank)))
+        num_shards = 1 if options.sync_batch_norm else sum(map(len, run.devices_by_rank))
         raise OptionError(
             f"--batch-size {options.batch_size} on {describe(*run.devices_by_rank)} leaves a batch norm a single row, "
-            f"which it cannot train on: take --batch-size {4 * num_parts}"
+            f"which it cannot train on: take --batch-size {4 * num_shards}"
         ) from error

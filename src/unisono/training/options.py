@@ -13,7 +13,6 @@ import torch
 
 from unisono.console.errors import OptionError
 from unisono.console.options import flag
-from unisono.runtime.devices import are_cpu
 from unisono.runtime.precision import has_fast_bfloat16
 from unisono.training.computation import expect_compiler
 from unisono.training.data import known
@@ -21,7 +20,7 @@ from unisono.training.models import MODELS
 from unisono.training.ranks import Ranks
 
 # A run can be resumed on other devices and for more epochs; any other change makes it another run.
-MAY_CHANGE_ON_RESUME = ("devices", "engine", "compile", "epochs")
+MAY_CHANGE_ON_RESUME = ("devices", "compile", "epochs")
 
 WHAT, WHERE, HOW = "what to train", "where", "how"  # the groups of the help
 
@@ -58,18 +57,9 @@ class Options:
         "without one; or by name: cpu,cpu, 'cpu*8', cuda:0,cuda:1",
         metavar="WHICH",
     )
-    engine: str = _option(
-        "threads",
-        WHERE,
-        "what runs the replicas: threads of this process, or a process for each",
-        choices=("threads", "processes"),
-    )
     batch_size: int = _option(128, HOW, "rows of one step, over all devices", metavar="ROWS")
     epochs: int = _option(8, HOW, "times through the training pictures", metavar="N")
     lr: float = _option(0.05, HOW, "learning rate after the first epoch, for the whole batch", metavar="RATE")
-    accumulate: int = _option(
-        1, HOW, "take each batch in K parts, for less memory; batch norm sees the parts", metavar="K"
-    )
     sync_batch_norm: bool = _option(
         True,
         HOW,
@@ -98,15 +88,10 @@ class Options:
             ("batch_size", self.batch_size >= 1, "a whole number from 1 up"),
             ("epochs", self.epochs >= 1, "a whole number from 1 up"),
             ("lr", math.isfinite(self.lr) and self.lr > 0, "a number above 0"),
-            ("accumulate", 1 <= self.accumulate <= self.batch_size, f"from 1 to --batch-size {self.batch_size}"),
             ("seed", 0 <= self.seed < 2**32, "a whole number from 0 to 4294967295"),
         ):
             if not holds:
                 raise OptionError(f"{_typed(name, getattr(self, name))}: expected {expected}")
-        if self.compile and self.engine == "processes":
-            raise OptionError(
-                "--compile with --engine processes: what is compiled cannot be sent to processes; take --no-compile"
-            )
 
     def __str__(self) -> str:
         """Return in words what is trained, and how it is computed."""
@@ -116,13 +101,8 @@ class Options:
     def check_devices(self, devices_by_rank: Sequence[Sequence[torch.device]], *, synchronised: bool) -> None:
         """Check that the options go together on the devices of each process, with `synchronised` batch norm or not."""
         devices = [device for of_rank in devices_by_rank for device in of_rank]
-        names = ", ".join(map(str, devices))
-        if self.engine == "processes" and synchronised and not are_cpu(devices):
-            raise OptionError(
-                f"--engine processes on accelerators, and --devices {self.devices} is {names}, cannot synchronise "
-                "batch norm: leave out --engine, or take --no-sync-batch-norm"
-            )
         if self.compile and synchronised and len(devices) > 1:
+            names = ", ".join(map(str, devices))
             one_device = " or --devices 1" if len(devices_by_rank) == 1 else ""
             raise OptionError(
                 f"--compile with batch norm synchronised over {len(devices)} replicas ({names}) would be compiled in "
@@ -169,7 +149,7 @@ def with_device_defaults(
     decided, lines = dict[str, Any](), []
     if "precision" not in given:
         decided["precision"] = "bf16"
-    if "compile" not in given and len(fast) == 1 and options.engine == "threads" and not profile:
+    if "compile" not in given and len(fast) == 1 and not profile:
         try:
             expect_compiler(devices[0])
             decided["compile"] = True

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from unisono.console.errors import CommandError, OptionError
 from unisono.distributed.process_group import AllGatherWork, Communicator, communicator_for, distributed
-from unisono.runtime import torch_private
 
 _LAST_WORDS_S = 300.0  # how long rank 0 may take to save, and to print why it stops
 
@@ -131,7 +130,7 @@ class Ranks:
         if self._communicator is None or (self.are_lost and not self.is_first):
             return
         with contextlib.suppress(RuntimeError):  # the store ended with the process that kept it
-            store = distributed.PrefixStore("unisono train", torch_private.store_of_group(distributed.group.WORLD))
+            store = distributed.PrefixStore("unisono train", distributed.group.WORLD.get_group_store())
             if self.is_first:
                 store.set("done", "")
             else:

@@ -19,7 +19,6 @@ from unisono.console.errors import DivergedError, FolderError
 from unisono.console.files import replaced
 from unisono.console.progress import Progress
 from unisono.data_parallel import DataParallel
-from unisono.engines.processes.engine import Processes
 from unisono.profiling.profile import Profile
 from unisono.runtime import devices as _devices
 from unisono.runtime.precision import has_tf32
@@ -104,7 +103,6 @@ class Run:
         self.model = DataParallel(
             module,
             device_ids=self.devices,
-            engine=Processes(on_worker_loss="retry") if options.engine == "processes" else options.engine,
             shares="even",
             sync_batch_norm=synchronised,
             loss="sum",
@@ -232,9 +230,8 @@ class Run:
         self.profile.draw(self.folder.timeline)
 
     def close(self) -> None:
-        """Close the file; end the replicas' threads or processes."""
+        """Close the file; end the replicas' threads."""
         self.metrics.close()
-        self.model.close()
 
     # ---- words for the user ----------------------------------------------------------------------
 

@@ -37,16 +37,18 @@ class RecordedCall:
     inputs: Recorded
     outputs: Recorded
     training: bool  # whether it was in training mode
-    drawn: bool  # whether random numbers had been drawn between the start of the step and the end of the call
+    drew: bool  # whether random numbers were drawn between its start and its end
 
 
 @dataclass
 class CallRecorder:
     """Records every call of every submodule while it is attached."""
 
-    has_drawn: Callable[[], bool]  # whether random numbers have been drawn
+    watch: Callable[[], Callable[[], Any]]  # returns what tells whether random numbers have been drawn since
     calls: list[RecordedCall] = field(default_factory=list)  # in the order in which they ended
-    _running: dict[Path, list[tuple[str, Recorded]]] = field(default_factory=lambda: defaultdict(list))
+    _running: dict[Path, list[tuple[str, Recorded, Callable[[], Any]]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
     _copies: dict[tuple[Path, int], tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = field(default_factory=dict)
 
     # Several replicas call at once. Each entry of the tables above belongs to one path, so to one thread.
@@ -87,15 +89,15 @@ class CallRecorder:
 
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         path = replica_path()
-        self._running[path].append((name, self._copied((args, kwargs), path)))
+        self._running[path].append((name, self._copied((args, kwargs), path), self.watch()))
 
     def _after(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         path = replica_path()
-        running, inputs = self._running[path].pop()
+        running, inputs, has_drawn = self._running[path].pop()
         while running != name:  # calls that an exception ended
-            running, inputs = self._running[path].pop()
+            running, inputs, has_drawn = self._running[path].pop()
         outputs = self._copied(output, path)
-        self.calls.append(RecordedCall(name, path, inputs, outputs, module.training, self.has_drawn()))
+        self.calls.append(RecordedCall(name, path, inputs, outputs, module.training, bool(has_drawn())))
 
     def _copied(self, value: Any, path: Path) -> Recorded:
         return [(where, self._copy(tensor, path)) for where, tensor in tensors_in(value)]

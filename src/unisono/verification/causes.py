@@ -1,9 +1,9 @@
 """Why replicas give other numbers than one device: from the records of two steps to findings.
 
 The first submodule whose output differs shows most. If its inputs are still the same, it is the cause itself; if they
-differ already, the code between the submodules is. The kind of cause follows from the module's class, from whether
-random numbers had been drawn by then, and from whether the step gives the same when it is repeated. An output that is
-joined on the wrong axis shows in its shape, whatever else differs.
+differ already, the code between the submodules is. The kind of cause follows from the module's class, and from whether
+the step gives the same when it is repeated. An output that is joined on the wrong axis shows in its shape, whatever
+else differs.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,13 +26,9 @@ LOST = "what a replica assigns to its attributes is lost when its forward ends"
 # An option that was given with this value explains the difference.
 _ASKS_FOR = {Cause.PER_SHARD_BATCH_NORM: ("sync_batch_norm", False), Cause.ONE_NUMBER_A_SHARD: ("scalars", "stack")}
 _UNCERTAIN = (Cause.ROWS_INTERACT, Cause.UNKNOWN)  # repeating the step shows more about these
-_NOT_THOSE_OF_ONE_DEVICE = (
-    'the numbers are not those of one device, although randomness="one_device" asks for them: rows may interact, or an '
-    "axis that is drawn may have all rows k times, block after block, instead of k entries of each row"
-)
-_STREAMS = (
-    "random numbers are drawn, and replicas draw from streams of their own. Everything after it is compared in eval "
-    'mode only; with randomness="one_device", in both modes'
+_DRAWN = (
+    "{generators} is drawn from, or seeded, in a way that cannot be switched off. Draw with torch's functions, or "
+    "outside of the model, and pass the result to it as an input"
 )
 _PER_SHARD = (
     "batch norm takes its statistics from each shard, not from the batch. With sync_batch_norm=True it takes those of "
@@ -96,10 +92,18 @@ class Comparison:
             findings.append(self._other(differing))
         return [*findings, *self._attributes()]
 
-    def _finding(self, name: str, cause: Cause, text: str, *, explained: bool = False) -> Finding:
+    def draws(self) -> Finding | None:
+        """Return the finding about draws that could not be switched off; None if there were none."""
+        generators = dict.fromkeys([*self.one.drawn_from, *self.many.drawn_from])
+        if not generators:
+            return None
+        where = next((call.name for call in self.one.recorder.calls if call.drew), "")  # inner calls end first
+        return self._finding(where, Cause.RANDOM_NUMBERS, _DRAWN.format(generators=" and ".join(generators)))
+
+    def _finding(self, name: str, cause: Cause, text: str) -> Finding:
         option, value = _ASKS_FOR.get(cause, ("", None))
-        asked_for = option in self.given and self.given[option] == value
-        return Finding(self.mode, name, type(self._submodule(name)).__name__, cause, text, explained or asked_for)
+        explained = option in self.given and self.given[option] == value
+        return Finding(self.mode, name, type(self._submodule(name)).__name__, cause, text, explained)
 
     def _submodule(self, name: str) -> nn.Module:
         modules: dict[str, nn.Module] = dict(self.wrapped.module.named_modules(remove_duplicate=False))
@@ -148,19 +152,12 @@ class Comparison:
         )
 
     def _submodules(self, first: RecordedCall, inputs_same: bool) -> Iterator[Finding]:
-        """Yield findings about the first call that differs, and about later ones that are certain nevertheless."""
+        """Yield the finding about the first call that differs."""
         name = first.name
         if inputs_same and all(tensor.dim() == 0 for _, tensor in first.outputs):
             yield self._numbers(name, "")
         elif inputs_same and self._takes_statistics(first):
             yield self._batch_norm(name)
-        elif first.drawn and self.wrapped.randomness == "one_device":
-            yield self._finding(name, Cause.RANDOM_NUMBERS, _NOT_THOSE_OF_ONE_DEVICE)
-        elif first.drawn:
-            yield self._finding(name, Cause.RANDOM_NUMBERS, _STREAMS, explained=True)
-            batch_norms = [call.name for call in self.one.recorder.calls if self._takes_statistics(call)]
-            if batch_norms and not self.wrapped.sync_batch_norm:
-                yield self._batch_norm(batch_norms[0])
         else:
             where = "" if inputs_same else f" (in the code in front of {name})"
             name = name if inputs_same else self._enclosing(name)

@@ -1,16 +1,14 @@
 """The command `unisono verify package.module:build`: from the words of the command line to a report.
 
-Every error is one line: in the arguments, in finding and calling `build`, and in running the model. With --traceback
-the traceback of the caller's own code is shown too.
+Every error is one line: in the arguments, in finding and calling `build`, and in running the model.
 """
 
 import argparse
-import traceback
 from typing import Any
 
 from unisono.console.device_option import choose_devices
 from unisono.console.errors import CommandError
-from unisono.console.options import TARGET, add_options_of_wrappers, expect_weights, number
+from unisono.console.options import TARGET, add_options_of_wrappers, expect_weights
 from unisono.console.targets import TargetError, current_folder_first, one_line
 from unisono.runtime.devices import accelerators
 from unisono.verification.targets import build_arguments
@@ -18,12 +16,14 @@ from unisono.verification.verify import verify
 
 _SAME = 0
 _DIFFERS = 1
+_NOT_COMPARED = 2
 
 SUMMARY = "compare a model of yours on one device and on several"
 
 DESCRIPTION = """\
 Run a model of yours on one device and on several, from one state, in training and in eval mode, and compare outputs,
-loss, gradients and buffers. Where they differ, say which submodule does first, and why.
+loss, gradients and buffers. Where they differ, say which submodule does first, and why. Random draws are switched off
+meanwhile: dropout drops nothing.
 
 package.module:build is a function without arguments, found from the current folder. It returns (model, inputs), or a
 dict with the arguments of unisono.verify by name: model, inputs, target, criterion, out_dims, and so on. Options
@@ -35,18 +35,18 @@ examples:
   unisono verify train:build
   unisono verify train:build --shares 2,1
   unisono verify train:build --shares 2,1 --sync-batch-norm
-  unisono verify package.module:build --devices cuda:0,cuda:1 --dim 1
+  unisono verify package.module:build --devices cuda:0,cuda:1 --in-dims 1 --out-dims 1
 
 where train.py has, for instance:
   def build():
       return model, torch.randn(30, 1, 28, 28)
 
 exit status:
-  0  the same, or the differences are explained: by random numbers, which each replica draws for itself, or by an
-     option that was given and causes them (--no-sync-batch-norm, --scalars stack)
+  0  the same, or the differences are explained by an option that was given and causes them (--no-sync-batch-norm,
+     --scalars stack)
   1  something differs
-  2  nothing was compared: the arguments cannot be used, the model failed, or has nothing to compare, or one device
-     had all rows
+  2  not compared: the arguments cannot be used, the model failed, or has nothing to compare, or draws random numbers
+     that cannot be switched off, or one device had all rows
 """
 
 
@@ -59,21 +59,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="auto: every accelerator (one alone counts twice), or two CPU replicas without one; a count: so many "
         "accelerators, or CPU replicas without one; or by name: cpu,cpu, 'cpu*8', cuda:0,cuda:1 (default: auto)",
     )
-    parser.add_argument("--dim", type=int, metavar="AXIS", help="the axis of the rows (default: 0)")
     add_options_of_wrappers(parser)
-    parser.add_argument(
-        "--rtol",
-        type=number(float, 0),
-        metavar="R",
-        help="the largest allowed difference, relative to the largest value (default: 1e-5 for float32)",
-    )
-    parser.add_argument("--traceback", action="store_true", help="if the model fails, show the traceback")
 
 
 def run(given: dict[str, Any]) -> int:
     """Find the model, compare, print the report, and return the exit status."""
-    target, show_traceback = given.pop("target"), given.pop("traceback", False)
-    which = given.pop("devices", "auto")
+    target, which = given.pop("target"), given.pop("devices", "auto")
     if which != "auto":
         given["device_ids"] = choose_devices(which)
 
@@ -82,18 +73,18 @@ def run(given: dict[str, Any]) -> int:
             arguments = build_arguments(target) | given
             expect_weights(given, len(arguments.get("device_ids") or ()) or max(2, len(accelerators())))
             report = verify(**arguments, show=False)
+    except CommandError:
+        raise
     except Exception as error:
-        if show_traceback:
-            traceback.print_exc()
-        if isinstance(error, CommandError):
-            raise
         raise TargetError(f"{target} could not be compared: {one_line(error)}") from error
     if report.num_replicas == 1:
         raise TargetError(
             f"{target}: nothing was compared, because one device had all rows: give a batch with rows for each device, "
             "and two devices or more (--devices cpu,cpu)"
         )
-    if not report.rows:
+    if not report.rows and report.compared:
         raise TargetError(f"{target}: nothing was compared, because the model has no output, gradients or buffers")
     print(report)
-    return _SAME if report.same or report.explained else _DIFFERS
+    if report.differences and not report.explained:
+        return _DIFFERS
+    return _SAME if report.compared else _NOT_COMPARED

@@ -50,26 +50,23 @@ _JUMPS_AT_MOST = 0.1  # and by so much of the largest at most
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The largest allowed difference: `atol`, plus `rtol` times the largest value."""
+    """The largest allowed difference: `rtol` times the largest value."""
 
     rtol: float
-    atol: float
 
     @classmethod
-    def of(
-        cls, dtypes: Iterable[torch.dtype], device: torch.device, rtol: float | None, atol: float | None
-    ) -> "Tolerance":
-        """Return the tolerances of the caller, or else those of the coarsest of the types."""
+    def of(cls, dtypes: Iterable[torch.dtype], device: torch.device, rtol: float | None) -> "Tolerance":
+        """Return the tolerance of the caller, or else that of the coarsest of the types."""
         if rtol is None:
             real = {dtype.to_real() for dtype in dtypes if dtype.is_floating_point or dtype.is_complex}
             if torch.float32 in real and rounds_float32(device):
                 real.add(torch.float16)
             rtol = max((_RTOL.get(dtype, _RTOL_COARSE) for dtype in real), default=_RTOL[torch.float32])
-        return cls(rtol, atol or 0.0)
+        return cls(rtol)
 
     def allowed(self, dtype: torch.dtype, largest: float) -> float:
         """Return the largest difference that rounding explains, in a tensor of this type."""
-        return self.atol + self.rtol * largest if dtype.is_floating_point or dtype.is_complex else 0.0
+        return self.rtol * largest if dtype.is_floating_point or dtype.is_complex else 0.0
 
     def same(self, one: torch.Tensor, many: torch.Tensor) -> bool:
         """Return whether two tensors of one shape are the same, the first being that of one device."""

@@ -21,7 +21,7 @@ class Cause(enum.StrEnum):
     """Why replicas give other numbers than one device."""
 
     PER_SHARD_BATCH_NORM = "batch norm per shard"
-    RANDOM_NUMBERS = "random numbers"
+    RANDOM_NUMBERS = "random numbers that cannot be switched off"
     ROWS_INTERACT = "rows interact"
     ONE_NUMBER_A_SHARD = "one number a shard"
     JOINED_ON_ANOTHER_AXIS = "joined on the wrong axis"
@@ -68,17 +68,24 @@ class Row:
 
 @dataclass(frozen=True)
 class Finding:
-    """The first difference in one mode, and its cause."""
+    """The first difference in one mode and its cause, or why the mode is not compared."""
 
     mode: str  # "training" or "eval"
     module: str  # dotted name of the first submodule whose gathered output differs; "" is the model itself
     module_class: str  # the name of its class
     cause: Cause
     text: str  # the cause in words, with the remedy
-    explained: bool = False  # whether it follows from the options, or cannot be otherwise
+    explained: bool = False  # whether it follows from the options
+
+    @property
+    def compared(self) -> bool:
+        """Whether numbers were compared: not if they are random."""
+        return self.cause is not Cause.RANDOM_NUMBERS
 
     def __str__(self) -> str:
         where = f"{self.module} ({self.module_class})" if self.module else f"the model itself ({self.module_class})"
+        if not self.compared:
+            return f"{self.mode}: not compared, because of {where}: {self.text}"
         expected = ", as expected" if self.explained else ""
         return f"{self.mode}: differs{expected}, first at {where}: {self.text}"
 
@@ -89,18 +96,23 @@ class Report:
 
     title: str  # what was compared, and on which devices
     rows: tuple[Row, ...]  # every comparison
-    findings: tuple[Finding, ...] = ()  # at least one for each mode in which something differs
+    findings: tuple[Finding, ...] = ()  # at least one for each mode in which something differs, or is not compared
     notes: tuple[str, ...] = ()  # for example, what could not be compared
     num_replicas: int = 2  # that had rows; with one, one device was compared with itself
 
     @property
     def same(self) -> bool:
-        """Whether nothing differs."""
-        return not self.differences
+        """Whether both modes were compared, and nothing differs."""
+        return self.compared and not self.differences
+
+    @property
+    def compared(self) -> bool:
+        """Whether both modes were compared: not if the model draws random numbers that cannot be switched off."""
+        return all(finding.compared for finding in self.findings)
 
     @property
     def explained(self) -> bool:
-        """Whether something differs, and all of it follows from the options, or cannot be otherwise."""
+        """Whether something differs, and all of it follows from the options."""
         return not self.same and all(finding.explained for finding in self.findings)
 
     @property
@@ -110,7 +122,7 @@ class Report:
 
     @property
     def first_module(self) -> str | None:
-        """Dotted name of the first submodule that differs ("" is the model itself); None if nothing differs.
+        """Dotted name of the first submodule that differs, or that draws ("" is the model itself); None if none does.
 
         Like `cause`, it is from the first finding that is not explained, or else from the first.
         """
@@ -118,7 +130,7 @@ class Report:
 
     @property
     def cause(self) -> Cause | None:
-        """Why; None if nothing differs."""
+        """Why it differs, or is not compared; None if all is the same."""
         return self._main.cause if self._main else None
 
     @property
@@ -156,11 +168,14 @@ class Report:
         said = [str(replace(finding, mode=" and ".join(modes))) for finding, modes in together.items()]
         for paragraph in (*said, *self.notes):
             yield from textwrap.wrap(paragraph, _WIDTH)
-        if self.same:
-            yield f"same: {len(self.rows)} comparisons, in {_modes(self.rows)}"
-        else:
+        if self.differences:
             counted = f"{len(self.differences)} of {len(self.rows)} comparisons, in {_modes(self.differences)}"
             yield f"differs{', as expected' if self.explained else ''}: {counted}"
+        elif self.rows:
+            yield f"same: {len(self.rows)} comparisons, in {_modes(self.rows)}"
+        if not self.compared:
+            modes = dict.fromkeys(finding.mode for finding in self.findings if not finding.compared)
+            yield f"not compared: {' and '.join(modes)}"
 
 
 def _name(row: Row) -> str:

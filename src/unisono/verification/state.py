@@ -17,6 +17,7 @@ from torch import nn
 from unisono.data_parallel import DataParallel
 from unisono.primitives.references import references
 from unisono.runtime import devices as _devices
+from unisono.runtime.rng import state_of
 from unisono.verification.compare import plain
 
 _TOO_LARGE = 2**62  # for an integer tensor
@@ -41,17 +42,20 @@ def copied(model: nn.Module) -> nn.Module:
     return new
 
 
-def generators_of(model: nn.Module) -> list[torch.Generator]:
-    """Return the random number generators that modules have as attributes."""
-    return [v for module in model.modules() for v in vars(module).values() if isinstance(v, torch.Generator)]
+def generators_of(model: nn.Module) -> list[Any]:
+    """Return the random number generators that modules have as attributes: torch's, Python's, numpy's."""
+    numpy: Any = sys.modules.get("numpy")
+    of_numpy = (numpy.random.Generator, numpy.random.RandomState) if numpy is not None else ()
+    kinds = (torch.Generator, random.Random, *of_numpy)
+    return [v for module in model.modules() for v in vars(module).values() if isinstance(v, kinds)]
 
 
 class RandomState:
     """The state of every generator that a script seeds, when this is created, and of `own`, which are not restored."""
 
-    def __init__(self, own: Sequence[torch.Generator] = ()) -> None:
+    def __init__(self, own: Sequence[Any] = ()) -> None:
         self._generators = own
-        self._own = [generator.get_state() for generator in own]
+        self._own = [state_of(g) if isinstance(g, torch.Generator) else pickle.dumps(g) for g in own]
         self._torch = _devices.random_states()
         self._python = random.getstate()
         numpy: Any = sys.modules.get("numpy")
@@ -63,13 +67,16 @@ class RandomState:
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(pickle.loads(self._numpy))
 
-    def has_moved(self) -> bool:
-        """Return whether random numbers have been drawn since."""
+    def moved(self) -> list[str]:
+        """Return which generators have been drawn from or seeded since, in words."""
         now = RandomState(self._generators)
-        states = zip([*self._own, *self._torch], [*now._own, *now._torch], strict=True)
-        if not all(torch.equal(before, after) for before, after in states):
-            return True
-        return (self._python, self._numpy) != (now._python, now._numpy)
+        is_as_before = {
+            "torch's generator": all(map(torch.equal, self._torch, now._torch)),
+            "Python's generator (random)": self._python == now._python,
+            "numpy's generator": self._numpy == now._numpy,
+            "a generator of its own": self._own == now._own,
+        }
+        return [generator for generator, as_before in is_as_before.items() if not as_before]
 
 
 def numbers_in(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""One step: a forward and its backward from a given state, and the record of it."""
+"""One step: a forward and its backward from a given state, with all draws switched off, and the record of it."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +12,7 @@ from unisono.data_parallel import DataParallel
 from unisono.engines.replica import leaves_and_nodes
 from unisono.primitives import pytree
 from unisono.runtime import devices as _devices
+from unisono.runtime.draws_off import DrawsOff
 from unisono.verification.call_recorder import CallRecorder
 from unisono.verification.compare import joined_numbers, plain, tensors_in
 from unisono.verification.state import RandomState, copied, generators_of, numbers_in
@@ -36,10 +37,15 @@ class Example:
         inputs = self.inputs if type(self.inputs) is tuple else (self.inputs,)  # a named tuple is one input
         return tuple(_fresh(value, self.device) for value in inputs), {}
 
-    def loss(self, output: Any, like: dict[str, torch.Tensor]) -> torch.Tensor | None:
+    def loss(self, output: Any, like: dict[str, torch.Tensor], off: DrawsOff) -> torch.Tensor | None:
         """Return the loss of an output; None if it has no tensors to compute one from, or not `like` one device."""
         if self.criterion is None:
             return _projection(dict(tensors_in(output)), like)
+        with off:
+            return self._loss(output)
+
+    def _loss(self, output: Any) -> torch.Tensor:
+        assert self.criterion is not None
         criterion = copied(self.criterion) if isinstance(self.criterion, nn.Module) else self.criterion
         given = () if self.target is None else (_fresh(self.target, self.output_device),)
         loss = criterion(output, *given)
@@ -90,6 +96,8 @@ class RecordedStep:
     rows: Sequence[int] = ()  # of each replica; one entry on one device, empty if not known
     error: ValueError | None = None  # why the replicas' outputs could not be gathered
     no_gradients: str = ""  # why the backward failed
+    switched_off: Sequence[str] = ()  # the operations that would have drawn
+    drawn_from: Sequence[str] = ()  # which generators were drawn from nevertheless: see `RandomState.moved`
 
     @property
     def outputs(self) -> dict[str, torch.Tensor]:
@@ -127,9 +135,12 @@ def take_step(
     if nudge:
         _nudge(leaves, nudge)
     random.restore()
-    has_drawn = RandomState(generators_of(module)).has_moved if like is None else lambda: False
-    step = RecordedStep(CallRecorder(has_drawn), attributes_before=numbers_in(module))
-    with step.recorder.attached(module):
+    generators = generators_of(module)
+    # The replicas' calls overlap: which of them has drawn cannot be seen.
+    watch = (lambda: RandomState(generators).moved) if like is None else (lambda: lambda: False)
+    step = RecordedStep(CallRecorder(watch), attributes_before=numbers_in(module))
+    off, before = DrawsOff(), RandomState(generators)
+    with step.recorder.attached(module), off:
         try:
             output = model(*args, **kwargs)
         except ValueError as error:
@@ -140,12 +151,14 @@ def take_step(
         step.rows = [timing.rows for timing in model.replica_timings]
     if step.error is None:
         output = pytree.map_all_tensors(lambda tensor: _devices.copy_to(tensor, example.output_device), output)
-        loss = example.loss(output, dict(tensors_in(output)) if like is None else like.outputs)
+        loss = example.loss(output, dict(tensors_in(output)) if like is None else like.outputs, off)
         if loss is not None and loss.requires_grad and not (like is not None and like.no_gradients):
-            step.no_gradients = _backward(loss, leaves, may_fail=mode == "eval")
+            with off:
+                step.no_gradients = _backward(loss, leaves, may_fail=mode == "eval")
             step.gradients = {} if step.no_gradients else dict(_gradients(module, args, kwargs))
         step.loss = None if loss is None else plain(loss)
         step.output = pytree.map_all_tensors(lambda tensor: tensor.detach().clone(), output)
+    step.switched_off, step.drawn_from = [*off.operations], before.moved()
     step.attributes = numbers_in(module)
     step.buffers = {name: plain(buffer).clone() for name, buffer in module.named_buffers()}
     return step

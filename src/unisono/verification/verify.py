@@ -1,9 +1,12 @@
 """verify: the caller's own model on one device and on several, compared number by number.
 
-In training mode and in eval mode it takes one step on one device and one on several, each of a copy of the model, from
-the same random state, and compares outputs, loss, gradients, buffers, and the numbers in attributes. If they differ, it
-finds the first submodule that differs, and the cause. Where more can be known from it, the step on one device is taken
-once more: to see how far rounding errors move gradients, or whether the step gives the same twice.
+In training mode and in eval mode it takes one step on one device and one on several, each of a copy of the model, and
+compares outputs, loss, gradients, buffers, and the numbers in attributes. If they differ, it finds the first submodule
+that differs, and the cause. Where more can be known from it, the step on one device is taken once more: to see how far
+rounding errors move gradients, or whether the step gives the same twice.
+
+Draws are switched off meanwhile (runtime/draws_off.py): dropout drops nothing, and what else torch draws has one fixed
+value. A draw that this does not reach moves a random state. Then the mode is not compared.
 """
 
 import functools
@@ -16,7 +19,6 @@ import torch
 from torch import nn
 
 from unisono.data_parallel import DataParallel
-from unisono.engines.threads import Threads
 from unisono.primitives.blueprint import check_initialized
 from unisono.primitives.checks import check_module
 from unisono.primitives.placements import check_have_data
@@ -29,10 +31,8 @@ from unisono.verification.report import MODES, Finding, Kind, Report, Row
 from unisono.verification.state import RandomState, copied
 from unisono.verification.step import Example, RecordedStep, take_step
 
-_WORKERS_NOT_RECORDED = (
-    'calls in other processes are not recorded: engine="threads" tells which submodule differs first, and why'
-)
 _NO_ACCELERATOR = "this machine has no accelerator: the replicas were on the CPU"
+_SWITCHED_OFF = "random draws have fixed values while it compares, and dropout drops nothing: {operations}"
 _JUMPS = (
     "parameters and inputs that change by {nudge:.0e} of themselves move gradients by {moved:.0e} of the largest, as "
     "activations at the kink of a ReLU do: gradients cannot be compared more exactly than that (in float64 they can)"
@@ -49,7 +49,6 @@ def verify(
     dim: int = 0,
     *,
     rtol: float | None = None,
-    atol: float | None = None,
     show: bool = True,
     **options: Any,
 ) -> Report:
@@ -65,8 +64,9 @@ def verify(
 
     Both modes are run: training mode with the flags that the submodules have (a frozen batch norm stays frozen) if the
     model is in training mode, else after `train()`; then eval mode. Each step runs on a copy of the model, and the
-    random state is what it was afterwards; hooks of your own have run, as in any step. The tolerances are explained in
-    unisono/verification/compare.py; the memory that it takes, in call_recorder.py beside it.
+    random state is what it was afterwards; hooks of your own have run, as in any step. Random draws are switched off
+    while it compares: dropout drops nothing. The tolerances are explained in unisono/verification/compare.py; the
+    memory that it takes, in call_recorder.py beside it.
 
     Args:
         model: a module that can be copied with copy.deepcopy, on any device; or a `DataParallel`, whose module, devices
@@ -79,15 +79,16 @@ def verify(
         device_ids: one device a replica, as in `DataParallel`. None: every accelerator, one alone counting twice; two
             replicas on the CPU where there is none.
         output_device, dim: as in `DataParallel`.
-        rtol, atol: the largest allowed difference, relative to the largest value, and absolute. None: as suits the
-            floating types that the model computes in.
+        rtol: the largest allowed difference, relative to the largest value. None: as suits the floating types that the
+            model computes in.
         show: print the report.
         options: the keyword options of `DataParallel`, such as `shares`.
 
     Returns:
         The report: `report.same`, `.differences`, `.first_module`, `.cause`; `str(report)` is the table. Differences
-        are `.explained` if all of them come from random numbers, which each replica draws from its own stream, or from
-        an option that was given and causes them: `sync_batch_norm=False`, `scalars="stack"`.
+        are `.explained` if all of them come from an option that was given and causes them: `sync_batch_norm=False`,
+        `scalars="stack"`. It is not `.compared`, and not `.same`, if the model draws random numbers that cannot be
+        switched off, such as Python's.
 
     Raises:
         TypeError, ValueError: arguments that cannot be used.
@@ -98,9 +99,8 @@ def verify(
         raise ValueError("target without criterion: give a criterion(output, target) that returns the loss")
     if criterion is not None and not callable(criterion):
         raise TypeError(f"criterion: expected a function of output and target, got {criterion!r}")
-    for name, given in (("rtol", rtol), ("atol", atol)):
-        if given is not None and not 0 <= given < math.inf:
-            raise ValueError(f"{name}={given}: expected a finite number, 0 or more")
+    if rtol is not None and not 0 <= rtol < math.inf:
+        raise ValueError(f"rtol={rtol}: expected a finite number, 0 or more")
     check_have_data("compare", inputs, "inputs")
     check_have_data("compare", target, "target")
     devices = wrapped.devices
@@ -117,17 +117,20 @@ def verify(
                 step = functools.partial(take_step, example=example, random=random, mode=mode)
                 one = step(wrapped.module)
                 many = step(wrapped, like=one)
-                tolerance = Tolerance.of(_dtypes(wrapped.module, one), devices[0], rtol, atol)
-                found = _rows(mode, one, many, tolerance)
+                tolerance = Tolerance.of(_dtypes(wrapped.module, one), devices[0], rtol)
                 notes += _notes(mode, one, many)
-                if rtol is None and atol is None and _only_gradients_differ(found):
+                if drawn := Comparison(mode, wrapped, options, one, many, (), tolerance).draws():
+                    findings.append(drawn)
+                    if many.error is None:  # else the shapes of the outputs say more
+                        continue
+                found = _rows(mode, one, many, tolerance)
+                if rtol is None and _only_gradients_differ(found):
                     moved = compare.sensitivity(one.gradients, step(wrapped.module, nudge=tolerance.rtol).gradients)
                     before, found = found, compare.allowing(found, moved)
                     notes += [_JUMPS.format(nudge=tolerance.rtol, moved=moved)] if found != before else []
                 rows += found
                 if not any(row.differs for row in found):
                     continue
-                notes += [] if isinstance(wrapped._engine, Threads) else [_WORKERS_NOT_RECORDED]
                 of_mode = Comparison(mode, wrapped, options, one, many, found, tolerance).findings()
                 if is_uncertain(of_mode):
                     again = step(wrapped.module)
@@ -226,6 +229,8 @@ def _only_gradients_differ(rows: Sequence[Row]) -> bool:
 
 
 def _notes(mode: str, one: RecordedStep, many: RecordedStep) -> Iterator[str]:
+    if operations := dict.fromkeys([*one.switched_off, *many.switched_off]):
+        yield _SWITCHED_OFF.format(operations=", ".join(operations))
     if one.loss is None:
         yield "no output is floating: there is no loss, and no gradients to compare"
     elif many.loss is None:

@@ -9,7 +9,7 @@ import torch.nn as nn
 parser = argparse.ArgumentParser()
 parser.add_argument("--bptt", type=int, default=7)
 parser.add_argument("--batch_size", type=int, default=10)
-parser.add_argument("--dropout", type=float, default=0.2)
+parser.add_argument("--dropout", type=float, default=0.0)
 parser.add_argument("--clip", type=float, default=0.25)
 args = parser.parse_args()
 torch.manual_seed(8)

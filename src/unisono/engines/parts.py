@@ -1,0 +1,152 @@
+"""A replica's shard in parts, one after the other: of one part only, at a time, are activations in memory.
+
+Each part runs under an activation checkpoint, so it is computed once more in backward. The caller asks for parts
+(`Call.parts`), or a replica has run out of memory (rescue.py).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from unisono.engines.call import Call
+from unisono.primitives import pytree
+from unisono.primitives.change_tracking import fill, restore
+from unisono.primitives.dims import OutputRules
+from unisono.primitives.inputs import Arguments, scattered
+from unisono.primitives.outputs import Group, Outputs
+from unisono.primitives.placements import PaddedShard, Shard, Stack
+from unisono.primitives.split_sizes import split_rows
+
+NO_PARTS = "the shard of {where} cannot be run in parts (rescue=True, parts=): {reason}"
+_NO_SHARD_IN_PARTS = "the shard of a replica cannot be run in parts (rescue=True, parts=): {reason}."
+
+
+class Parts(NamedTuple):
+    """How a replica runs its shard in parts, one after the other, so that it needs less memory.
+
+    Attributes:
+        sizes: the rows of each.
+        axes: of each leaf of the inputs, the axis that holds the rows.
+        rules: how outputs are joined.
+    """
+
+    sizes: tuple[int, ...]
+    axes: tuple[int | None, ...]
+    rules: OutputRules
+
+
+def parts_of(row_limits: Mapping[int, int], call: Call, root: nn.Module, index: int) -> Parts | None:
+    """Return how a replica runs its shard in parts; None: as a whole.
+
+    Args:
+        row_limits: how many rows fit in each replica's memory, by its number, where that is known.
+        index: of the replica in the call.
+
+    Raises:
+        RuntimeError: the caller wants parts, and its module or the other options do not allow them.
+    """
+    rows = call.sizes[index]
+    if rows < 2:
+        return None
+    limit = row_limits.get(call.replica_numbers[index], rows)
+    number = max(-(-rows // limit), min(call.parts, rows))
+    if number <= 1:
+        return None
+    if reason := why_no_parts(call, root):
+        if call.parts == 1:
+            return None
+        raise RuntimeError(NO_PARTS.format(where=call.where()[index], reason=reason))
+    return Parts(tuple(split_rows(rows, number, "even")), tuple(call.arguments.axes), call.part_rules or call.rules)
+
+
+def why_no_parts(call: Call, root: nn.Module) -> str | None:
+    """Return why no replica of a call can run its shard in parts; None if they can."""
+    if call.sync_batch_norm:
+        return "its replicas wait for each other in forward."
+    if call.arguments.rows is None:
+        return "the inputs have no rows."
+    if call.rules.amounts is not None:
+        return "of its parts it is not known over how much each one's mean is."
+    of_batch = (
+        f"{name or 'the model itself'} ({type(module).__name__}) normalises over all of its rows."
+        for name, module in root.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and (module.training or not module.track_running_stats)
+    )
+    return next(of_batch, None)
+
+
+def run_in_parts(
+    root: nn.Module,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    parts: Parts,
+    device: torch.device,
+) -> Any:
+    """Call a replica's function with its shard in parts, one after the other; return the joined output.
+
+    Raises:
+        RuntimeError: it writes buffers, or its outputs are not those of the whole shard: it cannot be run in parts.
+    """
+    function = _with_attributes_of_now(root, function)
+    arguments = Arguments(args, kwargs, parts.rules.dim, axes=parts.axes)
+    shards = scattered(arguments, [device] * len(parts.sizes), parts.sizes)
+    buffers = _written(root)
+    if not torch.is_grad_enabled():
+        outputs = [function(*args, **kwargs) for args, kwargs in shards]
+    else:
+        outputs = [checkpoint(function, *args, use_reentrant=False, **kwargs) for args, kwargs in shards]
+    if changed := [name for name, state in _written(root).items() if state != buffers.get(name)]:
+        raise RuntimeError(_NO_SHARD_IN_PARTS.format(reason=f"its forward changes the buffer {changed[0]!r}"))
+    matched = Outputs(outputs, parts.rules, parts.sizes)
+    output = matched.put_together([group.placement.join(group.tensors) for group in matched.groups])
+    if reason := _not_by_rows(matched.groups, parts.sizes) or _other_structure(output, outputs[0]):
+        raise RuntimeError(_NO_SHARD_IN_PARTS.format(reason=reason))
+    return output
+
+
+def _with_attributes_of_now(root: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function for which the module's attributes are those of now, in each call: of parts, and in backward.
+
+    What a part assigns is lost, as what a replica assigns is; else the next part, and the second computation of each,
+    would find it.
+    """
+    dicts = [module.__dict__ for module in root.modules()]
+    start = [*map(dict, dicts)]
+
+    def part(*args: Any, **kwargs: Any) -> Any:
+        before = restore(dicts, start)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            restore(dicts, start)
+            for target, items in before:
+                fill(target, items)
+
+    return part
+
+
+def _written(root: nn.Module) -> dict[str, tuple[int, int | None]]:
+    """Return what changes when a buffer is written or replaced."""
+    return {name: (id(b), None if b.is_inference() else b._version) for name, b in root.named_buffers()}
+
+
+def _not_by_rows(groups: Sequence[Group], sizes: Sequence[int]) -> str | None:
+    for group in groups:
+        if isinstance(group.placement, Stack):
+            return 'it returns 0-dim tensors, which would be one a part. Have them joined: scalars="mean", or "sum"'
+        if isinstance(group.placement, Shard | PaddedShard):
+            shard = group.placement if isinstance(group.placement, Shard) else group.placement.rows
+            lengths = [tensor.shape[shard.dim] for tensor in group.tensors if tensor is not None]
+            if lengths != [*sizes]:
+                return f"for parts of {[*sizes]} rows it returns tensors of lengths {lengths} along axis {shard.dim}"
+    return None
+
+
+def _other_structure(output: Any, of_part: Any) -> str | None:
+    if [path for path, _ in pytree.leaves(output)] == [path for path, _ in pytree.leaves(of_part)]:
+        return None
+    return "it returns numbers, which would be one a part"

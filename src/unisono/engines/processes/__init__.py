@@ -1,1 +1,0 @@
-"""The engine that runs each replica but the first in a worker process."""

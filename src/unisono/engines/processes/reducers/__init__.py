@@ -1,1 +1,0 @@
-"""Transports: how parameters reach worker processes and gradients come back; one a file."""
