@@ -94,13 +94,13 @@ def run(given: dict[str, Any]) -> int:
         Task.of_target(target)  # raises before anything is started
     expect_writable(output)
 
-    from unisono.bench import measure, processes  # they need psutil
+    from unisono.bench import measure, programs  # they need psutil
 
     counts = given.get("replicas", _up_to(machine.num_cores()))
     several = (Contender(name, count) for count in counts for name in CONTENDERS if name != "plain")
     participants = [Contender("plain", 1), *several]
     expected_s = len(targets) * measure.expected_s(participants, rounds, seconds)
-    results = Results(machine.describe(), settings, processes.MEMORY_KIND, [])
+    results = Results(machine.describe(), settings, programs.MEMORY_KIND, [])
     print(machine.in_one_line(results.machine), flush=True)
     print(f"this takes {progress.duration(expected_s)}; results in {output}", flush=True)
     if accelerators():
