@@ -12,10 +12,6 @@ from unisono.primitives.split_sizes import MEASURED, Shares, check_parts, check_
 from unisono.runtime import devices as _devices
 
 _MAX_TIMEOUT_S = 2_000_000  # a longer wait overflows in systems that count milliseconds in 32 bits
-_DECIDED = (
-    "{name}={value!r}, assigned to a wrapper: {name} is decided when a module is wrapped. Wrap it anew, {wrap}. An "
-    "attribute of your own needs another name"
-)
 
 
 def decided(name: str, value: object, wrap: str) -> AttributeError:
@@ -24,7 +20,10 @@ def decided(name: str, value: object, wrap: str) -> AttributeError:
     Args:
         wrap: how to wrap the module anew.
     """
-    return AttributeError(_DECIDED.format(name=name, value=value, wrap=wrap))
+    return AttributeError(
+        f"{name}={value!r}, assigned to a wrapper: {name} is decided when a module is wrapped. Wrap it anew, {wrap}. "
+        "An attribute of your own needs another name"
+    )
 
 
 class Options:
