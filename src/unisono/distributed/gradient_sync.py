@@ -36,8 +36,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from unisono.distributed.bucketed_all_reduce import DOING, BucketedAllReduce, BucketPlan
-from unisono.distributed.comm_hooks import CommHook
+from unisono.distributed.bucketed_all_reduce import DOING, BucketedAllReduce, BucketPlan, CommHook
 from unisono.distributed.consistency import RankStep, SlotWork, check_same_model, check_same_step
 from unisono.distributed.environment import start_default_group
 from unisono.distributed.process_group import Communicator, broadcast_plan, communicator_for, digest_of, distributed
@@ -48,10 +47,6 @@ from unisono.runtime.buckets import Bucket
 
 Wait: TypeAlias = Callable[[], list[torch.Tensor | None]]  # waits for the sum of each gradient
 
-_OF_A_GROUP = (
-    "this DataParallel was pickled with a process_group of its own, and process groups cannot be: wrap its module "
-    "anew, DataParallel(loaded.module, process_group=...)."
-)
 _MOST_PLANS = 8  # models whose parts are frozen in turn have several
 
 
@@ -71,15 +66,11 @@ class UnboundGradientSync(NamedTuple):
     """A `GradientSync` that was pickled: it is bound to the processes of the program that loads it when it is needed.
 
     Not earlier, so that one process alone can load a model and evaluate it.
-
-    Attributes:
-        device, loss: as in `GradientSync`.
-        is_world: whether it was among all processes of its program, not only those of a group.
     """
 
-    device: torch.device
-    loss: str
-    is_world: bool
+    device: torch.device  # as in `GradientSync`
+    loss: str  # the same
+    is_world: bool  # whether it was among all processes of its program, not only those of a group
 
     def bind(self, module: nn.Module) -> "GradientSync | None":
         """Bind to the processes of this program; return None if this process is alone. A collective.
@@ -88,7 +79,10 @@ class UnboundGradientSync(NamedTuple):
             RuntimeError: it was among the processes of a group, which are unknown now.
         """
         if not self.is_world and start_default_group() and distributed.get_world_size() > 1:
-            raise RuntimeError(_OF_A_GROUP)
+            raise RuntimeError(
+                "this DataParallel was pickled with a process_group of its own, and process groups cannot be: wrap its "
+                "module anew, DataParallel(loaded.module, process_group=...)."
+            )
         communicator = communicator_for()
         if communicator is None:
             return None
@@ -240,27 +234,18 @@ class _Structure:
 
 @dataclass(frozen=True)
 class SyncContext:
-    """How the gradients of one forward are summed.
-
-    Attributes:
-        module: the module that ran.
-        weight: of the gradients, relative to the other ranks' weights.
-        weight_given: whether the caller has set it; else it is the number of rows.
-        number: of the forward among those in training mode, from 1.
-        training: whether the module was in training mode. By the time of backward it may be in another, on one rank
-            only: the one that evaluates.
-        synchronised: whether the gradients are all-reduced in the next backward: not in no_sync().
-        has_exchanges: whether replicas exchange values with other processes in backward, as batch norm does.
-    """
+    """How the gradients of one forward are summed."""
 
     gradient_sync: GradientSync
-    module: "weakref.ref[nn.Module]"
-    weight: float
-    weight_given: bool
-    number: int
+    module: "weakref.ref[nn.Module]"  # the module that ran
+    weight: float  # of the gradients, relative to the other ranks' weights
+    weight_given: bool  # whether the caller has set it; else it is the number of rows
+    number: int  # of the forward among those in training mode, from 1
+    # Whether the module was in training mode. By the time of backward it may be in another, on one rank only: the one
+    # that evaluates.
     training: bool
-    synchronised: bool
-    has_exchanges: bool = False
+    synchronised: bool  # whether the gradients are all-reduced in the next backward: not in no_sync()
+    has_exchanges: bool = False  # whether replicas exchange values with other processes in backward, as batch norm does
 
     @property
     def weight_of_loss(self) -> float:
