@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 import unisono
-from unisono.bench.turns import lower_quartile, timed, upper_quartile
+from unisono.bench.turns import timed, upper_quartile
 from unisono.console.tables import table
+from unisono.primitives.measured_shares import lower_quartile
 from unisono.training import models
 
 WORKERS = 2

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 import unisono
-from unisono.bench.turns import lower_quartile, timed
+from unisono.bench.turns import timed
 from unisono.console.tables import table
+from unisono.primitives.measured_shares import lower_quartile
 from unisono.training import models
 
 REPEATS = 40

@@ -61,7 +61,6 @@ exit status:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command to its parser; only what was given comes out of it."""
     add = parser.add_argument
     turn = f"approximate length of a turn (default: {_USUAL['seconds_per_turn']:g})"
     quick = f"{_QUICK['rounds']} of {_QUICK['seconds_per_turn']:g} s"

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from unisono.bench.turns import lower_quartile, upper_quartile
+from unisono.bench.turns import upper_quartile
+from unisono.primitives.measured_shares import lower_quartile
 
 NOISE = 0.03  # a smaller gain is not worth a more complex setup
 

@@ -12,15 +12,6 @@ from typing import TypeVar
 _T = TypeVar("_T")
 
 
-def lower_quartile(values: Sequence[float]) -> float:
-    """Return the value that a quarter of the others are below.
-
-    >>> lower_quartile([5.0, 1.0, 2.0, 4.0, 3.0])
-    2.0
-    """
-    return sorted(values)[(len(values) - 1) // 4]
-
-
 def upper_quartile(values: Sequence[float]) -> float:
     """Return the value that a quarter of the others are above.
 

@@ -27,7 +27,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -177,7 +176,7 @@ class BatchMap(OutputIterator):
         """Compute the row, up to an error, in this thread."""
         assert self._work is not None
         began = time.monotonic()
-        with self._around_row():
+        with torch.no_grad() if self._stays else as_first_replica(self._devices, self._state):
             computed, is_unchanged = self._work.compute_row(self._row)
         each_s = (time.monotonic() - began) / len(computed)
         self._row_length = min(_MOST_IN_A_ROW, 1 + int(_ROW_S / each_s)) if is_unchanged else 1
@@ -185,11 +184,6 @@ class BatchMap(OutputIterator):
         del self._row[: len(computed)]
         while self._pulled and (outcome := self._ready.get(self._pulled[0][0])) is not None and outcome.error is None:
             self._outputs.append(self._output())
-
-    def _around_row(self) -> AbstractContextManager[None]:
-        if self._stays:
-            return torch.no_grad()
-        return as_first_replica(self._devices, self._state)
 
     def _pull(self) -> None:
         """Pull batches until the lanes, or a row, have enough of them."""

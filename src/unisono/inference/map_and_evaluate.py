@@ -26,27 +26,17 @@ from unisono.runtime.interrupts import critical, interruptibly
 
 @dataclass(frozen=True)
 class Callee:
-    """What is called for each batch.
+    """What is called for each batch."""
 
-    Attributes:
-        open_lanes: opens lanes on some devices.
-        devices: those of this process.
-        output_device: where outputs are.
-        function: the method whose inputs the batches are.
-        in_dims, rules: which axis of inputs and outputs has the rows.
-        communicator: the processes that compute the batches together; None: this one alone.
-        choice_for, timeout_s: as in `BatchMap`.
-    """
-
-    open_lanes: Callable[[Sequence[torch.device]], list[Lane]]
-    devices: list[torch.device]
-    output_device: torch.device
-    function: Callable[..., Any]
-    in_dims: Any
-    rules: OutputRules
-    communicator: Communicator | None
-    choice_for: Callable[[object, int, int], LaneChoice] | None
-    timeout_s: float | None
+    open_lanes: Callable[[Sequence[torch.device]], list[Lane]]  # opens lanes on some devices
+    devices: list[torch.device]  # those of this process
+    output_device: torch.device  # where outputs are
+    function: Callable[..., Any]  # the method whose inputs the batches are
+    in_dims: Any  # which axis of inputs has the rows
+    rules: OutputRules  # the same for outputs
+    communicator: Communicator | None  # the processes that compute the batches together; None: this one alone
+    choice_for: Callable[[object, int, int], LaneChoice] | None  # as in `BatchMap`
+    timeout_s: float | None  # as in `BatchMap`
 
     def outputs(self, batches: Iterable[Any]) -> BatchMap:
         """Return the outputs of this process's batches."""

@@ -10,7 +10,6 @@ from torch import nn
 
 from unisono import keep_freed_memory
 from unisono.bench.tasks import Task
-from unisono.bench.turns import lower_quartile
 from unisono.console import options
 from unisono.console.errors import DONE, OptionError
 from unisono.console.files import expect_writable, write
@@ -20,6 +19,7 @@ from unisono.plan.allreduce import ALGORITHMS
 from unisono.plan.links import BYTES, LINKS, SECONDS, Cluster, parse_link, parse_quantity
 from unisono.plan.plans import ScalingPlan, document
 from unisono.plan.prediction import BEST, MOST_BUCKETS, StepCost
+from unisono.primitives.measured_shares import lower_quartile
 from unisono.runtime.devices import accelerators, is_cpu
 
 _BACKWARD_FRACTION = 2 / 3
@@ -63,7 +63,6 @@ files in the output folder:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command to its parser; only what was given comes out of it."""
     inside, between, bucket = (f"(default: {_DEFAULTS[name]})" for name in ("inside", "between", "bucket"))
     machine = f"(default: {_DEVICES_PER_MACHINE}; 1 for a step measured on a CPU)"
     best = f"(default: {BEST}, the fastest of the others for each number of devices)"

@@ -56,7 +56,6 @@ exit status:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command to its parser; only what was given comes out of it."""
     parser.usage = "unisono run [options] (SCRIPT | -m MODULE) [ARGUMENT ...]"
     program = "a file, a folder with a __main__.py, or -; all that follows are its own arguments"
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="SCRIPT", help=program)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from unisono.console.device_option import describe
 from unisono.console.errors import Interrupted, OptionError
-from unisono.console.progress import Progress, Silent
+from unisono.console.progress import Progress
 from unisono.data_parallel import DataParallel
 from unisono.runtime import torch_private
 from unisono.runtime.precision import float32_products
@@ -65,7 +65,7 @@ def train(
         CommandError: it cannot start or go on; the message is one line for the user.
         Interrupted: a signal asked it to stop, and the last finished step has been saved.
     """
-    progress = progress or Silent()
+    progress = progress or Progress()
     with (
         contextlib.closing(folder),  # which other runs may use then
         contextlib.closing(Run(options, folder, progress, ranks, observers, resume=resume, profile=profile)) as run,

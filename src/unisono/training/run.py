@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import os
 import statistics
 import time
 from collections import deque
@@ -29,7 +30,7 @@ from unisono.training.interrupts import StopRequest
 from unisono.training.metrics import Metrics, StepRecord
 from unisono.training.observers import Observer, Observers
 from unisono.training.options import Options
-from unisono.training.ranks import Ranks, is_first_of_its_host, launch
+from unisono.training.ranks import Ranks, launch
 from unisono.training.run_folder import RunFolder
 from unisono.training.schedule import num_steps
 from unisono.training.transfers import has_room_for
@@ -265,7 +266,8 @@ class Run:
 
 def _load(options: Options, progress: Progress, ranks: Ranks) -> data.Dataset:
     """Load the data: in the first process of each machine, so that each file is downloaded once; then in the others."""
-    loaded = ranks.together(lambda: data.load(options.data, progress) if is_first_of_its_host() else None)
+    is_first_of_its_host = os.environ.get("LOCAL_RANK", "0") == "0"
+    loaded = ranks.together(lambda: data.load(options.data, progress) if is_first_of_its_host else None)
     return ranks.together(lambda: loaded or data.load(options.data, progress))
 
 
