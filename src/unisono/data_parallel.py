@@ -22,10 +22,9 @@ from unisono.inference.map_and_evaluate import evaluate_batches, map_batches
 from unisono.options import Options, decided
 from unisono.primitives.batch_types import batch_type_of
 from unisono.primitives.checks import check_flag, check_module, check_word
-from unisono.primitives.dims import check_dim
+from unisono.primitives.dims import check_dim, warn_if_rows_elsewhere
 from unisono.primitives.outputs import gathered
 from unisono.primitives.parallel_apply import parallel_apply
-from unisono.primitives.recurrent_axes import warn_if_rows_elsewhere
 from unisono.primitives.replicate import replicate
 from unisono.primitives.scatter_gather import check_kwargs
 from unisono.primitives.split_sizes import IdleDevices

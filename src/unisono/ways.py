@@ -7,10 +7,11 @@
     all devices         each replica runs in a thread; under a launcher its backward sums gradients over the ranks
 
 `map` and `evaluate` give whole batches to lanes instead (`whole_batches`). With shares="measured"
-(measured_calls.py), and while a profile is recorded, something is done around the way.
+(measured_shares.py), and while a profile is recorded, something is done around the way.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -23,13 +24,13 @@ from torch import nn
 
 from unisono.engines.call import Call, OneGraphNeededError, called
 from unisono.engines.lanes import Lane, LaneCall
+from unisono.engines.threads import Threads
 from unisono.inference.lane_choice import choice_for
 from unisono.inference.map_and_evaluate import Callee
-from unisono.measured_calls import timed
 from unisono.options import Options
 from unisono.primitives import pytree
 from unisono.primitives.inputs import Arguments, scattered
-from unisono.primitives.measured_shares import MeasuredShares
+from unisono.primitives.measured_shares import MeasuredShares, StepTime
 from unisono.primitives.placements import check_have_data
 from unisono.primitives.reassigned_buffers import buffer_registries, commit_buffers, modules_in_common
 from unisono.primitives.replicate import check_device, unchanged_on_failure
@@ -38,8 +39,10 @@ from unisono.runtime import devices as _devices
 from unisono.runtime import timeline, torch_private
 from unisono.runtime.errors import log_once
 from unisono.runtime.interrupts import critical, interruptibly
+from unisono.runtime.step_timer import StepTimer
 from unisono.runtime.thread_pool import inside_replica, replica_device
 from unisono.runtime.thread_state import modes_that_stay
+from unisono.runtime.timeline import ReplicaTiming
 from unisono.sync_batch_norm.function_mode import inside_synchronised_replica, run_synchronised
 from unisono.wrapper import Wrapper
 
@@ -169,7 +172,38 @@ def _run_measured(wrapper: Wrapper, invocation: Invocation, way: Way, *, may_use
     if not rows:
         return way(wrapper, invocation)
     invocation.is_timed = True
-    return timed(partial(way, wrapper, invocation), shares, rows, wrapper._threads, options.devices)
+    return _timed(partial(way, wrapper, invocation), shares, rows, wrapper._threads, options.devices)
+
+
+def _timed(
+    call: Callable[[], Any], shares: MeasuredShares, rows: int, threads: Threads, devices: Sequence[torch.device]
+) -> Any:
+    """Return what a call of `rows` rows returns; its step is recorded in `shares`."""
+    weights, sizes, row_limits = shares.weights, shares.sizes(rows), threads.row_limits
+    bytes_before = [*map(_devices.allocated_bytes, devices)]
+    timings: list[ReplicaTiming] = []  # of the replicas that had rows; empty where they are not known
+
+    def record(seconds: float) -> None:  # the output's graph keeps it alive, so it refers to no tensor
+        of_replicas, on_host = iter(timings), _devices.all_on_host(devices)
+        replica_s = [_seconds(next(of_replicas), on_host) if size else 0.0 for size in sizes] if timings else []
+        most_rows = [
+            min(row_limits.get(i, math.inf), _devices.most_rows(device, sizes[i], bytes_before[i]))
+            for i, device in enumerate(devices)
+        ]
+        shares.record(StepTime(weights, sizes, replica_s, seconds, most_rows))
+
+    before, timer = threads.timings(), StepTimer(devices, record)
+    output = call()
+    now = threads.timings()
+    if now is not before and [timing.rows for timing in now] == [size for size in sizes if size]:
+        timings += now
+    timer.forward_ended([tensor for _, tensor in pytree.tensors(output)])
+    return output
+
+
+def _seconds(timing: ReplicaTiming, on_host: bool) -> float:
+    """Return how long a replica computed; on an accelerator, forward only: backward's time is that of queueing it."""
+    return timing.forward_s + timing.backward_s if on_host else timing.forward_s
 
 
 def _runs_whole(options: Options) -> bool:

@@ -331,14 +331,10 @@ class RankReduction(abc.ABC):
     """The reduction of the parameters' gradients in one backward.
 
     `add` may be called from several threads. If an error ends the reduction half-way, `failed` has to be called.
-
-    Attributes:
-        early: the tensors whose gradients `add` should get during backward.
-        derivative: of the result with respect to this rank's gradients; known when it is finished.
     """
 
-    derivative = 1.0
-    early: Set[int] = frozenset()
+    derivative = 1.0  # of the result with respect to this rank's gradients; known when it is finished
+    early: Set[int] = frozenset()  # the tensors whose gradients `add` should get during backward
 
     def __init__(self, sync_context: "SyncContext", tensors: Sequence[torch.Tensor], nodes: Sequence[Any]) -> None:
         self._sync_context, self._tensors, self._nodes = sync_context, tensors, nodes

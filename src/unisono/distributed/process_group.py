@@ -149,12 +149,6 @@ class Communicator:
         self._num_comparisons += 1
         return self._num_comparisons
 
-    def __deepcopy__(self, memo: object) -> "Communicator":
-        return self  # a copied model belongs to the same processes
-
-    def __reduce__(self) -> tuple[Callable[[], "Communicator | None"], tuple[()]]:
-        return communicator_for, ()
-
     # ---- collectives -----------------------------------------------------------------------------
 
     def barrier(self, name: str) -> None:

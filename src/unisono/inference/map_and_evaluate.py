@@ -1,6 +1,8 @@
 """map and evaluate: the outputs of many batches, or what a metric makes of them."""
 
+import importlib.util
 import itertools
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,6 +10,7 @@ from typing import Any
 
 import torch
 
+from unisono.console.progress import Progress, for_stderr
 from unisono.distributed.process_group import Communicator
 from unisono.engines.lanes import Lane
 from unisono.inference.batch_map import BatchMap, OutputIterator
@@ -16,12 +19,14 @@ from unisono.inference.lane_choice import LaneChoice
 from unisono.inference.metrics import Totals, inputs_and_target
 from unisono.inference.out import OutFiller
 from unisono.inference.ranks import RankBatches, RankMap, merged
-from unisono.inference.with_progress import WithProgress
 from unisono.primitives import pytree
 from unisono.primitives.dims import OutputRules
 from unisono.primitives.inputs import Arguments
 from unisono.runtime import devices as _devices
 from unisono.runtime.interrupts import critical, interruptibly
+from unisono.runtime.tracebacks import without_own_frames
+
+_NO_RICH = "progress=True shows a bar with rich, which is not installed: pip install rich, or leave progress out"
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ def map_batches(callee: Callee, batches: Iterable[Any], batch_size: int | None, 
     is_first = communicator is None or communicator.rank == 0
     num_batches = _length_of(batches) if is_first else 0
     if progress and is_first:
-        outputs = WithProgress(outputs, "map", num_batches)
+        outputs = _WithProgress(outputs, "map", num_batches)
     if filler is None:
         outputs.num_batches = num_batches
         return outputs
@@ -139,7 +144,7 @@ def _add_all(
     device = callee.output_device
     outputs: OutputIterator = callee.outputs(inputs())
     if progress:
-        outputs = WithProgress(outputs, "evaluate", _length_of(batches))
+        outputs = _WithProgress(outputs, "evaluate", _length_of(batches))
     with outputs, torch.no_grad():
         for number, output in zip(callee.numbers(), outputs, strict=False):  # there are numbers without end
             target, rows = waiting.popleft()
@@ -156,3 +161,57 @@ def _length_of(batches: Iterable[Any]) -> int | None:
         return len(batches)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):  # a generator, or a loader over one
         return None
+
+
+class _WithProgress(OutputIterator):
+    """Outputs, with a bar on the terminal while they are iterated over: batches so far, and how many a second.
+
+    Args:
+        outputs: the outputs.
+        task: what the bar is called.
+        total: how many there will be; None: it is not known.
+
+    Raises:
+        ModuleNotFoundError: rich is missing.
+    """
+
+    def __init__(self, outputs: OutputIterator, task: str, total: int | None) -> None:
+        if importlib.util.find_spec("rich") is None:
+            raise ModuleNotFoundError(_NO_RICH)
+        self._outputs, self._task, self._total = outputs, task, total
+        self._progress: Progress | None = None
+        self._num_done = 0
+        self._started: float | None = None
+
+    @without_own_frames
+    def __next__(self) -> Any:
+        if self._progress is None:
+            self._progress = for_stderr()
+            self._progress.begin(self._task, self._total)
+        self._started = time.monotonic() if self._started is None else self._started
+        try:
+            output = next(self._outputs)
+        except BaseException as error:
+            self._num_done += not isinstance(error, StopIteration)
+            self._hide()
+            raise
+        self._num_done += 1
+        rate = self._num_done / max(time.monotonic() - self._started, 1e-9)
+        of_total = "" if self._total is None else f"/{self._total}"
+        self._progress.update(
+            self._task, self._num_done, self._total, f"{self._num_done}{of_total} batches, {rate:.1f}/s"
+        )
+        return output
+
+    def _hide(self) -> None:
+        if self._progress is not None:
+            self._progress.close()
+            self._progress = None
+
+    def close(self) -> None:
+        self._hide()
+        self._outputs.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_started"):
+            self._hide()
