@@ -25,9 +25,8 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 import unisono
-from unisono.bench.results import Line
+from unisono.bench.results import Line, in_turn
 from unisono.bench.tasks import Step, Task
-from unisono.bench.turns import in_turn
 from unisono.console import progress
 from unisono.console.tables import table
 from unisono.primitives.measured_shares import lower_quartile

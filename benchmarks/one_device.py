@@ -11,9 +11,9 @@ import argparse
 from collections.abc import Callable
 
 import torch
+from timed import timed
 from torch import nn
 
-from unisono.bench.turns import timed
 from unisono.console.tables import table
 from unisono.data_parallel import DataParallel
 from unisono.primitives.measured_shares import lower_quartile

@@ -33,13 +33,6 @@ class Options:
         devices: as in the attributes.
         options: the other options, by name.
 
-    Attributes:
-        devices: one a replica; empty where the plain module runs.
-        device_ids, output_device: as torch has them: indices for accelerators, else `torch.device`s.
-        gather_on: the device of `output_device`.
-        measured: the measured shares by the kind of call: are gradients on, and which method; None: they are not
-            measured.
-
     Raises:
         TypeError, ValueError: a value that cannot be used, with what was expected.
         AttributeError: one is assigned that is decided when a module is wrapped.
@@ -47,11 +40,13 @@ class Options:
 
     names: ClassVar[frozenset[str]]
 
-    devices: list[torch.device]
+    devices: list[torch.device]  # one a replica; empty where the plain module runs
+    # As torch has them: indices for accelerators, else `torch.device`s.
     device_ids: list[Any]
     output_device: Any
-    gather_on: torch.device
+    gather_on: torch.device  # the device of `output_device`
     dim: int
+    # The measured shares by the kind of call: are gradients on, and which method; None: they are not measured.
     measured: dict[tuple[bool, str | None], MeasuredShares] | None
     parts: int
     rescue: bool

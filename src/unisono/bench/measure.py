@@ -17,8 +17,7 @@ import psutil
 from unisono.bench.contenders import MEASURED, STEPS_UNTIL_FROZEN, Contender
 from unisono.bench.machine import num_cores, other_programs, usable_cores
 from unisono.bench.programs import ContenderFailedError, ContenderProcesses
-from unisono.bench.results import Line, Workload
-from unisono.bench.turns import in_turn
+from unisono.bench.results import Line, Workload, in_turn
 from unisono.console.progress import Task
 from unisono.primitives.measured_shares import lower_quartile
 

@@ -74,18 +74,12 @@ class MeasuredShares:
     Args:
         devices: their names in messages, as `device_ids` has them.
         kind: of the calls, in messages.
-
-    Attributes:
-        weights: those of the next step.
-        on_first_device: whether these are the first device's alone.
-        is_frozen: whether they are chosen.
-        skip: how many steps follow that are not timed, minus 1.
     """
 
-    weights: Weights
-    on_first_device: bool
-    is_frozen: bool
-    skip: int
+    weights: Weights  # those of the next step
+    on_first_device: bool  # whether these are the first device's alone
+    is_frozen: bool  # whether they are chosen
+    skip: int  # how many steps follow that are not timed, minus 1
     _rows: int  # of the batches that are measured; 0 before the first
     _strikes: int  # timed steps in a row that are not like those
 

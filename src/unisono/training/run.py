@@ -22,6 +22,7 @@ from unisono.console.progress import Progress
 from unisono.data_parallel import DataParallel
 from unisono.profiling.profile import Profile
 from unisono.runtime import devices as _devices
+from unisono.runtime import torch_private
 from unisono.runtime.precision import has_tf32
 from unisono.training import checkpoint, data, models
 from unisono.training.checkpoint import Checkpoint
@@ -33,7 +34,6 @@ from unisono.training.options import Options
 from unisono.training.ranks import Ranks, launch
 from unisono.training.run_folder import RunFolder
 from unisono.training.schedule import num_steps
-from unisono.training.transfers import has_room_for
 
 _SAVE_EVERY_S = 300.0  # within an epoch; each epoch ends with a checkpoint anyway
 
@@ -262,6 +262,16 @@ class Run:
             say(f"nothing left to do, {epochs} epochs are finished; --epochs {2 * epochs} goes on")
         elif steps:
             say(f"going on after step {steps}, epochs finished: {epochs}")
+
+
+def has_room_for(device: torch.device, num_bytes: int) -> bool:
+    """Return whether data of this size take no more than a quarter of an accelerator's free memory.
+
+    False on the host, where data stay as they are.
+    """
+    if _devices.computes_on_host(device):
+        return False
+    return num_bytes <= torch_private.free_memory_bytes(device) // 4
 
 
 def _load(options: Options, progress: Progress, ranks: Ranks) -> data.Dataset:
