@@ -25,8 +25,8 @@ from torch import nn
 from unisono.engines.call import Call, OneGraphNeededError, called
 from unisono.engines.lanes import Lane, LaneCall
 from unisono.engines.threads import Threads
+from unisono.inference.batch_map import Callee
 from unisono.inference.lane_choice import choice_for
-from unisono.inference.map_and_evaluate import Callee
 from unisono.options import Options
 from unisono.primitives import pytree
 from unisono.primitives.inputs import Arguments, scattered

@@ -22,12 +22,13 @@ Assumes that nothing else uses the loader, and that a batch is not written into 
 """
 
 import contextlib
+import itertools
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from queue import Empty, SimpleQueue
 from types import TracebackType
@@ -35,9 +36,12 @@ from typing import Any, Self, TypeAlias
 
 import torch
 
+from unisono.distributed.process_group import Communicator
 from unisono.engines.lanes import Lane, LaneOutput, RunBatch
 from unisono.inference.batches import hint_for, inputs_of
 from unisono.inference.lane_choice import LaneChoice
+from unisono.primitives.dims import OutputRules
+from unisono.primitives.inputs import Arguments
 from unisono.runtime import torch_private
 from unisono.runtime.errors import annotate, threads_timed_out
 from unisono.runtime.interrupts import WAKE_S, critical, deliver, interruptibly
@@ -85,34 +89,57 @@ class OutputIterator(Iterator[Any]):
         self.close()
 
 
-class BatchMap(OutputIterator):
-    """The outputs of one process's batches. See the module's docstring.
+@dataclass(frozen=True)
+class Callee:
+    """What is called for each batch."""
 
-    Args:
-        batches: any iterable; pulled from in the thread that iterates.
-        open_lanes: opens lanes on some devices.
-        devices: one a lane.
-        numbers: of the batches, rising. From them follow a batch's random numbers, and what its errors call it.
-        choice_for: from the inputs of the first batch, the number of lanes and that of batches ahead to the choice of
-            lanes; None: batches go to all.
-        timeout_s: for how long the caller waits for a batch without progress; None: for ever.
+    open_lanes: Callable[[Sequence[torch.device]], list[Lane]]  # opens lanes on some devices
+    devices: list[torch.device]  # those of this process, one a lane
+    output_device: torch.device  # where outputs are
+    function: Callable[..., Any]  # the method whose inputs the batches are
+    in_dims: Any  # which axis of inputs has the rows
+    rules: OutputRules  # the same for outputs
+    communicator: Communicator | None  # the processes that compute the batches together; None: this one alone
+    # From the inputs of the first batch, the number of lanes and that of batches ahead to the choice of lanes; None:
+    # batches go to all.
+    choice_for: Callable[[object, int, int], LaneChoice] | None
+    timeout_s: float | None  # for how long the caller waits for a batch without progress; None: for ever
+
+    def numbers(self) -> Iterator[int]:
+        """Yield the numbers that this process's batches have among those of all processes, rising.
+
+        From them follow a batch's random numbers, and what its errors call it.
+        """
+        together = self.communicator
+        return itertools.count() if together is None else itertools.count(together.rank, together.world_size)
+
+    def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """Return the number of rows of a batch.
+
+        Raises:
+            ValueError: it has none, or different ones.
+        """
+        rows = Arguments(args, kwargs, self.rules.dim, self.in_dims, self.function).rows
+        if rows is None:
+            raise ValueError(
+                "the rows of a batch cannot be counted, as it has no tensors with rows: evaluate weights batches by "
+                "their rows. Give tensors, or register the batches' class with unisono.register_batch_type"
+            )
+        return rows
+
+
+class BatchMap(OutputIterator):
+    """The outputs of one process's batches, any iterable, which is pulled from in the thread that iterates.
+
+    See the module's docstring.
     """
 
-    def __init__(
-        self,
-        batches: Iterable[Any],
-        open_lanes: Callable[[Sequence[torch.device]], list[Lane]],
-        devices: list[torch.device],
-        numbers: Iterator[int],
-        choice_for: Callable[[object, int, int], LaneChoice] | None,
-        timeout_s: float | None,
-    ) -> None:
+    def __init__(self, batches: Iterable[Any], callee: Callee) -> None:
         self._state = replace(ThreadState.capture(), grad_enabled=False)
         self._batches: Iterator[Any] | None = None
         self._source: Iterable[Any] = batches
-        self._open_lanes: Callable[[Sequence[torch.device]], list[Lane]] | None = open_lanes  # None when it has ended
-        self._devices = devices
-        self._numbers, self._choice_for, self._timeout_s = numbers, choice_for, timeout_s
+        self._callee: Callee | None = callee  # None when it has ended
+        self._devices, self._numbers = callee.devices, callee.numbers()
         self._choice: LaneChoice | None = None
         self._stays = False  # in this thread and its state, batch after batch
         self._has_more = True
@@ -236,14 +263,15 @@ class BatchMap(OutputIterator):
     def _begin(self, inputs: object) -> "_Work":
         # A mode that other threads cannot join; a wrapper inside a replica; a cache of weights, one for all replicas.
         self._stays = inside_replica() or modes_that_stay() or torch_private.caches_parametrizations()
-        if self._choice_for is not None and not self._stays:
-            self._choice = self._choice_for(inputs, len(self._devices), _AHEAD * len(self._devices))
+        callee = self._callee
+        assert callee is not None
+        if callee.choice_for is not None and not self._stays:
+            self._choice = callee.choice_for(inputs, len(self._devices), _AHEAD * len(self._devices))
             self._choice.begin_map()
         is_one = self._stays or (self._choice is not None and self._choice.is_made and not self._choice.uses_all)
-        assert self._open_lanes is not None
         with self._state.applied():
-            lanes = self._open_lanes(self._devices[:1] if is_one else self._devices)
-        work = _Work(lanes, self._ready, self._timeout_s)
+            lanes = callee.open_lanes(self._devices[:1] if is_one else self._devices)
+        work = _Work(lanes, self._ready, callee.timeout_s)
         self._stopped_at_deletion = _StoppedAtDeletion(work)
         if not is_one:
             work.start(self._devices, self._state)
@@ -263,7 +291,7 @@ class BatchMap(OutputIterator):
         self._ready.clear()
         self._row.clear()
         self._outputs.clear()
-        self._source, self._batches, self._open_lanes = (), None, None
+        self._source, self._batches, self._callee = (), None, None
         self._stopped_at_deletion = None
 
 
@@ -284,7 +312,7 @@ class _Work:
     Args:
         ready: the outcomes of batches that have been computed. A lane writes into it, and then wakes the caller: what
             Ctrl-C interrupts in the caller cannot lose an outcome.
-        timeout_s: as in `BatchMap`.
+        timeout_s: as in `Callee`.
 
     Attributes:
         has_threads: whether lanes compute in threads; else in the caller's.

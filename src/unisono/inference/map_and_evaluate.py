@@ -1,70 +1,25 @@
 """map and evaluate: the outputs of many batches, or what a metric makes of them."""
 
 import importlib.util
-import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from unisono.console.progress import Progress, for_stderr
-from unisono.distributed.process_group import Communicator
-from unisono.engines.lanes import Lane
-from unisono.inference.batch_map import BatchMap, OutputIterator
+from unisono.inference.batch_map import BatchMap, Callee, OutputIterator
 from unisono.inference.batches import batches_of
-from unisono.inference.lane_choice import LaneChoice
 from unisono.inference.metrics import Totals, inputs_and_target
 from unisono.inference.out import OutFiller
 from unisono.inference.ranks import RankBatches, RankMap, merged
 from unisono.primitives import pytree
-from unisono.primitives.dims import OutputRules
-from unisono.primitives.inputs import Arguments
 from unisono.runtime import devices as _devices
 from unisono.runtime.interrupts import critical, interruptibly
 from unisono.runtime.tracebacks import without_own_frames
 
 _NO_RICH = "progress=True shows a bar with rich, which is not installed: pip install rich, or leave progress out"
-
-
-@dataclass(frozen=True)
-class Callee:
-    """What is called for each batch."""
-
-    open_lanes: Callable[[Sequence[torch.device]], list[Lane]]  # opens lanes on some devices
-    devices: list[torch.device]  # those of this process
-    output_device: torch.device  # where outputs are
-    function: Callable[..., Any]  # the method whose inputs the batches are
-    in_dims: Any  # which axis of inputs has the rows
-    rules: OutputRules  # the same for outputs
-    communicator: Communicator | None  # the processes that compute the batches together; None: this one alone
-    choice_for: Callable[[object, int, int], LaneChoice] | None  # as in `BatchMap`
-    timeout_s: float | None  # as in `BatchMap`
-
-    def outputs(self, batches: Iterable[Any]) -> BatchMap:
-        """Return the outputs of this process's batches."""
-        return BatchMap(batches, self.open_lanes, self.devices, self.numbers(), self.choice_for, self.timeout_s)
-
-    def numbers(self) -> Iterator[int]:
-        """Yield the numbers that this process's batches have among those of all processes."""
-        together = self.communicator
-        return itertools.count() if together is None else itertools.count(together.rank, together.world_size)
-
-    def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Return the number of rows of a batch.
-
-        Raises:
-            ValueError: it has none, or different ones.
-        """
-        rows = Arguments(args, kwargs, self.rules.dim, self.in_dims, self.function).rows
-        if rows is None:
-            raise ValueError(
-                "the rows of a batch cannot be counted, as it has no tensors with rows: evaluate weights batches by "
-                "their rows. Give tensors, or register the batches' class with unisono.register_batch_type"
-            )
-        return rows
 
 
 def map_batches(callee: Callee, batches: Iterable[Any], batch_size: int | None, out: Any, progress: bool) -> Any:
@@ -74,10 +29,10 @@ def map_batches(callee: Callee, batches: Iterable[Any], batch_size: int | None, 
     outputs: OutputIterator
     communicator = callee.communicator
     if communicator is None:
-        outputs = callee.outputs(batches)
+        outputs = BatchMap(batches, callee)
     else:
         own_batches = RankBatches(batches, communicator)
-        outputs = RankMap(callee.outputs(own_batches), own_batches, communicator, callee.output_device)
+        outputs = RankMap(BatchMap(own_batches, callee), own_batches, communicator, callee.output_device)
     is_first = communicator is None or communicator.rank == 0
     num_batches = _length_of(batches) if is_first else 0
     if progress and is_first:
@@ -142,7 +97,7 @@ def _add_all(
             yield kwargs or args
 
     device = callee.output_device
-    outputs: OutputIterator = callee.outputs(inputs())
+    outputs: OutputIterator = BatchMap(inputs(), callee)
     if progress:
         outputs = _WithProgress(outputs, "evaluate", _length_of(batches))
     with outputs, torch.no_grad():
