@@ -22,18 +22,12 @@ STORE_ERRORS = (
 
 
 class FailureStore:
-    """The store, as one rank sees it.
-
-    Attributes:
-        pid: this process. A process forked from it, such as a loader's worker, writes nothing: no rank waits for it.
-        location: this process's host and pid.
-        locations: those of all ranks, in rank order, once they are known.
-    """
+    """The store, as one rank sees it."""
 
     def __init__(self, store: Any, rank: int) -> None:
-        self.pid = os.getpid()
+        self.pid = os.getpid()  # a process forked from it, such as a loader's worker, writes nothing: none waits for it
         self.location = f"{host_id()} {self.pid}"
-        self.locations: Sequence[str] = ()
+        self.locations: Sequence[str] = ()  # those of all ranks, in rank order, once they are known
         self._store, self._rank = store, rank
         self._is_lost = False
 

@@ -203,15 +203,11 @@ class GradientSync:
 
 
 class _Structure:
-    """What is known about a module while the list of its parameters is the same list, and not only an equal one.
-
-    Attributes:
-        tensors: its parameters that need gradients.
-        plan: the buckets of their gradients.
-    """
+    """What is known about a module while the list of its parameters is the same list, and not only an equal one."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], plan: BucketPlan) -> None:
-        self.tensors, self.plan = tensors, plan
+        self.tensors = tensors  # its parameters that need gradients
+        self.plan = plan  # the buckets of their gradients
         self._registries: list[Any] | None = None  # the `_buffers` of the modules
         self._forms: Any = None
         self._buckets: Sequence[Bucket] = ()
@@ -282,18 +278,15 @@ class _RankSteps:
     """What all ranks do in one reduction: it comes with the first bucket, or is gathered while backward runs.
 
     Not a part of the reduction, whose buckets would be kept by the reference cycle after the gradients are gone.
-
-    Attributes:
-        own_weight: of this rank's gradients; 0 if they must not be read.
-        work: what waits for each rank's step.
     """
 
     def __init__(self, sync_context: SyncContext, structure: _Structure, *, in_bucket: bool) -> None:
         self._sync_context, self._structure = sync_context, structure
         gradient_sync = sync_context.gradient_sync
-        self.own_weight = sync_context.weight_of_loss
+        self.own_weight = sync_context.weight_of_loss  # of this rank's gradients; 0 if they must not be read
         mine = gradient_sync.rank_step(sync_context, structure)
         communicator = gradient_sync.communicator
+        # What waits for each rank's step.
         self.work = SlotWork(communicator, mine, DOING) if in_bucket else communicator.all_gather(mine, DOING)
         self._all: list[RankStep] = []
 

@@ -313,10 +313,6 @@ class _Work:
         ready: the outcomes of batches that have been computed. A lane writes into it, and then wakes the caller: what
             Ctrl-C interrupts in the caller cannot lose an outcome.
         timeout_s: as in `Callee`.
-
-    Attributes:
-        has_threads: whether lanes compute in threads; else in the caller's.
-        streams: the batches' random numbers.
     """
 
     def __init__(self, lanes: list[Lane], ready: dict[int, Outcome[LaneOutput]], timeout_s: float | None) -> None:
@@ -326,8 +322,8 @@ class _Work:
         self._computing: dict[int, tuple[int, int]] = {}  # by batch: its lane and that lane's thread
         self._abandoned: set[int] = set()  # batches whose lanes are stuck
         self._background: Background | None = None
-        self.has_threads = False
-        self.streams = BatchStreams()
+        self.has_threads = False  # whether lanes compute in threads; else in the caller's
+        self.streams = BatchStreams()  # the batches' random numbers
 
     def start(self, devices: Sequence[torch.device], state: ThreadState) -> None:
         """Start the lanes' threads.

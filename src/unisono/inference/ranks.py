@@ -229,8 +229,7 @@ def merged(communicator: Communicator, own_batches: RankBatches, totals: Totals,
         if other is not None:
             raise RuntimeError(f"the evaluation has failed on rank {rank}: {other}")
     _check_same_batches(digest for _, digest, _ in all_ranks)
-    first, *others = [other for other, _, _ in all_ranks]
-    for other in others:
-        first.merge(other)
-    result: Totals = first
+    result: Totals = all_ranks[0][0]
+    for other, _, _ in all_ranks[1:]:
+        result.merge(other)
     return result
