@@ -173,9 +173,6 @@ class BucketedAllReduce:
         steps: what all ranks do; gives this rank's scale.
         local_grads: by number, gradients to add to this rank's part of the mean over the ranks; none if the plan has
             slots.
-
-    Attributes:
-        sparse: tensors with sparse gradients on some rank, known at the end.
     """
 
     def __init__(
@@ -197,7 +194,7 @@ class BucketedAllReduce:
         self._placed: set[int] = set()
         self._waiting: dict[int, torch.Tensor] = {}  # gradients that have a place, and wait for the ranks' weights
         self._late: dict[int, torch.Tensor] = {}  # gradients that are late, sparse, or without a place
-        self.sparse: list[int] = []
+        self.sparse: list[int] = []  # tensors with sparse gradients on some rank, known at the end
         # A hook returns the mean over the ranks, where the sum is wanted: so it gets gradients this much larger.
         self._hook_factor = communicator.world_size if hook is not None else 1
         # The bucket with the flags at its end. A hook may not keep them; an accelerator would have to be waited for.

@@ -50,16 +50,13 @@ _DIFFERENT_LENGTHS = (
 class Outputs:
     """The replicas' outputs, matched leaf by leaf.
 
-    Attributes:
-        groups: the tensors that are to be joined.
-
     Raises:
         ValueError: outputs that do not fit together; TypeError: outputs of a type that cannot be gathered.
     """
 
     def __init__(self, outputs: Sequence[Any], rules: OutputRules, sizes: Sequence[int] | None) -> None:
         """Match outputs; `sizes` are the replicas' rows, None if unknown (then there is no "mean")."""
-        self.groups: list[Group] = []
+        self.groups: list[Group] = []  # the tensors that are to be joined
         self._means_over = sizes if rules.amounts is None else rules.amounts
         self._paths, self._given = ["output"], [tuple(outputs)]
         self._is_tensor = _TENSOR.issuperset(map(type, outputs))
