@@ -25,11 +25,11 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 import unisono
-from unisono.bench.results import Line
+from unisono.bench.results import Line, in_turn
 from unisono.bench.tasks import Step, Task
-from unisono.bench.turns import in_turn, lower_quartile
 from unisono.console import progress
 from unisono.console.tables import table
+from unisono.primitives.measured_shares import lower_quartile
 
 GOALS = {"tiny": 0.85, "mlp": 0.97, "gpt": 0.97, "resnet": 0.97}
 WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -62,7 +62,7 @@ def rank_main(rank: int, workloads: Sequence[str], rounds: int, seconds: float, 
     torch.set_num_threads(max(1, torch.get_num_threads() // WORLD_SIZE))
     unisono.keep_freed_memory()
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD_SIZE)
-    shown = progress.for_stdout() if rank == 0 else progress.Silent()
+    shown = progress.for_stdout() if rank == 0 else progress.Progress()
     try:
         rows = [rows_of(name, measure(rank, name, rounds, seconds, shown)) for name in workloads]
     finally:

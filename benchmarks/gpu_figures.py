@@ -27,13 +27,13 @@ from unittest import mock
 import one_device
 import torch
 import torch.nn.functional as F
+from timed import timed
 from torch import nn
 from torch.multiprocessing.spawn import start_processes
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from unisono import DataParallel
-from unisono.bench.turns import timed
 from unisono.console.errors import OptionError
 from unisono.runtime.devices import wait_for_work
 from unisono.runtime.precision import float32_products

@@ -14,11 +14,13 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
 import torch
+from timed import timed
 from torch import nn
 
 import unisono
-from unisono.bench.turns import lower_quartile, timed, upper_quartile
+from unisono.bench.results import upper_quartile
 from unisono.console.tables import table
+from unisono.primitives.measured_shares import lower_quartile
 from unisono.training import models
 
 WORKERS = 2

@@ -11,11 +11,12 @@ import argparse
 from collections.abc import Callable
 
 import torch
+from timed import timed
 from torch import nn
 
-from unisono.bench.turns import lower_quartile, timed
 from unisono.console.tables import table
 from unisono.data_parallel import DataParallel
+from unisono.primitives.measured_shares import lower_quartile
 from unisono.runtime.devices import wait_for_work
 
 GOAL_US = 20

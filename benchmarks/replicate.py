@@ -12,11 +12,12 @@ from functools import partial
 from unittest import mock
 
 import torch
+from timed import timed
 from torch import nn
 
 import unisono
-from unisono.bench.turns import lower_quartile, timed
 from unisono.console.tables import table
+from unisono.primitives.measured_shares import lower_quartile
 from unisono.training import models
 
 REPEATS = 40

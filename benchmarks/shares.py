@@ -23,8 +23,8 @@ import unisono
 from unisono.bench.command import WORKLOADS
 from unisono.bench.contenders import MEASURED, Contender
 from unisono.bench.measure import expected_s, measure
-from unisono.bench.turns import lower_quartile
 from unisono.console import progress
+from unisono.primitives.measured_shares import lower_quartile
 
 GOAL, GOAL_SLOWED = 0.97, 1.15
 ROWS, ROW_S, FACTOR = 32, 0.004, 4

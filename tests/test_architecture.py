@@ -295,7 +295,7 @@ def test_every_row_of_the_behaviour_table_has_its_tests():
 # The map of CONTRIBUTING.md
 
 MAP = "## Edit this file, run those tests"
-FACADE = ("data_parallel", "measured_calls", "options", "ways", "wrapper")
+FACADE = ("data_parallel", "options", "ways", "wrapper")
 CORE = ("runtime", "primitives", "distributed", "sync_batch_norm", "autograd", "engines", "inference", *FACADE)
 
 

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from unisono import ways
-from unisono.distributed.comm_hooks import CommHook
+from unisono.distributed.bucketed_all_reduce import CommHook
 from unisono.distributed.environment import devices_of_process, started_by_launcher
 from unisono.distributed.gradient_sync import GradientSync, checked_weight
-from unisono.distributed.process_group import Communicator, communicator_for
+from unisono.distributed.process_group import communicator_for
 from unisono.distributed.uneven_inputs import even_batches
 from unisono.engines.distributed import Ranks
 from unisono.engines.threads import Threads
@@ -22,10 +22,9 @@ from unisono.inference.map_and_evaluate import evaluate_batches, map_batches
 from unisono.options import Options, decided
 from unisono.primitives.batch_types import batch_type_of
 from unisono.primitives.checks import check_flag, check_module, check_word
-from unisono.primitives.dims import check_dim
+from unisono.primitives.dims import check_dim, warn_if_rows_elsewhere
 from unisono.primitives.outputs import gathered
 from unisono.primitives.parallel_apply import parallel_apply
-from unisono.primitives.recurrent_axes import warn_if_rows_elsewhere
 from unisono.primitives.replicate import replicate
 from unisono.primitives.scatter_gather import check_kwargs
 from unisono.primitives.split_sizes import IdleDevices
@@ -119,7 +118,6 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
     """
 
     _option_names: ClassVar[frozenset[str]] = Options.names
-    _has_own_verbs: ClassVar[type]  # the class whose verbs a subclass may override
     _plan = ways.plan_of
 
     def __init__(
@@ -159,18 +157,9 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             timeout=timeout,
             sync_batch_norm=sync_batch_norm,
         )
-        self._threads = Threads()
-        self._ranks: Ranks | None = None
-        self._idle_devices = IdleDevices()
-        self._profile: Profile | None = None
+        self._threads, self._idle_devices = Threads(), IdleDevices()
+        self._ranks = self._profile = None
         self.register_load_state_dict_pre_hook(accept_clean_names)  # type: ignore[no-untyped-call]
-        self._wrap(module, communicator, loss)
-        if len(devices) > 1:
-            warn_if_unequal(devices)
-            warn_if_rows_elsewhere(module, dim, out_dims)
-
-    def _wrap(self, module: nn.Module, communicator: Communicator | None, loss: str) -> None:
-        devices = self._options.devices
         if devices:
             self.src_device_obj = devices[0]  # torch's, for code that reads it off a wrapper
         self.module = module  # the last one: from here on, what is assigned and only the module has is the module's
@@ -182,6 +171,9 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             gradient_sync = GradientSync(communicator, devices[0], loss)
             gradient_sync.sync_module_states(module)
             self._ranks = Ranks(gradient_sync, devices)
+        if len(devices) > 1:
+            warn_if_unequal(devices)
+            warn_if_rows_elsewhere(module, dim, out_dims)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "module":

@@ -12,10 +12,6 @@ from unisono.primitives.split_sizes import MEASURED, Shares, check_parts, check_
 from unisono.runtime import devices as _devices
 
 _MAX_TIMEOUT_S = 2_000_000  # a longer wait overflows in systems that count milliseconds in 32 bits
-_DECIDED = (
-    "{name}={value!r}, assigned to a wrapper: {name} is decided when a module is wrapped. Wrap it anew, {wrap}. An "
-    "attribute of your own needs another name"
-)
 
 
 def decided(name: str, value: object, wrap: str) -> AttributeError:
@@ -24,7 +20,10 @@ def decided(name: str, value: object, wrap: str) -> AttributeError:
     Args:
         wrap: how to wrap the module anew.
     """
-    return AttributeError(_DECIDED.format(name=name, value=value, wrap=wrap))
+    return AttributeError(
+        f"{name}={value!r}, assigned to a wrapper: {name} is decided when a module is wrapped. Wrap it anew, {wrap}. "
+        "An attribute of your own needs another name"
+    )
 
 
 class Options:
@@ -34,13 +33,6 @@ class Options:
         devices: as in the attributes.
         options: the other options, by name.
 
-    Attributes:
-        devices: one a replica; empty where the plain module runs.
-        device_ids, output_device: as torch has them: indices for accelerators, else `torch.device`s.
-        gather_on: the device of `output_device`.
-        measured: the measured shares by the kind of call: are gradients on, and which method; None: they are not
-            measured.
-
     Raises:
         TypeError, ValueError: a value that cannot be used, with what was expected.
         AttributeError: one is assigned that is decided when a module is wrapped.
@@ -48,11 +40,13 @@ class Options:
 
     names: ClassVar[frozenset[str]]
 
-    devices: list[torch.device]
+    devices: list[torch.device]  # one a replica; empty where the plain module runs
+    # As torch has them: indices for accelerators, else `torch.device`s.
     device_ids: list[Any]
     output_device: Any
-    gather_on: torch.device
+    gather_on: torch.device  # the device of `output_device`
     dim: int
+    # The measured shares by the kind of call: are gradients on, and which method; None: they are not measured.
     measured: dict[tuple[bool, str | None], MeasuredShares] | None
     parts: int
     rescue: bool

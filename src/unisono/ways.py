@@ -7,44 +7,44 @@
     all devices         each replica runs in a thread; under a launcher its backward sums gradients over the ranks
 
 `map` and `evaluate` give whole batches to lanes instead (`whole_batches`). With shares="measured"
-(measured_calls.py), and while a profile is recorded, something is done around the way.
+(measured_shares.py), and while a profile is recorded, something is done around the way.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-from unisono.distributed.gradient_sync import GradientSync
 from unisono.engines.call import Call, OneGraphNeededError, called
-from unisono.engines.distributed import Ranks
 from unisono.engines.lanes import Lane, LaneCall
 from unisono.engines.threads import Threads
+from unisono.inference.batch_map import Callee
 from unisono.inference.lane_choice import choice_for
-from unisono.inference.map_and_evaluate import Callee
-from unisono.measured_calls import timed
 from unisono.options import Options
 from unisono.primitives import pytree
 from unisono.primitives.inputs import Arguments, scattered
-from unisono.primitives.measured_shares import MeasuredShares
+from unisono.primitives.measured_shares import MeasuredShares, StepTime
 from unisono.primitives.placements import check_have_data
 from unisono.primitives.reassigned_buffers import buffer_registries, commit_buffers, modules_in_common
 from unisono.primitives.replicate import check_device, unchanged_on_failure
-from unisono.primitives.split_sizes import IdleDevices, split_rows
-from unisono.profiling.profile import Profile
+from unisono.primitives.split_sizes import split_rows
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline, torch_private
 from unisono.runtime.errors import log_once
 from unisono.runtime.interrupts import critical, interruptibly
+from unisono.runtime.step_timer import StepTimer
 from unisono.runtime.thread_pool import inside_replica, replica_device
 from unisono.runtime.thread_state import modes_that_stay
+from unisono.runtime.timeline import ReplicaTiming
 from unisono.sync_batch_norm.function_mode import inside_synchronised_replica, run_synchronised
+from unisono.wrapper import Wrapper
 
 NO_ACCELERATOR = (
     "this machine has no accelerator: DataParallel runs the plain module. For several replicas on the CPU, write "
@@ -77,53 +77,16 @@ _APPLIED_ONE_BY_ONE = (
 
 @dataclass(slots=True)
 class Invocation:
-    """One call of a wrapper, as its caller made it.
+    """One call of a wrapper, as its caller made it."""
 
-    Attributes:
-        method: the method of the module; None: the module itself.
-        inputs, kwargs: what it is called with.
-        measured: the shares of its kind; None: they are not measured.
-        is_timed: as in `Call`.
-    """
-
-    method: str | None
+    method: str | None  # the method of the module; None: the module itself
     inputs: tuple[Any, ...]
     kwargs: dict[str, Any]
-    measured: MeasuredShares | None = None
-    is_timed: bool = False
+    measured: MeasuredShares | None = None  # the shares of its kind; None: they are not measured
+    is_timed: bool = False  # as in `Call`
 
 
-Way: TypeAlias = Callable[["Runnable", Invocation], Any]  # runs a call; returns the output
-
-
-class Runnable(Protocol):
-    """What a way knows of a wrapper.
-
-    Attributes:
-        module: the live module; `_modules["module"]`, where each call counts.
-        _has_own_verbs: the class whose verbs a subclass may override.
-        _options, _threads, _ranks, _idle_devices, _profile: see `DataParallel.__init__`.
-    """
-
-    module: nn.Module
-    _modules: Any
-    _has_own_verbs: ClassVar[type]
-    _options: Options
-    _threads: Threads
-    _ranks: Ranks | None
-    _idle_devices: IdleDevices
-    _profile: Profile | None
-
-    def scatter(self, inputs: Any, kwargs: Any, device_ids: Any, /) -> Any: ...
-    def replicate(self, module: nn.Module, device_ids: Any, /) -> list[nn.Module]: ...
-    def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any, /) -> list[Any]: ...
-    def gather(self, outputs: Any, output_device: Any, /) -> Any: ...
-
-    def _plan(self, invocation: Invocation, /) -> Call:
-        """Return what `plan_of` returns."""
-
-    def _gradient_sync(self) -> GradientSync | None:
-        """Return what sums the gradients over several processes; None where this process trains alone."""
+Way: TypeAlias = Callable[[Wrapper, Invocation], Any]  # runs a call; returns the output
 
 
 def check_method(module: nn.Module, method: str | None) -> None:
@@ -136,12 +99,12 @@ def check_method(module: nn.Module, method: str | None) -> None:
         raise AttributeError(f"method: {type(module).__name__} has no method {method!r}")
 
 
-def _overrides(wrapper: Runnable, verb: str) -> bool:
+def _overrides(wrapper: Wrapper, verb: str) -> bool:
     """Return whether a verb is a subclass's, or was assigned."""
     return verb in wrapper.__dict__ or getattr(type(wrapper), verb) is not getattr(wrapper._has_own_verbs, verb)
 
 
-def overridden_verb(wrapper: Runnable) -> str | None:
+def overridden_verb(wrapper: Wrapper) -> str | None:
     """Return a verb that is overridden; None if none is."""
     if type(wrapper) is wrapper._has_own_verbs and wrapper.__dict__.keys().isdisjoint(_VERBS):
         return None
@@ -151,7 +114,7 @@ def overridden_verb(wrapper: Runnable) -> str | None:
 # ---- the choice -----------------------------------------------------------------------------------
 
 
-def run(wrapper: Runnable, invocation: Invocation) -> Any:
+def run(wrapper: Wrapper, invocation: Invocation) -> Any:
     """Run a call of the wrapper, whichever way it goes."""
     options = wrapper._options
     if not options.devices:
@@ -175,21 +138,21 @@ def _is_alone(options: Options, invocation: Invocation, is_compiling: bool) -> b
     return shares.is_frozen and shares.on_first_device and not shares.should_time_next()
 
 
-def _run_uncompiled(wrapper: Runnable, invocation: Invocation, in_ranks: bool) -> Any:
+def _run_uncompiled(wrapper: Wrapper, invocation: Invocation, in_ranks: bool) -> Any:
     if not inside_replica():
         log_once(_COMPILED_OUTSIDE)
     return _run_replicas(wrapper, invocation, in_ranks)
 
 
-def _run_replicas(wrapper: Runnable, invocation: Invocation, in_ranks: bool) -> Any:
+def _run_replicas(wrapper: Wrapper, invocation: Invocation, in_ranks: bool) -> Any:
     """Run a call on several devices.
 
     Args:
         in_ranks: whether its backward sums gradients over the ranks.
     """
     verb = overridden_verb(wrapper)
-    if verb is not None:
-        _check_verb(wrapper, verb, in_ranks)
+    if verb is not None and in_ranks:
+        raise RuntimeError(_NO_VERBS_IN_RANKS.format(name=type(wrapper).__name__, verb=verb))
     in_one_graph = not in_ranks and (verb is not None or modes_that_stay())
     way = plain_composition if in_one_graph else on_all_devices
     if wrapper._options.measured is not None and not inside_replica():  # there replicas run one after the other
@@ -197,7 +160,7 @@ def _run_replicas(wrapper: Runnable, invocation: Invocation, in_ranks: bool) -> 
     return way(wrapper, invocation)
 
 
-def _run_measured(wrapper: Runnable, invocation: Invocation, way: Way, *, may_use_one_device: bool) -> Any:
+def _run_measured(wrapper: Wrapper, invocation: Invocation, way: Way, *, may_use_one_device: bool) -> Any:
     """Run a call with the measured shares of its kind, and time it if that is due."""
     options, rows = wrapper._options, None
     shares = invocation.measured = options.measured_for(invocation.method)
@@ -209,7 +172,38 @@ def _run_measured(wrapper: Runnable, invocation: Invocation, way: Way, *, may_us
     if not rows:
         return way(wrapper, invocation)
     invocation.is_timed = True
-    return timed(partial(way, wrapper, invocation), shares, rows, wrapper._threads, options.devices)
+    return _timed(partial(way, wrapper, invocation), shares, rows, wrapper._threads, options.devices)
+
+
+def _timed(
+    call: Callable[[], Any], shares: MeasuredShares, rows: int, threads: Threads, devices: Sequence[torch.device]
+) -> Any:
+    """Return what a call of `rows` rows returns; its step is recorded in `shares`."""
+    weights, sizes, row_limits = shares.weights, shares.sizes(rows), threads.row_limits
+    bytes_before = [*map(_devices.allocated_bytes, devices)]
+    timings: list[ReplicaTiming] = []  # of the replicas that had rows; empty where they are not known
+
+    def record(seconds: float) -> None:  # the output's graph keeps it alive, so it refers to no tensor
+        of_replicas, on_host = iter(timings), _devices.all_on_host(devices)
+        replica_s = [_seconds(next(of_replicas), on_host) if size else 0.0 for size in sizes] if timings else []
+        most_rows = [
+            min(row_limits.get(i, math.inf), _devices.most_rows(device, sizes[i], bytes_before[i]))
+            for i, device in enumerate(devices)
+        ]
+        shares.record(StepTime(weights, sizes, replica_s, seconds, most_rows))
+
+    before, timer = threads.timings(), StepTimer(devices, record)
+    output = call()
+    now = threads.timings()
+    if now is not before and [timing.rows for timing in now] == [size for size in sizes if size]:
+        timings += now
+    timer.forward_ended([tensor for _, tensor in pytree.tensors(output)])
+    return output
+
+
+def _seconds(timing: ReplicaTiming, on_host: bool) -> float:
+    """Return how long a replica computed; on an accelerator, forward only: backward's time is that of queueing it."""
+    return timing.forward_s + timing.backward_s if on_host else timing.forward_s
 
 
 def _runs_whole(options: Options) -> bool:
@@ -222,13 +216,7 @@ def _runs_whole(options: Options) -> bool:
     return False
 
 
-def _check_verb(wrapper: Runnable, verb: str, in_ranks: bool) -> None:
-    """Raise RuntimeError if a verb of a subclass's own cannot be called."""
-    if in_ranks:
-        raise RuntimeError(_NO_VERBS_IN_RANKS.format(name=type(wrapper).__name__, verb=verb))
-
-
-def run_recorded(wrapper: Runnable, invocation: Invocation) -> Any:
+def run_recorded(wrapper: Wrapper, invocation: Invocation) -> Any:
     """Do what `run` does, as a step of this model's profile, or in none: another model's is being recorded."""
     if torch.compiler.is_compiling():
         return run(wrapper, invocation)
@@ -244,7 +232,7 @@ def run_recorded(wrapper: Runnable, invocation: Invocation) -> Any:
 # ---- the plan -------------------------------------------------------------------------------------
 
 
-def plan_of(wrapper: Runnable, invocation: Invocation) -> Call:
+def plan_of(wrapper: Wrapper, invocation: Invocation) -> Call:
     """Decide which rows each replica gets. Without rows there is one replica, on the first device."""
     options, arguments = wrapper._options, arguments_of(wrapper, invocation)
     sizes = options.sizes(arguments.rows or 0, invocation.measured)
@@ -269,13 +257,13 @@ def plan_of(wrapper: Runnable, invocation: Invocation) -> Call:
     )
 
 
-def arguments_of(wrapper: Runnable, invocation: Invocation) -> Arguments:
+def arguments_of(wrapper: Wrapper, invocation: Invocation) -> Arguments:
     """Return the inputs, leaf by leaf; raise TypeError or ValueError for what cannot be split."""
     options, function = wrapper._options, getattr(wrapper._modules["module"], invocation.method or "forward")
     return Arguments(invocation.inputs, invocation.kwargs, options.dim, options.in_dims, function)
 
 
-def shards_for(wrapper: Runnable, invocation: Invocation, devices: Sequence[torch.device]) -> list[tuple[Any, Any]]:
+def shards_for(wrapper: Wrapper, invocation: Invocation, devices: Sequence[torch.device]) -> list[tuple[Any, Any]]:
     """Return the (positional, keyword) inputs of each device that has rows, as the verb `scatter` splits them."""
     options, arguments = wrapper._options, arguments_of(wrapper, invocation)
     sizes = options.sizes(arguments.rows or 0) if len(devices) == len(options.devices) else []
@@ -285,7 +273,7 @@ def shards_for(wrapper: Runnable, invocation: Invocation, devices: Sequence[torc
     return scattered(arguments, devices[: len(used)], used)
 
 
-def whole_batches(wrapper: Runnable, method: str | None) -> Callee:
+def whole_batches(wrapper: Wrapper, method: str | None) -> Callee:
     """Return what `map` and `evaluate` call for each batch: a replica, on whichever device is free."""
     check_method(wrapper.module, method)
     if verb := overridden_verb(wrapper):
@@ -318,7 +306,7 @@ def whole_batches(wrapper: Runnable, method: str | None) -> Callee:
 # ---- the ways -------------------------------------------------------------------------------------
 
 
-def on_one_device(wrapper: Runnable, invocation: Invocation) -> Any:
+def on_one_device(wrapper: Wrapper, invocation: Invocation) -> Any:
     """Run the module on the whole batch, on the first device."""
     # The cost of this is mostly code that is in no cache, so it calls few functions.
     inputs, kwargs, options = invocation.inputs, invocation.kwargs, wrapper._options
@@ -352,7 +340,7 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 @critical
-def on_all_devices(wrapper: Runnable, invocation: Invocation) -> Any:
+def on_all_devices(wrapper: Wrapper, invocation: Invocation) -> Any:
     """Run a replica on every device, each in a thread."""
     threads, ranks = wrapper._threads, wrapper._ranks
     module, call = wrapper._modules["module"], wrapper._plan(invocation)
@@ -368,7 +356,7 @@ def on_all_devices(wrapper: Runnable, invocation: Invocation) -> Any:
 
 
 @critical
-def plain_composition(wrapper: Runnable, invocation: Invocation) -> Any:
+def plain_composition(wrapper: Wrapper, invocation: Invocation) -> Any:
     """Run the four verbs one after the other."""
     module, options, here = wrapper.module, wrapper._options, device_of_replica(wrapper)
     check_device(module, chain(module.parameters(), module.buffers()), here or options.devices[0])
@@ -403,7 +391,7 @@ def plain_composition(wrapper: Runnable, invocation: Invocation) -> Any:
 call_of_verbs: ContextVar[Call | None] = ContextVar("call_of_verbs", default=None)
 
 
-def device_of_replica(wrapper: Runnable) -> torch.device | None:
+def device_of_replica(wrapper: Wrapper) -> torch.device | None:
     """Return the device of all replicas if the wrapper is inside a replica itself; None if it is not."""
     if not inside_replica():
         return None

@@ -8,16 +8,27 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from unisono.engines.distributed import Ranks
+from unisono.engines.threads import Threads
+from unisono.options import Options
+from unisono.primitives.split_sizes import IdleDevices
+from unisono.profiling.profile import Profile
+
 
 class Wrapper(nn.Module):
     """A module around another, its attribute `module`, which a subclass assigns last: from then on names are shared.
 
-    Its options are attributes of `_options`, an object of the subclass's, and are read and assigned through the wrapper
-    too.
+    Its options are attributes of `_options`, and are read and assigned through the wrapper too.
     """
 
     _option_names: ClassVar[frozenset[str]] = frozenset()
-    _options: Any
+    _has_own_verbs: ClassVar[type]  # the class whose verbs a subclass may override
+    _modules: Any
+    _options: Options
+    _threads: Threads
+    _ranks: Ranks | None
+    _idle_devices: IdleDevices
+    _profile: Profile | None
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -112,7 +112,7 @@ def test_programs_take_steps_and_end():
         assert len(first) == len(second) == 3
         assert limit.peak_memory_bytes(2) > 50 * 2**20
         assert limit.cpu_seconds() > 0
-        processes = limit._family()
+        processes = [psutil.Process(process.pid) for process in limit._processes]
 
         os.kill(processes[1].pid, signal.SIGKILL)
         with pytest.raises(ContenderFailedError, match="its process was ended by SIGKILL"):

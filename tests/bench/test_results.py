@@ -8,7 +8,6 @@ from helpers.benchmarks import benchmark
 from unisono.bench import chart, report
 from unisono.bench.report import advice
 from unisono.bench.results import Line, Results, Workload
-from unisono.bench.turns import timed
 
 MACHINE = {
     "processor": "Some $ Processor", "cores": 2, "memory_gib": 8, "system": "Linux x86_64", "python": "3.11.0",
@@ -51,7 +50,7 @@ def test_noise_may_be_why_ranges_overlap(turns: list[float], is_lost: bool):
 def test_functions_take_turns():
     calls: list[str] = []
     functions = {name: partial(calls.append, name) for name in "ab"}
-    times = timed(functions, 2, before=lambda: calls.append("-"))
+    times = benchmark("timed").timed(functions, 2, before=lambda: calls.append("-"))
     assert "".join(calls) == "-a-b-b-a-a-b"
     assert [len(seconds) for seconds in times.values()] == [2, 2]
 

@@ -274,7 +274,7 @@ def test_the_trainer_is_adapted_when_it_is_imported(monkeypatch: pytest.MonkeyPa
     finders = [*sys.meta_path]
     monkeypatch.delitem(sys.modules, "transformers.trainer")
     with unisono.install(["cpu", "cpu"]):
-        assert not adapted.is_imported()
+        assert adapted._MODULE not in sys.modules
         later = importlib.import_module("transformers.trainer").Trainer
         assert later.compute_loss.__wrapped__.__qualname__ == "Trainer.compute_loss"
     assert sys.meta_path == finders

@@ -885,8 +885,10 @@ def test_a_bar_is_shown_on_a_terminal_only(wrap: Wrap, capsys: pytest.CaptureFix
         def close(self) -> None:
             shown.append("closed")
 
-    monkeypatch.setattr("unisono.inference.with_progress.time", SimpleNamespace(monotonic=itertools.count().__next__))
-    monkeypatch.setattr("unisono.console.progress.for_stderr", Notes)
+    monkeypatch.setattr(
+        "unisono.inference.map_and_evaluate.time", SimpleNamespace(monotonic=itertools.count().__next__)
+    )
+    monkeypatch.setattr("unisono.inference.map_and_evaluate.for_stderr", Notes)
     outputs = model.map(numbered(4), progress=True)
     assert shown == []
     outcomes_of(outputs)

@@ -529,7 +529,7 @@ def test_a_failure_aborts_the_groups_of_accelerators(communicator, monkeypatch):
     for purpose in ("gradients", "batch norm"):
         made.group_for(GPU, purpose)
     monkeypatch.setattr(process_group.torch_private, "abort_group", aborted.append)
-    monkeypatch.setattr(environment, "_failed", threading.Event())
+    monkeypatch.setattr(environment, "failed", threading.Event())
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: ended.append(True))
     environment._end_default_group()

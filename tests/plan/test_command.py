@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from helpers.commands import assert_misused, status_of
-from unisono.plan import measure
+from unisono.plan import command
 
 SCRIPT = """\
 import torch
@@ -33,7 +33,7 @@ STEP = ["--compute", "300ms", "--gradients", "100MB"]
 def _folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "own", raising=False)
-    monkeypatch.setattr(measure, "_SECONDS", 0.0)
+    monkeypatch.setattr(command, "_SECONDS", 0.0)
     Path("own.py").write_text(SCRIPT)
 
 
@@ -65,7 +65,7 @@ def test_options_change_the_prediction(capsys: pytest.CaptureFixture[str]):
 
 
 def test_a_step_that_is_measured(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(measure, "accelerators", list)
+    monkeypatch.setattr(command, "accelerators", list)
     assert run("own:build") == 0
     out = capsys.readouterr().out
     assert "measured with 8 rows on cpu" in out

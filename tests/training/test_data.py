@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from helpers.commands import NAMES, idx_bytes, serving, write_idx
 from unisono.console.errors import CommandError
-from unisono.console.progress import Silent
+from unisono.console.progress import Progress
 from unisono.training import data
 from unisono.training.data import DataError, load, read_idx
 
@@ -236,7 +236,7 @@ def cached(cache):
 
 def test_fashion_mnist_is_downloaded_once_into_the_cache(server, cache, capfd, monkeypatch):
     """What is damaged there is downloaded again; nothing is printed but what `progress` shows."""
-    progress = Mock(Silent())
+    progress = Mock(Progress())
     check_tiny(load("fashion-mnist", progress), name="fashion-mnist")
     sizes = {path.name: path.stat().st_size for path in cache.iterdir()}
     assert sizes.keys() == data.FASHION_MNIST_MD5.keys()

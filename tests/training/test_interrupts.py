@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from unisono.training.interrupts import StopRequest
+from unisono.training.run import StopRequest
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no such signals")
 

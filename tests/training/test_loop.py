@@ -24,7 +24,7 @@ from helpers import commands as records
 from helpers.host_waits import noted_on_simulated_devices
 from helpers.plain_training import train_plainly
 from unisono.console.errors import DivergedError, Interrupted, OptionError
-from unisono.console.progress import Silent
+from unisono.console.progress import Progress
 from unisono.profiling.profile import Profile
 from unisono.training import checkpoint, computation, data, loop, models
 from unisono.training import run as run_module
@@ -41,7 +41,7 @@ SMALL = Options(model="mlp", devices="cpu*2", epochs=2)  # 12 steps an epoch
 ONE_ROW = 1.01 / 360
 
 
-class Recorder(Silent, Observer):
+class Recorder(Progress, Observer):
     """Keeps what it is shown and told, and raises Ctrl-C after a step."""
 
     def __init__(self, stop_after: int = 0) -> None:

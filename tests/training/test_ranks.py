@@ -15,7 +15,7 @@ from helpers.commands import assert_same_metrics, steps_of, write_idx
 from helpers.commands import run_captured as run
 from helpers.ranks import end_ranks, run_ranks
 from unisono.console.errors import Interrupted, OptionError
-from unisono.console.progress import Silent
+from unisono.console.progress import Progress
 from unisono.training import data
 from unisono.training import run as run_module
 from unisono.training.computation import Computation
@@ -78,7 +78,7 @@ def test_batches_of_fewer_rows_than_processes(tmp_path: Path) -> None:
 def stop_after(rank: int, folder: Path, step: int) -> int:
     """Train until rank 1, and only rank 1, gets a signal after `step`; return how many steps had been finished."""
 
-    class Stopping(Silent):
+    class Stopping(Progress):
         finished = 0
 
         def update(self, *shown: object) -> None:

@@ -109,19 +109,13 @@ class BoundaryTensor(NamedTuple):
 
 @dataclass(slots=True)
 class ReplicaGraph:
-    """One replica's graph.
+    """One replica's graph."""
 
-    Attributes:
-        inputs: its leaves for the inputs of the call, and for tensors from outside the module; None where it has none.
-        parameters: its leaves for the module's parameters.
-        outputs: its outputs; None where it has none.
-        hooks: on the leaves of the parameters; None: they have none.
-    """
-
+    # Its leaves for the inputs of the call, and for tensors from outside the module; None where it has none.
     inputs: Sequence[torch.Tensor | None]
-    parameters: Sequence[torch.Tensor]
-    outputs: Sequence[torch.Tensor | None]
-    hooks: LeafHooks | None = None
+    parameters: Sequence[torch.Tensor]  # its leaves for the module's parameters
+    outputs: Sequence[torch.Tensor | None]  # its outputs; None where it has none
+    hooks: LeafHooks | None = None  # on the leaves of the parameters; None: they have none
 
     @property
     def leaves(self) -> Gradients:
@@ -194,35 +188,22 @@ def gradients_of(
 
 
 class ParameterLeaves(NamedTuple):
-    """The leaves that replicas have for the parameters.
+    """The leaves that replicas have for the parameters."""
 
-    Attributes:
-        live: the live parameters that need a gradient.
-        leaves: `leaves[i]` are replica i's, one for each of `live`.
-        hooks: on these leaves, one object a replica.
-        large: the numbers of the parameters whose gradients are summed while backward runs.
-        buckets: those in which gradients are reduced; None where no replica's parameters are in memory of their own.
-    """
-
-    live: Sequence[torch.Tensor] = ()
-    leaves: Sequence[Sequence[torch.Tensor]] = ()
-    hooks: Sequence[LeafHooks] = ()
-    large: Collection[int] = ()
+    live: Sequence[torch.Tensor] = ()  # the live parameters that need a gradient
+    leaves: Sequence[Sequence[torch.Tensor]] = ()  # `leaves[i]` are replica i's, one for each of `live`
+    hooks: Sequence[LeafHooks] = ()  # on these leaves, one object a replica
+    large: Collection[int] = ()  # the numbers of the parameters whose gradients are summed while backward runs
+    # Those in which gradients are reduced; None where no replica's parameters are in memory of their own.
     buckets: ReduceBuckets | None = None
 
 
 class OutsideLeaves(NamedTuple):
-    """The leaves in replicas' graphs that belong neither to the module nor to a replica: globals, or made by forward.
+    """The leaves in replicas' graphs that are neither the module's nor a replica's: globals, or made by forward."""
 
-    Attributes:
-        leaves: they are the caller's own tensors, or forward has made them.
-        with_reentrant_checkpoint: whether the graphs have a checkpoint that runs a backward inside backward.
-        are_shared: whether one is in the graphs of several replicas.
-    """
-
-    leaves: Sequence[torch.Tensor] = ()
-    with_reentrant_checkpoint: bool = False
-    are_shared: bool = False
+    leaves: Sequence[torch.Tensor] = ()  # they are the caller's own tensors, or forward has made them
+    with_reentrant_checkpoint: bool = False  # whether the graphs have a checkpoint that runs a backward inside backward
+    are_shared: bool = False  # whether one is in the graphs of several replicas
 
     @property
     def through_grad(self) -> bool:
@@ -235,17 +216,12 @@ class OutsideLeaves(NamedTuple):
 
 
 class Passes(NamedTuple):
-    """How backwards of the graphs run.
+    """How backwards of the graphs run."""
 
-    Attributes:
-        contexts: entered around a backward in which each replica graph has a thread of its own.
-        one_call: entered around a backward that runs all replica graphs in one call.
-        timeout_s: for how long the caller waits for a replica without progress; None: for ever.
-    """
-
+    # Entered around a backward in which each replica graph has a thread of its own.
     contexts: Sequence[PassContext] = ()
-    one_call: BackwardContext = nullcontext
-    timeout_s: float | None = None
+    one_call: BackwardContext = nullcontext  # entered around a backward that runs all replica graphs in one call
+    timeout_s: float | None = None  # for how long the caller waits for a replica without progress; None: for ever
 
 
 _NO_PARAMETERS, _NO_LEAVES, _PLAIN_PASSES = ParameterLeaves(), OutsideLeaves(), Passes()
@@ -256,36 +232,24 @@ class ReplicaGraphs:
     """The replica graphs of one forward, and the boundary's inputs and outputs.
 
     The boundary's inputs are `inputs` and, behind them, the live parameters.
-
-    Attributes:
-        timings: one a replica; `timings[i].device` is its device.
-        where: each replica's name in messages.
-        inputs, outputs: the boundary's tensors, without the parameters.
-        parameters: the replicas' leaves for the live parameters.
-        outside: the other leaves.
-        keep: whether graphs of a higher order share nodes with these, so that a backward must not free them.
-        on_release: called when a backward has freed the graphs; keeps alive what they need.
-        passes: how backwards run.
-        live_inputs: the caller's tensors, one for each of the boundary's inputs.
-        sync_context: what these graphs count for when several processes sum the parameters' gradients; None: they do
-            not.
-        replay: runs a backward of these graphs, again after a failure; None: a failure is final.
-        step: the one that these graphs are part of, if it is recorded.
     """
 
-    timings: list[ReplicaTiming]
-    where: ReplicaNames
+    timings: list[ReplicaTiming]  # one a replica; `timings[i].device` is its device
+    where: ReplicaNames  # each replica's name in messages
+    # The boundary's tensors, without the parameters.
     inputs: list[BoundaryTensor] = field(default_factory=list)
     outputs: list[BoundaryTensor] = field(default_factory=list)
-    parameters: ParameterLeaves = _NO_PARAMETERS
-    outside: OutsideLeaves = _NO_LEAVES
-    keep: bool = False
+    parameters: ParameterLeaves = _NO_PARAMETERS  # the replicas' leaves for the live parameters
+    outside: OutsideLeaves = _NO_LEAVES  # the other leaves
+    keep: bool = False  # whether graphs of a higher order share nodes with these, so that a backward must not free them
+    # Called when a backward has freed the graphs; keeps alive what they need.
     on_release: Callable[[], object] = lambda: None
-    passes: Passes = _PLAIN_PASSES
-    live_inputs: tuple[torch.Tensor, ...] = ()
+    passes: Passes = _PLAIN_PASSES  # how backwards run
+    live_inputs: tuple[torch.Tensor, ...] = ()  # the caller's tensors, one for each of the boundary's inputs
+    # What these graphs count for when several processes sum the parameters' gradients; None: they do not.
     sync_context: SyncContext | None = None
-    replay: "Repeater | None" = None
-    step: StepRecording | None = None
+    replay: "Repeater | None" = None  # runs a backward of these graphs, again after a failure; None: a failure is final
+    step: StepRecording | None = None  # the one that these graphs are part of, if it is recorded
     released: bool = field(default=False, init=False)
     _grad_is_free: threading.Lock = field(default_factory=threading.Lock, init=False)
 

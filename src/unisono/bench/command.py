@@ -61,7 +61,6 @@ exit status:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command to its parser; only what was given comes out of it."""
     add = parser.add_argument
     turn = f"approximate length of a turn (default: {_USUAL['seconds_per_turn']:g})"
     quick = f"{_QUICK['rounds']} of {_QUICK['seconds_per_turn']:g} s"
@@ -94,13 +93,13 @@ def run(given: dict[str, Any]) -> int:
         Task.of_target(target)  # raises before anything is started
     expect_writable(output)
 
-    from unisono.bench import measure, processes  # they need psutil
+    from unisono.bench import measure, programs  # they need psutil
 
     counts = given.get("replicas", _up_to(machine.num_cores()))
     several = (Contender(name, count) for count in counts for name in CONTENDERS if name != "plain")
     participants = [Contender("plain", 1), *several]
     expected_s = len(targets) * measure.expected_s(participants, rounds, seconds)
-    results = Results(machine.describe(), settings, processes.MEMORY_KIND, [])
+    results = Results(machine.describe(), settings, programs.MEMORY_KIND, [])
     print(machine.in_one_line(results.machine), flush=True)
     print(f"this takes {progress.duration(expected_s)}; results in {output}", flush=True)
     if accelerators():

@@ -12,13 +12,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import psutil
+
 from unisono.bench.contenders import MEASURED, STEPS_UNTIL_FROZEN, Contender
-from unisono.bench.machine import num_cores, other_programs
-from unisono.bench.processes import busy_cores
+from unisono.bench.machine import num_cores, other_programs, usable_cores
 from unisono.bench.programs import ContenderFailedError, ContenderProcesses
-from unisono.bench.results import Line, Workload
-from unisono.bench.turns import in_turn, lower_quartile
+from unisono.bench.results import Line, Workload, in_turn
 from unisono.console.progress import Task
+from unisono.primitives.measured_shares import lower_quartile
 
 _FIRST_STEPS = 3
 _NUM_MEMORY_STEPS = 2
@@ -107,6 +108,12 @@ class _Runner:
 
     def _cpu_seconds(self) -> float:
         return self._processes.cpu_seconds() + time.process_time()
+
+
+def busy_cores() -> float:
+    """Return how many of the cores that this process may use were busy since the call before, on average."""
+    percent = psutil.cpu_percent(percpu=True)
+    return float(sum(percent[core] for core in usable_cores() if core < len(percent)) / 100)
 
 
 def _step_s(taken: Sequence[Sequence[float]]) -> float:

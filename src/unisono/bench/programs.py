@@ -21,7 +21,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from unisono.bench import processes
+import psutil
+
 from unisono.bench.contenders import Contender, step_of, use_part_of_cores
 from unisono.bench.tasks import Step, Task
 from unisono.console.targets import TargetError, one_line
@@ -29,6 +30,10 @@ from unisono.runtime.malloc import keep_freed_memory
 
 _TURN_LIMIT_S = 600.0
 _SAMPLE_EVERY_S = 0.02
+
+# What memory is measured as. The proportional set size (PSS), which Linux has, counts a page that several processes
+# share once in all; the resident set size (RSS) counts it once for each.
+MEMORY_KIND = "PSS" if psutil.LINUX else "RSS"
 
 
 class ContenderFailedError(Exception):
@@ -71,16 +76,16 @@ class ContenderProcesses:
     def peak_memory_bytes(self, num_steps: int) -> int:
         """Return the peak memory during some steps, sampled."""
         self._request(num_steps)
-        most, is_over = 0, False
+        most, is_over = 0.0, False
         while not is_over:
             is_over = bool(wait(self._connections, _SAMPLE_EVERY_S))
-            most = max(most, processes.memory_bytes(self._family()))
+            most = max(most, self._sum(_memory_bytes))
         self._replies()
-        return most
+        return int(most)
 
     def cpu_seconds(self) -> float:
         """Return the time that they have computed so far."""
-        return processes.cpu_seconds(self._family())
+        return self._sum(_cpu_seconds)
 
     def close(self) -> None:
         """Kill the processes; those that they have started end with them."""
@@ -108,8 +113,16 @@ class ContenderProcesses:
                 )
             )
 
-    def _family(self) -> list[Any]:
-        return processes.family(process.pid for process in self._processes)
+    def _sum(self, ask: Callable[[psutil.Process], float]) -> float:
+        """Sum what the processes and all that descend from them say; one that has ended says nothing."""
+        total = 0.0
+        for leader in self._processes:
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(leader.pid)
+                for each in (process, *process.children(recursive=True)):
+                    with contextlib.suppress(psutil.Error):
+                        total += ask(each)
+        return total
 
     def _request(self, num_steps: int) -> None:
         for connection in self._connections:
@@ -141,6 +154,16 @@ class ContenderProcesses:
         log = (Path(self._folder.name) / f"log-{rank}").read_text(errors="replace").strip().splitlines()
         how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         return f"its process {how}{f', with the message: {log[-1]}' if log else ''}"
+
+
+def _memory_bytes(process: psutil.Process) -> float:
+    memory = process.memory_full_info()
+    return float(getattr(memory, "pss", memory.rss))
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
 
 
 def serve(fd: int) -> None:

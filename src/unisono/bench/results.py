@@ -1,12 +1,39 @@
-"""The measurements as values, for tables, chart, advice and results.json."""
+"""The measurements as values, for tables, chart, advice and results.json.
 
-from collections.abc import Iterator
+Contenders take turns, and their lower quartiles are compared. Other programs make steps slower, never faster. So the
+figure of a contender is the lower quartile of its times, and its range reaches from the fastest one to the upper
+quartile. Noise may be why two differ whose ranges overlap.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from unisono.bench.turns import lower_quartile, upper_quartile
+from unisono.primitives.measured_shares import lower_quartile
+
+_T = TypeVar("_T")
 
 NOISE = 0.03  # a smaller gain is not worth a more complex setup
+
+
+def upper_quartile(values: Sequence[float]) -> float:
+    """Return the value that a quarter of the others are above.
+
+    >>> upper_quartile([5.0, 1.0, 2.0, 4.0, 3.0])
+    4.0
+    """
+    return sorted(values)[math.ceil(3 * (len(values) - 1) / 4)]
+
+
+def in_turn(contenders: Sequence[_T], rounds: int) -> Iterator[_T]:
+    """Yield each contender once a round: there and back again, so that none always follows the same one.
+
+    >>> list(in_turn("abc", 2))
+    ['a', 'b', 'c', 'c', 'b', 'a']
+    """
+    for number in range(rounds):
+        yield from contenders if number % 2 == 0 else reversed(contenders)
 
 
 @dataclass

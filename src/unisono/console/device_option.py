@@ -26,8 +26,13 @@ def choose_devices(text: str, *, among_several: bool = False) -> list[torch.devi
     replica; 3 are three accelerators, those that follow the ones of the processes with a lower LOCAL_RANK.
     """
     present = devices.accelerators()
+    if text == "auto" and not among_several:
+        return present or [torch.device("cpu")] * 2
     if text == "auto":
-        return _own_device() if among_several else present or [torch.device("cpu")] * 2
+        try:
+            return [environment.local_device()]
+        except ValueError as error:
+            raise OptionError(error) from error
     if len(text) > _LONGEST or any(int(number) > _MAX_REPLICAS for number in re.findall(r"\d+", text)):
         raise OptionError(f"--devices {text:.80}: more than any machine has; expected {_FORMS}")
     if text.isdecimal():
@@ -36,13 +41,6 @@ def choose_devices(text: str, *, among_several: bool = False) -> list[torch.devi
     if not devices.are_one_kind(named):
         raise OptionError(f"--devices {text}: replicas must all be on one kind of device")
     return named
-
-
-def _own_device() -> list[torch.device]:
-    try:
-        return [environment.local_device()]
-    except ValueError as error:
-        raise OptionError(error) from error
 
 
 def _take(count: int, present: list[torch.device], local_rank: int) -> list[torch.device]:

@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import time
-from typing import TextIO, TypeAlias
+from typing import TextIO
 
 from unisono.console.options import is_installed
 
@@ -15,19 +15,23 @@ _SECONDS_BETWEEN_LINES = 5.0
 _REFRESHES_PER_SECOND = 8
 
 
-class Silent:
+class Progress:
     """Shows nothing: for processes other than the first."""
 
-    def say(self, line: str) -> None: ...
+    def say(self, line: str) -> None:
+        """Show a line that stays."""
 
-    def begin(self, task: str, total: int | None = None) -> None: ...
+    def begin(self, task: str, total: int | None = None) -> None:
+        """Show that a task begins, which has so many parts (None: not known)."""
 
-    def update(self, task: str, done: int, total: int | None, text: str, details: str = "") -> None: ...
+    def update(self, task: str, done: int, total: int | None, text: str, details: str = "") -> None:
+        """Show how many parts of a task are done, with a text beside them and details below."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Take away what does not stay."""
 
 
-class Lines:
+class Lines(Progress):
     """For pipes, files and logs: each line is written out at once.
 
     The first update is written, and then one of those that come five seconds after the last line about a task.
@@ -38,26 +42,20 @@ class Lines:
         self._next_line_at = 0.0
 
     def say(self, line: str) -> None:
-        """Show a line that stays."""
         print(line, file=self._out, flush=True)
 
     def begin(self, task: str, total: int | None = None) -> None:
-        """Show that a task begins, which has so many parts (None: not known)."""
         self._next_line_at = time.monotonic() + _SECONDS_BETWEEN_LINES
         self.say(f"{task} ...")
 
     def update(self, task: str, done: int, total: int | None, text: str, details: str = "") -> None:
-        """Show how many parts of a task are done, with a text beside them and details below."""
         now = time.monotonic()
         if now >= self._next_line_at:
             self._next_line_at = now + _SECONDS_BETWEEN_LINES
             self.say(f"  {task}, {text}{f' ({details})' if details else ''}")
 
-    def close(self) -> None:
-        """Take away what does not stay."""
 
-
-class Bar:
+class Bar(Progress):
     """For terminals: what stays scrolls up, and below it is a bar. It takes standard output and error until closed.
 
     epoch 3/10: train loss 0.1620, test accuracy 0.9778, 3.1 s of training
@@ -104,9 +102,6 @@ class Bar:
         self._live.stop()
 
 
-Progress: TypeAlias = Silent | Lines | Bar
-
-
 def for_stdout() -> Progress:
     """Return what suits standard output: a bar on a terminal, if rich is installed."""
     return Bar() if is_terminal(sys.stdout) and is_installed("rich") else Lines()
@@ -114,7 +109,7 @@ def for_stdout() -> Progress:
 
 def for_stderr() -> Progress:
     """Return what shows progress beside a program's own output: a bar on a terminal, else nothing."""
-    return Bar(sys.stderr) if is_terminal(sys.stderr) and is_installed("rich") else Silent()
+    return Bar(sys.stderr) if is_terminal(sys.stderr) and is_installed("rich") else Progress()
 
 
 def is_terminal(out: TextIO) -> bool:

@@ -24,15 +24,16 @@ import threading
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain, repeat
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from unisono.distributed.comm_hooks import CommHook, GradBucket
 from unisono.distributed.consistency import SLOT_BYTES, description_of
 from unisono.distributed.process_group import AllReduceWork, Communicator, digest_of
 from unisono.runtime import torch_private
 from unisono.runtime.buckets import BUCKET_BYTES, LARGE_BYTES, Bucket, Form, buckets_of, dense_first
+
+CommHook: TypeAlias = Callable[[Any, Any], Any]
 
 FIRST_BUCKET_BYTES = 1 << 20  # small, so that it is sent early; as in torch's DistributedDataParallel
 # Where the first bucket has slots, it has a size of its own, the same in every reduction, so that must be small.
@@ -46,21 +47,16 @@ _NUM_FLAGS = 3  # of each tensor
 class BucketPlan(NamedTuple):
     """The buckets of the gradients of some tensors.
 
-    Attributes:
-        bucket_of: the place in `buckets` of the bucket of each tensor that has one, by the tensor's number.
-        places: of each tensor, its place among the tensors of all buckets; -1 if it has none.
-        early: the tensors whose gradients should be added as soon as they are computed: all outside of the last bucket,
-            so that it can be sent, and large ones, which are then freed early.
-        digest: equal on ranks with equal plans.
-        has_slots: whether the first bucket has slots, by which the ranks compare their steps.
+    `early` are the tensors whose gradients should be added as soon as they are computed: all outside of the last
+    bucket, so that it can be sent, and large ones, which are then freed early.
     """
 
     buckets: tuple[Bucket, ...]
-    bucket_of: Mapping[int, int]
-    places: Sequence[int]
+    bucket_of: Mapping[int, int]  # the place in `buckets` of the bucket of each tensor that has one, by its number
+    places: Sequence[int]  # of each tensor, its place among the tensors of all buckets; -1 if it has none
     early: Set[int]
-    digest: int
-    has_slots: bool
+    digest: int  # equal on ranks with equal plans
+    has_slots: bool  # whether the first bucket has slots, by which the ranks compare their steps
 
     @classmethod
     def of(
@@ -131,6 +127,42 @@ class _FillingBucket:
         return self.bucket.pieces(self.flat)
 
 
+class GradBucket:
+    """A bucket for a communication hook, like `torch.distributed.GradBucket`, which Python cannot construct.
+
+    Hooks written for torch's DistributedDataParallel, such as compression to bf16 or PowerSGD, work unchanged. They
+    return the mean over the processes as the result, so a bucket is scaled before a hook gets it.
+    """
+
+    def __init__(self, bucket: Bucket, flat: torch.Tensor, index: int, is_last: bool, tensors: Sequence[Any]) -> None:
+        self._bucket, self._flat, self._index, self._is_last = bucket, flat, index, is_last
+        self._tensors = tensors
+
+    def index(self) -> int:
+        """Return the bucket's place in the order in which buckets are sent."""
+        return self._index
+
+    def is_last(self) -> bool:
+        """Return whether it is the last one of this backward."""
+        return self._is_last
+
+    def buffer(self) -> torch.Tensor:
+        """Return all its gradients as one flat tensor."""
+        return self._flat
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        """Replace the buffer."""
+        self._flat = buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return its gradients as views of the buffer."""
+        return list(self._bucket.pieces(self._flat).values())
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Return the parameters whose gradients it holds."""
+        return [self._tensors[number] for number, _ in self._bucket.items]
+
+
 class BucketedAllReduce:
     """See the module's docstring. `add` may be called from several threads.
 
@@ -141,9 +173,6 @@ class BucketedAllReduce:
         steps: what all ranks do; gives this rank's scale.
         local_grads: by number, gradients to add to this rank's part of the mean over the ranks; none if the plan has
             slots.
-
-    Attributes:
-        sparse: tensors with sparse gradients on some rank, known at the end.
     """
 
     def __init__(
@@ -165,7 +194,7 @@ class BucketedAllReduce:
         self._placed: set[int] = set()
         self._waiting: dict[int, torch.Tensor] = {}  # gradients that have a place, and wait for the ranks' weights
         self._late: dict[int, torch.Tensor] = {}  # gradients that are late, sparse, or without a place
-        self.sparse: list[int] = []
+        self.sparse: list[int] = []  # tensors with sparse gradients on some rank, known at the end
         # A hook returns the mean over the ranks, where the sum is wanted: so it gets gradients this much larger.
         self._hook_factor = communicator.world_size if hook is not None else 1
         # The bucket with the flags at its end. A hook may not keep them; an accelerator would have to be waited for.
@@ -308,21 +337,17 @@ class BucketedAllReduce:
             if b == self._flagged and self._flags is None:
                 return
             filling = self._filling.pop(b)
-            self._fill_tail(filling, b)
+            tail = filling.flat[filling.bucket.num_entries :]  # what a bucket has behind its gradients
+            if self._has_slots(b):
+                tail.zero_()
+                self._steps.work.write(tail)
+            if b == self._flagged and self._flags is not None:
+                tail[: self._flags.numel()] = self._flags.flatten()
             for number, piece in filling.pieces.items() if self._local_grads else ():
                 local = self._local_grads.get(number)
                 if local is not None and not local.is_sparse:
                     piece.add_(local, alpha=self._hook_factor / self._communicator.world_size)
             self._in_flight.append((filling, self._send(filling, b)))
-
-    def _fill_tail(self, filling: _FillingBucket, b: int) -> None:
-        """Write what a bucket has behind its gradients."""
-        tail = filling.flat[filling.bucket.num_entries :]
-        if self._has_slots(b):
-            tail.zero_()
-            self._steps.work.write(tail)
-        if b == self._flagged and self._flags is not None:
-            tail[: self._flags.numel()] = self._flags.flatten()
 
     def _all_flags(self, summed: torch.Tensor) -> list[list[int]]:
         """Return the flags of all ranks, from a sum in which they are, or from that of the last bucket."""

@@ -27,31 +27,18 @@ _WORDS = 4  # of 16 bits: a weight has so many, and the digest of all else
 
 
 class RankStep(NamedTuple):
-    """One rank's description of a reduction that it starts; all but the weight must be equal on all ranks.
+    """One rank's description of a reduction that it starts; all but the weight must be equal on all ranks."""
 
-    Attributes:
-        weight: of the rank's gradients.
-        model: the number of the model, in the order of wrapping, from 1.
-        forward: the number of the forward among the model's forwards in training mode with gradients, from 1.
-        training: whether that forward was in training mode.
-        digest: of the tensors whose gradients are reduced, and of their buckets.
-        buffers: digest of the forms of the buffers that one rank broadcasts; 0 if none does.
-        in_no_sync: whether that forward was inside of no_sync().
-        weight_given: whether the caller has set the weight.
-        is_sum: whether the loss is a sum over rows.
-        has_hook: whether a communication hook is registered.
-    """
-
-    weight: float
-    model: float
-    forward: float
-    training: float
-    digest: float
-    buffers: float
-    in_no_sync: float
-    weight_given: float
-    is_sum: float
-    has_hook: float
+    weight: float  # of the rank's gradients
+    model: float  # the number of the model, in the order of wrapping, from 1
+    forward: float  # the number of the forward among the model's forwards in training mode with gradients, from 1
+    training: float  # whether that forward was in training mode
+    digest: float  # of the tensors whose gradients are reduced, and of their buckets
+    buffers: float  # digest of the forms of the buffers that one rank broadcasts; 0 if none does
+    in_no_sync: float  # whether that forward was inside of no_sync()
+    weight_given: float  # whether the caller has set the weight
+    is_sum: float  # whether the loss is a sum over rows
+    has_hook: float  # whether a communication hook is registered
 
 
 class SlotWork:

@@ -21,6 +21,7 @@ from unisono.runtime.forks import in_forked_child
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _MASTER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 _POLL_S = 0.02
+failed = threading.Event()  # set when the processes no longer agree on what comes next
 _REMEDY = (
     "Start the program with torchrun, which sets all of them; or unset the others; or keep the model to this process "
     "with DataParallel(..., process_group=False)."
@@ -156,24 +157,11 @@ def _end_default_group() -> None:
     To destroy it would wait for them. The operating system closes the connections.
     """
     distributed: Any = torch.distributed
-    if distributed.is_initialized() and not has_failed():
+    if distributed.is_initialized() and not failed.is_set():
         distributed.destroy_process_group()
 
 
 in_forked_child(lambda: atexit.unregister(_end_default_group))  # it is the parent's
-
-
-def note_failure() -> None:
-    """Note that the processes no longer agree on what comes next."""
-    _failed.set()
-
-
-def has_failed() -> bool:
-    """Return whether `note_failure` was called."""
-    return _failed.is_set()
-
-
-_failed = threading.Event()
 
 
 def _number(name: str) -> int:

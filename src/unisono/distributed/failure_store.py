@@ -7,7 +7,8 @@ a store that cannot be reached is gone with the process that hosted it; then wri
 import functools
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +22,12 @@ STORE_ERRORS = (
 
 
 class FailureStore:
-    """The store, as one rank sees it.
-
-    Attributes:
-        pid: this process. A process forked from it, such as a loader's worker, writes nothing: no rank waits for it.
-        location: this process's host and pid.
-        locations: those of all ranks, in rank order, once they are known.
-    """
+    """The store, as one rank sees it."""
 
     def __init__(self, store: Any, rank: int) -> None:
-        self.pid = os.getpid()
+        self.pid = os.getpid()  # a process forked from it, such as a loader's worker, writes nothing: none waits for it
         self.location = f"{host_id()} {self.pid}"
-        self.locations: Sequence[str] = ()
+        self.locations: Sequence[str] = ()  # those of all ranks, in rank order, once they are known
         self._store, self._rank = store, rank
         self._is_lost = False
 
@@ -42,34 +37,26 @@ class FailureStore:
 
     def set(self, key: str, text: str, *, first_only: bool = False) -> None:
         """Write a text; with `first_only`, unless the key has one."""
-        if self._is_lost or os.getpid() != self.pid:
-            return
-        try:
-            if first_only:
-                self._store.compare_set(key, "", text)
-            else:
-                self._store.set(key, text)
-        except STORE_ERRORS:
-            self._is_lost = True
+        if os.getpid() == self.pid:
+            self._ask(partial(self._store.compare_set, key, "") if first_only else partial(self._store.set, key), text)
 
     def get(self, key: str) -> str:
         """Return the text of a key; "" if there is none."""
-        if self._is_lost:
-            return ""
-        try:
-            return self._store.get(key).decode() if self._store.check([key]) else ""
-        except STORE_ERRORS:
-            self._is_lost = True
-            return ""
+        return self._ask(lambda: self._store.get(key).decode() if self._store.check([key]) else "") or ""
 
     def delete(self, key: str) -> None:
         """Remove a key, if it is there."""
-        if self._is_lost or os.getpid() != self.pid:
-            return
-        try:
-            self._store.delete_key(key)
-        except STORE_ERRORS:
-            self._is_lost = True
+        if os.getpid() == self.pid:
+            self._ask(self._store.delete_key, key)
+
+    def _ask(self, function: Callable[..., Any], *arguments: str) -> Any:
+        """Return what a function of the store returns; None if the store is lost."""
+        if not self._is_lost:
+            try:
+                return function(*arguments)
+            except STORE_ERRORS:
+                self._is_lost = True
+        return None
 
     def has_exited(self, rank: int) -> bool:
         """Return whether another rank has exited; on another host, only if it has published that."""

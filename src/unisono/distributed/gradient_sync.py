@@ -36,8 +36,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from unisono.distributed.bucketed_all_reduce import DOING, BucketedAllReduce, BucketPlan
-from unisono.distributed.comm_hooks import CommHook
+from unisono.distributed.bucketed_all_reduce import DOING, BucketedAllReduce, BucketPlan, CommHook
 from unisono.distributed.consistency import RankStep, SlotWork, check_same_model, check_same_step
 from unisono.distributed.environment import start_default_group
 from unisono.distributed.process_group import Communicator, broadcast_plan, communicator_for, digest_of, distributed
@@ -48,10 +47,6 @@ from unisono.runtime.buckets import Bucket
 
 Wait: TypeAlias = Callable[[], list[torch.Tensor | None]]  # waits for the sum of each gradient
 
-_OF_A_GROUP = (
-    "this DataParallel was pickled with a process_group of its own, and process groups cannot be: wrap its module "
-    "anew, DataParallel(loaded.module, process_group=...)."
-)
 _MOST_PLANS = 8  # models whose parts are frozen in turn have several
 
 
@@ -71,15 +66,11 @@ class UnboundGradientSync(NamedTuple):
     """A `GradientSync` that was pickled: it is bound to the processes of the program that loads it when it is needed.
 
     Not earlier, so that one process alone can load a model and evaluate it.
-
-    Attributes:
-        device, loss: as in `GradientSync`.
-        is_world: whether it was among all processes of its program, not only those of a group.
     """
 
-    device: torch.device
-    loss: str
-    is_world: bool
+    device: torch.device  # as in `GradientSync`
+    loss: str  # the same
+    is_world: bool  # whether it was among all processes of its program, not only those of a group
 
     def bind(self, module: nn.Module) -> "GradientSync | None":
         """Bind to the processes of this program; return None if this process is alone. A collective.
@@ -88,7 +79,10 @@ class UnboundGradientSync(NamedTuple):
             RuntimeError: it was among the processes of a group, which are unknown now.
         """
         if not self.is_world and start_default_group() and distributed.get_world_size() > 1:
-            raise RuntimeError(_OF_A_GROUP)
+            raise RuntimeError(
+                "this DataParallel was pickled with a process_group of its own, and process groups cannot be: wrap its "
+                "module anew, DataParallel(loaded.module, process_group=...)."
+            )
         communicator = communicator_for()
         if communicator is None:
             return None
@@ -209,15 +203,11 @@ class GradientSync:
 
 
 class _Structure:
-    """What is known about a module while the list of its parameters is the same list, and not only an equal one.
-
-    Attributes:
-        tensors: its parameters that need gradients.
-        plan: the buckets of their gradients.
-    """
+    """What is known about a module while the list of its parameters is the same list, and not only an equal one."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], plan: BucketPlan) -> None:
-        self.tensors, self.plan = tensors, plan
+        self.tensors = tensors  # its parameters that need gradients
+        self.plan = plan  # the buckets of their gradients
         self._registries: list[Any] | None = None  # the `_buffers` of the modules
         self._forms: Any = None
         self._buckets: Sequence[Bucket] = ()
@@ -240,27 +230,18 @@ class _Structure:
 
 @dataclass(frozen=True)
 class SyncContext:
-    """How the gradients of one forward are summed.
-
-    Attributes:
-        module: the module that ran.
-        weight: of the gradients, relative to the other ranks' weights.
-        weight_given: whether the caller has set it; else it is the number of rows.
-        number: of the forward among those in training mode, from 1.
-        training: whether the module was in training mode. By the time of backward it may be in another, on one rank
-            only: the one that evaluates.
-        synchronised: whether the gradients are all-reduced in the next backward: not in no_sync().
-        has_exchanges: whether replicas exchange values with other processes in backward, as batch norm does.
-    """
+    """How the gradients of one forward are summed."""
 
     gradient_sync: GradientSync
-    module: "weakref.ref[nn.Module]"
-    weight: float
-    weight_given: bool
-    number: int
+    module: "weakref.ref[nn.Module]"  # the module that ran
+    weight: float  # of the gradients, relative to the other ranks' weights
+    weight_given: bool  # whether the caller has set it; else it is the number of rows
+    number: int  # of the forward among those in training mode, from 1
+    # Whether the module was in training mode. By the time of backward it may be in another, on one rank only: the one
+    # that evaluates.
     training: bool
-    synchronised: bool
-    has_exchanges: bool = False
+    synchronised: bool  # whether the gradients are all-reduced in the next backward: not in no_sync()
+    has_exchanges: bool = False  # whether replicas exchange values with other processes in backward, as batch norm does
 
     @property
     def weight_of_loss(self) -> float:
@@ -297,18 +278,15 @@ class _RankSteps:
     """What all ranks do in one reduction: it comes with the first bucket, or is gathered while backward runs.
 
     Not a part of the reduction, whose buckets would be kept by the reference cycle after the gradients are gone.
-
-    Attributes:
-        own_weight: of this rank's gradients; 0 if they must not be read.
-        work: what waits for each rank's step.
     """
 
     def __init__(self, sync_context: SyncContext, structure: _Structure, *, in_bucket: bool) -> None:
         self._sync_context, self._structure = sync_context, structure
         gradient_sync = sync_context.gradient_sync
-        self.own_weight = sync_context.weight_of_loss
+        self.own_weight = sync_context.weight_of_loss  # of this rank's gradients; 0 if they must not be read
         mine = gradient_sync.rank_step(sync_context, structure)
         communicator = gradient_sync.communicator
+        # What waits for each rank's step.
         self.work = SlotWork(communicator, mine, DOING) if in_bucket else communicator.all_gather(mine, DOING)
         self._all: list[RankStep] = []
 
@@ -346,14 +324,10 @@ class RankReduction(abc.ABC):
     """The reduction of the parameters' gradients in one backward.
 
     `add` may be called from several threads. If an error ends the reduction half-way, `failed` has to be called.
-
-    Attributes:
-        early: the tensors whose gradients `add` should get during backward.
-        derivative: of the result with respect to this rank's gradients; known when it is finished.
     """
 
-    derivative = 1.0
-    early: Set[int] = frozenset()
+    derivative = 1.0  # of the result with respect to this rank's gradients; known when it is finished
+    early: Set[int] = frozenset()  # the tensors whose gradients `add` should get during backward
 
     def __init__(self, sync_context: "SyncContext", tensors: Sequence[torch.Tensor], nodes: Sequence[Any]) -> None:
         self._sync_context, self._tensors, self._nodes = sync_context, tensors, nodes

@@ -22,7 +22,6 @@ import hashlib
 import os
 import pickle
 import sys
-import threading
 import time
 import weakref
 from array import array
@@ -33,7 +32,8 @@ from typing import Any
 
 import torch
 
-from unisono.distributed.environment import note_failure, start_default_group
+from unisono.distributed import environment
+from unisono.distributed.environment import start_default_group
 from unisono.distributed.failure_store import STORE_ERRORS, FailureStore, host_id
 from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
@@ -106,6 +106,7 @@ class Communicator:
         rank, world_size: this process's rank among them, and their number.
         timeout_s: how long a rank waits for the others.
         is_world: whether these are all processes of the program.
+        failure_store: what the ranks tell each other beside their collectives.
     """
 
     def __init__(self, process_group: Any) -> None:
@@ -115,7 +116,7 @@ class Communicator:
         self._ranks = distributed.get_process_group_ranks(process_group)
         self.is_world = self.world_size == distributed.get_world_size()
         self._store = distributed.PrefixStore("unisono", process_group.get_group_store())
-        self._failure_store = FailureStore(self._store, self.rank)
+        self.failure_store = FailureStore(self._store, self.rank)
         self._check_every_s = max(_CHECK_EVERY_S, self.world_size / 500)
         self._num_barriers = self._num_models = self._num_comparisons = 0
         self._groups: dict[tuple[str, str], Any] = {}
@@ -123,14 +124,15 @@ class Communicator:
         self._kinds: dict[str, set[str]] = {}  # by device of this rank: the kinds of all ranks' devices
         self._broken: str | None = None
         self._control: Any = None
-        _report_program_end_to(self)
+        _reporting.add(self)
+        _report_program_end()
 
     def connect(self) -> None:
         """Wait for all processes, and connect them. To be called once."""
-        self._failure_store.register()
+        self.failure_store.register()
         self.barrier("a DataParallel that spans processes")
         self._control = self._new_group("gloo", "control")
-        self._failure_store.locations = self.all_gather_object(self._failure_store.location, "connecting")
+        self.failure_store.locations = self.all_gather_object(self.failure_store.location, "connecting")
 
     @property
     def broken(self) -> bool:
@@ -147,12 +149,6 @@ class Communicator:
         self._num_comparisons += 1
         return self._num_comparisons
 
-    def __deepcopy__(self, memo: object) -> "Communicator":
-        return self  # a copied model belongs to the same processes
-
-    def __reduce__(self) -> tuple[Callable[[], "Communicator | None"], tuple[()]]:
-        return communicator_for, ()
-
     # ---- collectives -----------------------------------------------------------------------------
 
     def barrier(self, name: str) -> None:
@@ -165,13 +161,13 @@ class Communicator:
         key = f"barrier/{self._num_barriers}"
 
         def missing() -> list[int]:
-            return [rank for rank in range(self.world_size) if not self._failure_store.get(f"{key}/{rank}")]
+            return [rank for rank in range(self.world_size) if not self.failure_store.get(f"{key}/{rank}")]
 
         def is_complete() -> bool:
             return bool(self._store.add(f"{key}/number", 0) >= self.world_size)
 
         def raise_if_exited() -> None:
-            exited = [rank for rank in missing() if self._failure_store.has_exited(rank)]
+            exited = [rank for rank in missing() if self.failure_store.has_exited(rank)]
             if exited and not is_complete():
                 raise self._failure(f"{ranks_of(exited)} {_has(exited)} ended and did not reach {name}")
 
@@ -404,9 +400,9 @@ class Communicator:
                     check()
                 if not published:
                     published = True
-                    self._failure_store.set(f"at/{self.rank}", doing)
+                    self.failure_store.set(f"at/{self.rank}", doing)
                     if key:
-                        self._failure_store.set(key, doing)
+                        self.failure_store.set(key, doing)
                 if now - started > self.timeout_s:
                     self._raise_timeout(doing, missing())
             if block is not None:
@@ -416,12 +412,12 @@ class Communicator:
                 nap_s = min(nap_s * 1.5, longest_nap_s)
             deliver()
         if published:
-            self._failure_store.set(f"at/{self.rank}", "")
+            self.failure_store.set(f"at/{self.rank}", "")
             if key:
-                self._failure_store.delete(key)
+                self.failure_store.delete(key)
 
     def _raise_timeout(self, doing: str, missing: str) -> None:
-        others = {rank: self._failure_store.get(f"at/{rank}") for rank in range(self.world_size) if rank != self.rank}
+        others = {rank: self.failure_store.get(f"at/{rank}") for rank in range(self.world_size) if rank != self.rank}
         found = [f"rank {rank} waits at {other}" for rank, other in others.items() if other and other != doing]
         not_waiting = [rank for rank, other in others.items() if not other]
         if missing:
@@ -442,7 +438,7 @@ class Communicator:
         while time.monotonic() < deadline:
             self._raise_if_a_rank_failed(doing)
             others = (rank for rank in range(self.world_size) if rank != self.rank)
-            exited = [rank for rank in others if self._failure_store.has_exited(rank)]
+            exited = [rank for rank in others if self.failure_store.has_exited(rank)]
             if exited:
                 return self._failure(f"{ranks_of(exited)} {_has(exited)} ended while this one was at {doing}")
             time.sleep(_REASON_NAP_S)
@@ -467,16 +463,12 @@ class Communicator:
         self.abort(error)
         raise error
 
-    def is_known(self, key: str) -> bool:
-        """Return whether some rank has put a key into the store."""
-        return bool(self._failure_store.get(key))
-
     # ---- failures ------------------------------------------------------------------------------------
 
     def report_failure(self, reason: str) -> None:
         """Tell the other ranks that this one cannot go on. The first report of all ranks counts."""
         if self._broken is None:
-            self._failure_store.set("failed", f"{self.rank}\n{reason[:_MOST_TEXT]}", first_only=True)
+            self.failure_store.set("failed", f"{self.rank}\n{reason[:_MOST_TEXT]}", first_only=True)
 
     def abort(self, error: BaseException) -> None:
         """Tell the other ranks that this one has left a collective half-way, because of `error`."""
@@ -488,19 +480,19 @@ class Communicator:
             )
 
     def _raise_if_a_rank_failed(self, doing: str) -> None:
-        rank, _, reason = self._failure_store.get("failed").partition("\n")
+        rank, _, reason = self.failure_store.get("failed").partition("\n")
         if not rank or int(rank) == self.rank:
             return
         # A launcher blames the process that ends first: let the failed one end first.
         deadline = time.monotonic() + _REASON_TIMEOUT_S
-        while time.monotonic() < deadline and not self._failure_store.has_exited(int(rank)):
+        while time.monotonic() < deadline and not self.failure_store.has_exited(int(rank)):
             time.sleep(_REASON_NAP_S)
         raise self._failure(f"rank {rank} has failed while this one was at {doing}. Rank {rank} says: {reason}")
 
     def _raise_if_broken(self) -> None:
         if self._broken is not None:
             raise RuntimeError(self._broken)
-        if os.getpid() != self._failure_store.pid:
+        if os.getpid() != self.failure_store.pid:
             raise RuntimeError(
                 f"this is a process forked by rank {self.rank}: it does not belong to the processes that train the "
                 "model together. Use model.module in it, or torch.no_grad()."
@@ -512,20 +504,11 @@ class Communicator:
 
     def _break(self, text: str) -> None:
         self._broken = text
-        note_failure()
+        environment.failed.set()
         _groups_of_broken.append((self._control, self._groups))
         # A collective that waits on an accelerator for a missing rank never ends by itself.
         for group in {id(group): group for group in self._groups.values()}.values():
             torch_private.abort_group(group)
-
-    def report_exit(self) -> None:
-        """Tell the other ranks that this program has ended."""
-        self._failure_store.report_exit()
-
-    def abandon(self) -> None:
-        """Leave the groups alone, in the child of a fork."""
-        for group in (self._control, *self._groups.values()):
-            leak_process_group(group)
 
 
 class _NotNoticedError(Exception):
@@ -589,7 +572,7 @@ class AllReduceWork:
         return self._tensor
 
     def _check(self) -> None:
-        if self._communicator.is_known(_gathering(self._comparison)):
+        if self._communicator.failure_store.get(_gathering(self._comparison)):
             raise GatheredElsewhereError
 
 
@@ -619,18 +602,11 @@ _communicators: "weakref.WeakKeyDictionary[Any, Communicator]" = weakref.WeakKey
 # deadlock. The destructor holds the GIL and waits for gloo's thread, which waits for the GIL to free the tensors.
 _groups_of_broken: list[Any] = []
 _reporting: "weakref.WeakSet[Communicator]" = weakref.WeakSet()
-_hook_is_installed = False
-_lock = threading.Lock()
 
 
-def _report_program_end_to(communicator: Communicator) -> None:
-    """From now on, have `communicator` report an exception that ends this program, and its end."""
-    global _hook_is_installed  # noqa: PLW0603 - once in a process
-    with _lock:
-        _reporting.add(communicator)
-        if _hook_is_installed:
-            return
-        _hook_is_installed = True
+@functools.cache  # once in a process
+def _report_program_end() -> None:
+    """From now on, have communicators report an exception that ends this program, and its end."""
     before = sys.excepthook
 
     def report(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
@@ -644,8 +620,8 @@ def _report_program_end_to(communicator: Communicator) -> None:
 
 def _after_fork() -> None:
     for process_group, communicator in list(_communicators.items()):
-        leak_process_group(process_group)
-        communicator.abandon()
+        for group in (process_group, communicator._control, *communicator._groups.values()):
+            leak_process_group(group)
 
 
 in_forked_child(_after_fork)
@@ -653,7 +629,7 @@ in_forked_child(_after_fork)
 
 def _report_exits() -> None:
     for communicator in list(_reporting):
-        communicator.report_exit()
+        communicator.failure_store.report_exit()
 
 
 @functools.lru_cache(maxsize=64)

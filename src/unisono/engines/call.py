@@ -14,43 +14,29 @@ from unisono.runtime.errors import ReplicaNames
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the module: the caller's inputs, and how their rows go to the replicas and come back.
+    """One call of the module: the caller's inputs, and how their rows go to the replicas and come back."""
 
-    Attributes:
-        arguments: the caller's inputs, not split yet.
-        sizes: the number of rows of each replica, one a device in `devices`. Only a single replica may have 0.
-        devices: the devices that have a share, in replica order.
-        replica_numbers: the replicas' numbers in messages: their places in the wrapper's `device_ids`.
-        source: the device of the live module's parameters.
-        output_device, rules: where and how outputs are joined.
-        part_rules: how the parts of a replica's shard are joined; None: by `rules`.
-        method: the module's method that is called; None: the module itself.
-        sync_batch_norm: whether batch norms in training see the rows of all replicas.
-        sync_context: what this call counts for in sums of gradients over several processes (a `SyncContext` of
-            distributed/gradient_sync.py); None: there are no such sums.
-        parts: in how many parts each replica runs its shard.
-        rescue: whether the step is run again, in parts, where a replica runs out of memory.
-        timeout_s: for how long a wait for a replica may make no progress; None: for ever.
-        cross_process: a `CrossProcess`, which exchanges batch norm's statistics with other processes; None: they stay
-            in this one.
-        is_timed: whether a replica on an accelerator waits for its forward's end, so that `forward_s` is all of it.
-    """
-
-    arguments: Arguments
+    arguments: Arguments  # the caller's inputs, not split yet
+    # The number of rows of each replica, one a device in `devices`. Only a single replica may have 0.
     sizes: tuple[int, ...]
-    devices: Sequence[torch.device]
-    replica_numbers: Sequence[int]
-    source: torch.device
+    devices: Sequence[torch.device]  # the devices that have a share, in replica order
+    replica_numbers: Sequence[int]  # the replicas' numbers in messages: their places in the wrapper's `device_ids`
+    source: torch.device  # the device of the live module's parameters
+    # Where and how outputs are joined.
     output_device: torch.device
     rules: OutputRules
-    part_rules: OutputRules | None = None
-    method: str | None = None
-    sync_batch_norm: bool = False
-    parts: int = 1
-    rescue: bool = False
-    timeout_s: float | None = None
+    part_rules: OutputRules | None = None  # how the parts of a replica's shard are joined; None: by `rules`
+    method: str | None = None  # the module's method that is called; None: the module itself
+    sync_batch_norm: bool = False  # whether batch norms in training see the rows of all replicas
+    parts: int = 1  # in how many parts each replica runs its shard
+    rescue: bool = False  # whether the step is run again, in parts, where a replica runs out of memory
+    timeout_s: float | None = None  # for how long a wait for a replica may make no progress; None: for ever
+    # What this call counts for in sums of gradients over several processes (a `SyncContext` of
+    # distributed/gradient_sync.py); None: there are no such sums.
     sync_context: Any = None
+    # A `CrossProcess`, which exchanges batch norm's statistics with other processes; None: they stay in this one.
     cross_process: Any = None
+    # Whether a replica on an accelerator waits for its forward's end, so that `forward_s` is all of it.
     is_timed: bool = False
 
     def where(self) -> ReplicaNames:

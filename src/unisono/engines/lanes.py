@@ -44,14 +44,10 @@ _CUDA_GRAPHS = (
 
 @dataclass(frozen=True)
 class LaneCall:
-    """The calls that lanes make, one a batch.
+    """The calls that lanes make, one a batch."""
 
-    Attributes:
-        devices: one a lane.
-        source, output_device, method: as in `Call`.
-    """
-
-    devices: Sequence[torch.device]
+    devices: Sequence[torch.device]  # one a lane
+    # As in `Call`.
     source: torch.device
     output_device: torch.device
     method: str | None = None
@@ -59,16 +55,11 @@ class LaneCall:
 
 @dataclass
 class LaneOutput:
-    """What a lane made of a batch.
+    """What a lane made of a batch."""
 
-    Attributes:
-        value: the output, on the call's output device.
-        drew: whether random numbers were drawn.
-        wait: lets the calling thread's streams wait for the output; called before it is used.
-    """
-
-    value: Any
-    drew: bool
+    value: Any  # the output, on the call's output device
+    drew: bool  # whether random numbers were drawn
+    # Lets the calling thread's streams wait for the output; called before it is used.
     wait: Callable[[], None] = lambda: None
 
 

@@ -25,17 +25,11 @@ _NO_SHARD_IN_PARTS = "the shard of a replica cannot be run in parts (rescue=True
 
 
 class Parts(NamedTuple):
-    """How a replica runs its shard in parts, one after the other, so that it needs less memory.
+    """How a replica runs its shard in parts, one after the other, so that it needs less memory."""
 
-    Attributes:
-        sizes: the rows of each.
-        axes: of each leaf of the inputs, the axis that holds the rows.
-        rules: how outputs are joined.
-    """
-
-    sizes: tuple[int, ...]
-    axes: tuple[int | None, ...]
-    rules: OutputRules
+    sizes: tuple[int, ...]  # the rows of each
+    axes: tuple[int | None, ...]  # of each leaf of the inputs, the axis that holds the rows
+    rules: OutputRules  # how outputs are joined
 
 
 def parts_of(row_limits: Mapping[int, int], call: Call, root: nn.Module, index: int) -> Parts | None:

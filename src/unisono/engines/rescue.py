@@ -88,19 +88,14 @@ def run_rescued(
 
 
 class Repeatable(NamedTuple):
-    """Graphs that can be made anew, and whose backward can therefore be run again.
+    """Graphs that can be made anew, and whose backward can therefore be run again."""
 
-    Attributes:
-        row_limits, call, module: as in `run_rescued`.
-        renew: makes the graphs that it is given anew.
-        why_not: tells why they cannot be made anew, if that is so.
-    """
-
+    # As in `run_rescued`.
     row_limits: dict[int, int]
     call: Call
     module: nn.Module
-    renew: Callable[[ReplicaGraphs], None]
-    why_not: Callable[[], str | None]
+    renew: Callable[[ReplicaGraphs], None]  # makes the graphs that it is given anew
+    why_not: Callable[[], str | None]  # tells why they cannot be made anew, if that is so
 
     def run(self, graphs: ReplicaGraphs, backward: Callable[[], T]) -> T:
         """Run a backward of the graphs, again after each time that a replica has run out of memory."""

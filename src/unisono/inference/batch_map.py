@@ -22,13 +22,13 @@ Assumes that nothing else uses the loader, and that a batch is not written into 
 """
 
 import contextlib
+import itertools
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from queue import Empty, SimpleQueue
 from types import TracebackType
@@ -36,9 +36,12 @@ from typing import Any, Self, TypeAlias
 
 import torch
 
+from unisono.distributed.process_group import Communicator
 from unisono.engines.lanes import Lane, LaneOutput, RunBatch
 from unisono.inference.batches import hint_for, inputs_of
 from unisono.inference.lane_choice import LaneChoice
+from unisono.primitives.dims import OutputRules
+from unisono.primitives.inputs import Arguments
 from unisono.runtime import torch_private
 from unisono.runtime.errors import annotate, threads_timed_out
 from unisono.runtime.interrupts import WAKE_S, critical, deliver, interruptibly
@@ -86,34 +89,57 @@ class OutputIterator(Iterator[Any]):
         self.close()
 
 
-class BatchMap(OutputIterator):
-    """The outputs of one process's batches. See the module's docstring.
+@dataclass(frozen=True)
+class Callee:
+    """What is called for each batch."""
 
-    Args:
-        batches: any iterable; pulled from in the thread that iterates.
-        open_lanes: opens lanes on some devices.
-        devices: one a lane.
-        numbers: of the batches, rising. From them follow a batch's random numbers, and what its errors call it.
-        choice_for: from the inputs of the first batch, the number of lanes and that of batches ahead to the choice of
-            lanes; None: batches go to all.
-        timeout_s: for how long the caller waits for a batch without progress; None: for ever.
+    open_lanes: Callable[[Sequence[torch.device]], list[Lane]]  # opens lanes on some devices
+    devices: list[torch.device]  # those of this process, one a lane
+    output_device: torch.device  # where outputs are
+    function: Callable[..., Any]  # the method whose inputs the batches are
+    in_dims: Any  # which axis of inputs has the rows
+    rules: OutputRules  # the same for outputs
+    communicator: Communicator | None  # the processes that compute the batches together; None: this one alone
+    # From the inputs of the first batch, the number of lanes and that of batches ahead to the choice of lanes; None:
+    # batches go to all.
+    choice_for: Callable[[object, int, int], LaneChoice] | None
+    timeout_s: float | None  # for how long the caller waits for a batch without progress; None: for ever
+
+    def numbers(self) -> Iterator[int]:
+        """Yield the numbers that this process's batches have among those of all processes, rising.
+
+        From them follow a batch's random numbers, and what its errors call it.
+        """
+        together = self.communicator
+        return itertools.count() if together is None else itertools.count(together.rank, together.world_size)
+
+    def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """Return the number of rows of a batch.
+
+        Raises:
+            ValueError: it has none, or different ones.
+        """
+        rows = Arguments(args, kwargs, self.rules.dim, self.in_dims, self.function).rows
+        if rows is None:
+            raise ValueError(
+                "the rows of a batch cannot be counted, as it has no tensors with rows: evaluate weights batches by "
+                "their rows. Give tensors, or register the batches' class with unisono.register_batch_type"
+            )
+        return rows
+
+
+class BatchMap(OutputIterator):
+    """The outputs of one process's batches, any iterable, which is pulled from in the thread that iterates.
+
+    See the module's docstring.
     """
 
-    def __init__(
-        self,
-        batches: Iterable[Any],
-        open_lanes: Callable[[Sequence[torch.device]], list[Lane]],
-        devices: list[torch.device],
-        numbers: Iterator[int],
-        choice_for: Callable[[object, int, int], LaneChoice] | None,
-        timeout_s: float | None,
-    ) -> None:
+    def __init__(self, batches: Iterable[Any], callee: Callee) -> None:
         self._state = replace(ThreadState.capture(), grad_enabled=False)
         self._batches: Iterator[Any] | None = None
         self._source: Iterable[Any] = batches
-        self._open_lanes: Callable[[Sequence[torch.device]], list[Lane]] | None = open_lanes  # None when it has ended
-        self._devices = devices
-        self._numbers, self._choice_for, self._timeout_s = numbers, choice_for, timeout_s
+        self._callee: Callee | None = callee  # None when it has ended
+        self._devices, self._numbers = callee.devices, callee.numbers()
         self._choice: LaneChoice | None = None
         self._stays = False  # in this thread and its state, batch after batch
         self._has_more = True
@@ -177,7 +203,7 @@ class BatchMap(OutputIterator):
         """Compute the row, up to an error, in this thread."""
         assert self._work is not None
         began = time.monotonic()
-        with self._around_row():
+        with torch.no_grad() if self._stays else as_first_replica(self._devices, self._state):
             computed, is_unchanged = self._work.compute_row(self._row)
         each_s = (time.monotonic() - began) / len(computed)
         self._row_length = min(_MOST_IN_A_ROW, 1 + int(_ROW_S / each_s)) if is_unchanged else 1
@@ -185,11 +211,6 @@ class BatchMap(OutputIterator):
         del self._row[: len(computed)]
         while self._pulled and (outcome := self._ready.get(self._pulled[0][0])) is not None and outcome.error is None:
             self._outputs.append(self._output())
-
-    def _around_row(self) -> AbstractContextManager[None]:
-        if self._stays:
-            return torch.no_grad()
-        return as_first_replica(self._devices, self._state)
 
     def _pull(self) -> None:
         """Pull batches until the lanes, or a row, have enough of them."""
@@ -242,14 +263,15 @@ class BatchMap(OutputIterator):
     def _begin(self, inputs: object) -> "_Work":
         # A mode that other threads cannot join; a wrapper inside a replica; a cache of weights, one for all replicas.
         self._stays = inside_replica() or modes_that_stay() or torch_private.caches_parametrizations()
-        if self._choice_for is not None and not self._stays:
-            self._choice = self._choice_for(inputs, len(self._devices), _AHEAD * len(self._devices))
+        callee = self._callee
+        assert callee is not None
+        if callee.choice_for is not None and not self._stays:
+            self._choice = callee.choice_for(inputs, len(self._devices), _AHEAD * len(self._devices))
             self._choice.begin_map()
         is_one = self._stays or (self._choice is not None and self._choice.is_made and not self._choice.uses_all)
-        assert self._open_lanes is not None
         with self._state.applied():
-            lanes = self._open_lanes(self._devices[:1] if is_one else self._devices)
-        work = _Work(lanes, self._ready, self._timeout_s)
+            lanes = callee.open_lanes(self._devices[:1] if is_one else self._devices)
+        work = _Work(lanes, self._ready, callee.timeout_s)
         self._stopped_at_deletion = _StoppedAtDeletion(work)
         if not is_one:
             work.start(self._devices, self._state)
@@ -269,7 +291,7 @@ class BatchMap(OutputIterator):
         self._ready.clear()
         self._row.clear()
         self._outputs.clear()
-        self._source, self._batches, self._open_lanes = (), None, None
+        self._source, self._batches, self._callee = (), None, None
         self._stopped_at_deletion = None
 
 
@@ -290,11 +312,7 @@ class _Work:
     Args:
         ready: the outcomes of batches that have been computed. A lane writes into it, and then wakes the caller: what
             Ctrl-C interrupts in the caller cannot lose an outcome.
-        timeout_s: as in `BatchMap`.
-
-    Attributes:
-        has_threads: whether lanes compute in threads; else in the caller's.
-        streams: the batches' random numbers.
+        timeout_s: as in `Callee`.
     """
 
     def __init__(self, lanes: list[Lane], ready: dict[int, Outcome[LaneOutput]], timeout_s: float | None) -> None:
@@ -304,8 +322,8 @@ class _Work:
         self._computing: dict[int, tuple[int, int]] = {}  # by batch: its lane and that lane's thread
         self._abandoned: set[int] = set()  # batches whose lanes are stuck
         self._background: Background | None = None
-        self.has_threads = False
-        self.streams = BatchStreams()
+        self.has_threads = False  # whether lanes compute in threads; else in the caller's
+        self.streams = BatchStreams()  # the batches' random numbers
 
     def start(self, devices: Sequence[torch.device], state: ThreadState) -> None:
         """Start the lanes' threads.

@@ -43,10 +43,6 @@ class LaneChoice:
         name: of the module, for the log.
         num_lanes: how many there are.
         num_ahead: how many batches the lanes compute ahead.
-
-    Attributes:
-        uses_all: whether the next batch may go to any lane.
-        is_made: whether that stays as it is.
     """
 
     def __init__(self, name: str, num_lanes: int, num_ahead: int) -> None:
@@ -56,7 +52,8 @@ class LaneChoice:
         self._begin()
 
     def _begin(self) -> None:
-        self.uses_all, self.is_made = True, False
+        self.uses_all = True  # whether the next batch may go to any lane
+        self.is_made = False  # whether that stays as it is
         self._num_since = 0  # batches since it was made
         self._turn: list[float] = []  # seconds of each batch
         self._counted: list[float] = []  # the same, without those that are skipped

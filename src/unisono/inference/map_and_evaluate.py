@@ -1,75 +1,25 @@
 """map and evaluate: the outputs of many batches, or what a metric makes of them."""
 
-import itertools
+import importlib.util
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from unisono.distributed.process_group import Communicator
-from unisono.engines.lanes import Lane
-from unisono.inference.batch_map import BatchMap, OutputIterator
+from unisono.console.progress import Progress, for_stderr
+from unisono.inference.batch_map import BatchMap, Callee, OutputIterator
 from unisono.inference.batches import batches_of
-from unisono.inference.lane_choice import LaneChoice
 from unisono.inference.metrics import Totals, inputs_and_target
 from unisono.inference.out import OutFiller
 from unisono.inference.ranks import RankBatches, RankMap, merged
-from unisono.inference.with_progress import WithProgress
 from unisono.primitives import pytree
-from unisono.primitives.dims import OutputRules
-from unisono.primitives.inputs import Arguments
 from unisono.runtime import devices as _devices
 from unisono.runtime.interrupts import critical, interruptibly
+from unisono.runtime.tracebacks import without_own_frames
 
-
-@dataclass(frozen=True)
-class Callee:
-    """What is called for each batch.
-
-    Attributes:
-        open_lanes: opens lanes on some devices.
-        devices: those of this process.
-        output_device: where outputs are.
-        function: the method whose inputs the batches are.
-        in_dims, rules: which axis of inputs and outputs has the rows.
-        communicator: the processes that compute the batches together; None: this one alone.
-        choice_for, timeout_s: as in `BatchMap`.
-    """
-
-    open_lanes: Callable[[Sequence[torch.device]], list[Lane]]
-    devices: list[torch.device]
-    output_device: torch.device
-    function: Callable[..., Any]
-    in_dims: Any
-    rules: OutputRules
-    communicator: Communicator | None
-    choice_for: Callable[[object, int, int], LaneChoice] | None
-    timeout_s: float | None
-
-    def outputs(self, batches: Iterable[Any]) -> BatchMap:
-        """Return the outputs of this process's batches."""
-        return BatchMap(batches, self.open_lanes, self.devices, self.numbers(), self.choice_for, self.timeout_s)
-
-    def numbers(self) -> Iterator[int]:
-        """Yield the numbers that this process's batches have among those of all processes."""
-        together = self.communicator
-        return itertools.count() if together is None else itertools.count(together.rank, together.world_size)
-
-    def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Return the number of rows of a batch.
-
-        Raises:
-            ValueError: it has none, or different ones.
-        """
-        rows = Arguments(args, kwargs, self.rules.dim, self.in_dims, self.function).rows
-        if rows is None:
-            raise ValueError(
-                "the rows of a batch cannot be counted, as it has no tensors with rows: evaluate weights batches by "
-                "their rows. Give tensors, or register the batches' class with unisono.register_batch_type"
-            )
-        return rows
+_NO_RICH = "progress=True shows a bar with rich, which is not installed: pip install rich, or leave progress out"
 
 
 def map_batches(callee: Callee, batches: Iterable[Any], batch_size: int | None, out: Any, progress: bool) -> Any:
@@ -79,14 +29,14 @@ def map_batches(callee: Callee, batches: Iterable[Any], batch_size: int | None, 
     outputs: OutputIterator
     communicator = callee.communicator
     if communicator is None:
-        outputs = callee.outputs(batches)
+        outputs = BatchMap(batches, callee)
     else:
         own_batches = RankBatches(batches, communicator)
-        outputs = RankMap(callee.outputs(own_batches), own_batches, communicator, callee.output_device)
+        outputs = RankMap(BatchMap(own_batches, callee), own_batches, communicator, callee.output_device)
     is_first = communicator is None or communicator.rank == 0
     num_batches = _length_of(batches) if is_first else 0
     if progress and is_first:
-        outputs = WithProgress(outputs, "map", num_batches)
+        outputs = _WithProgress(outputs, "map", num_batches)
     if filler is None:
         outputs.num_batches = num_batches
         return outputs
@@ -147,9 +97,9 @@ def _add_all(
             yield kwargs or args
 
     device = callee.output_device
-    outputs: OutputIterator = callee.outputs(inputs())
+    outputs: OutputIterator = BatchMap(inputs(), callee)
     if progress:
-        outputs = WithProgress(outputs, "evaluate", _length_of(batches))
+        outputs = _WithProgress(outputs, "evaluate", _length_of(batches))
     with outputs, torch.no_grad():
         for number, output in zip(callee.numbers(), outputs, strict=False):  # there are numbers without end
             target, rows = waiting.popleft()
@@ -166,3 +116,57 @@ def _length_of(batches: Iterable[Any]) -> int | None:
         return len(batches)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):  # a generator, or a loader over one
         return None
+
+
+class _WithProgress(OutputIterator):
+    """Outputs, with a bar on the terminal while they are iterated over: batches so far, and how many a second.
+
+    Args:
+        outputs: the outputs.
+        task: what the bar is called.
+        total: how many there will be; None: it is not known.
+
+    Raises:
+        ModuleNotFoundError: rich is missing.
+    """
+
+    def __init__(self, outputs: OutputIterator, task: str, total: int | None) -> None:
+        if importlib.util.find_spec("rich") is None:
+            raise ModuleNotFoundError(_NO_RICH)
+        self._outputs, self._task, self._total = outputs, task, total
+        self._progress: Progress | None = None
+        self._num_done = 0
+        self._started: float | None = None
+
+    @without_own_frames
+    def __next__(self) -> Any:
+        if self._progress is None:
+            self._progress = for_stderr()
+            self._progress.begin(self._task, self._total)
+        self._started = time.monotonic() if self._started is None else self._started
+        try:
+            output = next(self._outputs)
+        except BaseException as error:
+            self._num_done += not isinstance(error, StopIteration)
+            self._hide()
+            raise
+        self._num_done += 1
+        rate = self._num_done / max(time.monotonic() - self._started, 1e-9)
+        of_total = "" if self._total is None else f"/{self._total}"
+        self._progress.update(
+            self._task, self._num_done, self._total, f"{self._num_done}{of_total} batches, {rate:.1f}/s"
+        )
+        return output
+
+    def _hide(self) -> None:
+        if self._progress is not None:
+            self._progress.close()
+            self._progress = None
+
+    def close(self) -> None:
+        self._hide()
+        self._outputs.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_started"):
+            self._hide()

@@ -8,7 +8,6 @@ from unisono.inference.batches import Inputs, inputs_of
 from unisono.primitives.batch_types import batch_type_of
 
 _REDUCTIONS = ("mean", "sum")
-_EXPECTED = "expected a number, a 0-dim tensor, or a dict of these"
 
 
 def inputs_and_target(batch: Any) -> tuple[Inputs, Any]:
@@ -116,7 +115,8 @@ def _number(value: Any, name: str | None) -> float:
         with contextlib.suppress(TypeError, ValueError, RuntimeError):  # a tensor or an array of several numbers
             return float(value)
     shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
-    raise TypeError(f"{what} returned {type(value).__name__}{shape}: {_EXPECTED}")
+    expected = "expected a number, a 0-dim tensor, or a dict of these"
+    raise TypeError(f"{what} returned {type(value).__name__}{shape}: {expected}")
 
 
 def _names(numbers: Mapping[Any, float]) -> str:

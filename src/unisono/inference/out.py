@@ -13,18 +13,12 @@ from unisono.primitives.outputs import padded_axes
 
 @dataclass
 class _Target:
-    """A tensor that is filled.
-
-    Attributes:
-        axis: of the rows; None: it has none.
-        padding: how outputs that are shorter on other axes are padded; None: they have to be of one size.
-        num_filled: how many rows have been written.
-    """
+    """A tensor that is filled."""
 
     tensor: torch.Tensor
-    axis: int | None
-    padding: Padding | None
-    num_filled: int = 0
+    axis: int | None  # of the rows; None: it has none
+    padding: Padding | None  # how outputs that are shorter on other axes are padded; None: they have to be of one size
+    num_filled: int = 0  # how many rows have been written
 
     @property
     def num_rows(self) -> int | None:

@@ -32,7 +32,6 @@ from unisono.runtime.thread_pool import Outcome
 from unisono.runtime.tracebacks import without_own_frames
 
 _MAPPING = "the outputs of a map"
-_EVALUATING = "the results of an evaluation"
 _OUTPUT, _NO_MORE, _FAILED, _CLOSED = range(4)
 _SAMPLED = 64  # numbers of each tensor that are compared
 _DIFFERENT_BATCHES = (
@@ -169,7 +168,10 @@ class RankMap(OutputIterator):
             return
         for other, how in enumerate(statuses):
             if how == _OUTPUT:
-                self._gathered.append(Outcome(self._received(values[other]) if other else value))
+                if other:
+                    value = pickle.loads(values[other])
+                    value = pytree.map_all_tensors(lambda tensor: _devices.copy_to(tensor, self._device), value)
+                self._gathered.append(Outcome(value))
             elif how == _FAILED:
                 text = f"batch {number * world_size + other} has failed on rank {other}: {values[other]}"
                 self._gathered.append(Outcome(error=RuntimeError(text) if error is None or other else error))
@@ -186,9 +188,6 @@ class RankMap(OutputIterator):
         except Exception as error:  # noqa: BLE001 - raised when all ranks know of it
             return _FAILED, f"{type(error).__name__}: {error}", error
         return _OUTPUT, output, None
-
-    def _received(self, pickled: bytes) -> Any:
-        return pytree.map_all_tensors(lambda tensor: _devices.copy_to(tensor, self._device), pickle.loads(pickled))
 
     def _end(self) -> None:
         self._has_ended = True
@@ -223,15 +222,14 @@ def merged(communicator: Communicator, own_batches: RankBatches, totals: Totals,
         BaseException: `error`. RuntimeError: another process's, or batches that differ.
     """
     text = None if error is None else f"{type(error).__name__}: {error}"
-    all_ranks = communicator.all_gather_object((totals, own_batches.digest, text), _EVALUATING)
+    all_ranks = communicator.all_gather_object((totals, own_batches.digest, text), "the results of an evaluation")
     if error is not None:
         raise error
     for rank, (_, _, other) in enumerate(all_ranks):
         if other is not None:
             raise RuntimeError(f"the evaluation has failed on rank {rank}: {other}")
     _check_same_batches(digest for _, digest, _ in all_ranks)
-    first, *others = [other for other, _, _ in all_ranks]
-    for other in others:
-        first.merge(other)
-    result: Totals = first
+    result: Totals = all_ranks[0][0]
+    for other, _, _ in all_ranks[1:]:
+        result.merge(other)
     return result

@@ -38,7 +38,6 @@ exit status:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command to its parser; only what was given comes out of it."""
     parser.add_argument("--json", action="store_true", help="one JSON object, in bytes, seconds and parts of 1")
     parser.add_argument("--no-bandwidth", action="store_true", help="measure no copies between accelerators")
 

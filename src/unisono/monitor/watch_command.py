@@ -39,7 +39,6 @@ exit status:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command to its parser; only what was given comes out of it."""
     parser.add_argument("--once", action="store_true", help="show one sample and end")
     parser.add_argument("--json", action="store_true", help="print each sample as a line of JSON")
     every = f"seconds between samples (default: {_EVERY_S:g})"

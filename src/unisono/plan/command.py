@@ -5,20 +5,29 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
+from unisono import keep_freed_memory
+from unisono.bench.tasks import Task
 from unisono.console import options
 from unisono.console.errors import DONE, OptionError
 from unisono.console.files import expect_writable, write
 from unisono.console.options import TARGET, folder, number
+from unisono.console.targets import TargetError, current_folder_first, one_line
 from unisono.plan.allreduce import ALGORITHMS
 from unisono.plan.links import BYTES, LINKS, SECONDS, Cluster, parse_link, parse_quantity
-from unisono.plan.measure import measured_step
 from unisono.plan.plans import ScalingPlan, document
 from unisono.plan.prediction import BEST, MOST_BUCKETS, StepCost
-from unisono.runtime.devices import is_cpu
+from unisono.primitives.measured_shares import lower_quartile
+from unisono.runtime.devices import accelerators, is_cpu
 
 _BACKWARD_FRACTION = 2 / 3
 _DEFAULTS = {"bucket": "25MiB", "inside": "pcie3", "between": "25gbe"}
 _DEVICES_PER_MACHINE = 8
+_WARM_UP_STEPS = 3
+_FEWEST_STEPS, _MOST_STEPS = 5, 100
+_SECONDS = 5.0  # of measuring a step
 
 _time = functools.partial(parse_quantity, units=SECONDS)
 _size = functools.partial(parse_quantity, units=BYTES)
@@ -54,7 +63,6 @@ files in the output folder:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command to its parser; only what was given comes out of it."""
     inside, between, bucket = (f"(default: {_DEFAULTS[name]})" for name in ("inside", "between", "bucket"))
     machine = f"(default: {_DEVICES_PER_MACHINE}; 1 for a step measured on a CPU)"
     best = f"(default: {BEST}, the fastest of the others for each number of devices)"
@@ -91,7 +99,7 @@ def run(given: dict[str, Any]) -> int:
             if name in given:
                 raise OptionError(f"{target} would be measured: leave out {target}, or --{name}")
         print(f"measuring {target} on one device, for some seconds", flush=True)
-        step, device, rows = measured_step(target, bucket_bytes)
+        step, device, rows = _measured_step(target, bucket_bytes)
         print(f"measured with {rows} rows on {device}; other programs that run meanwhile make it slower\n", flush=True)
         if is_cpu(device) and "devices_per_machine" not in given:
             num_machine = 1
@@ -126,3 +134,29 @@ def _described_step(given: dict[str, Any], bucket_bytes: float) -> StepCost:
         )
     compute_s: float = given["compute"]
     return StepCost(compute_s, _BACKWARD_FRACTION * compute_s, given["gradients"], bucket_bytes)
+
+
+def _measured_step(target: str, bucket_bytes: float) -> tuple[StepCost, torch.device, int]:
+    """Take training steps for some seconds; return the cost of one, the device, and the rows of the batch.
+
+    The device is the first accelerator, or the CPU with all cores; times are lower quartiles.
+    """
+    task = Task.of_target(target)
+    device = next(iter(accelerators()), torch.device("cpu"))
+    keep_freed_memory()
+    try:
+        for module in (task.model, task.criterion):
+            if isinstance(module, nn.Module):
+                module.to(device)
+        step = task.shard(0, 1, device).stepper()
+        with current_folder_first():  # it may import more while it runs
+            estimate_s = min(step().whole_s for _ in range(_WARM_UP_STEPS))
+            number = max(_FEWEST_STEPS, min(round(_SECONDS / estimate_s), _MOST_STEPS))
+            steps = [step() for _ in range(number)]
+    except Exception as error:
+        raise TargetError(f"{target} could not be measured: {one_line(error)}") from error
+    gradient_bytes = sum(p.grad.nbytes for p in task.model.parameters() if p.grad is not None)
+    if not gradient_bytes:
+        raise TargetError(f"{target}: backward gave no parameter a gradient, so there is nothing to reduce")
+    whole_s, backward_s = (lower_quartile([getattr(s, part) for s in steps]) for part in ("whole_s", "backward_s"))
+    return StepCost(whole_s, backward_s, float(gradient_bytes), bucket_bytes), device, task.rows

@@ -133,18 +133,13 @@ _Maker: TypeAlias = Callable[[Sequence[torch.Tensor]], Any]  # makes a part that
 
 
 class _Taker(pickle.Pickler):
-    """Pickles a value without its tensors, and without batches of registered classes inside it.
-
-    Attributes:
-        tensors: those of the value.
-        makers: of the parts that are not pickled, by place.
-    """
+    """Pickles a value without its tensors, and without batches of registered classes inside it."""
 
     def __init__(self, stream: io.BytesIO, value: Any) -> None:
         super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
         self._value = value
-        self.tensors: list[torch.Tensor] = []
-        self.makers: list[_Maker] = []
+        self.tensors: list[torch.Tensor] = []  # those of the value
+        self.makers: list[_Maker] = []  # of the parts that are not pickled, by place
         self._places: dict[int, int] = {}  # id -> its maker
 
     def persistent_id(self, part: Any) -> int | None:

@@ -215,12 +215,11 @@ class Blueprint:
 
     def is_current(self, module: nn.Module) -> bool:
         """Return whether a blueprint of `module` would be the same as this one."""
-        return module is self.root and self.is_reusable and self.tracker.is_current() and self.tensors_are_current()
-
-    def tensors_are_current(self) -> bool:
-        """Return whether tensors' memory and flags are as they were, and no attribute has come to refer to any."""
-        if not self._tensor_snapshot.is_current():
+        if module is not self.root or not self.is_reusable or not self.tracker.is_current():
             return False
+        if not self._tensor_snapshot.is_current():  # their memory and flags
+            return False
+        # Has an attribute come to refer to a module or tensor?
         return not (self._to_search and any(references(attributes[name]) for attributes, name in self._to_search))
 
     @cached_property
@@ -231,7 +230,7 @@ class Blueprint:
         parameters need gradients. Modes are attributes that are bools, strings or None, as `training` is.
         """
         return (
-            *self.need_gradients(),
+            *[parameter.requires_grad for parameter in self.parameters.values()],
             *map(id, self.modules),
             *[module.training for module in self.modules],
             # One number, because a tuple is hashed as a whole each time that it is looked up.
@@ -248,10 +247,6 @@ class Blueprint:
     def attribute_dicts(self) -> list[dict[str, Any]]:
         """The dicts that hold what the modules have: attributes, children, parameters, buffers and hooks."""
         return attribute_dicts(self.modules)
-
-    def need_gradients(self) -> list[bool]:
-        """Return for each of the parameters whether it needs a gradient now."""
-        return [parameter.requires_grad for parameter in self.parameters.values()]
 
     def stamp(self, tensors: Mapping[int, torch.Tensor]) -> tuple[list[nn.Module], list["Link"]]:
         """Return the modules of a new replica, the root first; it has `tensors[id(t)]` for the live module's tensor t.

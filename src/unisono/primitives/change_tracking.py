@@ -203,15 +203,14 @@ class ChangeTracker:
 
         It sees what happens in a container of plain values, which is the live module's own.
         """
-        return self._attributes.is_current() and self._structure_is_current() and self._containers.take_plain()
-
-    def _structure_is_current(self) -> bool:
         classes = [*map(type, self._modules)]
         return (
-            self._registries.is_current()
+            self._attributes.is_current()
+            and self._registries.is_current()
             and self._name_sets == self._name_sets_before
             and classes == self._classes
             and [*map(_forward, dict.fromkeys(classes))] == self._forwards
+            and self._containers.take_plain()
         )
 
 

@@ -7,13 +7,24 @@ it, as in `torch.func.vmap`. `spread` turns such a rule into one entry a leaf.
 
 import contextlib
 import inspect
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from unisono.primitives import pytree
 
 _SCALAR_RULES = ("stack", "mean", "sum")
+_DIM_1 = (
+    "{name}(batch_first=False) has its rows on axis 1, in its input, its output and its hidden state, and DataParallel "
+    "with dim=0 splits and joins axis 0. Write DataParallel(module, ..., dim=1)."
+)
+_OUT_DIMS = (
+    "{name}(batch_first=True) has the rows of its hidden state on axis 1, and DataParallel with dim=0 joins it on axis "
+    "0. Write DataParallel(module, ..., out_dims=(0, 1))."
+)
 
 
 class Padding:
@@ -61,19 +72,12 @@ def pad(dim: int | Sequence[int], value: float = 0, *, rows: int | None = None) 
 
 @dataclass(frozen=True)
 class OutputRules:
-    """How outputs are joined.
+    """How outputs are joined."""
 
-    Attributes:
-        dim: the axis of the rows where `out_dims` has no entry.
-        out_dims: `...` (left out), or axes, None and `Padding`s, nested like the output.
-        scalars: "stack", "mean", "sum" or "mean:name", or these nested like the output.
-        amounts: over how much each replica's "mean" is; None: over its rows.
-    """
-
-    dim: int
-    out_dims: Any = ...
-    scalars: Any = "stack"
-    amounts: Sequence[float] | None = None
+    dim: int  # the axis of the rows where `out_dims` has no entry
+    out_dims: Any = ...  # `...` (left out), or axes, None and `Padding`s, nested like the output
+    scalars: Any = "stack"  # "stack", "mean", "sum" or "mean:name", or these nested like the output
+    amounts: Sequence[float] | None = None  # over how much each replica's "mean" is; None: over its rows
 
     def axes(self, output: pytree.Spec) -> tuple[list[int | None], list[Padding | None]]:
         """Return for every leaf of an output the axis of its rows, None for a whole one, and how it is padded."""
@@ -82,6 +86,24 @@ class OutputRules:
         rows = [self.dim if padding is None or padding.rows is None else padding.rows for padding in paddings]
         axes = [entry if padding is None else row for entry, padding, row in zip(entries, paddings, rows, strict=True)]
         return axes, paddings
+
+
+def warn_if_rows_elsewhere(module: nn.Module, dim: int, out_dims: Any) -> None:
+    """Warn if `module` is a recurrent layer, and nothing says where its rows are. For a wrapper's constructor.
+
+    `torch.nn.RNN`, `LSTM` and `GRU` return two values with rows on different axes:
+
+        batch_first   input and output          hidden state
+        False         (steps, rows, features)   (layers, rows, features)
+        True          (rows, steps, features)   (layers, rows, features)
+
+    A wrapper that is told nothing splits and joins all of them on axis 0, as torch's does: without an error, and with
+    other numbers than those of one device. Only a layer that is wrapped itself is known to be used like this: a model
+    around it may transpose its rows.
+    """
+    if isinstance(module, nn.RNNBase) and dim == 0 and out_dims is ...:
+        said = _OUT_DIMS if module.batch_first else _DIM_1
+        warnings.warn(said.format(name=type(module).__name__), UserWarning, stacklevel=3)
 
 
 def check_dim(dim: object) -> int:

@@ -44,21 +44,13 @@ _PATIENCE = 8  # timed steps in a row that have left it before it is measured ag
 
 
 class StepTime(NamedTuple):
-    """One step that was timed.
+    """One step that was timed."""
 
-    Attributes:
-        weights: the shares that it had.
-        sizes: the rows of each replica, 0 for those that had none.
-        replica_s: how long each replica took; empty where that is not known.
-        seconds: how long the whole step took.
-        most_rows: how many rows fit in each replica's memory.
-    """
-
-    weights: Weights
-    sizes: Sequence[int]
-    replica_s: Sequence[float]
-    seconds: float
-    most_rows: Sequence[float]
+    weights: Weights  # the shares that it had
+    sizes: Sequence[int]  # the rows of each replica, 0 for those that had none
+    replica_s: Sequence[float]  # how long each replica took; empty where that is not known
+    seconds: float  # how long the whole step took
+    most_rows: Sequence[float]  # how many rows fit in each replica's memory
 
 
 def join_single_rows(sizes: Sequence[int]) -> list[int]:
@@ -82,18 +74,12 @@ class MeasuredShares:
     Args:
         devices: their names in messages, as `device_ids` has them.
         kind: of the calls, in messages.
-
-    Attributes:
-        weights: those of the next step.
-        on_first_device: whether these are the first device's alone.
-        is_frozen: whether they are chosen.
-        skip: how many steps follow that are not timed, minus 1.
     """
 
-    weights: Weights
-    on_first_device: bool
-    is_frozen: bool
-    skip: int
+    weights: Weights  # those of the next step
+    on_first_device: bool  # whether these are the first device's alone
+    is_frozen: bool  # whether they are chosen
+    skip: int  # how many steps follow that are not timed, minus 1
     _rows: int  # of the batches that are measured; 0 before the first
     _strikes: int  # timed steps in a row that are not like those
 
@@ -127,7 +113,10 @@ class MeasuredShares:
             if self._strikes >= self._patience:
                 self._begin_anew(rows, step.seconds)
             elif is_similar and not self.is_frozen:
-                self._advance(step)
+                try:
+                    self._use(self._measurement.send(step))
+                except StopIteration as end:
+                    self._freeze(end.value)
 
     # ---- state ----
 
@@ -142,12 +131,6 @@ class MeasuredShares:
 
     def _use(self, weights: Weights) -> None:
         self.weights, self.on_first_device = weights, not any(weights[1:])
-
-    def _advance(self, step: StepTime) -> None:
-        try:
-            self._use(self._measurement.send(step))
-        except StopIteration as end:
-            self._freeze(end.value)
 
     def _freeze(self, weights: Weights) -> None:
         self._use(weights)
@@ -212,7 +195,7 @@ class MeasuredShares:
             return []
         fastest = min(self._replica_s, key=self._row_s)
         sizes = self._split(self._rows, fastest)
-        seconds = [_lower_quartile(times) for times in zip(*self._replica_s[fastest], strict=True)]
+        seconds = [lower_quartile(times) for times in zip(*self._replica_s[fastest], strict=True)]
         speeds = [size / max(s, 1e-9) for size, s in zip(sizes, seconds, strict=True)]
         if max(seconds) * sum(speeds) < self._rows * _WORTH_A_TRIAL:
             return []
@@ -245,7 +228,7 @@ class MeasuredShares:
         return join_single_rows(split_rows(rows, len(weights), weights))
 
     def _row_s(self, weights: Weights) -> float:
-        return _lower_quartile(self._times[weights])
+        return lower_quartile(self._times[weights])
 
     def _is_slower(self, weights: Weights, best: Weights) -> bool:
         """Return whether weights are slower than the best ones by much, and noise is not why."""
@@ -272,5 +255,10 @@ class MeasuredShares:
             self._begin()
 
 
-def _lower_quartile(times: Sequence[float]) -> float:
-    return sorted(times)[(len(times) - 1) // 4]
+def lower_quartile(values: Sequence[float]) -> float:
+    """Return the value that a quarter of the others are below.
+
+    >>> lower_quartile([5.0, 1.0, 2.0, 4.0, 3.0])
+    2.0
+    """
+    return sorted(values)[(len(values) - 1) // 4]

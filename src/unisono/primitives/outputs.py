@@ -1,18 +1,19 @@
 """Outputs: the replicas' outputs, matched leaf by leaf and joined into one value."""
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from types import NoneType
 from typing import Any
 
 import torch
+from torch import nn
 
 from unisono.primitives import batch_types, pytree
 from unisono.primitives.batch_types import batch_type_of
 from unisono.primitives.dims import OutputRules, Padding, spread
-from unisono.primitives.iterables import why_whole
+from unisono.primitives.object_state import same_state, state_of
 from unisono.primitives.placements import (
     PaddedShard,
     Placement,
@@ -49,16 +50,13 @@ _DIFFERENT_LENGTHS = (
 class Outputs:
     """The replicas' outputs, matched leaf by leaf.
 
-    Attributes:
-        groups: the tensors that are to be joined.
-
     Raises:
         ValueError: outputs that do not fit together; TypeError: outputs of a type that cannot be gathered.
     """
 
     def __init__(self, outputs: Sequence[Any], rules: OutputRules, sizes: Sequence[int] | None) -> None:
         """Match outputs; `sizes` are the replicas' rows, None if unknown (then there is no "mean")."""
-        self.groups: list[Group] = []
+        self.groups: list[Group] = []  # the tensors that are to be joined
         self._means_over = sizes if rules.amounts is None else rules.amounts
         self._paths, self._given = ["output"], [tuple(outputs)]
         self._is_tensor = _TENSOR.issuperset(map(type, outputs))
@@ -226,9 +224,52 @@ def _with_objects_taken_apart(outputs: Sequence[Any], objects: Sequence[tuple[An
 
 def _taken_apart(whole: Collection[int], leaf: Any) -> Any:
     """Return an object as its items, and these likewise; those with ids in `whole`, and other leaves, as they are."""
-    if not _is_object(leaf) or id(leaf) in whole or why_whole(leaf):
+    if not _is_object(leaf) or id(leaf) in whole or _why_whole(leaf):
         return leaf
     return pytree.Items(type(leaf), [pytree.map_leaves(partial(_taken_apart, whole), item) for item in leaf])
+
+
+_NOTHING_TO_JOIN = "it has no rows to join"
+_NOT_MADE_AGAIN = "its class does not make the same object again from what iterating over it yields"
+
+
+def _why_whole(value: Any) -> str | None:
+    """Return why an object of an unknown class cannot be joined from its items; None if it can.
+
+    torch's gather makes every class that it does not know anew, `type(output)(joined items)`, from what iterating over
+    it yields. That loses whatever iterating does not yield: rows, or what the constructor cannot compute from them. So
+    an object is taken apart only if its class makes the same object again from its own items.
+    """
+    if isinstance(value, Set):
+        return "a set has no order by which the replicas' items could be matched"
+    if not isinstance(value, Iterable) or isinstance(value, Iterator | Mapping | nn.Module | range | memoryview):
+        return _NOTHING_TO_JOIN
+    try:
+        with torch.no_grad():
+            heads = [next(iter(value), None) for _ in range(2)]
+            if not isinstance(heads[0], Iterable) and heads[0] is not None and pytree.children(heads[0]) is None:
+                return _NOTHING_TO_JOIN  # numbers, say, of an array
+            if [*map(id, _tensors_in(heads[:1]))] != [*map(id, _tensors_in(heads[1:]))]:
+                return "iterating over it makes new tensors each time"
+            items = list(value)
+            again: Any = type(value)(iter(items))  # type: ignore[call-arg]
+            tensors, tensors_again = _tensors_in(items), _tensors_in(list(again))
+    except Exception:  # noqa: BLE001 - the code of a user's class
+        return _NOT_MADE_AGAIN
+    if [(t.shape, t.dtype) for t in tensors] != [(t.shape, t.dtype) for t in tensors_again]:
+        return _NOT_MADE_AGAIN
+    same = same_state(_state_beside(tensors, value), _state_beside(tensors_again, again))
+    return None if same else _NOT_MADE_AGAIN
+
+
+def _tensors_in(items: list[Any]) -> list[torch.Tensor]:
+    return [tensor for _, tensor in pytree.tensors(items)]
+
+
+def _state_beside(items: list[torch.Tensor], value: Any) -> dict[str, Any]:
+    """Return what `value` holds, with each of the tensors that iterating yields replaced by its number."""
+    numbers = {id(tensor): (number,) for number, tensor in enumerate(items)}
+    return {path: numbers.get(id(held), held) for path, held in state_of(value).items()}
 
 
 def padded_axes(path: str, tensor: torch.Tensor, rows: int, padding: Padding) -> tuple[int, ...]:
@@ -325,7 +366,7 @@ def _common_value(path: str, given: tuple[Any, ...], whole: bool) -> Any:
         if any(value != first for value in given):
             raise pytree.disagreement(path, "values", [repr(value) for value in given])
         return first
-    reason, remedy = why_whole(first), "tensors, numbers or strings, in tuples, lists, dicts or dataclasses"
+    reason, remedy = _why_whole(first), "tensors, numbers or strings, in tuples, lists, dicts or dataclasses"
     if hasattr(first, "__array__"):  # numpy's, say
         reason = f"outputs are tensors, or containers of them: {reason}"
         remedy = "the tensor itself (without .numpy()), or torch.as_tensor(array), and convert the gathered output"

@@ -56,13 +56,9 @@ def check_have_data(verb: str, value: Any, path: str) -> None:
 
 
 class Placement(abc.ABC):
-    """How one tensor is distributed over the replicas.
+    """How one tensor is distributed over the replicas."""
 
-    Attributes:
-        needs_every_part: whether a missing part must be replaced by zeros before joining.
-    """
-
-    needs_every_part = False
+    needs_every_part = False  # whether a missing part must be replaced by zeros before joining
 
     @abc.abstractmethod
     def part(self, tensor: torch.Tensor, index: int) -> torch.Tensor | None:

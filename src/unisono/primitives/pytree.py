@@ -58,17 +58,11 @@ def children(value: object) -> dict[Any, Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """The structure of a value.
+    """The structure of a value."""
 
-    Attributes:
-        value: the container, like which another one is made; or the leaf.
-        keys: of its children: indices, keys or field names; None for a leaf.
-        specs: of its children.
-    """
-
-    value: Any
-    keys: tuple[Any, ...] | None = None
-    specs: tuple["Spec", ...] = ()
+    value: Any  # the container, like which another one is made; or the leaf
+    keys: tuple[Any, ...] | None = None  # of its children: indices, keys or field names; None for a leaf
+    specs: tuple["Spec", ...] = ()  # of its children
 
     def paths(self, path: str = "") -> Iterator[str]:
         """Yield the path to each leaf, in order; it reads like `[0]['mask'].lengths`."""

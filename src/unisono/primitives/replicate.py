@@ -90,17 +90,12 @@ def check_device(root: nn.Module, tensors: Iterable[torch.Tensor], device: torch
 
 
 class unchanged_on_failure:  # noqa: N801 - a context manager, as a class because a step enters it each time
-    """Restores the buffers if the block raises: a step that fails changes nothing.
+    """Restores the buffers if the block raises: a step that fails changes nothing."""
 
-    Attributes:
-        buffers: these, in lists of one kind each (`torch_private.of_one_kind`).
-        before: copies of them from when the block began.
-    """
-
-    before: list[list[torch.Tensor]]
+    before: list[list[torch.Tensor]]  # copies of them from when the block began
 
     def __init__(self, buffers: Sequence[list[torch.Tensor]]) -> None:
-        self.buffers = buffers
+        self.buffers = buffers  # in lists of one kind each (`torch_private.of_one_kind`)
 
     def __enter__(self) -> None:
         self.before = [*map(torch_private.clones, self.buffers)]

@@ -5,7 +5,7 @@ list of strings. So pictures of several sizes are split along their channels, an
 """
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, TypeVar
 
@@ -73,9 +73,16 @@ def warn_of_whole_lists(inputs: Spec, name: str, leaves: Iterator[tuple[Any, int
         leaves: its leaves, each with the axis of its rows; None: every replica gets it on purpose.
         rows: of the batch.
     """
+
+    def stays(leaf: Any, axis: int | None) -> bool:  # it is split, or whole on purpose
+        return axis is None or isinstance(leaf, torch.Tensor) or batch_type_of(leaf) is not None
+
+    def is_whole(value: Any, inside: list[bool]) -> bool:
+        return len(inside) == rows > 1 and not any(inside) and _may_be_samples(value)
+
     wholes: list[tuple[Any, ...]] = []
     for key, spec in zip(inputs.keys or (), inputs.specs, strict=True):
-        _find_wholes(spec, (key,), leaves, rows, wholes)
+        _find_lists(spec, (key,), leaves, stays, is_whole, wholes)
     for keys in wholes:
         in_dims: Any = None
         for key in reversed(keys):
@@ -87,31 +94,32 @@ def warn_of_whole_lists(inputs: Spec, name: str, leaves: Iterator[tuple[Any, int
         )
 
 
-# These call themselves, so they are no closures: one that refers to itself is a cycle, which would keep the batch.
-
-
-def _find_wholes(
+def _find_lists(
     spec: Spec,
     keys: tuple[Any, ...],
     leaves: Iterator[tuple[Any, int | None]],
-    rows: int,
-    wholes: list[tuple[Any, ...]],
+    is_counted: Callable[[Any, int | None], bool],
+    is_found: Callable[[Any, list[bool]], bool],
+    found: list[tuple[Any, ...]],
 ) -> bool:
-    """Return whether something in an input is split, or whole on purpose; add the paths to lists to be warned of.
+    """Return whether a leaf of a structure is counted; add the paths of the containers that are found.
+
+    It calls itself, so it is no closure: one that refers to itself is a cycle, which would keep the batch.
 
     Args:
         keys: the path to `spec`.
-        leaves: takes those of `spec`.
-        wholes: gets the paths.
+        leaves: takes those of `spec`, each with the axis of its rows.
+        is_counted: says it of a leaf.
+        is_found: says it of a container, by what is inside: whether a leaf in each child is counted.
+        found: gets the paths.
     """
     if spec.keys is None:
-        leaf, axis = next(leaves)
-        return axis is None or isinstance(leaf, torch.Tensor) or batch_type_of(leaf) is not None
+        return is_counted(*next(leaves))
     pairs = zip(spec.keys, spec.specs, strict=True)
-    stays = [_find_wholes(child, (*keys, key), leaves, rows, wholes) for key, child in pairs]
-    if len(stays) == rows > 1 and not any(stays) and _may_be_samples(spec.value):
-        wholes.append(keys)
-    return any(stays)
+    inside = [_find_lists(child, (*keys, key), leaves, is_counted, is_found, found) for key, child in pairs]
+    if is_found(spec.value, inside):
+        found.append(keys)
+    return any(inside)
 
 
 def _may_be_samples(value: Any) -> bool:
@@ -129,35 +137,21 @@ def warn_of_joined_entries(
         leaves: its leaves, each replica's, each with the axis of its rows.
         sizes: the replicas' rows.
     """
+
+    def have_other_rows(given: tuple[Any, ...], axis: int | None) -> bool:
+        return any(_has_other_rows(each, axis, size) for each, size in zip(given, sizes, strict=True))
+
+    def is_joined(value: Any, inside: list[bool]) -> bool:
+        return type(value) is list and {len(inside)} == {*sizes} != {1} and any(inside)
+
     joined: list[tuple[Any, ...]] = []
-    _find_joined(output, (), leaves, sizes, joined)
+    _find_lists(output, (), leaves, have_other_rows, is_joined, joined)
     for keys in joined:
         warn_once(
             f"{_path(output, 'output', keys)} is a list with as many entries as each replica has rows: the first "
             "entries of all replicas are joined, then the second ones, and so on. If each belongs to a row, return "
             "unisono.SampleList(entries)."
         )
-
-
-def _find_joined(
-    spec: Spec,
-    keys: tuple[Any, ...],
-    leaves: Iterator[tuple[tuple[Any, ...], int | None]],
-    sizes: Sequence[int],
-    joined: list[tuple[Any, ...]],
-) -> bool:
-    """Return whether a tensor in a part of the output has other rows; add the paths to lists to be warned of.
-
-    The arguments are those of `_find_wholes`.
-    """
-    if spec.keys is None:
-        given, axis = next(leaves)
-        return any(_has_other_rows(each, axis, size) for each, size in zip(given, sizes, strict=True))
-    pairs = zip(spec.keys, spec.specs, strict=True)
-    differ = [_find_joined(child, (*keys, key), leaves, sizes, joined) for key, child in pairs]
-    if type(spec.value) is list and {len(differ)} == {*sizes} != {1} and any(differ):
-        joined.append(keys)
-    return any(differ)
 
 
 def _path(spec: Spec, path: str, keys: Sequence[Any]) -> str:

@@ -1,6 +1,7 @@
 """A profile: the steps of one wrapper, where their time goes, and the files for people who want to see it."""
 
 import contextlib
+import json
 import statistics
 import threading
 import time
@@ -12,7 +13,6 @@ from typing import Any
 
 from unisono.console.files import replaced
 from unisono.console.tables import table
-from unisono.profiling import chrome_trace
 from unisono.profiling.steps import PHASES, ProfiledStep, lanes_of, steps_of
 from unisono.runtime import timeline
 from unisono.runtime.devices import DeviceClock
@@ -109,7 +109,7 @@ class Profile:
             OSError: the file cannot be written.
         """
         with replaced(Path(path)) as unfinished:
-            unfinished.write_text(chrome_trace.text(self.steps(), self.model, self.rank))
+            unfinished.write_text(_chrome_trace(self.steps(), self.model, self.rank))
 
     def draw(self, path: str | Path) -> None:
         """Draw some steps, one lane a replica, and what share of a step each phase takes, as a PNG; needs matplotlib.
@@ -161,3 +161,27 @@ class Profile:
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy of a wrapper is not profiled
+
+
+def _chrome_trace(steps: Sequence[ProfiledStep], model: str, rank: int) -> str:
+    """Return a Chrome trace: what each lane did in each step, and the names of the lanes.
+
+    One process, whose number is the rank; one thread a lane. Its events are complete ones ("ph": "X") in microseconds
+    from the first step on, as the Trace Event Format of Chromium defines them.
+    """
+    lanes = list(dict.fromkeys(lane for step in steps for lane in step.lanes))
+    found = [_name("process_name", rank, 0, f"{model}, rank {rank}")]
+    found += [_name("thread_name", rank, number, lane) for number, lane in enumerate(lanes)]
+    for number, step in enumerate(steps):
+        for lane, spans in step.lanes.items():
+            args = {"step": number} | ({"rows": step.rows[lane]} if lane in step.rows else {})
+            place = {"ph": "X", "pid": rank, "tid": lanes.index(lane), "args": args}
+            found += [
+                {"name": phase, "ts": 1e6 * (began - steps[0].began), "dur": 1e6 * (ended - began), **place}
+                for phase, began, ended in spans
+            ]
+    return json.dumps({"traceEvents": found, "displayTimeUnit": "ms"})
+
+
+def _name(what: str, rank: int, lane: int, name: str) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": rank, "tid": lane, "args": {"name": name}}

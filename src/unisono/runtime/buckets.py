@@ -41,17 +41,12 @@ class Form(NamedTuple):
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors of one dtype, on one device, that are sent together.
-
-    Attributes:
-        items: the tensors' numbers and forms.
-        aligned_bytes: each tensor begins at a multiple of this; 1 leaves no gaps.
-    """
+    """Tensors of one dtype, on one device, that are sent together."""
 
     dtype: torch.dtype
     device: torch.device
-    items: tuple[tuple[int, Form], ...]
-    aligned_bytes: int = 1
+    items: tuple[tuple[int, Form], ...]  # the tensors' numbers and forms
+    aligned_bytes: int = 1  # each tensor begins at a multiple of this; 1 leaves no gaps
 
     @property
     def num_entries(self) -> int:

@@ -35,15 +35,12 @@ T = TypeVar("T")
 
 
 class Purpose(abc.ABC):
-    """What an all-gather is for: each use has a subclass, and its requests carry that class.
+    """What an all-gather is for: each use has a subclass, and its requests carry that class."""
 
-    Attributes:
-        went_different_ways: the error where the data leads the replicas different ways; {ways} is where each one is.
-        needs_withdrawn: whether the result needs the values of replicas that have withdrawn. If not, it has the
-            others' values, and a request's value says whether an exception is on its way through the replica.
-    """
-
+    # The error where the data leads the replicas different ways; {ways} is where each one is.
     went_different_ways: ClassVar[str]
+    # Whether the result needs the values of replicas that have withdrawn. If not, it has the others' values, and a
+    # request's value says whether an exception is on its way through the replica.
     needs_withdrawn: ClassVar[bool] = True
 
     @staticmethod
@@ -54,15 +51,11 @@ class Purpose(abc.ABC):
 
 @dataclass(frozen=True)
 class Result:
-    """The result of an all-gather, which the replicas of a process share.
+    """The result of an all-gather, which the replicas of a process share."""
 
-    Attributes:
-        values: the replicas' values, in replica order. With a cross-process all-gather: each process's value, by rank.
-        number: identifies this all-gather, for the one in backward.
-    """
-
+    # The replicas' values, in replica order. With a cross-process all-gather: each process's value, by rank.
     values: dict[int, Any]
-    number: int
+    number: int  # identifies this all-gather, for the one in backward
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
     _combined: list[Any] = field(default_factory=list, repr=False, compare=False)
 
@@ -89,19 +82,12 @@ class CrossProcess(Protocol):
 
 
 class Request(NamedTuple):
-    """What a replica submits to take part in an all-gather.
+    """What a replica submits to take part in an all-gather."""
 
-    Attributes:
-        purpose: what it is for.
-        name: of what is exchanged.
-        value: the replica's value.
-        forward: in backward, the number of the all-gather in forward that this is the backward of.
-    """
-
-    purpose: type[Purpose]
-    name: str
-    value: Any
-    forward: int | None = None
+    purpose: type[Purpose]  # what it is for
+    name: str  # of what is exchanged
+    value: Any  # the replica's value
+    forward: int | None = None  # in backward, the number of the all-gather in forward that this is the backward of
 
     @property
     def key(self) -> tuple[type[Purpose], str, int | None]:

@@ -5,16 +5,18 @@ import atexit
 import contextlib
 import os
 import sys
-from functools import partial
+from collections.abc import Callable, Iterator
+from functools import partial, wraps
 from typing import Any
 
-from unisono.console.device_option import choose_devices
+import torch
+
+from unisono.console.device_option import choose_devices, describe
 from unisono.console.errors import OptionError
 from unisono.console.options import OF_WRAPPERS, add_options_of_wrappers, expect_weights
 from unisono.distributed.environment import started_by_launcher
 from unisono.runtime import devices as _devices
-from unisono.scripts import summary
-from unisono.scripts.gpu_count import counted_as_gpus
+from unisono.scripts.activity import Report
 from unisono.scripts.install import Installation, install
 from unisono.scripts.main_program import ProgramError, find_module, find_script, run_program
 
@@ -22,6 +24,12 @@ _COUNT_REPLICAS = (
     ". If it makes one only where there are several GPUs: unisono run --devices 'cpu*2' --count-replicas answers with "
     "the number of the replicas"
 )
+
+_NO_WRAPPER = (
+    "the script made no torch.nn.DataParallel that is unisono's in this process, and called none of the functions "
+    "beside it: it ran as with python alone"
+)
+_PLAIN = "no accelerator, where the plain module runs (--devices 'cpu*2' makes two replicas)"
 
 SUMMARY = "run a script of yours with unisono in the place of torch.nn.DataParallel"
 
@@ -48,7 +56,6 @@ exit status:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command to its parser; only what was given comes out of it."""
     parser.usage = "unisono run [options] (SCRIPT | -m MODULE) [ARGUMENT ...]"
     program = "a file, a folder with a __main__.py, or -; all that follows are its own arguments"
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="SCRIPT", help=program)
@@ -121,7 +128,7 @@ class _Ending:
         if report is None or os.getpid() != self._process or os.environ.get("RANK", "0") != "0":
             return  # a child that the script has forked, and another rank, have no line of their own
         world_size = int(os.environ.get("WORLD_SIZE") or 1)
-        text = f"unisono run: {summary.line(report, world_size, self._advice)}"
+        text = f"unisono run: {closing_line(report, world_size, self._advice)}"
         with contextlib.suppress(AttributeError, ValueError, OSError):
             sys.stdout.flush()  # the closing line comes after all that the script has printed
         with contextlib.suppress(ValueError, OSError):  # the script has closed it, or nothing reads it any more
@@ -133,3 +140,64 @@ def _among_several() -> bool:
         return started_by_launcher()
     except RuntimeError as error:
         raise OptionError(error) from error
+
+
+@contextlib.contextmanager
+def counted_as_gpus(count: int) -> Iterator[None]:
+    """Let `device_count()` of torch.cuda and torch.accelerator be `count` for all but torch and unisono.
+
+    Many scripts wrap their model only `if torch.cuda.device_count() > 1:`. To try these on the CPU, the count that a
+    script reads can be that of the replicas. `torch.cuda.is_available()` stays true to the machine, and torch itself
+    and unisono get the true count.
+    """
+    true_counts = [(module, module.device_count) for module in (torch.cuda, torch.accelerator)]
+    for module, device_count in true_counts:
+        module.device_count = _answering(device_count, count)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for module, device_count in true_counts:
+            module.device_count = device_count  # type: ignore[attr-defined]
+
+
+def _answering(device_count: Callable[[], int], count: int) -> Callable[[], int]:
+    @wraps(device_count)
+    def answer() -> int:
+        asker = str(sys._getframe(1).f_globals.get("__name__", "")).partition(".")[0]
+        return device_count() if asker in ("torch", "unisono") else count
+
+    return answer
+
+
+def closing_line(report: Report, world_size: int = 1, advice: str = "") -> str:
+    """Return one line of plain ASCII for people: that of rank 0; with advice, if the script has made no wrapper."""
+    if not report.devices and not report.functions:
+        return _NO_WRAPPER + advice
+    parts = [f"rank 0 of {world_size}"] if world_size > 1 else []
+    several = any(len(devices) > 1 for devices in report.devices)
+    if report.devices:
+        number = _counted(len(report.devices), "wrapper")
+        wheres = [describe(devices) if devices else _PLAIN for devices in report.devices]
+        parts.append(f"{number} on {' and '.join(dict.fromkeys(wheres))}")
+    if report.functions:
+        parts.append("calls of " + ", ".join(f"{name} {count:,}" for name, count in report.functions.items()))
+    if report.forwards:
+        rate = f", {report.rows / report.seconds:,.0f} rows/s" if report.seconds else ""
+        parts.append(f"{_counted(report.rows, 'row')} in {_counted(report.forwards, 'forward')}{rate}")
+        parts.append(_phases(report, several))
+    elif report.devices:
+        parts.append("no forward")
+    return "; ".join(filter(None, parts))
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def _phases(report: Report, several: bool) -> str:
+    """Return the share of each phase in the time since the first forward; of one device backward is not known."""
+    rest_s = max(0.0, report.seconds - report.forward_s - report.backward_s)
+    rest = "the rest of the script" if several else "backward and the rest of the script"
+    seconds = {"forward": report.forward_s, "backward": report.backward_s, rest: rest_s}
+    shares = {name: f"{of_phase / sum(seconds.values()):.0%}" for name, of_phase in seconds.items()}
+    return ", ".join(f"{name} {share}" for name, share in shares.items() if share != "0%")

@@ -26,9 +26,9 @@ from unisono.primitives.scatter_gather import gather, scatter, scatter_kwargs
 from unisono.runtime import devices as _devices
 from unisono.runtime.devices import DeviceLike
 from unisono.runtime.errors import log_once
-from unisono.scripts import replacement, trainer
+from unisono.scripts import replacement, trainer, wrapper
 from unisono.scripts.activity import Report
-from unisono.scripts.wrapper import TORCHS_MODULE, DataParallel, Settings, set_settings, settings
+from unisono.scripts.wrapper import TORCHS_MODULE, DataParallel, Settings
 
 # torch's modules, and which names in them are replaced. Some names are both a module's and a function's.
 _NAMES = {
@@ -89,11 +89,11 @@ def install(
     }
     some = devices or ["cpu"] * (1 if isinstance(shares, str) else len(shares))
     OwnDataParallel(nn.Identity(), some, process_group=False, **options)  # which checks them
-    now = settings()
+    now = wrapper.installed
     if now is not None:
-        set_settings(Settings(devices, options, now.activity))
+        wrapper.installed = Settings(devices, options, now.activity)
         return Installation((), now)
-    set_settings(Settings(devices, options))
+    wrapper.installed = Settings(devices, options)
     type.__setattr__(_torchs["DataParallel"], "__init__", _noted_init)
     trainer.adapt_when_imported()
     return Installation(_replace(_torchs, _ours))
@@ -117,14 +117,14 @@ class Installation:
 
     def uninstall(self) -> None:
         """Put torch's names back, in every module; does nothing if they are back already."""
-        set_settings(None)
+        wrapper.installed = None
         type.__setattr__(_torchs["DataParallel"], "__init__", _torchs_init)
         _replace(_ours, _torchs)
         trainer.stop_waiting()
 
     def report(self) -> Report | None:
         """Return what wrappers have done so far; None after `uninstall`."""
-        now = settings()
+        now = wrapper.installed
         return None if now is None else now.activity.report()
 
     def __enter__(self) -> "Installation":
@@ -134,8 +134,8 @@ class Installation:
         """Uninstall; or, where unisono was installed already, put the options back that held before."""
         if self._before is None:
             self.uninstall()
-        elif settings() is not None:
-            set_settings(self._before)
+        elif wrapper.installed is not None:
+            wrapper.installed = self._before
 
     def __repr__(self) -> str:
         return f"unisono.install: {', '.join(self.replaced) or 'options only, the names were replaced already'}"
@@ -184,7 +184,7 @@ def _verb(verb: Callable[..., Any], argument: str) -> Callable[..., Any]:
 
     @functools.wraps(verb)
     def installed(*args: Any, **kwargs: Any) -> Any:
-        now = settings()
+        now = wrapper.installed
         if now is None:
             return verb(*args, **kwargs)
         now.activity.add_call(verb.__name__)
@@ -205,7 +205,7 @@ def _installed_data_parallel(
     dim: int = 0,
     module_kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    now = settings()
+    now = wrapper.installed
     if now is None:
         return data_parallel(module, inputs, device_ids, output_device, dim, module_kwargs)
     now.activity.add_call("data_parallel")

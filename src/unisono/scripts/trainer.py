@@ -34,14 +34,9 @@ _UNKNOWN = (
 )
 
 
-def is_imported() -> bool:
-    """Return whether the program has imported the Trainer."""
-    return _MODULE in sys.modules
-
-
 def adapt_when_imported() -> None:
     """Change the Trainer, now or as soon as the program imports it."""
-    if is_imported():
+    if _MODULE in sys.modules:
         _adapt(sys.modules[_MODULE])
     else:
         sys.meta_path.insert(0, _TrainerFinder())

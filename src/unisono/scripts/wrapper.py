@@ -45,18 +45,7 @@ class Settings:
     activity: Activity = field(default_factory=Activity)  # what counts the rows
 
 
-_installed: list[Settings] = []  # the settings, if unisono is installed: one entry or none
-
-
-def settings() -> Settings | None:
-    """Return what holds for wrappers; None while unisono is not installed."""
-    return _installed[0] if _installed else None
-
-
-def set_settings(new: Settings | None) -> None:
-    """Let these settings hold from now on."""
-    _installed[:] = [new] if new is not None else []
-
+installed: Settings | None = None  # what holds for wrappers; None while unisono is not installed
 
 # Torch's wrapper has no such options: a script's subclass may have attributes with these names.
 _NOT_TORCHS = {"loss", "process_group", "rescue", "timeout"}
@@ -110,7 +99,7 @@ class DataParallel(OwnDataParallel, metaclass=_NamedAsTorchs):
             return
         before = set(self.__dict__)
         given = (None if device_ids is None else list(device_ids), output_device, dim)
-        now = settings() or Settings()
+        now = installed or Settings()
         if now.devices is not None:
             device_ids, output_device = now.devices, _kept(output_device, now.devices)
         super().__init__(module, device_ids, output_device, dim, **now.options)
@@ -121,7 +110,7 @@ class DataParallel(OwnDataParallel, metaclass=_NamedAsTorchs):
         now.activity.add_wrapper(self.devices)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        now = settings()
+        now = installed
         devices = now.devices if now is not None and self._is_made() else None
         if name == "device_ids" and devices is not None:  # they hold, whatever the script names
             return
@@ -137,7 +126,7 @@ class DataParallel(OwnDataParallel, metaclass=_NamedAsTorchs):
             return _Torchs.forward(self, *inputs, **kwargs)
         if self.label_weights is not None:
             kwargs = self.label_weights.inputs(kwargs)
-        now = settings()
+        now = installed
         if now is None:
             return super().forward(*inputs, **kwargs)
         return now.activity.measure(super().forward, inputs, kwargs, self.dim, self._threads.timings)

@@ -109,16 +109,12 @@ class BackwardMode(enum.Enum):
 
 @dataclass(frozen=True)
 class ReplicaStatistics:
-    """One replica's statistics of a batch norm's input.
-
-    Attributes:
-        rows: how many rows the replica has.
-        stream: on which an accelerator computes the statistics: a module's branch may have one of its own. None: the
-            calling threads' streams have no need to wait.
-    """
+    """One replica's statistics of a batch norm's input."""
 
     statistics: Statistics | KernelStatistics
-    rows: int
+    rows: int  # how many rows the replica has
+    # On which an accelerator computes the statistics: a module's branch may have one of its own. None: the calling
+    # threads' streams have no need to wait.
     stream: torch.Stream | None = None
 
     def here(self) -> Statistics | KernelStatistics:
@@ -339,17 +335,11 @@ class _Recomputation:
 
 @dataclass(frozen=True)
 class _Gathered:
-    """Statistics of a batch norm.
+    """Statistics of a batch norm."""
 
-    Attributes:
-        parts: those of each replica.
-        total: those of all rows.
-        reduce_grad: where `total` has no history, the function that reduces its gradient.
-    """
-
-    parts: dict[int, ReplicaStatistics]
-    total: Statistics | KernelStatistics
-    reduce_grad: ReduceGrad | None
+    parts: dict[int, ReplicaStatistics]  # those of each replica
+    total: Statistics | KernelStatistics  # those of all rows
+    reduce_grad: ReduceGrad | None  # where `total` has no history, the function that reduces its gradient
 
     @property
     def count(self) -> int | None:

@@ -34,17 +34,12 @@ _NO_ROWS = 1e-30
 
 @dataclass(frozen=True)
 class KernelStatistics:
-    """Mean, inverse standard deviation and count of each channel, in one tensor.
+    """Mean, inverse standard deviation and count of each channel, in one tensor."""
 
-    Attributes:
-        packed: of shape (2 * channels + 1): means, inverse deviations 1 / sqrt(variance + eps), and the count.
-        eps: of the batch norm.
-        count: the count; None where the host does not know it.
-    """
-
+    # Of shape (2 * channels + 1): means, inverse deviations 1 / sqrt(variance + eps), and the count.
     packed: torch.Tensor
-    eps: float
-    count: int | None
+    eps: float  # of the batch norm
+    count: int | None  # the count; None where the host does not know it
 
     @classmethod
     def of(cls, x: torch.Tensor, eps: float) -> "KernelStatistics":

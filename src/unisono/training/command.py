@@ -17,7 +17,7 @@ from unisono.console import files
 from unisono.console.device_option import choose_devices
 from unisono.console.errors import DONE, OptionError, OutputClosedError
 from unisono.console.options import flag, folder
-from unisono.console.progress import Silent, for_stdout
+from unisono.console.progress import Progress, for_stdout
 from unisono.console.targets import TargetError, current_folder_first
 from unisono.training import checkpoint
 from unisono.training.observers import Observer, load
@@ -56,7 +56,6 @@ files in the output folder:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command to its parser; only what was given comes out of it."""
     groups = {title: parser.add_argument_group(title) for title in (WHAT, WHERE, HOW, "results", "observing")}
     for option in dataclasses.fields(Options):
         about = dict(option.metadata)
@@ -124,7 +123,7 @@ def run(given: dict[str, Any], ranks: Ranks = ALONE) -> int:
         options, decided = with_device_defaults(options, given, devices, ranks, profile=profile)
     if with_tensorboard:
         decided.append(f"to see it: tensorboard --logdir {files.as_typed(run_folder.tensorboard)}")
-    shown = for_stdout() if ranks.is_first else Silent()
+    shown = for_stdout() if ranks.is_first else Progress()
     # Observers may import more while the run goes on.
     imports = current_folder_first() if observed_by else contextlib.nullcontext()
     try:

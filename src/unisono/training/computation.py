@@ -33,7 +33,6 @@ from torch.optim.sgd import sgd
 from unisono.console.errors import OptionError
 from unisono.data_parallel import DataParallel
 from unisono.runtime import devices, torch_private
-from unisono.training.transfers import rows_on
 
 MOMENTUM, WEIGHT_DECAY = 0.9, 5e-4
 
@@ -108,6 +107,23 @@ class Computation:
             self._memory[shape] = torch.empty(shape, dtype=tensor.dtype, device=self._device)
             torch_private.mark_static([self._memory[shape]])
         return rows_on(self._device, tensor, rows, into=self._memory[shape])
+
+
+def rows_on(device: torch.device, tensor: Tensor, rows: Tensor, into: Tensor | None = None) -> Tensor:
+    """Return `tensor[rows]` on `device`, in the memory of `into` if that is given.
+
+    A copy from the host is queued there and not waited for. That needs pinned memory: from pageable memory, the calling
+    thread would wait for the copy. torch keeps the pinned memory until the copy has ended, and then reuses it for the
+    next rows.
+    """
+    if into is not None and tensor.device == into.device:
+        return torch.index_select(tensor, 0, rows, out=into)
+    if not devices.is_cpu(tensor.device) or not devices.has_streams(device):
+        there = tensor[rows]
+        return there.to(device) if into is None else into.copy_(there)
+    pinned = torch.empty(len(rows), *tensor.shape[1:], dtype=tensor.dtype, device="cpu", pin_memory=True)
+    torch.index_select(tensor, 0, rows, out=pinned)
+    return pinned.to(device, non_blocking=True) if into is None else into.copy_(pinned, non_blocking=True)
 
 
 def _logits(model: nn.Module, images: Tensor, autocast: bool) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from unisono.console.errors import CommandError
 from unisono.console.options import expect_installed
-from unisono.console.progress import Progress, Silent
+from unisono.console.progress import Progress
 
 FASHION_MNIST_URL = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
 FASHION_MNIST_MD5 = {
@@ -97,7 +97,7 @@ def load(source: str, progress: Progress | None = None) -> Dataset:
     if found == "digits":
         return _load_digits()
     if found == "fashion-mnist":
-        return _load_folder(_downloaded(progress or Silent()), found)
+        return _load_folder(_downloaded(progress or Progress()), found)
     return _load_folder(Path(found), Path(found).name or source)
 
 

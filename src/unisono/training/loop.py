@@ -25,8 +25,9 @@ from torch import Tensor
 
 from unisono.console.device_option import describe
 from unisono.console.errors import Interrupted, OptionError
-from unisono.console.progress import Progress, Silent
+from unisono.console.progress import Progress
 from unisono.data_parallel import DataParallel
+from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
 from unisono.runtime.precision import float32_products
 from unisono.training.computation import cannot_compile
@@ -37,7 +38,6 @@ from unisono.training.ranks import ALONE, Ranks
 from unisono.training.run import PendingStep, Run
 from unisono.training.run_folder import RunFolder
 from unisono.training.schedule import epoch_batches, learning_rate, num_steps
-from unisono.training.transfers import begin_to_read
 
 
 def train(
@@ -65,7 +65,7 @@ def train(
         CommandError: it cannot start or go on; the message is one line for the user.
         Interrupted: a signal asked it to stop, and the last finished step has been saved.
     """
-    progress = progress or Silent()
+    progress = progress or Progress()
     with (
         contextlib.closing(folder),  # which other runs may use then
         contextlib.closing(Run(options, folder, progress, ranks, observers, resume=resume, profile=profile)) as run,
@@ -116,9 +116,23 @@ def _take_step(run: Run, rows: Tensor, rate: float) -> Callable[[], float]:
     run.computation.begin_step()
     loss = run.computation.training_loss(images, labels, run.ranks.shard_of(rows), len(rows))
     loss.backward()  # type: ignore[no-untyped-call]
-    read_loss = begin_to_read(loss.detach().clone())  # a CUDA graph's memory is the next step's, too
+    read_loss = _begin_to_read(loss.detach().clone())  # a CUDA graph's memory is the next step's, too
     run.computation.update(rate)
     return read_loss
+
+
+def _begin_to_read(number: Tensor) -> Callable[[], float]:
+    """Begin to copy a 0-dim tensor to the host; return a function that waits for it and returns the number."""
+    if _devices.computes_on_host(number.device):
+        value = number.item()
+        return lambda: value
+    copy, is_there = _devices.begin_copy_to_host(number)
+
+    def read() -> float:
+        is_there(True)
+        return copy.item()
+
+    return read
 
 
 def _replicas_in_words(model: DataParallel) -> str:

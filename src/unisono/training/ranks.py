@@ -153,8 +153,3 @@ def launch() -> str | None:
 
     parent = psutil.Process(os.getppid())
     return f"process {parent.pid} of {socket.gethostname()}, started at {parent.create_time():.2f}"
-
-
-def is_first_of_its_host() -> bool:
-    """Return whether this process is the first of those that a launcher has started on this machine."""
-    return os.environ.get("LOCAL_RANK", "0") == "0"

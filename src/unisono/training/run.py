@@ -3,11 +3,14 @@
 import contextlib
 import json
 import math
+import os
+import signal
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -15,26 +18,75 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from unisono import __version__
 from unisono.console.device_option import choose_devices, describe
-from unisono.console.errors import DivergedError, FolderError
+from unisono.console.errors import DivergedError, FolderError, Interrupted
 from unisono.console.files import replaced
 from unisono.console.progress import Progress
 from unisono.data_parallel import DataParallel
 from unisono.profiling.profile import Profile
 from unisono.runtime import devices as _devices
+from unisono.runtime import torch_private
 from unisono.runtime.precision import has_tf32
 from unisono.training import checkpoint, data, models
 from unisono.training.checkpoint import Checkpoint
 from unisono.training.computation import Computation, expect_compiler
-from unisono.training.interrupts import StopRequest
 from unisono.training.metrics import Metrics, StepRecord
 from unisono.training.observers import Observer, Observers
 from unisono.training.options import Options
-from unisono.training.ranks import Ranks, is_first_of_its_host, launch
+from unisono.training.ranks import ALONE, Ranks, launch
 from unisono.training.run_folder import RunFolder
 from unisono.training.schedule import num_steps
-from unisono.training.transfers import has_room_for
 
 _SAVE_EVERY_S = 300.0  # within an epoch; each epoch ends with a checkpoint anyway
+
+
+_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+_STDERR = 2
+_NOTICE = b"\nfinishing the step in flight, then stopping (Ctrl-C%s: at once, without saving)\n"
+
+
+class StopRequest:
+    """While entered, records the first of SIGINT (Ctrl-C), SIGTERM and SIGHUP, instead of letting it act.
+
+    Half a step cannot be saved: some of its numbers would be old, some new. A step takes a few seconds at most, so the
+    loop finishes it, saves, and returns. Ctrl-C after that stops at once, and the last checkpoint stays. Another
+    SIGTERM or SIGHUP changes nothing: a scheduler sends it to every process of a job, and a launcher that gets one
+    passes it on. Not every process may get the signal, and each gets it at another moment; all stop after the same
+    step.
+
+    `received` is that signal, or None. From then on Ctrl-C acts as usual, and the others do nothing. `ranks` stop
+    together.
+    """
+
+    received: signal.Signals | None = None
+
+    def __init__(self, ranks: Ranks = ALONE) -> None:
+        self._ranks = ranks
+
+    def __enter__(self) -> "StopRequest":
+        self._before = {
+            number: signal.signal(number, self._receive)
+            for number in _SIGNALS
+            if signal.getsignal(number) is not signal.SIG_IGN  # an ignored signal, as under nohup, stays ignored
+        }
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def check(self) -> None:
+        """Raise Interrupted if a signal has arrived; with several processes, in all of them at the same check."""
+        if received := self._ranks.delayed_max(self.received or 0):
+            raise Interrupted(signal.Signals(received))
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None:
+            return
+        self.received = signal.Signals(number)
+        if signal.SIGINT in self._before:
+            signal.signal(signal.SIGINT, self._before[signal.SIGINT])
+        if self._ranks.is_first:  # os.write, because the signal may have arrived in the middle of a print
+            os.write(_STDERR, _NOTICE % (b" again" if number == signal.SIGINT else b""))
 
 
 @dataclass(frozen=True)
@@ -263,9 +315,20 @@ class Run:
             say(f"going on after step {steps}, epochs finished: {epochs}")
 
 
+def has_room_for(device: torch.device, num_bytes: int) -> bool:
+    """Return whether data of this size take no more than a quarter of an accelerator's free memory.
+
+    False on the host, where data stay as they are.
+    """
+    if _devices.computes_on_host(device):
+        return False
+    return num_bytes <= torch_private.free_memory_bytes(device) // 4
+
+
 def _load(options: Options, progress: Progress, ranks: Ranks) -> data.Dataset:
     """Load the data: in the first process of each machine, so that each file is downloaded once; then in the others."""
-    loaded = ranks.together(lambda: data.load(options.data, progress) if is_first_of_its_host() else None)
+    is_first_of_its_host = os.environ.get("LOCAL_RANK", "0") == "0"
+    loaded = ranks.together(lambda: data.load(options.data, progress) if is_first_of_its_host else None)
     return ranks.together(lambda: loaded or data.load(options.data, progress))
 
 

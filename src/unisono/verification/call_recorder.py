@@ -83,10 +83,6 @@ class CallRecorder:
         """Return the root's first call in each replica, in row order."""
         return self.grouped().get(("", 0), [])
 
-    def dtypes(self) -> set[torch.dtype]:
-        """Return the types of all recorded outputs."""
-        return {tensor.dtype for call in self.calls for _, tensor in call.outputs}
-
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         path = replica_path()
         self._running[path].append((name, self._copied((args, kwargs), path), self.watch()))

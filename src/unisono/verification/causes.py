@@ -69,28 +69,33 @@ _NONDETERMINISTIC = (
 
 @dataclass(frozen=True)
 class Comparison:
-    """The two steps of one mode, on one device and on several, and the comparisons of their results."""
+    """The two steps of one mode, on one device and on several."""
 
     mode: str  # "training" or "eval"
     wrapped: DataParallel
     given: Mapping[str, Any]  # the keyword options of the caller
     one: RecordedStep
     many: RecordedStep
-    rows: Sequence[Row]
     tolerance: Tolerance
 
-    def findings(self) -> list[Finding]:
-        """Return the findings, at least one; raise why outputs could not be gathered, if no finding explains it."""
+    def findings(self, rows: Sequence[Row]) -> list[Finding]:
+        """Return the findings, at least one, about the comparisons of the steps' results.
+
+        Raise why outputs could not be gathered, if no finding explains it.
+        """
         findings = list(self._joins())
         if self.many.error is not None and not findings:
             raise self.many.error
         divergence = first_divergence(self.one.recorder, self.many.recorder, self.many.rows, self.tolerance)
         if divergence is not None:
             findings += self._submodules(*divergence)
-        differing = [row for row in self.rows if row.differs and row.kind is not Kind.ATTRIBUTE]
+        differing = [row for row in rows if row.differs and row.kind is not Kind.ATTRIBUTE]
         if differing and not findings:
             findings.append(self._other(differing))
-        return [*findings, *self._attributes()]
+        if names := [row.name for row in rows if row.differs and row.kind is Kind.ATTRIBUTE]:
+            text = _ATTRIBUTES.format(names=", ".join(names))
+            findings.append(self._finding(names[0].rpartition(".")[0], Cause.ATTRIBUTES_OF_REPLICAS, text))
+        return findings
 
     def draws(self) -> Finding | None:
         """Return the finding about draws that could not be switched off; None if there were none."""
@@ -156,8 +161,11 @@ class Comparison:
         name = first.name
         if inputs_same and all(tensor.dim() == 0 for _, tensor in first.outputs):
             yield self._numbers(name, "")
+        elif inputs_same and self._takes_statistics(first) and self.wrapped.sync_batch_norm:
+            text = "batch norm, although its statistics are those of the whole batch: please report this"
+            yield self._finding(name, Cause.UNKNOWN, text)
         elif inputs_same and self._takes_statistics(first):
-            yield self._batch_norm(name)
+            yield self._finding(name, Cause.PER_SHARD_BATCH_NORM, _PER_SHARD)
         else:
             where = "" if inputs_same else f" (in the code in front of {name})"
             name = name if inputs_same else self._enclosing(name)
@@ -168,12 +176,6 @@ class Comparison:
         """Return whether a call is one of a batch norm that normalises with the statistics of its input."""
         module = self._submodule(call.name)
         return isinstance(module, _BatchNorm) and (call.training or module.running_mean is None)
-
-    def _batch_norm(self, name: str) -> Finding:
-        if self.wrapped.sync_batch_norm:
-            text = "batch norm, although its statistics are those of the whole batch: please report this"
-            return self._finding(name, Cause.UNKNOWN, text)
-        return self._finding(name, Cause.PER_SHARD_BATCH_NORM, _PER_SHARD)
 
     def _enclosing(self, name: str) -> str:
         """Return the innermost submodule that contains `name` and was called."""
@@ -212,13 +214,6 @@ class Comparison:
             if self.tolerance.same(one, joined.to(one.dtype)):
                 return scalars
         return ""
-
-    def _attributes(self) -> Iterator[Finding]:
-        """Yield a finding about the attributes that differ."""
-        names = [row.name for row in self.rows if row.differs and row.kind is Kind.ATTRIBUTE]
-        if names:
-            text = _ATTRIBUTES.format(names=", ".join(names))
-            yield self._finding(names[0].rpartition(".")[0], Cause.ATTRIBUTES_OF_REPLICAS, text)
 
 
 def is_uncertain(findings: Sequence[Finding]) -> bool:

@@ -7,16 +7,12 @@ import argparse
 from typing import Any
 
 from unisono.console.device_option import choose_devices
-from unisono.console.errors import CommandError
+from unisono.console.errors import DONE, FAILED, MISUSED, CommandError
 from unisono.console.options import TARGET, add_options_of_wrappers, expect_weights
 from unisono.console.targets import TargetError, current_folder_first, one_line
 from unisono.runtime.devices import accelerators
 from unisono.verification.targets import build_arguments
 from unisono.verification.verify import verify
-
-_SAME = 0
-_DIFFERS = 1
-_NOT_COMPARED = 2
 
 SUMMARY = "compare a model of yours on one device and on several"
 
@@ -51,7 +47,6 @@ exit status:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command to its parser; only what was given comes out of it."""
     parser.add_argument("target", metavar=TARGET, help="what to compare")
     parser.add_argument(
         "--devices",
@@ -86,5 +81,5 @@ def run(given: dict[str, Any]) -> int:
         raise TargetError(f"{target}: nothing was compared, because the model has no output, gradients or buffers")
     print(report)
     if report.differences and not report.explained:
-        return _DIFFERS
-    return _SAME if report.compared else _NOT_COMPARED
+        return FAILED
+    return DONE if report.compared else MISUSED

@@ -42,13 +42,9 @@ class Example:
         if self.criterion is None:
             return _projection(dict(tensors_in(output)), like)
         with off:
-            return self._loss(output)
-
-    def _loss(self, output: Any) -> torch.Tensor:
-        assert self.criterion is not None
-        criterion = copied(self.criterion) if isinstance(self.criterion, nn.Module) else self.criterion
-        given = () if self.target is None else (_fresh(self.target, self.output_device),)
-        loss = criterion(output, *given)
+            criterion = copied(self.criterion) if isinstance(self.criterion, nn.Module) else self.criterion
+            given = () if self.target is None else (_fresh(self.target, self.output_device),)
+            loss = criterion(output, *given)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
             raise ValueError(f"criterion: expected one number, such as a mean over the rows, and it returned {shape}")

@@ -117,9 +117,12 @@ def verify(
                 step = functools.partial(take_step, example=example, random=random, mode=mode)
                 one = step(wrapped.module)
                 many = step(wrapped, like=one)
-                tolerance = Tolerance.of(_dtypes(wrapped.module, one), devices[0], rtol)
+                computed = [tensor for call in one.recorder.calls for _, tensor in call.outputs]
+                dtypes = [t.dtype for t in (*computed, *one.outputs.values(), *wrapped.module.parameters())]
+                tolerance = Tolerance.of(dtypes, devices[0], rtol)
                 notes += _notes(mode, one, many)
-                if drawn := Comparison(mode, wrapped, options, one, many, (), tolerance).draws():
+                comparison = Comparison(mode, wrapped, options, one, many, tolerance)
+                if drawn := comparison.draws():
                     findings.append(drawn)
                     if many.error is None:  # else the shapes of the outputs say more
                         continue
@@ -131,7 +134,7 @@ def verify(
                 rows += found
                 if not any(row.differs for row in found):
                     continue
-                of_mode = Comparison(mode, wrapped, options, one, many, found, tolerance).findings()
+                of_mode = comparison.findings(found)
                 if is_uncertain(of_mode):
                     again = step(wrapped.module)
                     if any(row.differs for row in _rows(mode, one, again, tolerance)):
@@ -139,13 +142,8 @@ def verify(
                 findings += of_mode
     finally:
         random.restore()
-    report = Report(
-        _title(wrapped, many),
-        tuple(rows),
-        tuple(findings),
-        tuple(dict.fromkeys(notes)),
-        len(many.rows) or len(devices),
-    )
+    num_replicas = len(many.rows) or len(devices)
+    report = Report(_title(wrapped, many), tuple(rows), tuple(findings), tuple(dict.fromkeys(notes)), num_replicas)
     if show:
         print(report)
     return report
@@ -179,12 +177,6 @@ def _wrap(
     if not devices:  # a script for GPUs on a machine without any
         devices = [torch.device("cpu")] * max(2, len(device_ids or ()))
     return DataParallel(copied(model), devices, output_device, dim, process_group=False, **options)
-
-
-def _dtypes(module: nn.Module, one: RecordedStep) -> Iterator[torch.dtype]:
-    """Yield the types that a step computed in."""
-    yield from one.recorder.dtypes()
-    yield from (tensor.dtype for tensor in (*one.outputs.values(), *module.parameters()))
 
 
 def _rows(mode: str, one: RecordedStep, many: RecordedStep, tolerance: Tolerance) -> list[Row]:
