@@ -1,6 +1,5 @@
 """What CUDA graphs need of the compiled functions, shown without a GPU."""
 
-import contextlib
 import copy
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -10,11 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from unisono import DataParallel
-from unisono.training import computation
 from unisono.training.computation import Computation
 
 IMAGES = torch.rand(20, 1, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -95,35 +91,6 @@ def test_a_step_can_be_captured(graphs: list[Graph]) -> None:
     assert len(update.inputs - update.static) == num_parameters
     assert not test.inputs - test.static
     assert [tensor.data_ptr() for tensor in changed] == addresses
-
-
-class Devices(TorchDispatchMode):
-    """Collects the kinds of device of all tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kinds: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        outputs = func(*args, **(kwargs or {}))
-        self.kinds |= {t.device.type for t in tree_leaves((args, kwargs, outputs)) if isinstance(t, Tensor)}
-        return outputs
-
-
-def test_no_tensor_is_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch captures no graph with a tensor of the CPU in it. The meta device, without autocast, stands for a GPU."""
-    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    with torch.device("meta"):
-        module = small_module()
-        images, labels, rate = torch.empty(4, 1, 8, 8), torch.empty(4, dtype=torch.long), torch.empty(())
-    weights = list(module.parameters())
-    momenta = [*map(torch.zeros_like, weights)]
-    with Devices() as devices:
-        computation._training_loss(module, images, labels, 4, False).backward()
-        computation._update(weights, [weight.grad for weight in weights], momenta, rate, fused=False)
-        computation._test_totals(module, images, labels, False)
-    assert devices.kinds == {"meta"}
 
 
 def test_steps_are_those_of_torchs_sgd() -> None:

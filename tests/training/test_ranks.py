@@ -14,7 +14,7 @@ import torch
 from helpers.commands import assert_same_metrics, steps_of, write_idx
 from helpers.commands import run_captured as run
 from helpers.ranks import end_ranks, run_ranks
-from unisono.console.errors import Interrupted, OptionError
+from unisono.console.errors import Interrupted
 from unisono.console.progress import Silent
 from unisono.training import data
 from unisono.training import run as run_module
@@ -216,9 +216,3 @@ def test_the_name_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # as torchrun sets it for a launch without a name
     assert launch() == launch()
     assert f"process {os.getppid()} of " in launch()
-
-
-def test_incomplete_variables_of_a_launcher_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(OptionError, match=r"RANK is set, .* but not WORLD_SIZE"):
-        Ranks.join()

@@ -13,7 +13,6 @@ import pytest
 
 from helpers.commands import assert_misused
 from helpers.event_files import read, scalars, scalars_expected
-from helpers.programs import run_script
 from unisono.cli import main
 from unisono.training.metrics import StepRecord
 from unisono.training.tensorboard import TensorBoard
@@ -110,16 +109,3 @@ def test_a_missing_tensorboard_is_named_with_the_extra(monkeypatch, capsys):
     found = importlib.machinery.ModuleSpec("tensorboard", None, is_package=True)
     assert assert_misused([*TRAIN, "--tensorboard"], error, capsys) == ""
     assert list(Path().iterdir()) == []
-
-
-@pytest.mark.slow
-def test_without_the_option_tensorboard_is_not_loaded(tmp_path: Path) -> None:
-    """T8: it takes time and memory."""
-    done = run_script(f"""
-        import os, sys
-        os.chdir({str(tmp_path)!r})
-        from unisono.cli import main
-        assert main({[*TRAIN, "--epochs", "1"]}) == 0
-        print(*sorted(name for name in sys.modules if "tensorboard" in name and "unisono" not in name), file=sys.stderr)
-    """)
-    assert (done.returncode, done.stderr.strip()) == (0, "")
