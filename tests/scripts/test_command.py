@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from helpers.commands import assert_misused, run_to_the_end
+from unisono.scripts import summary
+from unisono.scripts.activity import Report
 
 SOURCES = str(Path(__file__).parents[2] / "src")
 WRAPPED = """
@@ -213,6 +215,21 @@ print({name: value.tolist() for name, value in output.items()})
     name = script("import torch\nprint(torch.nn.DataParallel(torch.nn.Identity())(torch.ones(2, 7)[0].mean()).shape)")
     assert run_to_the_end("--devices", "cpu*2", "--scalars", "mean", "--in-dims", "-1", name) == 0
     assert capsys.readouterr().out == "torch.Size([])\n"
+
+
+@pytest.mark.parametrize(
+    ("backward_s", "phases"),
+    [
+        (0.0, "forward 50%, the rest of the script 50%"),
+        (0.004, "forward 50%, the rest of the script 50%"),
+        (0.1, "forward 50%, backward 10%, the rest of the script 40%"),
+    ],
+)
+def test_what_is_nothing_is_not_in_the_closing_line(backward_s: float, phases: str) -> None:
+    """X5: short runs, and those without a backward, said "backward 0%"."""
+    devices = ((torch.device("cpu"),) * 2,)
+    report = Report(devices, forwards=3, rows=9, seconds=1.0, forward_s=0.5, backward_s=backward_s)
+    assert summary.line(report).endswith(f" rows/s; {phases}")
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.utils.rnn import pack_sequence
 
+from unisono.primitives import pytree
 from unisono.verification.compare import (
     Tolerance,
+    allowing,
+    common_scales,
     difference,
     joined_numbers,
     largest,
+    module_scales,
     rows_of,
+    sensitivity,
+    tensors_in,
 )
 from unisono.verification.report import Kind
 
@@ -117,3 +124,37 @@ def test_tensors_are_matched_by_their_names(one: Any, many: Any, expected: dict[
 )
 def test_one_number_a_replica(one: Any, many: list[Any], expected: Any) -> None:
     assert joined_numbers({"n": torch.tensor(one)}, {"n": torch.tensor(many)})["n"].item() == expected
+
+
+def test_the_largest_values_that_differences_are_held_against() -> None:
+    """That of all gradients; of the floating buffers of one module."""
+    gradients = {"weight": torch.tensor([100.0]), "bias": torch.tensor([1e-6]), "unused": None}
+    assert common_scales(gradients) == dict.fromkeys(gradients, 100.0)
+    buffers = {"a.mean": torch.tensor([1e-9]), "a.var": torch.tensor([2.0]), "a.count": torch.tensor(4), "b": X}
+    assert module_scales(buffers) == {"a.mean": 2.0, "a.var": 2.0, "a.count": 4.0, "b": 1.0}
+
+
+def test_gradients_may_differ_as_far_as_nudges_move_them() -> None:
+    one = {"a": torch.tensor([10.0]), "b": torch.ones(2), "unused": None, "lost": torch.ones(1)}
+    nudged = {"a": torch.tensor([10.1]), "b": torch.ones(2), "unused": None, "lost": None}
+    moved = sensitivity(one, nudged)
+    assert moved == pytest.approx(0.01, rel=1e-4)
+    many = one | {"b": torch.ones(2) * 1.15, "lost": None}
+    rows = list(rows_of("eval", Kind.GRADIENT, one, many, Tolerance(1e-6), common_scales(one)))
+    assert [row.differs for row in rows] == [False, True, True]
+    assert [row.differs for row in allowing(rows, moved)] == [False, False, True]
+    assert [row.allowed for row in allowing(rows, 5.0)] == pytest.approx([1.0] * 3)  # a tenth of the largest at most
+    assert allowing(rows, 0.0) == rows
+    assert sensitivity({"a": None}, {"a": None}) == sensitivity({}, {}) == 0.0
+
+
+def test_tensors_in_batches_of_other_kinds() -> None:
+    packed = pack_sequence([torch.ones(2, 3), torch.ones(4, 3)], enforce_sorted=False)
+    assert [(path, tuple(tensor.shape)) for path, tensor in tensors_in({"x": packed})] == [
+        ("['x'].data", (2, 4, 3)),
+        ("['x'].lengths", (2,)),
+    ]
+    doubled = pytree.map_all_tensors(lambda tensor: tensor * 2 if tensor.is_floating_point() else tensor, (packed, 1))
+    assert doubled[0].data.unique().tolist() == [2.0]
+    assert doubled[0].batch_sizes is packed.batch_sizes
+    assert doubled[1] == 1
