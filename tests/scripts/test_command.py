@@ -22,12 +22,7 @@ for _ in range(3):
 """
 
 
-pytestmark = pytest.mark.usefixtures("own_program")
-
-
-@pytest.fixture(autouse=True)
-def own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_program", "own_folder")
 
 
 def run_python(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":

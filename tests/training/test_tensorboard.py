@@ -3,7 +3,6 @@
 import importlib.machinery
 import importlib.util
 import json
-import os
 import shutil
 import sys
 import threading
@@ -20,10 +19,7 @@ from unisono.training.tensorboard import TensorBoard
 TRAIN = ["train", "--model", "mlp", "--devices", "cpu*2", "--output", "out"]  # 12 steps an epoch
 
 
-@pytest.fixture(autouse=True)
-def own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("CUDA_DEVICE_ORDER", os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID"))
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def event_files(out: Path) -> list[Path]:
