@@ -156,7 +156,7 @@ def test_losses_do_not_depend_on_devices(uninterrupted, folder, changes, replica
 
 @pytest.mark.parametrize(
     ("ahead", "shown", "stopped"),
-    [(0, 1, 1), (0, 12, 12), (1, 1, 2), (1, 11, 12), (1, 12, 12), (1, 22, 23)],
+    [(0, 12, 12), (1, 1, 2), (1, 12, 12), (1, 22, 23)],
 )
 def test_a_run_that_was_stopped_goes_on_to_the_same_numbers(uninterrupted, folder, monkeypatch, ahead, shown, stopped):
     """One step ahead, as on accelerators: when step 1 is shown, step 2 has been queued, and is saved too.

@@ -178,7 +178,6 @@ def test_ctrl_c_twice_ends_a_run_whose_observer_hangs(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("target", "error"),
     [
-        ("nowhere:Tracker", "nowhere:Tracker: there is no module nowhere in "),
         ("track\ners:Tracker", "track ers:Tracker: expected package.module:Class, a class derived from"),
         (f"{__name__}:Path", f"{__name__}:Path is another class: expected package.module:Class, a class"),
         (f"{__name__}:TRAIN", f"{__name__}:TRAIN is a value of type list: expected package.module:Class"),

@@ -116,7 +116,6 @@ def run_with(rank: int, folder: Path, of_both: list[str], of_rank_1: list[str]) 
         (["--output", "other"], [], "other holds a run already"),
         ([], ["--lr", "0.1"], "the options of the processes differ: rank 0 has none, rank 1 has --lr 0.1; start"),
         ([], ["--devices", "none"], "rank 1: --devices none: none is no device"),
-        ([], ["--epochs", "x"], "rank 1: argument --epochs: invalid int value"),
     ],
 )
 def test_an_error_of_any_rank_is_one_line_of_rank_0(tmp_path, of_both, of_rank_1, message):
