@@ -217,7 +217,7 @@ def test_a_group_that_cannot_be_run(gpu_check, tmp_path):
 def report_of(gpu_check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
     """Have two groups "end" with some events instead of running anything; return the exit status and the report."""
 
-    def run(*events: Any, machine: dict[str, Any] = MACHINE, dry_run: bool = False) -> tuple[int, str]:
+    def run(*events: Any) -> tuple[int, str]:
         def child(orders: dict[str, Any], environment: dict[str, str], log: Path) -> int:
             lines = [json.dumps(event) for event in events if isinstance(event, dict)]
             Path(orders["journal"]).write_text("\n".join(lines) + '\n{"event": "fini')  # the last line was cut short
@@ -229,8 +229,8 @@ def report_of(gpu_check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
         monkeypatch.setattr(gpu_check, "_run_child", child)
         groups = [gpu_check.Group(name, "tests", [], 100) for name in ("first", "second")]
-        options = argparse.Namespace(output=tmp_path / "gpu-results.md", dry_run=dry_run)
-        return gpu_check.run_all(groups, machine, {}, options), options.output.read_text()
+        options = argparse.Namespace(output=tmp_path / "gpu-results.md", dry_run=False)
+        return gpu_check.run_all(groups, MACHINE, {}, options), options.output.read_text()
 
     return run
 
@@ -269,14 +269,6 @@ def test_ctrl_c_loses_nothing(report_of, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["gpu-results.md"]
 
 
-def test_a_dry_run_says_in_its_report_that_it_is_one(report_of):
-    status, report = report_of(PASSED, FIGURE, machine=NOWHERE, dry_run=True)
-    assert status == 0
-    assert "Failures" not in report
-    assert report.startswith("# gpu-check\n\n**Dry run on the CPU: not a measurement.**")
-    assert "## Figures (dry run on the CPU, tiny sizes: not a measurement)" in report
-
-
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_the_groups_fit_into_ten_minutes(gpu_check, count):
     groups = gpu_check.groups_for("cuda", count)
@@ -295,6 +287,8 @@ def test_a_dry_run_from_end_to_end(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"Complete: \d+ checks passed, \d+ not run\.", done.stdout)
     report = (tmp_path / "results.md").read_text()
+    assert report.startswith("# gpu-check\n\n**Dry run on the CPU: not a measurement.**")
+    assert "## Figures (dry run on the CPU, tiny sizes: not a measurement)" in report
     _, _, _, _, *figures = report.split("\n## Figures ")[1].split("\n\n## ")[0].splitlines()
     cells = [[cell.strip() for cell in figure.split("|")[1:-1]] for figure in figures]
     assert {note for _, value, _, note in cells if not value} == {

@@ -15,11 +15,10 @@ PROGRAMS = Path(__file__).parent / "programs"
 # What the numbers of one device need, where rows interact.
 OPTIONS = {
     "recurrent_batches": [],
-    "imagenet_loop": ["--sync-batch-norm"],
-    "dcgan": ["--sync-batch-norm", "--shares", "2,1"],
+    "imagenet_loop": ["--sync-batch-norm", "--shares", "2,1"],
     "language_model": [],
 }
-WRAPPERS = {"recurrent_batches": 2, "dcgan": 2}
+WRAPPERS = {"recurrent_batches": 2}
 
 
 pytestmark = pytest.mark.usefixtures("own_program")
