@@ -158,56 +158,6 @@ class Complex(nn.Module):
         return torch.view_as_real(z).reshape(-1, WIDTH).to(x.dtype) + torch.fft.fft(x).real
 
 
-class Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x * x * weight
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        return 2 * x * weight * grad, (x * x * grad).sum(0)
-
-
-class Doubled(torch.autograd.Function):
-    """Writes into its input."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.mark_dirty(x)
-        return x.mul_(2)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * 2
-
-
-class Rounded(torch.autograd.Function):
-    """Has two outputs, of which one is not used: its gradient is None."""
-
-    @staticmethod
-    def forward(x: Tensor) -> Any:
-        return x.round(), x
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any, other: Any) -> Any:
-        return grad if other is None else other if grad is None else grad + other
-
-
-class Functions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH) * 0.3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Doubled.apply(Rounded.apply(Square.apply(x, self.weight))[0] * 1.0) * 0.1 + x
-
-
 def _stretch_inputs(module: nn.Module, args: Any) -> Any:
     return (args[0] * 1.5,)
 
@@ -541,7 +491,6 @@ FAMILIES: dict[str, Family] = {
     "reentrant": Family(_of(Checkpointed, "reentrant", "reentrant, from a leaf"), ("reentrant",)),
     "scripted": Family({"layers": scripted}, ("scripted",)),
     "complex": Family({"product": Complex}, ("float64",)),
-    "autograd function": Family({"three": Functions}),
     "hooked": Family(_of(Hooked, "forward", "backward", "parameter", "output")),
     "buffers": Family(
         _of(Counting, "in place", "without gradients", "reassigned")

@@ -306,15 +306,6 @@ def test_a_compiled_run_that_was_stopped_goes_on_to_the_same_numbers(tmp_path, g
     assert_same_run(parts, whole)
 
 
-def test_a_batch_norm_that_is_compiled(tmp_path, monkeypatch, graphs):
-    """On one device there is nothing to synchronise; on two, each normalises by itself."""
-    monkeypatch.setattr(models, "build", conv_with_batch_norm)
-    plain = losses_with(tmp_path, devices="1")
-    assert losses_with(tmp_path, devices="1", compile=True) == pytest.approx(plain, rel=1e-4)
-    assert graphs.frame_count == 4
-    losses_with(tmp_path, compile=True, sync_batch_norm=False)
-
-
 def test_the_plain_loop_has_the_same_losses(uninterrupted: RunFolder) -> None:
     losses, accuracy = train_plainly(SMALL, data.load("digits"))
     assert losses_of(uninterrupted) == pytest.approx(losses, rel=1e-5)
