@@ -7,6 +7,7 @@ import inspect
 import os
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -96,6 +97,24 @@ def float64() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.set_default_dtype(before)
+
+
+@pytest.fixture
+def own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The current folder is the test's own, and what a command sets for its process is undone."""
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID"))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def without_package(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes a package look as if it was not installed."""
+    find_spec = importlib.util.find_spec
+
+    def hide(package: str) -> None:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find_spec(name))
+
+    return hide
 
 
 @pytest.fixture

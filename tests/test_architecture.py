@@ -236,50 +236,6 @@ def test_import_loads_torch_and_nothing_slow():
     assert {package_of(name) for name in own} <= set(PACKAGES[: PACKAGES.index("unisono") + 1])
 
 
-def test_import_changes_no_setting_of_the_process():
-    """The allocator's are in tests/runtime/test_malloc.py."""
-    run = run_script("""
-        import gc, locale, logging, os, random, resource, signal, sys, threading, warnings
-        import torch
-        gc.unfreeze()  # what the server of scripts has frozen: some of it dies meanwhile, and would be counted
-
-        def settings():
-            return {
-                "intra-op threads": torch.get_num_threads(),
-                "inter-op threads": torch.get_num_interop_threads(),
-                "types": (torch.get_default_dtype(), torch.get_default_device()),
-                "grad mode": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
-                "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()),
-                "random state": (torch.get_rng_state().tolist(), random.getstate()),
-                "numbers": (torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()),
-                "anomaly": torch.is_anomaly_enabled(),
-                "modes": (torch.overrides._get_current_function_mode_stack(), torch._C._len_torch_dispatch_stack()),
-                "classes": {name: id(value) for name, value in vars(torch.nn.Module).items()},
-                "functions": {name: id(value) for name, value in vars(torch.nn.functional).items()},
-                "tensors": {name: id(value) for name, value in vars(torch.Tensor).items()},
-                "threads": threading.active_count(),
-                "environment": dict(os.environ),
-                "signals": [signal.getsignal(number) for number in signal.valid_signals()],
-                "hooks": (sys.excepthook, sys.unraisablehook, threading.excepthook, sys.gettrace(), sys.getprofile()),
-                "collector": (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count(), len(gc.callbacks)),
-                "interpreter": (sys.getrecursionlimit(), sys.getswitchinterval(), list(sys.path)),
-                "warnings": list(warnings.filters),
-                "logging": (logging.root.level, list(logging.root.handlers), logging.raiseExceptions),
-                "locale": locale.setlocale(locale.LC_ALL),
-                "cores": os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None,
-                "limits": resource.getrlimit(resource.RLIMIT_NOFILE),
-                "folder": os.getcwd(),
-            }
-
-        before = settings()
-        import unisono
-        after = settings()
-        assert {name for name in before if before[name] != after[name]} == set()
-        assert not logging.getLogger("unisono").handlers
-    """)
-    assert run.returncode == 0, run.stderr
-
-
 def test_the_package_tells_type_checkers_that_it_is_typed():
     assert (PACKAGE / "py.typed").is_file()
 

@@ -1,4 +1,3 @@
-import importlib.util
 import json
 import os
 import signal
@@ -18,11 +17,7 @@ from unisono.cli import main
 SMALL = ["train", "--model", "mlp", "--devices", "cpu*2", "--epochs", "1"]
 
 
-@pytest.fixture(autouse=True)
-def own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Undo what the command sets for its process, and let default folders land in a place of their own."""
-    monkeypatch.setenv("CUDA_DEVICE_ORDER", os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID"))
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def records(kind: str) -> list[dict[str, Any]]:
@@ -85,15 +80,10 @@ def test_a_run_is_resumed_with_its_own_options_or_overwritten(capsys: pytest.Cap
     [
         (["--batch-size", "0"], "--batch-size 0: expected a whole number from 1 up"),
         (["--batch-size", "many"], "argument --batch-size: invalid int value: 'many'"),
-        (["--devices", "gpu"], "--devices gpu: gpu is no device; expected auto, a count, or"),
         (["--model", "vgg"], "argument --model: invalid choice: 'vgg'"),
         (["--data", "nowhere"], "--data nowhere is no folder; expected digits, fashion-mnist, or a folder of IDX"),
         (["--output", "file"], "is not a folder; name another one (--output DIR)"),
         (["--output", "/proc/out"], "--output /proc/out: /proc cannot be written to"),
-        (
-            ["--resume", "absent"],
-            "--resume absent: there is no absent/checkpoint.safetensors; expected the --output of an earlier run",
-        ),
         (["--output", ""], "argument --output: expected the name of a folder, got ''"),
         (
             ["--resume", "empty"],
@@ -123,18 +113,19 @@ def test_a_loss_that_is_no_number_is_a_failure_of_the_run(capsys: pytest.Capture
 
 @pytest.mark.parametrize(
     ("command", "package", "extra"),
-    [(SMALL, "matplotlib", "train"), (["bench"], "psutil", "bench"), (["watch", "--once"], "rich", "watch")],
+    [
+        (SMALL, "matplotlib", "train"),
+        (SMALL, "sklearn", "train"),
+        ([*SMALL, "--data", "fashion-mnist"], "pooch", "train"),
+        (["bench"], "psutil", "bench"),
+        (["watch", "--once"], "rich", "watch"),
+    ],
 )
 def test_missing_packages_are_named_with_the_remedy(
-    command: list[str],
-    package: str,
-    extra: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: list[str], package: str, extra: str, without_package: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also from a checkout, where no index has unisono."""
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find_spec(name))
+    without_package(package)
     remedy = f"pip install 'unisono[{extra}]' (in a checkout: pip install '.[{extra}]')"
     assert_misused(command, f"{package} not installed: {remedy}", capsys)
 

@@ -1,7 +1,6 @@
 """Simulated devices: different devices, like GPUs, with the numbers of the CPU."""
 
 import copy
-import io
 import pickle
 import re
 from collections import OrderedDict
@@ -266,20 +265,6 @@ def test_deepcopy_and_pickle_keep_device_values_and_ties():
     assert torch.equal(copy.deepcopy(model).encoder.weight.grad, model.encoder.weight.grad)
     with pytest.raises(RuntimeError, match="graph leaves"):
         copy.deepcopy(model.encoder.weight * 2)
-
-
-def test_state_dict_travels_through_a_file_of_cpu_copies():
-    model, other = nn.BatchNorm1d(3).to("sim:0"), nn.BatchNorm1d(3).to("sim:1")
-    model(torch.randn(4, 3, device="sim:0"))
-    file = io.BytesIO()
-    torch.save({name: value.cpu() for name, value in model.state_dict().items()}, file)
-    file.seek(0)
-    other.load_state_dict(torch.load(file, weights_only=True))
-    loaded = other.state_dict()
-    assert all(value.device == SIM1 for value in loaded.values())
-    torch.testing.assert_close([v.cpu() for v in loaded.values()], [v.cpu() for v in model.state_dict().values()])
-    other.load_state_dict(model.state_dict())  # from device to device
-    assert all(value.device == SIM1 for value in other.state_dict().values())
 
 
 def test_tensors_print_their_device():

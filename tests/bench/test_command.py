@@ -1,11 +1,11 @@
 """`unisono bench`: what it prints and saves, and how it ends."""
 
-import importlib.util
 import json
 import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -96,24 +96,15 @@ def test_a_quick_look(more: list[str], expected: tuple[int, float], measured: li
 
 
 def test_without_matplotlib_the_picture_is_left_out(
-    measured: list, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    measured: list, without_package: Any, capsys: pytest.CaptureFixture[str]
 ):
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name))
+    without_package("matplotlib")
     assert run("own:build") == 0
     out = capsys.readouterr().out
     assert "is fastest here" in out
     assert out.splitlines()[-1].startswith("no picture: matplotlib not installed: pip install 'unisono[bench]'")
     assert "results.png" not in Path("runs/bench/results.md").read_text()
     assert sorted(os.listdir("runs/bench")) == ["results.json", "results.md"]
-
-
-def test_the_help_breaks_at_spaces(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """It broke names at their hyphens and in the middle of lists."""
-    monkeypatch.setenv("COLUMNS", "80")
-    assert run("--help") == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert "package.module:build, or one of ours: resnet, mlp, gpt, tiny (default: all of ours)" in text
 
 
 def test_a_contender_that_fails_is_a_failure(measured: list, monkeypatch: pytest.MonkeyPatch):

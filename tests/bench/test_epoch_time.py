@@ -7,7 +7,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -29,15 +28,3 @@ def test_the_page_is_what_the_script_computes(epoch_time: ModuleType) -> None:
     assert as_written.host_s > as_written.gpu_s, "without a compiler the host decides"
     assert with_graphs.host_s < compiled.host_s
     assert with_graphs.step_s == with_graphs.gpu_s
-
-
-def test_bytes_and_kernels_of_a_small_step(epoch_time: ModuleType) -> None:
-    """Two products with what lies between: read once, written once if another kernel reads it."""
-    weight, x = torch.empty(4, 4, device="meta"), torch.empty(4, 4, device="meta")
-    with epoch_time.Trace() as trace:
-        (x @ weight).relu().mul(2.0) @ weight
-    assert [operation.name for operation in trace.operations] == ["mm", "relu", "mul", "mm"]
-    assert [operation.num_bytes for operation in trace.operations] == [3 * 64, 2 * 64, 2 * 64, 3 * 64]
-    kernels = epoch_time.fused(trace.operations)
-    assert [kernel.name for kernel in kernels] == ["mm", "fused", "mm"]
-    assert [kernel.num_bytes for kernel in kernels] == [3 * 64, 2 * 64, 2 * 64]

@@ -1,7 +1,6 @@
 """How many Python calls a step makes: bounds that hold exactly, because calls do not depend on the clock."""
 
 import ast
-from types import ModuleType
 
 import pytest
 import torch
@@ -9,12 +8,6 @@ import torch
 from helpers.benchmarks import BENCHMARKS, benchmark
 from helpers.programs import run_script
 from helpers.ranks import run_ranks
-
-
-@pytest.fixture(scope="module")
-def host_calls() -> ModuleType:
-    return benchmark("host_calls")
-
 
 BOUNDS = {  # for each parameter, and for the whole step
     ("one memory", 1): (0, 20),
@@ -53,22 +46,6 @@ def test_a_steady_step_makes_few_calls(
         per_parameter += 3 / 4
     assert found_per_parameter == pytest.approx(0, abs=per_parameter + 0.01)
     assert found_fixed <= fixed
-
-
-def test_a_change_of_the_module_is_paid_for_once(host_calls: ModuleType) -> None:
-    """The count sees what it should: a step after a change makes calls for each parameter, the next one none."""
-    import unisono
-
-    def calls(number: int) -> list[int]:
-        model = unisono.DataParallel(host_calls.layers(number, batch_norm=False), ["cpu"] * 2)
-        host_calls.calls_of(model)
-        model.module[0].bias.requires_grad_(False)
-        return [host_calls.calls_of_steps(model, 1) for _ in range(3)]
-
-    short, long = calls(5), calls(25)
-    first, second, third = [b - a for a, b in zip(short, long, strict=True)]
-    assert first > second
-    assert second == third
 
 
 def counted(rank: int) -> dict[str, list[int]]:

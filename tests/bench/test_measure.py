@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from unisono.bench import measure
-from unisono.bench.contenders import CONTENDERS, Contender
+from unisono.bench.contenders import Contender
 from unisono.bench.programs import ContenderFailedError, ContenderProcesses, Ready
 from unisono.console.progress import Lines, Task
 
@@ -126,12 +126,3 @@ def test_a_target_that_cannot_be_built():
         pytest.raises(ContenderFailedError, match=r"there is no nothing in unisono\.bench\.workloads"),
     ):
         started.wait_until_ready()
-
-
-@pytest.mark.slow
-def test_all_contenders_are_measured():
-    """On what takes no time."""
-    contenders = [Contender(name, 1 if name == "plain" else 2) for name in CONTENDERS]
-    workload = measure.measure("name", TINY, contenders, rounds=1, seconds=0.01, task=task())
-    assert [(line.contender, line.failure) for line in workload.lines] == [(each.name, "") for each in contenders]
-    assert all(line.turns_s and line.memory_bytes > 0 for line in workload.lines)

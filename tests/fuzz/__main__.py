@@ -68,10 +68,6 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--programs", type=int, default=200, metavar="N", help="in each place; default: %(default)s")
     parser.add_argument("--seed", type=int, metavar="N", help="run the program of this seed only")
     parser.add_argument("--first", type=int, default=0, metavar="N", help="the first seed; default: %(default)s")
-    parser.add_argument(
-        "--without", action="append", default=[], metavar="NAME", help="leave out programs with this block or action"
-    )
-    parser.add_argument("--minutes", type=float, metavar="M", help="begin no program later, in each place")
     parser.add_argument("--limit", type=float, default=60.0, metavar="S", help="seconds a program; default: 60")
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="programs at once; default: %(default)s"
@@ -87,11 +83,10 @@ def hunt(place: str, options: argparse.Namespace, progress: Progress) -> int:
     """Run programs in one place; return how many have shown a difference."""
     task, began = f"programs in {place}", time.monotonic()
     seeds = [options.seed] if options.seed is not None else range(options.first, options.first + options.programs)
-    end = began + options.minutes * 60 if options.minutes is not None else float("inf")
     seeds_of: dict[str, list[int]] = defaultdict(list)  # by kind of difference
     num_programs = num_steps = num_raised = num_found = 0
     progress.begin(task, len(seeds))
-    for seed, program, outcome in run_all(place, seeds, options, end):
+    for seed, program, outcome in run_all(place, seeds, options):
         num_programs += 1
         num_steps += outcome.num_steps
         num_raised += outcome.raised
@@ -113,17 +108,14 @@ def hunt(place: str, options: argparse.Namespace, progress: Progress) -> int:
     return num_found
 
 
-def run_all(
-    place: str, seeds: Iterable[int], options: argparse.Namespace, end: float
-) -> Iterator[tuple[int, Program, Outcome]]:
+def run_all(place: str, seeds: Iterable[int], options: argparse.Namespace) -> Iterator[tuple[int, Program, Outcome]]:
     """Run programs, several at once; yield each with its outcome as it ends."""
-    drawn = ((seed, random_program(seed, place)) for seed in seeds)
-    waiting = ((seed, program) for seed, program in drawn if program.names.isdisjoint(options.without))
+    waiting = ((seed, random_program(seed, place)) for seed in seeds)
     idle = [ProgramServer(place, options.limit) for _ in range(options.jobs)]
     busy: dict[ProgramServer, tuple[int, Program]] = {}
     try:
         while True:
-            while idle and time.monotonic() < end and (job := next(waiting, None)) is not None:
+            while idle and (job := next(waiting, None)) is not None:
                 server = idle.pop()
                 busy[server] = job
                 server.begin(job[1])

@@ -368,7 +368,7 @@ def float32(side: Side, step: Step) -> None:
         side.observe_all("gradient", [parameter.grad for _, parameter in side.parameters()])
 
 
-@action(without=("float64", "scripted", "compiled", "batch norm", "embedding", "sparse", "by row", "ranks"))
+@action(without=("float64", "scripted", "compiled", "batch norm", "sparse", "by row", "ranks"))
 def autocast(side: Side, step: Step) -> None:
     with in_float32(side, step):
         with torch.autocast("cpu", torch.bfloat16):

@@ -1,9 +1,10 @@
 """The layers from which random models are made: rows of WIDTH numbers in, rows of WIDTH numbers out.
 
+They differ in what a wrapper has to do for them. Each class of torch.nn is in tests/contract/test_nn_sweep.py.
+
 A block has a name, "family/variant". A family is drawn first, so that one with many variants is not drawn more often.
 Rows do not interact, but for batch norm. Traits say what a family does that matters elsewhere, in words:
 
-    random      draws random numbers
     batch norm  needs sync_batch_norm=True to have the numbers of the plain module
     sparse      has sparse gradients
     scripted    is compiled by torch.jit
@@ -11,7 +12,6 @@ Rows do not interact, but for batch norm. Traits say what a family does that mat
     float64     computes in double precision, whatever its parameters' dtype
     buffers     writes into its buffers
     reentrant   checkpoints in a way that allows no autograd.grad
-    order 1     has first derivatives only
 """
 
 import functools
@@ -20,7 +20,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
@@ -82,62 +81,9 @@ class BatchNormTwice(nn.Module):
         return self.norm(x) + self.norm(x.tanh())
 
 
-class Convolutions(nn.Module):
-    def __init__(self, padding_mode: Any) -> None:
-        super().__init__()
-        self.one = nn.Conv1d(3, 3, 3, padding=1, padding_mode=padding_mode)
-        self.transposed = nn.ConvTranspose1d(3, 3, 3, padding=1)
-        self.grouped = nn.Conv2d(3, 6, 1, groups=3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.transposed(self.one(x.reshape(-1, 3, 4)))
-        y = self.grouped(x.reshape(-1, 3, 2, 2))
-        return (y[:, :3] * y[:, 3:]).reshape(-1, WIDTH)
-
-
-class Attention(nn.Module):
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=how == "batch first")
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.reshape(-1, 3, 4)
-        if self.attention.batch_first:
-            return self.attention(x, x, x, need_weights=False)[0].reshape(-1, WIDTH)
-        x = x.transpose(0, 1)
-        return self.attention(x, x, x)[0].transpose(0, 1).reshape(-1, WIDTH)
-
-
-def encoder(**options: Any) -> nn.Module:
-    return nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True, **options)
-
-
-class Recurrent(nn.Module):
-    def __init__(self, kind: Any, **options: Any) -> None:
-        super().__init__()
-        self.rnn = kind(4, 2 if options.get("bidirectional") else 4, **options)
-        self.cell = nn.GRUCell(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x.reshape(-1, 3, 4)
-        y = self.rnn(y)[0] if self.rnn.batch_first else self.rnn(y.transpose(0, 1))[0].transpose(0, 1)
-        return self.cell(x, y.reshape(-1, WIDTH))
-
-
 def numbers_of(x: Tensor) -> Tensor:
     """Return integers from 0 to 6 that follow from the rows."""
     return (x.detach().abs() * 10).nan_to_num().clamp(0, 1e6).long() % 7
-
-
-class Embeddings(nn.Module):
-    def __init__(self, mode: Any, padding_idx: int | None = None) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(7, WIDTH, padding_idx=padding_idx)
-        self.bag = nn.EmbeddingBag(7, WIDTH, mode=mode)
-
-    def forward(self, x: Tensor) -> Tensor:
-        numbers = numbers_of(x)
-        return x + self.embedding(numbers[:, 0]) + self.bag(numbers)
 
 
 class SparseEmbedding(nn.Module):
@@ -210,56 +156,6 @@ class Complex(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         z = torch.view_as_complex(x.reshape(-1, 6, 2).contiguous().to(torch.float64)) @ self.weight
         return torch.view_as_real(z).reshape(-1, WIDTH).to(x.dtype) + torch.fft.fft(x).real
-
-
-class Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x * x * weight
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        return 2 * x * weight * grad, (x * x * grad).sum(0)
-
-
-class Doubled(torch.autograd.Function):
-    """Writes into its input."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.mark_dirty(x)
-        return x.mul_(2)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * 2
-
-
-class Rounded(torch.autograd.Function):
-    """Has two outputs, of which one is not used: its gradient is None."""
-
-    @staticmethod
-    def forward(x: Tensor) -> Any:
-        return x.round(), x
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any, other: Any) -> Any:
-        return grad if other is None else other if grad is None else grad + other
-
-
-class Functions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH) * 0.3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Doubled.apply(Rounded.apply(Square.apply(x, self.weight))[0] * 1.0) * 0.1 + x
 
 
 def _stretch_inputs(module: nn.Module, args: Any) -> Any:
@@ -473,39 +369,6 @@ class Views(nn.Module):
         return y[:, torch.arange(WIDTH - 1, -1, -1)]
 
 
-class Operations(nn.Module):
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.linear, self.how = nn.Linear(WIDTH, WIDTH * 3), how
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.linear(x).reshape(-1, 3, 3, 4).unbind(1)
-        if self.how == "attention":
-            y = F.scaled_dot_product_attention(q, k, v)
-        elif self.how == "einsum":
-            y = torch.einsum("bij,bkj->bik", q, k).softmax(-1).bmm(v)
-        elif self.how == "sort":
-            y = q.cumsum(1) * k.sort(-1)[0] + v.logsumexp(-1, keepdim=True)
-        else:
-            y = F.normalize(q * k + v, dim=-1)
-        return y.reshape(-1, WIDTH)
-
-
-class Draws(nn.Module):
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how = how
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training:
-            return x
-        if self.how == "bernoulli":
-            return x * torch.bernoulli(torch.full((len(x), 1), 0.7, dtype=x.dtype))
-        if self.how == "randn_like":
-            return x + torch.randn_like(x) * 0.1
-        return torch.where(torch.rand(x.shape) < 0.5, x, x * 0.5)
-
-
 class DrawsNothing(nn.Module):
     """A layer whose draws are switched off: replicas would draw other numbers than the plain module."""
 
@@ -554,16 +417,6 @@ class ByRow(nn.Module):
         return torch.stack(rows) if rows else x * 1
 
 
-class Pairs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bilinear, self.cosine = nn.Bilinear(WIDTH, WIDTH, WIDTH), nn.CosineSimilarity()
-        self.register_parameter("nothing", None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.bilinear(x, x.tanh()) * self.cosine(x, x + 1)[:, None]
-
-
 class Remembers(Block):
     """Assigns to attributes in forward, which a replica's next forward must not see."""
 
@@ -598,68 +451,27 @@ def _of(kind: type[nn.Module], *names: str) -> dict[str, Callable[[], nn.Module]
     return {name: functools.partial(kind, name) for name in names}
 
 
-def _after_linear(**layers: Callable[[], nn.Module]) -> dict[str, Callable[[], nn.Module]]:
-    return {name: lambda make=make: nn.Sequential(linear(), make()) for name, make in layers.items()}
-
-
 FAMILIES: dict[str, Family] = {
     "linear": Family(
-        {"plain": linear, "no bias": lambda: linear(bias=False), "lazy": lazy}
-        | _after_linear(
-            relu=nn.ReLU,
-            silu_inplace=lambda: nn.SiLU(inplace=True),
-            prelu=lambda: nn.PReLU(WIDTH),
-            softmax=lambda: nn.Softmax(-1),
-            no_dropout=lambda: nn.Dropout(0.0),
-        )
-        | {"glu": lambda: nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GLU())}
-    ),
-    "tied": Family(_of(Tied, "weight", "weight, layer", "weight, layer, list")),
-    "norm": Family(
         {
-            "layer": lambda: nn.LayerNorm(WIDTH),
-            "group": lambda: nn.GroupNorm(3, WIDTH),
-            "rms": lambda: nn.RMSNorm(WIDTH),
-            "local response": lambda: Layer(nn.LocalResponseNorm(2), WIDTH, 1),
-            "instance": lambda: Layer(nn.InstanceNorm1d(3), 3, 4),
-            "instance, affine": lambda: Layer(nn.InstanceNorm1d(3, affine=True), 3, 4),
+            "plain": linear,
+            "no bias": lambda: linear(bias=False),
+            "lazy": lazy,
+            "relu": lambda: nn.Sequential(linear(), nn.ReLU()),
+            "silu_inplace": lambda: nn.Sequential(linear(), nn.SiLU(inplace=True)),
         }
     ),
+    "tied": Family(_of(Tied, "weight", "weight, layer", "weight, layer, list")),
+    "norm": Family({"layer": lambda: nn.LayerNorm(WIDTH), "instance": lambda: Layer(nn.InstanceNorm1d(3), 3, 4)}),
     "batch norm": Family(
         {
             "1d": lambda: nn.BatchNorm1d(WIDTH),
             "cumulative": lambda: nn.BatchNorm1d(WIDTH, momentum=None),
-            "not affine": lambda: nn.BatchNorm1d(WIDTH, affine=False),
             "not tracked": lambda: nn.BatchNorm1d(WIDTH, track_running_stats=False),
-            "1d of three axes": lambda: Layer(nn.BatchNorm1d(3), 3, 4),
             "2d, channels last": lambda: Layer(nn.BatchNorm2d(3), 3, 2, 2, channels_last=True),
             "twice": BatchNormTwice,
         },
         ("batch norm", "buffers"),
-    ),
-    "convolution": Family(_of(Convolutions, "zeros", "circular", "reflect")),
-    "attention": Family(
-        _of(Attention, "batch first", "batch second")
-        | {
-            "encoder": lambda: Layer(encoder(), 3, 4),
-            "encoder, norm first": lambda: Layer(encoder(norm_first=True), 3, 4),
-        }
-    ),
-    "recurrent": Family(
-        {
-            "lstm": lambda: Recurrent(nn.LSTM),
-            "lstm, two layers": lambda: Recurrent(nn.LSTM, batch_first=True, num_layers=2),
-            "gru, bidirectional": lambda: Recurrent(nn.GRU, batch_first=True, bidirectional=True),
-            "rnn": lambda: Recurrent(nn.RNN, batch_first=True),
-        }
-    ),
-    "embedding": Family(
-        {
-            "sum": lambda: Embeddings("sum"),
-            "mean, padding": lambda: Embeddings("mean", 0),
-            "max": lambda: Embeddings("max"),
-        },
-        ("order 1",),
     ),
     "sparse": Family(_of(SparseEmbedding, "once", "twice"), ("sparse",)),
     "normed weight": Family(
@@ -677,7 +489,6 @@ FAMILIES: dict[str, Family] = {
     "reentrant": Family(_of(Checkpointed, "reentrant", "reentrant, from a leaf"), ("reentrant",)),
     "scripted": Family({"layers": scripted}, ("scripted",)),
     "complex": Family({"product": Complex}, ("float64",)),
-    "autograd function": Family({"three": Functions}),
     "hooked": Family(_of(Hooked, "forward", "backward", "parameter", "output")),
     "buffers": Family(
         _of(Counting, "in place", "without gradients", "reassigned")
@@ -693,22 +504,9 @@ FAMILIES: dict[str, Family] = {
     "in place": Family({"rows": InPlace}),
     "unused": Family({"parameters": Unused}),
     "views": Family(_of(Views, "transposed", "strided", "unfolded", "indexed")),
-    "operations": Family(_of(Operations, "attention", "einsum", "sort", "normalize")),
-    "random": Family(
-        {
-            "dropout": lambda: DrawsNothing(nn.Dropout(0.3)),
-            "alpha dropout": lambda: DrawsNothing(nn.AlphaDropout(0.2)),
-            "feature alpha dropout": lambda: DrawsNothing(nn.FeatureAlphaDropout(0.2)),
-            "dropout of channels": lambda: DrawsNothing(Layer(nn.Dropout1d(0.3), 3, 4)),
-            "rrelu": lambda: DrawsNothing(nn.RReLU()),
-            "bernoulli": lambda: DrawsNothing(Draws("bernoulli")),
-            "randn_like": lambda: DrawsNothing(Draws("randn_like")),
-            "rand": lambda: DrawsNothing(Draws("rand")),
-        }
-    ),
+    "random": Family({"dropout": lambda: DrawsNothing(nn.Dropout(0.3))}),
     "compiled": Family(_of(Compiled, "eager", "aot_eager"), ("compiled",)),
     "by row": Family({"layers": ByRow}),
-    "pairs": Family({"bilinear": Pairs}),
     "attributes": Family({"assigned": Remembers}),
 }
 

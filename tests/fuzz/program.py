@@ -68,8 +68,3 @@ class Program(_PrintedAsPython):
         }
         words = {word for word, is_so in more.items() if is_so}
         object.__setattr__(self, "traits", frozenset(of_blocks | flags | forms | words))
-
-    @property
-    def names(self) -> set[str]:
-        """The names of its blocks and actions."""
-        return {*self.blocks, *(step.action for step in self.steps)}

@@ -136,7 +136,7 @@ def second_rank_off() -> None:
     plant(forward)
 
 
-BLOCKS = ("linear/relu", "norm/layer", "unused/parameters", "operations/sort")
+BLOCKS = ("linear/relu", "norm/layer", "unused/parameters", "views/strided")
 STEPS = (Step(rows=6, seed=1), Step("accumulate", 7, 2), Step("freeze", 3, 3), Step("deepcopy", 8, 4))
 PROGRAM = Program(BLOCKS, STEPS, num_replicas=3, shares="even", optimizer="Adam", residual=True, seed=5)
 

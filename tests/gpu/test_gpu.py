@@ -376,10 +376,3 @@ def test_copies_between_all_devices_arrive() -> None:
     """S11: where they do not, unisono copies through the host, and this machine needs attention."""
     present = devices.accelerators()
     assert [(a, b) for a in present for b in present if not devices.arrives(a, b)] == []
-
-
-def test_every_accelerator_is_the_default() -> None:
-    """A1: device_ids left out."""
-    model = DataParallel(nn.Linear(4, 2).to(FIRST))
-    assert model.device_ids == list(range(torch.accelerator.device_count()))
-    assert model(torch.randn(16, 4)).shape == (16, 2)

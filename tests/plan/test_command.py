@@ -1,8 +1,8 @@
 """`unisono plan`: what it prints and saves, and how it ends."""
 
-import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,11 +73,8 @@ def test_a_step_that_is_measured(capsys: pytest.CaptureFixture[str], monkeypatch
     assert "# How far will own:build scale?" in Path("runs/plan/plan.md").read_text()
 
 
-def test_without_matplotlib_the_picture_is_left_out(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name))
+def test_without_matplotlib_the_picture_is_left_out(without_package: Any, capsys: pytest.CaptureFixture[str]):
+    without_package("matplotlib")
     assert run(*STEP) == 0
     *_, last = capsys.readouterr().out.splitlines()
     assert last.startswith("no picture: matplotlib not installed: pip install 'unisono[bench]' (in a checkout: ")

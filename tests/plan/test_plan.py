@@ -189,14 +189,5 @@ def test_every_published_figure_has_a_source_that_is_listed_or_is_marked_as_assu
     assert not any("assumed" in report for report in reports)
 
 
-def test_reports_are_what_was_published_and_a_miss_is_called_one():
-    reported = {(one.run.split(",")[0], one.num_devices): one.reported for one in published.comparisons()}
-    assert reported["Inception V3", 8] == pytest.approx(1131 / 142 / 8)
-    assert reported["ResNet-50", 8] == pytest.approx(1734 / 219 / 8)
-    assert (reported["ResNet-101", 512], reported["ResNet-50", 256]) == (0.90, 0.50)
-    missed = [one for one in published.comparisons() if not one.is_close]
-    assert published.document().count("| miss |") == len(missed) == 2
-
-
 def test_the_documentation_has_the_table_as_it_is():
     assert published.document() in (DOCS / "plan.md").read_text(encoding="utf-8"), "python benchmarks/published.py"

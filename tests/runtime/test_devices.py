@@ -2,7 +2,6 @@
 
 import contextlib
 import re
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -199,32 +198,6 @@ def test_an_accelerator_is_known_by_its_uuid_where_it_has_one(gpus) -> None:
     del properties.pci_bus_id
     del properties.uuid
     assert devices.identity(torch.device("cuda:0")) == "cuda:0"
-
-
-def test_the_device_before_is_left_alone_if_nothing_has_used_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A1: to make a device of CUDA's current takes half a gigabyte there; torch's own context asks first."""
-    calls: list[str] = []
-
-    @contextlib.contextmanager
-    def device_index(index: int) -> Iterator[None]:
-        calls.append(f"enter {index}")
-        yield
-        calls.append("back, if that was used")
-
-    cuda = torch.device("cuda", 3)
-    mine, before = SimpleNamespace(device=cuda, name="mine"), SimpleNamespace(device=cuda, name="before")
-    monkeypatch.setattr(devices, "computes_on_host", lambda device: False)
-    monkeypatch.setattr(torch.accelerator, "device_index", device_index)
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: before)
-    monkeypatch.setattr(torch.accelerator, "set_stream", lambda stream: calls.append(stream.name))
-    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: calls.append(f"set {index}"))
-    with devices.using(cuda, [mine]):  # type: ignore[list-item]
-        calls.append("block")
-    assert calls == ["enter 3", "mine", "set 3", "block", "before", "back, if that was used"]
-    calls.clear()
-    with devices.using(cuda, []):
-        pass
-    assert calls == ["enter 3", "back, if that was used"]
 
 
 # ---- copies from one accelerator to another ------------------------------------------------------

@@ -6,13 +6,11 @@ import os
 import signal
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from queue import SimpleQueue
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -459,18 +457,3 @@ def test_ctrl_c_ends_a_program_as_python_does() -> None:
     assert done.returncode in (-signal.SIGINT, 130, 1)
     assert done.stderr.rstrip().endswith("KeyboardInterrupt"), done.stderr
     assert done.stderr.count("Traceback") == 1, done.stderr
-
-
-def test_stopping_waits_for_all_workers_no_longer_than_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """F5: several stuck workers share one deadline."""
-    clock = [0.0]
-
-    def join(timeout: float) -> None:
-        clock[0] += timeout
-
-    stuck = SimpleNamespace(ident=None, native_id=None, join=join, is_alive=lambda: True)
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    pool = thread_pool._Pool()
-    pool._busy = [SimpleNamespace(thread=stuck, inbox=SimpleQueue()) for _ in range(7)]  # type: ignore[misc]
-    pool.stop()
-    assert 0 < clock[0] <= thread_pool._EXIT_WAIT_S

@@ -12,18 +12,13 @@ from helpers.commands import run_to_the_end
 from helpers.rounding import rounding_bound
 
 PROGRAMS = Path(__file__).parent / "programs"
-TUTORIALS = ["first_steps", "wrapped_block", "recurrent_batches"]
-REPOSITORIES = ["imagenet_loop", "dcgan", "language_model"]
 # What the numbers of one device need, where rows interact.
 OPTIONS = {
-    "first_steps": ["--count-replicas"],
-    "wrapped_block": ["--count-replicas"],
     "recurrent_batches": [],
-    "imagenet_loop": ["--sync-batch-norm"],
-    "dcgan": ["--sync-batch-norm", "--shares", "2,1"],
+    "imagenet_loop": ["--sync-batch-norm", "--shares", "2,1"],
     "language_model": [],
 }
-WRAPPERS = {"recurrent_batches": 2, "dcgan": 2}
+WRAPPERS = {"recurrent_batches": 2}
 
 
 pytestmark = pytest.mark.usefixtures("own_program")
@@ -51,7 +46,7 @@ def assert_plain_losses(found: list[float], plain: list[float]) -> None:
         assert loss == pytest.approx(oracle, rel=2 * rounding_bound(1000 * number), abs=1.01e-5)
 
 
-@pytest.mark.parametrize("name", TUTORIALS + REPOSITORIES)
+@pytest.mark.parametrize("name", OPTIONS)
 def test_the_losses_are_those_of_the_plain_script(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -59,12 +54,9 @@ def test_the_losses_are_those_of_the_plain_script(
     plain = plain_losses(name, monkeypatch, capsys)
     device = torch.accelerator.current_accelerator(check_available=True)
     devices = ["--devices", f"{device or 'cpu'}*2"]
-    options = [option for option in OPTIONS[name] if option != "--count-replicas" or device is None]
-    assert run_to_the_end(*devices, *options, str(PROGRAMS / f"{name}.py")) == 0
+    assert run_to_the_end(*devices, *OPTIONS[name], str(PROGRAMS / f"{name}.py")) == 0
     captured = capsys.readouterr()
     assert_plain_losses(losses(captured.out), plain)
-    if device is not None and "--count-replicas" in OPTIONS[name]:
-        return  # with less than two GPUs such a script makes no wrapper
     closing = captured.err.splitlines()[-1]
     number = WRAPPERS.get(name, 1)
     assert closing.startswith(f"unisono run: {number} wrapper{'s' * (number > 1)} on 2 replicas (2 x ")

@@ -4,8 +4,6 @@ import functools
 import gc
 import gzip
 import hashlib
-import importlib.util
-import socket
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from unittest.mock import Mock
 
@@ -73,13 +71,6 @@ def test_digits_are_all_there_once_and_split_alike_everywhere():
     # Accuracies of different days are compared with each other: the split must not change.
     assert digits.test_labels[:20].tolist() == [9, 2, 5, 7, 6, 9, 7, 3, 3, 3, 4, 6, 9, 2, 0, 0, 7, 2, 4, 3]
     assert digits.test_images.double().sum().item() * 16 == 112357
-
-
-@pytest.mark.parametrize(("source", "package"), [("digits", "sklearn"), ("fashion-mnist", "pooch")])
-def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch, source, package):
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find_spec(name))
-    assert error_of(source).startswith(f"{package} not installed: pip install 'unisono[train]'")
 
 
 # ---- folders -------------------------------------------------------------------------------------
@@ -262,13 +253,6 @@ def test_a_download_that_fails_is_one_line_and_leaves_no_half_file(server, folde
     assert message in error
     assert "; --data DIR takes a folder with the files, XDG_CACHE_HOME names another cache" in error
     assert cached(cache) == sorted(f"{name}.gz" for name in NAMES[:2])
-
-
-def test_a_machine_without_internet_is_one_line(server, cache, monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        monkeypatch.setattr(data, "FASHION_MNIST_URL", f"http://127.0.0.1:{closed.getsockname()[1]}/")
-    assert " cannot be downloaded to " in error_of("fashion-mnist")
-    assert cached(cache) == []
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, BrokenPipeError])

@@ -38,7 +38,7 @@ def test_residual_block_is_the_formula_of_the_paper(sizes):
     torch.testing.assert_close(block(x), expected)
 
 
-@pytest.mark.parametrize("image_shape", [(1, 8, 8), (1, 28, 28), (3, 5, 7)], ids=str)
+@pytest.mark.parametrize("image_shape", [(1, 8, 8), (3, 5, 7)], ids=str)
 @pytest.mark.parametrize("name", models.MODELS)
 def test_every_model_gives_logits_and_every_parameter_a_gradient(name, image_shape):
     model = models.build(name, num_classes=7, image_shape=image_shape)

@@ -90,10 +90,7 @@ def ctrl_c() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-@pytest.fixture(autouse=True)
-def own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("CUDA_DEVICE_ORDER", os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID"))
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def records_of(folder: Path) -> list[Record]:
@@ -181,7 +178,6 @@ def test_ctrl_c_twice_ends_a_run_whose_observer_hangs(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("target", "error"),
     [
-        ("nowhere:Tracker", "nowhere:Tracker: there is no module nowhere in "),
         ("track\ners:Tracker", "track ers:Tracker: expected package.module:Class, a class derived from"),
         (f"{__name__}:Path", f"{__name__}:Path is another class: expected package.module:Class, a class"),
         (f"{__name__}:TRAIN", f"{__name__}:TRAIN is a value of type list: expected package.module:Class"),

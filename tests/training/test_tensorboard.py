@@ -3,7 +3,6 @@
 import importlib.machinery
 import importlib.util
 import json
-import os
 import shutil
 import sys
 import threading
@@ -13,7 +12,6 @@ import pytest
 
 from helpers.commands import assert_misused
 from helpers.event_files import read, scalars, scalars_expected
-from helpers.programs import run_script
 from unisono.cli import main
 from unisono.training.metrics import StepRecord
 from unisono.training.tensorboard import TensorBoard
@@ -21,10 +19,7 @@ from unisono.training.tensorboard import TensorBoard
 TRAIN = ["train", "--model", "mlp", "--devices", "cpu*2", "--output", "out"]  # 12 steps an epoch
 
 
-@pytest.fixture(autouse=True)
-def own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("CUDA_DEVICE_ORDER", os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID"))
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def event_files(out: Path) -> list[Path]:
@@ -110,16 +105,3 @@ def test_a_missing_tensorboard_is_named_with_the_extra(monkeypatch, capsys):
     found = importlib.machinery.ModuleSpec("tensorboard", None, is_package=True)
     assert assert_misused([*TRAIN, "--tensorboard"], error, capsys) == ""
     assert list(Path().iterdir()) == []
-
-
-@pytest.mark.slow
-def test_without_the_option_tensorboard_is_not_loaded(tmp_path: Path) -> None:
-    """T8: it takes time and memory."""
-    done = run_script(f"""
-        import os, sys
-        os.chdir({str(tmp_path)!r})
-        from unisono.cli import main
-        assert main({[*TRAIN, "--epochs", "1"]}) == 0
-        print(*sorted(name for name in sys.modules if "tensorboard" in name and "unisono" not in name), file=sys.stderr)
-    """)
-    assert (done.returncode, done.stderr.strip()) == (0, "")

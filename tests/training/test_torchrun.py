@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -12,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from helpers.commands import metrics_of, run_captured, steps_of
+from helpers.commands import metrics_of, run_captured
 from helpers.ranks import run_ranks
 
 LIMIT_S = 240
@@ -77,30 +76,3 @@ def test_killed_processes_and_the_numbers_of_an_undisturbed_run(tmp_path: Path) 
     assert [status for status, _, _ in ended] == [0, 0]
     assert_same_bytes(run, tmp_path / "undisturbed")
     assert len(metrics_of(run / "metrics.jsonl")) == 13 * EPOCHS
-
-
-@pytest.mark.slow
-def test_a_job_that_is_ended_and_then_killed_goes_on_to_the_same_weights(tmp_path: Path) -> None:
-    """T1, T3: as a scheduler does it, that signals every process. So the ranks get SIGTERM twice, from torchrun too."""
-    train = ["--standalone", "-m", "unisono", "train"]
-    resume = ["--resume", "runs/one"]
-    options = [*TRAIN, "--epochs", "4", "--output", "runs/one"]
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    for folder in (whole, parts):
-        folder.mkdir()
-    assert [status for status, _, _ in run_ranks(2, run_captured, whole, "train", *options)] == [0, 0]
-    for arguments, records, how in ((options, 5, signal.SIGTERM), (resume, 20, signal.SIGKILL)):
-        with torchrun(parts, *train, *arguments) as process:
-            wait_for_steps(parts, records, process)
-            job = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
-            for pid in job:
-                os.kill(pid, how)
-            process.wait(LIMIT_S)
-        if how == signal.SIGTERM:
-            log = (parts / "log").read_text()
-            steps = len(steps_of(parts / "runs" / "one" / "metrics.jsonl"))
-            assert f"stopped after step {steps}; to go on: unisono train --resume runs/one" in log
-    with torchrun(parts, *train, *resume) as process:
-        assert process.wait(LIMIT_S) == 0, (parts / "log").read_text()
-    assert "going on after step" in (parts / "log").read_text()
-    assert_same_bytes(parts / "runs" / "one", whole / "runs" / "one")

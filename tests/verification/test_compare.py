@@ -126,13 +126,6 @@ def test_one_number_a_replica(one: Any, many: list[Any], expected: Any) -> None:
     assert joined_numbers({"n": torch.tensor(one)}, {"n": torch.tensor(many)})["n"].item() == expected
 
 
-def test_a_number_of_several_replicas_keeps_its_gradient() -> None:
-    numbers = torch.tensor([1.0, 3.0], requires_grad=True)
-    joined_numbers({"": torch.tensor(2.0)}, {"": numbers})[""].backward()
-    assert numbers.grad is not None
-    assert numbers.grad.tolist() == [0.5, 0.5]
-
-
 def test_the_largest_values_that_differences_are_held_against() -> None:
     """That of all gradients; of the floating buffers of one module."""
     gradients = {"weight": torch.tensor([100.0]), "bias": torch.tensor([1e-6]), "unused": None}

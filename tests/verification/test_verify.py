@@ -401,17 +401,14 @@ class VAE(nn.Module):
         return self.decoder(self.mean(x) + deviation * torch.randn_like(deviation))
 
 
-def draws(function: Callable[[torch.Tensor], torch.Tensor], **attributes: Any) -> nn.Module:
+def draws(function: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
     """Return a model that changes what it computes by something random, in training."""
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         y = self.layers[0](x)
         return self.layers[1](function(y) if self.training else y)
 
-    model = calls(forward, nn.Linear(5, 8), nn.Linear(8, 2))
-    for name, value in attributes.items():
-        setattr(model, name, value)
-    return model
+    return calls(forward, nn.Linear(5, 8), nn.Linear(8, 2))
 
 
 def one_by_one(x: torch.Tensor) -> torch.Tensor:
@@ -421,54 +418,24 @@ def one_by_one(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+# Each operation that draws is in tests/runtime/test_draws_off.py.
 SWITCHED_OFF: dict[str, tuple[nn.Module, Any, dict[str, Any]]] = {
     "nn.Dropout": (nn.Sequential(nn.Linear(5, 8), nn.Dropout(), nn.BatchNorm1d(8)), ROWS, {"sync_batch_norm": True}),
-    "nn.Dropout, in place": (nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.9, inplace=True)), ROWS, {}),
-    "nn.Dropout2d": (nn.Sequential(nn.Conv2d(1, 4, 3), nn.Dropout2d(), nn.ReLU()), torch.randn(9, 1, 5, 5), {}),
-    "nn.AlphaDropout": (nn.Sequential(nn.Linear(5, 8), nn.SELU(), nn.AlphaDropout(0.3)), ROWS, {}),
-    "nn.RReLU": (nn.Sequential(nn.Linear(5, 8), nn.RReLU()), ROWS, {}),
-    "F.dropout": (draws(F.dropout), ROWS, {}),
-    "F.feature_alpha_dropout": (draws(lambda x: F.feature_alpha_dropout(x, training=True)), ROWS, {}),
     "nn.TransformerEncoderLayer": (
         nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True), torch.randn(9, 4, 8), {},
-    ),
-    "nn.MultiheadAttention": (
-        calls(lambda self, x: self.layers[0](x, x, x), nn.MultiheadAttention(8, 2, dropout=0.4, batch_first=True)),
-        torch.randn(9, 4, 8), {},
-    ),
-    "attention": (
-        calls(lambda self, x: F.scaled_dot_product_attention(*[self.layers[0](x)] * 3, dropout_p=0.4), nn.Linear(8, 8)),
-        torch.randn(9, 2, 4, 8), {},
     ),
     "nn.LSTM": (
         calls(lambda self, x: self.layers[0](x)[0], nn.LSTM(5, 4, 3, dropout=0.5, batch_first=True)),
         torch.randn(9, 3, 5), {},
     ),
-    "nn.GRU, packed": (
-        nn.GRU(5, 4, 2, dropout=0.5), pack_sequence([torch.randn(n, 5) for n in (4, 3, 3, 2, 1)]), {"out_dims": (0, 1)},
-    ),
     "VAE": (VAE(), ROWS, {}),
-    "noise": (draws(lambda x: x + torch.randn(x.shape)), ROWS, {}),
-    "noise for the columns": (draws(lambda x: x * torch.empty(8).normal_(1, 0.1)), ROWS, {}),
-    "a mask": (draws(lambda x: x * (torch.rand(len(x), 1) > 0.5)), ROWS, {}),
-    "torch.bernoulli": (draws(lambda x: x * torch.bernoulli(x.sigmoid())), ROWS, {}),
-    "masked_fill": (
-        draws(lambda x: x.masked_fill(~torch.empty(x.shape, dtype=torch.bool).bernoulli_(0.7), 0)), ROWS, {},
-    ),
-    "a random number of rounds": (draws(lambda x: x * (1 + torch.randint(4, ()))), ROWS, {}),
-    "a generator of its own": (draws(lambda x: x + torch.randn(x.shape, generator=OWN)), ROWS, {}),
-    "columns in random order": (draws(lambda x: x[:, torch.randperm(8)]), ROWS, {}),
-    "categories": (draws(lambda x: x.gather(1, torch.multinomial(x.softmax(1), 8))), ROWS, {}),
     "rsample": (draws(lambda x: torch.distributions.Gamma(x.exp(), 1.0).rsample()), ROWS, {}),
-    "F.gumbel_softmax": (draws(F.gumbel_softmax), ROWS, {}),
     "a checkpoint": (draws(lambda x: checkpoint(F.dropout, x, use_reentrant=False)), ROWS, {}),
     "a checkpoint, reentrant": (draws(lambda x: checkpoint(F.dropout, x, use_reentrant=True)), ROWS, {}),
-    "vmap": (draws(torch.vmap(F.dropout, randomness="different")), ROWS, {}),
     "parts": (draws(F.dropout), ROWS, {"parts": 2}),
     "a wrapper inside": (nn.Sequential(DataParallel(draws(F.dropout), ["cpu"] * 2), nn.Dropout()), ROWS, {}),
     "a loop": (draws(one_by_one), ROWS, {}),
 }  # fmt: skip
-OWN = torch.Generator()
 
 
 @pytest.mark.parametrize("case", SWITCHED_OFF)
