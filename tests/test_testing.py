@@ -12,7 +12,7 @@ from torch import nn
 
 from helpers.programs import run_script
 from unisono.runtime import devices
-from unisono.testing import SimulatedTensor, simulated_accelerators
+from unisono.testing import SimulatedTensor, separate_memory, simulated_accelerators
 
 SIM0, SIM1 = torch.device("sim:0"), torch.device("sim:1")
 MIXED = (
@@ -305,6 +305,16 @@ def test_simulated_accelerators_are_what_the_library_sees():
 def test_simulated_accelerators_checks_its_count(count):
     with pytest.raises(ValueError, match="expected 1 to 8"), simulated_accelerators(count):
         pass
+
+
+def test_separate_memory_lasts_until_the_last_context_ends():
+    first, second = separate_memory(), separate_memory()  # of two threads, say
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert devices.has_separate_memory()
+    second.__exit__(None, None, None)
+    assert not devices.has_separate_memory()
 
 
 def test_import_is_refused_where_the_name_is_taken():

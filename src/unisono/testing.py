@@ -243,7 +243,8 @@ def separate_memory() -> Iterator[None]:
     """Give each replica but the first copies of its own of parameters and buffers, as on a device of its own.
 
     What several devices do is so shown on one: parameters are copied to the replicas in every forward, and gradients
-    are copied back and summed in flat buckets. It holds for the forwards of all threads until the context ends.
+    are copied back and summed in flat buckets. It holds for the forwards of all threads until the context ends; if
+    several contexts are open, until the last one ends.
 
     >>> import unisono
     >>> model = unisono.DataParallel(torch.nn.Linear(3, 1), ["cpu", "cpu"])
@@ -252,15 +253,20 @@ def separate_memory() -> Iterator[None]:
     >>> model.module.bias.grad
     tensor([4.])
     """
-    before = devices.set_separate_memory(True)
+    with _lock:
+        _separate.append(None)
+        devices.set_separate_memory(True)
     try:
         yield
     finally:
-        devices.set_separate_memory(before)
+        with _lock:
+            _separate.pop()
+            devices.set_separate_memory(bool(_separate))
 
 
 _real_accelerators = devices.accelerators
 _open: list[list[torch.device]] = []  # the devices of each open context, in the order in which they were opened
+_separate: list[None] = []  # one a context of separate memory that is open
 _lock = threading.Lock()
 
 

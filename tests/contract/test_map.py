@@ -569,6 +569,22 @@ def test_no_reference_cycle_is_left(wrap: Wrap) -> None:
     assert reference() is None
 
 
+@pytest.mark.usefixtures("collector_off")
+def test_an_iterator_that_is_dropped_after_an_error_leaves_nothing(wrap: Wrap) -> None:
+    """I7, N10: nor do the errors of the batches that lanes have computed meanwhile, which nobody takes."""
+    model = wrap(Fn(lambda x: 1 // 0))
+
+    def fail() -> weakref.ref[torch.Tensor]:
+        x = torch.zeros(4, 5)
+        with use_lanes(True), pytest.raises(ZeroDivisionError):
+            list(model.map([x] * 6))
+        return weakref.ref(x)
+
+    with no_lane_left():
+        reference = fail()
+    assert until(lambda: reference() is None)
+
+
 def test_ctrl_c_while_waiting(wrap: Wrap) -> None:
     """I7, F3: raised at once, although a batch is being computed; nothing is lost if the iteration goes on."""
     release = threading.Event()

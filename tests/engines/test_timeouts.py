@@ -129,6 +129,13 @@ def test_all_lanes_of_a_map_are_stuck():
     in_time(outputs.close)
 
 
+def test_all_lanes_of_an_evaluation_are_stuck():
+    """F7, I9: the error is raised: what ends the lanes does not wait for them without end."""
+    model = wrap(Calls(lambda module, x: gets_stuck()), timeout=TIMEOUT_S)
+    with pytest.raises(ReplicaTimeout):
+        in_time(lambda: model.evaluate([(torch.zeros(2, 1), None)] * 4, lambda output, target: 0.0))
+
+
 def test_the_first_replica_is_stuck_and_others_wait_for_it(caplog):
     """F7: it runs in the caller's own thread, where nothing can be raised: the log says where it is."""
     logged = threading.Event()

@@ -79,7 +79,7 @@ class OutputIterator(Iterator[Any]):
         return f"<outputs of {'some' if self.num_batches is None else self.num_batches} batches>"
 
     def close(self) -> None:
-        """End the iteration; wait for the batches that are being computed, and drop their outputs."""
+        """End the iteration; wait for batches that are being computed (`timeout` at most), and drop their outputs."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -283,7 +283,6 @@ class BatchMap(OutputIterator):
         work, self._work = self._work, None
         if work is not None and os.getpid() == self._pid:
             work.wait()
-            self._ready.clear()  # of what was computed meanwhile
 
     def _stop(self) -> None:
         self._has_more = False
@@ -322,6 +321,7 @@ class _Work:
         self._computing: dict[int, tuple[int, int]] = {}  # by batch: its lane and that lane's thread
         self._abandoned: set[int] = set()  # batches whose lanes are stuck
         self._background: Background | None = None
+        self._is_stopped = False
         self.has_threads = False  # whether lanes compute in threads; else in the caller's
         self.streams = BatchStreams()  # the batches' random numbers
 
@@ -420,6 +420,8 @@ class _Work:
     def _put(self, number: int, outcome: Outcome[LaneOutput]) -> None:
         if number not in self._abandoned:
             self._ready[number] = outcome
+        if self._is_stopped:
+            self._ready.clear()  # nobody takes it, and the traceback of an error refers to this object
 
     def _outcome(self, lane: Lane, run: RunBatch, batches: list[_Batch]) -> Outcome[LaneOutput]:
         """Compute the one batch in a list, which is emptied.
@@ -443,11 +445,13 @@ class _Work:
                 self._todo.get_nowait()
         for _ in self._lanes:
             self._todo.put(None)
+        self._is_stopped = True
+        self._ready.clear()
 
     def wait(self) -> None:
         background = self._background
         if background is not None:
-            background.wait()
+            background.wait(self._timeout_s)
         elif not self.has_threads:
             self._lanes.clear()
 

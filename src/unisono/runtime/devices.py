@@ -297,11 +297,10 @@ def has_separate_memory() -> bool:
 _has_separate_memory = False
 
 
-def set_separate_memory(flag: bool) -> bool:
-    """Set what `has_separate_memory` returns, for the whole process; return what it was."""
-    global _has_separate_memory
-    before, _has_separate_memory = _has_separate_memory, flag
-    return before
+def set_separate_memory(flag: bool) -> None:
+    """Set what `has_separate_memory` returns, for the whole process."""
+    global _has_separate_memory  # noqa: PLW0603 - one flag for all threads
+    _has_separate_memory = flag
 
 
 def begin_copy_to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[bool], bool]]:

@@ -329,10 +329,14 @@ class Background:
         """Count a task as ended although it is not: it is stuck. It ends when it can, or when the program does."""
         self._leave(index)
 
-    def wait(self) -> None:
-        """Wait until all tasks have ended."""
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until all tasks have ended; those that have not after `timeout_s` are abandoned."""
+        began = time.monotonic()
         while not self._ended.wait(WAKE_S):
             deliver()
+            if timeout_s is not None and time.monotonic() - began > timeout_s:
+                for index in [*self._running]:
+                    self.abandon(index)
         if not modes_that_stay():
             torch_private.forget_dispatch_modes()  # those of the tasks' threads may have overlapped
 
