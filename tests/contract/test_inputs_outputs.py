@@ -70,7 +70,9 @@ def test_a_large_input_that_goes_whole(wrap: Wrap) -> None:
         ([(8, 3), (2,)], {}, "inputs[0] has 8, inputs[1] has 2. … all of inputs[1]: in_dims={1: None}. A list"),
         ([(8, 3), (7,), (8,), (2,)], {}, "all of inputs[1], inputs[3]: in_dims={1: None, 3: None}. A list"),
         ([(1, 3), (2,)], {}, "inputs[0] has 1, inputs[1] has 2. "),
-        ([(8, 3), (2,)], {"in_dims": 0}, "inputs[1] has 2. … whole: in_dims={'x': 0, 'table': None}. A list"),
+        ([(8, 3), (2,)], {"in_dims": 0}, "inputs[1] has 2. … all of inputs[1]: in_dims={1: None}. A list"),
+        ([(3, 8), (2, 2)], {"in_dims": 1}, "inputs[1] has 2. … all of inputs[1]: in_dims={0: 1, 1: None}. A list"),
+        ([(3, 8), (8,), (5,), (2,)], {"in_dims": {0: 1, 2: None}}, "in_dims={0: 1, 2: None, 3: None}. A list"),
         ([(3, 8), (2, 1)], {"dim": 1}, "inputs[0] has 8, inputs[1] has 1. "),
     ],
 )

@@ -2,8 +2,8 @@
 
 Hypothesis draws the calls, 200 for each test in `make test` and 2,000 in `make test-all` (conftest.py). What is
 expected is said independently of the code under test: torch's own `chunk` and `tensor_split`, exact fractions, slices
-of the whole batch, and the plain module on it. These are properties of the verbs, and of the wrapper whichever engine
-runs the replicas: the default one is tried, and the plain composition.
+of the whole batch, and the plain module on it. These are properties of the verbs, and of the wrapper, with replicas in
+threads and as the plain composition.
 """
 
 import copy

@@ -476,6 +476,9 @@ class Library:
         return drawn[0]
 
 
+OF_FILE = random.Random(1), np.random.default_rng(1)
+
+
 class Jitter(nn.Module):
     """Draws in training, in a way that cannot be switched off."""
 
@@ -494,6 +497,8 @@ class Jitter(nn.Module):
         (lambda self, x: self.dice.random(), "a generator of its own"),
         (lambda self, x: np.random.rand(), "numpy's generator"),
         (lambda self, x: self.numbers.random(), "a generator of its own"),
+        (lambda self, x: OF_FILE[0].random() * 0 + 1, "a generator of its own"),
+        (lambda self, x: OF_FILE[1].random() * 0 + 1, "a generator of its own"),
         (lambda self, x: Library().rand(len(x), 1), "torch's generator"),
         (lambda self, x: Library().rand(1) * 0 + 1, "torch's generator"),  # the numbers are the same, this time
         (lambda self, x: torch.default_generator.seed() % 2, "torch's generator"),

@@ -179,31 +179,32 @@ def spread_inputs(
     return axes
 
 
-def in_dims_of_whole(inputs: pytree.Spec, kwargs: pytree.Spec, is_whole: Sequence[bool]) -> dict[Any, Any]:
-    """Return the `in_dims` with which every replica gets all of some leaves of a call's inputs.
+def in_dims_of(inputs: pytree.Spec, kwargs: pytree.Spec, axes: Sequence[int | None], dim: int) -> dict[Any, Any]:
+    """Return the `in_dims` that give the leaves of a call's inputs these axes; what has `dim` is left out.
 
     >>> (_, inputs), (_, kwargs) = pytree.flatten(("x", ["mask", "y"])), pytree.flatten({"table": "table"})
-    >>> in_dims_of_whole(inputs, kwargs, [False, True, False, True])
-    {1: {0: None}, 'table': None}
+    >>> in_dims_of(inputs, kwargs, [0, 1, 0, None], 0)
+    {1: {0: 1}, 'table': None}
 
     Args:
         inputs, kwargs: the structures of the positional and the keyword inputs.
-        is_whole: whether this is so, for every leaf of the inputs, positional ones first.
+        axes: of every leaf of the inputs, positional ones first.
     """
-    of_leaves = iter(is_whole)
+    of_leaves = iter(axes)
     each = {
-        key: _whole(spec, of_leaves)
+        key: _rule(spec, of_leaves, dim)
         for inside in (inputs, kwargs)
         for key, spec in zip(inside.keys or (), inside.specs, strict=True)
     }
     return {key: rule for key, rule in each.items() if rule is not ...}
 
 
-def _whole(spec: pytree.Spec, is_whole: Iterator[bool]) -> Any:
-    """Return the rule that gives None to some leaves of a structure; `...` if there are none."""
+def _rule(spec: pytree.Spec, axes: Iterator[int | None], dim: int) -> Any:
+    """Return the rule that gives the leaves of a structure their axes; `...` if each of them has `dim`."""
     if spec.keys is None:
-        return None if next(is_whole) else ...
-    rules = {key: _whole(child, is_whole) for key, child in zip(spec.keys, spec.specs, strict=True)}
+        axis = next(axes)
+        return ... if axis == dim else axis
+    rules = {key: _rule(child, axes, dim) for key, child in zip(spec.keys, spec.specs, strict=True)}
     return {key: rule for key, rule in rules.items() if rule is not ...} or ...
 
 

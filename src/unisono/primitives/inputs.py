@@ -10,7 +10,7 @@ import torch
 
 from unisono.primitives import pytree
 from unisono.primitives.batch_types import BatchType, batch_type_of
-from unisono.primitives.dims import in_dims_of_whole, spread_inputs
+from unisono.primitives.dims import in_dims_of, spread_inputs
 from unisono.primitives.placements import Placement, Replicate, Shard, Single, can_be_placed, cannot_be_placed
 from unisono.primitives.references import MODES
 from unisono.primitives.sample_lists import SampleList, warn_of_whole_lists, with_entries
@@ -84,7 +84,7 @@ class Arguments:
                     counts[number] = rows
         distinct = {*counts.values()}
         if len(distinct) > 1:
-            raise self._different_rows(counts, in_dims)
+            raise self._different_rows(counts, dim)
         self.rows = distinct.pop() if distinct else None
 
     def _flatten(self) -> list[Any]:
@@ -116,18 +116,19 @@ class Arguments:
         shape = tuple(leaf.shape)
         return ValueError(f"cannot scatter {path} of shape {shape} along dim={axis}: it has no such axis")
 
-    def _different_rows(self, counts: dict[int, int], in_dims: Any) -> ValueError:
+    def _different_rows(self, counts: dict[int, int], dim: int) -> ValueError:
         paths = self._paths()
         each = _named([f"{paths[number]} has {rows}" for number, rows in counts.items()])
-        remedy = "name the axis of the rows, None for what goes to replicas whole: in_dims={'x': 0, 'table': None}"
-        if in_dims is ...:
-            [(of_most, _)] = Counter(counts.values()).most_common(1)  # if as many have others, of the first
-            others = [number for number, rows in counts.items() if rows != of_most]
-            whole = in_dims_of_whole(*self._structure(), [number in others for number in range(len(self.leaves))])
-            remedy = f"if every replica needs all of {_named([paths[number] for number in others])}: in_dims={whole}"
+        [(of_most, _)] = Counter(counts.values()).most_common(1)  # if as many have others, of the first
+        others = [number for number, rows in counts.items() if rows != of_most]
+        axes = [axis if counts.get(number) == of_most or axis is None else dim for number, axis in enumerate(self.axes)]
+        for number in others:
+            axes[number] = None
+        whole = _named([paths[number] for number in others])
         return ValueError(
             f"cannot scatter tensors with different numbers of rows: {each}. Give every tensor the rows of the batch "
-            f"(tensor.expand). Or, {remedy}. A list with one entry a row is a unisono.SampleList."
+            f"(tensor.expand). Or, if every replica needs all of {whole}: "
+            f"in_dims={in_dims_of(*self._structure(), axes, dim)}. A list with one entry a row is a unisono.SampleList."
         )
 
     def split(self, sizes: Sequence[int], place: Place) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:

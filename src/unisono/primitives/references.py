@@ -68,7 +68,7 @@ def is_inert(value: Any) -> bool:
 
 def references(value: Any) -> list[nn.Module | torch.Tensor]:
     """Return every module and tensor that `value` is or refers to, each once."""
-    return [part for part in _reachable(value) if _is_live(part)]
+    return [part for part in reachable(value) if _is_live(part)]
 
 
 def may_refer_later(value: Any, kept: Container[int] = ()) -> bool:
@@ -80,7 +80,7 @@ def may_refer_later(value: Any, kept: Container[int] = ()) -> bool:
     Args:
         kept: ids of objects that do not die.
     """
-    return any(_is_changing(part, kept) for part in _reachable(value))
+    return any(_is_changing(part, kept) for part in reachable(value))
 
 
 def _is_changing(part: Any, kept: Container[int]) -> bool:
@@ -91,7 +91,7 @@ def _is_changing(part: Any, kept: Container[int]) -> bool:
     return isinstance(part, types.FunctionType | functools.partial | weakref.ref)
 
 
-def _reachable(value: Any) -> list[Any]:
+def reachable(value: Any) -> list[Any]:
     """Return what is found in `value`, each object once, but no plain values; what is live is not searched."""
     found: list[Any] = []
     seen: set[int] = set()
@@ -144,7 +144,7 @@ def observes(hook: Any, module: nn.Module, own_code: Container[tuple[str, str]])
     Args:
         own_code: module and qualified name of each class of the model.
     """
-    return any(_has_as_key(part, module) and not _is_within(part, own_code) for part in _reachable(hook))
+    return any(_has_as_key(part, module) and not _is_within(part, own_code) for part in reachable(hook))
 
 
 def _has_as_key(function: Any, module: nn.Module) -> bool:

@@ -490,38 +490,17 @@ class _OrderOfCode:
 
 
 def _by_thread(context: Any) -> Any:
-    return type("MetricsContextByThread", (type(context), threading.local), {})(on_exit=context._on_exit)
+    return _class_by_thread(type(context))(on_exit=context._on_exit)  # type: ignore[arg-type]
+
+
+@functools.cache  # a class refers to itself: only the garbage collector would free one of each pass
+def _class_by_thread(of_context: type) -> type[Any]:
+    return type("MetricsContextByThread", (of_context, threading.local), {})
 
 
 def has_compiled_call(module: torch.nn.Module) -> bool:
     """Return whether calling `module` runs code that torch.compile made for this object."""
     return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
-
-
-@functools.cache
-def keep_compiled_code_in_order() -> None:
-    """Keep torch.compile's cache entries of a function in their order, for the whole process.
-
-    By default, a call that finds its entry moves it to the front of the list. A call in another thread that searches
-    the list at that moment misses it, and compiles the same code again. Fallback: nothing; then that happens.
-    """
-    with contextlib.suppress(ImportError, AttributeError):
-        importlib.import_module("torch._C._dynamo.eval_frame")._set_lru_cache(False)
-
-
-def keep_metrics_of_compiling_by_thread() -> None:
-    """Have torch.compile count what it does for each thread by itself, as newer releases do, for the whole process.
-
-    Older ones keep one count, and two threads that compile at the same time, such as those of two replicas' backward
-    passes, raise "Metric(s) have already been set". Fallback: nothing; then that happens.
-    """
-    utils: Any = sys.modules.get("torch._dynamo.utils")
-    context = getattr(utils, "_METRICS_CONTEXT", None)
-    if context is None or isinstance(context, threading.local):
-        return
-    with contextlib.suppress(AttributeError, TypeError):
-        by_thread = type("MetricsContextByThread", (type(context), threading.local), {})
-        utils._METRICS_CONTEXT = by_thread(on_exit=context._on_exit)
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from unisono.data_parallel import DataParallel
-from unisono.primitives.references import references
+from unisono.primitives.references import reachable, references
 from unisono.runtime import devices as _devices
 from unisono.runtime.rng import state_of
 from unisono.verification.compare import plain
@@ -43,11 +43,22 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 def generators_of(model: nn.Module) -> list[Any]:
-    """Return the random number generators that modules have as attributes: torch's, Python's, numpy's."""
+    """Return the random number generators that a model may draw from, beside those that a script seeds.
+
+    They are searched where attributes of modules lead, and variables of the files that define their classes.
+    """
     numpy: Any = sys.modules.get("numpy")
     of_numpy = (numpy.random.Generator, numpy.random.RandomState) if numpy is not None else ()
-    kinds = (torch.Generator, random.Random, *of_numpy)
-    return [v for module in model.modules() for v in vars(module).values() if isinstance(v, kinds)]
+    of_process = (random.random.__self__, numpy.random.rand.__self__ if numpy is not None else None)  # type: ignore[attr-defined]
+    files = {type(module).__module__ for module in model.modules()} & sys.modules.keys()
+    places = [*map(vars, model.modules()), *(vars(sys.modules[file]) for file in files)]
+    found = {id(each): each for place in places for value in place.values() for each in reachable(value)}
+    return [
+        each
+        for each in found.values()
+        if issubclass(type(each), (torch.Generator, random.Random, *of_numpy)) and each not in of_process
+        if not isinstance(each, random.SystemRandom)  # it has no state
+    ]
 
 
 class RandomState:
