@@ -179,7 +179,6 @@ def _run_in_threads(
     streams = None if on_host else _devices.current_streams(devices)
     num_tasks = len(tasks)
     own_cores = affinity.cores_per_replica(num_tasks) if on_host else [()] * num_tasks
-    threads_before, threads_each = _thread_counts.begin(devices)
     done: SimpleQueue[tuple[int, Outcome[T]]] = SimpleQueue()
     context = contextvars.copy_context()
     together = Run()
@@ -209,7 +208,8 @@ def _run_in_threads(
         with around(0), _AsReplica(devices[0], 0, threads_each, streams):
             return tasks[0]()
 
-    workers = _pool.borrow(num_tasks - 1)
+    workers = _pool.borrow(num_tasks - 1)  # fails where the system gives no more threads
+    threads_before, threads_each = _thread_counts.begin(devices)
     ended: dict[int, Outcome[T]] = {}
     try:
         for i, worker in enumerate(workers, 1):
@@ -238,7 +238,6 @@ def _run_in_threads(
         _pool.give_back([worker for i, worker in enumerate(workers, 1) if i in ended])
         _pool.abandon([worker for i, worker in enumerate(workers, 1) if i not in ended])
         _thread_counts.end(threads_before, threads_each)
-        torch_private.forget_dispatch_modes()  # the caller's thread is in none: `modes_that_stay`
         ended.clear()  # a traceback refers to this frame: nothing in it may refer to an exception
 
 
@@ -333,8 +332,6 @@ class Background:
         """Wait until all tasks have ended."""
         while not self._ended.wait(WAKE_S):
             deliver()
-        if not modes_that_stay():
-            torch_private.forget_dispatch_modes()  # those of the tasks' threads may have overlapped
 
 
 @contextlib.contextmanager

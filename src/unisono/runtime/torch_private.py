@@ -370,17 +370,29 @@ def has_dispatch_modes() -> bool:
         return False
 
 
-def forget_dispatch_modes() -> None:
-    """Tell torch that no `TorchDispatchMode` is active in any thread.
+class DispatchModeFlags:
+    """The flags by which torch tells, for the whole process, that a `TorchDispatchMode` is active.
 
-    torch keeps flags of it for the whole process: a mode sets them, and at its end sets them to what it found. Where
-    modes of several threads overlap, the flags stay set, and older releases of torch compile nothing any more.
-    Fallback: nothing; then that happens.
+    A mode sets them, and at its end sets them to what it found. Where modes of several threads overlap, the flags stay
+    set, and older releases of torch compile nothing any more. So they are kept while replicas run: `are_kept = False`
+    sets them to what they were at `are_kept = True`. Fallback: nothing; then that happens.
     """
-    flags = vars(_python_dispatch)
-    for flag in _DISPATCH_MODE_FLAGS if True in map(flags.get, _DISPATCH_MODE_FLAGS) else ():
-        if flag in flags:
-            flags[flag] = False
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Any] = {}
+
+    @property
+    def are_kept(self) -> bool:
+        return bool(self._kept)
+
+    @are_kept.setter
+    def are_kept(self, value: bool) -> None:
+        flags = vars(_python_dispatch)
+        if value and not self._kept:
+            self._kept = {flag: flags[flag] for flag in _DISPATCH_MODE_FLAGS if flag in flags}
+        elif not value:
+            flags.update(self._kept)
+            self._kept = {}
 
 
 _DISPATCH_MODE_FLAGS = (
@@ -496,32 +508,6 @@ def _by_thread(context: Any) -> Any:
 def has_compiled_call(module: torch.nn.Module) -> bool:
     """Return whether calling `module` runs code that torch.compile made for this object."""
     return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
-
-
-@functools.cache
-def keep_compiled_code_in_order() -> None:
-    """Keep torch.compile's cache entries of a function in their order, for the whole process.
-
-    By default, a call that finds its entry moves it to the front of the list. A call in another thread that searches
-    the list at that moment misses it, and compiles the same code again. Fallback: nothing; then that happens.
-    """
-    with contextlib.suppress(ImportError, AttributeError):
-        importlib.import_module("torch._C._dynamo.eval_frame")._set_lru_cache(False)
-
-
-def keep_metrics_of_compiling_by_thread() -> None:
-    """Have torch.compile count what it does for each thread by itself, as newer releases do, for the whole process.
-
-    Older ones keep one count, and two threads that compile at the same time, such as those of two replicas' backward
-    passes, raise "Metric(s) have already been set". Fallback: nothing; then that happens.
-    """
-    utils: Any = sys.modules.get("torch._dynamo.utils")
-    context = getattr(utils, "_METRICS_CONTEXT", None)
-    if context is None or isinstance(context, threading.local):
-        return
-    with contextlib.suppress(AttributeError, TypeError):
-        by_thread = type("MetricsContextByThread", (type(context), threading.local), {})
-        utils._METRICS_CONTEXT = by_thread(on_exit=context._on_exit)
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
