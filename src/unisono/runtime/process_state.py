@@ -216,7 +216,6 @@ def _stand_ins() -> Iterator[StandIn]:
         yield owner, name, _refused
     for owner, name in torch_private.tracing():
         yield owner, name, _in_turns
-    yield torch_private.DispatchModeFlags(), "are_kept", lambda _: True
     for cell in torch_private.cell_of_cached_parametrizations():
         yield cell, "cell_contents", _cached_apart
     if not getattr(sys.flags, "context_aware_warnings", False):  # else each thread has filters of its own

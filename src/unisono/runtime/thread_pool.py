@@ -287,6 +287,7 @@ class Background:
                 started.put(None)  # also if it could not start
                 self._leave(index)
 
+        self._flags = torch_private.dispatch_mode_flags()
         _backgrounds.add(self)
         self._entry = while_replicas_run.enter()
         num_started = 0
@@ -317,6 +318,7 @@ class Background:
             finally:
                 _backgrounds.discard(self)
                 while_replicas_run.leave(self._entry)
+                torch_private.set_dispatch_mode_flags(self._flags)  # those of the tasks' threads may have overlapped
                 self._ended.set()
 
     @property
@@ -406,7 +408,7 @@ def _set_intra_op_threads(count: int) -> None:
 
 
 class _ThreadCounts:
-    """Restores torch's number of intra-op threads.
+    """Restores torch's number of intra-op threads, and its flags of dispatch modes.
 
     Each thread has its own number, but setting it also sets the initial number of new threads. So a thread that first
     uses torch while a call runs starts with a replica's number. If such a thread calls for the first time, we assume
@@ -417,13 +419,14 @@ class _ThreadCounts:
         self._lock = threading.Lock()
         self._running: list[int] = []  # the number of each replica, one entry a running call
         self._default = 1
+        self._flags = torch_private.dispatch_mode_flags()
 
     def begin(self, devices: Sequence[torch.device]) -> tuple[int, int]:
         """Return the calling thread's number, and the part of it for each replica."""
         before = torch.get_num_threads()
         with self._lock:
             if not self._running:
-                self._default = before
+                self._default, self._flags = before, torch_private.dispatch_mode_flags()
             elif before in self._running and not hasattr(_thread, "num_threads"):
                 before = self._default
             on_host = len([device for device in devices if _devices.computes_on_host(device)])
@@ -437,6 +440,8 @@ class _ThreadCounts:
         _thread.num_threads = before
         with self._lock:
             self._running.remove(each)
+            if not self._running:
+                torch_private.set_dispatch_mode_flags(self._flags)
             wrong_default = not self._running and before != self._default
         if wrong_default:  # an earlier call found another number; a new thread sets it, so that this one keeps its own
             setter = threading.Thread(target=torch.set_num_threads, args=(self._default,))

@@ -370,29 +370,19 @@ def has_dispatch_modes() -> bool:
         return False
 
 
-class DispatchModeFlags:
-    """The flags by which torch tells, for the whole process, that a `TorchDispatchMode` is active.
+def dispatch_mode_flags() -> dict[str, Any]:
+    """Return the flags by which torch tells, for the whole process, that a `TorchDispatchMode` is active.
 
     A mode sets them, and at its end sets them to what it found. Where modes of several threads overlap, the flags stay
-    set, and older releases of torch compile nothing any more. So they are kept while replicas run: `are_kept = False`
-    sets them to what they were at `are_kept = True`. Fallback: nothing; then that happens.
+    set, and older releases of torch compile nothing any more. Fallback: those that are left.
     """
+    flags = vars(_python_dispatch)
+    return {flag: flags[flag] for flag in _DISPATCH_MODE_FLAGS if flag in flags}
 
-    def __init__(self) -> None:
-        self._kept: dict[str, Any] = {}
 
-    @property
-    def are_kept(self) -> bool:
-        return bool(self._kept)
-
-    @are_kept.setter
-    def are_kept(self, value: bool) -> None:
-        flags = vars(_python_dispatch)
-        if value and not self._kept:
-            self._kept = {flag: flags[flag] for flag in _DISPATCH_MODE_FLAGS if flag in flags}
-        elif not value:
-            flags.update(self._kept)
-            self._kept = {}
+def set_dispatch_mode_flags(flags: Mapping[str, Any]) -> None:
+    """Set what `dispatch_mode_flags` returned."""
+    vars(_python_dispatch).update(flags)
 
 
 _DISPATCH_MODE_FLAGS = (
