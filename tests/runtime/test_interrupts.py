@@ -18,6 +18,7 @@ import pytest
 from helpers.forks import in_a_fork
 from helpers.in_time import in_time
 from helpers.outside import system_handler
+from unisono.runtime import interrupts
 from unisono.runtime.interrupts import (
     acquire,
     at_deletion,
@@ -276,3 +277,20 @@ def test_a_finalizer_does_not_swallow_ctrl_c(monkeypatch: pytest.MonkeyPatch) ->
         del owner
         len(done)
     assert (done, swallowed) == ([1], [])
+
+
+def test_a_signal_in_the_middle_of_a_delivery(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F3: it delivered what was noted, and the delivery that it had interrupted found nothing: an IndexError."""
+    called: list[int] = []
+    state, ident = interrupts._state, threading.get_ident()
+    state.main = ident
+    state.noted += [(lambda number, _: called.append(number), number) for number in (1, 2)]
+
+    def ident_and_a_signal() -> int:  # asked between the look at what is noted, and taking it
+        monkeypatch.undo()
+        interrupts.deliver()
+        return ident
+
+    monkeypatch.setattr(threading, "get_ident", ident_and_a_signal)
+    interrupts.deliver()
+    assert called == [1, 2]

@@ -1,5 +1,7 @@
 """Stand-ins: in their places while a pass is open, and never after it, whoever has set what meanwhile."""
 
+import gc
+import threading
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -93,4 +95,89 @@ def test_in_the_child_of_a_fork_no_replica_runs(of_places: Any) -> None:
 
     assert in_a_fork(child)
     stand_ins.leave(entry)
+    assert values(found) == before
+
+
+def test_what_fails_leaves_nothing_in_its_place(of_places: Any) -> None:
+    """R17: the system's memory, or Python's stack, ends in the middle of the beginning of a pass."""
+    stand_ins, found = of_places
+    before, last = values(found), SimpleNamespace(four="own four")
+
+    def fails(value: str) -> None:
+        raise RecursionError
+
+    stand_ins.leave(stand_ins.enter())
+    stand_ins.add(lambda: [(last, "four", fails)])
+    for _ in range(2):
+        with pytest.raises(RecursionError):
+            stand_ins.enter()
+        assert values(found) == before
+
+
+def test_a_pass_that_nobody_can_end_any_more(of_places: Any) -> None:
+    """R17: an error came before its end did, as that of a time limit which forward has set."""
+    stand_ins, found = of_places
+    before = values(found)
+
+    def interrupted() -> None:
+        _entry = stand_ins.enter()
+        raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        interrupted()
+    gc.collect()
+    assert values(found) == before
+
+
+def test_a_pass_in_the_middle_of_a_beginning_and_an_end() -> None:
+    """R17: a finalizer or a signal's handler runs one there."""
+    stand_ins, asked = StandIns(), [0]
+
+    class Place:
+        """Begins a pass and ends it whenever it is read or set."""
+
+        def __init__(self) -> None:
+            self._value = "own"
+
+        @property
+        def value(self) -> str:
+            self._pass()
+            return self._value
+
+        @value.setter
+        def value(self, new: str) -> None:
+            self._pass()
+            self._value = new
+            self._pass()
+
+        def _pass(self) -> None:
+            asked[0] += 1
+            if asked[0] % 7 == 3:
+                stand_ins.leave(stand_ins.enter())
+
+    place, other = Place(), SimpleNamespace(value="own")
+    stand_ins.add(lambda: [(other, "value", lambda _: "ours"), (place, "value", lambda _: "ours")])
+    for _ in range(20):
+        entry = stand_ins.enter()
+        assert (place._value, other.value) == ("ours", "ours")
+        stand_ins.leave(entry)
+        assert (place._value, other.value) == ("own", "own")
+
+
+def test_a_fork_while_another_thread_begins_and_ends_passes(of_places: Any) -> None:
+    """R17, F5: at any moment of it."""
+    stand_ins, found = of_places
+    before, has_forked = values(found), threading.Event()
+
+    def run_passes() -> None:
+        while not has_forked.is_set():
+            stand_ins.leave(stand_ins.enter())
+
+    thread = threading.Thread(target=run_passes)
+    thread.start()
+    try:
+        assert all(in_a_fork(lambda: values(found) == before) for _ in range(20))
+    finally:
+        has_forked.set()
+        thread.join()
     assert values(found) == before

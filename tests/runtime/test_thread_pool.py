@@ -189,6 +189,41 @@ def test_torch_compiles_after_dispatch_modes_that_overlapped() -> None:
     assert counter.frame_count == 1
 
 
+def test_a_dispatch_mode_of_another_thread_stays_active() -> None:
+    """R17: the flags of torch that say so were switched off at the end of each pass."""
+    from torch.utils import _python_dispatch
+
+    entered, leave = threading.Event(), threading.Event()
+
+    def in_mode() -> None:
+        with PassingMode():
+            entered.set()
+            assert leave.wait(WAIT_S)
+
+    thread = threading.Thread(target=in_mode)
+    thread.start()
+    assert entered.wait(WAIT_S)
+    try:
+        values(int, int)
+        assert _python_dispatch._is_in_torch_dispatch_mode
+    finally:
+        leave.set()
+        thread.join()
+    assert not _python_dispatch._is_in_torch_dispatch_mode
+
+
+def test_where_no_thread_can_start_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R17: later calls from new threads took the number of intra-op threads for that of a replica."""
+
+    def fails(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fails)
+    with pytest.raises(RuntimeError, match="can't start"):
+        run(*[int] * 20)
+    assert not thread_pool._thread_counts._running
+
+
 # ---- in the background ---------------------------------------------------------------------------
 
 

@@ -37,6 +37,10 @@ def lacking(owner: Any, *names: str) -> Iterator[None]:
         yield
 
 
+def keep_flags() -> None:
+    torch_private.set_dispatch_mode_flags(torch_private.dispatch_mode_flags())
+
+
 FALLBACKS: list[tuple[Any, str, Callable[[], Any], Any]] = [
     (torch._C._autograd, "_get_current_graph_task_keep_graph", torch_private.backward_keeps_graph, True),
     (torch._C, "_will_engine_execute_node", lambda: torch_private.backward_reaches(None), True),
@@ -48,7 +52,7 @@ FALLBACKS: list[tuple[Any, str, Callable[[], Any], Any]] = [
     (torch._C, "_get_dispatch_mode", torch_private.is_tracing, False),
     (torch._C, "_storage_Use_Count", lambda: torch_private.owns_its_memory(torch.ones(3)), False),
     (torch._C, "_storage_Use_Count", lambda: torch_private.num_references(torch.ones(3).untyped_storage()), None),
-    (torch.utils._python_dispatch, "_is_in_torch_dispatch_mode", torch_private.forget_dispatch_modes, None),
+    (torch.utils._python_dispatch, "_is_in_torch_dispatch_mode", keep_flags, None),
     (SimpleNamespace, "_backward_hooks", lambda: torch_private.skip_hooks_without_gradient([SimpleNamespace()]), None),
     (torch._dynamo, "mark_static_address", lambda: torch_private.mark_static([torch.ones(2)]), None),
     (torch.utils._pytree, "SUPPORTED_NODES", lambda: torch_private.flatten_registered([1, 2]), None),

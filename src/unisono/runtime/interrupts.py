@@ -178,7 +178,10 @@ _actions = {int(number): _Action() for number in _SIGNALS}
 def deliver() -> None:
     """Let the program's handlers act on what was noted: KeyboardInterrupt is raised here. Called while waiting."""
     while _state.noted and threading.get_ident() == _state.main:
-        handler, number = _state.noted.pop(0)
+        try:
+            handler, number = _state.noted.pop(0)
+        except IndexError:  # a signal has come since the line above, and has delivered them
+            return
         try:
             handler(number, sys._getframe(1))
         except BaseException:

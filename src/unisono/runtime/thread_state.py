@@ -20,7 +20,7 @@ from unisono.runtime import draws_off, torch_private
 _AUTOCAST_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia", "ipu", "privateuseone")
 
 
-@dataclass(frozen=True)  # without slots: pickle would call Python for each field
+@dataclass(slots=True)  # not frozen: a step makes several, and that would take three times as long
 class ThreadState:
     """The state of one thread (`capture`), to be set in other threads (`applied`)."""
 

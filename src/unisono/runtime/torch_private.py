@@ -370,17 +370,19 @@ def has_dispatch_modes() -> bool:
         return False
 
 
-def forget_dispatch_modes() -> None:
-    """Tell torch that no `TorchDispatchMode` is active in any thread.
+def dispatch_mode_flags() -> dict[str, Any]:
+    """Return the flags by which torch tells, for the whole process, that a `TorchDispatchMode` is active.
 
-    torch keeps flags of it for the whole process: a mode sets them, and at its end sets them to what it found. Where
-    modes of several threads overlap, the flags stay set, and older releases of torch compile nothing any more.
-    Fallback: nothing; then that happens.
+    A mode sets them, and at its end sets them to what it found. Where modes of several threads overlap, the flags stay
+    set, and older releases of torch compile nothing any more. Fallback: those that are left.
     """
     flags = vars(_python_dispatch)
-    for flag in _DISPATCH_MODE_FLAGS if True in map(flags.get, _DISPATCH_MODE_FLAGS) else ():
-        if flag in flags:
-            flags[flag] = False
+    return {flag: flags[flag] for flag in _DISPATCH_MODE_FLAGS if flag in flags}
+
+
+def set_dispatch_mode_flags(flags: Mapping[str, Any]) -> None:
+    """Set what `dispatch_mode_flags` returned."""
+    vars(_python_dispatch).update(flags)
 
 
 _DISPATCH_MODE_FLAGS = (
