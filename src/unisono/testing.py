@@ -244,7 +244,8 @@ def separate_memory() -> Iterator[None]:
 
     What several devices do is so shown on one: parameters are copied to the replicas in every forward, and gradients
     are copied back and summed in flat buckets. It holds for the forwards of all threads until the context ends; if
-    several contexts are open, until the last one ends.
+    several contexts are open, until the last one ends. It is for machines without accelerators: the import of this
+    module hides them from the process.
 
     >>> import unisono
     >>> model = unisono.DataParallel(torch.nn.Linear(3, 1), ["cpu", "cpu"])
