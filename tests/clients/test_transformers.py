@@ -264,7 +264,7 @@ def test_a_wrapper_that_a_script_gives_the_trainer(tmp_path: Path, monkeypatch: 
         trainer.train()
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
-    with pytest.raises(ValueError, match=r"'num_items_in_batch'\] has 2\. .* in_dims={'num_items_in_batch': None}\."):
+    with pytest.raises(ValueError, match=r"'num_items_in_batch'\] has 2\. .* in_dims={'num_items_in_batch': None}\)\."):
         losses()
     assert losses(in_dims={"num_items_in_batch": None}) == pytest.approx(one["losses"], rel=1e-5, abs=1e-5)
 

@@ -67,12 +67,28 @@ def test_a_large_input_that_goes_whole(wrap: Wrap) -> None:
     ("inputs", "options", "message"),
     [
         # One number for each of two replicas is no exception: it may be the weight of each of two classes.
-        ([(8, 3), (2,)], {}, "inputs[0] has 8, inputs[1] has 2. … all of inputs[1]: in_dims={1: None}. A list"),
-        ([(8, 3), (7,), (8,), (2,)], {}, "all of inputs[1], inputs[3]: in_dims={1: None, 3: None}. A list"),
+        (
+            [(8, 3), (2,)],
+            {},
+            "inputs[0] has 8, inputs[1] has 2. … all of inputs[1]: DataParallel(..., in_dims={1: None}). A list",
+        ),
+        (
+            [(8, 3), (7,), (8,), (2,)],
+            {},
+            "all of inputs[1], inputs[3]: DataParallel(..., in_dims={1: None, 3: None}). A list",
+        ),
         ([(1, 3), (2,)], {}, "inputs[0] has 1, inputs[1] has 2. "),
-        ([(8, 3), (2,)], {"in_dims": 0}, "inputs[1] has 2. … all of inputs[1]: in_dims={1: None}. A list"),
-        ([(3, 8), (2, 2)], {"in_dims": 1}, "inputs[1] has 2. … all of inputs[1]: in_dims={0: 1, 1: None}. A list"),
-        ([(3, 8), (8,), (5,), (2,)], {"in_dims": {0: 1, 2: None}}, "in_dims={0: 1, 2: None, 3: None}. A list"),
+        (
+            [(8, 3), (2,)],
+            {"in_dims": 0},
+            "inputs[1] has 2. … all of inputs[1]: DataParallel(..., in_dims={1: None}). A list",
+        ),
+        (
+            [(3, 8), (2, 2)],
+            {"in_dims": 1},
+            "inputs[1] has 2. … all of inputs[1]: DataParallel(..., in_dims={0: 1, 1: None}). A list",
+        ),
+        ([(3, 8), (8,), (5,), (2,)], {"in_dims": {0: 1, 2: None}}, "in_dims={0: 1, 2: None, 3: None}). A list"),
         ([(3, 8), (2, 1)], {"dim": 1}, "inputs[0] has 8, inputs[1] has 1. "),
     ],
 )
@@ -97,7 +113,7 @@ def test_what_the_error_of_different_rows_says_is_right(wrap: Wrap) -> None:
     named = {"y": y, "loss": {"name": "weights", "of": (torch.tensor([1.0, 9.0]), y)}}
     with pytest.raises(ValueError, match=r"kwargs\['loss'\]\['of'\]\[0\] has 2") as raised:
         wrap(plain, 2)(x, **named)
-    in_dims = ast.literal_eval(str(raised.value).partition("in_dims=")[2].partition(". ")[0])
+    in_dims = ast.literal_eval(str(raised.value).partition("in_dims=")[2].partition("). ")[0])
     assert in_dims == {"loss": {"of": {0: None}}}
     torch.testing.assert_close(wrap(plain, 2, in_dims=in_dims)(x, **named), plain(x, **named))
 

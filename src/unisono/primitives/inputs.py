@@ -128,7 +128,8 @@ class Arguments:
         return ValueError(
             f"cannot scatter tensors with different numbers of rows: {each}. Give every tensor the rows of the batch "
             f"(tensor.expand). Or, if every replica needs all of {whole}: "
-            f"in_dims={in_dims_of(*self._structure(), axes, dim)}. A list with one entry a row is a unisono.SampleList."
+            f"DataParallel(..., in_dims={in_dims_of(*self._structure(), axes, dim)}). A list with one entry a row is a "
+            "unisono.SampleList."
         )
 
     def split(self, sizes: Sequence[int], place: Place) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:

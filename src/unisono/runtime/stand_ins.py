@@ -14,6 +14,7 @@ Guarantees
       Where one raises there, or before `leave` is called, the pass ends when the error is freed.
 """
 
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -34,7 +35,7 @@ class StandIns:
         self._lock = threading.RLock()
         self._to_come: list[Callable[[], Iterable[StandIn]]] = []
         self._groups: list[_Group] = []
-        self._open: set[int] = set()  # the id of each pass
+        self._open: set[int] = set()  # the number of each pass
         self._are_in = False
         in_forked_child(self._after_fork)
 
@@ -46,7 +47,7 @@ class StandIns:
         """Begin a pass; return what ends it, with `leave`, or when it is deleted."""
         entry = _Pass(self)
         with self._lock:
-            self._open.add(id(entry))  # first: a pass that begins and ends in the middle of this takes nothing out
+            self._open.add(entry.number)  # first: a pass that begins and ends in the middle of this takes nothing out
             if not self._are_in:
                 try:
                     self._put_in()
@@ -58,27 +59,35 @@ class StandIns:
     def leave(self, entry: "_Pass") -> None:
         """End a pass; a second time does nothing."""
         with self._lock:
-            if id(entry) in self._open:
-                self._open.remove(id(entry))
+            if entry.number in self._open:
+                self._open.remove(entry.number)
                 if not self._open:
                     try:
                         self._take_out()
                     except BaseException:
-                        self._open.add(id(entry))
+                        self._open.add(entry.number)
                         raise
+            entry.has_ended = True
 
     def _put_in(self) -> None:
         if self._to_come:
             self._groups += [*_grouped([each for new in self._to_come for each in new()])]
             self._to_come.clear()
         for group in self._groups:
-            group.put_in()
+            found = (*group.read(),)
+            if found != group.values:
+                group.take_note(found)
+            (*group.write(group.stand_ins),)
         self._are_in = True
 
     def _take_out(self) -> None:
         self._are_in = False  # first: a pass that begins in the middle of this puts them in again
         for group in self._groups:
-            group.take_out()
+            found, values = (*group.read(),), group.values
+            if found != group.stand_ins:
+                known = zip(found, group.stand_ins, values, strict=True)
+                values = (*[value if now is ours else now for now, ours, value in known],)
+            (*group.write(values),)
 
     def _after_fork(self) -> None:
         self._lock = threading.RLock()
@@ -87,80 +96,60 @@ class StandIns:
 
 
 class _Pass:
-    __slots__ = ("_stand_ins",)
-
     def __init__(self, stand_ins: StandIns) -> None:
-        self._stand_ins = stand_ins
+        self._stand_ins, self.number, self.has_ended = stand_ins, next(_numbers), False
 
     def __del__(self) -> None:
-        self._stand_ins.leave(self)
+        if not self.has_ended:
+            self._stand_ins.leave(self)
 
 
 class _Group:
-    """Some stand-ins.
+    """Some stand-ins, whose places are read and written in C: what both functions return is to be iterated over.
 
     Args:
         makers: one a place.
         read: returns what is in the places.
-        write: sets it, given what `prepared` returns for a sequence with one value a place.
+        write: sets it, given one value a place.
     """
 
     def __init__(
         self,
         makers: Sequence[Callable[[Any], Any]],
-        read: Callable[[], tuple[Any, ...]],
-        write: Callable[[Any], object],
-        prepared: Callable[[Sequence[Any]], Any] = tuple,
+        read: Callable[[], Iterable[Any]],
+        write: Callable[[Iterable[Any]], Iterable[None]],
     ) -> None:
-        self._makers, self._read, self._write, self._prepared = makers, read, write, prepared
-        self._values = self._stand_ins = (_NONE,) * len(makers)
-        self._in = self._out = prepared(self._values)
+        self._makers, self.read, self.write = makers, read, write
+        self.values: tuple[Any, ...] = (_NONE,) * len(makers)  # those that the stand-ins are made for
+        self.stand_ins = self.values
 
-    def put_in(self) -> None:
-        found = self._read()
-        if found != self._values:
-            known = zip(found, self._makers, self._values, self._stand_ins, strict=True)
-            pairs = [(v, ours) if now is v or now is ours else (now, make(now)) for now, make, v, ours in known]
-            self._values, self._stand_ins = zip(*pairs, strict=True)
-            self._in, self._out = self._prepared(self._stand_ins), self._prepared(self._values)
-        self._write(self._in)
-
-    def take_out(self) -> None:
-        found = self._read()
-        if found == self._stand_ins:
-            self._write(self._out)
-        else:
-            known = zip(found, self._stand_ins, self._values, strict=True)
-            self._write(self._prepared([value if now is ours else now for now, ours, value in known]))
+    def take_note(self, found: tuple[Any, ...]) -> None:
+        """Make stand-ins for what has been found; a stand-in that was put back later is known."""
+        known = zip(found, self._makers, self.values, self.stand_ins, strict=True)
+        pairs = [(v, ours) if now is v or now is ours else (now, make(now)) for now, make, v, ours in known]
+        self.values, self.stand_ins = zip(*pairs, strict=True)
 
 
 def _grouped(stand_ins: Iterable[StandIn]) -> Iterator[_Group]:
-    """Yield a group for each module with several stand-ins, and one for all others."""
+    """Yield a group for each module with several stand-ins, whose dict is quicker, and one for all others."""
     by_owner: dict[int, list[StandIn]] = {}
     for each in stand_ins:
         by_owner.setdefault(id(each[0]), []).append(each)
     others: list[StandIn] = []
     for of_owner in by_owner.values():
-        if len(of_owner) > 1 and type(of_owner[0][0]) is ModuleType:
-            yield _in_module(*zip(*of_owner, strict=True))
+        owner = of_owner[0][0]
+        if len(of_owner) > 1 and type(owner) is ModuleType:
+            _, names, makers = zip(*of_owner, strict=True)
+            namespace = vars(owner)
+            yield _Group(makers, partial(itemgetter(*names), namespace), partial(map, namespace.__setitem__, names))
         else:
             others += of_owner
     if others:
-        yield _anywhere(*zip(*others, strict=True))
+        owners, names, makers = zip(*others, strict=True)
+        yield _Group(makers, partial(map, getattr, owners, names), partial(map, setattr, owners, names))
 
 
-def _in_module(owners: Sequence[Any], names: Sequence[str], makers: Sequence[Callable[[Any], Any]]) -> _Group:
-    namespace = vars(owners[0])  # it is quicker than its attributes
-    read = partial(itemgetter(*names), namespace)
-    return _Group(makers, read, namespace.update, lambda values: dict(zip(names, values, strict=True)))
-
-
-def _anywhere(owners: Sequence[Any], names: Sequence[str], makers: Sequence[Callable[[Any], Any]]) -> _Group:
-    return _Group(
-        makers, lambda: (*map(getattr, owners, names),), lambda values: [*map(setattr, owners, names, values)]
-    )
-
-
+_numbers = itertools.count()
 _NONE = object()
 
 while_replicas_run = StandIns()
