@@ -77,17 +77,14 @@ class StandIns:
             found = (*group.read(),)
             if found != group.values:
                 group.take_note(found)
-            (*group.write(group.stand_ins),)
+            group.write(group.to_put_in)
         self._are_in = True
 
     def _take_out(self) -> None:
         self._are_in = False  # first: a pass that begins in the middle of this puts them in again
         for group in self._groups:
-            found, values = (*group.read(),), group.values
-            if found != group.stand_ins:
-                known = zip(found, group.stand_ins, values, strict=True)
-                values = (*[value if now is ours else now for now, ours, value in known],)
-            (*group.write(values),)
+            found = (*group.read(),)
+            group.write(group.to_take_out if found == group.stand_ins else group.without_stand_ins(found))
 
     def _after_fork(self) -> None:
         self._lock = threading.RLock()
@@ -105,29 +102,37 @@ class _Pass:
 
 
 class _Group:
-    """Some stand-ins, whose places are read and written in C: what both functions return is to be iterated over.
+    """Some stand-ins, whose places are read and written in C.
 
     Args:
         makers: one a place.
-        read: returns what is in the places.
-        write: sets it, given one value a place.
+        read: returns what is in the places, to be iterated over.
+        write: sets it, given what `prepared` makes of one value a place.
     """
 
     def __init__(
         self,
         makers: Sequence[Callable[[Any], Any]],
         read: Callable[[], Iterable[Any]],
-        write: Callable[[Iterable[Any]], Iterable[None]],
+        write: Callable[[Any], object],
+        prepared: Callable[[Sequence[Any]], Any],
     ) -> None:
-        self._makers, self.read, self.write = makers, read, write
+        self._makers, self.read, self.write, self._prepared = makers, read, write, prepared
         self.values: tuple[Any, ...] = (_NONE,) * len(makers)  # those that the stand-ins are made for
         self.stand_ins = self.values
+        self.to_put_in = self.to_take_out = prepared(self.values)
 
     def take_note(self, found: tuple[Any, ...]) -> None:
         """Make stand-ins for what has been found; a stand-in that was put back later is known."""
         known = zip(found, self._makers, self.values, self.stand_ins, strict=True)
         pairs = [(v, ours) if now is v or now is ours else (now, make(now)) for now, make, v, ours in known]
         self.values, self.stand_ins = zip(*pairs, strict=True)
+        self.to_put_in, self.to_take_out = self._prepared(self.stand_ins), self._prepared(self.values)
+
+    def without_stand_ins(self, found: tuple[Any, ...]) -> Any:
+        """Return what is to be written where somebody else has set one of the places."""
+        known = zip(found, self.stand_ins, self.values, strict=True)
+        return self._prepared([value if now is ours else now for now, ours, value in known])
 
 
 def _grouped(stand_ins: Iterable[StandIn]) -> Iterator[_Group]:
@@ -137,16 +142,20 @@ def _grouped(stand_ins: Iterable[StandIn]) -> Iterator[_Group]:
         by_owner.setdefault(id(each[0]), []).append(each)
     others: list[StandIn] = []
     for of_owner in by_owner.values():
-        owner = of_owner[0][0]
-        if len(of_owner) > 1 and type(owner) is ModuleType:
-            _, names, makers = zip(*of_owner, strict=True)
-            namespace = vars(owner)
-            yield _Group(makers, partial(itemgetter(*names), namespace), partial(map, namespace.__setitem__, names))
+        if len(of_owner) > 1 and type(of_owner[0][0]) is ModuleType:
+            yield _in_module(*zip(*of_owner, strict=True))
         else:
             others += of_owner
     if others:
         owners, names, makers = zip(*others, strict=True)
-        yield _Group(makers, partial(map, getattr, owners, names), partial(map, setattr, owners, names))
+        write = partial(map, setattr, owners, names)
+        yield _Group(makers, partial(map, getattr, owners, names), lambda values: (*write(values),), tuple)
+
+
+def _in_module(owners: Sequence[Any], names: Sequence[str], makers: Sequence[Callable[[Any], Any]]) -> _Group:
+    namespace = vars(owners[0])
+    read = partial(itemgetter(*names), namespace)
+    return _Group(makers, read, namespace.update, lambda values: dict(zip(names, values, strict=True)))
 
 
 _numbers = itertools.count()
