@@ -77,14 +77,14 @@ class StandIns:
             found = (*group.read(),)
             if found != group.values:
                 group.take_note(found)
-            group.write(group.to_put_in)
+            (*group.write(group.to_put_in),)
         self._are_in = True
 
     def _take_out(self) -> None:
         self._are_in = False  # first: a pass that begins in the middle of this puts them in again
         for group in self._groups:
             found = (*group.read(),)
-            group.write(group.to_take_out if found == group.stand_ins else group.without_stand_ins(found))
+            (*group.write(group.to_take_out if found == group.stand_ins else group.without_stand_ins(found)),)
 
     def _after_fork(self) -> None:
         self._lock = threading.RLock()
@@ -106,15 +106,15 @@ class _Group:
 
     Args:
         makers: one a place.
-        read: returns what is in the places, to be iterated over.
-        write: sets it, given what `prepared` makes of one value a place.
+        read: returns an iterable of what is in the places.
+        write: from what `prepared` makes of one value a place, returns an iterable that sets them as it is consumed.
     """
 
     def __init__(
         self,
         makers: Sequence[Callable[[Any], Any]],
         read: Callable[[], Iterable[Any]],
-        write: Callable[[Any], object],
+        write: Callable[[Any], Iterable[None]],
         prepared: Callable[[Sequence[Any]], Any],
     ) -> None:
         self._makers, self.read, self.write, self._prepared = makers, read, write, prepared
@@ -148,14 +148,13 @@ def _grouped(stand_ins: Iterable[StandIn]) -> Iterator[_Group]:
             others += of_owner
     if others:
         owners, names, makers = zip(*others, strict=True)
-        write = partial(map, setattr, owners, names)
-        yield _Group(makers, partial(map, getattr, owners, names), lambda values: (*write(values),), tuple)
+        yield _Group(makers, partial(map, getattr, owners, names), partial(map, setattr, owners, names), tuple)
 
 
 def _in_module(owners: Sequence[Any], names: Sequence[str], makers: Sequence[Callable[[Any], Any]]) -> _Group:
     namespace = vars(owners[0])
     read = partial(itemgetter(*names), namespace)
-    return _Group(makers, read, namespace.update, lambda values: dict(zip(names, values, strict=True)))
+    return _Group(makers, read, partial(map, namespace.update), lambda values: [dict(zip(names, values, strict=True))])
 
 
 _numbers = itertools.count()
