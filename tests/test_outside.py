@@ -195,47 +195,48 @@ def a_map(wrap: Wrap) -> None:
     model.evaluate([(batch, batch) for batch in batches], nn.functional.mse_loss)
 
 
-@act
-def an_error(wrap: Wrap) -> None:
+def stopped(
+    wrap: Wrap,
+    error: type[BaseException],
+    in_forward: Callable[[torch.Tensor], None],
+    in_backward: Callable[[torch.Tensor], None],
+) -> None:
+    """Take a step that raises an error in forward, given its rows, and one that does in backward, given a gradient."""
+
     def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
         with settings():
-            if x.sum() > 0:  # in the second half of the rows, and the whole batch
-                raise ValueError("the user's")
+            in_forward(x)
             return net.layer(x)
-
-    def backward(gradient: torch.Tensor) -> None:
-        raise ValueError("the user's")
 
     def forward_with_hook(net: Any, x: torch.Tensor) -> torch.Tensor:
         output = net.layer(x)
-        output.register_hook(backward)
+        output.register_hook(in_backward)
         return output
 
     for function in (forward, forward_with_hook):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(error):
             step(wrap(Calls(function, nn.Linear(4, 4))))
 
 
-def ctrl_c(*_: object) -> None:
-    if threading.current_thread() is threading.main_thread():
-        signal.raise_signal(signal.SIGINT)
+@act
+def an_error(wrap: Wrap) -> None:
+    def in_backward(_: torch.Tensor) -> None:
+        raise ValueError("the user's")
+
+    def in_forward(x: torch.Tensor) -> None:
+        if x[-1].sum() > 0:  # in the second half of the rows, and the whole batch
+            raise ValueError("the user's")
+
+    stopped(wrap, ValueError, in_forward, in_backward)
 
 
 @act
 def ctrl_c_in_a_step(wrap: Wrap) -> None:
-    def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
-        with settings():
-            ctrl_c()
-            return net.layer(x)
+    def ctrl_c(_: torch.Tensor) -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.raise_signal(signal.SIGINT)
 
-    def forward_with_hook(net: Any, x: torch.Tensor) -> torch.Tensor:
-        output = net.layer(x)
-        output.register_hook(ctrl_c)
-        return output
-
-    for function in (forward, forward_with_hook):
-        with contextlib.suppress(KeyboardInterrupt):
-            step(wrap(Calls(function, nn.Linear(4, 4))))
+    stopped(wrap, KeyboardInterrupt, ctrl_c, ctrl_c)
 
 
 @act
