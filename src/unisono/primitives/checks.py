@@ -18,9 +18,8 @@ def check_module(value: object, argument: str) -> None:
         raise TypeError(f"{argument}: expected a torch.nn.Module, got {value!r}")
 
 
-def check_word(words: Sequence[str], value: object, argument: str) -> str:
-    """Return a word; raise TypeError or ValueError for what is not one of `words`."""
+def check_word(words: Sequence[str], value: object, argument: str) -> None:
+    """Raise TypeError or ValueError for what is not one of `words`."""
     if not isinstance(value, str) or value not in words:
         wrong = ValueError if isinstance(value, str) else TypeError
         raise wrong(f"{argument}={value!r}: expected one of {list(words)}")
-    return value
