@@ -129,9 +129,11 @@ class Callee:
 
 
 class BatchMap(OutputIterator):
-    """The outputs of one process's batches, any iterable, which is pulled from in the thread that iterates.
+    """The outputs of one process's batches. See the module's docstring.
 
-    See the module's docstring.
+    Args:
+        batches: any iterable; pulled from in the thread that iterates.
+        callee: what is called for each.
     """
 
     def __init__(self, batches: Iterable[Any], callee: Callee) -> None:
