@@ -15,6 +15,7 @@ _TRAIN, _TEST = charts.BLUE, charts.RED
 
 def draw(path: Path, epochs: Sequence[EpochRecord], *, title: str, last_epoch: int) -> None:
     """Draw the picture and put it in the place of the one before; up to `last_epoch` it fills from left to right."""
+    last_epoch = max(last_epoch, epochs[-1].epoch)  # a run may be resumed for fewer epochs than it has had
     figure = charts.new(10, 4.2, title)
     loss_axes, accuracy_axes = figure.subplots(1, 2)
     for axes, name, color in (
