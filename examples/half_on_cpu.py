@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import unisono
+from unisono.testing import simulated_accelerators
 
 NUM_WORDS, BATCH_ROWS, NUM_REPLICAS = 1000, 30, 2
 
@@ -74,9 +75,8 @@ def pick_devices(num: int) -> list[torch.device]:
     """Return `num` devices: accelerators, in turn if there are fewer than that; without any, simulated ones."""
     kind = torch.accelerator.current_accelerator(check_available=True)
     if kind is None:
-        import unisono.testing  # noqa: F401  the import registers the simulated devices with torch
-
-        return [torch.device("sim", i) for i in range(num)]
+        with simulated_accelerators(num) as simulated:  # from here on torch knows them
+            return simulated
     return [torch.device(kind.type, i % torch.accelerator.device_count()) for i in range(num)]
 
 

@@ -85,7 +85,10 @@ class _SimulatedDevices:
         self._first_calls: dict[int, tuple[DataParallel, _Inputs]] | None = None
         opened = contextlib.ExitStack()
         config.add_cleanup(opened.close)
-        opened.enter_context(simulated_accelerators(self._count))
+        try:
+            opened.enter_context(simulated_accelerators(self._count))
+        except RuntimeError as error:
+            raise pytest.UsageError(f"--unisono {count}: {error}") from None
         opened.enter_context(install())
         opened.enter_context(self._recording())
 

@@ -146,6 +146,14 @@ def test_a_wrong_number_is_one_line(project: Path, count: str) -> None:
     assert "Traceback" not in output
 
 
+def test_where_another_backend_is_it_is_one_line(project: Path) -> None:
+    (project / "other.py").write_text("import torch\ntorch.utils.rename_privateuse1_backend('mine')\n")
+    status, output = run_pytest(project, "-p", "other", "--unisono", "2")
+    assert status == 4
+    assert "ERROR: --unisono 2: simulated devices need torch's one free device name" in output
+    assert "Traceback" not in output
+
+
 def test_the_example_project(tmp_path: Path) -> None:
     """docs/testing.md: it passes, and without `device=` it fails on two devices, but not on the CPU."""
     status, output = run_pytest(EXAMPLE.parent.parent, "--unisono", "2", "examples/two_device_tests")

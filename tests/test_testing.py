@@ -14,11 +14,16 @@ from helpers.programs import run_script
 from unisono.runtime import devices
 from unisono.testing import SimulatedTensor, separate_memory, simulated_accelerators
 
-SIM0, SIM1 = torch.device("sim:0"), torch.device("sim:1")
 MIXED = (
     r"Expected all tensors to be on the same device, but found at least two devices, "
     r"(sim:\d|cpu) and (sim:\d|cpu)! \(in aten\.\w+"
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _devices_are_known() -> None:
+    with simulated_accelerators(1):
+        pass
 
 
 def tied_autoencoder() -> nn.Module:
@@ -31,7 +36,7 @@ def tied_autoencoder() -> nn.Module:
     "make",
     [
         lambda: torch.as_tensor([1, 2], device="sim:1"),
-        lambda: torch.randn(2, 3, device=SIM1),
+        lambda: torch.randn(2, 3, device="sim:1"),
         lambda: torch.empty(2, 3, 4, 5, device="sim:1", memory_format=torch.channels_last),
         lambda: torch.zeros_like(torch.ones(2), device="sim:1"),
         lambda: torch.zeros_like(torch.ones(2, device="sim:1")),
@@ -50,7 +55,7 @@ def tied_autoencoder() -> nn.Module:
 def test_tensors_are_made_on_a_simulated_device(make):
     tensor = make()
     assert isinstance(tensor, SimulatedTensor)
-    assert tensor.device == SIM1
+    assert tensor.device == torch.device("sim:1")
     assert not tensor.is_cpu
     assert tensor.cpu().device.type == "cpu"
     assert type(tensor.cpu()) is torch.Tensor
@@ -203,7 +208,7 @@ PROGRAMS = [views, indices_on_the_cpu, in_place, numbers_of_the_cpu, derivatives
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_program_computes_what_it_computes_on_the_cpu(program):
     found, expected = program("sim:1"), program("cpu")
-    assert {tensor.device for tensor in found} == {SIM1}
+    assert {tensor.device for tensor in found} == {torch.device("sim:1")}
     assert [tensor.stride() for tensor in found] == [tensor.stride() for tensor in expected]
     torch.testing.assert_close([tensor.detach().cpu() for tensor in found], [tensor.detach() for tensor in expected])
 
@@ -213,7 +218,7 @@ def test_detach_shares_memory_and_the_version_counter():
     detached = parameter.detach()
     version = parameter._version
     detached.add_(1)
-    assert detached.device == SIM0
+    assert detached.device == torch.device("sim:0")
     assert parameter.tolist() == [2.0, 2.0]
     assert parameter._version == version + 1
     assert detached.data_ptr() == parameter.data_ptr()
@@ -235,7 +240,7 @@ def test_module_to_keeps_tied_weights_and_parameters():
     model(torch.ones(2, 4)).sum().backward()
     model.to("sim:0")
     assert model.encoder.weight is model.decoder.weight is weight
-    assert weight.device == weight.grad.device == SIM0
+    assert weight.device == weight.grad.device == torch.device("sim:0")
     assert isinstance(weight, nn.Parameter)
     assert len(list(model.parameters())) == 1
     before = weight.tolist()
@@ -243,10 +248,10 @@ def test_module_to_keeps_tied_weights_and_parameters():
     assert weight.tolist() != before
     model.to("sim:1")
     assert model.decoder.weight is weight
-    assert weight.device == SIM1
+    assert weight.device == torch.device("sim:1")
     model.double()
     assert weight.dtype == torch.float64
-    assert weight.device == SIM1
+    assert weight.device == torch.device("sim:1")
     model.cpu()
     assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
 
@@ -283,11 +288,11 @@ def test_simulated_accelerators_are_what_the_library_sees():
     with simulated_accelerators(3) as present:
         assert devices.accelerators() == present == [torch.device("sim", index) for index in range(3)]
         assert devices.resolve(None) == present
-        assert devices.resolve([1, "sim:0"]) == [SIM1, SIM0]
+        assert devices.resolve([1, "sim:0"]) == [torch.device("sim:1"), torch.device("sim:0")]
         with ThreadPoolExecutor(1) as pool:
             assert pool.submit(devices.accelerators).result() == present
         with simulated_accelerators(1):
-            assert devices.accelerators() == [SIM0]
+            assert devices.accelerators() == [torch.device("sim:0")]
         assert devices.accelerators() == present
     assert devices.accelerators is real
     with pytest.raises(KeyError), simulated_accelerators(2):
@@ -317,17 +322,29 @@ def test_separate_memory_lasts_until_the_last_context_ends():
     assert not devices.has_separate_memory()
 
 
-def test_import_is_refused_where_the_name_is_taken():
-    done = run_script("""
-        import torch
-        torch.utils.rename_privateuse1_backend("mine")
-        import unisono.testing
-    """)
-    assert re.search(r"ImportError: .*another backend of this process has taken.*mine", done.stderr), done.stderr
+@pytest.mark.parametrize(
+    ("setup", "message"),
+    [
+        ("torch.utils.rename_privateuse1_backend('mine')", 'another backend of this process has taken: it is "mine"'),
+        (
+            "torch.accelerator.current_accelerator = lambda check_available: torch.device('cuda')\n"
+            "torch.cuda.is_initialized = lambda: True",
+            "this one has used cuda devices",
+        ),
+    ],
+)
+def test_a_process_has_one_kind_of_accelerator(setup, message):
+    done = run_script(f"""
+import torch, unisono.testing
+{setup}
+with unisono.testing.simulated_accelerators(2):
+    pass
+""")
+    assert re.search(f"^RuntimeError: simulated devices need .*{message}", done.stderr, re.MULTILINE), done.stderr
 
 
-def test_import_leaves_programs_on_the_cpu_alone():
-    """Imported after a first backward pass, which is when the autograd engine counts devices; warnings are errors."""
+def test_programs_on_the_cpu_are_left_alone():
+    """Simulated after a first backward pass, when the autograd engine counts devices; warnings are errors."""
     done = run_script("""
 import io
 import torch
@@ -337,8 +354,13 @@ from torch.utils.data import DataLoader
 torch.ones(2, requires_grad=True).sum().backward()
 import unisono
 
-assert not hasattr(torch, "sim")
 import unisono.testing
+
+with unisono.testing.separate_memory():
+    unisono.DataParallel(torch.nn.Linear(2, 1), ["cpu", "cpu"])(torch.ones(4, 2)).sum().backward()
+assert not hasattr(torch, "sim")
+with unisono.testing.simulated_accelerators(1):
+    pass
 
 assert not torch.accelerator.is_available()
 try:

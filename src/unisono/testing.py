@@ -1,16 +1,16 @@
 """Simulated devices: test code for several devices on a machine that has none.
 
-    import unisono.testing
-    x = torch.ones(2, 3, device="sim:0")
-    layer = torch.nn.Linear(3, 3).to("sim:1")
-    layer(x)     # RuntimeError: Expected all tensors to be on the same device, but found ... sim:0 and sim:1!
+    with unisono.testing.simulated_accelerators(2):
+        x = torch.ones(2, 3, device="sim:0")
+        layer = torch.nn.Linear(3, 3).to("sim:1")
+        layer(x)     # RuntimeError: Expected all tensors to be on the same device, but found ... sim:0 and sim:1!
 
 What is simulated. Tensors on `sim:0` to `sim:7` are CPU tensors with the name of a device, and torch treats the devices
 as different, like GPUs: an operation whose tensors are on different devices is refused (a 0-dim CPU tensor
 may join any), `.to("sim:1")` copies into memory of its own, `.cpu()` gives a plain tensor, gradients are on the
 devices of their tensors. Modules, optimizers, autograd and in-place operations run CPU kernels, so the numbers are the
 CPU's within rounding (an LSTM or an attention layer may use other CPU kernels than on "cpu").
-`simulated_accelerators(2)` makes unisono itself believe that the machine has two accelerators.
+Within `simulated_accelerators(2)` unisono itself believes that the machine has two accelerators.
 
 What is not. There are no streams and no asynchrony, nothing is faster, and autograd runs the backward of all simulated
 devices in the thread that calls it, as on the CPU. Random numbers come from the CPU's generators.
@@ -18,10 +18,12 @@ devices in the thread that calls it, as on the CPU. Random numbers come from the
 not supported. What `torch.save` writes of simulated tensors needs `weights_only=False` to load: save `.cpu()` copies. A
 device is named with its number, "sim:0".
 
-What importing this module changes, once and for the whole process. It takes torch's one free device name (PrivateUse1)
-and calls it "sim", with a `torch.sim` that reports no available device; `import unisono` alone does not.
-`torch.accelerator.is_available()` is then False and `torch.accelerator.current_accelerator()` is `sim`, also where
-there are GPUs: use real GPUs in another process. Everything that stays on the CPU runs as before.
+One kind of accelerator a process. The first `simulated_accelerators` of a process changes it for good: it takes torch's
+one free device name (PrivateUse1) and calls it "sim", with a `torch.sim` that reports no available device. From then on
+tensors can be on "sim:0" outside of the context, too, `torch.accelerator.is_available()` is False, and
+`torch.accelerator.current_accelerator()` is `sim`, also where there are GPUs. A process that has used GPUs, or in which
+another backend has that name, gets an error instead. Neither the import of this module nor `separate_memory()` changes
+it, and everything that stays on the CPU runs as before.
 
 How it works. A simulated tensor is a wrapper whose C++ side says `lazy:N` and whose Python side says `sim:N`. `lazy`
 is a device type that torch knows, that ordinary builds have no kernels for, and whose backward pass the autograd engine
@@ -63,7 +65,8 @@ class SimulatedTensor(torch.Tensor):
 
     Programs do not construct it; they pass a device as usual.
 
-    >>> x = torch.arange(3.0, device="sim:1")
+    >>> with unisono.testing.simulated_accelerators(2):
+    ...     x = torch.arange(3.0, device="sim:1")
     >>> x * 2
     tensor([0., 2., 4.], device='sim:1')
     >>> x.cpu()
@@ -206,7 +209,7 @@ def simulated_accelerators(count: int) -> Iterator[list[torch.device]]:
     """Make unisono believe that this machine has `count` accelerators, `sim:0` to `sim:{count - 1}`.
 
     It replaces `unisono.runtime.devices.accelerators`, for all threads of the process, until the context ends; if
-    several contexts are open, the one opened last counts.
+    several contexts are open, the one opened last counts. The first one makes torch know these devices, for good.
 
     >>> import unisono
     >>> with simulated_accelerators(2):
@@ -222,9 +225,11 @@ def simulated_accelerators(count: int) -> Iterator[list[torch.device]]:
 
     Raises:
         ValueError: `count` is not from 1 to 8.
+        RuntimeError: this process has used another kind of accelerator, or another backend has torch's free name.
     """
     if count not in range(1, MAX_DEVICES + 1):
         raise ValueError(f"count={count!r}: expected 1 to {MAX_DEVICES} simulated devices")
+    _register()
     present = [torch.device("sim", index) for index in range(count)]
     with _lock:
         _open.append(present)
@@ -244,8 +249,7 @@ def separate_memory() -> Iterator[None]:
 
     What several devices do is so shown on one: parameters are copied to the replicas in every forward, and gradients
     are copied back and summed in flat buckets. It holds for the forwards of all threads until the context ends; if
-    several contexts are open, until the last one ends. It is for machines without accelerators: the import of this
-    module hides them from the process.
+    several contexts are open, until the last one ends. It needs no simulated devices.
 
     >>> import unisono
     >>> model = unisono.DataParallel(torch.nn.Linear(3, 1), ["cpu", "cpu"])
@@ -347,6 +351,7 @@ def _inner_device(value: Any) -> Any:
 
 
 def _rebuild(host: torch.Tensor, index: int, requires_grad: bool, extra: dict[str, Any]) -> SimulatedTensor:
+    _register()
     tensor = SimulatedTensor(host, index)
     tensor.__dict__.update(extra)
     tensor.requires_grad_(requires_grad)
@@ -383,15 +388,37 @@ def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = 
     return target
 
 
-def _register() -> Any:
-    """Make torch know the device type "sim"."""
-    try:
-        torch.utils.rename_privateuse1_backend("sim")  # type: ignore[attr-defined]
-    except RuntimeError as error:
-        raise ImportError(
-            "unisono.testing needs torch's one free device name (PrivateUse1), which another backend of this process "
-            f"has taken: {str(error).splitlines()[0]} Import unisono.testing in a process without that backend."
-        ) from error
+_library: Any = None  # of simulated devices' kernels, which last as long as it does; None: torch does not know them
+
+
+def _register() -> None:
+    """Make torch know the device type "sim", if it does not yet."""
+    global _library  # noqa: PLW0603 - one for the process
+    with _lock:
+        if _library is None:
+            _check_no_other_kind()
+            _library = _registered()
+
+
+def _check_no_other_kind() -> None:
+    """Raise RuntimeError if this process has another kind of accelerator: "sim" would take its name, or hide it."""
+    name = torch._C._get_privateuse1_backend_name()
+    if name != "privateuseone":
+        raise RuntimeError(
+            "simulated devices need torch's one free device name (PrivateUse1), which another backend of this process "
+            f'has taken: it is "{name}". Simulate devices in a process without that backend.'
+        )
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is not None and getattr(torch.get_device_module(kind), "is_initialized", bool)():  # Apple's has none
+        raise RuntimeError(
+            "simulated devices need a process without another kind of accelerator: this one has used "
+            f"{kind.type} devices, which simulated ones would hide."
+        )
+
+
+def _registered() -> Any:
+    """Register the device type with torch; return what keeps its kernels."""
+    torch.utils.rename_privateuse1_backend("sim")  # type: ignore[attr-defined]
     module = types.ModuleType("torch.sim", "Simulated devices, by unisono.testing: none is ever 'available'.")
     facts: dict[str, Callable[..., Any]] = {
         "is_available": lambda: False,
@@ -411,6 +438,3 @@ def _register() -> Any:
         library.impl("_efficientzerotensor", _zeros, key)
     library.impl("_copy_from", _copy_from, "Lazy")  # torch.tensor([1.0], device="sim:0") fills its result with it
     return library
-
-
-_library = _register()  # its kernels last as long as it does

@@ -8,6 +8,8 @@ from unittest import mock
 
 import torch
 
+from unisono import testing
+
 _aten = torch.ops.aten
 # These return numbers to the host, or shapes that depend on numbers.
 _READS = {
@@ -37,8 +39,6 @@ class Noted:
 @contextlib.contextmanager
 def noted_on_simulated_devices() -> Iterator[Noted]:
     """Within the context, note in all threads what operations on simulated tensors would make the host wait."""
-    from unisono import testing  # here: it cannot be undone
-
     noted = Noted()
     run = testing.SimulatedTensor.__torch_dispatch__.__func__  # type: ignore[attr-defined]
 
