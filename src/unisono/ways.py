@@ -40,6 +40,7 @@ from unisono.runtime import timeline, torch_private
 from unisono.runtime.errors import log_once
 from unisono.runtime.interrupts import critical, interruptibly
 from unisono.runtime.step_timer import StepTimer
+from unisono.runtime.streams import Copies
 from unisono.runtime.thread_pool import inside_replica, replica_device
 from unisono.runtime.thread_state import modes_that_stay
 from unisono.runtime.timeline import ReplicaTiming
@@ -335,8 +336,36 @@ def on_one_device(wrapper: Wrapper, invocation: Invocation) -> Any:
 def _moved(value: Any, device: torch.device) -> Any:
     """Return a value with its tensors on `device`, each itself if it is there already."""
     if isinstance(value, torch.Tensor):  # the common case, without pytree's cost
-        return value if value.device == device else _devices.copy_to(value, device)
-    return pytree.map_tensors(lambda tensor: _devices.copy_to(tensor, device), value)
+        return value if value.device == device else _copied(value, device)
+    return pytree.map_tensors(lambda tensor: _copied(tensor, device), value)
+
+
+def _copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor on `device`.
+
+    From ordinary memory of the host it is copied beside what the device still has to compute. Pinned memory may be what
+    the device has been told to write last: it is copied after that, and the host waits.
+    """
+    from_host = _devices.is_cpu(tensor.device) and _devices.has_streams(device)
+    # A transform, as of torch.func, has no rule for pinned memory, and a mode may see no streams.
+    if (
+        not from_host
+        or tensor.requires_grad
+        or torch.compiler.is_compiling()
+        or modes_that_stay()
+        or tensor.is_pinned()
+    ):
+        return _devices.copy_to(tensor, device)
+    with _devices.using(device, []):  # until the events are freed: else torch makes a context on the current device
+        return _copied_beside(tensor, device)
+
+
+def _copied_beside(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a copy of a tensor of the host on `device`, made on a stream for copies."""
+    with Copies([device]) as copies:
+        copy = copies.to(tensor, 0)
+        copies.wait_copies(0)
+    return copy
 
 
 @critical

@@ -16,7 +16,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from helpers.comparisons import assert_same_state, train_both
-from helpers.contract import ON_CPU, Wrap, in_turn
+from helpers.contract import DEVICES, ON_CPU, Wrap, in_turn
 from helpers.modules import Calls
 from unisono import DataParallel, data_parallel, replicate
 
@@ -37,7 +37,8 @@ ROWS = [8, 8, 7, 5, 11, 13, 2, 9, 8, 3, 6, 12, 7, 8, 1]  # of 15 steps: shapes t
 FEW = [8, 7, 5, 8, 3]  # the last in eval mode
 FEWER = FEW[:3]  # where what surrounds the module is compiled, and takes longer
 KEEPS_ORDER = hasattr(torch._C._dynamo.eval_frame, "_set_lru_cache")  # else replicas may compile the same thing twice
-MOST_GRAPHS = 7  # for training and eval, each with fixed rows, with any, with one; and for a single replica
+NUM_DEVICES = len(set(DEVICES))  # compiled code is for one device
+MOST_GRAPHS = 7 * NUM_DEVICES  # for training and eval, each with fixed rows, with any, with one; for a single replica
 
 
 @pytest.fixture(autouse=True)
@@ -143,10 +144,10 @@ def test_replicas_do_not_compile_the_same_thing_twice(wrap: Wrap) -> None:
     wrapped = wrap(torch.compile(Net(), backend=graphs, dynamic=False), 4)
     for num_rows, expected in ((8, 1), (8, 1), (12, 2), (8, 2), (12, 2)):
         wrapped(torch.randn(num_rows, 5)).sum().backward()
-        assert graphs.frame_count == expected
+        assert graphs.frame_count == expected * NUM_DEVICES
     for num_rows in [8, 12] * 20:
         wrapped(torch.randn(num_rows, 5)).sum().backward()
-    assert graphs.frame_count == 2
+    assert graphs.frame_count == 2 * NUM_DEVICES
 
 
 @pytest.mark.skipif(
@@ -249,12 +250,12 @@ def test_the_verbs() -> None:
     compiled = torch.compile(net, backend="aot_eager")
     x = torch.randn(7, 5)
     torch.testing.assert_close(data_parallel(compiled, x, in_turn(2)), net(x))
-    for replica in replicate(compiled, in_turn(2)):
+    for replica, device in zip(replicate(compiled, in_turn(2)), in_turn(2), strict=True):
         assert replica._orig_mod is not net
-        torch.testing.assert_close(replica(x), net(x))
+        torch.testing.assert_close(replica(x.to(device)).to(x.device), net(x))
         replica.eval()
         assert net.training
-        torch.testing.assert_close(replica(x), -net(x))
+        torch.testing.assert_close(replica(x.to(device)).to(x.device), -net(x))
 
 
 # ---- compiled after wrapping -------------------------------------------------------------------------
@@ -308,7 +309,7 @@ def test_wrappers_and_compiled_models_in_each_other(way: str, wrap: Wrap) -> Non
 
 
 def test_a_map_compiles_once_for_all_lanes() -> None:
-    """R13, I1: whichever lane is first."""
+    """R13, I1: whichever lane is first; once a device."""
     counter = CompileCounterWithBackend("eager")
     net = Net().eval()
     model = DataParallel(torch.compile(net, backend=counter), in_turn(3))
@@ -318,7 +319,7 @@ def test_a_map_compiles_once_for_all_lanes() -> None:
     for _ in range(2):
         for output, plain in zip(model.map(some), expected, strict=True):
             torch.testing.assert_close(output, plain)
-    assert counter.frame_count == 1
+    assert counter.frame_count == len(set(in_turn(3)))
 
 
 def test_batch_norm_over_all_replicas_inside_what_is_compiled() -> None:

@@ -15,15 +15,19 @@ from helpers.in_time import in_time as _in_time
 from helpers.late_copies import send_late
 from unisono import DataParallel
 from unisono.autograd import broadcast
-from unisono.runtime import devices
 from unisono.runtime.buckets import buckets_of
+from unisono.testing import separate_memory
 
 Wrap = Callable[..., DataParallel]
 
 # Replica i is on DEVICES[i % len(DEVICES)].
 DEVICES = os.environ.get("UNISONO_TEST_DEVICES", "cpu").split(",")
-ON_CPU = DEVICES == ["cpu"]
-on_the_cpu = pytest.mark.skipif(not ON_CPU, reason="about random numbers that are drawn on the CPU")
+KIND = torch.device(DEVICES[0]).type
+ON_CPU = KIND == "cpu"
+on_the_cpu = pytest.mark.skipif(not ON_CPU, reason="about the host: its random numbers, threads, clock")
+at_the_same_time = pytest.mark.skipif(
+    not ON_CPU and len(set(DEVICES)) == 1, reason="replicas of one accelerator take turns (A12)"
+)
 in_one_memory = pytest.mark.skipif(len(set(DEVICES)) > 1, reason="several devices cannot share a tensor")
 
 # ---- places --------------------------------------------------------------------------------------
@@ -40,8 +44,7 @@ def at(place: str) -> Iterator[None]:
     if place == "one memory":
         yield
         return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(devices, "_has_separate_memory", True)  # unisono.testing would hide real accelerators
+    with separate_memory(), pytest.MonkeyPatch.context() as patch:
         if ON_CPU:
             send_late(patch)
         patch.setattr(broadcast, "buckets_of", functools.partial(buckets_of, full_bytes=300))

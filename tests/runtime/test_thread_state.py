@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from unisono import DataParallel, parallel_apply
+from unisono.testing import simulated_accelerators
 
 variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="nothing")
 
@@ -54,9 +55,8 @@ def set_for_good(setter: Callable[[Any], object], value: Any, before: Any) -> It
 
 
 def simulated_default_device() -> torch.device:
-    import unisono.testing  # noqa: F401 - it makes sim:1 known
-
-    return torch.device("sim:1")
+    with simulated_accelerators(2) as devices:  # which makes them known for good
+        return devices[1]
 
 
 def inference_and_grad() -> tuple[bool, bool]:

@@ -171,9 +171,11 @@ def test_many_tensors_in_one_call(lacks: bool) -> None:
         assert torch_private.flattened([*parts, torch.empty(0, dtype=int)]).tolist() == [1, 3, 2, 4, 5]
 
 
-@pytest.mark.parametrize("way", ["engine", "no engine", "mode"])
+@pytest.mark.parametrize("way", ["engine", "no stash", "no engine", "mode"])
 def test_backward_and_gradients(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They do what torch's functions do."""
+    if way == "no stash":
+        monkeypatch.setattr(torch_private, "_STASHES", ["_no_such_function"])
     if way == "no engine":
         monkeypatch.setattr(torch.autograd.graph, "_engine_run_backward", None)  # torch's functions have it by then
     a, b, unused = (torch.linspace(1, 2, 3).requires_grad_() for _ in range(3))

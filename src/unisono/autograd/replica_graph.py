@@ -37,7 +37,7 @@ from unisono.primitives.placements import Placement, Replicate
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline, torch_private
 from unisono.runtime.errors import ReplicaNames
-from unisono.runtime.streams import wait_for_streams
+from unisono.runtime.streams import keep_for_reader, wait_for_streams
 from unisono.runtime.thread_pool import PassContext, one_pass, run_together
 from unisono.runtime.thread_state import modes_that_stay
 from unisono.runtime.timeline import ReplicaTiming, StepRecording
@@ -389,6 +389,9 @@ class ReplicaGraphs:
 
     def joined(self, gradients: Sequence[tuple[Gradients, Gradients]]) -> Gradients:
         """Return the gradient of each of the boundary's inputs, from those of each replica's leaves."""
+        if not self._one_backward_each:  # a branch's gradients may be from its own stream
+            given = chain.from_iterable(chain(*of_replica) for of_replica in gradients)
+            keep_for_reader([gradient for gradient in given if gradient is not None])
         of_inputs = zip(*(of_inputs for of_inputs, _ in gradients), strict=True)
         joined = [each.join_gradients(of) for each, of in zip(self.inputs, of_inputs, strict=True)]
         return joined + sums_of([of_parameters for _, of_parameters in gradients])

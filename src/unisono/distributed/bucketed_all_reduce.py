@@ -214,10 +214,10 @@ class BucketedAllReduce:
             self._placed.add(number)
             self._waiting[number] = gradient
             del gradient
-            for waiting in list(self._waiting):
-                b = self._plan.bucket_of[waiting]
-                if self._has_slots(b) or self._steps.is_known():
-                    self._place(b, waiting, self._waiting.pop(waiting))
+            # One question for all that wait: of a rank that is early, that is all of its gradients.
+            ready = [number] if self._has_slots(self._plan.bucket_of[number]) else []
+            for waiting in list(self._waiting) if self._steps.is_known() else ready:
+                self._place(self._plan.bucket_of[waiting], waiting, self._waiting.pop(waiting))
             self._send_full()
 
     def send(self, rest: Sequence[torch.Tensor | None]) -> None:

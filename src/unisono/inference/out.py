@@ -133,7 +133,7 @@ def _tensor_over(out: Any, name: str) -> torch.Tensor:
     if interface["data"][1]:
         raise ValueError(f"{name}: the array is read-only; open a memory map with mode='r+' or 'w+'")
     try:
-        tensor = torch.as_tensor(out)
+        tensor = torch.as_tensor(out, device="cpu")  # whatever the default device is: there its memory is
     except (TypeError, ValueError):
         raise TypeError(
             f"{name}: torch cannot write into an array of {out.dtype} with the strides {out.strides}: expected numbers "

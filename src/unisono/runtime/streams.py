@@ -179,6 +179,16 @@ def wait_for_maker(stream: torch.Stream, *tensors: torch.Tensor) -> None:
         tensor.record_stream(here)
 
 
+def keep_for_reader(tensors: Iterable[torch.Tensor]) -> None:
+    """Keep the memory of tensors, whichever streams they were made on, until the calling thread's are done with it."""
+    streams: dict[torch.device, torch.Stream | None] = {}
+    for tensor in filter(is_plain, tensors):
+        if tensor.device not in streams:
+            streams[tensor.device] = current_stream(tensor.device)
+        if (stream := streams[tensor.device]) is not None:
+            tensor.record_stream(stream)
+
+
 def wait_for_streams(device: torch.device, others: Iterable[torch.device]) -> None:
     """Let the calling thread's stream on `device` wait for its streams on other devices."""
     here = current_stream(device)

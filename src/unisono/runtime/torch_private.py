@@ -4,6 +4,7 @@ Nothing else in the package may name a `torch._C` function. tests/runtime/test_t
 """
 
 import contextlib
+import contextvars
 import copy
 import functools
 import importlib
@@ -77,6 +78,44 @@ def backward_is_restricted() -> bool:
         return False
 
 
+def _engine() -> Callable[..., Any] | None:
+    """Return what runs a backward in torch's engine; None where this torch lacks it.
+
+    Fallback: torch's own function around the engine. With it, backward of what torch.compile has compiled fails on
+    several accelerators.
+    """
+    around_engine: Callable[..., Any] | None = getattr(torch.autograd.graph, "_engine_run_backward", None)
+    if around_engine is None or not all(hasattr(torch._C, name) for name in _STASHES):
+        return around_engine
+    return _run_engine
+
+
+def _run_engine(*args: Any, **kwargs: Any) -> Any:
+    """Run a backward, and let compiled code in each of its threads see the caller's context variables."""
+    torch._C._stash_obj_in_tls("context", _CopiesOfContext())
+    try:
+        return torch.autograd.Variable._execution_engine.run_backward(*args, **kwargs)
+    finally:
+        torch._C._remove_obj_from_tls("context")
+
+
+_STASHES = ("_stash_obj_in_tls", "_remove_obj_from_tls")
+
+
+class _CopiesOfContext:
+    """Stands for the `contextvars.Context` in which torch runs the backward of compiled code, with its `run`.
+
+    torch has one context for a backward, and two threads, of two devices, cannot enter it at once: "cannot enter
+    context". Here each call has a copy.
+    """
+
+    def __init__(self) -> None:
+        self._context = contextvars.copy_context()
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._context.copy().run(function, *args, **kwargs)
+
+
 @interruptible
 def run_backward(ends: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], *, keep: bool) -> None:
     """Run `torch.autograd.backward(ends, grads, retain_graph=keep)`, without its check of the gradients in Python.
@@ -84,7 +123,7 @@ def run_backward(ends: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], *,
     The check imports sympy, which takes a second and 33 MiB of each process. The engine, in C++, checks shapes again.
     Fallback, also for tensors that handle functions of torch themselves: torch's function.
     """
-    engine = getattr(torch.autograd.graph, "_engine_run_backward", None)
+    engine = _engine()
     if engine is None or not (_PLAIN.issuperset(map(type, ends)) or _none_handles_functions(ends)):
         _import_what_backward_imports()
         torch.autograd.backward(ends, grads, retain_graph=keep)
@@ -102,7 +141,7 @@ def gradients(
     create_graph: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:
     """Return `torch.autograd.grad(ends, inputs, grads, allow_unused=True)`, as `run_backward` runs backward."""
-    engine = getattr(torch.autograd.graph, "_engine_run_backward", None)
+    engine = _engine()
     if engine is None or not _none_handles_functions((*ends, *inputs)):
         _import_what_backward_imports()
         options = {"retain_graph": keep or create_graph, "create_graph": create_graph, "allow_unused": True}
@@ -354,11 +393,14 @@ def is_default_device(mode: object) -> bool:
 
 
 def default_device() -> torch.device | None:
-    """Return the default device of this thread; None if none is set, which torch's does not tell. Fallback: None."""
+    """Return the default device of this thread as it was set; None if none is, which torch's does not tell.
+
+    An accelerator without an index is whichever device is current at the time. Fallback: None.
+    """
     for mode in reversed(function_modes()):
         if is_default_device(mode):
             device: torch.device = mode.device
-            return device if device.index is not None else torch.empty(0).device
+            return device
     return None
 
 

@@ -186,7 +186,9 @@ def _rows_grad(x: torch.Tensor, mean: torch.Tensor, count: int, statistics_grad:
     shift, slope = (per_channel(each, x) for each in (statistics_grad / max(count, 1)).unbind())
     # The difference first: where the mean is large, a product with x would lose the digits of small differences.
     centred = x - per_channel(mean, x)
-    return centred.mul_(2 * slope).add_(shift)  # in place: passes over memory are its cost
+    if _devices.computes_on_host(x.device):
+        return centred.mul_(2 * slope).add_(shift)  # in place: passes over memory are its cost
+    return torch.addcmul(shift, centred, 2 * slope)  # of batched gradients too, which vmap does not write in place
 
 
 def _sums(
