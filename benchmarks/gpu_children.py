@@ -1,4 +1,4 @@
-"""The child processes of gpu_check.py: they run tests, measure figures, or describe the machine.
+"""The child processes of gpu_check.py: they run tests and plain checks, measure figures, or describe the machine.
 
     python benchmarks/gpu_children.py '{"kind": ..., ...}'
 
@@ -9,6 +9,7 @@ after which the GPU can no longer be used in this process, because all later che
 
 import contextlib
 import faulthandler
+import functools
 import importlib
 import json
 import os
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 # A check that needs one of these is skipped if it is missing.
-OPTIONAL = ("hypothesis", "matplotlib", "psutil", "rich", "safetensors", "sklearn", "transformers", "xdist")
+OPTIONAL = ("hypothesis", "matplotlib", "numpy", "psutil", "rich", "safetensors", "sklearn", "transformers", "xdist")
 # After these errors the CUDA context is lost, and everything later in the process fails.
 _CONTEXT_IS_LOST = ("illegal memory access", "device-side assert", "misaligned address", "unspecified launch failure")
 GPU_LOST = 97  # the exit status then
@@ -65,6 +66,8 @@ class Journal:
 
 def missing_module(text: str) -> str | None:
     """Return the optional package whose absence caused an error; None if it was another error."""
+    if "Numpy is not available" in text:  # torch's words
+        return "numpy"
     return next(
         (name for name in OPTIONAL if f"No module named '{name}" in text or f"import of {name} halted" in text), None
     )
@@ -136,27 +139,41 @@ def run_tests(journal: Journal, ended: list[str], arguments: list[str]) -> None:
         sys.exit(int(status))
 
 
+def run_programs(journal: Journal, ended: list[str], arguments: list[str]) -> None:
+    """Run the plain checks, which need torch alone."""
+    import gpu_programs
+
+    devices, *options = arguments
+    checks = gpu_programs.checks_on(devices.split(","), examples="--examples" in options)
+    run_checks(journal, {name: check for name, check in checks.items() if name not in ended})
+
+
 def run_figures(journal: Journal, ended: list[str], arguments: list[str]) -> None:
     """Measure the figures, with their assertions; a missing package is no failure."""
     import gpu_figures
 
-    device, *options = arguments
-    bench = gpu_figures.bench_on(device, dry="--dry" in options)
+    device, data, *options = arguments
+    bench = gpu_figures.bench_on(device, dry="--dry" in options, data=Path(data) if data else None)
     names = [name for name in gpu_figures.FIGURES if name not in (*gpu_figures.MINUTES_LONG, *ended)]
-    journal.write("collected", names=names)
-    for name in names:
+
+    def measure(name: str) -> None:
+        for figure in gpu_figures.FIGURES[name](bench):
+            journal.write("figure", **figure._asdict())
+
+    run_checks(journal, {name: functools.partial(measure, name) for name in names})
+
+
+def run_checks(journal: Journal, checks: dict[str, Callable[[], None]]) -> None:
+    """Run checks that are not pytest's, as long as there is time."""
+    journal.write("collected", names=list(checks))
+    for name, check in checks.items():
         if journal.time_is_over():
             return
-        run_check(journal, name, lambda name=name: figures_of(journal, gpu_figures.FIGURES[name](bench)))
-
-
-def figures_of(journal: Journal, figures: Any) -> None:
-    for figure in figures:
-        journal.write("figure", **figure._asdict())
+        run_check(journal, name, check)
 
 
 def run_check(journal: Journal, name: str, check: Callable[[], None]) -> None:
-    """Run one check that is not a pytest test."""
+    """Run one check, and record how it ended."""
     journal.begin(name)
     began = time.monotonic()
     outcome, text = "passed", ""
@@ -169,8 +186,8 @@ def run_check(journal: Journal, name: str, check: Callable[[], None]) -> None:
     journal.end(name, outcome, time.monotonic() - began, text)
 
 
-def machine(packages: list[str]) -> dict[str, Any]:
-    """Return the accelerators and versions, and which of the packages cannot be imported, with the reason."""
+def machine() -> dict[str, Any]:
+    """Return the accelerators and versions."""
     import torch
 
     if torch.version.cuda:
@@ -194,14 +211,7 @@ def machine(packages: list[str]) -> dict[str, Any]:
         import unisono
 
         versions["unisono"] = unisono.__version__
-    unusable = {}
-    for name in packages:
-        try:
-            importlib.import_module(name)
-        except Exception as error:  # noqa: BLE001 - whatever a package for another Python raises
-            unusable[name] = f"{type(error).__name__}: {error}".splitlines()[0]
     return {
-        "unusable": unusable,
         "kind": kind.type if kind else None,
         "accelerators": found,
         "versions": versions,
@@ -213,17 +223,20 @@ def machine(packages: list[str]) -> dict[str, Any]:
 def main() -> None:
     """Run the orders in the only argument."""
     orders = json.loads(sys.argv[1])
+    if "queued" in os.environ.get("UNISONO_TEST_DEVICES", ""):  # a dry run
+        async_device = importlib.import_module("async_device")  # of tests/async_device
+        os.environ.update(async_device.environment())  # the processes that checks start have it too
     if orders["kind"] == "machine":
         with warnings.catch_warnings(record=True) as given:
             warnings.simplefilter("always")
-            found = machine(orders["packages"])
+            found = machine()
         print(json.dumps({**found, "said": [str(warning.message) for warning in given]}))
         return
     faulthandler.enable()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # equal bits on whatever stream
     limits = (orders[name] for name in ("check_limit_s", "seconds", "overtime_s"))
     journal = Journal(Path(orders["journal"]), *limits)
-    run = {"tests": run_tests, "figures": run_figures}[orders["kind"]]
+    run = {"tests": run_tests, "programs": run_programs, "figures": run_figures}[orders["kind"]]
     run(journal, orders["ended"], orders["arguments"])
     journal.write("finished")
 

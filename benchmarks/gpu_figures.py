@@ -7,14 +7,18 @@
 
 `make gpu-check` measures them among its checks. Device times are measured with the device's own events after a warm-up,
 and are medians; contenders take turns. Epochs are those of the training command itself, on generated pictures, with the
-times that it reports. This has not been run on a GPU so far.
+times that it reports. A dry run is on the CPU, or on the asynchronous device of tests/async_device where that has been
+imported; its numbers mean nothing.
 """
 
 import argparse
 import contextlib
 import copy
 import json
+import math
+import random
 import statistics
+import struct
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -49,6 +53,7 @@ TUTORIALS_S = {"1 GPU": 14.0, "2 GPUs": 9.3}  # an epoch in the tutorials that t
 NUM_CLASSES = 10
 REPOSITORY = Path(__file__).resolve().parents[1]
 SUBSET = "shared/data/fashion-mnist-6k"  # 5,000 pictures of Fashion-MNIST to train on and 1,256 to test on
+DATA = "--data DIR names a folder of IDX files, best a few thousand pictures"
 
 
 class Figure(NamedTuple):
@@ -94,6 +99,13 @@ class Bench(NamedTuple):
     def dry(self) -> bool:
         return self.sizes is DRY
 
+    @property
+    def every_device(self) -> list[torch.device]:
+        """All devices of the kind; on the CPU two replicas."""
+        if self.device.type == "cpu":
+            return [self.device] * 2
+        return [torch.device(self.device.type, index) for index in range(torch.accelerator.device_count())]
+
     def compiled(self, module: nn.Module, mode: str | None = None) -> Any:
         """Return the module compiled; in a dry run by a compiler that does nothing."""
         return torch.compile(module, backend="eager") if self.dry else torch.compile(module, mode=mode)
@@ -115,9 +127,10 @@ class Bench(NamedTuple):
 
     def seconds(self, run: Callable[[], object]) -> float:
         """Return how long the device takes for the work that `run` queues."""
-        if self.device.type == "cpu":
+        if self.dry:  # on a device that may have no events with times
             began = time.perf_counter()
             run()
+            wait_for_work(self.device)
             return time.perf_counter() - began
         event = torch.get_device_module(self.device).Event
         begin, end = event(enable_timing=True), event(enable_timing=True)
@@ -219,16 +232,14 @@ def _epochs(bench: Bench, options: Options, goal_s: float, mode: str = "") -> It
 
 def epoch_on_every_gpu(bench: Bench) -> Iterator[Figure]:
     """Epochs of `unisono train --precision tf32` on all GPUs of the machine, batch norm synchronised."""
-    sizes = bench.sizes
-    count = 2 if bench.dry else torch.accelerator.device_count()
+    sizes, count = bench.sizes, len(bench.every_device)
     name = f"an epoch of unisono train --precision tf32 on {count} devices"
     if count < 2:
         yield Figure("an epoch of unisono train --precision tf32 on several GPUs", None, "s", "not run: there is one")
         return
-    devices = ",".join("cpu" if bench.dry else f"{bench.device.type}:{index}" for index in range(count))
     options = Options(
         model=sizes.model,
-        devices=devices,
+        devices=",".join(map(str, bench.every_device)),
         precision="tf32",
         batch_size=sizes.batch_rows * count,
         epochs=sizes.num_epochs + 1,
@@ -243,24 +254,31 @@ def epoch_on_every_gpu(bench: Bench) -> Iterator[Figure]:
 
 def every_gpu_side_by_side(bench: Bench) -> Iterator[Figure]:
     """A step of ResNet-50 on all GPUs: threads and torch's DataParallel in one process, and DDP in one for each GPU."""
-    count = 2 if bench.dry else torch.accelerator.device_count()
+    devices = bench.every_device
+    count = len(devices)
     name = f"a step of ResNet-50 on {count} devices, {bench.sizes.rows_a_gpu} rows each"
     if count < 2:
         yield Figure("a step of ResNet-50 on several GPUs", None, "ms", "not run: there is one")
         return
-    devices = [torch.device("cpu") if bench.dry else torch.device(bench.device.type, i) for i in range(count)]
     in_one_process: dict[str, Callable[[nn.Module], nn.Module]] = {
         "unisono.DataParallel": lambda module: DataParallel(module, devices),
         "torch.nn.DataParallel": nn.DataParallel,
     }
     for contender, wrap in in_one_process.items():
+        if wrap is nn.DataParallel and bench.device.type not in ("cpu", "cuda", "xpu"):
+            yield Figure(f"{name}, {contender}", None, "ms", f"not run: it has no copies for {bench.device.type}")
+            continue
         torch.manual_seed(0)
         seconds = step_seconds(wrap(resnet50(bench.sizes.width).to(devices[0])), devices, bench.sizes)
         yield Figure(f"{name}, {contender}", 1e3 * seconds, "ms")
+    ddp = f"{name}, DistributedDataParallel, a process each"
+    if bench.device.type not in torch.distributed.Backend.default_device_backend_map:
+        yield Figure(ddp, None, "ms", f"not run: torch has no process group for {bench.device.type}")
+        return
     with tempfile.TemporaryDirectory() as folder:
         start_processes(ddp_steps, (devices, bench.sizes, folder), count, start_method="spawn")
         slowest_s = max(float(file.read_text()) for file in Path(folder).glob("rank-*"))
-    yield Figure(f"{name}, DistributedDataParallel, a process each", 1e3 * slowest_s, "ms")
+    yield Figure(ddp, 1e3 * slowest_s, "ms")
 
 
 def ddp_steps(rank: int, devices: list[torch.device], sizes: Sizes, folder: str) -> None:
@@ -346,15 +364,15 @@ def trained(bench: Bench, options: Options, look: Observer | None = None) -> lis
 @contextlib.contextmanager
 def generated_pictures(sizes: Sizes) -> Iterator[Path]:
     """Write random pictures as the IDX files that the training command reads; yield their folder."""
-    torch.manual_seed(0)
+    noise = random.Random(0)
     with tempfile.TemporaryDirectory() as name:
         for split, num_rows in (("train", sizes.num_pictures), ("t10k", max(2, sizes.num_pictures // 6))):
             shape = (num_rows, sizes.side, sizes.side)
-            pictures = torch.randint(256, shape, dtype=torch.uint8)
-            labels = (torch.arange(num_rows) % NUM_CLASSES).to(torch.uint8)
-            for kind, tensor in ((f"{split}-images-idx3-ubyte", pictures), (f"{split}-labels-idx1-ubyte", labels)):
-                head = bytes([0, 0, 8, tensor.dim()]) + b"".join(size.to_bytes(4, "big") for size in tensor.shape)
-                Path(name, kind).write_bytes(head + tensor.numpy().tobytes())
+            pictures = noise.randbytes(math.prod(shape))  # not by way of numpy, which may be missing
+            labels = bytes(row % NUM_CLASSES for row in range(num_rows))
+            for kind, size, values in (("images-idx3", shape, pictures), ("labels-idx1", shape[:1], labels)):
+                head = bytes([0, 0, 8, len(size)]) + struct.pack(f">{len(size)}I", *size)
+                Path(name, f"{split}-{kind}-ubyte").write_bytes(head + values)
         yield Path(name)
 
 
@@ -397,7 +415,7 @@ def accuracy_bf16_compiled(bench: Bench) -> Iterator[Figure]:
     name = "test accuracy of unisono train --precision bf16 --compile, less that of a plain float32 loop"
     sizes = bench.sizes
     if bench.data is None and not bench.dry:
-        yield Figure(name, None, "points", f"not run: no data; --data DIR names a folder such as {SUBSET}")
+        yield Figure(name, None, "points", f"not run: no data; {DATA}")
         return
     if (reason := bench.no_compiler()) is not None:
         yield Figure(name, None, "points", f"not run: {reason}")
@@ -506,11 +524,11 @@ FIGURES: dict[str, Callable[[Bench], Iterator[Figure]]] = {
         wrapper_on_one_device,
         matrix_products,
         epoch_tf32,
-        epoch_bf16_compiled,
-        epoch_on_every_gpu,
         every_gpu_side_by_side,
-        accuracy_bf16_compiled,
+        epoch_on_every_gpu,
+        epoch_bf16_compiled,
         thin_layers,
+        accuracy_bf16_compiled,
         epoch_without_graphs,
         epoch_with_autotuning,
     )
@@ -519,7 +537,7 @@ MINUTES_LONG = ("epoch_with_autotuning",)  # torch tries kernels: `make gpu-chec
 
 
 def bench_on(device: str, *, dry: bool, data: Path | None = None) -> Bench:
-    """Return the device and the sizes; the CPU is for dry runs only.
+    """Return the device and the sizes.
 
     Without `data`, real pictures are searched in the repository and beside it.
     """
@@ -536,11 +554,14 @@ def main() -> None:
     kind = torch.accelerator.current_accelerator(check_available=True)
     if kind is None and not dry:
         parser.exit(0, "There is no GPU here: nothing was measured. --dry-run shows that the code runs.\n")
-    print("Dry run on the CPU: not a measurement." if dry else f"On {torch.cuda.get_device_name(0)}.")
+    print(
+        "Dry run on the CPU: not a measurement." if dry else f"On {torch.get_device_module(kind).get_device_name(0)}."
+    )
     for name, measure in FIGURES.items():
         for figure in measure(bench_on("cpu" if dry else f"{kind.type}:0", dry=dry, data=given.data)):
-            value = "-" if figure.value is None else f"{figure.value:.4g} {figure.unit}"
-            print(f"{name}: {figure.name}: {value}  {figure.note}", flush=True)
+            value = "-" if figure.value is None else "it runs" if dry else f"{figure.value:.4g} {figure.unit}"
+            note = "" if dry and figure.value is not None else figure.note
+            print(f"{name}: {figure.name}: {value}  {note}", flush=True)
 
 
 if __name__ == "__main__":

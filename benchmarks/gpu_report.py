@@ -8,12 +8,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-MISSING = """{reasons}
-Install what is missing there, name another Python (make gpu-check PYTHON=...), or bring everything along:
-    pip download -d wheels {packages} psutil      where there is a network, with the same Python version
-and copy the folder `wheels` here: it then also has what these packages need."""
+REMEDY = """Install pytest for this Python, name another one (make gpu-check PYTHON=...), or bring it along:
+`pip download -d wheels pytest` where there is a network, with the same Python version; then copy `wheels` here."""
 
-DRY = "**Dry run on the CPU: not a measurement.** It shows that the checks can be run, and nothing about any GPU."
+DRY = """**Dry run on {devices}: not a measurement.** It shows that the checks can be run, and nothing about a GPU or
+about speed."""
 _FAILED = ("failed", "hung", "crashed")
 _TESTED_WITH = "2.13"  # the torch that the test suite runs against
 
@@ -22,23 +21,26 @@ def render(machine: dict[str, Any], groups: Sequence[Any], state: str, seconds: 
     """Return the report.
 
     Args:
-        machine: as gpu_children.machine() returns it, and "missing": packages that some checks need.
+        machine: as gpu_children.machine() returns it.
         groups: the outcome of each, as gpu_check.Done.
         state: "under way", "complete" or "interrupted".
         seconds: since the beginning.
-        dry: whether it was a dry run on the CPU.
+        dry: whether it was a dry run, on simulated devices or on the CPU.
     """
+    simulated = f"{len(machine['accelerators'])} devices simulated on the CPU" if machine["accelerators"] else "the CPU"
     parts = [
         "# gpu-check",
-        *([DRY] if dry else []),
+        *([DRY.format(devices=simulated)] if dry else []),
         f"**{verdict(groups, state)}** {seconds:.0f} s.",
+        *left_out(groups),
+        *([] if dry else goals(groups)),
         "## Machine",
         machine_table(machine),
         "## Checks",
         groups_table(groups),
         *failures(groups),
         *figures(groups, dry=dry),
-        *not_run(machine, groups),
+        *not_run(groups),
         *seen_warnings(groups),
         *every_check(groups),
     ]
@@ -52,6 +54,8 @@ def verdict(groups: Sequence[Any], state: str) -> str:
     broken = sum(bool(done.problem) for done in groups)
     bad += [f"{broken} {'group' if broken == 1 else 'groups'} not run to the end"] if broken else []
     others = [f"{count[o]} {word}" for o, word in (("skipped", "not run"), ("cut", "cut")) if count[o]]
+    absent = sum(bool(done.not_run) for done in groups)
+    others += [f"{absent} {'group' if absent == 1 else 'groups'} left out"] if absent else []
     ended = {"complete": "Complete", "interrupted": "Interrupted", "under way": "Under way"}[state]
     passed = f"{count['passed']} checks passed"
     return f"{ended}: {', '.join([passed, *bad, *others])}."
@@ -63,6 +67,29 @@ def in_one_line(done: Any) -> str:
     words = [f"{outcomes[o]} {o}" for o in ("passed", *_FAILED, "skipped", "cut") if outcomes[o]]
     problem = [done.problem.splitlines()[0]] if done.problem else []
     return f"{', '.join([*words, *problem]) or 'nothing'} ({done.seconds:.0f} s)"
+
+
+def left_out(groups: Sequence[Any]) -> Iterator[str]:
+    """Yield what ran, where some groups could not be run at all, and the remedy."""
+    names = [f'"{done.group.name}"' for done in groups if done.not_run]
+    if names:
+        ran = ", ".join(f'"{done.group.name}"' for done in groups if not done.not_run)
+        reason = next(done.not_run for done in groups if done.not_run)
+        yield f"**Only a part ran: {ran or 'nothing'}.** Left out: {', '.join(names)}: {reason}.\n{REMEDY}"
+
+
+def goals(groups: Sequence[Any]) -> Iterator[str]:
+    """Yield the goals of the figures, and whether they were met."""
+    lines = [
+        f"- {f['name']}: {f['value']:.4g} {f['unit']}; {goal[1]}"
+        for done in groups
+        for f in done.figures
+        if f["value"] is not None and (goal := re.search(r"(goal.*, (?:met|missed))", f["note"]))
+    ]
+    if lines:
+        lines.sort(key=lambda line: line.endswith("met"))
+        yield f"Goals of speed and accuracy, {sum(line.endswith('missed') for line in lines)} missed:"
+        yield "\n".join(lines)
 
 
 def machine_table(machine: dict[str, Any]) -> str:
@@ -86,6 +113,7 @@ def groups_table(groups: Sequence[Any]) -> str:
     for done in groups:
         counts = [str(done.count(outcome) or "") for outcome in outcomes]
         begun = f"{done.seconds:.0f} of {done.group.budget_s:.0f}" if done.seconds else "not begun"
+        begun = "left out" if done.not_run else begun
         rows.append((done.group.name, *counts, begun))
     return table(("group", *outcomes, "seconds"), rows)
 
@@ -105,17 +133,20 @@ def failures(groups: Sequence[Any]) -> Iterator[str]:
 def figures(groups: Sequence[Any], *, dry: bool) -> Iterator[str]:
     """Yield the section of figures."""
     taken = [figure for done in groups for figure in done.figures]
-    if taken:
+    if taken and dry:
+        yield "## Figures (dry run, tiny sizes: no values)"
+        rows = [(f["name"], f["note"] if f["value"] is None else "can be measured") for f in taken]
+        yield table(("figure", ""), rows)
+    elif taken:
         rows = [(f["name"], "" if f["value"] is None else f"{f['value']:.4g}", f["unit"], f["note"]) for f in taken]
-        yield "## Figures (dry run on the CPU, tiny sizes: not a measurement)" if dry else "## Figures"
+        yield "## Figures"
         yield table(("figure", "value", "unit", ""), rows)
 
 
-def not_run(machine: dict[str, Any], groups: Sequence[Any]) -> Iterator[str]:
+def not_run(groups: Sequence[Any]) -> Iterator[str]:
     """Yield the reasons why checks were not run, with the number of checks."""
     reasons = Counter(check.text for done in groups for check in done.checks.values() if check.outcome == "skipped")
     cut = {done.group.name: done.count("cut") for done in groups if done.count("cut")}
-    absent = machine.get("missing", [])
     lines = [
         f"- {count} x {reason.strip().splitlines()[0] if reason.strip() else 'no reason'}"
         for reason, count in reasons.most_common()
@@ -123,7 +154,6 @@ def not_run(machine: dict[str, Any], groups: Sequence[Any]) -> Iterator[str]:
     lines += [f'- {count} checks of "{name}": cut, their time was over' for name, count in cut.items()]
     stopped = [check for done in groups for check in done.checks.values() if check.outcome == "cut" and check.text]
     lines += [f"- {check.name}: {check.text.splitlines()[0]}" for check in stopped]
-    lines += [f"- what needs {name}: it is missing" for name in absent]
     if lines:
         yield "## Not run"
         yield "\n".join(lines)

@@ -4,14 +4,16 @@ import re
 import tomllib
 from pathlib import Path
 
+import unisono
+
 ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
 
 
-def test_the_citation_has_the_version_and_the_licence():
+def test_package_and_citation_have_the_version_and_the_licence():
     fields = dict(re.findall(r"^([\w-]+): (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE))
-    assert fields["version"] == PROJECT["version"]
+    assert fields["version"] == PROJECT["version"] == unisono.__version__
     assert fields["license"] == PROJECT["license"]
     assert fields["abstract"] == PROJECT["description"]
 

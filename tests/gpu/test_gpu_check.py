@@ -2,7 +2,7 @@
 
 import argparse
 import importlib
-import importlib.metadata
+import importlib.util
 import json
 import os
 import re
@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from helpers.programs import until
+
 REPOSITORY = Path(__file__).parents[2]
 NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 MACHINE = {
@@ -24,12 +26,10 @@ MACHINE = {
     "versions": {"python": "3.12.1", "torch": "2.13.0", "CUDA": "13.0", "driver": "590.1"},
     "system": "Linux 6 x86_64",
     "cores": 16,
-    "unusable": {},
     "said": "",
 }
 NOWHERE = {**MACHINE, "kind": None, "accelerators": [], "versions": {"torch": "2.13.0+cpu", "CUDA": "none"}}
 TOO_OLD = {**MACHINE, "accelerators": [], "said": "The NVIDIA driver on your system is too old (found version 11040)."}
-BROKEN = {**MACHINE, "unusable": {"pytest": "ModuleNotFoundError: No module named 'pluggy'"}}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def program(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]"
     return subprocess.run(
         [sys.executable, str(REPOSITORY / "benchmarks" / "gpu_check.py"), *arguments],
         cwd=folder,
-        env={**os.environ, **NO_GPU, "PYTHONPATH": str(REPOSITORY / "src")},
+        env={**os.environ, **NO_GPU, "PYTHONPATH": f"{folder}{os.pathsep}{REPOSITORY / 'src'}"},
         capture_output=True,
         text=True,
         timeout=400,
@@ -62,29 +62,29 @@ def test_without_a_gpu_it_says_so_and_runs_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-BRING = "pip download -d wheels pytest numpy psutil"
-
-
 @pytest.mark.parametrize(
-    ("machine", "absent", "status", "messages"),
+    ("machine", "status", "message"),
     [
-        (MACHINE, ["torch"], 2, [f"torch: missing in {sys.executable}"]),
-        (MACHINE, ["numpy", "pluggy"], 2, [f"numpy: missing in {sys.executable}", "pluggy: missing in", BRING]),
-        (BROKEN, [], 2, ["pytest: ModuleNotFoundError: No module named 'pluggy'", BRING]),
-        (TOO_OLD, [], 2, ["driver is here (590.1), but torch 2.13.0 (CUDA: 13.0) sees no GPU", TOO_OLD["said"]]),
-        (NOWHERE, ["pytest"], 0, ["There is no GPU here"]),
+        (TOO_OLD, 2, "driver is here (590.1), but torch 2.13.0 (CUDA: 13.0) sees no GPU"),
+        (TOO_OLD, 2, TOO_OLD["said"]),
+        (NOWHERE, 0, "There is no GPU here"),
     ],
-    ids=["torch", "packages", "broken package", "old driver", "no GPU"],
 )
-def test_a_machine_that_cannot_be_checked(gpu_check, monkeypatch, capsys, machine, absent, status, messages):
-    """It says why before it runs anything, and how to bring every package, with those that it needs in turn."""
+def test_a_machine_that_cannot_be_checked(gpu_check, monkeypatch, capsys, machine, status, message):
+    """It says why before it runs anything, and whether pytest is there does not matter."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(gpu_check, "missing", lambda names: [name for name in names if name in absent])
     monkeypatch.setattr(gpu_check, "describe_machine", lambda environment: dict(machine))
+    monkeypatch.setattr(gpu_check, "why_no_pytest", lambda environment: pytest.fail("asked for pytest"))
     assert gpu_check.main([]) == status
     printed = capsys.readouterr().out
+    assert message in printed
     assert "othing has been run" in printed
-    assert [message for message in messages if message not in printed] == []
+
+
+def test_without_torch(gpu_check, without_package, capsys):
+    without_package("torch")
+    assert gpu_check.main([]) == 2
+    assert f"torch: missing in {sys.executable}. Name another Python" in capsys.readouterr().out
 
 
 def test_a_driver_that_does_not_answer(gpu_check, monkeypatch, capsys):
@@ -93,16 +93,55 @@ def test_a_driver_that_does_not_answer(gpu_check, monkeypatch, capsys):
     assert "did not answer in 0.01 s" in capsys.readouterr().out
 
 
+def wheel(folder: Path, name: str) -> None:
+    """Write a package of one module as a wheel."""
+    info = f"{name}-1.dist-info"
+    lines = {"METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n", "RECORD": ""}
+    lines["WHEEL"] = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    with zipfile.ZipFile(folder / f"{name}-1-py3-none-any.whl", "w") as archive:
+        archive.writestr(f"{name}.py", "value = 7")
+        for file, text in lines.items():
+            archive.writestr(f"{info}/{file}", text)
+
+
 def test_wheels_that_were_brought_along(gpu_check, tmp_path):
-    with zipfile.ZipFile(tmp_path / "brought_along-1-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("brought_along/__init__.py", "value = 7")
-    assert gpu_check.missing(["brought_along"]) == ["brought_along"]
-    with gpu_check.wheels_on_path(tmp_path) as environment:
-        assert gpu_check.missing(["brought_along"]) == []
-        code = "import brought_along, importlib.util as i; print(brought_along.value, i.find_spec('unisono').name)"
+    wheel(tmp_path, "brought_along")
+    code = "import brought_along, importlib.util as i; print(brought_along.value, i.find_spec('unisono').name)"
+    with gpu_check.packages_on_path(tmp_path) as (environment, folder):
         done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == "7 unisono\n"
-    assert gpu_check.missing(["brought_along"]) == ["brought_along"]
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("with_pip", [True, False], ids=["pip", "the pip that Python brings along"])
+def test_pytest_is_taken_from_the_index(gpu_check, tmp_path, monkeypatch, capsys, without_package, with_pip):
+    """Into a folder of its own: what is installed stays as it is. Here the index is a folder, with a "pytest" in it."""
+    wheel(tmp_path, "pytest")
+    for name, value in {"NO_INDEX": "1", "FIND_LINKS": str(tmp_path), "USER": "1"}.items():
+        monkeypatch.setenv(f"PIP_{name}", value)
+    if not with_pip:
+        without_package("pip")
+    reasons = iter(["No module named 'pytest'", ""])
+    monkeypatch.setattr(gpu_check, "why_no_pytest", lambda environment: next(reasons))
+    assert gpu_check.provide_pytest(tmp_path / "own", dict(os.environ)) == ""
+    assert (tmp_path / "own" / "pytest.py").read_text() == "value = 7"
+    assert "temporary folder, for this run; nothing that is installed has changed" in capsys.readouterr().out
+
+
+def test_pytest_that_cannot_be_had(gpu_check, tmp_path, monkeypatch, capsys):
+    """It is missing, broken or for another Python, and there is no index."""
+    (tmp_path / "pytest.py").write_text("import not_there")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    assert "No matching distribution" in gpu_check.provide_pytest(tmp_path / "own", environment)
+    printed = capsys.readouterr().out
+    assert "ModuleNotFoundError: No module named 'not_there'" in printed
+    assert printed.endswith("running what needs torch alone.\n")
+
+
+def test_no_pip(gpu_check, tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert gpu_check.fetch_pytest(tmp_path, {}) == "there is no pip"
 
 
 def test_a_dry_run_is_not_written_into_benchmarks(gpu_check, capsys):
@@ -152,8 +191,16 @@ OUTCOMES = {
 }
 
 
-def run(gpu_check: ModuleType, files: list[Any], *, limit_s: float = 60, budget_s: float = 100, path: str = "") -> Any:
-    done = gpu_check.Done(gpu_check.Group("some", "tests", list(map(str, files)), 100, check_limit_s=limit_s))
+def run(
+    gpu_check: ModuleType,
+    arguments: list[Any],
+    *,
+    kind: str = "tests",
+    limit_s: float = 60,
+    budget_s: float = 100,
+    path: str = "",
+) -> Any:
+    done = gpu_check.Done(gpu_check.Group("some", kind, list(map(str, arguments)), 100, check_limit_s=limit_s))
     path = os.pathsep.join(filter(None, (path, str(REPOSITORY / "src"))))
     gpu_check.run_group(done, {**os.environ, **NO_GPU, "PYTHONPATH": path}, budget_s)
     return done
@@ -178,10 +225,22 @@ def test_every_outcome_is_reported(gpu_check, tmp_path):
     assert not done.problem
 
 
+def hide_packages(gpu_check: ModuleType, folder: Path, *others: str) -> None:
+    """Write a file that hides all packages that may be missing from programs with this folder on PYTHONPATH."""
+    absent = (*gpu_check.gpu_children.OPTIONAL, *others)
+    (folder / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({absent!r}))\n")
+
+
+def test_plain_checks_need_torch_alone(gpu_check, tmp_path):
+    hide_packages(gpu_check, tmp_path, "pytest")
+    done = run(gpu_check, ["cpu,cpu"], kind="programs", path=str(tmp_path))
+    assert {check.outcome for check in done.checks.values()} == {"passed"}, done.checks
+    assert "two ranks under torchrun train as the plain module" in done.checks
+
+
 def test_the_gpu_tests_need_little(gpu_check, tmp_path):
-    """They can be collected, and would run, where nothing is installed but what the program says that it needs."""
-    absent = gpu_check.gpu_children.OPTIONAL
-    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({absent!r}))\n")
+    """They can be collected, and would run, where nothing is installed but torch and pytest."""
+    hide_packages(gpu_check, tmp_path)
     files = [REPOSITORY / name for name in (*gpu_check.GPU_TESTS, "tests/test_examples.py")]
     done = run(gpu_check, [*files, "-m", "gpu"], path=str(tmp_path))
     assert done.checks
@@ -210,6 +269,25 @@ def test_a_group_that_cannot_be_run(gpu_check, tmp_path):
     assert "test_nothing.py" in done.problem
 
 
+def test_ctrl_c_ends_what_runs_beside(gpu_check, tmp_path):
+    file, begun = tmp_path / "test_some.py", tmp_path / "begun"
+    file.write_text(
+        f"import pathlib, threading\ndef test(): pathlib.Path({str(begun)!r}).touch(); threading.Event().wait()"
+    )
+    hanging, other = (gpu_check.Done(gpu_check.Group(name, "tests", [str(file)], 100)) for name in ("hanging", "other"))
+
+    def run(done: Any) -> None:
+        if done is hanging:
+            gpu_check.run_group(done, {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}, 100)
+        elif until(begun.exists):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        gpu_check._run_at_once([hanging, other], 2, run)
+    assert [check.outcome for check in hanging.checks.values()] == ["cut"]
+    assert not gpu_check._children
+
+
 # ---- the report ----------------------------------------------------------------------------------
 
 
@@ -217,7 +295,7 @@ def test_a_group_that_cannot_be_run(gpu_check, tmp_path):
 def report_of(gpu_check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
     """Have two groups "end" with some events instead of running anything; return the exit status and the report."""
 
-    def run(*events: Any) -> tuple[int, str]:
+    def run(*events: Any, **machine: Any) -> tuple[int, str]:
         def child(orders: dict[str, Any], environment: dict[str, str], log: Path) -> int:
             lines = [json.dumps(event) for event in events if isinstance(event, dict)]
             Path(orders["journal"]).write_text("\n".join(lines) + '\n{"event": "fini')  # the last line was cut short
@@ -228,9 +306,9 @@ def report_of(gpu_check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyP
             return 0
 
         monkeypatch.setattr(gpu_check, "_run_child", child)
-        groups = [gpu_check.Group(name, "tests", [], 100) for name in ("first", "second")]
+        groups = [gpu_check.Group(name, kind, [], 100) for name, kind in (("first", "tests"), ("second", "figures"))]
         options = argparse.Namespace(output=tmp_path / "gpu-results.md", dry_run=False)
-        return gpu_check.run_all(groups, MACHINE, {}, options), options.output.read_text()
+        return gpu_check.run_all(groups, {**MACHINE, **machine}, {}, options), options.output.read_text()
 
     return run
 
@@ -241,7 +319,7 @@ def ended(name: str, outcome: str, text: str = "") -> dict[str, Any]:
 
 PASSED = ended("one", "passed")
 FAILED = ended("two", "failed", "```\na fence | of its own\n```")
-FIGURE = {"event": "figure", "name": "a speed", "value": 12.3456, "unit": "s", "note": "beside 14.0"}
+FIGURE = {"event": "figure", "name": "a speed", "value": 12.3456, "unit": "s", "note": "goal: 9 or less, missed"}
 
 
 def test_the_report(report_of):
@@ -251,12 +329,23 @@ def test_the_report(report_of):
     assert "**Complete: 2 checks passed, 2 failed, 2 not run.**" in report
     assert r"| accelerators | 2 x Card \| 9, 78.0 GiB, capability 9.0 |" in report
     assert "| driver | 590.1 |" in report
-    assert "| a speed | 12.35 | s | beside 14.0 |" in report
+    assert "| a speed | 12.35 | s | goal: 9 or less, missed |" in report
+    assert "- a speed: 12.35 s; goal: 9 or less, missed" in report
     assert "````text\n```\na fence | of its own\n```\n````" in report
     assert "- 2 x psutil is missing" in report
     ends = [("one", "passed"), ("two", "failed"), ("three", "skipped")]
     assert re.findall(r"^\| (one|two|three) \| (\w+) \| 1.50 \|$", report, re.MULTILINE) == ends * 2
     assert "dry run" not in report.lower()
+
+
+def test_the_report_without_pytest(report_of):
+    """Its head says what ran, what did not, why, and what to do; what ran decides on the status."""
+    status, report = report_of(PASSED, no_pytest="no answer")
+    assert status == 0
+    assert "**Complete: 1 checks passed, 1 group left out.**" in report
+    head = '**Only a part ran: "second".** Left out: "first": pytest is missing (no answer).\nInstall pytest'
+    assert head in report.split("## Machine")[0]
+    assert report_of(FAILED, no_pytest="no answer")[0] == 1
 
 
 def test_ctrl_c_loses_nothing(report_of, tmp_path):
@@ -270,29 +359,59 @@ def test_ctrl_c_loses_nothing(report_of, tmp_path):
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_the_groups_fit_into_ten_minutes(gpu_check, count):
-    groups = gpu_check.groups_for("cuda", count)
+@pytest.mark.parametrize("side_by_side", [False, True])
+def test_the_groups_fit_into_ten_minutes(gpu_check, count, side_by_side):
+    """Each group that runs tests names GPUs, which tests/conftest.py hides otherwise; with several, all come first."""
+    groups = gpu_check.groups_for("cuda", count, side_by_side=side_by_side)
+    every = ",".join(f"cuda:{i}" for i in range(count))
     assert gpu_check.BUDGET_S + gpu_check.OVERTIME_S < 600
-    assert sum(group.budget_s for group in groups) <= gpu_check.BUDGET_S + 1e-6
-    devices = [group.environment.get("UNISONO_TEST_DEVICES") for group in groups]
-    assert "cuda:0" in devices
-    assert (",".join(f"cuda:{i}" for i in range(count)) in devices) or count == 1
+    *others, figures = groups
+    assert (figures.kind, {group.kind for group in others}) == ("figures", {"programs", "tests"})
+    budgets = [group.budget_s for group in others]
+    # Side by side, what has not begun when the figures have to begin is left out.
+    assert (max(budgets) if side_by_side else sum(budgets)) + figures.budget_s <= gpu_check.BUDGET_S + 1e-6
+    devices = [group.environment["UNISONO_TEST_DEVICES"] for group in others if group.kind == "tests"]
+    assert devices[0] == every
+    assert set(devices) == {"cuda:0", every}
+    assert others[0].arguments == [every]
     files = {argument for group in groups if group.kind == "tests" for argument in group.arguments if "/" in argument}
     assert all((REPOSITORY / file).exists() for file in files)
 
 
-def test_a_dry_run_from_end_to_end(tmp_path):
-    """Every figure can be measured, but for what needs a GPU."""
+def test_a_dry_run_from_end_to_end(gpu_check, tmp_path):
+    """On two devices that are simulated on the CPU, with torch and pytest alone."""
+    hide_packages(gpu_check, tmp_path)
     done = program(tmp_path, "--dry-run", "--output", "results.md")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"Complete: \d+ checks passed, \d+ not run\.", done.stdout)
+    assert re.search(r"Complete: \d+ checks passed\.", done.stdout)
     report = (tmp_path / "results.md").read_text()
-    assert report.startswith("# gpu-check\n\n**Dry run on the CPU: not a measurement.**")
-    assert "## Figures (dry run on the CPU, tiny sizes: not a measurement)" in report
+    assert report.startswith("# gpu-check\n\n**Dry run on 2 devices simulated on the CPU: not a measurement.**")
     _, _, _, _, *figures = report.split("\n## Figures ")[1].split("\n\n## ")[0].splitlines()
     cells = [[cell.strip() for cell in figure.split("|")[1:-1]] for figure in figures]
-    assert {note for _, value, _, note in cells if not value} == {
+    assert {state for _, state in cells} == {
+        "can be measured",
         "not run: the profiler sees no kernels here",
         "not run: CUDA graphs need CUDA",
+        "not run: it has no copies for queued",
+        "not run: torch has no process group for queued",
     }
-    assert any("on 2 devices" in name for name, *_ in cells)
+    assert any("on 2 devices" in name for name, _ in cells)
+
+
+def test_a_dry_run_without_a_compiler(gpu_check, monkeypatch, capsys):
+    """It stays on the CPU, and says so."""
+
+    def describe(environment: dict[str, str], limit_s: float | None = None) -> dict[str, Any]:
+        if "UNISONO_TEST_DEVICES" in environment:
+            raise gpu_check.UnusableError("torch cannot be used here:\nTraceback\nRuntimeError: no compiler")
+        return dict(NOWHERE)
+
+    monkeypatch.setattr(gpu_check, "describe_machine", describe)
+    environment = {"PYTHONPATH": "src"}
+    machine = gpu_check.dry_machine(environment)
+    assert "cannot be built (RuntimeError: no compiler): on the CPU instead" in capsys.readouterr().out
+    assert environment["CUDA_VISIBLE_DEVICES"] == ""
+    assert {group.environment["UNISONO_TEST_DEVICES"] for group in gpu_check.dry_groups(machine["kind"])} == {"cpu,cpu"}
+    assert "**Dry run on the CPU: not a measurement.**" in gpu_check.gpu_report.render(
+        machine, [], "complete", 1, dry=True
+    )

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import unisono
 from helpers import batch_norm_kernels as reference
-from helpers.accelerators import FIRST, on_accelerator, on_cuda, on_two_gpus
+from helpers.accelerators import FIRST, on_accelerator, on_cuda, on_shared_accelerator, on_two_gpus
 from helpers.modules import Calls
 from helpers.ranks import run_ranks
 from helpers.twins import assert_same_gradients, rows_of, twins
@@ -111,9 +111,10 @@ def train_with_outputs_on_the_host(rank: int, device: str) -> None:
     assert_same_gradients(model.module, oracle, rtol=1e-9, atol=1e-12)
 
 
-def test_losses_on_the_host_and_batch_norm_over_processes(device: torch.device) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param(FIRST, marks=on_shared_accelerator, id="accelerator")])
+def test_losses_on_the_host_and_batch_norm_over_processes(device: str) -> None:
     """A6, C9: torch runs the batch norms' backward in a thread of the accelerator."""
-    run_ranks(2, train_with_outputs_on_the_host, str(device))
+    run_ranks(2, train_with_outputs_on_the_host, device)
 
 
 # ---- random numbers --------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import unisono
-from helpers.accelerators import FIRST, SECOND, on_accelerator, on_two_accelerators
+from helpers.accelerators import FIRST, SECOND, on_shared_accelerator, on_two_accelerators
 from helpers.ranks import run_ranks
 from helpers.twins import assert_same_gradients, rows_of, train_twins, twins
 
@@ -22,7 +22,7 @@ SIZES = [(5, 3), (1, 6), (4, 4), (7, 2)]  # rows of each process, step by step
 @pytest.fixture(
     params=[
         pytest.param(["cpu", "cpu"], id="cpu"),
-        pytest.param([FIRST, FIRST], marks=on_accelerator, id="one accelerator"),
+        pytest.param([FIRST, FIRST], marks=on_shared_accelerator, id="one accelerator"),
         pytest.param([FIRST, SECOND], marks=on_two_accelerators, id="two accelerators"),
     ]
 )

@@ -1,4 +1,7 @@
-"""The accelerators of this machine, and marks for tests that need some: elsewhere they are skipped, visibly."""
+"""The accelerators that tests see, and marks for tests that need some: without them they are skipped, visibly.
+
+tests/conftest.py hides those of the machine unless UNISONO_TEST_DEVICES names some.
+"""
 
 from typing import Any
 
@@ -7,7 +10,9 @@ import torch
 
 _KIND = torch.accelerator.current_accelerator(check_available=True)
 _NUM = torch.accelerator.device_count() if _KIND is not None else 0
-_RUN = "run `make gpu-check` on a machine with one"
+_RUN = "run `make gpu-check`, or pytest with UNISONO_TEST_DEVICES=cuda:0"
+_RUN_ON_TWO = "run `make gpu-check`, or pytest with UNISONO_TEST_DEVICES=cuda:0,cuda:1"
+COMPUTES_ON_HOST = _KIND is not None and _KIND.type == "queued"  # the asynchronous device: slow, and unknown to gloo
 FIRST, SECOND = (f"{_KIND.type}:{index}" if _KIND is not None else "none" for index in range(2))
 
 
@@ -24,6 +29,7 @@ class Needs(list[pytest.MarkDecorator]):
 
 
 on_accelerator = Needs(_NUM > 0, f"no accelerator: {_RUN}")
-on_two_accelerators = Needs(_NUM > 1, "needs two accelerators")
+on_two_accelerators = Needs(_NUM > 1, f"needs two accelerators: {_RUN_ON_TWO}")
+on_shared_accelerator = Needs(_NUM > 0 and not COMPUTES_ON_HOST, "no accelerator whose tensors gloo takes")
 on_cuda = Needs(torch.cuda.is_available(), f"no GPU: {_RUN}")
-on_two_gpus = Needs(torch.cuda.device_count() > 1, "needs two GPUs")
+on_two_gpus = Needs(torch.cuda.device_count() > 1, f"needs two GPUs: {_RUN_ON_TWO}")
