@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 READY := .venv/.ready
 
-.PHONY: help demo test test-all compat clients rows check format bench fuzz gpu-check docs dist clean
+.PHONY: help demo test test-all test-device compat clients rows check format bench fuzz races gpu-check docs dist clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -32,6 +32,21 @@ test: $(READY)  ## run the test suite, or a part: make test OPTIONS="tests/primi
 
 test-all: $(READY)  ## what `make test` leaves out because it takes longer: slow tests, five times the examples in property tests
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "slow or property" --hypothesis-profile=thorough $(OPTIONS)
+	$(if $(OPTIONS),,@$(MAKE) --no-print-directory test-device)
+
+# What concerns devices. tests/async_device/README.md says what this device is; it is built once, which takes a minute.
+QUEUED = UNISONO_TEST_DEVICES=queued:0,queued:1
+ON_DEVICES = tests/async_device tests/contract tests/gpu tests/test_examples.py --ignore tests/gpu/test_gpu_check.py
+WITH_DELAYS = tests/contract/test_gradients.py tests/contract/test_map.py tests/contract/test_kept_replicas.py
+# Ranks with devices of their own, up to two each.
+SIX_QUEUED = QUEUED_DEVICES=6 UNISONO_TEST_DEVICES=queued:0,queued:1,queued:2,queued:3,queued:4,queued:5
+RANKS = tests/distributed/test_gradient_sync.py tests/distributed/test_uneven_inputs.py \
+  tests/sync_batch_norm/test_across_processes.py
+
+test-device: $(READY)  ## run what concerns devices on the asynchronous device: at its own pace, then a part with delays
+	$(QUEUED) $(BIN)/python -m pytest -n auto --dist worksteal $(or $(OPTIONS),$(ON_DEVICES))
+	$(if $(OPTIONS),,$(SIX_QUEUED) $(BIN)/python -m pytest -n auto --dist worksteal $(RANKS))
+	$(if $(OPTIONS),,$(QUEUED) QUEUED_DELAY_US=300 $(BIN)/python -m pytest -n auto --dist worksteal $(WITH_DELAYS))
 
 # Each release of torch has an environment of its own: up to 6 GB, because most releases come with CUDA. pip is told to
 # keep no copies of what it downloads. unisono itself is installed without its requirements, so that a torch below the
@@ -104,7 +119,10 @@ bench: $(READY)  ## measure, side by side, on a machine that does nothing else; 
 fuzz: $(READY)  ## compare random programs, wrapped and plain; make fuzz OPTIONS=--help says how many, and which
 	PYTHONPATH=tests $(BIN)/python -m fuzz $(OPTIONS)
 
-# Sets up nothing and downloads nothing: a machine with a GPU has a torch of its own.
+races: $(READY)  ## look for races on the asynchronous device, ten minutes; make races OPTIONS=--help says for how long, and what
+	PYTHONPATH=tests $(BIN)/python -m async_device.races $(OPTIONS)
+
+# Sets up nothing: a machine with a GPU has a torch of its own. A pytest that is missing is taken into a temporary folder.
 GPU_PYTHON = $(if $(filter file,$(origin PYTHON)),$(firstword $(wildcard $(BIN)/python) python3),$(PYTHON))
 
 gpu-check:  ## prove the accelerator paths on this machine's GPU, in ten minutes; writes gpu-results.md

@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,13 +21,32 @@ if num_processes := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
     if num_processes > 1:
         os.environ.setdefault("UNISONO_BIND_CORES", "0")
 
+# The suite runs as on a machine without accelerators, unless UNISONO_TEST_DEVICES names some: ranks, examples and
+# commands take what they find, and their tests expect the CPU. `make gpu-check` names the GPUs. This is set before
+# torch is imported, and holds for the programs that tests start.
+if {name.split(":")[0] for name in os.environ.get("UNISONO_TEST_DEVICES", "cpu").split(",")} <= {"cpu", "queued"}:
+    os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
+
+# Programs that tests start in other folders find what this process finds: PYTHONPATH may be relative.
+if path := os.environ.get("PYTHONPATH"):
+    os.environ["PYTHONPATH"] = os.pathsep.join(os.path.abspath(folder) for folder in path.split(os.pathsep))
+
 # Where it is set, print writes a line and its end apart, and what another process prints may go between them.
 os.environ.pop("PYTHONUNBUFFERED", None)
 
 import torch
 
-from helpers.rows import find_tests_by_row, rows_named, rows_of_behaviour
-from unisono.runtime import errors
+# One kind of device that does not exist is all that a process can have: this one, or `unisono.testing`'s.
+QUEUED = "queued" in os.environ.get("UNISONO_TEST_DEVICES", "")
+collect_ignore = [] if QUEUED else ["async_device"]  # to collect it would import it, and so make its devices
+if QUEUED:
+    import async_device  # of tests/async_device
+
+    os.environ.update(async_device.environment())  # the programs that tests start have it too
+
+from helpers.rows import find_tests_by_row, rows_named, rows_of_behaviour  # noqa: E402
+from unisono import testing  # noqa: E402
+from unisono.runtime import errors  # noqa: E402
 
 # A shell that runs a script starts what goes to the background with Ctrl-C ignored, and unisono leaves an ignored
 # signal ignored. Tests that send themselves one expect it to act.
@@ -89,6 +109,14 @@ def _nothing_logged_yet() -> None:
     errors.forget_logged()
 
 
+@pytest.fixture(autouse=QUEUED)
+def _kernels_errors_are_seen() -> Iterator[None]:
+    """Raise, in the test whose kernel it was, an error that no synchronisation has raised there."""
+    yield
+    for index in range(torch.accelerator.device_count()):
+        torch.accelerator.synchronize(index)
+
+
 @pytest.fixture
 def float64() -> Iterator[None]:
     """Everything in double precision, and from the same random numbers."""
@@ -134,9 +162,9 @@ def no_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def simulated_accelerators() -> Callable[[int], contextlib.AbstractContextManager[list[torch.device]]]:
-    """`unisono.testing.simulated_accelerators`, imported only where it is used: it cannot be undone."""
-    from unisono import testing
-
+    """`unisono.testing.simulated_accelerators`. The first one hides the machine's accelerators from the process."""
+    if "async_device" in sys.modules:
+        pytest.skip("a process has simulated devices or the asynchronous one, not both")
     return testing.simulated_accelerators
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from helpers.contract import ON_CPU, PLACES, Wrap, at, in_turn, on_first_device
 from unisono import DataParallel
 
-ON_THE_CPU_ONLY = ["memory", "nn_sweep", "properties", "scripted"]
+ON_THE_CPU_ONLY = ["memory", "nn_sweep", "properties"]
 collect_ignore = [] if ON_CPU else [f"test_{name}.py" for name in ON_THE_CPU_ONLY]
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from helpers.comparisons import assert_same_gradients, assert_unchanged, twins
-from helpers.contract import ON_CPU, Wrap, at_one_place, each_with, in_time, in_turn, over_places
+from helpers.contract import ON_CPU, Wrap, at_one_place, at_the_same_time, each_with, in_time, in_turn, over_places
 from helpers.failing import FAILURES, FailsOn, FailureError, assert_failure_leaves_nothing, numbered_rows
 from helpers.losses import loss_of
 from helpers.modules import Calls, Fn
@@ -94,6 +94,7 @@ def test_buffers_are_as_before_when_outputs_do_not_fit_together(wrap: Wrap) -> N
     assert_unchanged(model.module, before)
 
 
+@at_the_same_time
 def test_an_interrupt_in_one_replica_does_not_wait_for_another(wrap: Wrap) -> None:
     """F3: raised promptly, although a third replica is still busy."""
     release = threading.Event()

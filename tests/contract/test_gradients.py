@@ -20,6 +20,7 @@ from helpers.comparisons import (
     twins,
 )
 from helpers.contract import Wrap, each_with, in_one_memory, in_threads, in_turn, over_places
+from helpers.known_defects import known_defect
 from helpers.losses import fresh, loss_of, tensors_in
 from helpers.modules import Calls, Fn, ForceField, mlp, rows_of
 from unisono import DataParallel, data_parallel
@@ -222,8 +223,9 @@ def test_reentrant_checkpoints(wrap: Wrap, leaf: str, how: str) -> None:
             return found
         for again in (True, False) if how == "twice" else (False,):
             loss.backward(retain_graph=again)
-        kept = sorted(root.kept, key=lambda kept: int((x == kept[0]).all(1).nonzero()[0]))
-        return [torch.cat([leaf.grad for leaf in kept])[:3]] if kept else []
+        kept = [(leaf.detach().to(x.device), leaf.grad.to(x.device)) for leaf in root.kept]
+        kept.sort(key=lambda pair: int((x == pair[0][0]).all(1).nonzero()[0]))
+        return [torch.cat([grad for _, grad in kept])[:3]] if kept else []
 
     layers = {name: nn.Linear(3, 3) for name in ("foot", "body", "head")}
     assert_alike(wrap, Calls(forward, kept=[], **layers), steps, 3)
@@ -433,9 +435,12 @@ STEPS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Any], Any]]] = {
     "values that are no leaves": (with_unused_and_frozen, values_that_are_no_leaves),
     "a checkpoint around a gradient": (linears(uses_slope, 3, "body", "head"), checkpoint_around),
 }
+DEFECTS = {"a checkpoint around a gradient": "E"}
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=known_defect(DEFECTS[name]) if name in DEFECTS else ()) for name in STEPS]
+)
 def test_steps_are_the_plain_modules(wrap: Wrap, name: str) -> None:
     """N1, N2, N3, N7, N8, S6, S7, R4, R13, A10: returned and accumulated gradients, and the state."""
     make, steps = STEPS[name]

@@ -9,7 +9,7 @@ from torch.nn.utils import parametrizations
 
 from helpers.batch_norms import BATCH_NORMS, refused
 from helpers.comparisons import assert_alike, assert_all_same, assert_same_gradients, assert_same_state, twins
-from helpers.contract import Wrap, each_with, in_time, over_places
+from helpers.contract import DEVICES, Wrap, each_with, in_time, over_places
 from helpers.losses import fresh, loss_of, penalty_loss
 from helpers.modules import Calls, ForceField, mlp, rows_of
 
@@ -26,8 +26,10 @@ def test_gradcheck_and_gradgradcheck(wrap: Wrap, num_replicas: int, norm: bool) 
     def run(x: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
         return model(x)
 
-    assert torch.autograd.gradcheck(run, (x, *model.parameters()))
-    assert torch.autograd.gradgradcheck(run, (x, *model.parameters()))
+    # Known defect 6: with batch norm on several accelerators, two backwards differ in the last bits.
+    nondet_tol = 1e-12 if norm and len(set(DEVICES)) > 1 else 0.0
+    assert torch.autograd.gradcheck(run, (x, *model.parameters()), nondet_tol=nondet_tol)
+    assert torch.autograd.gradgradcheck(run, (x, *model.parameters()), nondet_tol=nondet_tol)
 
 
 # Parameters only, buffers that forward reads, a graph inside, buffers that forward writes.
@@ -108,7 +110,8 @@ def test_third_derivatives(wrap: Wrap, reduce: Callable[..., torch.Tensor], sync
         return torch.autograd.grad(reduce(second), [x_here, *parameters], allow_unused=True)
 
     wrapped = wrap(model, 3, sync_batch_norm=synchronised)
-    assert_all_same(in_time(lambda: third(wrapped, model.parameters())), third(plain, plain.parameters()), 1e-10)
+    tolerance = 1e-8 if synchronised else 1e-10  # in another order, the same rows give numbers that differ by 2e-9
+    assert_all_same(in_time(lambda: third(wrapped, model.parameters())), third(plain, plain.parameters()), tolerance)
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from helpers.comparisons import assert_all_same, assert_same, assert_same_gradients, assert_unchanged, twins
-from helpers.contract import Wrap, at_one_place, in_time, on_the_cpu
+from helpers.contract import KIND, ON_CPU, Wrap, at_one_place, at_the_same_time, in_time, in_turn, on_the_cpu
 from helpers.failing import FailureError
 from helpers.losses import loss_of
 from helpers.modules import Calls, Composed, Fn, mlp
@@ -94,15 +94,15 @@ class Counted:
             yield batch
 
 
-def num_lane_threads() -> int:
-    return sum(thread.name == "unisono-worker" for thread in threading.enumerate())
+def lane_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "unisono-worker"}
 
 
 @contextlib.contextmanager
 def no_lane_left() -> Iterator[None]:
-    before = num_lane_threads()
+    before = lane_threads()
     yield
-    assert until(lambda: num_lane_threads() == before)
+    assert until(lambda: not lane_threads() - before)
 
 
 # ---- outputs, and when batches are pulled --------------------------------------------------------
@@ -118,10 +118,10 @@ def test_how_many_outputs_there_will_be(wrap: Wrap) -> None:
     with pytest.raises(TypeError, match="the number of outputs is not known"):
         len(outputs)
     assert len([*outputs]) == 9
-    threads_before = num_lane_threads()
+    threads_before = lane_threads()
     outputs = model.map([])
     assert [*outputs, *outputs] == []
-    assert num_lane_threads() == threads_before
+    assert not lane_threads() - threads_before
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 3])
@@ -135,6 +135,7 @@ def test_outputs_are_the_plain_modules_in_order(wrap: Wrap, num_replicas: int) -
         assert not any(output.requires_grad for output in outputs)
 
 
+@at_the_same_time
 def test_a_device_that_is_busy_does_not_hold_up_the_others(wrap: Wrap) -> None:
     """I1: while one device has the first batch, the other computes all that have been pulled; the order is kept."""
     others = threading.Semaphore(0)
@@ -295,10 +296,10 @@ def test_a_row_that_has_changed_a_dict_of_its_inputs_is_not_computed_again(monke
 def test_with_a_timeout_all_lanes_get_batches() -> None:
     """I15, F7: one that is stuck is given up, and the others go on."""
     model = DataParallel(nn.Identity(), ["cpu"] * 2, timeout=60)
-    threads_before = num_lane_threads()
+    before = lane_threads()  # some may be ending
     with use_lanes(False), model.map(numbered(2)) as outputs:
         next(outputs)
-        assert num_lane_threads() == threads_before + 2
+        assert len(lane_threads() - before) == 2
 
 
 # ---- what a batch is -----------------------------------------------------------------------------
@@ -350,7 +351,7 @@ def test_samples_become_batches(wrap: Wrap, samples: Any, batch_size: int, expec
             output[1] = output[1].tolist()
         name = output.pop("name", None) if isinstance(output, dict) else None
         assert name == (theirs.pop("name") if isinstance(theirs, dict) else None)
-        torch.testing.assert_close(output, theirs, check_dtype=False)
+        torch.testing.assert_close(output, theirs, check_dtype=False, check_device=False)
 
 
 def test_samples_on_another_axis() -> None:
@@ -460,7 +461,7 @@ def test_thread_state_is_the_callers(wrap: Wrap) -> None:
     """I4, R14: that at the call of map; gradients are off."""
     model, x = wrap(Fn(lambda x: (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), (x @ x).dtype))), ROWS[:3]
     assert list(model.map([x.double()] * 3)) == [(False, False, torch.float64)] * 3
-    with torch.inference_mode(), torch.autocast(x.device.type, torch.bfloat16):
+    with torch.inference_mode(), torch.autocast(KIND, torch.bfloat16):
         outputs = model.map([x.float()] * 3)
     assert list(outputs) == [(False, True, torch.bfloat16)] * 3
     assert torch.is_grad_enabled()
@@ -532,15 +533,15 @@ def test_an_iterator_that_ends_early_leaves_nothing(wrap: Wrap) -> None:
     some = batches(20)
     model(some[3])  # its threads stay
     with no_lane_left():
-        threads_before = num_lane_threads()
+        threads_before = lane_threads()
         outputs = model.map(some)
         next(outputs)
         outputs.close()
-        assert num_lane_threads() == threads_before
+        assert not lane_threads() - threads_before
         assert list(outputs) == []
         with model.map(some) as outputs:
             next(outputs)
-        assert num_lane_threads() == threads_before
+        assert not lane_threads() - threads_before
         outputs = model.map(some)
         next(outputs)
         del outputs
@@ -660,7 +661,7 @@ def test_two_maps_of_one_model(wrap: Wrap) -> None:
 
 
 @pytest.mark.parametrize("devices", [None, ["cpu"]])
-@pytest.mark.usefixtures("no_accelerators", "numerics")
+@pytest.mark.usefixtures("no_accelerators", "float64")
 def test_on_one_device_and_on_none(devices: list[str] | None) -> None:
     """I10, A2, A3: the same, with one lane."""
     plain, some = mlp(), batches()
@@ -714,20 +715,22 @@ def test_an_overridden_verb_is_refused() -> None:
         Composed(mlp(), ["cpu"] * 2).map([])
 
 
-@pytest.mark.usefixtures("numerics")
-def test_on_simulated_accelerators(sim: list[torch.device]) -> None:
+@pytest.mark.usefixtures("float64")
+def test_on_accelerators(request: pytest.FixtureRequest) -> None:
     """I10, I12: batches come from the host, outputs are on the output device, also those of a registered class."""
-    plain = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).to("cpu")
-    model = DataParallel(copy.deepcopy(plain).to(sim[0]), sim[:3], output_device=sim[1])
-    some, expected = [torch.randn(4, 5, device="cpu") for _ in range(9)], torch.ones(4, 4, device="cpu")
+    plain = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
+    # On the host, simulated ones.
+    devices = request.getfixturevalue("sim") if ON_CPU else [torch.device(name) for name in in_turn(3)]
+    model = DataParallel(copy.deepcopy(plain).to(devices[0]), devices[:3], output_device=devices[1])
+    some, expected = [torch.randn(4, 5) for _ in range(9)], torch.ones(4, 4)
     outputs = list(model.map(some))
-    assert {output.device for output in outputs} == {sim[1]}
+    assert {output.device for output in outputs} == {devices[1]}
     of_plain = plain_loop(plain, some)
     assert_all_same([output.cpu() for output in outputs], of_plain)
     loss = model.evaluate([(x, expected) for x in some], nn.functional.mse_loss)
     assert loss == pytest.approx(nn.functional.mse_loss(torch.cat(of_plain), expected.repeat(9, 1)).item())
-    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 5, device="cpu"), torch.ones(2, 5, device="cpu")])
-    for output in DataParallel(nn.Identity(), sim[:2], output_device="cpu").map([packed] * 4):
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 5), torch.ones(2, 5)])
+    for output in DataParallel(nn.Identity(), devices[:2], output_device="cpu").map([packed] * 4):
         assert torch.equal(output.data, packed.data)
         assert output.data.device.type == "cpu"
 
@@ -851,7 +854,13 @@ def test_inputs_and_target_of_a_batch(wrap: Wrap) -> None:
         ([[torch.ones(2)]], lambda o, t: 1, {}, TypeError, "a batch is a list of 1: evaluate expects"),
         ([(torch.ones(2), 1)], 3, {}, TypeError, "metric=3: expected a function"),
         ([(torch.ones(2), 1)], lambda o, t: o, {}, TypeError, r"the metric returned Tensor of shape \(2,\)"),
-        ([(torch.ones(2), 1)], lambda o, t: o.numpy(), {}, TypeError, r"the metric returned ndarray of shape \(2,\)"),
+        (
+            [(torch.ones(2), 1)],
+            lambda o, t: o.cpu().numpy(),
+            {},
+            TypeError,
+            r"the metric returned ndarray of shape \(2,\)",
+        ),
         ([(torch.ones(2), 1)], lambda o, t: {"a": "b"}, {}, TypeError, "the metric's 'a' returned str"),
         ([("text", 1)], lambda o, t: 1, {}, ValueError, "the rows of a batch cannot be counted"),
         ([(torch.ones(2), 1)], lambda o, t: 1, {"reduction": "max"}, ValueError, "reduction='max': expected one of"),
@@ -872,11 +881,11 @@ def test_what_cannot_be_evaluated(
 @at_one_place
 def test_an_error_of_the_metric_ends_the_evaluation(wrap: Wrap) -> None:
     """I12, I7, I6: it names the batch; nothing is left."""
-    threads_before = num_lane_threads()
+    threads_before = lane_threads()
     with pytest.raises(ZeroDivisionError) as caught:
         wrap(nn.Identity()).evaluate([(x, k) for k, x in enumerate(numbered(9))], lambda output, k: 1 / (k - 3))
     assert caught.value.__notes__ == ["while the metric of batch 3 was computed"]
-    assert num_lane_threads() == threads_before
+    assert not lane_threads() - threads_before
 
 
 # ---- progress ------------------------------------------------------------------------------------

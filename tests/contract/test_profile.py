@@ -14,6 +14,7 @@ from torch import nn
 
 from helpers.contract import ON_CPU, Wrap, at_one_place, in_threads, on_the_cpu
 from helpers.failing import FailsOn
+from helpers.known_defects import known_defect
 from helpers.modules import mlp
 from unisono import DataParallel
 from unisono.profiling.profile import Profile
@@ -188,10 +189,8 @@ def test_a_wrapper_inside_a_replica_is_part_of_it(wrap: Wrap) -> None:
     x = torch.randn(8, 5)
     for model, num_steps in (
         (wrap(nn.Sequential(nn.Linear(5, 5), inner)), (1, 0)),
-        (DataParallel(nn.Sequential(nn.Linear(5, 5), inner), ["cpu"]), (0, 1)),
+        (wrap(nn.Sequential(nn.Linear(5, 5), inner), 1), (0, 1)),
     ):
-        if not ON_CPU and num_steps == (0, 1):
-            continue
         train(model, x)
         with model.profile() as profile, inner.profile() as of_inner:
             train(model, x)
@@ -251,15 +250,16 @@ def test_what_is_not_recorded(wrap: Wrap) -> None:
     assert profile.steps() == steps
 
 
+@known_defect("C")
 def test_a_loss_of_two_forwards_is_one_step(wrap: Wrap) -> None:
     """P1: both forwards and the backward of both are in it, once, and the next step begins after it."""
     model = wrap(mlp())
     train(model, torch.randn(4, 5))
     with model.profile() as profile:
-        for _ in range(2):
+        for _ in range(20):  # not all show what depends on the order in which threads are run
             (model(torch.randn(4, 5)).sum() + model(torch.randn(6, 5)).sum()).backward()
     steps = checked(profile)
-    assert [sum(step.rows.values()) for step in steps] == [10, 10]
+    assert [sum(step.rows.values()) for step in steps] == [10] * 20
     for step in steps:
         assert [each.phase for each in step.passes] == ["forward"] * 2 + ["backward"] * 2
         assert phases(step, [*step.lanes][-1], "reduce", "scatter", "gather", "replicate") == ["forward", "backward"]

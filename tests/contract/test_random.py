@@ -13,13 +13,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from helpers.comparisons import assert_alike, assert_all_same, assert_same, assert_same_gradients
-from helpers.contract import Wrap, at_one_place, in_turn, on_the_cpu, over_places
+from helpers.contract import ON_CPU, Wrap, at_one_place, in_turn, on_the_cpu, over_places
+from helpers.known_defects import known_defect
 from helpers.losses import fresh, loss_of
 from helpers.modules import Fn, WithBackward, mlp
 from helpers.random_layers import RandomLayers, recomputed, run_steps, with_dropout
 from unisono import data_parallel
-
-pytestmark = on_the_cpu
 
 
 def all_equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
@@ -27,9 +26,9 @@ def all_equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
 
 
 def assert_repeats(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    """Check that steps give the same ten times; return what they give."""
+    """Check that steps give the same ten times, on a device, which takes longer, three times; return what they give."""
     expected = run_steps(model, x)
-    assert all(all_equal(run_steps(model, x), expected) for _ in range(10))
+    assert all(all_equal(run_steps(model, x), expected) for _ in range(10 if ON_CPU else 3))
     return expected
 
 
@@ -55,7 +54,7 @@ def busy() -> Iterator[None]:
         stop.set()
 
 
-@over_places("num_replicas", [(8,)], separate=[(3,)])
+@over_places("num_replicas", [(8 if ON_CPU else 3,)], separate=[(3,)])
 def test_equal_seeds_give_equal_runs_under_load(
     wrap: Wrap, busy: None, caplog: pytest.LogCaptureFixture, num_replicas: int
 ) -> None:
@@ -73,18 +72,19 @@ def after_a_seed(x: torch.Tensor) -> torch.Tensor:
 
 
 # One of each kind, and what finds a generator in another way; tests/runtime/test_rng.py has every operation that draws.
+ON_THE_CPU = {"the default generator by name", "after torch.manual_seed"}
 DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "dropout": F.dropout,
     "rrelu": lambda x: F.rrelu(-x, training=True),
     "attention": lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5),
     "fractional_max_pool2d": lambda x: F.fractional_max_pool2d(
-        torch.arange(4096.0).view(1, 4, 32, 32).expand(len(x), 4, 32, 32), 2, 19
+        torch.arange(4096.0, device=x.device).view(1, 4, 32, 32).expand(len(x), 4, 32, 32), 2, 19
     ),
-    "rand": lambda x: torch.rand(len(x), 9),
-    "randperm": lambda x: torch.randperm(99).expand(len(x), 99),
+    "rand": lambda x: torch.rand(len(x), 9, device=x.device),
+    "randperm": lambda x: torch.randperm(99, device=x.device).expand(len(x), 99),
     "rand_like": torch.rand_like,
     "bernoulli_": lambda x: torch.empty_like(x).bernoulli_(torch.full_like(x, 0.5)),
-    "multinomial": lambda x: torch.multinomial(torch.ones(len(x), 30), 9),
+    "multinomial": lambda x: torch.multinomial(torch.ones(len(x), 30, device=x.device), 9),
     "dirichlet": lambda x: torch.distributions.Dirichlet(torch.ones_like(x)).rsample(),
     "the default generator by name": lambda x: torch.rand(len(x), 9, generator=torch.default_generator),
     "after torch.manual_seed": after_a_seed,
@@ -93,7 +93,7 @@ DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @at_one_place
-@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=on_the_cpu if name in ON_THE_CPU else ()) for name in DRAWS])
 def test_every_replica_draws_from_a_stream_of_its_own(wrap: Wrap, caplog: pytest.LogCaptureFixture, name: str) -> None:
     """N6: no two replicas, steps or seeds draw the same, and the plain composition draws the same."""
     model = wrap(Fn(DRAWS[name]), 3)
@@ -124,8 +124,9 @@ def test_the_random_state_moves_on_alike_for_any_number_of_replicas(
     torch.manual_seed(5)
     output = model(torch.ones(16, 5))
     assert torch.equal(torch.get_rng_state(), expected)
-    loss_of(output).backward()
-    assert torch.equal(torch.get_rng_state(), expected)
+    if module.training:  # cuDNN has no backward of a recurrent layer in eval mode
+        loss_of(output).backward()
+        assert torch.equal(torch.get_rng_state(), expected)
     assert not caplog.records
 
 
@@ -146,12 +147,14 @@ INSIDE, AROUND = "inside", "around"
     separate=[(True, INSIDE, 3)],
 )
 def test_recomputed_activations_have_the_masks_of_the_forward(
-    wrap: Wrap, reentrant: bool, where: str, num_replicas: int
+    wrap: Wrap, reentrant: bool, where: str, num_replicas: int, request: pytest.FixtureRequest
 ) -> None:
     """N6, R13: in checkpoints in the module and in `checkpoint(model, x)`; gradients by hand, from the masks.
 
     Many steps, because an order that depends on threads is right some of the time.
     """
+    if where == AROUND:
+        request.applymarker(known_defect("7" if reentrant else "E"))
     layer = nn.Linear(5, 40)
     module = nn.Sequential(layer, nn.Dropout(0.5))
     model = wrap(recomputed(module, reentrant) if where == INSIDE else module, num_replicas)
@@ -191,7 +194,7 @@ def test_recomputed_activations_in_every_kind_of_backward(wrap: Wrap, reentrant:
     found: list[list[torch.Tensor]] = [[], []]
     for grads, recompute in zip(found, (False, True), strict=True):
         torch.manual_seed(2)
-        model = wrap(nn.Sequential(with_dropout(), nn.Identity(), Fn(lambda x: x * shared)), 3)
+        model = wrap(nn.Sequential(with_dropout(), nn.Identity(), Fn(lambda x: x * shared.to(x.device))), 3)
         if recompute:
             model.module[0] = recomputed(model.module[0], reentrant)
         for kind in kinds[:1] if reentrant else kinds:  # torch's reentrant checkpoints know a plain backward only
@@ -239,6 +242,7 @@ def test_random_numbers_in_backward(wrap: Wrap, caplog: pytest.LogCaptureFixture
     assert not caplog.records
 
 
+@on_the_cpu
 def test_the_random_state_functions_act_on_the_replicas_stream(wrap: Wrap) -> None:
     """N6: manual_seed, seed, initial_seed, get_rng_state, set_rng_state and fork_rng, in every replica at once.
 
@@ -290,6 +294,7 @@ def seed_by_hand(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+@on_the_cpu
 @pytest.mark.parametrize("draw", [in_a_thread, seed_by_hand])
 def test_draws_outside_the_replicas_streams_are_reported(
     wrap: Wrap, caplog: pytest.LogCaptureFixture, draw: Callable[[torch.Tensor], torch.Tensor]

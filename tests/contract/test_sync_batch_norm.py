@@ -23,6 +23,7 @@ from helpers.batch_norms import (
 )
 from helpers.comparisons import assert_same, assert_same_state, assert_unchanged, twins
 from helpers.contract import DEVICES, ON_CPU, Wrap, at_one_place, each_with, in_time, on_the_cpu, over_places
+from helpers.known_defects import known_defect
 from helpers.losses import fresh, loss_of
 from helpers.modules import Calls
 from helpers.rounding import assert_as_accurate
@@ -75,7 +76,7 @@ def test_synchronised_batch_norm_in_single_precision(wrap: Wrap, num_replicas: i
         plainly, ours = (changed_by_a_step(module, x) for module in (plain, model))
         for name, tensor in exactly.items():
             assert_as_accurate(ours[name], plainly[name], tensor, num_terms=17 * 6 * 6, what=name)
-    assert model(x).is_contiguous(memory_format=torch.channels_last)
+    assert model(x).stride() == plain(x).stride()
 
 
 @pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16], ids=["autocast", "all in bfloat16"])
@@ -287,13 +288,14 @@ def test_synchronised_batch_norm_changes_replicas_only(wrap: Wrap) -> None:
     assert torch.overrides._get_current_function_mode_stack() == modes
 
 
+@known_defect("6")
 def test_synchronised_batch_norm_gives_equal_bits(wrap: Wrap) -> None:
     """N1, N5: whichever replica is first at a batch norm."""
     model = wrap(ResidualBlock().float(), 4, sync_batch_norm=True)
     x = torch.randn(9, 2, 4, 4, dtype=torch.float32)
     state = copy.deepcopy(model.module.state_dict())
     seen = []
-    for _ in range(10):
+    for _ in range(30):
         model.module.load_state_dict(state)
         model.zero_grad()
         seen.append(changed_by_a_step(model, x))

@@ -18,7 +18,7 @@ from helpers.batch_norms import (
     compare_with_plain,
 )
 from helpers.comparisons import assert_all_same, assert_same, assert_unchanged, twins
-from helpers.contract import Wrap, at_one_place, each_with, in_one_memory, in_threads, in_time, in_turn, label
+from helpers.contract import ON_CPU, Wrap, at_one_place, each_with, in_one_memory, in_threads, in_time, in_turn, label
 from helpers.failing import (
     FAILURES,
     FailsOn,
@@ -66,18 +66,35 @@ def test_replicas_that_the_data_leads_different_ways_are_an_error(wrap: Wrap, wa
     compare_with_plain(model, plain, branching_rows(5.0, 5.0, 5.0))
 
 
+def used_in_part(plain: Branches, x: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
+    """Return what `Branches("unused")` computes, where only the rows `used` come out of the batch norm."""
+    hidden = plain.linear(x)
+    return torch.where(used, plain.both(torch.where(used, torch.tanh(hidden), hidden)), hidden)
+
+
+def loss_of_call(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    return loss_of(call(x))
+
+
 def test_replicas_of_which_some_have_no_backward_of_a_batch_norm_are_an_error(wrap: Wrap) -> None:
-    """N5: their rows would miss the gradient that reaches them through the mean and the variance. If no output depends
-    on it, it has no gradient, in no replica, as in the plain module."""
+    """N5: their rows would miss the gradient that reaches them through the mean and the variance; on accelerators they
+    get it. If no output depends on it, it has no gradient, in no replica, as in the plain module."""
     plain, model = twins(wrap, Branches("unused"), 3, sync_batch_norm=True)
     for firsts, ways in (
         ((5.0, 1.0, 5.0), "replica 1 called the backward of the batch norm of both.running_mean, replicas 0 and 2 "),
         ((1.0, 5.0, 1.0), "replicas 0 and 2 called the backward of the batch norm of both.running_mean, replica 1 "),
     ):
-        for loss in (lambda x: loss_of(model(x)), lambda x: penalty_loss(model, x)):
+        for of_call in (loss_of_call, penalty_loss):
+            x = branching_rows(*firsts)
+            if not ON_CPU:
+                in_time(lambda of_call=of_call, x=x: of_call(model, x).backward())
+                used = (torch.tensor(firsts) < 3).repeat_interleave(torch.tensor([3, 3, 2]))[:, None]
+                of_call(lambda x, used=used: used_in_part(plain, x, used), x).backward()
+                assert_gradients_and_buffers_near(model.module, plain, 1e-10)
+                continue
             before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
             with pytest.raises(RuntimeError, match="the replicas went different ways") as caught:
-                in_time(lambda loss=loss, firsts=firsts: loss(branching_rows(*firsts)).backward())
+                in_time(lambda of_call=of_call, x=x: of_call(model, x).backward())
             assert ways + "called no further one" in str(caught.value)
             assert_all_same([p.grad for p in model.parameters()], before, 0)
         plain.load_state_dict(model.module.state_dict())

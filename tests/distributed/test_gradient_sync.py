@@ -17,17 +17,19 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 import unisono
+from helpers.contract import ON_CPU
 from helpers.garbage import no_garbage
 from helpers.modules import Calls
-from helpers.ranks import run_ranks
+from helpers.ranks import drawn, drawn_by, on_own_devices, own_devices, run_ranks
 from helpers.twins import assert_same_gradients, rows_of, twins
 from unisono.distributed.bucketed_all_reduce import BucketPlan
 from unisono.distributed.process_group import Communicator, communicator_for
 from unisono.primitives.measured_shares import MeasuredShares
 
 SIZES = [[4, 9, 5, 1], [7, 3, 0, 2], [1, 1, 1, 1], [0, 6, 2, 5]]
-ONE: dict = {}
-TWO = {"device_ids": ["cpu"] * 2}
+ONE, TWO = 1, 2  # replicas of a rank
+# With several forwards before a backward, ranks of two accelerators each start their collectives in different orders.
+WITH_SEVERAL_FORWARDS = (ONE, TWO) if ON_CPU else (ONE,)
 
 
 def perceptron() -> nn.Module:
@@ -37,7 +39,7 @@ def perceptron() -> nn.Module:
 def data(rank: int, seed: int = 0, sizes: Sequence[int] = (4, 9)) -> tuple[torch.Tensor, ...]:
     """Return this rank's inputs and targets, and those of all ranks."""
     generator = torch.Generator().manual_seed(seed)
-    x, y = (torch.randn(sum(sizes), width, generator=generator).double() for width in (5, 3))
+    x, y = (drawn_by(generator, sum(sizes), width) for width in (5, 3))
     rows = rows_of(rank, sizes)
     return x[rows], y[rows], x, y
 
@@ -77,7 +79,12 @@ def without_sync(module: nn.Module, wanted: bool = True) -> contextlib.AbstractC
     return module.no_sync() if wanted and inner(module) is not module else contextlib.nullcontext()
 
 
-def train(rank: int, world_size: int, options: dict, loss: str) -> list[float]:
+def train(rank: int, world_size: int, num_replicas: int, loss: str) -> list[float]:
+    with on_own_devices(rank, num_replicas) as options:
+        return train_with(rank, world_size, loss, options)
+
+
+def train_with(rank: int, world_size: int, loss: str, options: dict) -> list[float]:
     model, oracle = twins(perceptron, loss=loss, **options)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (model, oracle)]
     for seed in range(6):
@@ -90,13 +97,13 @@ def train(rank: int, world_size: int, options: dict, loss: str) -> list[float]:
 
 @pytest.mark.parametrize("loss", ["mean", "sum"])
 @pytest.mark.parametrize(
-    ("world_size", "options"),
+    ("world_size", "num_replicas"),
     [(2, ONE), (2, TWO), (4, ONE)],
     ids=["2x1", "2x2 threads", "4x1"],
 )
-def test_training_is_that_of_one_device_over_all_rows(world_size, options, loss):
+def test_training_is_that_of_one_device_over_all_rows(world_size, num_replicas, loss):
     """C1, C2, C13"""
-    ends = run_ranks(world_size, train, world_size, options, loss)
+    ends = run_ranks(world_size, train, world_size, num_replicas, loss)
     assert all(end == ends[0] for end in ends), "every process ends with the same bits"
 
 
@@ -106,19 +113,22 @@ def test_training_is_that_of_one_device_over_all_rows(world_size, options, loss)
 FUNCTIONS: dict[str, Callable] = {}  # those that are run in ranks, by name
 
 
-def call(rank: int, name: str, options: dict) -> None:
-    FUNCTIONS[name](rank, options)
+def call(rank: int, name: str, num_replicas: int) -> None:
+    with on_own_devices(rank, num_replicas) as options:
+        FUNCTIONS[name](rank, options)
 
 
-def case(*options: dict) -> Callable[[Callable], Callable]:
-    """Make a function a test, which runs it in two ranks, once for each of some options of the wrapper."""
+def case(*replicas: int) -> Callable[[Callable], Callable]:
+    """Make a function a test, which runs it in two ranks, once for each of some numbers of replicas of a rank."""
 
     def take(function: Callable) -> Callable:
         FUNCTIONS[function.__name__] = function
 
-        @pytest.mark.parametrize("options", options or (ONE, TWO), ids=lambda o: "two replicas" if o else "one replica")
-        def test(options: dict) -> None:
-            run_ranks(2, call, function.__name__, options)
+        @pytest.mark.parametrize(
+            "num_replicas", replicas or (ONE, TWO), ids=["", "one replica", "two replicas"].__getitem__
+        )
+        def test(num_replicas: int) -> None:
+            run_ranks(2, call, function.__name__, num_replicas)
 
         test.__doc__ = function.__doc__
         return test
@@ -270,7 +280,7 @@ def test_sparse_gradients(rank: int, options: dict) -> None:
 # ---- how backward is called
 
 
-@case()
+@case(*WITH_SEVERAL_FORWARDS)
 def test_several_forwards_and_several_backwards(rank: int, options: dict) -> None:
     """C4"""
     model, oracle = twins(perceptron, **options)
@@ -291,7 +301,7 @@ def test_several_forwards_and_several_backwards(rank: int, options: dict) -> Non
     assert_same_gradients(model.module, oracle)  # as they were
 
 
-@case()
+@case(*WITH_SEVERAL_FORWARDS)
 def test_derivatives_of_higher_order(rank: int, options: dict) -> None:
     """C5"""
 
@@ -336,7 +346,7 @@ def test_a_backward_for_inputs_only_waits_for_no_rank(rank: int, options: dict) 
     compare(rank, model, oracle)
 
 
-@case()
+@case(*WITH_SEVERAL_FORWARDS)
 def test_two_models_that_train_each_other(rank: int, options: dict) -> None:
     """C4: as in adversarial training: parts are frozen in turn."""
     makes = [lambda: nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 5)).double(), perceptron]
@@ -425,7 +435,7 @@ def test_what_was_accumulated_can_be_dropped_or_scaled(rank: int, options: dict)
     assert_same_gradients(model.module, oracle)
 
 
-@case()
+@case(*WITH_SEVERAL_FORWARDS)
 def test_inside_no_sync_only_backward_counts(rank: int, options: dict) -> None:
     """C6, C5: a gradient penalty, an attack on the inputs, and gradients that are only looked at."""
     model, oracle = twins(perceptron, **options)
@@ -527,7 +537,13 @@ def own_hook(state: list, bucket: object) -> torch.futures.Future:
 def test_communication_hooks(rank: int, options: dict) -> None:
     """C10"""
     calls: list = []
-    low_rank = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=16, start_powerSGD_iter=2)
+    low_rank = powerSGD_hook.PowerSGDState(
+        None,
+        matrix_approximation_rank=16,
+        start_powerSGD_iter=2,
+        use_error_feedback=ON_CPU
+        or torch.cuda.is_available(),  # on other accelerators torch's hook does not wait for it
+    )
     for hook, state, tolerance in (
         (default_hooks.allreduce_hook, None, 1e-6),
         (default_hooks.bf16_compress_hook, None, 2e-2),
@@ -571,7 +587,8 @@ def test_buffers_are_those_of_the_first_process(rank: int, options: dict) -> Non
         out2.sum().backward()
         out.sum().backward()
         share = rows_of(first, list(sizes))
-        share = slice(share.start, share.start + (share.stop - share.start + 1) // 2) if options else share
+        if len(options["device_ids"]) > 1:  # of whose replicas the first counts
+            share = slice(share.start, share.start + (share.stop - share.start + 1) // 2)
         plain(all_x[share])
         plain(all_x[share] + 1)
         for (name, one), two in zip(module.named_buffers(), plain.buffers(), strict=True):
@@ -594,7 +611,7 @@ def test_buffers_that_forward_reassigns(rank: int, options: dict) -> None:
     for _ in range(2):
         x, *_ = data(rank, 0, (4, 8))
         model(x).sum().backward()
-        mine, theirs = communicator_for().all_gather_object(module.late, "comparing buffers")
+        mine, theirs = communicator_for().all_gather_object(module.late.cpu(), "comparing buffers")
         assert torch.equal(mine, theirs)
     assert len(module.late) == 10
     with pytest.raises(RuntimeError, match=r"rank 0 has buffer rows .* rank 1 has buffer rows .* should be no buffer"):
@@ -613,7 +630,7 @@ def test_one_process_evaluates_between_forward_and_backward(rank: int, options: 
         with torch.no_grad():
             model(x)
     output.sum().backward()
-    assert torch.equal(*communicator_for().all_gather_object(module[0].running_mean, "comparing buffers"))
+    assert torch.equal(*communicator_for().all_gather_object(module[0].running_mean.cpu(), "comparing buffers"))
 
 
 @case()
@@ -626,7 +643,7 @@ def test_copies_and_files(rank: int, options: dict) -> None:
     assert not module[0].weight.any()
     assert list(model.module.state_dict()) == list(module.state_dict())
     with torch.no_grad():
-        module[0].weight.normal_(generator=torch.Generator().manual_seed(1))
+        module[0].weight.copy_(drawn(*module[0].weight.shape, seed=1))
     oracle = perceptron()
     oracle.load_state_dict(module.state_dict())
     x, *_ = data(rank)
@@ -661,7 +678,8 @@ def test_copies_and_files(rank: int, options: dict) -> None:
 
 
 def save(rank: int, path: Path) -> None:
-    model = unisono.DataParallel(perceptron())
+    (device,) = own_devices(rank)
+    model = unisono.DataParallel(perceptron().to(device), [device])
     if rank == 0:
         torch.save(model, path)
 
@@ -670,7 +688,7 @@ def test_a_file_of_several_processes_is_loaded_by_one(tmp_path):
     path = tmp_path / "model"
     run_ranks(2, save, path)
     model = torch.load(path, weights_only=False)
-    model(torch.zeros(2, 5).double()).sum().backward()
+    model(torch.zeros(2, 5).double().to(model.device_ids[0])).sum().backward()
     assert not model.spans_processes
     assert model.module[0].weight.grad is not None
 
@@ -704,12 +722,18 @@ def test_a_forward_that_fails_is_tried_again(rank: int, options: dict) -> None:
         assert_same_gradients(model.module, oracle)
 
 
-def many_buckets(rank: int, world_size: int, options: dict) -> object:
+def many_buckets(rank: int, world_size: int, num_replicas: int) -> object:
+    with on_own_devices(rank, num_replicas) as options:
+        return train_with_many_buckets(rank, world_size, options)
+
+
+def train_with_many_buckets(rank: int, world_size: int, options: dict) -> object:
     from unisono.distributed import bucketed_all_reduce
 
     bucketed_all_reduce.FIRST_BUCKET_BYTES, bucketed_all_reduce.BUCKET_BYTES = 200, 700
     bucketed_all_reduce.FIRST_COMPARED_BYTES = 256
-    widths = torch.randint(1, 20, (30,), generator=torch.Generator().manual_seed(1)).tolist()
+    on_host: dict = {"device": "cpu"}
+    widths = torch.randint(1, 20, (30,), generator=torch.Generator().manual_seed(1), **on_host).tolist()
 
     def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         total = sum(layer(x).tanh().sum(1) for layer in module.layers)
@@ -720,9 +744,9 @@ def many_buckets(rank: int, world_size: int, options: dict) -> object:
         return Calls(forward, layers=nn.ModuleList(nn.Linear(5, width) for width in widths), offsets=offsets).double()
 
     model, oracle = twins(wide, **options)
-    order = torch.randperm(30, generator=torch.Generator().manual_seed(rank)).tolist()
+    order = torch.randperm(30, generator=torch.Generator().manual_seed(rank), **on_host).tolist()
     generator = torch.Generator().manual_seed(2)
-    noise = torch.randn(200, 200)
+    noise = torch.randn(200, 200, **on_host)
 
     def step_of_model(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
         if module is model:  # without any rows the oracle has no gradients
@@ -731,19 +755,19 @@ def many_buckets(rank: int, world_size: int, options: dict) -> object:
     for seed in range(12):
         for _ in range(order[seed]):  # not all at the same speed
             noise @ noise
-        sizes = torch.randint(0, 5, (world_size,), generator=generator).tolist()
+        sizes = torch.randint(0, 5, (world_size,), generator=generator, **on_host).tolist()
         compare(rank, model, oracle, step if sum(sizes) else step_of_model, seed, sizes)
-    return [p.grad.numpy().tobytes() for p in model.parameters() if p.grad is not None]
+    return [p.grad.cpu().numpy().tobytes() for p in model.parameters() if p.grad is not None]
 
 
 @pytest.mark.parametrize(
-    ("world_size", "options"),
+    ("world_size", "num_replicas"),
     [(2, ONE), (3, TWO), pytest.param(4, TWO, marks=pytest.mark.slow)],
     ids=["2x1", "3x2", "4x2"],
 )
-def test_many_buckets_in_flight(world_size, options):
+def test_many_buckets_in_flight(world_size, num_replicas):
     """C13"""
-    ends = run_ranks(world_size, many_buckets, world_size, options)
+    ends = run_ranks(world_size, many_buckets, world_size, num_replicas)
     assert all(end == ends[0] for end in ends), "every process ends with the same bits"
 
 
@@ -754,12 +778,17 @@ def num_collectives() -> int:
 
 
 def steps(rank: int, width: int, dtype: torch.dtype) -> tuple[list[int], str]:
-    model, oracle = twins(lambda: nn.Sequential(*(nn.Linear(width, width) for _ in range(10))).to(dtype))
+    with on_own_devices(rank) as options:
+        return counted_steps(rank, width, dtype, options)
+
+
+def counted_steps(rank: int, width: int, dtype: torch.dtype, options: dict) -> tuple[list[int], str]:
+    model, oracle = twins(lambda: nn.Sequential(*(nn.Linear(width, width) for _ in range(10))).to(dtype), **options)
     generator = torch.Generator().manual_seed(1)
     rtol = 1e-5 if dtype == torch.float32 else 1e-11
     counts = []
     for sizes in SIZES[0][:2], SIZES[0][:2], SIZES[1][:2], [0, 5], [2, 0], SIZES[0][:2]:
-        x = torch.randn(sum(sizes), width, generator=generator).to(dtype)
+        x = drawn_by(generator, sum(sizes), width).to(dtype)
         model.zero_grad()
         oracle.zero_grad()
         loss = model(x[rows_of(rank, sizes)]).square().mean()
@@ -768,17 +797,20 @@ def steps(rank: int, width: int, dtype: torch.dtype) -> tuple[list[int], str]:
         counts.append(num_collectives() - before)
         oracle(x).square().mean().backward()
         assert_same_gradients(model.module, oracle, rtol, rtol / 100)
-    bits = b"".join(p.grad.numpy().tobytes() for p in model.parameters())
+    bits = b"".join(p.grad.cpu().numpy().tobytes() for p in model.parameters())
     return counts, hashlib.sha256(bits).hexdigest()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize(("width", "num_buckets"), [(16, 1), (256, 3)])
-def test_a_step_has_one_collective_a_bucket_and_none_beside_it(width, num_buckets, dtype):
-    """C1, C2, C3: what else the ranks have to know of each other is in the buckets."""
+@pytest.mark.parametrize(("width", "on_cpu", "on_accelerator"), [(16, 1, 1), (256, 3, 2)])
+def test_a_step_has_one_collective_a_bucket_and_none_beside_it(width, on_cpu, on_accelerator, dtype):
+    """C1, C2, C3: what else the ranks have to know of each other is in the buckets.
+
+    An accelerator would have to be waited for; there it is in two collectives of the host's.
+    """
     (counts, bits), other = run_ranks(2, steps, width, dtype)
     assert (counts, bits) == other
-    assert counts == [num_buckets] * len(counts)
+    assert counts == [on_cpu if ON_CPU else on_accelerator + 2] * len(counts)
 
 
 def test_a_large_gradient_waits_for_no_larger_one():

@@ -2,6 +2,7 @@
 
 import itertools
 import pickle
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
 
@@ -11,7 +12,7 @@ from torch import nn
 
 import unisono
 from helpers.modules import Calls
-from helpers.ranks import end_ranks, run_ranks
+from helpers.ranks import drawn, drawn_by, end_ranks, on_own_devices, run_ranks
 from helpers.twins import assert_same_gradients, rows_of, twins
 from unisono.distributed.uneven_inputs import empty_batch, even_batches
 
@@ -19,11 +20,20 @@ from unisono.distributed.uneven_inputs import empty_batch, even_batches
 def batches_of(rank: int, num_batches: int) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(rank)
     rows = [3 + rank] * num_batches
-    return [{"x": torch.randn(n, 4, generator=generator).double(), "y": torch.ones(n, 2).double()} for n in rows]
+    return [{"x": drawn_by(generator, n, 4), "y": torch.ones(n, 2).double()} for n in rows]
 
 
-def train(rank: int, lengths: list[int]) -> list[int]:
-    model, oracle = twins(lambda: nn.Linear(4, 2).double())
+def on_its_device(rank: int, function: Callable[..., Any], *args: Any) -> Any:
+    with on_own_devices(rank) as options:
+        return function(rank, *args, **options)
+
+
+def run_on_devices(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    return run_ranks(world_size, on_its_device, function, *args)
+
+
+def train(rank: int, lengths: list[int], **options: Any) -> list[int]:
+    model, oracle = twins(lambda: nn.Linear(4, 2).double(), **options)
     loaders = [batches_of(r, length) for r, length in enumerate(lengths)]
     rows = []
     for step, batch in enumerate(model.batches(loaders[rank])):
@@ -41,7 +51,7 @@ def train(rank: int, lengths: list[int]) -> list[int]:
 @pytest.mark.parametrize("lengths", [[2, 4], [0, 3], [3, 3], [0, 0], [1, 0, 2]], ids=str)
 def test_every_process_takes_as_many_steps_as_the_longest(lengths):
     """C2"""
-    rows = run_ranks(len(lengths), train, lengths)
+    rows = run_on_devices(len(lengths), train, lengths)
     longest = max(lengths)
     assert rows == [[3 + rank] * n + [0] * (longest - n) for rank, n in enumerate(lengths)]
 
@@ -62,18 +72,18 @@ class StartsOver:
         return batch
 
 
-def rows_of_one_epoch(rank: int) -> list[int]:
-    model = unisono.DataParallel(nn.Linear(4, 2))
+def rows_of_one_epoch(rank: int, **options: Any) -> list[int]:
+    model = unisono.DataParallel(nn.Linear(4, 2), **options)
     return [len(batch) for batch in itertools.islice(model.batches(StartsOver(2 + 2 * rank)), 9)]
 
 
 def test_an_exhausted_loader_is_not_asked_again():
     """C2: as a for loop does not ask it, either."""
-    assert run_ranks(2, rows_of_one_epoch) == [[2, 2, 0, 0], [2, 2, 2, 2]]
+    assert run_on_devices(2, rows_of_one_epoch) == [[2, 2, 0, 0], [2, 2, 2, 2]]
 
 
-def leave_early(rank: int) -> str:
-    model = unisono.DataParallel(nn.Linear(4, 2).double())
+def leave_early(rank: int, **options: Any) -> str:
+    model = unisono.DataParallel(nn.Linear(4, 2).double(), **options)
     for batch in model.batches(batches_of(rank, 2)):
         if rank:
             break
@@ -90,7 +100,7 @@ def leave_early(rank: int) -> str:
 
 def test_a_process_that_leaves_the_loop_is_noticed():
     """C11"""
-    for text in run_ranks(2, leave_early):
+    for text in run_on_devices(2, leave_early):
         assert "rank 0 is at summing gradients" in text
         assert "rank 1 at taking the next batch" in text
 
@@ -117,30 +127,31 @@ def refuses_zeros(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return module.layer(x)
 
 
-def train_picky(rank: int, lengths: list[int]) -> int:
-    model = unisono.DataParallel(Calls(refuses_zeros, layer=nn.Linear(4, 2).double()))
+def train_picky(rank: int, lengths: list[int], **options: Any) -> int:
+    model = unisono.DataParallel(Calls(refuses_zeros, layer=nn.Linear(4, 2).double()), **options)
     steps = [model(batch["x"]).square().mean().backward() for batch in model.batches(batches_of(rank, lengths[rank]))]
     return len(steps)
 
 
 def test_without_rows_the_module_runs_on_rows_that_it_has_seen():
     """C2"""
-    assert run_ranks(2, train_picky, [1, 3]) == [3, 3]
+    assert run_on_devices(2, train_picky, [1, 3]) == [3, 3]
 
 
 def test_a_module_that_cannot_run_on_zeros_says_why_it_did():
     """C2"""
-    ends = end_ranks(2, train_picky, [0, 1])
+    ends = end_ranks(2, on_its_device, train_picky, [0, 1])
     assert all(end.exit_code for end in ends)
     assert "ValueError: a row of zeros" in ends[0].error
     assert "this process has a batch without rows" in ends[0].error
 
 
-def train_with_input_gradients(rank: int) -> None:
+def train_with_input_gradients(rank: int, **options: Any) -> None:
     """The second process has no rows in the second step, whose rows are float32."""
-    model, oracle = twins(lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2)).double(), sync_batch_norm=True)
+    options = {"sync_batch_norm": True, **options}
+    model, oracle = twins(lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2)).double(), **options)
     for dtype, sizes in ((torch.float64, (3, 2)), (torch.float32, (5, 0))):
-        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+        x = drawn(5, 4).to(dtype).requires_grad_()
         own = x.detach()[rows_of(rank, sizes)].requires_grad_()
         for module, rows in ((model, own), (oracle, x)):
             module.to(dtype).zero_grad()
@@ -154,14 +165,14 @@ def train_with_input_gradients(rank: int) -> None:
 
 def test_without_rows_the_inputs_need_gradients_and_have_the_dtype_of_this_batch():
     """C2, C9: with gradients of inputs, batch norm exchanges more in backward, also where the rows are stand-ins."""
-    run_ranks(2, train_with_input_gradients)
+    run_on_devices(2, train_with_input_gradients)
 
 
-def find_in_samples(rank: int) -> list[list[str]]:
+def find_in_samples(rank: int, **options: Any) -> list[list[str]]:
     def forward(module: nn.Module, names: list[str]) -> tuple[torch.Tensor, unisono.SampleList[str]]:
         return module.layer(torch.ones(len(names), 1)), unisono.SampleList(names)
 
-    model, all_found = unisono.DataParallel(Calls(forward, layer=nn.Linear(1, 1))), []
+    model, all_found = unisono.DataParallel(Calls(forward, layer=nn.Linear(1, 1)), **options), []
     for names in ("abc", "de" if rank else ""):
         rows, found = model(unisono.SampleList(names))
         rows.sum().backward()
@@ -171,10 +182,10 @@ def find_in_samples(rank: int) -> list[list[str]]:
 
 def test_without_rows_a_list_with_one_entry_a_row_is_empty():
     """C2, S17: it had what was found in the rows on which the module ran instead."""
-    assert run_ranks(2, find_in_samples) == [[["a", "b", "c"], []], [["a", "b", "c"], ["d", "e"]]]
+    assert run_on_devices(2, find_in_samples) == [[["a", "b", "c"], []], [["a", "b", "c"], ["d", "e"]]]
 
 
-def train_on_pictures(rank: int, num_first: int) -> list[int]:
+def train_on_pictures(rank: int, num_first: int, **options: Any) -> list[int]:
     """Train on some pictures, which another module has computed, and then on one; the first process has none then."""
     sizes: list[int] = []
 
@@ -182,7 +193,7 @@ def train_on_pictures(rank: int, num_first: int) -> list[int]:
         sizes.append(len(pictures))
         return torch.stack([module.layer(picture) for picture in pictures])
 
-    stem, model = nn.Linear(4, 4), unisono.DataParallel(Calls(forward, layer=nn.Linear(4, 2)), ["cpu"])
+    stem, model = nn.Linear(4, 4), unisono.DataParallel(Calls(forward, layer=nn.Linear(4, 2)), **options)
     for num_pictures in (num_first, rank):
         pictures = unisono.SampleList(stem(torch.ones(4)) for _ in range(num_pictures))
         model(pictures).sum().backward()
@@ -192,7 +203,7 @@ def train_on_pictures(rank: int, num_first: int) -> list[int]:
 @pytest.mark.parametrize("num_first", [1, 2])
 def test_without_rows_the_module_runs_on_copies_of_the_entries_that_it_has_seen(num_first):
     """C2, S17: it ran on none if the first batch had had one; and with its graph, which was freed, if it had two."""
-    assert run_ranks(2, train_on_pictures, num_first) == [[num_first, 2], [num_first, 1]]
+    assert run_on_devices(2, train_on_pictures, num_first) == [[num_first, 2], [num_first, 1]]
 
 
 def test_packed_sequences_cannot_be_empty():

@@ -8,7 +8,10 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-_OF_OTHERS = ("_pytest", "execnet", "pluggy", "xdist")
+_OF_OTHERS: tuple[str, ...] = ("_pytest", "execnet", "pluggy", "xdist")
+# Functions of torch.utils._pytree that call themselves, with their annotations. Torch's meta kernels in Python, by
+# which the asynchronous device finds sizes, leave some.
+_OF_OTHERS += ("torch.utils._pytree", "types")
 
 
 @contextlib.contextmanager

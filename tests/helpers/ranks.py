@@ -1,7 +1,8 @@
 """Run a function in several processes, as a launcher's, connected by gloo over the loopback device.
 
-They are programs of helpers/forked.py. What a rank raises is raised here, with its traceback; a rank that is still
-running at the limit is killed, and the test fails.
+They are programs of helpers/forked.py, on the devices that UNISONO_TEST_DEVICES names, shared out: each has its own if
+there are enough. What a rank raises is raised here, with its traceback; a rank that is still running at the
+limit is killed, and the test fails.
 """
 
 import contextlib
@@ -11,13 +12,14 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from helpers.contract import DEVICES, ON_CPU
 from helpers.forked import forked
 
 
@@ -67,6 +69,29 @@ def end_ranks(
         return [Ended(*_written(folder / f"rank {rank}"), code) for rank, code in enumerate(exit_codes)]
 
 
+def own_devices(rank: int, num_replicas: int = 1) -> list[str]:
+    """Return the devices of a rank's replicas; no other rank has them, if there are enough."""
+    return [DEVICES[(rank * num_replicas + i) % len(DEVICES)] for i in range(num_replicas)]
+
+
+@contextlib.contextmanager
+def on_own_devices(rank: int, num_replicas: int = 1) -> Iterator[dict[str, list[str]]]:
+    """Let a rank make its tensors on its first device; yield the wrapper's option for its replicas."""
+    devices = own_devices(rank, num_replicas)
+    with contextlib.nullcontext() if ON_CPU else torch.device(devices[0]):
+        yield {"device_ids": devices}
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Return random numbers in double precision, the same on all ranks and all devices."""
+    return drawn_by(torch.Generator().manual_seed(seed), *shape)
+
+
+def drawn_by(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    """Return the next random numbers of a generator of the CPU, on the device where tensors are made."""
+    return torch.randn(*shape, generator=generator, device="cpu").double().to(torch.get_default_device())
+
+
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -91,7 +116,7 @@ def _run(
     try:
         if store is not None:
             torch.distributed.init_process_group(
-                "gloo",
+                "gloo" if ON_CPU else None,  # the devices' own, beside gloo
                 store=torch.distributed.FileStore(store, world_size),
                 rank=rank,
                 world_size=world_size,

@@ -11,36 +11,41 @@ from torch import nn
 import unisono
 from helpers.batch_norm_kernels import use_kernels
 from helpers.batch_norms import BATCH_NORMS, Branches, branching_rows
-from helpers.ranks import run_ranks
+from helpers.contract import ON_CPU
+from helpers.ranks import drawn, on_own_devices, run_ranks
 from helpers.twins import assert_same_gradients, rows_of, train_twins, twins
 from unisono.distributed import bucketed_all_reduce, process_group
 from unisono.sync_batch_norm.across_processes import CrossProcessAllGather
 
 SIZES = [[4, 9, 5, 1], [7, 3, 0, 2], [1, 1, 1, 1], [0, 6, 2, 5]]
-TWO = {"device_ids": ["cpu"] * 2}
 
 
-def train(rank: int, world_size: int, options: dict, name: str) -> tuple[float, ...]:
+def train(rank: int, world_size: int, num_replicas: int, name: str) -> tuple[float, ...]:
     make_model, make_batch = BATCH_NORMS[name]
-    batches = []
-    for step, of_all in enumerate(SIZES):
-        torch.manual_seed(step)
-        batches.append((of_all[:world_size], make_batch(sum(of_all[:world_size])).double()))
-    model, oracle = twins(lambda: make_model().double(), sync_batch_norm=True, **options)
-    return train_twins(rank, model, oracle, batches)
+    with on_own_devices(rank, num_replicas) as options:
+        batches = []
+        for step, of_all in enumerate(SIZES):
+            torch.manual_seed(step)
+            batches.append((of_all[:world_size], make_batch(sum(of_all[:world_size])).double()))
+        model, oracle = twins(lambda: make_model().double(), sync_batch_norm=True, **options)
+        if num_replicas > 1 and not ON_CPU:
+            with pytest.raises(RuntimeError, match="Start one process for each accelerator"):
+                model(batches[0][1])
+            return ()
+        return train_twins(rank, model, oracle, batches)
 
 
 @pytest.mark.parametrize(
-    ("world_size", "options", "name"),
+    ("world_size", "num_replicas", "name"),
     [
-        pytest.param(4, {}, "residual block", id="one replica"),
-        pytest.param(2, TWO, "residual block", id="threads"),
-        pytest.param(2, TWO, "checkpoint, non-reentrant", id="threads, checkpoints"),
+        pytest.param(4, 1, "residual block", id="one replica"),
+        pytest.param(2, 2, "residual block", id="threads"),
+        pytest.param(2, 2, "checkpoint, non-reentrant", id="threads, checkpoints"),
     ],
 )
-def test_training_is_that_of_one_device_over_all_rows(world_size, options, name):
-    """C9, C8, C2: some processes have no rows in some steps."""
-    ends = run_ranks(world_size, train, world_size, options, name)
+def test_training_is_that_of_one_device_over_all_rows(world_size, num_replicas, name):
+    """C9, C8, C2: some processes have no rows in some steps. Of accelerators, each process may have one only."""
+    ends = run_ranks(world_size, train, world_size, num_replicas, name)
     assert len(set(ends)) == 1, "every process ends with the same bits"
 
 
@@ -59,12 +64,16 @@ def as_on_accelerators(patch: pytest.MonkeyPatch) -> Counter[str]:
 def penalty(rank: int, sizes: list[int], loss: str, by_kernels: bool) -> None:
     if by_kernels:
         as_on_accelerators(pytest.MonkeyPatch())
+    with on_own_devices(rank) as options:
+        compare_penalties(rank, sizes, loss, options)
 
+
+def compare_penalties(rank: int, sizes: list[int], loss: str, options: dict) -> None:
     def make() -> nn.Module:
         return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 1)).double()
 
-    model, oracle = twins(make, sync_batch_norm=True, loss=loss)
-    x = torch.randn(sum(sizes), 4, generator=torch.Generator().manual_seed(3)).double()
+    model, oracle = twins(make, sync_batch_norm=True, loss=loss, **options)
+    x = drawn(sum(sizes), 4, seed=3)
     for each, rows in ((model, rows_of(rank, sizes)), (oracle, slice(None))):
         inputs = x[rows].clone().requires_grad_()
         (slopes,) = torch.autograd.grad(each(inputs).sum(), inputs, create_graph=True)
@@ -97,7 +106,7 @@ def train_by_kernels(rank: int, world_size: int, name: str) -> tuple[tuple[float
     ):
         call = getattr(owner, method)
         patch.setattr(owner, method, lambda *args, call=call, letter=letter: (order.append(letter), call(*args))[1])
-    ends = train(rank, world_size, {}, name)
+    ends = train(rank, world_size, 1, name)
     assert calls["batch_norm_stats"]
     assert calls["batch_norm_backward_elemt"]
     return ends, read, "".join(order)

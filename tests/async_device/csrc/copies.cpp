@@ -1,0 +1,95 @@
+// When is a copy made, and who waits for it? As on CUDA: between devices, and to and from pageable and pinned memory.
+#include <ATen/ops/_local_scalar_dense.h>
+#include <ATen/ops/clone.h>
+#include <torch/library.h>
+
+#include "memory.h"
+#include "tensors.h"
+
+namespace queued {
+namespace {
+
+using at::Tensor;
+
+void wait_for_host(int device) {
+  current_queue(device).synchronize();
+  raise_error(device);
+}
+
+void put_copy(StreamQueue& on, const Tensor& to, const Tensor& from) {
+  on.put([to, from]() mutable { to.copy_(from); });
+}
+
+// On the source's current stream, which waits for the target's first. Then the target's waits for the copy.
+void copy_between_devices(const Tensor& from, const Tensor& to) {
+  StreamQueue& sources = current_queue(from.device().index());
+  StreamQueue& targets = current_queue(to.device().index());
+  HostAliases aliases;
+  if (&sources != &targets) sources.wait_for(targets.mark());
+  put_copy(sources, aliases.of(to), aliases.of(from));
+  if (&sources != &targets) targets.wait_for(sources.mark());
+}
+
+bool is_pinned(const Tensor& host) { return HostAllocator::get().is_pinned(host.const_data_ptr()); }
+
+// The allocator of pinned memory waits for this stream before another tensor gets the memory.
+void keep_pinned_memory(const Tensor& host, const StreamQueue& until) {
+  c10::Stream stream(c10::Stream::UNSAFE, c10::Device(kDevice, until.device), until.id);
+  HostAllocator::get().record_event(const_cast<void*>(host.const_data_ptr()), nullptr, stream);
+}
+
+void copy_from_host(const Tensor& from, const Tensor& to, bool non_blocking) {
+  int device = to.device().index();
+  HostAliases aliases;
+  bool pinned = is_pinned(from);  // else it is read before the call returns, not in the order of the stream
+  put_copy(current_queue(device), aliases.of(to), pinned ? aliases.of(from) : from.clone());
+  if (!non_blocking) wait_for_host(device);
+  else if (pinned) keep_pinned_memory(from, current_queue(device));
+}
+
+void copy_to_host(const Tensor& from, const Tensor& to, bool non_blocking) {
+  int device = from.device().index();
+  HostAliases aliases;
+  put_copy(current_queue(device), aliases.of(to), aliases.of(from));
+  if (non_blocking && is_pinned(to)) keep_pinned_memory(to, current_queue(device));
+  else wait_for_host(device);  // into pageable memory, whatever is asked for
+}
+
+Tensor copy_from(const Tensor& self, const Tensor& to, bool non_blocking) {
+  if (to.numel() == 0 || self.is_same(to)) return to;
+  count_queued("aten::_copy_from");
+  Tensor from = self.sizes() == to.sizes() ? self : self.expand(to.sizes());
+  if (!is_on_device(from)) copy_from_host(from, to, non_blocking);
+  else if (!is_on_device(to)) copy_to_host(from, to, non_blocking);
+  else copy_between_devices(from, to);
+  return to;
+}
+
+Tensor copy_from_and_resize(const Tensor& self, const Tensor& to) {
+  to.resize_(self.sizes());
+  return copy_from(self, to, false);
+}
+
+at::Scalar local_scalar_dense(const Tensor& self) {  // what item() reads
+  wait_for_host(self.device().index());
+  return at::_local_scalar_dense(HostAliases().of(self));
+}
+
+void record_stream(Tensor& self, c10::Stream stream) {
+  DeviceAllocator::get().recordStream(self.storage().data_ptr(), stream);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("_copy_from", copy_from);
+  m.impl("_copy_from_and_resize", copy_from_and_resize);
+  m.impl("_local_scalar_dense", local_scalar_dense);
+  m.impl("record_stream", record_stream);
+}
+
+// A copy reads and writes conjugated and negated tensors itself: torch's remedy for other operations is to copy them.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+
+}  // namespace queued

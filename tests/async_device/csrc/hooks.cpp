@@ -1,0 +1,81 @@
+#include "hooks.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+
+#include "memory.h"
+
+namespace queued {
+namespace {
+
+using c10::Device;
+using c10::DeviceIndex;
+
+// Its state is that of the CPU's generator. Each call that draws takes one number from it, in the caller's thread, and
+// draws with a CPU generator of its own, which that number seeds: so the order of the calls decides, as on CUDA.
+struct GeneratorImpl final : at::CPUGeneratorImpl {
+  explicit GeneratorImpl(int device) {
+    device_ = Device(kDevice, device);
+    key_set_ = c10::DispatchKeySet(c10::DispatchKey::PrivateUse1);
+  }
+  at::CPUGeneratorImpl* clone_impl() const override {
+    auto* copy = new GeneratorImpl(device_.index());
+    copy->set_state(*get_state());
+    return copy;
+  }
+};
+
+struct HooksInterface final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return settings::num_devices > 0; }
+  void init() const override {}
+  bool hasPrimaryContext(DeviceIndex device) const override { return has_context(device); }
+
+  DeviceIndex deviceCount() const override { return settings::num_devices; }
+  DeviceIndex getCurrentDevice() const override { return current_device(); }
+  void setCurrentDevice(DeviceIndex device) const override { set_device(device); }
+  DeviceIndex exchangeDevice(DeviceIndex device) const override {
+    int before = current_device();
+    if (device >= 0) set_device(device);
+    return before;
+  }
+  DeviceIndex maybeExchangeDevice(DeviceIndex device) const override {
+    int before = current_device();
+    if (device >= 0) {
+      check_device(device);
+      set_device_without_context(device);
+    }
+    return before;
+  }
+
+  const at::Generator& getDefaultGenerator(DeviceIndex device) const override { return default_generator(device); }
+  at::Generator getNewGenerator(DeviceIndex device) const override {
+    return at::make_generator<GeneratorImpl>(device_or_current(device));
+  }
+
+  Device getDeviceFromPtr(void*) const override { return Device(kDevice, current_device()); }
+  bool isPinnedPtr(const void* data) const override { return HostAllocator::get().is_pinned(data); }
+  at::Allocator* getPinnedMemoryAllocator() const override { return &HostAllocator::get(); }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t num_bytes) const override {
+    resize_storage(storage, num_bytes);
+  }
+};
+
+}  // namespace
+
+at::Generator& default_generator(int device) {
+  static auto* all = [] {
+    auto* made = new std::vector<at::Generator>;
+    for (int i = 0; i < settings::num_devices; ++i) made->push_back(at::make_generator<GeneratorImpl>(i));
+    return made;
+  }();
+  return (*all)[device_or_current(device)];
+}
+
+void register_hooks_and_allocators() {
+  at::SetAllocator(kDevice, &DeviceAllocator::get());
+  at::setHostAllocator(kDevice, &HostAllocator::get());
+  at::RegisterPrivateUse1HooksInterface(new HooksInterface);
+}
+
+}  // namespace queued

@@ -1,0 +1,87 @@
+"""Faults that are planted in the library, each in one line of its source, to see that the device shows them."""
+
+import inspect
+import textwrap
+from typing import Any, NamedTuple
+
+import pytest
+
+from unisono.autograd import reducer, replica_graph
+from unisono.autograd.broadcast import CoalescedReduce
+from unisono.distributed.bucketed_all_reduce import BucketPlan
+from unisono.distributed.process_group import Communicator
+from unisono.engines.lanes import Lane
+from unisono.runtime import devices
+from unisono.runtime.streams import Copies
+
+
+class Fault(NamedTuple):
+    """A function of the library with one line replaced."""
+
+    owner: Any  # the class that has it, or the module that uses it
+    function: str
+    line: str
+    instead: str = "pass"
+
+    def plant(self, patch: pytest.MonkeyPatch) -> None:
+        """Plant the fault. The line has to exist, exactly once, so that a fault that has lost its place is an error."""
+        function = vars(self.owner)[self.function]
+        source = textwrap.dedent(inspect.getsource(function))
+        count = source.count(self.line)
+        assert count == 1, f"{count} times in {self.owner.__name__}.{self.function}: {self.line}"
+        planted: dict[str, Any] = {}
+        source = source.replace("super()", f"super({self.owner.__name__}, self)")  # which works inside a class only
+        code = "from __future__ import annotations\n" + source.replace(self.line, self.instead)
+        exec(code, inspect.unwrap(function).__globals__, planted)
+        patch.setattr(self.owner, self.function, planted[self.function])
+
+
+_COMPUTE, _COPIES = "tensor.record_stream(self._computing[target])", "tensor.record_stream(copy_stream(target))"
+_WAIT = "torch.accelerator.current_stream(self._devices[reader]).wait_event(event)"
+
+FAULTS = {
+    # A wait for a stream or an event is missing.
+    "the copy does not wait for what makes its source": Fault(
+        Copies, "_read_from", "stream.wait_stream(torch.accelerator.current_stream(source))"
+    ),
+    "the reader does not wait for its copies": Fault(Copies, "wait_copies", _WAIT),
+    "no event after the copies": Fault(
+        Copies, "_on_copy_streams", "self._last[reader, from_host] = copy_stream(target, from_host).record_event()"
+    ),
+    "the sum does not wait for the gradients here": Fault(
+        Copies, "wait_compute", "copy_stream(target).wait_stream(torch.accelerator.current_stream(target))"
+    ),
+    "the parameters do not wait for the last sums": Fault(CoalescedReduce, "end", "self._copies.wait_copies(reader)"),
+    "a bucket does not wait for a branch's stream": Fault(reducer, "queued_on", "stream.wait_stream(here)"),
+    "the output's stream does not wait for the gradients": Fault(
+        replica_graph, "wait_for_streams", "here.wait_stream(stream)"
+    ),
+    "a mapped output is used before its copy has ended": Fault(
+        Lane, "_compute", "lambda: outgoing.wait_copies(0)", "lambda: None"
+    ),
+    # Memory is freed, and used again, too early.
+    "no record_stream of a copy on its reader's stream": Fault(
+        Copies, "to", "copy.record_stream(self._computing[copy.device])"
+    ),
+    "no record_stream of a source on the copy stream": Fault(Copies, "_read_from", "tensor.record_stream(stream)"),
+    "no record_stream of a gradient here on the copy stream": Fault(Copies, "record_stream", _COPIES),
+    "no record_stream of a sum on the compute stream": Fault(Copies, "record_stream", _COMPUTE),
+    "no record_stream of a branch's gradient": Fault(reducer, "queued_on", "tensor.record_stream(stream)"),
+    # The host reads too early.
+    "a copy to the host is not waited for": Fault(devices, "copied_to", "non_blocking=not wait", "non_blocking=True"),
+    "a begun copy to the host is not waited for": Fault(devices, "queued_work", "queued.synchronize()"),
+    # The caller's buffers are written into again before they have been read.
+    "a batch on a device may be overwritten too early": Fault(
+        Copies, "__exit__", "torch.accelerator.current_stream(source).wait_stream(stream)"
+    ),
+    "a batch in pinned memory may be overwritten too early": Fault(Copies, "__exit__", "event.synchronize()"),
+}
+
+# Each with the ranks, of two, in which it is planted.
+COLLECTIVE_FAULTS = {
+    "one rank sends its buckets in another order": (
+        [1],
+        Fault(BucketPlan, "of", "in reversed(list(enumerate(tensors)))", "in enumerate(tensors)"),
+    ),
+    "no stream waits for a collective": ([0, 1], Fault(Communicator, "wait", "work.wait()")),
+}

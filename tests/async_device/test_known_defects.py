@@ -1,0 +1,416 @@
+"""Known defects on accelerators: each test states the right outcome, and is an expected failure until it is mended.
+
+Each has a letter, or a number. A, B, C, F, G, J and P come from one call of backward for all replicas, and from
+replicas that are made anew in each step; the others are errors that are silent today. D, L, O, 1 and 5 are mended. K,
+the mutex that one call of backward takes for each node, costs nothing but time, and is not here.
+"""
+
+import contextlib
+import copy
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from subprocess import PIPE
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError, checkpoint
+
+from async_device import C, held
+from helpers.in_time import in_time
+from helpers.modules import Calls, mlp
+from helpers.twins import assert_same_gradients
+from unisono import DataParallel
+from unisono.distributed.bucketed_all_reduce import BucketedAllReduce, BucketPlan
+from unisono.distributed.process_group import Communicator
+
+FIRST, SECOND = BOTH = [torch.device("queued:0"), torch.device("queued:1")]
+STALLED_S = 5.0  # for which a thread waits that should not
+PROGRAM_S = 100.0  # after which a program hangs
+RUNS = 20
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+def defect(letter: str, reason: str, raises: type[BaseException] | tuple[type[BaseException], ...]) -> Any:
+    return pytest.mark.xfail(strict=True, raises=raises, reason=f"{letter}: {reason}")
+
+
+@pytest.fixture
+def delays() -> Iterator[None]:
+    C.set_delay(500, 30)
+    yield
+    C.set_delay(0, 30)
+    C.synchronize_all()
+
+
+@contextlib.contextmanager
+def stalled(*devices: torch.device) -> Iterator[None]:
+    """Within the context, the calling thread's streams on these devices do nothing."""
+    with contextlib.ExitStack() as stack:
+        stack.callback(synchronize)
+        for device in devices:
+            stack.enter_context(held(torch.accelerator.current_stream(device)))
+        yield
+
+
+def synchronize() -> None:
+    for device in BOTH:
+        torch.accelerator.synchronize(device)
+
+
+def run_programs(script: str, environments: list[dict[str, str]]) -> list[subprocess.CompletedProcess[str]]:
+    """Run a script in several processes at once, each with variables of its own. Those that hang are killed."""
+    folders = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    running = [
+        subprocess.Popen(command, env={**os.environ, **folders, **each}, stdout=PIPE, stderr=PIPE, text=True)
+        for each in environments
+    ]
+    try:
+        written = [each.communicate(timeout=PROGRAM_S) for each in running]
+        if any("ImportError" in err or "ModuleNotFoundError" in err for _, err in written):
+            raise RuntimeError(f"the program of a test does not run: {written}")  # which is no expected failure
+        return [subprocess.CompletedProcess(command, p.returncode, *w) for p, w in zip(running, written, strict=True)]
+    except subprocess.TimeoutExpired:
+        raise AssertionError("it hangs") from None
+    finally:
+        for each in running:
+            each.kill()
+            each.communicate()
+
+
+def layers(count: int, width: int) -> nn.Module:
+    """Return some layers on the first device, whose parameters are most of a step's memory."""
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count))).to(FIRST)
+
+
+def num_bytes(module: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())
+
+
+def assert_trains_as_plain(module: nn.Module, step: Callable[[nn.Module], object], devices: list[Any] = BOTH) -> None:
+    """Check that a step leaves the gradients that it leaves with the plain module, on the first device."""
+    plain = copy.deepcopy(module).to(FIRST)
+    step(plain)
+    step(DataParallel(module.to(FIRST), devices))
+    assert_same_gradients(module, plain, 1e-10)
+
+
+# ---- one call of backward for all replicas -------------------------------------------------------
+
+
+def test_1_a_compiled_module_trains() -> None:
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh()) for _ in range(8)))
+    x, interval = torch.randn(12, 8).to(FIRST), sys.getswitchinterval()
+    model = DataParallel(torch.compile(net.to(FIRST), backend="aot_eager"), BOTH)
+    sys.setswitchinterval(1e-5)
+    try:
+        for _ in range(RUNS):
+            model(x).pow(2).sum().backward()
+    finally:
+        sys.setswitchinterval(interval)
+
+
+SEVERAL_FORWARDS = """
+import copy, os, torch, async_device, unisono
+from async_device import process_group
+from helpers.modules import mlp
+
+process_group._GRACE_S = 0.1
+rank = int(os.environ["RANK"])
+store = torch.distributed.FileStore(os.environ["STORE"], 2)
+torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+torch.manual_seed(0)
+plain, x = mlp().double(), torch.randn(6, 16, 5).double()
+devices = [f"queued:{2 * rank + i}" for i in range(2)]
+module = copy.deepcopy(plain).to(devices[0])
+model = unisono.DataParallel(module, devices)
+sum(plain(part).pow(2).mean() for part in x).backward()
+for _ in range(20):
+    module.zero_grad()
+    sum(model(part.to(devices[0])).pow(2).mean() for part in x.chunk(2, dim=1)[rank]).backward()
+    found = [parameter.grad.cpu() for parameter in module.parameters()]
+    torch.testing.assert_close(found, [parameter.grad for parameter in plain.parameters()], rtol=1e-10, atol=1e-10)
+"""
+
+
+@defect("A", "ranks begin sums, and send buckets, in the order in which boundaries are nested", AssertionError)
+def test_a_several_forwards_before_a_backward_under_a_launcher(tmp_path: Path) -> None:
+    environments = [{"RANK": str(rank), "STORE": str(tmp_path / "store"), "QUEUED_DEVICES": "4"} for rank in range(2)]
+    ended = run_programs(SEVERAL_FORWARDS, environments)
+    assert [each.returncode for each in ended] == [0, 0], ended
+
+
+@defect("B", "gradients of a backward inside forward are added where they are, on different devices", RuntimeError)
+def test_b_backward_inside_forward() -> None:
+    def forward(net: nn.Module, x: Tensor) -> Tensor:
+        y = net.linear(x)
+        y.pow(2).sum().backward()
+        return y.detach()
+
+    x = torch.randn(12, 16).to(FIRST)
+    assert_trains_as_plain(Calls(forward, linear=nn.Linear(16, 4)), lambda net: net(x))
+
+
+@pytest.mark.usefixtures("delays")
+@defect("C", "boundaries end in another order each time, and autograd adds their gradients in it", AssertionError)
+def test_c_several_forwards_before_a_backward_have_the_same_bits_each_time() -> None:
+    model = DataParallel(mlp().to(FIRST), BOTH)
+    batches = [torch.randn(8, 5).to(FIRST) for _ in range(6)]
+    expected: list[Tensor] = []
+    for seed in range(1, RUNS + 1):
+        C.set_seed(seed)
+        model.zero_grad()
+        sum(model(x).pow(2).mean() for x in batches).backward()
+        found = [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
+        expected = expected or found
+        assert all(map(torch.equal, found, expected)), f"seed {seed}"
+
+
+@defect("F", "a boundary that waits for those that are nested in it keeps its gradients", AssertionError)
+def test_f_several_forwards_before_a_backward_need_one_set_of_gradients() -> None:
+    module = layers(8, 64)
+    model, x = DataParallel(module, BOTH), torch.randn(8, 64).to(FIRST)
+
+    def peak_bytes(num_forwards: int) -> int:
+        model.zero_grad()
+        loss = sum(model(x).pow(2).mean() for _ in range(num_forwards))
+        synchronize()
+        before = torch.accelerator.memory_allocated(FIRST)
+        torch.accelerator.reset_peak_memory_stats(FIRST)
+        loss.backward()
+        synchronize()
+        return torch.accelerator.max_memory_allocated(FIRST) - before
+
+    peak_bytes(1)
+    assert peak_bytes(8) <= peak_bytes(1) + 2 * num_bytes(module)
+
+
+@defect("G", "copies are allocated on one stream and used on another, so each step takes new memory", AssertionError)
+def test_g_a_host_that_runs_ahead_needs_no_more_memory() -> None:
+    module = layers(4, 64)
+    model, x = DataParallel(module, BOTH), torch.randn(8, 64).to(FIRST)
+
+    def step() -> None:
+        model.zero_grad()
+        model(x).pow(2).mean().backward()
+
+    for _ in range(2):
+        step()
+        synchronize()
+    before = torch.accelerator.memory_reserved(SECOND)
+    with stalled(*BOTH):
+        for _ in range(6):
+            step()
+        more = torch.accelerator.memory_reserved(SECOND) - before
+    assert more <= 2 * num_bytes(module)
+
+
+@defect("J", "parameters are copied to the other devices in each forward", AssertionError)
+def test_j_parameters_that_have_not_changed_are_not_copied_again() -> None:
+    x = torch.randn(8, 64).to(FIRST)
+
+    def num_copies() -> int:
+        return sum(sum(counts) for name, counts in C.counts().items() if "copy" in name)
+
+    @torch.no_grad()
+    def copies_of_second_forward(module: nn.Module) -> int:
+        model = DataParallel(module, BOTH)
+        model(x)
+        before = num_copies()
+        model(x)
+        return num_copies() - before
+
+    assert copies_of_second_forward(layers(4, 64)) == copies_of_second_forward(nn.Tanh())
+
+
+@defect("P", "one call of backward for all replicas does not tell whose error it is", AssertionError)
+def test_p_an_out_of_memory_error_in_backward_names_its_replica() -> None:
+    def forward(net: nn.Module, x: Tensor) -> Tensor:
+        y = net.linear(x)
+        if x.device == SECOND:
+            y.register_hook(lambda grad: torch.empty(1 << 40, device=grad.device))
+        return y
+
+    model = DataParallel(Calls(forward, linear=nn.Linear(16, 4)).to(FIRST), BOTH)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        model(torch.randn(12, 16).to(FIRST)).sum().backward()
+    assert "replica 1 on queued:1" in "".join(getattr(caught.value, "__notes__", []))
+
+
+# ---- errors that are silent ----------------------------------------------------------------------
+
+
+@defect("E", "two device threads recompute one checkpoint at once", (CheckpointError, AssertionError))
+def test_e_a_checkpoint_around_the_wrapper() -> None:
+    x = torch.randn(12, 5).to(FIRST).requires_grad_()
+    for _ in range(RUNS):
+        assert_trains_as_plain(mlp(), lambda net: checkpoint(net, x, use_reentrant=False).pow(2).sum().backward())
+
+
+@defect("H", "an event is recorded, and waited for, while another device is current", AssertionError)
+def test_h_a_device_that_is_not_used_gets_no_context() -> None:
+    script = """
+        import async_device, torch, unisono
+        model = unisono.DataParallel(torch.nn.Linear(4, 4).to("queued:1"), ["queued:1", "queued:2"])
+        for x in (torch.randn(8, 4), torch.randn(8, 4, device="queued:1")):
+            model(x).sum().backward()
+        print([async_device.C.has_context(i) for i in range(3)])
+    """
+    (done,) = run_programs(script, [{"QUEUED_DEVICES": "3"}])
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    assert (done.stdout, done.stderr) == ("[False, True, True]\n", "")
+
+
+@defect("I", "all buckets are in flight at once", AssertionError)
+def test_i_broadcasts_at_wrapping_need_little_memory() -> None:
+    tensors, alive = [torch.zeros(1 << 20) for _ in range(8)], Counter[str]()
+
+    def start(send: Any) -> Any:
+        (flat, *_) = send.args
+        alive["now"] += 1
+        alive["most"] = max(alive["most"], alive["now"])
+        return flat
+
+    def wait(work: Any, *_: Any) -> None:
+        alive["now"] -= 1
+
+    ranks = SimpleNamespace(rank=1, _ranks=[0, 1], start=start, wait=wait)
+    plan = [bucket for each in range(8) for bucket in _plan_of(each, tensors)]
+    Communicator.broadcast(ranks, 0, tensors, None, "testing", plan)()  # type: ignore[arg-type]
+    assert alive["most"] <= 2
+
+
+def _plan_of(number: int, tensors: list[Tensor]) -> Any:
+    from unisono.runtime.buckets import Form, buckets_of
+
+    return buckets_of({number: Form.of(tensors[number])})
+
+
+def test_l_one_device_and_a_batch_on_the_host() -> None:
+    model, x = DataParallel(mlp().to(FIRST), [FIRST]), torch.randn(8, 5)
+    model(x)
+    with stalled(FIRST):
+        in_time(lambda: model(x), STALLED_S)
+
+
+@defect("L", "a batch in pinned memory is copied on the stream that computes, and the host waits", AssertionError)
+def test_l_one_device_and_a_batch_in_pinned_memory() -> None:
+    model, x = DataParallel(mlp().to(FIRST), [FIRST]), torch.randn(8, 5).pin_memory()
+    model(x)
+    with stalled(FIRST):
+        in_time(lambda: model(x), STALLED_S)
+
+
+@pytest.mark.usefixtures("delays")
+def test_l_one_device_and_pinned_memory_that_the_device_still_writes() -> None:
+    model, x = DataParallel(nn.Identity(), [FIRST]), torch.zeros(8, 5).pin_memory()
+    written = torch.ones(8, 5).to(FIRST)
+    C.set_delay(20_000, 100)  # each kernel is late
+    x.copy_(written, non_blocking=True)
+    assert model(x).eq(1).all()
+
+
+@defect("M", "a lane waits for its output on the host before it prepares the next batch", AssertionError)
+def test_m_a_lane_prepares_the_next_batch_before_its_output_is_on_the_host() -> None:
+    second_of_a_lane, calls = threading.Event(), Counter[torch.device]()
+
+    def forward(net: nn.Module, x: Tensor) -> Tensor:
+        calls[x.device] += 1
+        if calls[x.device] == 2:
+            second_of_a_lane.set()
+        return x + 1
+
+    model = DataParallel(Calls(forward), BOTH, output_device="cpu", timeout=100)
+    mapped = iter(model.map([torch.randn(8, 5)] * 8))
+    with stalled(*BOTH):
+        thread = threading.Thread(target=lambda: [*mapped], daemon=True)
+        thread.start()
+        is_prepared = second_of_a_lane.wait(STALLED_S)
+    thread.join()
+    assert is_prepared
+
+
+@defect("N", "lanes have new threads in each map, and so new caches of torch", AssertionError)
+def test_n_maps_compute_in_the_same_threads() -> None:
+    threads: list[set[threading.Thread]] = []
+
+    def forward(net: nn.Module, x: Tensor) -> Tensor:
+        threads[-1].add(threading.current_thread())
+        return x + 1
+
+    model = DataParallel(Calls(forward), BOTH, timeout=100)
+    for _ in range(2):
+        threads.append(set())
+        for _ in model.map([torch.randn(8, 5).to(FIRST)] * 8):
+            pass
+    assert threads[0] & threads[1]
+
+
+# ---- mended --------------------------------------------------------------------------------------
+
+
+def test_d_a_default_device_without_an_index_is_each_replica_s_own() -> None:
+    x = torch.randn(12, 16).to(FIRST)
+    net = Calls(lambda net, x: net.linear(x) + torch.arange(4.0), linear=nn.Linear(16, 4))
+    with torch.device("queued"):
+        assert_trains_as_plain(net, lambda net: net(x).sum().backward())
+
+
+def test_o_a_rank_that_is_early_asks_once_a_gradient() -> None:
+    tensors, questions = [torch.zeros(64) for _ in range(100)], list[int]()
+    plan = BucketPlan.of(tensors, lambda tensor: False, has_slots=False)
+    steps = SimpleNamespace(is_known=lambda: questions.append(1))
+    ranks: Any = SimpleNamespace(world_size=2, waits_on_host=lambda group: True)
+    reduction = BucketedAllReduce(ranks, None, plan, tensors, None, steps, {})
+    for number, tensor in enumerate(tensors):
+        reduction.add(number, tensor)
+    assert len(questions) <= len(tensors)
+
+
+@pytest.mark.usefixtures("delays")
+def test_5_branches_on_streams_of_their_own_with_replicas_on_one_device() -> None:
+    def forward(net: nn.Module, x: Tensor) -> Tensor:
+        here, side = torch.accelerator.current_stream(x.device), torch.Stream(device=x.device)
+        side.wait_stream(here)
+        x.record_stream(side)
+        with torch.get_device_module(x.device).stream(side):
+            right = net.right(x)
+        left = net.left(x)
+        here.wait_stream(side)
+        right.record_stream(here)
+        return left + right
+
+    x = torch.randn(12, 5).to(FIRST)
+    for seed in range(1, RUNS + 1):
+        C.set_seed(seed)
+        net = Calls(forward, left=mlp(), right=mlp())
+        assert_trains_as_plain(net, lambda net: net(x).pow(2).sum().backward(), [FIRST] * 3)
+
+
+def test_one_device_and_a_batch_on_the_host_make_no_context_on_another_device() -> None:
+    script = """
+        import async_device, torch, unisono
+        model = unisono.DataParallel(torch.nn.Linear(4, 4).to("queued:1"), ["queued:1"])
+        for x in (torch.randn(8, 4), torch.randn(8, 4).pin_memory()):
+            model(x).sum().backward()
+        print([async_device.C.has_context(i) for i in range(2)])
+    """
+    (done,) = run_programs(script, [{"QUEUED_DEVICES": "2"}])
+    assert (done.stdout, done.stderr) == ("[False, True]\n", "")
+
+
+def test_one_device_and_a_batch_on_the_host_under_a_transform() -> None:
+    net = mlp()
+    model, rows = DataParallel(copy.deepcopy(net).to(FIRST), [FIRST]), torch.randn(3, 8, 5)
+    torch.testing.assert_close(torch.func.vmap(model)(rows).cpu(), net(rows))

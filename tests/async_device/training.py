@@ -1,0 +1,210 @@
+"""A short training in which the library's waits and its uses of `record_stream` are needed.
+
+    python -m async_device.training             train five times; print the digest of each number, each time
+    python -m async_device.training FAULT       with a fault of async_device/faults.py planted
+
+Its numbers are those of the plain module on the CPU, and the same bits in each run, however late kernels are.
+"""
+
+import contextlib
+import functools
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import async_device  # noqa: F401 - it makes the devices
+from async_device.faults import FAULTS
+from unisono import DataParallel
+from unisono.autograd import broadcast
+from unisono.runtime import devices
+from unisono.runtime.buckets import buckets_of
+
+FIRST, SECOND = torch.device("queued:0"), torch.device("queued:1")
+OUTPUTS = ("the first device", "the host", "the second device")
+ROWS, WIDTH, NUM_STEPS = 12, 24, 4
+NUM_COLLECTED = 8  # several, so that the last copy is late enough to be overtaken
+NUM_TRAININGS = 5  # of a process
+TOLERANCE = 1e-10  # to the plain module's numbers; two runs have the same bits
+
+# The seeds with which a fault has to be seen, and how late kernels are: the longest delay, and how many have one.
+SEEDS = range(1, 21)
+DELAY_US, DELAY_PERCENT = 500, 30
+BALLAST = 1 << 18  # numbers a row: its copy takes so long that the host gets ahead of the copies behind it
+BUCKET_BYTES = WIDTH * WIDTH * 8  # so that each layer has one
+
+
+class Branches(nn.Module):
+    """Two branches, the right one on a stream of its own; backward computes its gradients there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type == "cpu":
+            return self.left(x) + self.right(x)
+        here, side = torch.accelerator.current_stream(x.device), torch.Stream(device=x.device)
+        side.wait_stream(here)
+        x.record_stream(side)
+        with torch.get_device_module(x.device).stream(side):
+            right = self.right(x)
+        left = self.left(x)
+        here.wait_stream(side)
+        right.record_stream(here)
+        return left + right
+
+
+class Collects(nn.Module):
+    """Has no output: it hands what it computes to a function. So nothing but the wrapper waits for its devices."""
+
+    def __init__(self, collect: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self.collect = collect
+
+    def forward(self, ballast: Tensor, *xs: Tensor) -> None:
+        self.collect(torch.stack(xs).sum(0))
+
+
+def trained() -> dict[str, Tensor]:
+    """Train on two devices; return all outputs, losses, gradients and parameters by name, on the host.
+
+    Each step calls three wrappers of one module, which have their outputs on the first device, on the host and on the
+    second device, the last one on streams of the caller's own. Batches are in pageable memory, in pinned memory, or on
+    either device, and are overwritten as soon as the call has returned.
+    """
+    module, collected = net().to(FIRST), dict[torch.device, Tensor]()
+    models = [DataParallel(module, [FIRST, SECOND], output_device=device) for device in (None, "cpu", SECOND)]
+    collects = DataParallel(Collects(lambda x: collected.__setitem__(x.device, x)), [FIRST, SECOND])
+    own_streams = [torch.Stream(device=device) for device in (FIRST, SECOND)]
+    optimizer, found = sgd(module), dict[str, Tensor]()
+    with _small_buckets():
+        for number, batch in enumerate(batches()):
+            optimizer.zero_grad()
+            for which, (model, where) in enumerate(zip(models, OUTPUTS, strict=True)):
+                step = f"step {number}, output on {where}"
+                ballast = _placed(
+                    torch.zeros(ROWS, BALLAST if which == 0 and number < 2 else 1, dtype=torch.float64), number
+                )
+                xs = [_placed(batch, number + which) for _ in range(NUM_COLLECTED)]
+                with torch.no_grad():
+                    collects(ballast, *xs)
+                for x in reversed(xs):  # the last copy first: it is the latest
+                    x.fill_(1e3)
+                x = _placed(batch, number + which)
+                with _using(own_streams if model is models[-1] else []):
+                    found[f"{step}: output"], found[f"{step}: loss"] = _step(model, x)
+                found |= {f"{step}: collected {i}": collected.pop(device) for i, device in enumerate((FIRST, SECOND))}
+            found |= gradients_of(module, number)
+            optimizer.step()
+        for name, (copy, is_there) in [(n, devices.begin_copy_to_host(p.data)) for n, p in module.named_parameters()]:
+            is_there(True)
+            found[name] = copy.clone()
+        for model, where in zip(models, OUTPUTS, strict=True):
+            found |= {f"map to {where}, {i}": y.clone() for i, y in enumerate(model.map([*batches()]))}
+    return {name: tensor.cpu() for name, tensor in found.items()}
+
+
+def trained_plainly() -> dict[str, Tensor]:
+    """Do what `trained` does with the plain module, on the CPU."""
+    module = net()
+    optimizer, found = sgd(module), dict[str, Tensor]()
+    for number, batch in enumerate(batches()):
+        optimizer.zero_grad()
+        for where in OUTPUTS:
+            step = f"step {number}, output on {where}"
+            output = module(batch)
+            loss = output.pow(2).mean()
+            loss.backward()
+            found |= {f"{step}: output": output.detach(), f"{step}: loss": loss.detach()}
+            found |= {f"{step}: collected {i}": half for i, half in enumerate((NUM_COLLECTED * batch).chunk(2))}
+        found |= gradients_of(module, number)
+        optimizer.step()
+    found |= {name: parameter.detach() for name, parameter in module.named_parameters()}
+    mapped = module(batches()).detach()
+    return found | {f"map to {where}, {i}": y for where in OUTPUTS for i, y in enumerate(mapped)}
+
+
+def differences(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 0.0) -> list[str]:
+    """Return the names of the numbers that differ; with no tolerance in any bit, where NaN equals NaN."""
+    assert found.keys() == expected.keys()
+    close = functools.partial(torch.allclose, rtol=tolerance, atol=tolerance, equal_nan=not tolerance)
+    return [name for name, tensor in expected.items() if not close(found[name], tensor)]
+
+
+def net() -> nn.Module:
+    """Return the module that is trained, in double precision, the same each time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), Branches(), nn.Tanh(), nn.Linear(WIDTH, 4)).double()
+
+
+def batches() -> Tensor:
+    return torch.randn(NUM_STEPS, ROWS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+
+
+def gradients_of(module: nn.Module, step: int) -> dict[str, Tensor]:
+    named = [(name, parameter.grad) for name, parameter in module.named_parameters()]
+    return {f"step {step}: gradient of {name}": grad.clone() for name, grad in named if grad is not None}
+
+
+def _step(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    output = model(x)
+    x.fill_(1e3)
+    loss = output.pow(2).mean()
+    loss.backward()
+    return output.detach(), loss.detach()
+
+
+def _placed(batch: Tensor, number: int) -> Tensor:
+    """Return a copy of a batch: in pinned memory, made just now by one of the devices, or in pageable memory."""
+    match number % 4:
+        case 0:
+            return batch.pin_memory()
+        case 3:
+            return batch.clone()
+        case other:
+            return batch.to((FIRST, SECOND)[other - 1]) / 4 * 4
+
+
+@contextlib.contextmanager
+def _using(streams: Iterable[torch.Stream]) -> Iterator[None]:
+    """Within the context, queue work on these streams instead of the current ones, which wait for them at the end."""
+    with contextlib.ExitStack() as stack:
+        for own in streams:
+            here = torch.accelerator.current_stream(own.device)
+            own.wait_stream(here)
+            stack.callback(here.wait_stream, own)
+            stack.enter_context(torch.get_device_module(own.device).stream(own))
+        yield
+
+
+@contextlib.contextmanager
+def _small_buckets() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(broadcast, "buckets_of", functools.partial(buckets_of, full_bytes=BUCKET_BYTES))
+        yield
+
+
+def main(faults: Sequence[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for fault in faults:
+            FAULTS[fault].plant(patch)
+        # In the first of them the host is slow, and kernels are hardly late.
+        found = [trained() for _ in range(NUM_TRAININGS)]
+    digests = [{name: hashlib.sha256(each.numpy().tobytes()).hexdigest() for name, each in of.items()} for of in found]
+    print(json.dumps(digests))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
