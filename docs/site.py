@@ -39,6 +39,7 @@ PLACES = {
     "LICENSE": "license.md",
     "examples/README.md": "examples.md",
     "examples/two_devices.ipynb": "notebook.md",
+    "tests/async_device/README.md": "asynchronous-device.md",
 }
 _LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\]\()([^()\s]+)(\))")
 _FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
