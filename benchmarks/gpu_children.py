@@ -68,9 +68,8 @@ def missing_module(text: str) -> str | None:
     """Return the optional package whose absence caused an error; None if it was another error."""
     if "Numpy is not available" in text:  # torch's words
         return "numpy"
-    return next(
-        (name for name in OPTIONAL if f"No module named '{name}" in text or f"import of {name} halted" in text), None
-    )
+    absent = "Error: No module named '{name}", "Error: import of {name} halted"  # torch also warns in these words
+    return next((name for name in OPTIONAL if any(words.format(name=name) in text for words in absent)), None)
 
 
 class Recorder:

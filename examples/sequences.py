@@ -47,24 +47,24 @@ class Packed(nn.Module):
 
 def main() -> None:
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)  # a GPU's LSTM rounds float32 to ten bits, and other rows in another way
     device_ids = pick_devices(NUM_REPLICAS)
     lengths = torch.tensor(LENGTHS)
-    padded = torch.randn(len(LENGTHS), max(LENGTHS), WIDTH).to(device_ids[0])
+    # In double precision: a GPU's LSTM rounds float32 to ten bits, and other rows in another way.
+    padded = torch.randn(len(LENGTHS), max(LENGTHS), WIDTH).double().to(device_ids[0])
 
-    plain = Padded(use_total_length=True).to(device_ids[0])
+    plain = Padded(use_total_length=True).double().to(device_ids[0])
     model = unisono.DataParallel(plain, device_ids, out_dims=(0, 1))
     output, hidden = model(padded, lengths)
     torch.testing.assert_close((output, hidden), plain(padded, lengths))
     print(f"Padded: output {list(output.shape)} hidden state {list(hidden.shape)}, as without the wrapper")
 
-    forgetful = unisono.DataParallel(Padded(use_total_length=False).to(device_ids[0]), device_ids, out_dims=(0, 1))
+    forgetful = Padded(use_total_length=False).double().to(device_ids[0])
     try:
-        forgetful(padded, lengths)
+        unisono.DataParallel(forgetful, device_ids, out_dims=(0, 1))(padded, lengths)
     except ValueError as error:
         print(f"Without total_length: {type(error).__name__}: {error}", *error.__notes__, sep="\n    ")
 
-    plain_packed = Packed().to(device_ids[0])
+    plain_packed = Packed().double().to(device_ids[0])
     packed = pack_padded_sequence(padded, lengths, batch_first=True, enforce_sorted=False)
     joined = unisono.DataParallel(plain_packed, device_ids)(packed)
     torch.testing.assert_close(joined.data, plain_packed(packed).data)

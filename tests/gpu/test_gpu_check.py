@@ -234,7 +234,7 @@ def hide_packages(gpu_check: ModuleType, folder: Path, *others: str) -> None:
 def test_plain_checks_need_torch_alone(gpu_check, tmp_path):
     hide_packages(gpu_check, tmp_path, "pytest")
     done = run(gpu_check, ["cpu,cpu"], kind="programs", path=str(tmp_path))
-    assert {check.outcome for check in done.checks.values()} == {"passed"}, done.checks
+    assert [check.text for check in done.checks.values() if check.outcome != "passed"] == []
     assert "two ranks under torchrun train as the plain module" in done.checks
 
 
@@ -245,7 +245,7 @@ def test_the_gpu_tests_need_little(gpu_check, tmp_path):
     done = run(gpu_check, [*files, "-m", "gpu"], path=str(tmp_path))
     assert done.checks
     assert {check.outcome for check in done.checks.values()} == {"skipped"}
-    reason = "no accelerator|no GPU|needs two accelerators|needs two GPUs|needs a GPU|CUDA graphs need CUDA"
+    reason = "no accelerator[a-z ]*|no GPU|needs two accelerators|needs two GPUs|needs a GPU|CUDA graphs need CUDA"
     assert [check.text for check in done.checks.values() if not re.match(f"({reason})(:|$)", check.text)] == []
     assert not done.failed
 
@@ -393,7 +393,6 @@ def test_a_dry_run_from_end_to_end(gpu_check, tmp_path):
         "not run: the profiler sees no kernels here",
         "not run: CUDA graphs need CUDA",
         "not run: it has no copies for queued",
-        "not run: torch has no process group for queued",
     }
     assert any("on 2 devices" in name for name, _ in cells)
 

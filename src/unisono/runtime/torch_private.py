@@ -85,35 +85,27 @@ def _engine() -> Callable[..., Any] | None:
     several accelerators.
     """
     around_engine: Callable[..., Any] | None = getattr(torch.autograd.graph, "_engine_run_backward", None)
-    if around_engine is None or not all(hasattr(torch._C, name) for name in _STASHES):
+    if around_engine is None or not hasattr(torch._C, "_remove_obj_from_tls"):
         return around_engine
     return _run_engine
 
 
 def _run_engine(*args: Any, **kwargs: Any) -> Any:
-    """Run a backward, and let compiled code in each of its threads see the caller's context variables."""
-    torch._C._stash_obj_in_tls("context", _CopiesOfContext())
+    """Run a backward, and let compiled code in each of its threads see the caller's context variables.
+
+    torch has one `contextvars.Context` for a backward, and calls its `run`. Two threads, of two devices, cannot enter
+    it at once: "cannot enter context". Here each call has a copy.
+    """
+    run = functools.partial(_run_in_copy, contextvars.copy_context())
+    torch._C._stash_obj_in_tls("context", types.SimpleNamespace(run=run))
     try:
         return torch.autograd.Variable._execution_engine.run_backward(*args, **kwargs)
     finally:
         torch._C._remove_obj_from_tls("context")
 
 
-_STASHES = ("_stash_obj_in_tls", "_remove_obj_from_tls")
-
-
-class _CopiesOfContext:
-    """Stands for the `contextvars.Context` in which torch runs the backward of compiled code, with its `run`.
-
-    torch has one context for a backward, and two threads, of two devices, cannot enter it at once: "cannot enter
-    context". Here each call has a copy.
-    """
-
-    def __init__(self) -> None:
-        self._context = contextvars.copy_context()
-
-    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self._context.copy().run(function, *args, **kwargs)
+def _run_in_copy(context: contextvars.Context, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return context.copy().run(function, *args, **kwargs)
 
 
 @interruptible
