@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from async_device import C, held
+from async_device.training import sum_of_branches
 from helpers.in_time import in_time
 from helpers.modules import Calls, mlp
 from helpers.twins import assert_same_gradients
@@ -380,21 +381,10 @@ def test_o_a_rank_that_is_early_asks_once_a_gradient() -> None:
 
 @pytest.mark.usefixtures("delays")
 def test_5_branches_on_streams_of_their_own_with_replicas_on_one_device() -> None:
-    def forward(net: nn.Module, x: Tensor) -> Tensor:
-        here, side = torch.accelerator.current_stream(x.device), torch.Stream(device=x.device)
-        side.wait_stream(here)
-        x.record_stream(side)
-        with torch.get_device_module(x.device).stream(side):
-            right = net.right(x)
-        left = net.left(x)
-        here.wait_stream(side)
-        right.record_stream(here)
-        return left + right
-
     x = torch.randn(12, 5).to(FIRST)
     for seed in range(1, RUNS + 1):
         C.set_seed(seed)
-        net = Calls(forward, left=mlp(), right=mlp())
+        net = Calls(sum_of_branches, left=mlp(), right=mlp())
         assert_trains_as_plain(net, lambda net: net(x).pow(2).sum().backward(), [FIRST] * 3)
 
 

@@ -48,17 +48,20 @@ class Branches(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.device.type == "cpu":
-            return self.left(x) + self.right(x)
-        here, side = torch.accelerator.current_stream(x.device), torch.Stream(device=x.device)
-        side.wait_stream(here)
-        x.record_stream(side)
-        with torch.get_device_module(x.device).stream(side):
-            right = self.right(x)
-        left = self.left(x)
-        here.wait_stream(side)
-        right.record_stream(here)
-        return left + right
+        return self.left(x) + self.right(x) if x.device.type == "cpu" else sum_of_branches(self, x)
+
+
+def sum_of_branches(net: nn.Module, x: Tensor) -> Tensor:
+    """Return `net.left(x) + net.right(x)`, the latter computed on a stream of its own."""
+    here, side = torch.accelerator.current_stream(x.device), torch.Stream(device=x.device)
+    side.wait_stream(here)
+    x.record_stream(side)
+    with torch.get_device_module(x.device).stream(side):
+        right = net.right(x)
+    left = net.left(x)
+    here.wait_stream(side)
+    right.record_stream(here)
+    return left + right
 
 
 class Collects(nn.Module):

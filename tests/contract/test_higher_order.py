@@ -9,7 +9,7 @@ from torch.nn.utils import parametrizations
 
 from helpers.batch_norms import BATCH_NORMS, refused
 from helpers.comparisons import assert_alike, assert_all_same, assert_same_gradients, assert_same_state, twins
-from helpers.contract import DEVICES, Wrap, each_with, in_time, over_places
+from helpers.contract import DEVICES, ON_CPU, Wrap, each_with, in_time, over_places
 from helpers.losses import fresh, loss_of, penalty_loss
 from helpers.modules import Calls, ForceField, mlp, rows_of
 
@@ -110,7 +110,7 @@ def test_third_derivatives(wrap: Wrap, reduce: Callable[..., torch.Tensor], sync
         return torch.autograd.grad(reduce(second), [x_here, *parameters], allow_unused=True)
 
     wrapped = wrap(model, 3, sync_batch_norm=synchronised)
-    tolerance = 1e-8 if synchronised else 1e-10  # in another order, the same rows give numbers that differ by 2e-9
+    tolerance = 1e-8 if synchronised and not ON_CPU else 1e-10  # the same rows in another order differ by 2e-9
     assert_all_same(in_time(lambda: third(wrapped, model.parameters())), third(plain, plain.parameters()), tolerance)
 
 

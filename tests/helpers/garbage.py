@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import sys
 import types
 from collections.abc import Iterator
 
@@ -9,9 +10,10 @@ import torch
 from torch import nn
 
 _OF_OTHERS: tuple[str, ...] = ("_pytest", "execnet", "pluggy", "xdist")
-# Functions of torch.utils._pytree that call themselves, with their annotations. Torch's meta kernels in Python, by
-# which the asynchronous device finds sizes, leave some.
-_OF_OTHERS += ("torch.utils._pytree", "types")
+if "async_device" in sys.modules:
+    # Functions of torch.utils._pytree that call themselves, with their annotations. Torch's meta kernels in Python, by
+    # which the asynchronous device finds sizes, leave some.
+    _OF_OTHERS += ("torch.utils._pytree", "types")
 
 
 @contextlib.contextmanager
