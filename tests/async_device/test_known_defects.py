@@ -193,7 +193,8 @@ def test_f_several_forwards_before_a_backward_need_one_set_of_gradients() -> Non
         return torch.accelerator.max_memory_allocated(FIRST) - before
 
     peak_bytes(1)
-    assert peak_bytes(8) <= peak_bytes(1) + 2 * num_bytes(module)
+    most = max(peak_bytes(8) for _ in range(RUNS))  # how many wait at once depends on timing
+    assert most <= peak_bytes(1) + 2 * num_bytes(module)
 
 
 @defect("G", "copies are allocated on one stream and used on another, so each step takes new memory", AssertionError)
