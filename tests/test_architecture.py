@@ -249,7 +249,7 @@ def test_every_row_of_the_behaviour_table_has_its_tests():
 
 MAP = "## Edit this file, run those tests"
 FACADE = ("data_parallel", "options", "ways", "wrapper")
-CORE = ("runtime", "primitives", "distributed", "sync_batch_norm", "autograd", "engines", "inference", *FACADE)
+CORE = ("runtime", "primitives", "distributed", "autograd", "sync_batch_norm", "engines", "inference", *FACADE)
 
 
 def test_each_file_of_the_core_is_on_the_map_with_its_tests():

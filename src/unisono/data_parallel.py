@@ -91,7 +91,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         sync_batch_norm: whether batch norm in training normalises over the rows of all replicas instead of each one's
             own: `torch.nn.BatchNorm1d`, 2d and 3d, subclasses, and `torch.nn.functional.batch_norm`. Outputs,
             gradients and running statistics are then those of one device. The replicas wait for each other at every
-            batch norm, forward and backward; where they do not all call the same ones, an error says so.
+            batch norm, forward and backward; where they do not all call the same ones, an error says so. Each
+            accelerator can have one replica only.
         process_group: which processes train the model together, where a launcher such as torchrun has started several.
             None: all of them, or this one alone if there is no launcher and no default process group; a
             `torch.distributed.ProcessGroup`: those in it; False: this one alone.

@@ -11,6 +11,11 @@ from unisono.primitives.measured_shares import MeasuredShares
 from unisono.primitives.split_sizes import MEASURED, Shares, check_parts, check_shares, split_rows
 from unisono.runtime import devices as _devices
 
+_SHARED_ACCELERATOR = (
+    "sync_batch_norm=True with device_ids={}: expected each accelerator once. Replicas wait for each other in the "
+    "backward of batch norm, and torch runs all backwards of one accelerator in one thread, where the second would "
+    "never begin. Name each accelerator once, or leave sync_batch_norm=False."
+)
 _MAX_TIMEOUT_S = 2_000_000  # a longer wait overflows in systems that count milliseconds in 32 bits
 
 
@@ -129,6 +134,14 @@ def _check_timeout(_: Options, name: str, value: object) -> float | None:
     return float(value)
 
 
+def _check_sync_batch_norm(options: Options, name: str, value: object) -> bool:
+    sync_batch_norm = check_flag(value, name)
+    accelerators = [device for device in options.devices if not _devices.computes_on_host(device)]
+    if sync_batch_norm and len(set(accelerators)) < len(accelerators):
+        raise ValueError(_SHARED_ACCELERATOR.format(options.device_ids))
+    return sync_batch_norm
+
+
 def _decided(_: Options, name: str, value: object) -> Any:
     raise decided(name, value, f"DataParallel(model.module, {name}=...)")
 
@@ -146,7 +159,7 @@ _CHECKS: Mapping[str, Callable[[Options, str, Any], Any]] = {
     "scalars": lambda _, name, value: check_scalars(value),
     "in_dims": lambda _, name, value: check_dims(value, name),
     "out_dims": lambda _, name, value: check_dims(value, name),
-    "sync_batch_norm": lambda _, name, value: check_flag(value, name),
+    "sync_batch_norm": _check_sync_batch_norm,
     **dict.fromkeys(("process_group", "loss"), _decided),
 }
 Options.names = frozenset(_CHECKS)

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from unisono.autograd import reducer, replica_graph
-from unisono.autograd.broadcast import CoalescedReduce
-from unisono.distributed.bucketed_all_reduce import BucketPlan
+from unisono.autograd import boundary, replica_graph
+from unisono.autograd.bucket import BucketSums, Contribution
+from unisono.distributed import gradient_sync
 from unisono.distributed.process_group import Communicator
 from unisono.engines.lanes import Lane
 from unisono.runtime import devices
@@ -51,10 +51,15 @@ FAULTS = {
     "the sum does not wait for the gradients here": Fault(
         Copies, "wait_compute", "copy_stream(target).wait_stream(torch.accelerator.current_stream(target))"
     ),
-    "the parameters do not wait for the last sums": Fault(CoalescedReduce, "end", "self._copies.wait_copies(reader)"),
-    "a bucket does not wait for a branch's stream": Fault(reducer, "queued_on", "stream.wait_stream(here)"),
-    "the output's stream does not wait for the gradients": Fault(
-        replica_graph, "wait_for_streams", "here.wait_stream(stream)"
+    "the parameters do not wait for the last sums": Fault(BucketSums, "end", "self._copies.wait_copies(reader)"),
+    "the boundary does not wait for the gradients of its outputs": Fault(
+        boundary, "wait_for_maker", "here.wait_stream(stream)"
+    ),
+    "the gradients of inputs are joined before they are computed": Fault(
+        replica_graph, "wait_for_maker", "here.wait_stream(stream)"
+    ),
+    "the gradients of a loss that left forward are joined before they are computed": Fault(
+        Contribution, "here", "here.wait_stream(stream)"
     ),
     "a mapped output is used before its copy has ended": Fault(
         Lane, "_compute", "lambda: outgoing.wait_copies(0)", "lambda: None"
@@ -63,10 +68,17 @@ FAULTS = {
     "no record_stream of a copy on its reader's stream": Fault(
         Copies, "to", "copy.record_stream(self._computing[copy.device])"
     ),
-    "no record_stream of a source on the copy stream": Fault(Copies, "_read_from", "tensor.record_stream(stream)"),
+    "no record_stream of a source on the copy stream": Fault(
+        Copies, "to_add", "tensor.record_stream(self._read_from(source))", "self._read_from(source)"
+    ),
     "no record_stream of a gradient here on the copy stream": Fault(Copies, "record_stream", _COPIES),
     "no record_stream of a sum on the compute stream": Fault(Copies, "record_stream", _COMPUTE),
-    "no record_stream of a branch's gradient": Fault(reducer, "queued_on", "tensor.record_stream(stream)"),
+    "no record_stream of the gradients of inputs": Fault(
+        replica_graph, "keep_for_reader", "tensor.record_stream(stream)"
+    ),
+    "no record_stream of the gradients of a loss that left forward": Fault(
+        Contribution, "here", "gradient.record_stream(here)"
+    ),
     # The host reads too early.
     "a copy to the host is not waited for": Fault(devices, "copied_to", "non_blocking=not wait", "non_blocking=True"),
     "a begun copy to the host is not waited for": Fault(devices, "queued_work", "queued.synchronize()"),
@@ -81,7 +93,12 @@ FAULTS = {
 COLLECTIVE_FAULTS = {
     "one rank sends its buckets in another order": (
         [1],
-        Fault(BucketPlan, "of", "in reversed(list(enumerate(tensors)))", "in enumerate(tensors)"),
+        Fault(
+            gradient_sync,
+            "plan_for_ranks",
+            "in reversed(list(enumerate(parameters)))",
+            "in enumerate(parameters)",
+        ),
     ),
     "no stream waits for a collective": ([0, 1], Fault(Communicator, "wait", "work.wait()")),
 }

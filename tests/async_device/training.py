@@ -12,6 +12,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,10 +20,9 @@ from torch import Tensor, nn
 
 import async_device  # noqa: F401 - it makes the devices
 from async_device.faults import FAULTS
+from helpers.small_buckets import use_small_buckets
 from unisono import DataParallel
-from unisono.autograd import broadcast
 from unisono.runtime import devices
-from unisono.runtime.buckets import buckets_of
 
 FIRST, SECOND = torch.device("queued:0"), torch.device("queued:1")
 OUTPUTS = ("the first device", "the host", "the second device")
@@ -35,6 +35,7 @@ TOLERANCE = 1e-10  # to the plain module's numbers; two runs have the same bits
 SEEDS = range(1, 21)
 DELAY_US, DELAY_PERCENT = 500, 30
 BALLAST = 1 << 18  # numbers a row: its copy takes so long that the host gets ahead of the copies behind it
+LEAVES = 4  # the place of the layer whose values leave forward
 BUCKET_BYTES = WIDTH * WIDTH * 8  # so that each layer has one
 
 
@@ -64,6 +65,60 @@ def sum_of_branches(net: nn.Module, x: Tensor) -> Tensor:
     return left + right
 
 
+class SecondHalf(nn.Module):
+    """In training, adds a layer to the second half of a batch: replicas on the first device have no gradients of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device == FIRST or not torch.is_grad_enabled():
+            return x
+        if x.device == SECOND:
+            return x + self.layer(x)
+        first, second = x.chunk(2)
+        return torch.cat([first, second + self.layer(second)])
+
+
+class LeavesForward(nn.Module):
+    """Keeps what goes through it, for a loss of its own, in a list that all replicas share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            self.kept.append(x)
+        return x
+
+    def loss(self, device: torch.device) -> Tensor:
+        """Return the loss of what has been kept, and forget that."""
+        parts = [(x * x).sum() / ROWS for x in self.kept]
+        self.kept.clear()
+        return torch.stack([part.to(device) for part in parts]).sum()
+
+
+class LateGradients(nn.Module):
+    """Returns its input. It has no parameters, and its backward is many kernels, so that the host gets far ahead."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _ManyKernels.apply(x)
+
+
+class _ManyKernels(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        for _ in range(100):
+            grad = grad * 1
+        return grad
+
+
 class Collects(nn.Module):
     """Has no output: it hands what it computes to a function. So nothing but the wrapper waits for its devices."""
 
@@ -80,10 +135,13 @@ def trained() -> dict[str, Tensor]:
 
     Each step calls three wrappers of one module, which have their outputs on the first device, on the host and on the
     second device, the last one on streams of the caller's own. Batches are in pageable memory, in pinned memory, or on
-    either device, and are overwritten as soon as the call has returned.
+    either device, and are overwritten as soon as the call has returned. Then another wrapper has two replicas on each
+    device, a loss that leaves forward, its backward on other streams than its forward, and batches that need gradients.
+    Those go through a wrapper without parameters first, so that no sum keeps what follows waiting.
     """
     module, collected = net().to(FIRST), dict[torch.device, Tensor]()
     models = [DataParallel(module, [FIRST, SECOND], output_device=device) for device in (None, "cpu", SECOND)]
+    before, of_four = (DataParallel(each, [FIRST, FIRST, SECOND, SECOND]) for each in (LateGradients(), module))
     collects = DataParallel(Collects(lambda x: collected.__setitem__(x.device, x)), [FIRST, SECOND])
     own_streams = [torch.Stream(device=device) for device in (FIRST, SECOND)]
     optimizer, found = sgd(module), dict[str, Tensor]()
@@ -103,7 +161,15 @@ def trained() -> dict[str, Tensor]:
                 x = _placed(batch, number + which)
                 with _using(own_streams if model is models[-1] else []):
                     found[f"{step}: output"], found[f"{step}: loss"] = _step(model, x)
+                module[LEAVES].kept.clear()
                 found |= {f"{step}: collected {i}": collected.pop(device) for i, device in enumerate((FIRST, SECOND))}
+            x = _placed(batch, number)
+            scale = torch.full((WIDTH,), 0.5, dtype=torch.float64, device=x.device, requires_grad=True)
+            with _using(own_streams):
+                losses = [of_four(before(x * scale)).pow(2).mean(), module[LEAVES].loss(FIRST)]
+            losses[0].backward(retain_graph=True)
+            losses[1].backward()
+            found[f"step {number}: gradient of scale"] = cast(Tensor, scale.grad)
             found |= gradients_of(module, number)
             optimizer.step()
         for name, (copy, is_there) in [(n, devices.begin_copy_to_host(p.data)) for n, p in module.named_parameters()]:
@@ -127,10 +193,15 @@ def trained_plainly() -> dict[str, Tensor]:
             loss.backward()
             found |= {f"{step}: output": output.detach(), f"{step}: loss": loss.detach()}
             found |= {f"{step}: collected {i}": half for i, half in enumerate((NUM_COLLECTED * batch).chunk(2))}
+            module[LEAVES].kept.clear()
+        scale = torch.full((WIDTH,), 0.5, dtype=torch.float64, requires_grad=True)
+        (module(LateGradients()(batch * scale)).pow(2).mean() + module[LEAVES].loss(batch.device)).backward()
+        found[f"step {number}: gradient of scale"] = cast(Tensor, scale.grad)
         found |= gradients_of(module, number)
         optimizer.step()
     found |= {name: parameter.detach() for name, parameter in module.named_parameters()}
-    mapped = module(batches()).detach()
+    with torch.no_grad():
+        mapped = module(batches())
     return found | {f"map to {where}, {i}": y for where in OUTPUTS for i, y in enumerate(mapped)}
 
 
@@ -145,7 +216,8 @@ def net() -> nn.Module:
     """Return the module that is trained, in double precision, the same each time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), Branches(), nn.Tanh(), nn.Linear(WIDTH, 4)).double()
+        first, last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+        return nn.Sequential(first, nn.Tanh(), SecondHalf(), Branches(), LeavesForward(), nn.Tanh(), last).double()
 
 
 def batches() -> Tensor:
@@ -195,7 +267,7 @@ def _using(streams: Iterable[torch.Stream]) -> Iterator[None]:
 @contextlib.contextmanager
 def _small_buckets() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(broadcast, "buckets_of", functools.partial(buckets_of, full_bytes=BUCKET_BYTES))
+        use_small_buckets(patch, BUCKET_BYTES)
         yield
 
 

@@ -3,10 +3,11 @@
 The replicas are on the CPU, in separate memory; tests/contract/ runs the whole contract so.
 """
 
+import collections
 import copy
-import functools
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -16,13 +17,10 @@ from helpers.late_copies import send_late
 from helpers.modules import Calls
 from helpers.twins import assert_same_gradients
 from unisono import DataParallel
-from unisono.autograd import broadcast
-from unisono.autograd.reducer import LeafHooks
-from unisono.runtime.buckets import buckets_of
+from unisono.runtime.buckets import Bucket
 from unisono.runtime.streams import Copies
+from unisono.runtime.thread_pool import replica_path
 from unisono.testing import separate_memory
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -39,27 +37,38 @@ def wrap(module: nn.Module, num_replicas: int) -> DataParallel:
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     """The sizes of what is copied from now on, in order."""
     sizes: list[torch.Size] = []
-    to_add = Copies.to_add
+    to_add, fill = Copies.to_add, Copies.fill
 
     def noting(self: Copies, tensor: torch.Tensor, reader: int) -> torch.Tensor:
         sizes.append(tensor.size())
         return to_add(self, tensor, reader)
 
+    def noting_all(self: Copies, memory: Any, values: list[torch.Tensor], reader: int, *others: Any) -> None:
+        sizes.extend(value.size() for value in values)
+        fill(self, memory, values, reader, *others)
+
     monkeypatch.setattr(Copies, "to_add", noting)
+    monkeypatch.setattr(Copies, "fill", noting_all)
     return sizes
 
 
-def test_a_forward_sends_buckets_and_not_tensors(copied: list[torch.Size]) -> None:
+def test_a_forward_sends_buckets_and_not_tensors(copied: list[torch.Size], monkeypatch: pytest.MonkeyPatch) -> None:
     """S11: one copy for the parameters, one for each dtype of buffers, one a replica for the gradients."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(20)))
     wrapped = wrap(model, 3)
     loss = wrapped(torch.randn(12, 4)).sum()
     num_float = sum(tensor.numel() for tensor in model.state_dict().values() if tensor.is_floating_point())
     # To two replicas: float32, and the int64 of num_batches_tracked, each at a multiple of 16 bytes.
-    assert [size.numel() for size in copied] == [num_float] * 2 + [20 * 2] * 2
-    copied.clear()
+    assert [size.numel() for size in copied] == [num_float, 20 * 2] * 2
+    flats, flat = list[int](), Bucket.flat
+
+    def noting(self: Bucket, tensors: Any) -> torch.Tensor:
+        flats.append(self.num_entries)
+        return flat(self, tensors)
+
+    monkeypatch.setattr(Bucket, "flat", noting)
     loss.backward()
-    assert [size.numel() for size in copied] == [sum(p.numel() for p in model.parameters())] * 2
+    assert flats == [sum(p.numel() for p in model.parameters())] * 3
 
 
 def test_a_replicas_tensors_are_their_own(copied: list[torch.Size]) -> None:
@@ -111,39 +120,6 @@ def test_tensors_are_aligned(copied: list[torch.Size]) -> None:
     assert model.module.seen == [0] * 4 * 3
 
 
-def test_a_bucket_leaves_while_backward_runs(copied: list[torch.Size], monkeypatch: pytest.MonkeyPatch) -> None:
-    """N10, N2: the last parameters first, when a bucket is full; summed when it has arrived from all replicas.
-
-    What is missing is not waited for, and is not copied.
-    """
-    monkeypatch.setattr(broadcast, "buckets_of", functools.partial(buckets_of, full_bytes=32))  # of two parameters
-    leaves = [[torch.zeros(4, requires_grad=True) for _ in range(2)] for _ in range(4)]
-    emitted: list[tuple[int, list[float]]] = []
-
-    def add(parameter: int, replica: int) -> None:
-        leaves[parameter][replica].sum().backward()
-
-    def emit(parameter: int, total: torch.Tensor) -> None:
-        emitted.append((parameter, total.tolist()))
-
-    plan = broadcast.ReduceBuckets([first for first, _ in leaves])
-    hooks = [LeafHooks(dict(enumerate(of_replica))) for of_replica in zip(*leaves, strict=True)]
-    reduce = broadcast.CoalescedReduce(plan, [CPU] * 2, emit, {1, 3})
-    with reduce, hooks[0].handing_to(reduce.of(0)), hooks[1].handing_to(reduce.of(1)):
-        add(3, replica=1)
-        assert not copied
-        add(2, replica=1)
-        assert copied == [(8,)]
-        add(3, replica=0)
-        assert not emitted
-        add(2, replica=0)
-        assert emitted == [(3, [2.0] * 4)]
-        add(0, replica=1)
-        totals = reduce.end()
-    assert {k: total.tolist() for k, total in totals.items()} == {2: [2.0] * 4, 0: [1.0] * 4}
-    assert copied == [(8,), (4,)]
-
-
 def test_parameters_outside_buckets() -> None:
     """N1, N2, R4: with sparse gradients, without entries, frozen, not used."""
 
@@ -158,3 +134,202 @@ def test_parameters_outside_buckets() -> None:
     for module in (plain, model):
         module(rows).pow(2).sum().backward()
     assert_same_gradients(model.module, plain)
+
+
+# ---- the replicas' memory stays ------------------------------------------------------------------
+
+
+def addresses_of(module: nn.Module) -> list[int]:
+    return [tensor.data_ptr() for tensor in module.state_dict().values()]
+
+
+class NotesAddresses(nn.Module):
+    """Two layers and buffers; notes where its tensors are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        noted[replica_path()].append(addresses_of(self))
+        return self.second(self.norm(self.first(x)).relu())
+
+
+noted: dict[tuple[int, ...], list[list[int]]] = collections.defaultdict(list)  # by replica
+
+
+@pytest.fixture(autouse=True)
+def _nothing_noted() -> None:
+    noted.clear()
+
+
+def test_addresses_stay_from_step_to_step_and_are_those_of_all_kinds_of_forward() -> None:
+    """N10: training, evaluation and inference share one memory, which is made once."""
+    model = wrap(NotesAddresses(), 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(12, 4)
+    for _ in range(3):
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model(x)
+        with torch.inference_mode():
+            model(x)
+    for replica in ((1,), (2,)):
+        assert len(noted[replica]) == 9
+        assert all(addresses == noted[replica][0] for addresses in noted[replica])
+
+
+def test_an_evaluation_between_forward_and_backward_has_other_memory() -> None:
+    """R8: the graph still needs the parameters that it has saved."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    model = wrap(copy.deepcopy(plain), 3)
+    x = torch.randn(12, 4).double()
+    for _ in range(3):
+        for module in (plain, model):
+            module.zero_grad()
+            loss = module(x).square().sum()
+            with torch.no_grad():
+                before = [p.clone() for p in module.parameters()]
+                for p in module.parameters():
+                    p.data.mul_(2)
+                evaluated = module(x)
+                for p, value in zip(module.parameters(), before, strict=True):
+                    p.data.copy_(value)
+            loss.backward()
+            if module is plain:
+                expected = evaluated
+        torch.testing.assert_close(evaluated, expected)
+        assert_same_gradients(model.module, plain)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_what_is_written_through_data_is_seen(grad: bool) -> None:
+    """R8: no version counter tells of it."""
+    plain = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double().eval()
+    model = wrap(copy.deepcopy(plain), 3)
+    x = torch.randn(12, 4).double()
+    for number in range(4):
+        results = []
+        for module in (plain, model):
+            versions = [p._version for p in module.parameters()]
+            for tensor in (*module.parameters(), *module.buffers()):
+                tensor.data.add_(number)
+            assert [p._version for p in module.parameters()] == versions
+            with torch.set_grad_enabled(grad):
+                y = module(x)
+            if grad:
+                module.zero_grad()
+                y.square().sum().backward()
+            results.append(y.detach())
+        torch.testing.assert_close(*results)
+        if grad:
+            assert_same_gradients(model.module, plain)
+
+
+@pytest.mark.parametrize("way", ["set_data", "write_data", "write"])
+def test_a_replica_that_forward_has_written_into_has_the_parameters_in_the_next_one(way: str) -> None:
+    """R8: the live values, whether forward wrote into its parameter or gave it other memory."""
+
+    def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if replica_path() != (0,):  # which has the live parameter's memory
+            if way == "set_data":
+                module.weight.data = module.weight.data * 2
+            elif way == "write_data":
+                module.weight.data.mul_(2)
+            else:
+                with torch.no_grad():
+                    module.weight.mul_(2)
+            return x * module.weight / 2
+        return x * module.weight
+
+    model = wrap(Calls(forward, weight=nn.Parameter(torch.ones(4))), 3)
+    for number in range(1, 4):
+        y = model(torch.ones(6, 4))
+        assert y.eq(number).all()
+        y.sum().backward()
+        model.module.weight.data.add_(1)
+
+
+def write_in_place(parameters: list[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.add_(1)
+
+
+def write_through_data(parameters: list[torch.Tensor]) -> None:
+    for parameter in parameters:
+        parameter.data.add_(1)
+
+
+def write_nothing(parameters: list[torch.Tensor]) -> None:
+    pass
+
+
+@pytest.mark.parametrize("later", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("write", [write_in_place, write_through_data, write_nothing])
+def test_a_graph_that_outlives_its_step_is_right_or_an_error(write: Any, later: Any) -> None:
+    """R8: a later forward overwrites what a tensor that forward has put aside needs in backward."""
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled() and replica_path() != (0,):
+            h = x.detach().requires_grad_()
+            kept.append((module.first(h).sum(), h))
+        return module.second(module.first(x))
+
+    module = Calls(forward, first=nn.Linear(4, 4), second=nn.Linear(4, 4))
+    model, x = wrap(module, 2), torch.randn(6, 4)
+    for _ in range(2):
+        kept.clear()
+        model(x).sum().backward()
+        (aside, h), weight = kept.pop(), module.first.weight.detach().clone()
+        write([*module.parameters()])
+        (gradient,) = torch.autograd.grad(aside, h, retain_graph=True)  # nothing has been overwritten
+        torch.testing.assert_close(gradient, weight.sum(0).expand(3, 4))
+        with later():
+            model(x)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(aside, h)
+
+
+def test_a_write_into_a_parameter_is_none_into_the_next_one_after_many_steps() -> None:
+    """R1: each has a version counter of its own, in each step."""
+
+    def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = module.first(x.square())
+        with torch.no_grad():
+            module.count.add_(1)
+            module.second.bias.add_(1)
+        return module.second(y)
+
+    module = Calls(forward, first=nn.Linear(4, 4), second=nn.Linear(4, 4), count=nn.Parameter(torch.zeros(3)))
+    model = wrap(module, 3)
+    for _ in range(4):
+        model(torch.randn(6, 4)).sum().backward()
+
+
+def test_forwards_that_wait_for_backward_have_memory_of_their_own() -> None:
+    """R8, N10: and at most three are kept."""
+    torch.manual_seed(0)
+    plain = NotesAddresses().double().eval()
+    model = wrap(copy.deepcopy(plain), 2)
+    xs = torch.randn(5, 6, 4).double()
+    for module in (plain, model):
+        losses = []
+        for x in xs:
+            losses.append(module(x).square().sum())
+        for loss in losses:
+            loss.backward()
+    assert_same_gradients(model.module, plain)
+    assert len({addresses[0] for addresses in noted[1,]}) == len(xs)
+    assert len(model._threads._pool._idle) == 3
+
+
+def test_maps_copy_once(copied: list[torch.Size]) -> None:
+    """N10"""
+    model = wrap(nn.Sequential(*(nn.Linear(4, 4) for _ in range(20))), 3)
+    assert len([*model.map([torch.randn(2, 4)] * 9)]) == 9
+    assert [size.numel() for size in copied] == [20 * 20] * 2

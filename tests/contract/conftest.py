@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.contract import ON_CPU, PLACES, Wrap, at, in_turn, on_first_device
+from helpers.contract import DEVICES, ON_CPU, PLACES, Wrap, at, in_turn, on_first_device
 from unisono import DataParallel
 
 ON_THE_CPU_ONLY = ["memory", "nn_sweep", "properties"]
@@ -34,6 +34,8 @@ def wrap(place: str, numerics: None) -> Wrap:
     """Wrap a module for some replicas at the place under test."""
 
     def wrap(module: nn.Module, num_replicas: int = 2, **options: Any) -> DataParallel:
+        if options.get("sync_batch_norm") and not ON_CPU and num_replicas > len(set(DEVICES)):
+            pytest.skip("replicas that wait for each other in batch norm need an accelerator each")
         return DataParallel(module, in_turn(num_replicas), **options)
 
     return wrap

@@ -9,11 +9,9 @@ from torch import nn
 
 from helpers.comparisons import assert_alike, assert_all_same, assert_same, twins
 from helpers.contract import Wrap, at_one_place, in_one_memory
-from helpers.known_defects import known_defect
 from helpers.losses import loss_of
 from helpers.modules import Calls
 from unisono.engines import replica
-from unisono.runtime import torch_private
 
 
 class Table(dict[str, Any]):
@@ -185,7 +183,6 @@ def backward_inside(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return y
 
 
-@known_defect("B")
 def test_a_backward_inside_forward_after_a_parameter_was_frozen(wrap: Wrap) -> None:
     """R8: the gradients go to the parameters that need one now."""
 
@@ -316,7 +313,7 @@ def test_memory_that_a_conversion_replaces_is_freed(wrap: Wrap) -> None:
     model(torch.randn(6, 4)).sum().backward()
     storage = model.module.weight.untyped_storage()
     model.half()
-    assert torch_private.num_references(storage) == 1
+    assert torch._C._storage_Use_Count(storage._cdata) == 1
 
 
 @at_one_place

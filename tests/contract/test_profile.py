@@ -14,13 +14,11 @@ from torch import nn
 
 from helpers.contract import ON_CPU, Wrap, at_one_place, in_threads, on_the_cpu
 from helpers.failing import FailsOn
-from helpers.known_defects import known_defect
 from helpers.modules import mlp
 from unisono import DataParallel
 from unisono.profiling.profile import Profile
 from unisono.profiling.steps import PHASES, ProfiledStep
 from unisono.runtime import timeline
-from unisono.runtime.buckets import LARGE_BYTES
 
 
 def train(model: nn.Module, x: torch.Tensor) -> list[Any]:
@@ -102,7 +100,7 @@ def test_numbers_are_the_same_bit_for_bit(wrap: Wrap) -> None:
 @pytest.mark.parametrize("phase", ["wait", "reduce"])
 def test_what_interrupts_a_replica(wrap: Wrap, phase: str) -> None:
     """P2: it waits for the other replicas' statistics in batch norm, and adds a large gradient during backward."""
-    wide = LARGE_BYTES // 8
+    wide = 1 << 13
     if phase == "wait":
         model = wrap(nn.Sequential(nn.Linear(1, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)), sync_batch_norm=True)
     else:
@@ -250,7 +248,6 @@ def test_what_is_not_recorded(wrap: Wrap) -> None:
     assert profile.steps() == steps
 
 
-@known_defect("C")
 def test_a_loss_of_two_forwards_is_one_step(wrap: Wrap) -> None:
     """P1: both forwards and the backward of both are in it, once, and the next step begins after it."""
     model = wrap(mlp())

@@ -18,18 +18,6 @@ from helpers.losses import fresh, loss_of
 from helpers.modules import Calls, Composed, Fn, mlp
 
 
-def test_a_replicas_parameters_are_leaves(wrap: Wrap) -> None:
-    """R15: what asks for it in forward sees what it would see in the plain module."""
-
-    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        assert all(p.is_leaf and p.grad_fn is None and p.requires_grad for p in model.parameters())
-        return model.layer(x)
-
-    assert_alike(
-        wrap, Calls(forward, layer=nn.Linear(5, 3)), lambda call, _: loss_of(call(torch.randn(7, 5))).backward()
-    )
-
-
 def count(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     model.calls += 1
     model.rows += len(x)

@@ -22,14 +22,12 @@ from helpers.garbage import no_garbage
 from helpers.modules import Calls
 from helpers.ranks import drawn, drawn_by, on_own_devices, own_devices, run_ranks
 from helpers.twins import assert_same_gradients, rows_of, twins
-from unisono.distributed.bucketed_all_reduce import BucketPlan
+from unisono.distributed.bucketed_all_reduce import plan_for_ranks
 from unisono.distributed.process_group import Communicator, communicator_for
 from unisono.primitives.measured_shares import MeasuredShares
 
 SIZES = [[4, 9, 5, 1], [7, 3, 0, 2], [1, 1, 1, 1], [0, 6, 2, 5]]
 ONE, TWO = 1, 2  # replicas of a rank
-# With several forwards before a backward, ranks of two accelerators each start their collectives in different orders.
-WITH_SEVERAL_FORWARDS = (ONE, TWO) if ON_CPU else (ONE,)
 
 
 def perceptron() -> nn.Module:
@@ -277,10 +275,142 @@ def test_sparse_gradients(rank: int, options: dict) -> None:
             compare(rank, model, oracle, run)
 
 
+# ---- losses that leave forward in another way
+
+
+class Keeps(nn.Module):
+    """Keeps the loss of a hidden layer, of the rows of each replica, and a loss of a layer that nothing else uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.side = nn.Linear(5, 16), nn.Linear(16, 3), nn.Linear(5, 3)
+        self.kept: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x).tanh()
+        self.kept.append(hidden.square().sum() + self.side(x).pow(3).sum())
+        return self.last(hidden)
+
+
+def run_keeping(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run a forward; return a loss of its output, and the one that it has kept."""
+    kept = inner(module).kept
+    kept.clear()
+    output = module(x)
+    return output.square().sum(), sum(loss.to(output.device) for loss in kept)
+
+
+# On an accelerator the two losses go through a replica's graph in two threads, and the first must not free it.
+KEEP = {"retain_graph": not ON_CPU}
+KEPT: dict[str, Callable[[nn.Module, torch.Tensor], None]] = {}
+
+
+def way(function: Callable[[nn.Module, torch.Tensor], None]) -> Callable[[nn.Module, torch.Tensor], None]:
+    KEPT[function.__name__] = function
+    return function
+
+
+@way
+def alone(module: nn.Module, x: torch.Tensor) -> None:
+    run_keeping(module, x)[1].backward()
+
+
+@way
+def with_the_output(module: nn.Module, x: torch.Tensor) -> None:
+    sum(run_keeping(module, x)).backward(**KEEP)
+
+
+@way
+def after_the_output(module: nn.Module, x: torch.Tensor) -> None:
+    output, kept = run_keeping(module, x)
+    output.backward(retain_graph=True)
+    kept.backward()
+
+
+@way
+def of_two_forwards(module: nn.Module, x: torch.Tensor) -> None:
+    first, second = run_keeping(module, x), run_keeping(module, x * 2)
+    (first[0] + first[1] + second[1]).backward(**KEEP)
+
+
+@way
+def accumulated(module: nn.Module, x: torch.Tensor) -> None:
+    for is_last in (False, False, True):
+        with without_sync(module, not is_last):
+            alone(module, x)
+            with_the_output(module, x)
+
+
+@way
+def by_grad(module: nn.Module, x: torch.Tensor) -> None:
+    output, kept = run_keeping(module, x)
+    parameters = [*inner(module).parameters()]
+    for loss in (kept, output + kept):
+        found = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+        for parameter, gradient in zip(parameters, found, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+@way
+def twice_differentiable(module: nn.Module, x: torch.Tensor) -> None:
+    output, kept = run_keeping(module, x)
+    parameters = [*inner(module).parameters()]
+    found = torch.autograd.grad(kept, parameters, create_graph=True, allow_unused=True)
+    penalty = sum(gradient.square().sum() for gradient in found if gradient is not None)
+    (output + penalty).backward(**KEEP)  # a sum of sums over the ranks is its own derivative: each rank has it whole
+
+
+@case()
+def test_losses_that_leave_forward(rank: int, options: dict) -> None:
+    """C1, C2: they were summed over no rank, or had no gradients at all."""
+    for name, run in KEPT.items():
+        model, oracle = twins(lambda: Keeps().double(), loss="sum", **options)
+        for seed, sizes in enumerate(((4, 9), (5, 0), (3, 3))):
+            x, _, all_x, _ = data(rank, seed, sizes)
+            for module, rows in ((model, x), (oracle, all_x)):
+                module.zero_grad()
+                run(module, rows)
+            try:
+                assert_same_gradients(model.module, oracle)
+            except AssertionError as error:
+                raise AssertionError(name) from error
+
+
+class NoGradient(torch.autograd.Function):
+    """The identity, through which no gradient goes."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> None:
+        return None
+
+
+@case()
+def test_a_loss_that_leaves_forward_and_has_no_gradient_on_one_rank(rank: int, options: dict) -> None:
+    """C1, C3: the other ranks waited for it."""
+    model, oracle = twins(lambda: Keeps().double(), loss="sum", **options)
+    x, _, all_x, _ = data(rank)
+    for with_output in (False, True):
+        model.zero_grad()
+        oracle.zero_grad()
+        output, kept = run_keeping(model, x)
+        kept = NoGradient.apply(kept) if rank else kept
+        (output + kept if with_output else kept).backward(**KEEP)
+        output, kept = run_keeping(oracle, all_x)
+        if with_output:
+            output.backward()
+        run_keeping(oracle, all_x[:4])[1].backward()
+        assert_same_gradients(model.module, oracle)
+
+
 # ---- how backward is called
 
 
-@case(*WITH_SEVERAL_FORWARDS)
+@case()
 def test_several_forwards_and_several_backwards(rank: int, options: dict) -> None:
     """C4"""
     model, oracle = twins(perceptron, **options)
@@ -301,7 +431,7 @@ def test_several_forwards_and_several_backwards(rank: int, options: dict) -> Non
     assert_same_gradients(model.module, oracle)  # as they were
 
 
-@case(*WITH_SEVERAL_FORWARDS)
+@case()
 def test_derivatives_of_higher_order(rank: int, options: dict) -> None:
     """C5"""
 
@@ -346,7 +476,7 @@ def test_a_backward_for_inputs_only_waits_for_no_rank(rank: int, options: dict) 
     compare(rank, model, oracle)
 
 
-@case(*WITH_SEVERAL_FORWARDS)
+@case()
 def test_two_models_that_train_each_other(rank: int, options: dict) -> None:
     """C4: as in adversarial training: parts are frozen in turn."""
     makes = [lambda: nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 5)).double(), perceptron]
@@ -435,7 +565,7 @@ def test_what_was_accumulated_can_be_dropped_or_scaled(rank: int, options: dict)
     assert_same_gradients(model.module, oracle)
 
 
-@case(*WITH_SEVERAL_FORWARDS)
+@case()
 def test_inside_no_sync_only_backward_counts(rank: int, options: dict) -> None:
     """C6, C5: a gradient penalty, an attack on the inputs, and gradients that are only looked at."""
     model, oracle = twins(perceptron, **options)
@@ -818,9 +948,8 @@ def test_a_large_gradient_waits_for_no_larger_one():
     widths = [1024, 4096, 3072, 1024, 10]
     layers = [nn.Linear(*pair, device="meta") for pair in itertools.pairwise(widths)]
     tensors = [parameter for layer in layers for parameter in layer.parameters()]
-    plan = BucketPlan.of(tensors, without=lambda tensor: False, has_slots=True)
+    plan = plan_for_ranks(tensors, without=lambda tensor: False, has_slots=True)
     assert [bucket.numbers for bucket in plan.buckets] == [(7, 6), (5, 4), (3, 2), (1, 0)]
-    assert plan.early == {7, 6, 5, 4, 3, 2, 0}, "in the last bucket only what is large"
 
 
 @case(ONE)

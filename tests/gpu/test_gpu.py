@@ -18,11 +18,10 @@ from helpers.accelerators import COMPUTES_ON_HOST, FIRST, on_accelerator, on_two
 from helpers.comparisons import assert_same_gradients
 from helpers.in_time import in_time as _in_time
 from helpers.modules import Calls
+from helpers.small_buckets import use_small_buckets
 from unisono import DataParallel
-from unisono.autograd import broadcast
 from unisono.console.errors import OptionError
 from unisono.runtime import devices
-from unisono.runtime.buckets import buckets_of
 from unisono.training.computation import expect_compiler
 
 WAIT_S = 60.0
@@ -63,7 +62,7 @@ Places = list[torch.device]
 @pytest.fixture(params=PLACES + SEPARATE)
 def placed(request: pytest.FixtureRequest, first: torch.device, monkeypatch: pytest.MonkeyPatch) -> Places:
     """The devices of the replicas, each of which may have memory of its own even on one device."""
-    monkeypatch.setattr(broadcast, "buckets_of", functools.partial(buckets_of, full_bytes=1000))  # several, that is
+    use_small_buckets(monkeypatch, 1000)
     monkeypatch.setattr(devices, "_has_separate_memory", "separate memory" in request.param)
     return [torch.device(first.type, index) for index in request.param if isinstance(index, int)]
 
@@ -266,6 +265,8 @@ def stress(placed: Places, *, waits: bool) -> list[torch.Tensor]:
     return [losses.cpu(), *(p.detach().cpu() for p in model.parameters())]
 
 
+# The node that adds to a parameter's `grad` is kept from step to step, as with DDP; here each step has another stream.
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 def test_500_steps_bit_for_bit(placed: Places) -> None:
     """R14, S11: random sizes, side streams, memory that is reused at once; as a run that waits after each part."""
     expected = stress(placed, waits=True)

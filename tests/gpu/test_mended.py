@@ -21,7 +21,6 @@ from helpers.modules import Calls
 from helpers.ranks import run_ranks
 from helpers.twins import assert_same_gradients, rows_of, twins
 from unisono import DataParallel
-from unisono.autograd.reducer import LeafHooks, Reducer
 from unisono.runtime import devices
 
 
@@ -84,10 +83,10 @@ def net() -> nn.Module:
     )
 
 
-@on_cuda
+@on_two_gpus
 def test_no_step_waits_with_synchronised_batch_norm() -> None:
     """N5, S11: torch raises an error for whatever waits for the GPU."""
-    model = DataParallel(net().cuda(), ["cuda:0", "cuda:0"], sync_batch_norm=True)
+    model = DataParallel(net().to("cuda:0"), ["cuda:0", "cuda:1"], sync_batch_norm=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
     x = torch.randn(16, 2, 8, 8, device="cuda:0")
     try:
@@ -140,32 +139,29 @@ def test_activation_checkpoints_of_two_replicas_on_one_device(device: torch.devi
 # ---- streams, devices, CUDA graphs -----------------------------------------------------------------
 
 
-@on_cuda
-def test_reducers_get_all_gradients_on_one_stream() -> None:
-    """N1: those of a branch on a stream of its own, too."""
-    leaf = torch.ones(1 << 20, device="cuda:0", requires_grad=True)
-    side, main = torch.cuda.Stream(), torch.cuda.current_stream()
-    seen = []
+@on_accelerator
+def test_sums_wait_for_a_branch_on_a_stream_of_its_own() -> None:
+    """N1: its gradients come late, and go into the same buckets as the others."""
+    there = torch.device(FIRST)
 
-    class Noting(Reducer):
-        numbers = range(1)
-
-        def add(self, number: int, gradient: torch.Tensor) -> bool:
-            seen.append((torch.cuda.current_stream().cuda_stream, gradient * 1))
-            return True
-
-    with LeafHooks({0: leaf}).handing_to(Noting()):
+    def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        main, side = torch.accelerator.current_stream(there), torch.Stream(there)
         side.wait_stream(main)
-        with torch.cuda.stream(side):
-            y = leaf
+        x.record_stream(side)
+        with torch.get_device_module(there).stream(side):
+            y = x * module.scale
             for _ in range(50):
                 y = y * 1.0
-            loss = y.sum()
         main.wait_stream(side)
-        loss.backward()
-    ((stream, gradient),) = seen
-    assert stream == main.cuda_stream
-    assert gradient.eq(1).all()
+        y.record_stream(main)
+        return y + x * module.other
+
+    module = Calls(forward, scale=nn.Parameter(torch.ones(1 << 20)), other=nn.Parameter(torch.ones(1 << 20))).to(there)
+    model = DataParallel(module, [there] * 2)
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.ones(4, 1 << 20, device=there)).sum().backward()
+        assert all(parameter.grad.eq(4).all() for parameter in module.parameters())
 
 
 @on_cuda

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from helpers.contract import ON_CPU, in_time
+from helpers.contract import in_time
 from helpers.losses import fresh, loss_of, tensors_in
 from helpers.modules import Calls, ForceField, rows_of
 from unisono import DataParallel
@@ -162,15 +161,6 @@ BATCH_NORMS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], torch.Tens
     "checkpoint, non-reentrant": (lambda: CheckpointedBatchNorm(False), rows_of(5)),
     "differentiates inside": (BatchNormForceField, rows_of(5)),
 }
-
-
-def refused(name: str, step: Callable[[], object]) -> bool:
-    """Run a step that is an error on accelerators, where no replica waits for another in backward; check the error."""
-    if ON_CPU or name not in ("checkpoint, reentrant", "differentiates inside"):
-        return False
-    with pytest.raises(RuntimeError, match=r"use_reentrant=False|works for replicas on the host"):
-        in_time(step)
-    return True
 
 
 def assert_near(

@@ -13,9 +13,8 @@ import torch
 from helpers.in_time import WAIT_S
 from helpers.in_time import in_time as _in_time
 from helpers.late_copies import send_late
+from helpers.small_buckets import use_small_buckets
 from unisono import DataParallel
-from unisono.autograd import broadcast
-from unisono.runtime.buckets import buckets_of
 from unisono.testing import separate_memory
 
 Wrap = Callable[..., DataParallel]
@@ -47,7 +46,7 @@ def at(place: str) -> Iterator[None]:
     with separate_memory(), pytest.MonkeyPatch.context() as patch:
         if ON_CPU:
             send_late(patch)
-        patch.setattr(broadcast, "buckets_of", functools.partial(buckets_of, full_bytes=300))
+        use_small_buckets(patch, 300)
         yield
 
 

@@ -5,10 +5,7 @@ import pytest
 from helpers.contract import DEVICES
 
 KNOWN = {
-    "6": "synchronised batch norm: gradients of replicas on several devices are added in the order in which they come",
     "7": "a reentrant checkpoint around the wrapper: torch restores the random state of the inputs' device only",
-    "B": "a backward inside forward: gradients of parameters on several devices are added where they are",
-    "C": "several forwards before one backward: their backwards begin inside each other, in an order that varies",
     "E": "a checkpoint around the wrapper: the threads of two devices recompute it at once, a fault of torch's",
 }
 

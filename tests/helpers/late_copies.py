@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
 import torch
@@ -38,6 +38,18 @@ class LateCopies(Copies):
         with self._lock:
             self._pending.append((reader, copy, tensor.detach()))
         return copy
+
+    def fill(
+        self,
+        memory: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+        reader: int,
+        readers_before: Iterable[torch.Event] = (),
+    ) -> None:
+        for to, value in zip(memory, values, strict=True):
+            to.fill_(float("nan") if to.is_floating_point() or to.is_complex() else 77)
+            with self._lock:
+                self._pending.append((reader, to, value))
 
     def _make(self, reader: int | None = None) -> None:
         with self._lock, torch.no_grad():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from unisono.runtime.buckets import Bucket, Form, buckets_of, is_plain
+from unisono.runtime.buckets import Bucket, BucketPlan, Form, buckets_of, is_plain
 
 
 def forms(*tensors: torch.Tensor) -> dict[int, Form]:
@@ -48,6 +48,23 @@ def test_a_bucket_holds_copies_of_its_tensors_strides_included(by_number):
             assert torch.equal(piece, tensors[number])
             assert piece.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
     assert bucket.pieces(flat)[1].stride() == tensors[1].stride()
+
+
+def test_the_buckets_of_a_modules_parameters() -> None:
+    """The last ones first; those that fill a bucket alone, and what cannot be flattened, in buckets of their own."""
+
+    class Own(torch.nn.Parameter):
+        pass
+
+    parameters = [FLOATS, LARGE, HALF, Own(torch.empty(2)), FLOATS, ONE]
+    plan = BucketPlan.of_replicas(parameters, 800)
+    assert plan.numbers == [(5, 4, 0), (2,), (1,), (3,)]
+    assert [form is None for form in plan.forms] == [False, False, False, True]
+    assert plan.sources == [torch.device("cpu")]
+    assert plan.part(0, [True] * 3) is plan.forms[0]
+    part = plan.part(0, [True, False, True])
+    assert part.numbers == (5, 0)
+    assert plan.part(0, (True, False, True)) is part
 
 
 def test_plain_tensors() -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from unisono.runtime import streams
-from unisono.runtime.streams import Copies, queued_on, wait_for_maker, wait_for_streams
+from unisono.runtime.streams import Copies, wait_for_maker
 
 CPU = torch.device("cpu")
 A, B = torch.device("cuda", 0), torch.device("cuda", 1)  # names only
@@ -226,24 +226,6 @@ def test_memory_that_computation_never_reads_is_free_again_soon(machine: Machine
     assert part.may_be_freed()
 
 
-def test_tensors_that_were_made_on_several_streams(machine: Machine) -> None:
-    """N1: a module's branches can be on streams of its own, and backward asks for the last gradient only."""
-    side = Stream(A)
-    early = Tensor(A, side.operation(), allocated_on=side)
-    late = machine.computed_on(A)
-    with pytest.raises(AssertionError, match="before it was written"):
-        early.read_on(machine.computing[A])
-    machine.current[A] = side
-    with queued_on(machine.computing[A], early):
-        assert machine.current[A] is machine.computing[A]
-        for tensor in (early, late):
-            tensor.read_on(machine.current[A])
-            assert tensor.may_be_freed()
-    assert machine.current[A] is side
-    with queued_on(None, early):
-        assert machine.current[A] is side
-
-
 def test_tensors_that_another_thread_makes_on_a_stream_of_its_own(machine: Machine) -> None:
     """N5, R14: as the statistics of a replica whose branch is on a side stream."""
     side = Stream(A)
@@ -253,14 +235,6 @@ def test_tensors_that_another_thread_makes_on_a_stream_of_its_own(machine: Machi
     assert tensor.may_be_freed()
     wait_for_maker(machine.computing[A], tensor)
     assert len(machine.events) == 1
-
-
-def test_gradients_that_are_ready_on_other_devices(machine: Machine) -> None:
-    """N1: autograd looks for all of a node's gradients on one stream."""
-    gradient = machine.computed_on(B)
-    wait_for_streams(A, [A, B, CPU])
-    assert gradient.written <= machine.computing[A].clock
-    assert wait_for_streams(CPU, [CPU]) is None
 
 
 def test_sums_beside(machine: Machine) -> None:

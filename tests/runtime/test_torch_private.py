@@ -50,8 +50,6 @@ FALLBACKS: list[tuple[Any, str, Callable[[], Any], Any]] = [
     (torch._C, "_functorch", lambda: torch_private.is_batched(torch.ones(3)), False),
     (torch._C, "_functorch", lambda: torch_private.is_of_transform(torch.ones(3)), False),
     (torch._C, "_get_dispatch_mode", torch_private.is_tracing, False),
-    (torch._C, "_storage_Use_Count", lambda: torch_private.owns_its_memory(torch.ones(3)), False),
-    (torch._C, "_storage_Use_Count", lambda: torch_private.num_references(torch.ones(3).untyped_storage()), None),
     (torch.utils._python_dispatch, "_is_in_torch_dispatch_mode", keep_flags, None),
     (SimpleNamespace, "_backward_hooks", lambda: torch_private.skip_hooks_without_gradient([SimpleNamespace()]), None),
     (torch._dynamo, "mark_static_address", lambda: torch_private.mark_static([torch.ones(2)]), None),
@@ -134,19 +132,100 @@ def test_the_innermost_default_device() -> None:
         assert not torch_private.is_default_device(mode)
 
 
-def test_owns_its_memory() -> None:
-    """N1: a view, its base, a detached alias and a parameter's data share memory; a fresh tensor does not."""
-    fresh = also_fresh = torch.ones(4)
-    assert torch_private.owns_its_memory(also_fresh)
-    assert torch_private.num_references(fresh.untyped_storage()) == 2, "the tensor, and the storage object that asks"
-    for make in (torch.Tensor.detach, lambda tensor: tensor[:2]):
-        alias = make(fresh)
-        assert torch_private.num_references(fresh.untyped_storage()) == 3
-        assert not torch_private.owns_its_memory(fresh)
-        assert not torch_private.owns_its_memory(alias)
-        del alias
-        assert torch_private.owns_its_memory(fresh)
-    assert not torch_private.owns_its_memory(torch.ones(2, 2).to_sparse())
+@pytest.mark.parametrize("lacks", [False, True])
+def test_the_order_in_which_nodes_run(monkeypatch: pytest.MonkeyPatch, lacks: bool) -> None:
+    """N1: the highest number first; where torch cannot be told, the last one that was made."""
+    leaf, order = torch.ones((), requires_grad=True), list[int]()
+
+    class Noting(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, number: int) -> torch.Tensor:
+            ctx.number = number
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+            order.append(ctx.number)
+            return grad, None
+
+    results = [Noting.apply(leaf, number) for number in range(3)]
+    for result, number in zip(results, (1, 3, 2), strict=True):
+        node = SimpleNamespace() if lacks else result.grad_fn
+        torch_private.run_first(node, (1 << 62) + number)
+    torch.autograd.backward(results)
+    assert order == ([2, 1, 0] if lacks else [1, 2, 0])
+
+
+def test_sequence_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They grow with each node that the thread makes, with gradients on or off; 0 where torch does not tell."""
+    with torch.no_grad():
+        before = torch_private.sequence_number()
+    node: Any = torch.ones(2, requires_grad=True).exp().grad_fn
+    assert before < node._sequence_nr() < torch_private.sequence_number()
+    neg = torch.Tensor.neg
+    monkeypatch.setattr(torch.Tensor, "neg", lambda tensor: SimpleNamespace(grad_fn=neg(tensor) and None))
+    assert torch_private.sequence_number() == 0
+
+
+@pytest.mark.parametrize("lacks", [False, True])
+def test_a_change_that_does_not_count(lacks: bool) -> None:
+    """R15: else what a graph has saved of the tensor is no longer valid."""
+    tensor = torch.ones(2)
+    with lacking(torch.autograd, *["_unsafe_preserve_version_counter"] * lacks):
+        with torch_private.keeping_version(tensor):
+            tensor.add_(0)
+        assert tensor._version == int(lacks)
+
+
+@pytest.mark.parametrize("lacks", [False, True])
+def test_what_the_nodes_of_a_backward_see(lacks: bool) -> None:
+    """N1: what the block around the backward has been given, and nothing after it; blocks may be inside each other."""
+    seen: list[Any] = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda _: seen.append(torch_private.seen_takers()))
+
+    def backward() -> None:
+        torch_private.run_backward([x.sum()], [torch.ones(())], keep=False)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if lacks:
+            run = torch.autograd.Variable._execution_engine.run_backward
+            patch.setattr(torch.autograd.graph, "_engine_run_backward", run)
+            for name in ("_stash_obj_in_tls", "_get_obj_in_tls", "_is_key_in_tls", "_remove_obj_from_tls"):
+                patch.delattr(torch._C, name, raising=False)
+        with torch_private.seen_by_backward(1):
+            with torch_private.seen_by_backward(2):
+                backward()
+            backward()
+        backward()
+    assert seen == [2, 1, None]
+
+
+@pytest.mark.parametrize("lacks", [False, True])
+def test_hooks_without_a_gradient(lacks: bool) -> None:
+    """N4: they are not called in this backward, and are in the next one; where torch lacks the dicts, always."""
+    called: list[str] = []
+
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, gives: bool) -> torch.Tensor:
+            ctx.gives = gives
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            if not ctx.gives:
+                torch_private.skip_hooks_without_gradient([SimpleNamespace() if lacks else leaf])
+            return grad if ctx.gives else None, None
+
+    leaf = torch.ones(2, requires_grad=True)
+    leaf.register_hook(lambda grad: called.append("tensor"))
+    leaf.register_post_accumulate_grad_hook(lambda _: called.append("accumulated"))
+    for gives in (False, True, False, True):
+        Node.apply(leaf, gives).sum().backward()
+        expected = ["tensor", "accumulated"] if gives or lacks else []
+        assert called == expected, gives
+        called.clear()
 
 
 @pytest.mark.parametrize("lacks", [False, True], ids=["one call", "one by one"])

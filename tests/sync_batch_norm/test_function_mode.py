@@ -1,19 +1,16 @@
-"""Batch norm over all replicas in ways of running replicas that make one graph; tests/contract has the others.
+"""Batch norm over all replicas in the plain composition, where they are one graph, and by kernels.
 
-They are the plain composition (a verb is overridden) and accelerators, where one call runs backward of all replicas'
-graphs as one; simulated devices stand in for them.
+tests/contract has plain replicas.
 """
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from helpers.batch_norm_kernels import use_kernels
@@ -25,32 +22,29 @@ from helpers.batch_norms import (
 from helpers.in_time import in_time
 from helpers.losses import fresh
 from helpers.modules import Calls, Composed
-from helpers.one_graph import simulated_accelerators_with_one_graph
 from unisono import DataParallel
 from unisono.runtime.exchange import Exchange, taking_part
-from unisono.sync_batch_norm.function_mode import BackwardMode, BatchNormOverReplicas
+from unisono.sync_batch_norm.function_mode import BatchNormOverReplicas
 
 pytestmark = pytest.mark.usefixtures("float64")
 
 Wrap = Callable[[nn.Module, int], DataParallel]
 
 
-@pytest.fixture(params=["composition", "accelerators", "accelerators with kernels"])
-def wrap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wrap]:
-    """Wrap a copy of a module, synchronised, for a number of replicas, whose graphs are one."""
-    way = request.param
-    cls = Composed if way == "composition" else DataParallel
-    devices = ["cpu"] if way == "composition" else request.getfixturevalue("sim")
-    accelerators = way != "composition"
+@pytest.fixture(params=["composition", "kernels"])
+def wrap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Wrap:
+    """Wrap a copy of a module, synchronised, for a number of replicas."""
+    if request.param == "kernels":
+        use_kernels(monkeypatch)
+    return composed if request.param == "composition" else with_kernels
 
-    def make(module: nn.Module, n: int) -> DataParallel:
-        ids = [devices[i % len(devices)] for i in range(n)]
-        return cls(copy.deepcopy(module).to(ids[0]), ids, sync_batch_norm=True)
 
-    with simulated_accelerators_with_one_graph(monkeypatch) if accelerators else contextlib.nullcontext():
-        if way == "accelerators with kernels":
-            use_kernels(monkeypatch)
-        yield make
+def composed(module: nn.Module, n: int) -> DataParallel:
+    return Composed(copy.deepcopy(module), ["cpu"] * n, sync_batch_norm=True)
+
+
+def with_kernels(module: nn.Module, n: int) -> DataParallel:
+    return DataParallel(copy.deepcopy(module), ["cpu"] * n, sync_batch_norm=True)
 
 
 Call = Callable[[nn.Module, torch.Tensor], torch.Tensor]
@@ -96,7 +90,7 @@ STEPS: dict[str, tuple[str, Call]] = {
 
 
 @pytest.mark.parametrize("case", STEPS)
-def test_one_graph(wrap: Wrap, case: str) -> None:
+def test_steps(wrap: Wrap, case: str) -> None:
     """N3, N5, R14: as the plain module, first and second derivatives, several steps; a replica without rows."""
     name, step = STEPS[case]
     make_model, make_batch = BATCH_NORMS[name]
@@ -110,20 +104,17 @@ def test_one_graph(wrap: Wrap, case: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
-# A checkpoint puts autocast back as it was: off, about which older releases of torch warn on a simulated device.
-@pytest.mark.filterwarnings("ignore:In sim autocast, but the target dtype:UserWarning")
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_one_graph_and_checkpoints_inside(wrap: Wrap, reentrant: bool, request: pytest.FixtureRequest) -> None:
-    """N5, R13: right, or refused: a checkpoint may recompute a batch norm when the other replicas do not run."""
-    way = request.node.callspec.params["wrap"]
+def test_checkpoints_inside(wrap: Wrap, reentrant: bool) -> None:
+    """N5, R13: right, or refused: in one graph a checkpoint recomputes a batch norm when the others do not run."""
     plain = CheckpointedBatchNorm(reentrant)
     model = wrap(plain, 3)
     x = torch.randn(7, 5)
-    if way != "composition" and not reentrant:
+    if wrap is not composed:
         for _ in range(2):
             assert_like_plain(model, plain, x, step_of_cubes)
     else:
-        with pytest.raises(RuntimeError, match="inside an activation checkpoint: on accelerators"):
+        with pytest.raises(RuntimeError, match="inside an activation checkpoint, with a verb"):
             in_time(lambda: model(x))
     model.module.load_state_dict(plain.state_dict())
     with torch.no_grad():  # where nothing will be run again
@@ -135,22 +126,10 @@ def differentiated(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return torch.autograd.grad(module.norm(x).pow(3).sum(), x, create_graph=True)[0]
 
 
-def without_tensors(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return checkpoint(lambda x: F.batch_norm(x, None, None, training=True), module.linear(x), use_reentrant=False)
-
-
-@pytest.mark.parametrize(
-    ("forward", "message"),
-    [
-        (differentiated, "was differentiated inside forward"),
-        (without_tensors, "the batch norm has to have a tensor of its own"),
-    ],
-)
-def test_what_would_be_computed_wrongly_is_refused(wrap: Wrap, forward: Callable[..., Any], message: str) -> None:
-    """N5, R13: of a derivative in forward a replica has its own part only; what a checkpoint recomputes of a batch norm
-    without tensors could not be matched with forward."""
-    model = wrap(Calls(forward, norm=nn.BatchNorm1d(2), linear=nn.Linear(2, 2)), 2)
-    with pytest.raises(RuntimeError, match=message):
+def test_a_derivative_in_forward_is_refused_in_one_graph() -> None:
+    """N5, R13: there a replica has its own part of it only."""
+    model = composed(Calls(differentiated, norm=nn.BatchNorm1d(2)), 2)
+    with pytest.raises(RuntimeError, match="was differentiated inside forward"):
         in_time(lambda: model(torch.randn(6, 2)))
 
 
@@ -181,19 +160,23 @@ def test_a_replicate_of_ones_own() -> None:
     assert_like_plain(model, plain, torch.randn(8, 2))
 
 
-def test_a_backward_of_one_replica_in_another_thread() -> None:
-    """N5, A6: torch runs it in the accelerator's thread where the caller's loss is on the CPU."""
+def test_a_backward_in_the_thread_of_an_accelerator() -> None:
+    """N5, A6: torch runs the nodes there, and the thread of the replica waits."""
     norm, x = nn.BatchNorm1d(3), torch.randn(6, 3)
-    over_replicas = BatchNormOverReplicas([norm], BackwardMode.PER_REPLICA)
+    over_replicas = BatchNormOverReplicas([norm])
     leaf, expected = fresh(x), fresh(x)
-    with taking_part(Exchange(1), 0), over_replicas.in_replica(0, tracked=True):
+    with over_replicas.one_pass() as in_replica, taking_part(Exchange(1), 0), in_replica(0):
         output = norm(leaf)
-    with over_replicas.single_replica(Exchange), ThreadPoolExecutor(1) as thread:
-        thread.submit(lambda: output.pow(3).sum().backward()).result()
-    nn.BatchNorm1d(3)(expected).pow(3).sum().backward()
-    torch.testing.assert_close(leaf.grad, expected.grad, rtol=1e-12, atol=1e-12)
-    others = BatchNormOverReplicas([norm], BackwardMode.PER_REPLICA)
-    with taking_part(Exchange(1), 0), others.in_replica(0, tracked=True):
-        output = norm(fresh(x))
-    with pytest.raises(RuntimeError, match="they do not run at the same time"):
-        output.sum().backward()
+    with ThreadPoolExecutor(1) as thread:
+
+        def backward() -> None:
+            thread.submit(lambda: output.pow(3).sum().backward()).result()
+
+        with over_replicas.one_pass() as in_replica, taking_part(Exchange(1), 0), in_replica(0):
+            backward()
+        nn.BatchNorm1d(3)(expected).pow(3).sum().backward()
+        torch.testing.assert_close(leaf.grad, expected.grad, rtol=1e-12, atol=1e-12)
+        with over_replicas.one_pass() as in_replica, taking_part(Exchange(1), 0), in_replica(0):
+            output = norm(leaf)
+        with pytest.raises(RuntimeError, match="they do not run at the same time"):
+            backward()

@@ -1,60 +1,87 @@
 """The autograd boundary: the caller's graph sees all replicas as one node.
 
-caller's graph:   inputs, parameters ──► Boundary.forward ──► outputs ──► loss
-                                             │       ▲
-                                         (1) part    │ join (2)
-                                             ▼       │
-replica graphs:   leaves of replica i ──► replica i ──► outputs of replica i      one graph for each replica
+caller's graph    live tensors ──► LiveNode ──► token ──► (2) Replicas ──► token ──► (1) Outputs ──► outputs ──► loss
+                                     (bucket.py) │                                      ▲
+                                                 ▼                                      │ joined
+replica graphs           (3) BucketNodes ──► tensors of replica i ──► replica i ──► outputs of replica i
 
-(1) Each input is split into one leaf a replica by its placement: tensors with rows by `Shard`, parameters by
-    `Replicate`.
-(2) Each output is joined from the replicas' outputs by its placement.
-(3) Backward is the adjoint. Output gradients are split as (2) joined, every replica graph runs backward, and the
-    leaves' gradients are joined as (1) split: rows are concatenated; gradients of replicated tensors are summed in
-    replica order, so that runs repeat bit for bit.
-(4) With create_graph=True the replicas' gradients are outputs of the replica graphs in turn, with the incoming
-    gradients as further leaves. Another Boundary represents them in the caller's graph. So derivatives of any order
-    come from the graphs of the first forward: nothing is computed again, no buffer is written and no random number
-    is drawn a second time.
+    forward     Each input is split into one tensor a replica by its placement: tensors with rows by `Shard`, parameters
+                by `Replicate`. Each output is joined from the replicas' outputs by its placement.
+
+    backward    is the adjoint.
+(1) notes the gradients of the outputs.
+(2) splits them as the outputs were joined, and runs the backward of every replica graph, each in a thread of its own.
+(3) The replica graphs end at the buckets. Gradients are joined as the live tensors were split: rows are concatenated;
+    gradients of replicated tensors are summed in replica order, so that runs repeat bit for bit.
+
+(2) is a node of its own because the tokens are on the CPU: torch runs it in the thread that has called backward, and
+not in the one thread that it has for an accelerator. So it can wait for the replicas, and the boundaries of several
+forwards run one after the other, in an order that does not depend on time.
+
+With create_graph=True the replicas' gradients are outputs of the replica graphs in turn, with the incoming gradients as
+further inputs. Another boundary represents them in the caller's graph. So derivatives of any order come from the graphs
+of the first forward: nothing is computed again, no buffer is written and no random number is drawn a second time.
 """
 
+import threading
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from unisono.autograd.bucket import FIRST, Gradients
 from unisono.autograd.replica_graph import ReplicaGraphs
+from unisono.runtime import devices as _devices
 from unisono.runtime import timeline, torch_private
 from unisono.runtime.interrupts import critical
+from unisono.runtime.streams import current_stream, wait_for_maker
 from unisono.runtime.tracebacks import without_own_frames
 
+_KEEP_GRAPH = (
+    "this backward is of the module's output and of a tensor that left forward in another way (a hook or a list has "
+    "kept it), and one frees what the other needs. Give backward retain_graph=True, or return the tensor from forward."
+)
 
-class Alias(torch.autograd.Function):
-    """The same tensor with the same history, as another object.
 
-    The boundary keeps its inputs for derivatives of higher order. If it kept the caller's own objects, `h += model(h)`
-    would make a cycle of h and the boundary, and a later write into h would change what the boundary is linked to.
+_MODULE_HOOKS = (
+    "this backward is of the module's output and of a tensor that left forward in another way (a hook or a list has "
+    "kept it), and the module has backward hooks. On accelerators both run at once, and torch keeps a hook's state in "
+    "the hook. "
+    "Return the tensor from forward, or call backward for each, with retain_graph=True for the first."
+)
+
+
+class _Incoming(NamedTuple):
+    """The gradients of the outputs in one backward."""
+
+    grads: Sequence[torch.Tensor | None]
+    streams: Sequence[torch.Stream]  # on which they are computed
+    device_thread: int | None  # the thread that torch has for the accelerator of the outputs, if they are on one
+
+    def here(self) -> Sequence[torch.Tensor | None]:
+        """Return the gradients, for what the calling thread's streams do next."""
+        for stream in self.streams:
+            wait_for_maker(stream, *[g for g in self.grads if g is not None and g.device == stream.device])
+        return self.grads
+
+    def is_in_device_thread(self) -> bool:
+        """Return whether the calling thread is the one that torch has for an accelerator: it cannot wait for itself."""
+        return self.device_thread == threading.get_ident()
+
+
+class _Outputs(torch.autograd.Function):
+    """(1) The node of the outputs: `_join_outputs(token, graphs, incoming)` returns them, joined.
+
+    `incoming` are the gradients of each backward that runs, by its number.
     """
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        ctx.set_materialize_grads(False)  # None, where no replica used the tensor, stays None
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
-        return grad
-
-
-class _Boundary(torch.autograd.Function):
-    """The node of the caller's graph; `_apply(graphs, *live_inputs)` returns the joined outputs."""
-
-    @staticmethod
-    def forward(ctx: Any, graphs: ReplicaGraphs, *live_inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.graphs = graphs
+    def forward(
+        ctx: Any, token: torch.Tensor, graphs: ReplicaGraphs, incoming: dict[int, _Incoming]
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.incoming = incoming
         ctx.set_materialize_grads(False)
-        graphs.live_inputs = live_inputs
         joined = []
         constant = []
         for each in graphs.outputs:
@@ -68,90 +95,118 @@ class _Boundary(torch.autograd.Function):
         return tuple(joined)
 
     @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:
+        devices = {grad.device for grad in grads if grad is not None}
+        streams = [stream for stream in map(current_stream, devices) if stream is not None]
+        device_thread = None if _devices.all_on_host([*devices]) else threading.get_ident()
+        ctx.incoming[torch_private.number_of_backward()] = _Incoming(grads, streams, device_thread)
+        return None, None, None
+
+
+# `apply` without its search for torch.func's tensors: under a transform the plain composition runs.
+_join_outputs: Any = super(torch.autograd.Function, _Outputs).apply
+
+
+class _Replicas(torch.autograd.Function):
+    """(2) The node of the replicas: `apply(graphs, incoming, *tokens, *leaves)` returns the token of the outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, graphs: ReplicaGraphs, incoming: dict[int, _Incoming], *linked: torch.Tensor) -> torch.Tensor:
+        ctx.graphs, ctx.incoming, ctx.num_leaves = graphs, incoming, len(graphs.leaves)
+        ctx.collectors = [group.collector for group in graphs.groups]
+        ctx.set_materialize_grads(False)
+        return torch.zeros((), dtype=torch.float32, device="cpu")
+
+    @staticmethod
     @without_own_frames
     @critical
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, _: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        incoming: _Incoming = ctx.incoming.pop(torch_private.number_of_backward())
         step = ctx.graphs.step
         if step is None or not step.is_open:  # none where replicas were run again after the profile has ended
-            return _backward(ctx, grads)
+            return _backward(ctx, incoming)
         with step.recorded(timeline.BACKWARD, timeline.SCATTER):
-            return _backward(ctx, grads)
+            return _backward(ctx, incoming)
 
 
-# `apply` without its search for torch.func's tensors, which is a call for each parameter: under a transform the plain
-# composition runs.
-_apply: Any = super(torch.autograd.Function, _Boundary).apply
-
-
-def _backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of the boundary's inputs, behind one of `graphs`, which is None."""
+def _backward(ctx: Any, incoming: _Incoming) -> tuple[torch.Tensor | None, ...]:
+    """Run the backward of the replicas; give the live tensors' gradients to their collectors, and return the rest."""
     graphs: ReplicaGraphs = ctx.graphs
+    grads = incoming.here()
+    nothing: tuple[torch.Tensor | None, ...] = (None,) * (2 + len(ctx.collectors) + ctx.num_leaves)
     has_grads = bool([grad for grad in grads if grad is not None])
     if graphs.released:
         if not has_grads:  # a later forward has detached the only output that it used, a buffer
-            return (None,) * len(ctx.needs_input_grad)
+            return nothing
         raise RuntimeError(
             "Trying to backward through the replicas a second time: the first backward freed the tensors that they "
             "had saved. Give the first one retain_graph=True, or add the losses up and call backward once."
         )
-    reduction = None if graphs.sync_context is None else graphs.begin_sum(ctx)
-    first, live_inputs = len(graphs.inputs), graphs.live_inputs
+    reduction = graphs.begin_sum(ctx)
     if reduction is None and not has_grads:
-        _skip_hooks_without_gradient(live_inputs, [None] * len(live_inputs))
-        return (None,) * (1 + len(live_inputs))
-    keep, higher = graphs.keep or torch_private.backward_keeps_graph(), torch.is_grad_enabled()
-    needed = graphs.needed_inputs(ctx) if graphs.outside.with_reentrant_checkpoint else None
-    let_stream_wait = None
+        return nothing
+    higher, needed = torch.is_grad_enabled(), graphs.needed_inputs(ctx)
+    # Losses that left forward in another way go through the same graphs in this backward, later.
+    others_follow = graphs.buckets_will_run()
+    keep = graphs.keep or torch_private.backward_keeps_graph()
+    if others_follow and not graphs.on_host and graphs.has_module_hooks():
+        raise RuntimeError(_MODULE_HOOKS)
     try:
         if higher:
-            joined = _differentiable_backward(graphs, grads, needed)
-            if reduction is not None:
-                joined[first:] = reduction.differentiable(joined[first:])
+            found = _differentiable_backward(graphs, grads, needed)
         else:
-            run = partial(graphs.backward, grads, keep, reduction, needed)
-            joined = run() if graphs.replay is None else graphs.replay.run(graphs, run)
-            wait = None if reduction is None else reduction.send(joined[first:])
-            let_stream_wait = graphs.outputs_stream_wait()
-            if not keep:
-                graphs.release()  # takes time, so it is done while the other ranks are waited for
-            if wait is not None:
-                joined[first:] = wait()
+            options = {"keep": keep or others_follow, "in_one_call": incoming.is_in_device_thread()}
+            taker = None if others_follow else reduction  # all at the end: what follows would come late
+            run = partial(graphs.backward, grads, taker, needed, **options)
+            found = run() if graphs.replay is None else graphs.replay.run(graphs, run)
+        release = _nothing if keep or higher else partial(graphs.release, give_back=not others_follow)
+        first = len(found) - len(graphs.parameters.live)
+        of_parameters, finish = found[first:], None
+        if reduction is None:
+            release()
+        elif others_follow:
+            finish = partial(reduction.sum, when_sent=release)
+        else:
+            of_parameters = reduction.sum(of_parameters, when_sent=release)
     except BaseException as error:
+        if others_follow and "backward through the graph a second time" in str(error):
+            error.add_note(_KEEP_GRAPH)
         if not higher:
-            graphs.release(failed=True)  # another backward must not count what the leaves hold now
+            graphs.release(failed=True)
         if reduction is not None:
             reduction.failed(error)
         raise
-    _skip_hooks_without_gradient(live_inputs, joined)
-    if let_stream_wait is not None:
-        let_stream_wait()
-    return (None, *joined)
+    start = 0
+    for collector in ctx.collectors[:-1]:
+        collector.give(found[start : start + len(collector.live)])
+        start += len(collector.live)
+    ctx.collectors[-1].give(of_parameters, finish)
+    return (*nothing[: 2 + len(ctx.collectors)], *found[start:first])
 
 
-def _skip_hooks_without_gradient(live_inputs: Sequence[torch.Tensor], joined: Sequence[torch.Tensor | None]) -> None:
-    """Let hooks of leaves that no replica used not be called, as without a wrapper: no node would lead to the leaf."""
-    if without := [n for n, gradient in enumerate(joined) if gradient is None]:
-        torch_private.skip_hooks_without_gradient([live_inputs[n] for n in without])
+def _nothing() -> None:
+    pass
 
 
-def join(graphs: ReplicaGraphs, live_inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return the joined outputs, linked to the caller's tensors if any of them needs a gradient.
-
-    Args:
-        live_inputs: the caller's tensors behind `graphs.inputs`.
-    """
+def join(graphs: ReplicaGraphs) -> Sequence[torch.Tensor]:
+    """Return the joined outputs, linked to the caller's tensors if any of them needs a gradient."""
     if not [each for each in graphs.outputs if each.requires_grad]:
         return graphs.joined_outputs()
-    live = [*live_inputs, *graphs.parameters.live]
-    aliases = [tensor if tensor.is_leaf else Alias.apply(tensor) for tensor in live]  # type: ignore[no-untyped-call]
-    joined: tuple[torch.Tensor, ...] = _apply(graphs, *aliases)
+    incoming: dict[int, _Incoming] = {}
+    tokens = [group.token for group in graphs.groups]
+    token = _Replicas.apply(graphs, incoming, *tokens, *[leaf.live for leaf in graphs.leaves])  # type: ignore[no-untyped-call]
+    joined: tuple[torch.Tensor, ...] = _join_outputs(token, graphs, incoming)
+    # Losses that left forward in another way lead to the replicas' graphs directly. A backward of both goes through the
+    # boundary first, which then keeps these graphs.
+    for node in (token.grad_fn, next(tensor.grad_fn for tensor in joined if tensor.grad_fn is not None)):
+        torch_private.run_first(node, FIRST)
     return joined
 
 
 def _differentiable_backward(
     graphs: ReplicaGraphs, grads: Sequence[torch.Tensor | None], needed: Sequence[bool] | None
-) -> list[torch.Tensor | None]:
-    """Return the inputs' gradients as outputs of one more Boundary (4)."""
+) -> Gradients:
+    """Return the gradients of the boundary's inputs as outputs of one more boundary."""
     run = partial(graphs.differentiable_backward, grads, needed)
     replay = graphs.replay
     higher, gradients = run() if replay is None else replay.run(graphs, run)
@@ -159,8 +214,5 @@ def _differentiable_backward(
         higher.replay = replay.of_gradients(graphs, lambda: run()[0])
     if not higher.outputs:
         return [None] * len(gradients)
-    first = len(graphs.inputs)
-    incoming = [grad for grad in grads if grad is not None]
-    live_inputs = (*graphs.live_inputs[:first], *incoming, *graphs.live_inputs[first:])
-    results = iter(_apply(higher, *live_inputs))
+    results = iter(join(higher))
     return [next(results) if each is not None else None for each in gradients]

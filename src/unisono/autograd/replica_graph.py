@@ -1,53 +1,66 @@
 """The replica graphs of one forward: what goes into them, what comes out, and the backward through all of them.
 
-Each replica has a graph of its own, from leaves for its shard and its parameters to its outputs (`ReplicaGraph`). The
-boundary (boundary.py) is what the caller's graph sees of them (`ReplicaGraphs`).
+Each replica has a graph of its own, from its tensors for its shard and its parameters to its outputs. They are outputs
+of nodes (bucket.py), at which a backward through the graph ends. The boundary (boundary.py) is what the caller's graph
+sees of all replicas (`ReplicaGraphs`).
 
-Which thread runs the backward of a replica graph: on the CPU each worker thread runs its own, so that backward is
-parallel (torch's engine would run a CPU graph in the thread that called it). On accelerators one call runs all of them:
-torch's engine has one thread a device, the boundary's backward runs on such a thread, and a wait in it for another
-backward on the same device would never end.
+Each replica graph's backward is a call of its own from a thread of its own, as forward was: on the CPU torch runs it in
+that thread, on an accelerator in the thread that it has for the device. One call runs all of them where they have
+something in common: a mode that cannot follow into other threads, or tensors that replicas have exchanged.
 
 The parameters are many, and go through in bulk: as one list a replica, without an object or a call for each.
 """
 
 import contextlib
-import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain, compress, repeat
 from typing import Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 import torch
 
-from unisono.autograd.broadcast import CoalescedReduce, ReduceBuckets
-from unisono.autograd.reducer import (
-    LeafHooks,
-    Reducer,
-    RunningSums,
-    sum_in_place,
-    sums_of,
+from unisono.autograd.bucket import (
+    Add,
+    BucketSums,
+    Collector,
+    Contribution,
+    Gradients,
+    InsideForward,
+    Takers,
+    added,
+    own_tensors,
+    token_of,
 )
 from unisono.distributed.gradient_sync import RankReduction, SyncContext
 from unisono.primitives.parallel_apply import values_or_raise
 from unisono.primitives.placements import Placement, Replicate
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline, torch_private
+from unisono.runtime.buckets import BucketPlan, dense_first
 from unisono.runtime.errors import ReplicaNames
-from unisono.runtime.streams import keep_for_reader, wait_for_streams
+from unisono.runtime.stand_ins import StandIns, while_running
+from unisono.runtime.streams import current_stream, keep_for_reader, wait_for_maker
 from unisono.runtime.thread_pool import PassContext, one_pass, run_together
 from unisono.runtime.thread_state import modes_that_stay
 from unisono.runtime.timeline import ReplicaTiming, StepRecording
 
 T = TypeVar("T")
-Gradients: TypeAlias = list[torch.Tensor | None]
+
+while_backward_runs = StandIns()
+while_backward_runs.add(torch_private.checkpoints_allowed)
 
 _BACKWARD_INSIDE = (
     "the module calls backward inside forward, and its gradients cannot be summed over the processes there. Return the "
     "loss and call backward outside, or keep the model to this process: DataParallel(..., process_group=False)."
+)
+
+_REENTRANT = (
+    "a backward for given inputs (torch.autograd.grad, backward(inputs=...)) reaches a reentrant activation "
+    "checkpoint, which it cannot differentiate: use checkpoint(..., use_reentrant=False), or call backward() without "
+    "inputs."
 )
 
 
@@ -60,14 +73,10 @@ class Repeater(Protocol):
         """Return that of the graphs of the gradients of `graphs`, which `make` makes."""
 
 
-# What is entered around a backward that runs all replica graphs in one call.
-BackwardContext: TypeAlias = Callable[[], AbstractContextManager[Any]]
-
-
 class BoundaryTensor(NamedTuple):
     """One input or output of the boundary: its placement, its device, and each replica's tensor.
 
-    Of an input the tensors are leaves (None: it needs no gradient, or the replica has no part of it). Of an output they
+    Of an input the tensors are those that replicas have of it (None: the replica has no part of it). Of an output they
     are results (None: the replica has none, or it does not count).
     """
 
@@ -84,342 +93,439 @@ class BoundaryTensor(NamedTuple):
         return part if part is None or part.device == device else _devices.copy_to(part, device)
 
     def join(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        return self.placement.join(self._here(parts))
+        return self.placement.join(_all_on(self.device, parts))
 
     def join_gradients(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-        """Return the gradient of an input from its leaves' gradients; None if no replica has one."""
-        given = [part for part in parts if part is not None]
-        if not given:
-            return None
-        if isinstance(self.placement, Replicate):
-            return sum_in_place([_devices.copy_to(part, self.device) for part in given])
-        return self.placement.join(self._here(self.with_every_part(parts)))
+        """Return the gradient of an input from those of the replicas' tensors; None if no replica has one."""
+        return _joined_gradients(self.placement, self.device, self.forms, parts)
 
     def with_every_part(self, parts: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-        """Return the leaves' gradients with zeros for rows on which no output depends."""
-        if not self.placement.needs_every_part:
-            return parts
-        pairs = zip(parts, self.tensors, strict=True)
-        return [torch.zeros_like(leaf) if part is None and leaf is not None else part for part, leaf in pairs]
-
-    def _here(self, parts: Sequence[torch.Tensor | None]) -> Gradients:
-        here = self.device
-        return [part if part is None or part.device == here else _devices.copy_to(part, here) for part in parts]
-
-
-@dataclass(slots=True)
-class ReplicaGraph:
-    """One replica's graph."""
-
-    # Its leaves for the inputs of the call, and for tensors from outside the module; None where it has none.
-    inputs: Sequence[torch.Tensor | None]
-    parameters: Sequence[torch.Tensor]  # its leaves for the module's parameters
-    outputs: Sequence[torch.Tensor | None]  # its outputs; None where it has none
-    hooks: LeafHooks | None = None  # on the leaves of the parameters; None: they have none
+        """Return gradients with zeros for rows on which no output depends."""
+        return _with_every_part(self.placement, self.device, self.forms, parts)
 
     @property
-    def leaves(self) -> Gradients:
-        return [*self.inputs, *self.parameters]
-
-    def ends(self, grads: Sequence[torch.Tensor | None]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the outputs from which a backward starts, each with its gradient."""
-        pairs = zip(self.outputs, grads, strict=True)
-        return [(end, grad) for end, grad in pairs if end is not None and grad is not None and end.requires_grad]
-
-    def take_gradients(self) -> tuple[Gradients, Gradients]:
-        """Return the `.grad` of the leaves of inputs, and of parameters, and set it to None."""
-        gradients = (
-            [None if leaf is None else leaf.grad for leaf in self.inputs],
-            [leaf.grad for leaf in self.parameters],
-        )
-        for leaf in self.inputs:
-            if leaf is not None:
-                leaf.grad = None
-        for leaf in self.parameters:
-            leaf.grad = None
-        return gradients
+    def forms(self) -> "list[_Form | None]":
+        return [None if tensor is None else (tensor.shape, tensor.dtype) for tensor in self.tensors]
 
 
-def backward_of(
-    graphs: Sequence[ReplicaGraph],
-    grads: Sequence[Sequence[torch.Tensor | None]],
-    keep: bool,
-    reducers: Sequence[Reducer | None],
-) -> None:
-    """Run the backward of several graphs in one call; `grads[i]` are the gradients of the outputs of graph i."""
-    ends = [end for graph, of_graph in zip(graphs, grads, strict=True) for end in graph.ends(of_graph)]
-    if not ends:
-        return
-    run = partial(torch_private.run_backward, [end for end, _ in ends], [grad for _, grad in ends], keep=keep)
-    pairs = zip(graphs, reducers, strict=True)
-    reduced = [(graph.hooks, reducer) for graph, reducer in pairs if graph.hooks is not None and reducer is not None]
-    if not reduced:
-        run()
-        return
-    with contextlib.ExitStack() as stack:
-        for hooks, reducer in reduced:
-            stack.enter_context(hooks.handing_to(reducer))
-        run()
+_Form: TypeAlias = tuple[torch.Size, torch.dtype]
 
 
-def gradients_of(
-    graphs: Sequence[ReplicaGraph],
-    grads: Sequence[Sequence[torch.Tensor | None]],
-    needed: Sequence[bool] | None = None,
-    **options: bool,
-) -> list[Gradients]:
-    """Return the gradients of each graph's `leaves`, from one call, without writing any `.grad`.
+def _all_on(device: torch.device, parts: Sequence[torch.Tensor | None]) -> Gradients:
+    return [part if part is None or part.device == device else _devices.copy_to(part, device) for part in parts]
 
-    A leaf that several graphs share has its gradient in the first.
 
-    Args:
-        needed: for each leaf of a graph, whether its gradient is needed; None: all are.
+def _with_every_part(
+    placement: Placement,
+    device: torch.device,
+    forms: Sequence[_Form | None],
+    parts: Sequence[torch.Tensor | None],
+) -> Sequence[torch.Tensor | None]:
+    if not placement.needs_every_part:
+        return parts
+    return [
+        torch.zeros(form[0], dtype=form[1], device=device) if part is None and form is not None else part
+        for part, form in zip(parts, forms, strict=True)
+    ]
+
+
+def _joined_gradients(
+    placement: Placement,
+    device: torch.device,
+    forms: Sequence[_Form | None],
+    parts: Sequence[torch.Tensor | None],
+) -> torch.Tensor | None:
+    given = [part for part in parts if part is not None]
+    if not given:
+        return None
+    if isinstance(placement, Replicate):
+        return sum_of([_devices.copy_to(part, device) for part in given])
+    return placement.join(_all_on(device, _with_every_part(placement, device, forms, parts)))
+
+
+def sum_of(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of gradients, in the order given."""
+    total, *others = gradients
+    for gradient in others:
+        total = torch.add(*dense_first(total, gradient))
+    return total
+
+
+class _Alias(torch.autograd.Function):
+    """The same tensor with the same history, as another object.
+
+    If a graph referred to the caller's own object, `h += model(h)` would make a cycle of h and the graph.
     """
-    ends = [end for graph, of_graph in zip(graphs, grads, strict=True) for end in graph.ends(of_graph)]
-    wanted = [compress(graph.leaves, repeat(True) if needed is None else needed) for graph in graphs]
-    leaves = {id(leaf): leaf for of_graph in wanted for leaf in of_graph if leaf is not None}
-    found: dict[int, torch.Tensor | None] = {}
-    if ends and leaves:
-        results = torch_private.gradients(
-            [end for end, _ in ends], list(leaves.values()), [grad for _, grad in ends], **options
-        )
-        found = dict(zip(leaves, results, strict=True))
-    return [[found.pop(id(leaf), None) for leaf in graph.leaves] for graph in graphs]
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)  # None, where no replica used the tensor, stays None
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
+        return grad
 
 
-class ParameterLeaves(NamedTuple):
-    """The leaves that replicas have for the parameters."""
+class LinkedTensors(NamedTuple):
+    """One of the boundary's inputs: a live tensor behind a token, and the replicas' tensors of it."""
 
-    live: Sequence[torch.Tensor] = ()  # the live parameters that need a gradient
-    leaves: Sequence[Sequence[torch.Tensor]] = ()  # `leaves[i]` are replica i's, one for each of `live`
-    hooks: Sequence[LeafHooks] = ()  # on these leaves, one object a replica
-    large: Collection[int] = ()  # the numbers of the parameters whose gradients are summed while backward runs
-    # Those in which gradients are reduced; None where no replica's parameters are in memory of their own.
-    buckets: ReduceBuckets | None = None
+    collector: Collector
+    token: torch.Tensor
+    tensors: BoundaryTensor
+    nodes: Sequence[Any]  # the bucket nodes
+
+    @classmethod
+    def of_input(cls, tensor: torch.Tensor, placement: Placement, parts: Sequence[torch.Tensor | None]) -> Self:
+        """Link parts of one live tensor, one a replica, which need no gradient."""
+        forms = [None if part is None else (part.shape, part.dtype) for part in parts]
+        device = tensor.device
+        if not tensor.is_leaf:
+            tensor = _Alias.apply(tensor)  # type: ignore[no-untyped-call]
+
+        def join(contributions: Sequence[Contribution]) -> Gradients:
+            return [_joined_gradients(placement, device, forms, _parts_of(contributions, len(forms)))]
+
+        collector = Collector([tensor], join)
+        token = token_of(collector)
+        own = [
+            None if part is None else own_tensors(token, collector, 0, i, partial(_detached, part))[0]
+            for i, part in enumerate(parts)
+        ]
+        nodes = [tensor.grad_fn for tensor in own if tensor is not None]
+        return cls(collector, token, BoundaryTensor(placement, device, own), nodes)
 
 
-class OutsideLeaves(NamedTuple):
-    """The leaves in replicas' graphs that are neither the module's nor a replica's: globals, or made by forward."""
+def _detached(tensor: torch.Tensor) -> list[torch.Tensor]:
+    return [tensor.detach()]
 
-    leaves: Sequence[torch.Tensor] = ()  # they are the caller's own tensors, or forward has made them
-    with_reentrant_checkpoint: bool = False  # whether the graphs have a checkpoint that runs a backward inside backward
-    are_shared: bool = False  # whether one is in the graphs of several replicas
+
+def _parts_of(contributions: Sequence[Contribution], num_replicas: int) -> Gradients:
+    """Return each replica's gradient of a single tensor."""
+    parts: Gradients = [None] * num_replicas
+    for each in contributions:
+        parts[each.replica] = added(parts[each.replica], each.gradients[0])
+    return parts
+
+
+class LinkedParameters(NamedTuple):
+    """The live parameters that need a gradient, and the replicas'."""
+
+    collector: Collector
+    token: torch.Tensor
+    own: Sequence[Sequence[torch.Tensor]]  # `own[i]` are replica i's, one for each live one
+    nodes: Sequence[Any]  # the bucket nodes
+    plan: BucketPlan
+    is_flat: bool  # whether a replica has memory of its own
 
     @property
-    def through_grad(self) -> bool:
-        """Whether a backward uses the leaves' `.grad`.
+    def live(self) -> Sequence[torch.Tensor]:
+        return self.collector.live
 
-        That of an outside leaf is the caller's, who may use it in another thread. But a reentrant checkpoint can be
-        differentiated in no other way. It is done if no leaf is shared: gradients would be added in any order.
-        """
-        return not self.leaves or (self.with_reentrant_checkpoint and not self.are_shared)
+
+class LeafTensors(NamedTuple):
+    """One of the boundary's inputs behind which the replicas' tensors are leaves: nothing else can lead to them."""
+
+    live: torch.Tensor
+    tensors: BoundaryTensor
+
+
+class CapturedTensors(NamedTuple):
+    """What replicas' graphs lead to, beside the replicas' own tensors.
+
+    Attributes:
+        tensors: leaves that are neither the module's nor a replica's: globals, or made by forward.
+        has_reentrant_checkpoint: whether a node runs a backward of its own for a checkpoint.
+        leads_to_earlier: whether a replica's graph goes on into that of an earlier forward.
+        are_linked: whether a replica's graph leads to another replica's tensors.
+    """
+
+    tensors: Sequence[torch.Tensor] = ()
+    has_reentrant_checkpoint: bool = False
+    leads_to_earlier: bool = False
+    are_linked: bool = False
 
 
 class Passes(NamedTuple):
     """How backwards of the graphs run."""
 
-    # Entered around a backward in which each replica graph has a thread of its own.
-    contexts: Sequence[PassContext] = ()
-    one_call: BackwardContext = nullcontext  # entered around a backward that runs all replica graphs in one call
+    contexts: Sequence[PassContext] = ()  # entered around a backward
     timeout_s: float | None = None  # for how long the caller waits for a replica without progress; None: for ever
+    # Whether the replicas wait for each other: no two are on one accelerator, and one call cannot run all of them.
+    have_exchanges: bool = False
+    in_one_call: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # around one call for all of them
 
 
-_NO_PARAMETERS, _NO_LEAVES, _PLAIN_PASSES = ParameterLeaves(), OutsideLeaves(), Passes()
+_NO_TENSORS, _PLAIN_PASSES = CapturedTensors(), Passes()
 
 
 @dataclass
 class ReplicaGraphs:
     """The replica graphs of one forward, and the boundary's inputs and outputs.
 
-    The boundary's inputs are `inputs` and, behind them, the live parameters.
+    The boundary's inputs are the live tensors of `inputs` and `leaves`, and the live parameters.
     """
 
     timings: list[ReplicaTiming]  # one a replica; `timings[i].device` is its device
     where: ReplicaNames  # each replica's name in messages
-    # The boundary's tensors, without the parameters.
-    inputs: list[BoundaryTensor] = field(default_factory=list)
+    parameters: LinkedParameters
+    inputs: list[LinkedTensors] = field(default_factory=list)
     outputs: list[BoundaryTensor] = field(default_factory=list)
-    parameters: ParameterLeaves = _NO_PARAMETERS  # the replicas' leaves for the live parameters
-    outside: OutsideLeaves = _NO_LEAVES  # the other leaves
+    leaves: list[LeafTensors] = field(default_factory=list)  # captured tensors; incoming gradients
+    captured: CapturedTensors = _NO_TENSORS
     keep: bool = False  # whether graphs of a higher order share nodes with these, so that a backward must not free them
     # Called when a backward has freed the graphs; keeps alive what they need.
     on_release: Callable[[], object] = lambda: None
     passes: Passes = _PLAIN_PASSES  # how backwards run
-    live_inputs: tuple[torch.Tensor, ...] = ()  # the caller's tensors, one for each of the boundary's inputs
+    roots: Sequence[torch.nn.Module] = ()  # the replicas' modules
     # What these graphs count for when several processes sum the parameters' gradients; None: they do not.
     sync_context: SyncContext | None = None
     replay: "Repeater | None" = None  # runs a backward of these graphs, again after a failure; None: a failure is final
     step: StepRecording | None = None  # the one that these graphs are part of, if it is recorded
     released: bool = field(default=False, init=False)
-    _grad_is_free: threading.Lock = field(default_factory=threading.Lock, init=False)
 
-    def release(self, failed: bool = False) -> None:
-        """Drop the replica graphs. If a backward has `failed`, half done, their replicas are not used again."""
+    def release(self, *, failed: bool = False, give_back: bool = True) -> None:
+        """Drop the replica graphs.
+
+        Args:
+            failed: whether a backward has failed, half done: then their replicas are not used again.
+            give_back: whether the replicas may be used again.
+        """
         on_release = self.on_release
         self.drop()
-        self.live_inputs, self.replay, self.released = (), None, True
-        if not (failed or self.keep):
+        self.replay, self.released = None, True
+        if give_back and not (failed or self.keep):
             on_release()
 
     def drop(self) -> None:
         """Drop what refers to the replica graphs."""
         self.on_release = lambda: None
-        self.inputs, self.outputs, self.parameters, self.passes = [], [], _NO_PARAMETERS, _PLAIN_PASSES
+        self.inputs, self.leaves, self.outputs, self.passes, self.roots = [], [], [], _PLAIN_PASSES, ()
+        self.parameters = self.parameters._replace(own=(), nodes=())
 
     def take_from(self, other: Self) -> None:
         """Take the replica graphs of another object, which has none after it: the same forward's, run again."""
-        kept = self.live_inputs, self.replay
+        replay = self.replay
         self.__dict__.update(other.__dict__)
-        self.live_inputs, self.replay = kept
+        self.replay = replay
         other.released, other.replay = True, None
         other.drop()
 
     @property
+    def groups(self) -> list[LinkedTensors | LinkedParameters]:
+        """The live tensors behind each token; the parameters are last."""
+        return [*self.inputs, self.parameters]
+
+    @property
     def all_inputs(self) -> list[BoundaryTensor]:
         """The boundary's inputs, with one object for each parameter too: for what is not done in bulk."""
-        pairs = zip(self.parameters.live, zip(*self.parameters.leaves, strict=True), strict=True)
-        return [*self.inputs, *(BoundaryTensor(Replicate(), live.device, of_live) for live, of_live in pairs)]
-
-    def graphs(self) -> list[ReplicaGraph]:
-        """Return the graphs of all replicas."""
-        graphs = []
-        for index, _ in enumerate(self.timings):
-            inputs, outputs = [[each.tensors[index] for each in of] for of in (self.inputs, self.outputs)]
-            graphs.append(ReplicaGraph(inputs, self.parameters.leaves[index], outputs, self.parameters.hooks[index]))
-        return graphs
+        of_parameters = zip(self.parameters.live, zip(*self.parameters.own, strict=True), strict=True)
+        return [
+            *(group.tensors for group in self.inputs),
+            *(leaf.tensors for leaf in self.leaves),
+            *(BoundaryTensor(Replicate(), live.device, own) for live, own in of_parameters),
+        ]
 
     def begin_sum(self, boundary: Any) -> RankReduction | None:
-        """Begin to sum the parameters' gradients over processes, in the backward of the node `boundary`.
+        """Begin to sum the parameters' gradients over processes, in the running backward of the node `boundary`.
 
         None if that reaches no parameter.
         """
         if self.sync_context is None:
             return None
-        # The nodes that receive the gradients of the parameters.
-        nodes = [node for node, _ in boundary.next_functions[len(self.inputs) :]]
-        if not any(map(torch_private.backward_reaches, nodes)):
+        live_node = _nodes(boundary)[len(self.inputs)]
+        if live_node is None or not torch_private.backward_reaches(live_node):
             return None
-        return self.sync_context.begin(self.parameters.live, nodes)
+        return self.sync_context.begin(self.parameters.live, live_node, self.parameters.plan)
 
     def joined_outputs(self) -> list[torch.Tensor]:
         """Return the joined outputs where no backward will follow."""
         return [each.join(each.tensors) for each in self.outputs]
 
-    def pass_on(self, live: Sequence[torch.Tensor], gradients: Gradients) -> None:
-        """Pass gradients of the module's own call of backward, inside forward, on to the boundary's inputs.
+    @property
+    def on_host(self) -> bool:
+        """Whether torch computes backward in the threads that call it, and in no thread of a device."""
+        return _devices.all_on_host([timing.device for timing in self.timings])
 
-        Args:
-            live: the caller's tensors behind `inputs`.
+    def has_module_hooks(self) -> bool:
+        """Return whether a replica's module has hooks for backward."""
+        modules = chain.from_iterable(root.modules() for root in self.roots)
+        return any(module._backward_hooks or module._backward_pre_hooks for module in modules)
+
+    def begin_forward(self) -> None:
+        """Keep the gradients of backwards inside forward."""
+        for group in self.inputs:
+            group.collector.inside = InsideForward((), ())
+        self.parameters.collector.inside = InsideForward(self.parameters.own, self.parameters.plan.numbers)
+
+    def end_forward(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the live tensors that have got gradients inside forward, each with its gradient."""
+        reached: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for group in self.groups:
+            collector = group.collector
+            inside, collector.inside = collector.inside, None
+            contributions = [] if inside is None else inside.end()
+            if contributions:
+                joined = zip(collector.live, collector.join(contributions), strict=True)
+                reached += [(live, gradient) for live, gradient in joined if gradient is not None]
+        return reached
+
+    def pass_on(self, reached: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Pass gradients of the module's own call of backward, inside forward, on to the live tensors.
 
         Raises:
             RuntimeError: gradients are to be summed over processes.
         """
         if self.sync_context is not None:
             raise RuntimeError(_BACKWARD_INSIDE)
-        pairs = zip([*live, *self.parameters.live], gradients, strict=True)
-        reached = [(tensor, grad) for tensor, grad in pairs if grad is not None]
         torch_private.run_backward([tensor for tensor, _ in reached], [grad for _, grad in reached], keep=False)
 
     def needed_inputs(self, boundary: Any) -> list[bool] | None:
         """Return which of its inputs the running backward of the node `boundary` needs gradients of; None: all.
 
-        It matters where there are reentrant checkpoints. A backward for given inputs (`torch.autograd.grad`) cannot run
-        one; so the replicas' must not reach one where the plain module's does not.
+        A backward for given inputs (`torch.autograd.grad`) does not compute what is not asked for.
         """
-        if not torch_private.backward_is_restricted():
+        if not torch_private.backward_is_restricted() or torch_private.seen_takers():  # the latter: in one of ours
             return None
-        return [node is not None and torch_private.backward_reaches(node) for node, _ in boundary.next_functions]
+        nodes = _nodes(boundary)
+        live_nodes, leaves = nodes[: len(self.inputs) + 1], nodes[len(self.inputs) + 1 :]
+        needed = [self._needed(node, group) for node, group in zip(live_nodes, self.groups, strict=True)]
+        of_leaves = [node is not None and torch_private.backward_reaches(node) for node in leaves]
+        return [*chain.from_iterable(needed[:-1]), *of_leaves, *needed[-1]]
+
+    @staticmethod
+    def _needed(live_node: Any, group: LinkedTensors | LinkedParameters) -> list[bool]:
+        if live_node is None or not torch_private.backward_reaches(live_node):
+            return [False] * len(group.collector.live)
+        return [node is not None and torch_private.backward_reaches(node) for node in _nodes(live_node)]
+
+    def buckets_will_run(self) -> bool:
+        """Return whether the running backward of the caller's reaches a replica's bucket in another way."""
+        nodes = chain.from_iterable(group.nodes for group in self.groups)
+        return any(map(torch_private.backward_runs, nodes))
 
     def backward(
         self,
         output_grads: Sequence[torch.Tensor | None],
-        keep: bool,
         reduction: RankReduction | None,
         needed: Sequence[bool] | None,
+        *,
+        keep: bool,
+        in_one_call: bool,
     ) -> Gradients:
         """Run backward in every replica graph; return the gradient of each of the boundary's inputs.
 
-        Gradients that `reduction` has taken meanwhile are missing.
+        Gradients that `reduction` has taken meanwhile are missing; None: it gets all of them later.
 
         Args:
             needed: for each input, whether its gradient is needed; None: all are.
+            keep: whether the graphs are needed after it.
+            in_one_call: whether one call has to run all of them.
         """
-        together = any_batched(output_grads) or modes_that_stay()  # neither can follow into other threads
+        here = None
+        if in_one_call and self.passes.have_exchanges:
+            in_one_call, here = False, self._on_device_of(output_grads)
+        batched, captured = any_batched(output_grads), self.captured
+        in_one_call = in_one_call or batched or bool(modes_that_stay())  # neither can follow into other threads
+        in_one_call = in_one_call or captured.are_linked or (captured.leads_to_earlier and bool(captured.tensors))
+        # Graphs that share a tensor may share nodes, which the first replica's backward must not free.
+        keep = keep or (bool(self.leaves) and not in_one_call)
         grads = self._parts_of(output_grads)
-        into_grad = self.outside.through_grad and needed is None and not together
-        if not into_grad or not self._grad_is_free.acquire(blocking=False):
-            # .grad cannot be used: it cannot hold a batch of gradients; that of a shared leaf is the caller's; another
-            # backward of the same graphs may be writing it now; and a backward into it computes all gradients. Graphs
-            # that share a leaf may share nodes, which the first replica's backward must not free.
-            keep = keep or (self._one_backward_each and not together)
-            parts = self._gradients(grads, needed, together=together, keep=keep)
+        if batched or needed is not None:
+            parts = self._gradients(grads, needed, in_one_call=in_one_call, here=here, keep=keep)
             return [each.join_gradients(of) for each, of in zip(self.all_inputs, parts, strict=True)]
-        try:
-            if not self.outside.leaves:
-                return self._backward_into_grad(grads, keep, reduction)
-            with gradients_aside(self.outside.leaves):
-                return self._backward_into_grad(grads, keep, reduction)
-        finally:
-            self._grad_is_free.release()
+        return self._backward_to_tokens(grads, reduction, keep=keep, in_one_call=in_one_call, here=here)
 
-    def _backward_into_grad(self, grads: Sequence[Gradients], keep: bool, reduction: RankReduction | None) -> Gradients:
-        graphs = self.graphs()
+    def _backward_to_tokens(
+        self,
+        grads: Sequence[Gradients],
+        reduction: RankReduction | None,
+        *,
+        keep: bool,
+        in_one_call: bool,
+        here: int | None,
+    ) -> Gradients:
+        tokens = [group.token for group in self.groups if group.token.requires_grad]
+        of_inputs: list[Gradients] = [[None] * len(self.timings) for _ in self.inputs]
+        of_leaves: list[Gradients] = [[None] * len(self.timings) for _ in self.leaves]
+        streams: set[torch.Stream] = set()
 
         def backward_some(replicas: Sequence[int]) -> None:
             started = time.perf_counter()
-            some = [graphs[i] for i in replicas]
-            backward_of(some, [grads[i] for i in replicas], keep, [parts[i] for i in replicas])
+            ends = [end for i in replicas for end in self._ends(i, grads[i])]
+            given = [end for end, _ in ends], [grad for _, grad in ends]
+            leaves = {id(t): (t, k, i) for k, i, t in self._leaves_of(reversed(replicas))}
+            tensors = [leaf for leaf, _, _ in leaves.values()]
+            found: Sequence[torch.Tensor | None] = [None] * len(tensors)
+            with torch_private.seen_by_backward({**(torch_private.seen_takers() or {}), **takers}):
+                if ends and self.captured.leads_to_earlier:
+                    with gradients_aside(tensors):
+                        torch_private.run_backward(*given, keep=keep)
+                        found = [leaf.grad for leaf in tensors]
+                elif ends and (tokens or tensors):
+                    found = torch_private.gradients(given[0], [*tokens, *tensors], given[1], keep=keep)[len(tokens) :]
+            for (_, k, i), gradient in zip(leaves.values(), found, strict=True):
+                of_leaves[k][i] = gradient
             for i in replicas:
                 self.timings[i].backward_s = time.perf_counter() - started
 
-        with self._sums(reduction) as sums:
-            parts = [None if sums is None else sums.of(i) for i in range(len(graphs))]
-            if self._one_backward_each:
-                self._run_together(lambda index: backward_some([index]))
-            else:
-                with self.passes.one_call(), timeline.one_backward_of(self.timings):
-                    backward_some(range(len(graphs)))
+        emit = reduction.add if reduction is not None and reduction.takes_buckets else None
+        devices, is_flat = [timing.device for timing in self.timings], self.parameters.is_flat
+        with BucketSums(self.parameters.plan, devices, is_flat=is_flat, emit=emit) as sums:
+            takers = self._takers(sums, of_inputs, streams)
+            with while_running(while_backward_runs):
+                if in_one_call:
+                    with timeline.one_backward_of(self.timings), self.passes.in_one_call():
+                        backward_some(range(len(self.timings)))
+                else:
+                    self._run_together(lambda index: backward_some([index]), here)
             if timeline.recording:
                 timeline.mark(timeline.REDUCE)
-            totals = {} if sums is None else sums.end()
-        joined = self.joined([graph.take_gradients() for graph in graphs])
-        for number, total in totals.items():
-            joined[len(self.inputs) + number] = total
-        return joined
-
-    def joined(self, gradients: Sequence[tuple[Gradients, Gradients]]) -> Gradients:
-        """Return the gradient of each of the boundary's inputs, from those of each replica's leaves."""
-        if not self._one_backward_each:  # a branch's gradients may be from its own stream
-            given = chain.from_iterable(chain(*of_replica) for of_replica in gradients)
+            of_parameters = sums.end()
+        tensors = [*(group.tensors for group in self.inputs), *(leaf.tensors for leaf in self.leaves)]
+        others = [*zip(tensors, [*of_inputs, *of_leaves], strict=True)]
+        for stream in streams:
+            wait_for_maker(stream)
+        if others:  # a branch's gradients may be from its own stream
+            given = chain.from_iterable(parts for _, parts in others)
             keep_for_reader([gradient for gradient in given if gradient is not None])
-        of_inputs = zip(*(of_inputs for of_inputs, _ in gradients), strict=True)
-        joined = [each.join_gradients(of) for each, of in zip(self.inputs, of_inputs, strict=True)]
-        return joined + sums_of([of_parameters for _, of_parameters in gradients])
+        return [*(each.join_gradients(parts) for each, parts in others), *of_parameters]
 
-    def _sums(self, reduction: RankReduction | None) -> AbstractContextManager[RunningSums | CoalescedReduce | None]:
-        """Return the context in which gradients of parameters are summed while backward runs."""
-        emit, emitted = (reduction.add, reduction.early) if reduction is not None else (None, ())
-        if self.parameters.buckets is not None:
-            devices = [timing.device for timing in self.timings]
-            return CoalescedReduce(self.parameters.buckets, devices, emit, emitted)
-        numbers = set(emitted)
-        if self._one_backward_each and len(self.timings) > 1:
-            numbers.update(self.parameters.large)
-        return nullcontext(RunningSums(len(self.timings), numbers, emit, emitted) if numbers else None)
+    def _leaves_of(self, replicas: Iterable[int]) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Yield the leaves of replicas, each with its number and its replica's."""
+        for i in replicas:
+            for k, leaf in enumerate(self.leaves):
+                if (tensor := leaf.tensors.tensors[i]) is not None:
+                    yield k, i, tensor
 
-    def outputs_stream_wait(self) -> Callable[[], object] | None:
-        """Return what makes the stream of the first output, which autograd uses, wait for the inputs' gradients."""
-        if self._one_backward_each:
-            return None
-        sources = [each.device for each in self.inputs] + [live.device for live in self.parameters.live]
-        return partial(wait_for_streams, self.outputs[0].device, sources)
+    def _takers(self, sums: BucketSums, of_inputs: Sequence[Gradients], streams: set[torch.Stream]) -> Takers:
+        """Return what takes the gradients that reach the buckets: sums those of parameters, notes those of inputs.
+
+        Args:
+            streams: gets those on which gradients of inputs are computed: forward's, where backward may have others.
+        """
+
+        def into(parts: Gradients, bucket: int, replica: int, gradients: Sequence[torch.Tensor | None]) -> None:
+            (gradient,) = gradients
+            assert gradient is not None
+            parts[replica] = added(parts[replica], gradient)
+            if (stream := current_stream(gradient.device)) is not None:
+                streams.add(stream)
+
+        takers: list[Add] = [*(partial(into, parts) for parts in of_inputs), sums.add]
+        return dict(zip([group.collector for group in self.groups], takers, strict=True))
+
+    def _ends(self, replica: int, grads: Gradients) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return a replica's outputs from which a backward starts, each with its gradient."""
+        pairs = [(each.tensors[replica], grad) for each, grad in zip(self.outputs, grads, strict=True)]
+        return [(end, grad) for end, grad in pairs if end is not None and grad is not None and end.requires_grad]
 
     def differentiable_backward(
         self, output_grads: Sequence[torch.Tensor | None], needed: Sequence[bool] | None
     ) -> tuple[Self, list[BoundaryTensor | None]]:
         """Run backward with create_graph=True; return its graphs, and the gradient of each input, None without one."""
         self.keep = True
-        incoming: list[BoundaryTensor] = []
+        incoming: list[LeafTensors] = []
         end_grads: list[Gradients] = [[] for _ in self.timings]
         for each, grad in zip(self.outputs, output_grads, strict=True):
             parts: list[torch.Tensor | None] = [None for _ in self.timings]
@@ -430,12 +536,14 @@ class ReplicaGraphs:
                 ]
                 parts = [each.part(grad.detach(), i, device) for i, device in enumerate(devices)]
                 parts = [None if p is None else p.detach().requires_grad_(grad.requires_grad) for p in parts]
-                tensors = parts if grad.requires_grad else [None] * len(parts)
-                incoming.append(BoundaryTensor(each.placement.of_gradients(), grad.device, tensors))
+                if grad.requires_grad:
+                    incoming.append(
+                        LeafTensors(grad, BoundaryTensor(each.placement.of_gradients(), grad.device, parts))
+                    )
             for i, part in enumerate(parts):
                 end_grads[i].append(part)
-        together = any_batched(chain.from_iterable(end_grads)) or modes_that_stay()
-        of_inputs = self._gradients(end_grads, needed, together=together, create_graph=True)
+        in_one_call = any_batched(chain.from_iterable(end_grads)) or bool(modes_that_stay()) or self.captured.are_linked
+        of_inputs = self._gradients(end_grads, needed, in_one_call=in_one_call, create_graph=True)
         gradients = [
             BoundaryTensor(each.placement, each.device, each.with_every_part(of_input))
             if any(part is not None for part in of_input)
@@ -443,8 +551,7 @@ class ReplicaGraphs:
             for each, of_input in zip(self.all_inputs, of_inputs, strict=True)
         ]
         outputs = [each for each in gradients if each is not None]
-        inputs = [*self.inputs, *incoming]
-        higher = replace(self, inputs=inputs, outputs=outputs, live_inputs=(), keep=True, replay=None)
+        higher = replace(self, leaves=[*self.leaves, *incoming], outputs=outputs, keep=True, replay=None)
         return higher, gradients
 
     def _parts_of(self, output_grads: Sequence[torch.Tensor | None]) -> list[Gradients]:
@@ -461,39 +568,84 @@ class ReplicaGraphs:
 
     def _gradients(
         self,
-        grads: Sequence[Sequence[torch.Tensor | None]],
+        grads: Sequence[Gradients],
         needed: Sequence[bool] | None,
         *,
-        together: bool,
+        in_one_call: bool,
+        here: int | None = None,
         **options: bool,
     ) -> list[Gradients]:
-        """Return the gradients of each input without writing any `.grad`: one call a replica, or one for all."""
-        graphs = self.graphs()
-        found: list[Gradients] = [[] for _ in graphs]
+        """Return the gradients of each input's tensors, one a replica: of those that are needed, without the buckets.
 
-        def backward_one(index: int) -> None:
-            (found[index],) = gradients_of([graphs[index]], [grads[index]], needed, **options)
+        A tensor that several replicas share has its gradient in the first, where one call runs them all.
+        """
+        inputs = self.all_inputs
+        wanted = [*compress(range(len(inputs)), repeat(True) if needed is None else needed)]
+        found: list[Gradients] = [[None] * len(self.timings) for _ in inputs]
+        # A reentrant checkpoint runs a backward of its own. It is not needed where it is reached only because
+        # parameters share a bucket.
+        has_checkpoint = self.captured.has_reentrant_checkpoint and needed is not None
+        takers = self._refusing({*wanted}) if has_checkpoint else {}
 
-        if together or not self._one_backward_each:
-            with self.passes.one_call():
-                found = gradients_of(graphs, grads, needed, **options)
-        else:
-            self._run_together(backward_one)
-        return [list(of_input) for of_input in zip(*found, strict=True)]
+        def backward_some(replicas: Sequence[int]) -> None:
+            ends = [end for i in replicas for end in self._ends(i, grads[i])]
+            places: dict[int, tuple[torch.Tensor, int, int]] = {}
+            for i in replicas:
+                for k in wanted:
+                    if (tensor := inputs[k].tensors[i]) is not None:
+                        places.setdefault(id(tensor), (tensor, k, i))
+            if ends and places:
+                sources = [tensor for tensor, _, _ in places.values()]
+                with torch_private.seen_by_backward({**(torch_private.seen_takers() or {}), **takers}):
+                    results = torch_private.gradients([e for e, _ in ends], sources, [g for _, g in ends], **options)
+                for (_, k, i), gradient in zip(places.values(), results, strict=True):
+                    found[k][i] = gradient
 
-    @cached_property
-    def _one_backward_each(self) -> bool:
-        """Whether each replica graph's backward has a thread of its own."""
-        return _devices.all_on_host([timing.device for timing in self.timings])
+        with while_running(while_backward_runs) if has_checkpoint else contextlib.nullcontext():
+            if in_one_call:
+                with self.passes.in_one_call():
+                    backward_some(range(len(self.timings)))
+            else:
+                self._run_together(lambda index: backward_some([index]), here)
+        return found
 
-    def _run_together(self, backward_one: Callable[[int], None]) -> None:
-        """Run each replica graph's backward in a thread of its own."""
+    def _refusing(self, wanted: set[int]) -> Takers:
+        """Return what takes gradients from inside a reentrant checkpoint: raises RuntimeError where one is wanted."""
+        first = len(self.inputs) + len(self.leaves)
+
+        def take(numbers: Sequence[Sequence[int]], b: int, _: int, gradients: Sequence[torch.Tensor | None]) -> None:
+            given = {n for n, gradient in zip(numbers[b], gradients, strict=True) if gradient is not None}
+            if given & wanted:
+                raise RuntimeError(_REENTRANT)
+
+        takers: Takers = {group.collector: partial(take, [(k,)]) for k, group in enumerate(self.inputs)}
+        numbers = [tuple(first + n for n in bucket) for bucket in self.parameters.plan.numbers]
+        takers[self.parameters.collector] = partial(take, numbers)
+        return takers
+
+    def _on_device_of(self, output_grads: Sequence[torch.Tensor | None]) -> int | None:
+        """Return the replica on the device whose thread the calling one is: its nodes have to run here."""
+        devices = {grad.device for grad in output_grads if grad is not None}
+        return next((i for i, timing in enumerate(self.timings) if timing.device in devices), None)
+
+    def _run_together(self, backward_one: Callable[[int], None], here: int | None = None) -> None:
+        """Run each replica graph's backward in a thread of its own; on accelerators that of `here` in this thread."""
         tasks = [partial(backward_one, i) for i, _ in enumerate(self.timings)]
         devices = [timing.device for timing in self.timings]
         where = [f"the backward of {place}" for place in self.where]
+        if timeline.recording and not self.on_host:
+            timeline.mark(timeline.BACKWARD)  # the calling thread waits for the others
         with one_pass(self.passes.contexts) as contexts:
             # No variable may hold the outcomes: an error's traceback refers to this frame.
-            values_or_raise(run_together(tasks, devices, contexts, self.passes.timeout_s, self.where), where)
+            # In the calling thread, a call that waits for an accelerator would run nodes of the caller's, too.
+            here = 0 if _devices.all_on_host(devices) else here
+            outcomes_of = partial(run_together, timeout_s=self.passes.timeout_s, names=self.where, here=here)
+            values_or_raise(outcomes_of(tasks, devices, contexts), where)
+
+
+def _nodes(node: Any) -> list[Any]:
+    """Return the nodes that follow a node, one a tensor that it was given."""
+    return [following for following, _ in node.next_functions]
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ import abc
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -34,18 +34,24 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
-from torch.func import functional_call
 
-from unisono.distributed.bucketed_all_reduce import DOING, BucketedAllReduce, BucketPlan, CommHook
-from unisono.distributed.consistency import RankStep, SlotWork, check_same_model, check_same_step
+from unisono.distributed.bucketed_all_reduce import DOING, BucketedAllReduce, CommHook, plan_for_ranks
+from unisono.distributed.consistency import (
+    RankStep,
+    SlotWork,
+    check_same_model,
+    check_same_step,
+    description_of,
+)
 from unisono.distributed.environment import start_default_group
 from unisono.distributed.process_group import Communicator, broadcast_plan, communicator_for, digest_of, distributed
 from unisono.primitives.inputs import Arguments
 from unisono.primitives.replicate import check_device
 from unisono.runtime import torch_private
-from unisono.runtime.buckets import Bucket
+from unisono.runtime.buckets import Bucket, BucketPlan
 
-Wait: TypeAlias = Callable[[], list[torch.Tensor | None]]  # waits for the sum of each gradient
+Gradients: TypeAlias = list[torch.Tensor | None]
+Wait: TypeAlias = Callable[[], Gradients]  # waits for the sum of each gradient
 
 _MOST_PLANS = 8  # models whose parts are frozen in turn have several
 
@@ -114,7 +120,7 @@ class GradientSync:
         self._sparse: set[Any] = set()  # to tensors that have had sparse gradients
         self._number = 0  # of the model, in the order of wrapping
         self.num_forwards = 0
-        self._plans: dict[Any, BucketPlan] = {}
+        self._plans: dict[Any, tuple[BucketPlan, int]] = {}
         self._latest: _Structure | None = None
 
     @contextlib.contextmanager
@@ -169,10 +175,12 @@ class GradientSync:
             if key not in self._plans:
                 if len(self._plans) >= _MOST_PLANS:
                     self._plans.clear()
-                self._plans[key] = BucketPlan.of(
-                    tensors, without=lambda tensor: weakref.ref(tensor) in self._sparse, has_slots=has_slots
-                )
-            self._latest = latest = _Structure(tensors, self._plans[key])
+                is_sparse = self._sparse.__contains__
+                plan = plan_for_ranks(tensors, lambda tensor: is_sparse(weakref.ref(tensor)), has_slots=has_slots)
+                placed = [place >= 0 for place in plan.places]
+                digest = digest_of(repr([*zip(map(description_of, tensors), placed, strict=True)]))
+                self._plans[key] = plan, digest
+            self._latest = latest = _Structure(tensors, *self._plans[key])
         return latest
 
     def rank_step(self, sync_context: "SyncContext", structure: "_Structure") -> RankStep:
@@ -185,7 +193,7 @@ class GradientSync:
             model=self._number,
             forward=sync_context.number,
             training=sync_context.training,
-            digest=structure.plan.digest,
+            digest=structure.digest,
             buffers=0 if module is None else structure.buffers(module)[-1],
             in_no_sync=not sync_context.synchronised,
             weight_given=sync_context.weight_given,
@@ -205,9 +213,9 @@ class GradientSync:
 class _Structure:
     """What is known about a module while the list of its parameters is the same list, and not only an equal one."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], plan: BucketPlan) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], plan: BucketPlan, digest: int) -> None:
         self.tensors = tensors  # its parameters that need gradients
-        self.plan = plan  # the buckets of their gradients
+        self.plan, self.digest = plan, digest  # their buckets; equal on ranks with equal plans
         self._registries: list[Any] | None = None  # the `_buffers` of the modules
         self._forms: Any = None
         self._buckets: Sequence[Bucket] = ()
@@ -257,21 +265,24 @@ class SyncContext:
         self.gradient_sync.num_forwards = self.number
         self.gradient_sync.next_weight = None
 
-    def of_callers_graph(
-        self, module: nn.Module, method: str | None
-    ) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
-        """Return a function that calls `module` in the caller's own graph and all-reduces its parameters' gradients."""
-        function = _MethodAsForward(module, method)
-        parameters = {name: p for name, p in function.named_parameters() if p.requires_grad}
-        summed = _AllReduceInBackward.apply(self, *parameters.values())  # type: ignore[no-untyped-call]
-        return partial(functional_call, function, dict(zip(parameters, summed, strict=True)))
+    def plan(self, tensors: Sequence[torch.Tensor]) -> BucketPlan:
+        """Return the buckets of the module's parameters, as they are now.
 
-    def begin(self, tensors: Sequence[torch.Tensor], nodes: Sequence[Any]) -> "RankReduction":
-        """Start the reduction of the gradients of `tensors`; `nodes` are their nodes in the running backward.
-
-        The list of an earlier call, itself, says that the module has not changed since then.
+        The list of an earlier call, itself, says that the module has not changed since then; so it does in `begin`.
         """
-        return (AllReduce if self.synchronised else LocalAccumulation)(self, tensors, nodes)
+        return self.gradient_sync.structure(tensors).plan
+
+    def begin(self, tensors: Sequence[torch.Tensor], node: Any, plan: BucketPlan | None = None) -> "RankReduction":
+        """Start the reduction of the gradients of `tensors`, in the running backward of `node`, which has them.
+
+        Args:
+            plan: that of the buckets in which the gradients come; None: they come all at once.
+        """
+        return (AllReduce if self.synchronised else LocalAccumulation)(self, tensors, node, plan)
+
+    def sum(self, tensors: Sequence[torch.Tensor], node: Any, gradients: Gradients) -> Gradients:
+        """Return the sums over the ranks of the gradients of `tensors`, in the running backward of `node`."""
+        return self.begin(tensors, node).sum(gradients)
 
 
 class _RankSteps:
@@ -323,23 +334,41 @@ class _RankSteps:
 class RankReduction(abc.ABC):
     """The reduction of the parameters' gradients in one backward.
 
-    `add` may be called from several threads. If an error ends the reduction half-way, `failed` has to be called.
+    `add` may be called from several threads. If an error ends the backward before `sum`, `failed` has to be called.
     """
 
     derivative = 1.0  # of the result with respect to this rank's gradients; known when it is finished
-    early: Set[int] = frozenset()  # the tensors whose gradients `add` should get during backward
+    takes_buckets = False  # whether `add` should get the buckets that are complete, during backward
 
-    def __init__(self, sync_context: "SyncContext", tensors: Sequence[torch.Tensor], nodes: Sequence[Any]) -> None:
-        self._sync_context, self._tensors, self._nodes = sync_context, tensors, nodes
+    def __init__(
+        self, sync_context: "SyncContext", tensors: Sequence[torch.Tensor], node: Any, plan: BucketPlan | None
+    ) -> None:
+        self._sync_context, self._tensors, self._node = sync_context, tensors, node
         self._gradient_sync = sync_context.gradient_sync
         self._communicator = self._gradient_sync.communicator
         self._structure = self._gradient_sync.structure(tensors)
         in_bucket = sync_context.synchronised and self._structure.plan.has_slots
         self._steps = _RankSteps(sync_context, self._structure, in_bucket=in_bucket)
 
-    def add(self, number: int, gradient: torch.Tensor) -> None:
-        """Add to the gradient of tensor `number`, which is one of `early`. To be called with gradients off."""
+    def add(self, bucket: int, gradients: Sequence[torch.Tensor | None] | torch.Tensor) -> None:
+        """Add gradients of a bucket; see `BucketedAllReduce.add`."""
         raise NotImplementedError
+
+    def sum(self, rest: Gradients, when_sent: Callable[[], object] = lambda: None) -> Gradients:
+        """Add the rest of the gradients; return the sum of each over the ranks, or None.
+
+        Args:
+            when_sent: is called before the other ranks are waited for.
+        """
+        try:
+            if torch.is_grad_enabled():
+                return self.differentiable(rest)
+            wait = self.send(rest)
+            when_sent()
+            return wait()
+        except BaseException as error:
+            self.failed(error)
+            raise
 
     @abc.abstractmethod
     def send(self, rest: Sequence[torch.Tensor | None]) -> Wait:
@@ -359,15 +388,17 @@ class RankReduction(abc.ABC):
 
     def _accumulated(self) -> list[int]:
         """Return the numbers of the tensors to whose `grad` this backward adds."""
-        nodes = enumerate(self._nodes)
-        return [n for n, node in nodes if self._tensors[n].is_leaf and torch_private.backward_runs(node)]
+        nodes = zip(self._tensors, self._node.next_functions, strict=True)
+        return [n for n, (t, (node, _)) in enumerate(nodes) if t.is_leaf and torch_private.backward_runs(node)]
 
 
 class AllReduce(RankReduction):
     """The sum over the ranks; None for a tensor that no rank used."""
 
-    def __init__(self, sync_context: "SyncContext", tensors: Sequence[torch.Tensor], nodes: Sequence[Any]) -> None:
-        super().__init__(sync_context, tensors, nodes)
+    def __init__(
+        self, sync_context: "SyncContext", tensors: Sequence[torch.Tensor], node: Any, plan: BucketPlan | None
+    ) -> None:
+        super().__init__(sync_context, tensors, node, plan)
         # This sum includes, and its result replaces, what backwards in no_sync() have left in `grad`.
         own = self._gradient_sync.own_grads
         numbers = [n for n in self._accumulated() if weakref.ref(tensors[n]) in own] if own else []
@@ -378,13 +409,14 @@ class AllReduce(RankReduction):
         # The collectives of an accelerator have to start in one order on all ranks. When a bucket is full depends on
         # which gradients a rank has, and on time; so there all buckets come after the exchanges.
         early = not sync_context.has_exchanges or self._communicator.waits_on_host(group)
-        self.early = self._structure.plan.early if early else frozenset()
+        # The plan may have changed since forward: a hook, sparse gradients, no_sync().
+        self.takes_buckets = early and plan is self._structure.plan
         self._all_reduce = BucketedAllReduce(
             self._communicator, group, self._structure.plan, tensors, hook, self._steps, local_grads
         )
 
-    def add(self, number: int, gradient: torch.Tensor) -> None:
-        self._all_reduce.add(number, gradient.detach())
+    def add(self, bucket: int, gradients: Sequence[torch.Tensor | None] | torch.Tensor) -> None:
+        self._all_reduce.add(bucket, gradients)
 
     def send(self, rest: Sequence[torch.Tensor | None]) -> Wait:
         self._all_reduce.send(rest)
@@ -437,44 +469,3 @@ class _DifferentiableReduction(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         pairs = zip(grads, ctx.given, strict=True)
         return (None, *(grad * ctx.scale if given and grad is not None else None for grad, given in pairs))
-
-
-class _MethodAsForward(nn.Module):
-    """A module whose forward is a method of another module."""
-
-    def __init__(self, module: nn.Module, method: str | None) -> None:
-        super().__init__()
-        self.module = module
-        self._method = method
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        called = self.module if self._method is None else getattr(self.module, self._method)
-        return called(*inputs, **kwargs)
-
-
-class _AllReduceInBackward(torch.autograd.Function):
-    """The identity for parameters; in backward their gradients are all-reduced.
-
-    For a forward in the caller's own graph, where no gradient can be sent before backward has computed all.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, sync_context: SyncContext, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.sync_context, ctx.tensors = sync_context, tensors
-        ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        sync_context: SyncContext = ctx.sync_context
-        nodes = [node for node, _ in ctx.next_functions]
-        if not any(map(torch_private.backward_reaches, nodes)):
-            return (None, *grads)
-        reduction = sync_context.begin(ctx.tensors, nodes)
-        try:
-            if torch.is_grad_enabled():
-                return (None, *reduction.differentiable(grads))
-            return (None, *reduction.send(grads)())
-        except BaseException as error:
-            reduction.failed(error)
-            raise

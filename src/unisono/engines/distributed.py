@@ -10,16 +10,18 @@ processes. Two cases are special:
                                              before that); the output is cut to no rows, and the gradients are ignored
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.func import functional_call
 
+from unisono.autograd.bucket import FIRST
 from unisono.distributed.gradient_sync import GradientSync, SyncContext, UnboundGradientSync
 from unisono.engines.call import Call
-from unisono.engines.replica import is_reentrant_checkpoint, leaves_and_nodes
+from unisono.engines.replica import is_reentrant_checkpoint, leaves_and_nodes, link_parameters
 from unisono.engines.threads import Threads
 from unisono.primitives import pytree
 from unisono.primitives.dims import OutputRules
@@ -28,6 +30,7 @@ from unisono.primitives.outputs import without_rows
 from unisono.primitives.parallel_apply import values_or_raise
 from unisono.primitives.replicate import write_values
 from unisono.runtime import devices as _devices
+from unisono.runtime import torch_private
 from unisono.runtime.errors import log_once
 from unisono.runtime.thread_pool import inside_replica, run_together
 from unisono.runtime.thread_state import modes_that_stay
@@ -116,11 +119,14 @@ class Ranks:
             error.add_note(_NO_ROWS)
             raise
         write_values(buffers, before)
+        for _, tensor in pytree.tensors(output):  # as early in a backward as the boundary of a rank with rows
+            if tensor.grad_fn is not None:
+                torch_private.run_first(tensor.grad_fn, FIRST)
         return output
 
     def _run(self, threads: Threads, module: nn.Module, call: Call, sync_context: SyncContext) -> Any:
         if modes_that_stay():
-            output = self._run_in_callers_graph(module, call, sync_context)
+            output = self._run_in_callers_graph(threads, module, call, sync_context)
         else:
             cross_process = None
             if call.sync_batch_norm:
@@ -137,16 +143,45 @@ class Ranks:
         sync_context.has_run()
         return output
 
-    def _run_in_callers_graph(self, module: nn.Module, call: Call, sync_context: SyncContext) -> Any:
+    @staticmethod
+    def _with_own_parameters(
+        threads: Threads, module: nn.Module, method: str | None, sync_context: SyncContext
+    ) -> Callable[..., Any]:
+        """Return a function that calls `module` with parameters whose gradients are summed over the ranks."""
+        function = _MethodAsForward(module, method)
+        live = {name: parameter for name, parameter in function.named_parameters() if parameter.requires_grad}
+        if not live:
+            return function
+        parameters = [*live.values()]
+        linked = link_parameters(parameters, [{}], sync_context.plan(parameters), is_flat=False)
+        threads.sum_over_ranks(linked, sync_context)
+        own = dict(zip(live, linked.own[0], strict=True))
+        return lambda *args, **kwargs: functional_call(function, own, args, kwargs)
+
+    def _run_in_callers_graph(self, threads: Threads, module: nn.Module, call: Call, sync_context: SyncContext) -> Any:
         if call.sync_batch_norm:
             raise RuntimeError(_NO_BATCH_NORM_IN_MODE)
         if len(self._devices) > 1:
             log_once(_RUNS_WHOLE)
-        run = sync_context.of_callers_graph(module, call.method)
+        run = self._with_own_parameters(threads, module, call.method, sync_context)
         [shard] = scattered(call.arguments, call.devices[:1], [call.arguments.rows or 0])
         # As a replica, so that a wrapper inside the module runs its own replicas one after the other.
-        [output] = values_or_raise(run_together([lambda: run(*shard)], call.devices[:1]), call.where()[:1])
+        args, kwargs = shard
+        [output] = values_or_raise(run_together([lambda: run(*args, **kwargs)], call.devices[:1]), call.where()[:1])
         reached = leaves_and_nodes([tensor for _, tensor in pytree.tensors(output)])
         if any(is_reentrant_checkpoint(node) for node in reached if not isinstance(node, torch.Tensor)):
             raise RuntimeError(_REENTRANT)
         return pytree.map_tensors(lambda tensor: _devices.copy_to(tensor, call.output_device), output)
+
+
+class _MethodAsForward(nn.Module):
+    """A module whose forward is a method of another module."""
+
+    def __init__(self, module: nn.Module, method: str | None) -> None:
+        super().__init__()
+        self.module = module
+        self._method = method
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        called = self.module if self._method is None else getattr(self.module, self._method)
+        return called(*inputs, **kwargs)

@@ -76,7 +76,7 @@ def open_lanes(blueprint: Blueprint, call: LaneCall, compile_lock: CompileLock) 
         check_cuda_graphs(blueprint, call.devices, _CUDA_GRAPHS)
     with torch.no_grad(), collector_paused, Copies(call.devices) as copies:
         pool = ReplicaPool(blueprint, call.source)
-        replicas, _ = pool.stamp(call.devices, tracked=False, copies=copies, with_live_buffers=False)
+        replicas = pool.stamp_untracked(call.devices, copies)
         for i in range(len(call.devices)):
             copies.wait_copies(i)
         lock = compile_lock if blueprint.compiled else None

@@ -1,23 +1,29 @@
 """A replica's inputs, its parameters, and a search of its graph.
 
-`Inputs` splits the caller's inputs into shards, with leaves where a gradient is needed. A `ReplicaPool` has replicas,
-each with leaves of its own for the parameters. `look_for_live_tensors` finds tensors in a replica's graph that are not
-its own.
+`Inputs` splits the caller's inputs into shards. A `ReplicaPool` has replicas, each with parameters of its own. Both are
+linked to the caller's tensors where these need a gradient (autograd/bucket.py). `look_for_live_tensors` finds tensors
+in a replica's graph that are not its own.
 Copies to other devices may still be in flight when these objects exist: see `streams.py`.
 """
 
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from unisono.autograd.broadcast import CoalescedBroadcast, ReduceBuckets
-from unisono.autograd.reducer import LeafHooks
-from unisono.autograd.replica_graph import BoundaryTensor, OutsideLeaves, ReplicaGraphs
+from unisono.autograd.broadcast import CoalescedBroadcast
+from unisono.autograd.bucket import (
+    Collector,
+    is_bucket_node,
+    joined_gradients,
+    own_tensors,
+    token_of,
+)
+from unisono.autograd.replica_graph import CapturedTensors, LinkedParameters, LinkedTensors, ReplicaGraphs
 from unisono.engines.call import Call, called
 from unisono.engines.parts import parts_of, run_in_parts
 from unisono.primitives.batch_types import batch_type_of
@@ -29,35 +35,40 @@ from unisono.primitives.reassigned_buffers import Change, buffer_registries, com
 from unisono.primitives.references import INERT
 from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
-from unisono.runtime.buckets import LARGE_BYTES
+from unisono.runtime.buckets import BUCKET_BYTES, SHARED_BUCKET_BYTES, BucketPlan
 from unisono.runtime.interrupts import interruptible
 from unisono.runtime.streams import Copies
 from unisono.runtime.timeline import ReplicaTiming
 
 
 class Inputs:
-    """The inputs of every replica, and the leaves behind those that need a gradient.
+    """The inputs of every replica.
 
     Attributes:
         shards: (positional, keyword) inputs, one a replica, on its device.
-        live, of_boundary: the caller's tensors that need a gradient, and the boundary's inputs made of them.
+        linked: the caller's tensors that need a gradient, with the replicas' parts of them.
     """
 
     def __init__(self, call: Call, tracked: bool, copies: Copies) -> None:
         num_replicas = len(call.devices)
-        self.live: list[torch.Tensor] = []
-        self.of_boundary: list[BoundaryTensor] = []
+        self.linked: list[LinkedTensors] = []
         all_on_cpu = _devices.are_cpu(call.devices)
 
         def place(tensor: torch.Tensor, placement: Placement) -> list[torch.Tensor | None]:
             data = tensor.detach()
             parts = [placement.part(data, i) for i in range(num_replicas)]
             if tracked and tensor.requires_grad:
-                parts = [part if part is None else part.detach().requires_grad_() for part in parts]
-                self.live.append(tensor)
-                self.of_boundary.append(BoundaryTensor(placement, tensor.device, parts))
+                # On the replica's own device: its nodes do not run in the thread that torch has for another one, which
+                # may be waiting for this replica in batch norm.
+                parts = [
+                    None if part is None else _devices.copy_to(part, device)
+                    for part, device in zip(parts, call.devices, strict=True)
+                ]
+                linked = LinkedTensors.of_input(tensor, placement, parts)
+                self.linked.append(linked)
+                parts = [*linked.tensors.tensors]
             # A copy even on the same device, so that a module that writes into its input writes into its own; and
-            # made in the replica's graph, because writing into a leaf is forbidden.
+            # made in the replica's graph, so that the gradient is that of what the caller gave.
             if all_on_cpu and _devices.is_cpu(tensor.device):  # the common case, with few calls
                 placed = _devices.copies_on_cpu(parts)
             else:
@@ -70,7 +81,7 @@ class Inputs:
 
 
 def _copied(part: torch.Tensor, replica: int, device: torch.device, copies: Copies) -> torch.Tensor:
-    """Return a copy for a replica; a copy linked to a leaf is made at once, on the stream of the rest of the graph."""
+    """Return a copy for a replica; a copy with a history is made at once, on the stream of the rest of the graph."""
     if part.requires_grad or _devices.same_device(part.device, device):
         return _devices.copied_to(part, device)
     return copies.to(part, replica)
@@ -102,58 +113,46 @@ def call_replica(
 
 
 class Replica:
-    """One replica: its modules, its own leaves in place of the live parameters, and its own buffers.
+    """One replica: its modules, its own parameters in place of the live ones, and its own buffers.
 
     Args:
         blueprint: of the live module.
         copied: by id, copies of the tensors that are not on the replica's device already.
-        tracked: whether a graph is built.
+        own: by id, its own parameters for those live ones that need a gradient; none where no graph is built.
         shares_buffers: whether the replica has the live buffers themselves.
 
     Attributes:
-        leaves: one for each live parameter that needs a gradient; empty where no graph is built.
-        hooks: on these leaves.
         modules: its modules, the root first.
         rebound: the values of attributes that refer to its own modules and tensors.
         registries: its buffers as it was made.
         own_buffers, live_buffers: its own buffers, and the live ones that they are copies of.
-        tensors_in_place: its tensors that are not copies on another device.
+        is_remote: whether its parameters are copies in memory of their own.
+        tensors: all that are its own.
     """
 
     def __init__(
-        self, blueprint: Blueprint, copied: Mapping[int, torch.Tensor], tracked: bool, shares_buffers: bool
+        self,
+        blueprint: Blueprint,
+        copied: Mapping[int, torch.Tensor],
+        own: Mapping[int, torch.Tensor],
+        shares_buffers: bool,
     ) -> None:
-        self.leaves: list[torch.Tensor] = []
-        tensors: dict[int, torch.Tensor] = {}
+        self.own_parameters = [*own.values()]
+        tensors = dict(own)
         for key, parameter in blueprint.parameters.items():
-            if tracked and parameter.requires_grad:
-                tensors[key] = leaf = own_leaf(parameter, copied.get(key, parameter))
-                self.leaves.append(leaf)
-            elif key in copied:
-                tensors[key] = own_leaf(parameter, copied[key])
+            if key not in own and key in copied:
+                tensors[key] = own_parameter(parameter, copied[key]).requires_grad_(parameter.requires_grad)
         own_buffers = blueprint.buffers_for(copied, shared=shares_buffers)
         self.own_buffers = list(own_buffers.values())
         self.live_buffers = [blueprint.buffers[key] for key in own_buffers]
         tensors.update(own_buffers)
         for key, constant in blueprint.constants.items():
             tensors[key] = copied.get(key, constant)
-        self.hooks = LeafHooks(dict(enumerate(self.leaves)))
-        self.copied = [(key, tensors[key]) for key in copied]
+        self.is_remote, self.tensors = bool(copied), list(tensors.values())
         self.modules, links = blueprint.stamp(tensors)
         self.registries = buffer_registries(self.modules)
         self._unlinked = unlinked_at_deletion(links)
         self.rebound = [module.__dict__[name] for module, name, _ in links]
-        self.tensors_in_place = [tensor for key, tensor in tensors.items() if key not in copied]
-
-    @property
-    def is_remote(self) -> bool:
-        """Whether its parameters are copies in memory of their own."""
-        return bool(self.copied)
-
-    def renew_copies(self, copied: Mapping[int, torch.Tensor]) -> None:
-        """Use new copies of what is not on the replica's device."""
-        for key, own in self.copied:
-            own.data = copied[key]
 
     def commit_buffers(self, pool: "ReplicaPool", changes: Sequence[Change], joined: Sequence[torch.Tensor]) -> None:
         """Give the live module this replica's buffers, after a forward that has succeeded.
@@ -168,15 +167,10 @@ class Replica:
             return
         pairs = [
             *zip(self.own_buffers, self.live_buffers, strict=True),
-            *zip(self.leaves, pool.live_parameters[: len(self.leaves)], strict=True),
+            *zip(self.own_parameters, pool.live_parameters[: len(self.own_parameters)], strict=True),
             *zip(histories(changes)[: len(joined)], joined, strict=True),
         ]
         commit_buffers(changes, self.modules, pool.blueprint.modules, {id(own): live for own, live in pairs})
-
-    def drop_copies(self) -> None:
-        """Free memory of its own, until the next forward."""
-        for _, own in self.copied:
-            own.data = own.data.new_empty(0)
 
 
 _STAMPED_REGISTRIES = ("_parameters", "_buffers", "_modules")  # those that each replica has of its own
@@ -187,7 +181,8 @@ class Replicas:
 
     Args:
         each: one a device.
-        broadcast: what copies the live module's tensors to them.
+        linked: the live parameters that need a gradient, with the replicas' own.
+        kept: has their memory on other devices.
         kind: of the forwards that they fit.
         returns_to: where to put them when they are given back; None: nowhere.
     """
@@ -195,16 +190,16 @@ class Replicas:
     def __init__(
         self,
         each: Sequence[Replica],
-        broadcast: CoalescedBroadcast,
+        linked: LinkedParameters,
+        kept: "KeptReplicas",
         kind: tuple[Any, ...],
-        returns_to: "list[Replicas] | None",
+        returns_to: "list[KeptReplicas] | None",
     ) -> None:
-        self.each, self.kind = each, kind
+        self.each, self.linked, self.kind = each, linked, kind
         self.roots = [replica.modules[0] for replica in each]
-        self.leaves = [replica.leaves for replica in each]
-        self.hooks = [replica.hooks for replica in each]
         self.is_remote = any([replica.is_remote for replica in each])
-        self._broadcast, self._returns_to = broadcast, returns_to
+        self._kept: KeptReplicas | None = kept
+        self._returns_to = returns_to
         here = [replica for replica in each if not replica.is_remote]
         own_buffers = torch_private.of_one_kind([own for replica in here for own in replica.own_buffers])
         live_buffers = torch_private.of_one_kind([live for replica in here for live in replica.live_buffers])
@@ -216,10 +211,9 @@ class Replicas:
         self._dicts = DictSnapshot([*[module.__dict__ for module in self._modules], *registries])
         self._rebound = ContainerSnapshot([value for replica in each for value in replica.rebound])
         self._classes = [*map(type, self._modules)]
-        self._tensors = TensorSnapshot([tensor for replica in each for tensor in replica.tensors_in_place])
-        self._copies = TensorSnapshot([own for replica in each for _, own in replica.copied], with_memory=False)
+        self._tensors = TensorSnapshot([tensor for replica in each for tensor in replica.tensors])
         self._num_references = self._count_references()
-        self._all_leaves = [leaf for leaves in self.leaves for leaf in leaves]
+        self._own_parameters = [parameter for replica in each for parameter in replica.own_parameters]
 
     def are_unchanged(self) -> bool:
         """Return whether the replicas are as they were made, and nothing outside refers to their modules.
@@ -231,21 +225,19 @@ class Replicas:
             and self._rebound.is_current()
             and [*map(type, self._modules)] == self._classes
             and self._tensors.is_current()
-            and (not self.is_remote or self._copies.is_current())
             and self._count_references() == self._num_references
-            and torch_private.num_hooks(self._all_leaves) == sum(map(len, [hooks.installed for hooks in self.hooks]))
-            and not [leaf for leaf in self._all_leaves if leaf.grad is not None]
+            and not torch_private.num_hooks(self._own_parameters)
         )
 
     def _count_references(self) -> list[int]:
         return [*map(sys.getrefcount, self._modules)]
 
-    def renew(self, copies: Copies, returns_to: "list[Replicas]") -> None:
-        """Take what the live module's tensors are now: new copies of those elsewhere, and the buffers' values."""
-        self._returns_to = returns_to
+    def renew(self, copies: Copies, kept: "KeptReplicas", returns_to: "list[KeptReplicas]") -> None:
+        """Take the values that the live module's tensors have now: on other devices all, here the buffers'."""
+        self._kept, self._returns_to = kept, returns_to
+        self.linked.collector.drop()
         if self.is_remote:
-            for replica, copied in zip(self.each, self._broadcast(copies), strict=True):
-                replica.renew_copies(copied)
+            kept.broadcast.renew(copies)
         self.renew_buffers()
 
     def renew_buffers(self) -> None:
@@ -261,8 +253,9 @@ class Replicas:
 
         If something outside refers to a module of theirs, they are left to it as forward has left them.
         """
-        returns_to, self._returns_to = self._returns_to, None
-        if returns_to is None:
+        kept, returns_to = self._kept, self._returns_to
+        self._kept = self._returns_to = None
+        if kept is None or returns_to is None:
             return
         assigned = [] if self._dicts.is_current() else self._dicts.restore()  # undo what forward has assigned
         if self._count_references() != self._num_references:
@@ -270,13 +263,28 @@ class Replicas:
                 fill(attributes, items)
             return
         if self.is_remote:
-            for replica in self.each:
-                replica.drop_copies()
-        returns_to.append(self)
+            kept.broadcast.note_readers()
+        kept.by_kind[self.kind] = self
+        returns_to.append(kept)
         del returns_to[:-_MOST_IDLE]
 
 
-_MOST_IDLE = 3  # sets of replicas that are kept: forwards may follow each other before a backward
+class KeptReplicas:
+    """Replicas for several kinds of forward on the same devices, with one memory on other devices for all of them.
+
+    One forward uses it at a time.
+
+    Attributes:
+        broadcast: what copies the live module's tensors into that memory.
+        by_kind: the replicas, without those that are in use.
+    """
+
+    def __init__(self, broadcast: CoalescedBroadcast, devices: Sequence[torch.device]) -> None:
+        self.broadcast, self.devices = broadcast, [*devices]
+        self.by_kind: dict[tuple[Any, ...], Replicas] = {}
+
+
+_MOST_IDLE = 3  # that are kept: forwards may follow each other before a backward
 
 
 class ReplicaPool:
@@ -289,112 +297,171 @@ class ReplicaPool:
         source: the live module's device.
         live_parameters: those that need a gradient.
         has_separate_memory: whether each replica but the first has copies, as if it were on a device of its own.
-        large: which of them have large gradients.
         buffers: the live buffers, in lists of one kind each.
     """
 
     def __init__(self, blueprint: Blueprint, source: torch.device) -> None:
         self.blueprint, self.source, self.has_separate_memory = blueprint, source, _devices.has_separate_memory()
         self.live_parameters = [parameter for parameter in blueprint.parameters.values() if parameter.requires_grad]
-        self.large = [
-            k
-            for k, parameter in enumerate(self.live_parameters)
-            if parameter.layout == torch.strided and parameter.nbytes >= LARGE_BYTES
-        ]
         self.buffers = torch_private.of_one_kind(blueprint.buffers.values())
-        self._idle: list[Replicas] = []
+        self._idle: list[KeptReplicas] = []
+        self._plans: dict[bool, BucketPlan] = {}
 
     def is_current(self, module: nn.Module, source: torch.device) -> bool:
         """Return whether these are the replicas of `module` as it is now, on `source`."""
         same_memory = self.source == source and self.has_separate_memory is _devices.has_separate_memory()
         return same_memory and self.blueprint.is_current(module)
 
-    @cached_property
-    def reduce_buckets(self) -> ReduceBuckets:
-        """The buckets in which gradients of replicas in memory of their own are reduced."""
-        return ReduceBuckets(self.live_parameters)
-
     def take(
         self,
         devices: Sequence[torch.device],
         tracked: bool,
         copies: Copies,
+        plan: BucketPlan | None = None,
         *,
         with_live_buffers: bool = True,
     ) -> Replicas:
-        """Return a replica for each device, the first with the live module's buffers unless these are elsewhere."""
-        kind = (tracked, torch.is_inference_mode_enabled(), with_live_buffers, *devices)
-        for replicas in self._idle[::-1]:
-            if replicas.kind == kind:
-                try:
-                    self._idle.remove(replicas)
-                except ValueError:  # another thread has taken it
-                    continue
-                if replicas.are_unchanged():
-                    replicas.renew(copies, self._idle)
-                    return replicas
-        each, broadcast = self.stamp(devices, tracked, copies, with_live_buffers=with_live_buffers)
-        return Replicas(each, broadcast, kind, self._idle if self.blueprint.is_reusable else None)
+        """Return a replica for each device, the first with the live module's buffers unless these are elsewhere.
 
-    def stamp(
-        self, devices: Sequence[torch.device], tracked: bool, copies: Copies, *, with_live_buffers: bool
-    ) -> tuple[list[Replica], CoalescedBroadcast]:
-        """Return new replicas, as `take` does, and what copies the live module's tensors to them."""
+        Args:
+            plan: the parameters' buckets; None: those for this process alone.
+        """
+        kind = (tracked, torch.is_inference_mode_enabled(), with_live_buffers, plan, *devices)
+        kept = self._take_kept(devices, kind)
+        replicas = kept.by_kind.pop(kind, None)
+        if replicas is not None and replicas.are_unchanged():
+            replicas.renew(copies, kept, self._idle)
+            return replicas
+        each, linked = self._stamp(kept.broadcast, devices, tracked, copies, with_live_buffers, plan)
+        return Replicas(each, linked, kept, kind, self._idle if self.blueprint.is_reusable else None)
+
+    def _take_kept(self, devices: Sequence[torch.device], kind: tuple[Any, ...]) -> KeptReplicas:
+        """Return what is kept for these devices and is not in use, best with replicas of this kind; or a new one."""
+        idle = [kept for kept in self._idle[::-1] if kept.devices == [*devices]]
+        for kept in sorted(idle, key=lambda kept: kind not in kept.by_kind):
+            try:
+                self._idle.remove(kept)
+            except ValueError:  # another thread has taken it
+                continue
+            return kept
+        return KeptReplicas(self._broadcast_to(devices), devices)
+
+    def stamp_untracked(self, devices: Sequence[torch.device], copies: Copies) -> list[Replica]:
+        """Return new replicas without a graph and without the live buffers; they share memory with none of the pool."""
+        return self._stamp(self._broadcast_to(devices), devices, False, copies, False)[0]
+
+    def _stamp(
+        self,
+        broadcast: CoalescedBroadcast,
+        devices: Sequence[torch.device],
+        tracked: bool,
+        copies: Copies,
+        with_live_buffers: bool,
+        plan: BucketPlan | None = None,
+    ) -> tuple[list[Replica], LinkedParameters]:
+        copied = broadcast(copies)
+        is_flat = any(copied) or not _devices.all_on_host(devices)
+        if plan is None or not tracked:
+            plan = self._plan(is_flat, tracked)
+        linked = link_parameters(self.live_parameters if tracked else [], copied, plan, is_flat=is_flat)
+        keys = [*map(id, linked.live)]
+        each = [
+            Replica(self.blueprint, copied[i], dict(zip(keys, own, strict=True)), with_live_buffers and i == 0)
+            for i, own in enumerate(linked.own)
+        ]
+        return each, linked
+
+    def _broadcast_to(self, devices: Sequence[torch.device]) -> CoalescedBroadcast:
         blueprint = self.blueprint
         tensors = {**blueprint.parameters, **blueprint.buffers, **blueprint.constants_on(self.source)}
-        broadcast = CoalescedBroadcast(tensors, devices)
-        each = [
-            Replica(blueprint, copied, tracked, with_live_buffers and i == 0)
-            for i, copied in enumerate(broadcast(copies))
-        ]
-        return each, broadcast
+        return CoalescedBroadcast(tensors, devices)
+
+    def _plan(self, is_flat: bool, tracked: bool) -> BucketPlan:
+        if not tracked:
+            return BucketPlan.of([], [])
+        if is_flat not in self._plans:
+            full_bytes = BUCKET_BYTES if is_flat else SHARED_BUCKET_BYTES
+            self._plans[is_flat] = BucketPlan.of_replicas(self.live_parameters, full_bytes)
+        return self._plans[is_flat]
 
 
-def own_leaf(parameter: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """Return a parameter like the live one in the memory of `data`: the live one itself, or a copy of it."""
-    leaf: torch.Tensor
-    if type(parameter) is nn.Parameter:
-        leaf = nn.Parameter(data, parameter.requires_grad)
-    elif type(parameter) is torch.Tensor:  # a buffer, or a value that functional_call has put there
-        leaf = data.detach().requires_grad_(parameter.requires_grad)
-    elif isinstance(parameter, nn.Parameter) and type(parameter.detach()) is torch.Tensor:  # a user's subclass of it
-        leaf = data.detach().as_subclass(type(parameter)).requires_grad_(parameter.requires_grad)
-    else:  # a subclass of Tensor, which detach() keeps
-        leaf = nn.Parameter(data.detach(), parameter.requires_grad)
+def link_parameters(
+    live: Sequence[torch.Tensor], copied: Sequence[Mapping[int, torch.Tensor]], plan: BucketPlan, *, is_flat: bool
+) -> LinkedParameters:
+    """Return parameters like the live ones for each replica: outputs of its bucket nodes.
+
+    Args:
+        copied: for each replica, copies of the parameters that are not on its device, by id.
+        is_flat: whether any has memory of its own.
+    """
+    collector = Collector(live, partial(joined_gradients, live, plan))
+    token = token_of(collector)
+    own: list[list[torch.Tensor]] = []
+    nodes: list[Any] = []
+    for replica, of_replica in enumerate(copied):
+        found: dict[int, torch.Tensor] = {}
+        for b, numbers in enumerate(plan.numbers):
+            if not numbers:
+                continue
+            make = partial(_own_parameters, [live[n] for n in numbers], of_replica)
+            found.update(zip(numbers, own_tensors(token, collector, b, replica, make), strict=True))
+            nodes.append(found[numbers[0]].grad_fn)
+        own.append([found[n] for n, _ in enumerate(live)])
+    return LinkedParameters(collector, token, own, nodes, plan, is_flat)
+
+
+def _own_parameters(live: Sequence[torch.Tensor], copied: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+    return [own_parameter(parameter, copied.get(id(parameter), parameter)) for parameter in live]
+
+
+def own_parameter(parameter: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+    """Return a parameter like the live one in the memory of `data`, which needs no gradient yet."""
+    own: torch.Tensor
+    if type(parameter) is torch.Tensor:  # a buffer, or a value that functional_call has put there
+        own = data.detach()
+    elif type(parameter) is not nn.Parameter and isinstance(parameter, nn.Parameter) and _is_plain_inside(parameter):
+        own = data.detach().as_subclass(type(parameter))
+    else:  # a parameter; or one of a subclass of Tensor, which detach() keeps
+        own = nn.Parameter(data.detach(), requires_grad=False)
     for name, value in parameter.__dict__.items():
-        leaf.__dict__.setdefault(name, value)
-    return leaf
+        own.__dict__.setdefault(name, value)
+    return own
+
+
+def _is_plain_inside(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter of a user's class is a plain tensor otherwise."""
+    return type(parameter.detach()) is torch.Tensor
 
 
 class GraphSearch:
     """Searches the graphs of replicas with `look_for_live_tensors`, once per structure if nothing is found there."""
 
     def __init__(self) -> None:
-        # Structures in whose graphs no leaf was found; whether they have reentrant checkpoints.
-        self._self_contained: dict[tuple[Any, ...], bool] = {}
+        # Structures in whose graphs no captured tensor was found; what else was.
+        self._self_contained: dict[tuple[Any, ...], CapturedTensors] = {}
 
-    def outside_leaves(
+    def captured_tensors(
         self,
         pool: "ReplicaPool",
         call: Call,
         groups: Sequence[Group],
         where: Sequence[str],
-        own_leaves: Sequence[torch.Tensor],
+        collectors: Sequence[Collector],
         may_differ: bool,
-    ) -> OutsideLeaves:
+    ) -> CapturedTensors:
         """Return the leaves in the graphs behind `groups` that belong neither to the module nor to a replica.
 
         The next call `may_differ` where the inputs carry objects.
         """
         structure = _structure(pool, call)
         if not may_differ and structure in self._self_contained:
-            return OutsideLeaves((), self._self_contained[structure])
-        outside = look_for_live_tensors(pool.blueprint, groups, where, own_leaves)
-        if not outside.leaves and not may_differ:
+            return self._self_contained[structure]
+        captured = look_for_live_tensors(pool.blueprint, groups, where, collectors)
+        if not captured.tensors and not may_differ:
             if len(self._self_contained) >= _MOST_STRUCTURES:
                 self.clear()
-            self._self_contained[structure] = outside.with_reentrant_checkpoint
-        return outside
+            self._self_contained[structure] = captured
+        return captured
 
     def clear(self) -> None:
         """Search again."""
@@ -420,20 +487,23 @@ _CARRIES_NOTHING = INERT | {torch.Tensor}
 
 
 def look_for_live_tensors(
-    blueprint: Blueprint, groups: Sequence[Group], where: Sequence[str], own_leaves: Sequence[torch.Tensor]
-) -> OutsideLeaves:
-    """Check that no replica's graph leads to a tensor of the live module; return those from outside.
+    blueprint: Blueprint, groups: Sequence[Group], where: Sequence[str], collectors: Sequence[Collector]
+) -> CapturedTensors:
+    """Check that no replica's graph leads to a tensor of the live module; return those that it has captured.
+
+    Args:
+        collectors: those of the forward.
 
     Raises:
         RuntimeError: one does, and its gradient would be wrong. Names the tensor.
     """
     if not groups:  # outputs without tensors
-        return OutsideLeaves()
-    own = set(map(id, own_leaves))
-    outside: dict[int, tuple[torch.Tensor, set[str]]] = {}  # each with the replicas in whose graphs it is
-    has_reentrant_checkpoint = False
+        return CapturedTensors()
+    captured: dict[int, torch.Tensor] = {}
+    has_reentrant_checkpoint = leads_to_earlier = are_linked = False
     histories = {tensor.grad_fn: tensor for tensor in blueprint.histories.values()}
-    for place, outputs in zip(where, zip(*(group.tensors for group in groups), strict=True), strict=True):
+    of_replicas = zip(where, zip(*(group.tensors for group in groups), strict=True), strict=True)
+    for index, (place, outputs) in enumerate(of_replicas):
         for reached in leaves_and_nodes([output for output in outputs if output is not None]):
             if isinstance(reached, torch.Tensor) and id(reached) in blueprint.parameters:
                 raise RuntimeError(
@@ -442,19 +512,21 @@ def look_for_live_tensors(
                     "holds the module or one of its methods, or a hook that has a variable for the module that it is "
                     "given. Reach it through self, in forward; in a hook, through its argument."
                 )
-            if isinstance(reached, torch.Tensor) and reached.requires_grad and id(reached) not in own:
-                outside.setdefault(id(reached), (reached, set()))[1].add(place)
             if isinstance(reached, torch.Tensor):
+                if reached.requires_grad:
+                    captured[id(reached)] = reached
                 continue
-            has_reentrant_checkpoint = has_reentrant_checkpoint or is_reentrant_checkpoint(reached)
+            if is_bucket_node(reached):
+                are_linked |= reached.replica != index
+                leads_to_earlier |= reached.collector not in collectors
+            has_reentrant_checkpoint |= is_reentrant_checkpoint(reached)
             if reached in histories:
                 raise RuntimeError(
                     f"{place} used {blueprint.name_of(histories[reached])}, a tensor that was computed outside "
                     "forward and needs gradients. Pass it to the model as an input, compute it in forward, or "
                     "detach() it."
                 )
-    are_shared = any(len(places) > 1 for _, places in outside.values())
-    return OutsideLeaves([leaf for leaf, _ in outside.values()], has_reentrant_checkpoint, are_shared)
+    return CapturedTensors([*captured.values()], has_reentrant_checkpoint, leads_to_earlier, are_linked)
 
 
 def is_reentrant_checkpoint(node: Any) -> bool:
@@ -464,12 +536,12 @@ def is_reentrant_checkpoint(node: Any) -> bool:
     """
     inner = getattr(node, "graphs", None)
     if isinstance(inner, ReplicaGraphs):
-        return inner.outside.with_reentrant_checkpoint
+        return inner.captured.has_reentrant_checkpoint
     return "CheckpointFunctionBackward" in node.name()
 
 
 def leaves_and_nodes(outputs: Sequence[torch.Tensor]) -> Iterator[Any]:
-    """Yield every leaf tensor and every node in the graph behind `outputs`."""
+    """Yield every leaf tensor and every node in the graph behind `outputs`, as far as the nodes of buckets."""
     pending: list[Any] = []
     for output in outputs:
         if output.grad_fn is not None:
@@ -480,6 +552,8 @@ def leaves_and_nodes(outputs: Sequence[torch.Tensor]) -> Iterator[Any]:
     while pending:
         node = pending.pop()
         yield node
+        if is_bucket_node(node):
+            continue
         if hasattr(node, "variable"):
             yield node.variable
         for following, _ in node.next_functions:

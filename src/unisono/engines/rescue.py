@@ -162,8 +162,6 @@ class Replay:
     def take(self, graphs: ReplicaGraphs) -> None:
         """Take the graphs of the forward that was run again, in the place of those that failed."""
         assert self._graphs is not None
-        for graph in graphs.graphs():
-            graph.take_gradients()  # of a backward inside forward: they have been passed on already
         self._graphs.take_from(graphs)
 
     def _why_not(self) -> str | None:

@@ -1,11 +1,11 @@
 """One forward: each replica runs in a thread of this process, and has a graph of its own.
 
     1. take a blueprint of the live module and check where its tensors are
-    2. split the inputs into shards; they are leaves of the replica graphs
-    3. stamp one replica a shard, with leaves of its own for the parameters
+    2. split the inputs into shards; those that need a gradient are outputs of bucket nodes (autograd/bucket.py)
+    3. stamp one replica a shard, with parameters of its own, outputs of bucket nodes too
     4. call the replicas in parallel; the caller's thread runs the first
     5. match their outputs, leaf by leaf
-    6. link the replicas' leaves with the caller's tensors: they are the boundary's inputs. If the structure is new,
+    6. give the graphs what their backwards need; the live tensors are the boundary's inputs. If the structure is new,
        look for live tensors in the replica graphs
     7. join the outputs through the boundary, whose backward runs the replicas' (autograd/boundary.py)
     8. give the live module the first replica's buffers
@@ -19,17 +19,21 @@ rescue.py. Assumes that the module does not change while a forward runs. Calls f
 has replicas of its own.
 """
 
+import re
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from unisono.autograd.boundary import join
-from unisono.autograd.replica_graph import BackwardContext, BoundaryTensor, ParameterLeaves, Passes, ReplicaGraphs
+from unisono.autograd.bucket import OneOrder, OverRanks
+from unisono.autograd.replica_graph import BoundaryTensor, LeafTensors, LinkedParameters, Passes, ReplicaGraphs
+from unisono.distributed.gradient_sync import SyncContext
 from unisono.engines.call import Call, OneGraphNeededError
 from unisono.engines.compile_lock import CompileLock, check_cuda_graphs, compiler_prepared, kind_of
 from unisono.engines.lanes import Lane, LaneCall, open_lanes
@@ -41,24 +45,35 @@ from unisono.primitives.parallel_apply import values_or_raise
 from unisono.primitives.placements import Replicate, Single
 from unisono.primitives.reassigned_buffers import Change, histories
 from unisono.primitives.replicate import check_device, unchanged_on_failure
-from unisono.runtime import devices as _devices
 from unisono.runtime import timeline
 from unisono.runtime.exchange import Exchange, exchanging
 from unisono.runtime.rng import own_streams
+from unisono.runtime.stand_ins import StandIns, while_replicas_run, while_running
 from unisono.runtime.streams import Copies
 from unisono.runtime.thread_pool import PassContext, ReplicaContext, inside_replica, one_pass, run_together
 from unisono.runtime.timeline import ReplicaTiming
-from unisono.sync_batch_norm.function_mode import BackwardMode, BatchNormOverReplicas
+from unisono.sync_batch_norm.function_mode import BatchNormOverReplicas, not_running_together
 
 _CUDA_GRAPHS = (
     'the module is compiled with CUDA graphs (torch.compile(mode="reduce-overhead" or "max-autotune")): a graph reads '
     "its input and writes its output in one place, which replicas cannot share. Compile it in another mode "
     '(mode="max-autotune-no-cudagraphs", or none), or wrap it for one device, DataParallel(model, [0]).'
 )
-_TOO_MANY_ACCELERATORS = (
-    "sync_batch_norm=True over several processes, with several accelerators in this one: replicas on accelerators "
-    "cannot wait for other processes in backward. Start one process for each accelerator."
+
+_STEP_INSIDE = (
+    "an optimizer's step inside forward ({optimizer}): each replica would apply it to the parameters that all of them "
+    "share, and with gradients that are not summed yet. Return the loss from forward; call backward and step outside."
 )
+_ASSIGNED_FLAG = (
+    "a replica's parameters are no leaves: in forward, use parameter.requires_grad_(False) in the place of "
+    "parameter.requires_grad = False."
+)
+
+# torch warns where `.grad` of a tensor that is no leaf is read, as torch.compile does. A replica's parameters have one.
+_GRAD_OF_NO_LEAF = ("ignore", re.compile("The .grad attribute of a Tensor that is not a leaf"), UserWarning, None, 0)
+_while_one_replica_runs = StandIns()
+for stand_ins in (while_replicas_run, _while_one_replica_runs):
+    stand_ins.add(lambda: [(warnings, "filters", lambda filters: [_GRAD_OF_NO_LEAF, *filters])])
 
 
 class Threads:
@@ -68,12 +83,14 @@ class Threads:
         row_limits: how many rows fit in each replica's memory, by its number, as far as rescues have shown.
         search: finds tensors in replica graphs that are not the replicas' own.
         compile_lock: the model's.
+        order_of_sums: that of sums over the ranks that no boundary has finished.
     """
 
     def __init__(self) -> None:
         self.row_limits: dict[int, int] = {}
         self.search = GraphSearch()
         self.compile_lock = CompileLock()
+        self.order_of_sums = OneOrder()
         self._pool: ReplicaPool | None = None
         self._timings: list[ReplicaTiming] = []
 
@@ -120,6 +137,13 @@ class Threads:
                 self._pool = pool if blueprint.is_reusable else None
         return pool
 
+    def sum_over_ranks(self, linked: LinkedParameters, sync_context: SyncContext | None) -> None:
+        """Have the gradients that come to the live parameters beside a boundary summed over the ranks, if there are."""
+        linked.collector.over_ranks = None
+        if sync_context is not None:
+            number, order = self.order_of_sums.next_forward(linked.token), self.order_of_sums
+            linked.collector.over_ranks = OverRanks(partial(sync_context.sum, linked.live), number, order)
+
     def timings(self) -> list[ReplicaTiming]:
         """Return what each replica did in the last step; an empty list before the first."""
         return self._timings
@@ -150,7 +174,6 @@ class Forward:
         self._tracked = torch.is_grad_enabled()
         self._replay, self._is_again = again, again is not None
         self.timings = [ReplicaTiming(device, size) for device, size in zip(call.devices, call.sizes, strict=True)]
-        self._graphs = ReplicaGraphs(self.timings, call.where())
         with collector_paused:
             if timeline.recording:
                 timeline.mark(timeline.REPLICATE)
@@ -160,7 +183,10 @@ class Forward:
             self._inputs = Inputs(call, self._tracked, copies)
             if timeline.recording:
                 timeline.mark(timeline.REPLICATE)
-            self._replicas = pool.take(call.devices, self._tracked, copies)
+            is_summed = call.sync_context is not None and self._tracked and pool.live_parameters
+            plan = call.sync_context.plan(pool.live_parameters) if is_summed else None
+            self._replicas = replicas = pool.take(call.devices, self._tracked, copies, plan)
+        self._graphs = ReplicaGraphs(self.timings, call.where(), replicas.linked, self._inputs.linked)
         if pool.blueprint.observers:
             if self._tracked and again is None and call.sync_context is None:
                 raise OneGraphNeededError
@@ -176,7 +202,18 @@ class Forward:
     def forward(self) -> Any:
         """Return the joined output."""
         with self._buffers, one_pass(self._graphs.passes.contexts) as contexts:
-            outputs = self._run_replicas(contexts)
+            self._graphs.begin_forward()
+            refusal = register_optimizer_step_pre_hook(partial(_refuse_step, self._pool.blueprint))
+            try:
+                with while_running(_while_one_replica_runs) if len(self.timings) == 1 else nullcontext():
+                    outputs = self._run_replicas(contexts)
+            except RuntimeError as error:
+                if "requires_grad flags of leaf" in str(error):
+                    error.add_note(_ASSIGNED_FLAG)
+                raise
+            finally:
+                refusal.remove()
+                reached = self._graphs.end_forward()
             if timeline.recording:
                 timeline.mark(timeline.GATHER)
             matched = Outputs(outputs, self._call.rules, self._call.sizes)
@@ -187,12 +224,12 @@ class Forward:
             of_buffers = _groups_of(changes, len(self._call.devices)) if changes and self._tracked else []
             self._graphs.outputs = _boundary_outputs(self._call, matched.groups, of_buffers)
             if self._tracked:
-                live = self._link([*matched.groups, *of_buffers])
+                self._link([*matched.groups, *of_buffers], reached)
                 if self._replay is not None:
                     if self._is_again:
                         return self._replay.take(self._graphs)
                     self._graphs.replay = self._replay.repeatable()
-                joined = join(self._graphs, live)
+                joined = join(self._graphs)
             else:
                 joined = self._graphs.joined_outputs()
             output = matched.put_together(joined)
@@ -205,9 +242,8 @@ class Forward:
         """Return what is around each pass over the replicas."""
         call, name = self._call, type(module).__name__
         contexts: list[PassContext] = [partial(own_streams, name, call.devices)]
-        one_call: BackwardContext = nullcontext
         if call.sync_batch_norm:
-            contexts, one_call = _contexts_of_batch_norm(name, call, self._replicas.roots)
+            contexts += _contexts_of_batch_norm(call, self._replicas.roots)
         elif self._pool.blueprint.compiled:  # not where replicas wait for each other: then none may wait for a lock
             kinds = [(self._tracked, module.training, *kind_of(shard)) for shard in self._inputs.shards]
             contexts += self._model.compile_lock.if_new(kinds, call.timeout_s)
@@ -216,7 +252,9 @@ class Forward:
         if timeline.recording and (step := timeline.current_step()) is not None:
             self._graphs.step = step
             contexts += timeline.contexts(call.replica_numbers, self.timings)
-        return Passes(contexts, one_call, call.timeout_s)
+        if call.sync_batch_norm:
+            return Passes(contexts, call.timeout_s, have_exchanges=True, in_one_call=not_running_together)
+        return Passes(contexts, call.timeout_s)
 
     def _run_replicas(self, contexts: ReplicaContext) -> list[Any]:
         call, graphs = self._call, self._graphs
@@ -225,33 +263,33 @@ class Forward:
         # No variable may hold the outcomes: an error's traceback refers to this frame.
         return values_or_raise(run_together(tasks, call.devices, contexts, call.timeout_s, graphs.where), graphs.where)
 
-    def _link(self, groups: Sequence[Group]) -> Sequence[torch.Tensor]:
+    def _link(self, groups: Sequence[Group], reached: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Give the graphs all that they need for backwards, and pass on gradients of a backward inside forward.
 
         Args:
             groups: the replicas' outputs.
-
-        Returns:
-            The caller's tensors behind the boundary's inputs, without the parameters.
+            reached: the live tensors that have got gradients inside forward, each with its gradient.
         """
-        call, graphs, pool, replicas, inputs = self._call, self._graphs, self._pool, self._replicas, self._inputs
-        own_leaves = [leaf for given in inputs.of_boundary for leaf in given.tensors if leaf is not None]
-        own_leaves += chain.from_iterable(replicas.leaves)
+        call, graphs, pool = self._call, self._graphs, self._pool
         graphs.keep = carries_objects(call)
-        graphs.outside = self._model.search.outside_leaves(pool, call, groups, graphs.where, own_leaves, graphs.keep)
-        outside = graphs.outside.leaves
-        of_all = len(call.devices)
-        graphs.inputs = inputs.of_boundary + [
-            BoundaryTensor(Replicate(), leaf.device, [leaf] * of_all) for leaf in outside
+        collectors = [group.collector for group in graphs.groups]
+        graphs.captured = self._model.search.captured_tensors(pool, call, groups, graphs.where, collectors, graphs.keep)
+        graphs.leaves = [
+            LeafTensors(leaf, BoundaryTensor(Replicate(), leaf.device, [leaf] * len(call.devices)))
+            for leaf in graphs.captured.tensors
         ]
-        buckets = pool.reduce_buckets if replicas.is_remote else None
-        graphs.parameters = ParameterLeaves(pool.live_parameters, replicas.leaves, replicas.hooks, pool.large, buckets)
-        graphs.on_release = replicas.give_back
+        graphs.on_release, graphs.roots = self._replicas.give_back, self._replicas.roots
         graphs.sync_context = call.sync_context
-        live = [*inputs.live, *outside]
-        if [leaf for leaf in own_leaves if leaf.grad is not None] and not self._is_again:
-            graphs.pass_on(live, graphs.joined([graph.take_gradients() for graph in graphs.graphs()]))
-        return live
+        self._model.sum_over_ranks(graphs.parameters, call.sync_context)
+        if reached and not self._is_again:
+            graphs.pass_on(reached)
+
+
+def _refuse_step(blueprint: Blueprint, optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Raise RuntimeError where an optimizer steps on the live module's parameters inside a replica's forward."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if inside_replica() and any(id(parameter) in blueprint.parameters for parameter in parameters):
+        raise RuntimeError(_STEP_INSIDE.format(optimizer=type(optimizer).__name__))
 
 
 def _groups_of(changes: Sequence[Change], num_replicas: int) -> list[Group]:
@@ -267,29 +305,11 @@ def _boundary_outputs(call: Call, groups: Sequence[Group], of_buffers: Sequence[
     return outputs
 
 
-def _contexts_of_batch_norm(
-    name: str, call: Call, roots: Sequence[nn.Module]
-) -> tuple[list[PassContext], BackwardContext]:
-    """Return the contexts of each pass over the replicas, and that of one backward through all graphs.
-
-    In them the replicas exchange the statistics of batch norm. Messages call the model `name`.
-    """
-    alone = len(roots) == 1
-    contexts: list[PassContext] = [partial(own_streams, name, call.devices)]
-    if alone and call.cross_process is None:
-        return contexts, nullcontext
+def _contexts_of_batch_norm(call: Call, roots: Sequence[nn.Module]) -> list[PassContext]:
+    """Return the contexts of each pass over the replicas in which they exchange the statistics of batch norm."""
+    if len(roots) == 1 and call.cross_process is None:
+        return []
     new_exchange: Callable[[int], Exchange] = partial(
         Exchange, cross_process=call.cross_process, timeout_s=call.timeout_s, names=call.where()
     )
-    contexts.append(exchanging(len(roots), new_exchange))
-    on_host = all(map(_devices.computes_on_host, call.devices))
-    if call.cross_process is not None and not alone and not on_host:
-        raise RuntimeError(_TOO_MANY_ACCELERATORS)
-    backward_mode = BackwardMode.PER_REPLICA if on_host or alone else BackwardMode.ONE_CALL
-    batch_norm = BatchNormOverReplicas(roots, backward_mode)
-    contexts.append(batch_norm.one_pass)
-    if on_host:
-        return contexts, nullcontext
-    if backward_mode is BackwardMode.ONE_CALL:
-        return contexts, batch_norm.recomputation
-    return contexts, partial(batch_norm.single_replica, new_exchange)
+    return [exchanging(len(roots), new_exchange), BatchNormOverReplicas(roots, call.devices).one_pass]

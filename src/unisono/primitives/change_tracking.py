@@ -106,14 +106,10 @@ class TensorSnapshot:
 
     The owner of a snapshot also keeps the tensors' memory, in a tensor of its own: otherwise other memory could come to
     lie at the same address.
-
-    Args:
-        with_memory: whether memory and form matter.
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor], *, with_memory: bool = True) -> None:
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._tensors = [*tensors]
-        self._with_memory = with_memory
         self._attributes = DictSnapshot([*map(_own_attributes, self._tensors)])
         self._have_attributes = any(self._attributes.dicts)  # hardly any have
         self._before = self._state()
@@ -127,7 +123,7 @@ class TensorSnapshot:
     def _state(self) -> list[Any]:
         tensors = self._tensors
         state = [*map(_requires_grad, tensors), *map(type, tensors)]
-        for read in _MEMORY if self._with_memory else ():
+        for read in _MEMORY:
             state += map(read, tensors)
         return state
 

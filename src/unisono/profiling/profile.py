@@ -92,8 +92,8 @@ class Profile:
         >>> model = unisono.DataParallel(torch.nn.Linear(5, 2), ["cpu", "cpu"])
         >>> with model.profile() as profile:
         ...     model(torch.zeros(8, 5)).sum().backward()
-        >>> sorted(profile.lanes()["replica 1, cpu"])
-        ['backward', 'forward', 'outside', 'wait']
+        >>> {"forward", "backward"} <= profile.lanes()["replica 1, cpu"].keys()
+        True
         """
         return lanes_of(self.steps())
 

@@ -1,16 +1,17 @@
 """Flat buckets: many tensors are sent as a few flat ones, each of one dtype.
 
 Sending a tensor costs about the same whether it is small or large, up to some size; so gradients and parameters are
-exchanged a bucket at a time. A plan (`buckets_of`) says which tensors share a bucket. Nothing here communicates.
+exchanged a bucket at a time. `buckets_of` divides tensors into buckets, and a `BucketPlan` says it for the parameters
+of a module. Nothing here communicates.
 
 Tensors are identified by numbers that the caller chooses. They have to be plain ones (`is_plain`).
 """
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, chain, compress
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ import torch
 from unisono.runtime import torch_private
 
 BUCKET_BYTES = 25 << 20  # that of torch's DistributedDataParallel
-LARGE_BYTES = 1 << 16  # smaller gradients are not worth a call into Python in the middle of backward
+SHARED_BUCKET_BYTES = 1 << 18  # small: what is summed while backward runs, and then freed, is whole buckets
 
 
 class Form(NamedTuple):
@@ -68,7 +69,7 @@ class Bucket:
         """Sizes, strides and offsets of the tensors; the last offset is the end of the bucket."""
         unit = max(1, self.aligned_bytes // self.dtype.itemsize)
         lengths = [-(-math.prod(form.size) // unit) * unit for _, form in self.items]
-        offsets = [*itertools.accumulate(lengths, initial=0)]
+        offsets = [*accumulate(lengths, initial=0)]
         return [form.size for _, form in self.items], [form.stride for _, form in self.items], offsets
 
     def views(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -115,6 +116,86 @@ def buckets_of(forms: Mapping[int, Form], full_bytes: int = BUCKET_BYTES) -> tup
         else:
             filling[form.dtype, form.device] = items, num_bytes
     return (*buckets, *(Bucket(*key, tuple(items)) for key, (items, _) in filling.items()))
+
+
+@dataclass(frozen=True, eq=False)
+class BucketPlan:
+    """Which parameters share a bucket: in flat memory, behind one autograd node, in one message between ranks.
+
+    Backward computes the last parameters' gradients first: so they come first.
+
+    Attributes:
+        numbers: of each bucket, the numbers of its parameters.
+        forms: of each bucket, their forms; None for one parameter whose gradients are not flattened.
+        source: of each bucket, the device of its parameters.
+        num_parameters: how many there are.
+        has_slots: whether the first bucket has slots, by which the ranks compare their steps. It may have nothing else.
+    """
+
+    numbers: Sequence[tuple[int, ...]]
+    forms: Sequence[Bucket | None]
+    source: Sequence[torch.device]
+    num_parameters: int
+    has_slots: bool = False
+
+    @classmethod
+    def of(
+        cls, parameters: Sequence[torch.Tensor], buckets: Sequence[Bucket], *, has_slots: bool = False
+    ) -> "BucketPlan":
+        """Return the plan of these buckets, and of one without a form for each parameter that is in none of them."""
+        placed = {number for bucket in buckets for number in bucket.numbers}
+        alone = [n for n, _ in enumerate(parameters) if n not in placed]
+        return cls(
+            [*(bucket.numbers for bucket in buckets), *((n,) for n in alone)],
+            [*buckets, *[None for _ in alone]],
+            [*(bucket.device for bucket in buckets), *(parameters[n].device for n in alone)],
+            len(parameters),
+            has_slots,
+        )
+
+    @classmethod
+    def of_replicas(cls, parameters: Sequence[torch.Tensor], full_bytes: int) -> "BucketPlan":
+        """Return the plan where no other process takes part; a parameter that fills a bucket has one for itself."""
+        plain = {n: Form.of(p.detach()) for n, p in reversed([*enumerate(parameters)]) if is_plain(p)}
+        small = {n: form for n, form in plain.items() if form.num_bytes < full_bytes}
+        large = [Bucket(form.dtype, form.device, ((n, form),)) for n, form in plain.items() if n not in small]
+        return cls.of(parameters, [*buckets_of(small, full_bytes), *large])
+
+    @cached_property
+    def source_of(self) -> dict[int, torch.device]:
+        """The device of each parameter."""
+        return {n: source for source, numbers in zip(self.source, self.numbers, strict=True) for n in numbers}
+
+    @cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The buckets with forms, which come first."""
+        return tuple([bucket for bucket in self.forms if bucket is not None])
+
+    @cached_property
+    def places(self) -> Sequence[int]:
+        """Of each parameter, its place among those of all buckets with forms; -1 if it has none."""
+        place_of = {number: place for place, number in enumerate(chain.from_iterable(b.numbers for b in self.buckets))}
+        return [place_of.get(n, -1) for n in range(self.num_parameters)]
+
+    @cached_property
+    def sources(self) -> list[torch.device]:
+        """The devices of the parameters, each once."""
+        return list(dict.fromkeys(self.source))
+
+    @cached_property
+    def _parts(self) -> dict[tuple[int, tuple[bool, ...]], Bucket]:
+        return {}
+
+    def part(self, b: int, given: Sequence[bool]) -> Bucket:
+        """Return bucket `b` with those of its parameters that have a gradient."""
+        bucket = self.forms[b]
+        assert bucket is not None
+        if all(given):
+            return bucket
+        key = b, tuple(given)
+        if key not in self._parts:
+            self._parts[key] = replace(bucket, items=tuple(compress(bucket.items, given)))
+        return self._parts[key]
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -217,6 +217,13 @@ def copied_to(tensor: torch.Tensor, device: torch.device, *, wait: bool = True) 
     return tensor.to(device, copy=True, non_blocking=not wait)
 
 
+def copy_into(memory: torch.Tensor, tensor: torch.Tensor, *, wait: bool = True) -> None:
+    """Copy `tensor` into `memory`, which may be on another device. `wait` is as in `copied_to`."""
+    if tensor.device != memory.device and not copies_arrive(tensor.device, memory.device):
+        tensor = tensor.to(_CPU)
+    memory.copy_(tensor, non_blocking=not wait)
+
+
 _lock = threading.Lock()
 _arriving: dict[frozenset[torch.device], bool] = {}  # pairs of accelerators that have been tested
 

@@ -14,6 +14,7 @@ Guarantees
       Where one raises there, or before `leave` is called, the pass ends when the error is freed.
 """
 
+import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -159,5 +160,16 @@ def _in_module(owners: Sequence[Any], names: Sequence[str], makers: Sequence[Cal
 
 _numbers = itertools.count()
 _NONE = object()
+
+
+@contextlib.contextmanager
+def while_running(stand_ins: StandIns) -> Iterator[None]:
+    """A pass, as a context."""
+    entry = stand_ins.enter()
+    try:
+        yield
+    finally:
+        stand_ins.leave(entry)
+
 
 while_replicas_run = StandIns()

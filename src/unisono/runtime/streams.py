@@ -12,6 +12,8 @@ after it. So each accelerator gets streams for copies only, one for copies from 
     (3) When the block ends, the sources may be written into again. The host waits for copies from the caller's pinned
         memory.
 
+`fill` copies into memory that stays. The copy waits for the events that its owner gives: those after the last readers.
+
 The driver would copy pageable memory in the calling thread, after everything that the stream has queued; such tensors
 are first copied into pinned memory of our own. Devices that compute on the host have no streams: they copy at once.
 
@@ -52,6 +54,8 @@ class Copies:
         self._last: dict[tuple[int, bool], torch.Event] = {}  # after a reader's last copy, from the host or not
         self._sources: dict[torch.device, torch.Stream] = {}  # copy streams that have read from these devices
         self._of_callers_memory: list[torch.Event] = []  # after copies from the caller's pinned memory
+        # What `fill` copies, with the stream on which it was made; kept until the block ends.
+        self._filling: list[tuple[torch.Stream, Sequence[torch.Tensor]]] = []
 
     def to(self, tensor: torch.Tensor, reader: int) -> torch.Tensor:
         """Return a copy of `tensor` on the reader's device, for its computation; it may still be in flight."""
@@ -71,20 +75,61 @@ class Copies:
             if not of_caller:
                 tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
         else:
-            self._read_from(source, tensor)
+            tensor.record_stream(self._read_from(source))
         with self._on_copy_streams(reader, target if from_host else source, from_host):
             copy = _devices.copied_to(tensor, target, wait=False)
             if of_caller:
                 self._of_callers_memory.append(copy_stream(target, from_host).record_event())
         return copy
 
-    def _read_from(self, source: torch.device, tensor: torch.Tensor) -> None:
+    def fill(
+        self,
+        memory: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+        reader: int,
+        readers_before: Iterable[torch.Event] = (),
+    ) -> None:
+        """Copy plain tensors into memory on the reader's device; the copies may still be in flight.
+
+        No call takes new memory because earlier copies have not run yet: `memory` stays, and `values` stay until the
+        block ends, when the stream that made them, the calling thread's, waits for the copies.
+
+        Args:
+            memory, values: pairs of one form each. All values are on one device, and made for this.
+            readers_before: after the work that has read from the memory so far.
+        """
+        target, source = self._devices[reader], values[0].device
+        if not _devices.has_streams(target):
+            for to, value in zip(memory, values, strict=True):
+                _devices.copy_into(to, value)
+            return
+        from_host = _devices.is_cpu(source)
+        if from_host:
+            values = [torch.empty_like(value, pin_memory=True).copy_(value) for value in values]
+        else:
+            self._read_from(source)
+            self._filling.append((torch.accelerator.current_stream(source), values))
+        with self._on_copy_streams(reader, target if from_host else source, from_host):
+            stream = copy_stream(target, from_host)
+            for event in readers_before:
+                stream.wait_event(event)
+            for to, value in zip(memory, values, strict=True):
+                # For the day when it is freed; a stream is noted once, however often this is called.
+                to.record_stream(stream)
+                to.record_stream(self._computing[target])
+                _devices.copy_into(to, value, wait=False)
+
+    def computing_on(self, reader: int) -> torch.Stream | None:
+        """Return the stream on which a reader computes; None where it has none."""
+        return self._computing.get(self._devices[reader])
+
+    def _read_from(self, source: torch.device) -> torch.Stream:
         """Let the stream that copies from a device wait for the work that the calling thread has queued there."""
         stream = copy_stream(source)
         stream.wait_stream(torch.accelerator.current_stream(source))  # (1)
-        tensor.record_stream(stream)
         with self._lock:
             self._sources[source] = stream
+        return stream
 
     @contextlib.contextmanager
     def _on_copy_streams(self, reader: int, other: torch.device, from_host: bool = False) -> Iterator[None]:
@@ -130,6 +175,10 @@ class Copies:
             sources = list(self._sources.items())
         for source, stream in sources:
             torch.accelerator.current_stream(source).wait_stream(stream)  # (3)
+        for made_on in {made_on for made_on, _ in self._filling}:
+            if made_on != torch.accelerator.current_stream(made_on.device):
+                made_on.wait_stream(copy_stream(made_on.device))
+        self._filling.clear()
         for event in self._of_callers_memory:
             event.synchronize()
 
@@ -144,26 +193,6 @@ class Copies:
 def current_stream(device: torch.device) -> torch.Stream | None:
     """Return the calling thread's stream on a device; None where it has none."""
     return torch.accelerator.current_stream(device) if _devices.has_streams(device) else None
-
-
-@contextlib.contextmanager
-def queued_on(stream: torch.Stream | None, tensor: torch.Tensor) -> Iterator[None]:
-    """Within the block, queue work on `stream`, after what the calling thread has queued on its device.
-
-    Args:
-        stream: None where the device has no streams: then nothing happens.
-        tensor: made on the calling thread's stream; its memory is kept until `stream` is done with it.
-    """
-    here = None if stream is None else current_stream(stream.device)
-    if stream is None or here == stream:
-        yield
-        return
-    assert here is not None
-    stream.wait_stream(here)
-    if is_plain(tensor):
-        tensor.record_stream(stream)
-    with _devices.using(stream.device, [stream]):
-        yield
 
 
 def wait_for_maker(stream: torch.Stream, *tensors: torch.Tensor) -> None:
@@ -187,15 +216,6 @@ def keep_for_reader(tensors: Iterable[torch.Tensor]) -> None:
             streams[tensor.device] = current_stream(tensor.device)
         if (stream := streams[tensor.device]) is not None:
             tensor.record_stream(stream)
-
-
-def wait_for_streams(device: torch.device, others: Iterable[torch.device]) -> None:
-    """Let the calling thread's stream on `device` wait for its streams on other devices."""
-    here = current_stream(device)
-    for other in set(others) - {device} if here is not None else ():
-        stream = current_stream(other)
-        if stream is not None:
-            here.wait_stream(stream)  # type: ignore[union-attr]
 
 
 _streams: dict[tuple[torch.device, bool], torch.Stream] = {}

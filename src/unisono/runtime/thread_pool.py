@@ -1,7 +1,8 @@
 """Worker threads: run one task a replica, all at once, with the caller's thread state.
 
 Guarantees
-    - Task 0 runs in the calling thread, task i on worker i; `run_together` returns when every task has ended.
+    - One task, usually the first, runs in the calling thread, each other one on a worker of its own; `run_together`
+      returns when every task has ended.
     - Workers are started when first needed and kept. A call has its workers to itself, so its tasks may wait for each
       other, and calls from several threads at once do not disturb each other.
     - Inside a task, `run_together` runs its tasks one after the other in that thread: no worker waits for itself.
@@ -136,6 +137,8 @@ def run_together(
     around: ReplicaContext = _no_context,
     timeout_s: float | None = None,
     names: ReplicaNames | None = None,
+    *,
+    here: int | None = 0,
 ) -> list[Outcome[T]]:
     """Run all tasks at once, task i for a replica on `devices[i]`; return how each ended, in order.
 
@@ -146,8 +149,10 @@ def run_together(
         tasks, devices: one a replica.
         around: the context of task i in its thread. It is entered before anything else, and left even if the task
             cannot start, so that it can tell tasks that wait for this one.
-        timeout_s: for how long the caller, once task 0 has ended, waits without another one ending; None: for ever.
+        timeout_s: for how long the caller, once its own task has ended, waits without another one ending; None: for
+            ever.
         names: of the replicas, for messages.
+        here: the task that runs in the calling thread; None: all run in workers.
 
     Raises:
         ReplicaTimeout: that time is over. Workers that are still busy are abandoned.
@@ -155,14 +160,14 @@ def run_together(
     """
     if torch_private.caches_parametrizations() and not inside_replica():
         with torch_private.parametrizations_not_cached():
-            return run_together(tasks, devices, around, timeout_s, names)
-    if len(tasks) == 1 or inside_replica():
+            return run_together(tasks, devices, around, timeout_s, names, here=here)
+    if (len(tasks) == 1 and here is not None) or inside_replica():
         return [_run_here(tasks[i], devices[i], i, around(i)) for i in range(len(tasks))]
     entry = while_replicas_run.enter()
     try:
         if modes_that_stay():
             return [_run_here(tasks[i], devices[i], i, around(i)) for i in range(len(tasks))]
-        return _run_in_threads(tasks, devices, around, timeout_s, names)
+        return _run_in_threads(tasks, devices, around, timeout_s, names, here)
     finally:
         while_replicas_run.leave(entry)
 
@@ -173,6 +178,7 @@ def _run_in_threads(
     around: ReplicaContext,
     timeout_s: float | None,
     names: ReplicaNames | None,
+    here: int | None,
 ) -> list[Outcome[T]]:
     state = ThreadState.capture()
     on_host = _devices.all_on_host(devices)
@@ -203,30 +209,35 @@ def _run_in_threads(
         finally:
             del outcome  # a traceback refers to this frame: nothing in it may refer to an exception
 
-    def first() -> T:
-        _thread.run = together, 0
-        with around(0), _AsReplica(devices[0], 0, threads_each, streams):
-            return tasks[0]()
+    def run_here(index: int) -> T:
+        _thread.run = together, index
+        with around(index), _AsReplica(devices[index], index, threads_each, streams):
+            return tasks[index]()
 
-    workers = _pool.borrow(num_tasks - 1)  # fails where the system gives no more threads
+    in_workers = [i for i in range(num_tasks) if i != here]
+    # A node of the caller's graph is to come before those of the replicas' in a backward that reaches both.
+    most_nodes = torch_private.sequence_number() if torch.is_grad_enabled() else None
+    workers = _pool.borrow(len(in_workers), most_nodes)  # fails where the system gives no more threads
     threads_before, threads_each = _thread_counts.begin(devices)
     ended: dict[int, Outcome[T]] = {}
     try:
-        for i, worker in enumerate(workers, 1):
-            worker.inbox.put(_Order(i, [run], done))
-        ended[0] = _outcome(first)
-        together.ended[0], _thread.run = True, (None, 0)
-        if together.on_end is not None:
-            together.on_end(0, ended[0])
-        _raise_if_urgent(ended[0])
-        num_running, progress_at = num_tasks - 1, time.monotonic()
+        for i, worker in zip(in_workers, workers, strict=True):
+            worker.inbox.put(_Order(i, [run], done, makes_nodes=most_nodes is not None))
+        if here is not None:
+            ended[here] = _outcome(partial(run_here, here))
+            together.ended[here], _thread.run = True, (None, 0)
+            if together.on_end is not None:
+                together.on_end(here, ended[here])
+            _raise_if_urgent(ended[here])
+        num_running, progress_at = len(workers), time.monotonic()
         while num_running:
             try:
                 index, ended_now = done.get(timeout=WAKE_S)
             except Empty:
                 deliver()
                 if timeout_s is not None and time.monotonic() - progress_at > timeout_s:
-                    stuck = {i: worker.thread.ident or 0 for i, worker in enumerate(workers, 1) if i not in ended}
+                    running = [(i, w) for i, w in zip(in_workers, workers, strict=True) if i not in ended]
+                    stuck = {i: worker.thread.ident or 0 for i, worker in running}
                     raise threads_timed_out(stuck, timeout_s, names) from None
                 continue
             num_running, progress_at = num_running - 1, time.monotonic()
@@ -235,8 +246,8 @@ def _run_in_threads(
             _raise_if_urgent(ended[index])
         return [ended[i] for i in range(num_tasks)]
     finally:
-        _pool.give_back([worker for i, worker in enumerate(workers, 1) if i in ended])
-        _pool.abandon([worker for i, worker in enumerate(workers, 1) if i not in ended])
+        _pool.give_back([worker for i, worker in zip(in_workers, workers, strict=True) if i in ended])
+        _pool.abandon([worker for i, worker in zip(in_workers, workers, strict=True) if i not in ended])
         _thread_counts.end(threads_before, threads_each)
         ended.clear()  # a traceback refers to this frame: nothing in it may refer to an exception
 
@@ -493,12 +504,18 @@ class _Order:
     index: int
     jobs: list[Callable[[int], Outcome[Any]]]
     done: SimpleQueue[tuple[int, Outcome[Any]]]
+    makes_nodes: bool = False  # whether it makes nodes of graphs
 
 
 class _Worker:
-    """One thread that runs the orders in its inbox, until it finds None there."""
+    """One thread that runs the orders in its inbox, until it finds None there.
+
+    Attributes:
+        num_nodes: how many nodes of graphs the thread has made.
+    """
 
     def __init__(self) -> None:
+        self.num_nodes = 0
         self.inbox: SimpleQueue[_Order | None] = SimpleQueue()
         self.thread = threading.Thread(target=self._work, name="unisono-worker", daemon=True)
         self.thread.start()
@@ -508,7 +525,10 @@ class _Worker:
             while (order := self.inbox.get()) is not None:
                 # Once the caller has the outcome, no reference to the call may be left here: what the caller then drops
                 # is to be freed at once. So no variable holds the outcome, and the job is popped.
-                order.done.put((order.index, order.jobs.pop()(order.index)))
+                outcome = [order.jobs.pop()(order.index)]
+                if order.makes_nodes:
+                    self.num_nodes = torch_private.sequence_number()
+                order.done.put((order.index, outcome.pop()))
                 del order
 
 
@@ -520,12 +540,19 @@ class _Pool:
         self._idle: list[_Worker] = []
         self._busy: list[_Worker] = []
 
-    def borrow(self, count: int) -> list[_Worker]:
-        """Take `count` workers, the same ones in the same order whenever they are idle."""
+    def borrow(self, count: int, most_nodes: int | None = None) -> list[_Worker]:
+        """Take `count` workers, the same ones in the same order whenever they are idle.
+
+        Args:
+            most_nodes: how many nodes of graphs their threads may have made before; None: any number.
+        """
         with self._lock:
-            while len(self._idle) < count:
-                self._idle.append(_Worker())
-            borrowed, self._idle = self._idle[:count], self._idle[count:]
+            borrowed = [w for w in self._idle if most_nodes is None or w.num_nodes <= most_nodes][:count]
+            self._idle = [worker for worker in self._idle if worker not in borrowed]
+            while len(borrowed) < count:
+                borrowed.append(_Worker())
+                if self._idle:  # one that the caller cannot use
+                    self._idle.pop().inbox.put(None)
             self._busy = [worker for worker in self._busy if worker.thread.is_alive()] + borrowed
         return borrowed
 

@@ -73,9 +73,19 @@ def backward_is_restricted() -> bool:
     Fallback: False. Then such a checkpoint raises torch's error.
     """
     try:
-        return not torch.autograd._is_checkpoint_valid()  # type: ignore[no-untyped-call]
+        return not torch.autograd.Variable._execution_engine.is_checkpoint_valid()
     except AttributeError:
         return False
+
+
+def checkpoints_allowed() -> list[tuple[Any, str, Callable[[Any], Any]]]:
+    """Return the stand-in (stand_ins.py) with which reentrant checkpoints run in a backward for given inputs.
+
+    torch refuses that, because such a backward may not reach all that the checkpoint's own backward does. A backward
+    through a replica's graph reaches all. Fallback: none; then torch's error is raised.
+    """
+    name = "_is_checkpoint_valid"
+    return [(torch.autograd, name, lambda value: lambda: True)] if hasattr(torch.autograd, name) else []
 
 
 def _engine() -> Callable[..., Any] | None:
@@ -106,6 +116,42 @@ def _run_engine(*args: Any, **kwargs: Any) -> Any:
 
 def _run_in_copy(context: contextvars.Context, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return context.copy().run(function, *args, **kwargs)
+
+
+_TAKERS = "unisono's takers"  # a key among what torch takes along into the threads of a backward
+
+
+@contextlib.contextmanager
+def seen_by_backward(takers: Any) -> Iterator[None]:
+    """Let nodes that run in backwards called within the block, in whatever thread, find `takers` with `seen_takers`.
+
+    Fallback: only nodes that run in the calling thread do, as all nodes of a CPU do.
+    """
+    before = seen_takers()
+    _stash(takers)
+    try:
+        yield
+    finally:
+        _stash(before)
+
+
+def _stash(takers: Any) -> None:
+    if not hasattr(torch._C, "_stash_obj_in_tls"):
+        _thread.takers = takers
+    elif takers is None:
+        torch._C._remove_obj_from_tls(_TAKERS)
+    else:
+        torch._C._stash_obj_in_tls(_TAKERS, takers)
+
+
+def seen_takers() -> Any:
+    """Return what `seen_by_backward` has been given; None outside of its block."""
+    if not hasattr(torch._C, "_stash_obj_in_tls"):
+        return getattr(_thread, "takers", None)
+    return torch._C._get_obj_in_tls(_TAKERS) if torch._C._is_key_in_tls(_TAKERS) else None
+
+
+_thread = threading.local()
 
 
 @interruptible
@@ -142,6 +188,36 @@ def gradients(
         given = tuple(ends), tuple(grads), keep or create_graph, create_graph, tuple(inputs)
         found = engine(*given, allow_unreachable=True, accumulate_grad=False)
     return tuple(found)
+
+
+def keeping_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
+    """Return a context in which no change of a tensor counts as a write into it: what a graph has saved stays valid.
+
+    Fallback: one in which it counts. Then a backward through such a graph raises torch's error.
+    """
+    keeping: Any = getattr(torch.autograd, "_unsafe_preserve_version_counter", None)
+    return contextlib.nullcontext() if keeping is None else keeping(tensor)
+
+
+def run_first(node: Any, number: int) -> None:
+    """Add to the sequence number of a node: of the nodes that are ready, torch's engine runs the highest first.
+
+    Fallback: nothing; then the node may run later, with the same result.
+    """
+    set_number = getattr(node, "_set_sequence_nr", None)
+    if set_number is not None:
+        set_number(number + node._sequence_nr())
+
+
+_counted = torch.zeros((), device="cpu", requires_grad=True)
+
+
+def sequence_number() -> int:
+    """Return the sequence number of a new node: torch counts the nodes that each thread makes. Fallback: 0."""
+    with torch.enable_grad():
+        node: Any = _counted.neg().grad_fn
+    number = getattr(node, "_sequence_nr", None)
+    return 0 if number is None else int(number())
 
 
 def number_of_backward() -> int:
@@ -297,12 +373,28 @@ class _IfGiven:
         return None if gradient is None else self._hook(gradient)
 
 
-def skip_hooks_without_gradient(leaves: Iterable[torch.Tensor]) -> None:
-    """Let tensor hooks that `leaves` have now be called only with a gradient, in this backward and in later ones.
+class _IfAccumulated:
+    """A hook for what has been accumulated in a leaf's `grad`, which is not called in `skipped` backwards."""
 
-    torch calls a leaf's tensor hooks with None where a node leads to the leaf and has no gradient for it. Those of
-    torch itself (`register_multi_grad_hook`) count their calls and expect None: they stay as they are.
-    Fallback: nothing; then a hook is called with None.
+    def __init__(self, hook: Callable[[torch.Tensor], Any]) -> None:
+        functools.update_wrapper(self, hook)
+        self._hook = hook
+        self.skipped: set[int] = set()
+
+    def __call__(self, leaf: torch.Tensor) -> Any:
+        number = number_of_backward()
+        if number in self.skipped:
+            self.skipped.remove(number)
+            return None
+        return self._hook(leaf)
+
+
+def skip_hooks_without_gradient(leaves: Iterable[torch.Tensor]) -> None:
+    """Let hooks that `leaves` have now be called only with a gradient, in this backward and in later ones.
+
+    torch calls a leaf's tensor hooks with None where a node leads to the leaf and has no gradient for it, and those for
+    what is accumulated although nothing is. Those of torch itself (`register_multi_grad_hook`) count their calls and
+    expect None: they stay as they are. Fallback: nothing; then the hooks are called.
     """
     for leaf in leaves:
         hooks: dict[int, Any] = getattr(leaf, "_backward_hooks", None) or {}
@@ -310,6 +402,12 @@ def skip_hooks_without_gradient(leaves: Iterable[torch.Tensor]) -> None:
             is_torchs = getattr(hook, "__module__", None) == "torch.autograd.graph"
             if key in hooks and not is_torchs and not isinstance(hook, _IfGiven):
                 hooks[key] = _IfGiven(hook)
+        hooks = getattr(leaf, "_post_accumulate_grad_hooks", None) or {}
+        for key, hook in [*hooks.items()]:
+            ours = hook if isinstance(hook, _IfAccumulated) else _IfAccumulated(hook)
+            if key in hooks:
+                hooks[key] = ours
+                ours.skipped.add(number_of_backward())
 
 
 def stops_recomputation(error: BaseException) -> bool:
@@ -805,26 +903,27 @@ def set_script_attribute(module: torch.nn.Module, name: str, value: Any) -> None
 # ---- memory, and many tensors at once ------------------------------------------------------------
 
 
-def owns_its_memory(tensor: torch.Tensor) -> bool:
-    """Return whether no other tensor shares the memory of `tensor`, so that it may be written into.
+def is_only_reference(holder: list[torch.Tensor]) -> bool:
+    """Return whether a list of one tensor has the only reference to it, and nothing else shares its memory.
 
-    Fallback: False.
+    Then it may be written into. Fallback: False.
     """
+    (tensor,) = holder
     try:
-        return num_references(tensor.untyped_storage()) == 2  # the tensor's reference, and the storage object's
-    except RuntimeError:  # a tensor without storage
+        storages = int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+        in_cpp = int(tensor._use_count())  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError):  # the latter: a tensor without storage
         return False
+    # The storage has the tensor's reference, and that of the object that asks.
+    return storages == 2 and in_cpp == 1 and sys.getrefcount(tensor) == _REFERENCES_OF_ONE
 
 
-def num_references(storage: torch.UntypedStorage) -> int | None:
-    """Return how many tensors and storage objects refer to the memory of `storage`, itself included.
+def _references_of_one(holder: list[Any]) -> int:
+    (item,) = holder
+    return sys.getrefcount(item)
 
-    Fallback: None.
-    """
-    try:
-        return int(torch._C._storage_Use_Count(storage._cdata))
-    except (AttributeError, RuntimeError):
-        return None
+
+_REFERENCES_OF_ONE = _references_of_one([object()])  # the list's, and those of a function that asks
 
 
 def add_all_in_place(targets: list[torch.Tensor], others: list[torch.Tensor]) -> None:

@@ -26,6 +26,7 @@ import torch
 from unisono.distributed.process_group import AllGatherWork, Communicator, digest_of
 from unisono.runtime import devices as _devices
 from unisono.runtime.errors import log_once
+from unisono.runtime.streams import current_stream
 from unisono.sync_batch_norm.function_mode import Gradients, ReplicaStatistics, combine_statistics, sum_gradients
 from unisono.sync_batch_norm.kernels import KernelStatistics
 from unisono.sync_batch_norm.statistics import Statistics
@@ -83,13 +84,16 @@ class CrossProcessAllGather:
             name: of the batch norm. It is compared between the processes.
         """
         first = next(iter(values.values()))
+        stream = current_stream(self._device)
         if isinstance(first, ReplicaStatistics):
             rows = sum(part.rows for part in values.values())
-            return dict(enumerate(self._forward(name, values, rows)))
-        mine = sum_gradients(values, first.tensor.device)
-        return {rank: Gradients(part, first.weighted) for rank, part in enumerate(self._backward(name, mine, first))}
+            return dict(enumerate(self._forward(name, values, rows, stream)))
+        parts = self._backward(name, sum_gradients(values))
+        return {rank: Gradients(part, first.weighted, stream) for rank, part in enumerate(parts)}
 
-    def _forward(self, name: str, values: Mapping[int, ReplicaStatistics], rows: int) -> list[ReplicaStatistics]:
+    def _forward(
+        self, name: str, values: Mapping[int, ReplicaStatistics], rows: int, stream: torch.Stream | None
+    ) -> list[ReplicaStatistics]:
         first = next(iter(values.values())).statistics
         if isinstance(first, KernelStatistics):
             total = combine_statistics(values, first.packed.device)
@@ -114,11 +118,11 @@ class CrossProcessAllGather:
                 for step, tensor in zip(steps, tensors, strict=True)
             ]
         rows_of = [0 if step is None else int(step.rows) for step in steps]
-        return [ReplicaStatistics(each, rows) for each, rows in zip(found, rows_of, strict=True)]
+        return [ReplicaStatistics(each, rows, stream) for each, rows in zip(found, rows_of, strict=True)]
 
-    def _backward(self, name: str, mine: torch.Tensor, of: Gradients) -> list[torch.Tensor]:
-        """Return every process's gradients, scaled for this process if `of` is weighted."""
-        mine = mine if self._weight else torch.zeros_like(mine)
+    def _backward(self, name: str, of: Gradients) -> list[torch.Tensor]:
+        """Return every process's gradients, scaled for this process if `of`, this process's, are weighted."""
+        mine = of.tensor if self._weight else torch.zeros_like(of.tensor)
         # As long as what is sent in forward: gloo ends a process that is sent more than it expects, when all that is
         # wrong is that another process is in forward.
         sent = torch.cat([mine.flatten(), mine.new_full((1,), self._weight)]) if self._has_kernels else mine

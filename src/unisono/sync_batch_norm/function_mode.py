@@ -7,33 +7,37 @@
 Interception. While a replica runs, a `TorchFunctionMode` is active in its thread. It replaces every call of
 `torch.nn.functional.batch_norm` that asks for batch statistics: from torch's layers, from a user's subclass, a plain
 call. No class and no attribute is changed; the live module keeps its types and its `state_dict`. The mode is active in
-backward too, because activation checkpoints run parts of the forward again there.
+backward too, because activation checkpoints run parts of the forward again there. torch takes it along to the threads
+that it has for accelerators.
 
 Names. A batch norm is named after its tensors in the replica. All replicas have to call the same ones in the same
 order, in forward and in backward; otherwise the exchange (runtime/exchange.py) raises an error with the names.
 In backward that is no more than the numbers need: a replica without a part in it would miss the gradient that reaches
 its rows through the mean and the variance.
 
-Backward depends on how the replicas' graphs run backward (`BackwardMode`):
+Backward. Each replica's is a call of its own, and the replicas wait for each other there too (2). On accelerators torch
+runs the nodes in the one thread that it has for each device, so
 
-    PER_REPLICA   each in a thread of its own, as on the host: the replicas wait for each other there too (2)
-    ONE_CALL      all in one call of ours, as on accelerators: nothing may wait. The replicas all-gather statistics
-                  with their history, so that all graphs become one. Where an activation checkpoint recomputes a batch
-                  norm, the other replicas' statistics are those recorded in forward.
-    CALLERS       all in a call of the caller's, as with the plain composition: like ONE_CALL, but without checkpoints
+    - a node finds its replica's pass by way of `_Identity`, not in a variable of its thread
+    - two replicas cannot be on one accelerator: the second one's nodes would have to run while the first one's wait
+    - backwards that use an accelerator take turns (`_Turn`): each of two could wait for a thread that the other one has
 
-Equal calls give equal bits: statistics and gradients are combined in replica order.
+In the plain composition all replicas are one graph, and backward is one call, the caller's: no node can wait. There the
+statistics are all-gathered with their history, and an activation checkpoint inside a replica is an error, and so is a
+backward in forward (`in_one_graph`).
+
+Equal calls give equal bits: statistics and gradients are combined in replica order, once for all replicas.
 
 Assumes that the replicas of a pass run at the same time, each in a thread or a process of its own.
 """
 
 import contextlib
-import enum
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -43,6 +47,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from unisono.autograd.bucket import is_bucket_node
+from unisono.autograd.replica_graph import while_backward_runs
 from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
 from unisono.runtime.exchange import (
@@ -53,7 +59,7 @@ from unisono.runtime.exchange import (
     current_exchange,
     taking_part,
 )
-from unisono.runtime.interrupts import deliver, interruptibly, uninterruptible
+from unisono.runtime.interrupts import acquire, deliver, interruptibly, uninterruptible
 from unisono.runtime.streams import current_stream, wait_for_maker
 from unisono.runtime.thread_pool import inside_replica
 from unisono.sync_batch_norm.kernels import KernelStatistics, dense
@@ -66,14 +72,13 @@ _NOT_RUNNING_TOGETHER = (
     "mode, or make the wrapper with sync_batch_norm=False."
 )
 _CHECKPOINT = (
-    "batch norm over all replicas (sync_batch_norm=True) inside an activation checkpoint: on accelerators the "
-    "checkpoint has to be of the non-reentrant kind (use_reentrant=False), and the batch norm has to have a tensor of "
-    "its own (a parameter or running statistics); with a verb of DataParallel overridden it cannot be done. Checkpoint "
-    "parts without batch norm, or make the wrapper with sync_batch_norm=False."
+    "batch norm over all replicas (sync_batch_norm=True) inside an activation checkpoint, with a verb of DataParallel "
+    "overridden: the checkpoint would recompute it when the other replicas do not run. Checkpoint parts without batch "
+    "norm, or make the wrapper with sync_batch_norm=False."
 )
 _INSIDE_FORWARD = (
     "batch norm over all replicas (sync_batch_norm=True) was differentiated inside forward, where a replica has only "
-    "its own part of the gradient. This works for replicas on the host, with none of DataParallel's verbs overridden."
+    "its own part of the gradient. This works with none of DataParallel's verbs overridden."
 )
 _TRANSFORM = (
     "batch norm over all replicas (sync_batch_norm=True) inside a torch.func transform that forward applies: replicas "
@@ -99,23 +104,13 @@ class StatisticsOfBatchNorm(Purpose):
         return f"{of}the batch norm of {request.name}"
 
 
-class BackwardMode(enum.Enum):
-    """How the replicas' graphs run backward; see above."""
-
-    PER_REPLICA = enum.auto()
-    ONE_CALL = enum.auto()
-    CALLERS = enum.auto()
-
-
 @dataclass(frozen=True)
 class ReplicaStatistics:
-    """One replica's statistics of a batch norm's input."""
+    """The statistics of a batch norm's input: of one replica, or of several."""
 
     statistics: Statistics | KernelStatistics
-    rows: int  # how many rows the replica has
-    # On which an accelerator computes the statistics: a module's branch may have one of its own. None: the calling
-    # threads' streams have no need to wait.
-    stream: torch.Stream | None = None
+    rows: int
+    stream: torch.Stream | None  # on which they are computed; None: their device has no streams
 
     def here(self) -> Statistics | KernelStatistics:
         """Return the statistics, for what the calling thread queues next."""
@@ -134,15 +129,13 @@ class Gradients:
 
     tensor: torch.Tensor
     weighted: bool
+    stream: torch.Stream | None  # as above
 
-
-@dataclass(frozen=True)
-class _Recorded:
-    """A batch norm that a checkpoint will recompute: its name, the replica's own mean, all replicas' statistics."""
-
-    name: str
-    mean: torch.Tensor
-    parts: dict[int, ReplicaStatistics]
+    def here(self) -> torch.Tensor:
+        """Return the tensor, for what the calling thread queues next."""
+        if self.stream is not None:
+            wait_for_maker(self.stream, self.tensor)
+        return self.tensor
 
 
 class BatchNormOverReplicas:
@@ -150,59 +143,50 @@ class BatchNormOverReplicas:
 
     Args:
         replicas: the replicas.
-        backward_mode: how their graphs will run backward.
+        devices: one a replica; on accelerators all are different.
+        in_one_graph: whether the replicas are one graph, and run backward in one call of the caller's.
     """
 
-    def __init__(self, replicas: Sequence[Callable[..., Any]], backward_mode: BackwardMode) -> None:
-        self.backward_mode = backward_mode
+    def __init__(
+        self,
+        replicas: Sequence[Callable[..., Any]],
+        devices: Sequence[torch.device] = (),
+        *,
+        in_one_graph: bool = False,
+    ) -> None:
+        self.in_one_graph = in_one_graph
         self.identity = _Identity()  # for the graphs: a reference to this object would keep the replicas alive
-        self.num_replicas = len(replicas)
-        self._replicas = replicas
+        self._replicas, self._devices = replicas, devices
+        self._is_forward = True
         self._named: list[dict[int, tuple[str, torch.Tensor]] | None] = [None] * len(replicas)
-        self._recorded: list[list[_Recorded]] = [[] for _ in replicas]
 
     @contextlib.contextmanager
     def one_pass(self) -> Iterator[Callable[[int], AbstractContextManager[None]]]:
-        """A forward or (`BackwardMode.PER_REPLICA`) a backward of all replicas, as a context in that of their exchange.
+        """The forward, and later each backward, of all replicas, as a context in that of their exchange.
 
         It yields the context of replica i in its thread.
         """
-        tracked = torch.is_grad_enabled()
-        yield lambda index: self.in_replica(index, tracked)
+        turn = _Turn([] if inside_replica() else self._devices)
+        try:
+            if not self._is_forward:
+                turn.take()
+            self._is_forward = False
+            yield lambda index: self.in_replica(index, turn)
+        finally:
+            turn.end()
 
     @contextlib.contextmanager
-    def in_replica(self, index: int, tracked: bool) -> Iterator[None]:
-        """One pass of replica `index`, as a context; `tracked` says whether a backward can follow."""
-        exchange = current_exchange()
-        replica_pass = _ReplicaPass(self, exchange, index, tracked) if exchange is not None else None
-        before = _current_pass()
-        _thread.replica_pass = replica_pass
+    def in_replica(self, index: int, turn: "_Turn") -> Iterator[None]:
+        """One pass of replica `index`, as a context."""
+        exchange, passes = current_exchange(), self.identity.passes
+        replica_pass = _ReplicaPass(self, exchange, index, turn) if exchange is not None else None
+        before, before_in_thread = passes.get(index), _current_pass()
+        passes[index] = _thread.replica_pass = replica_pass
         try:
-            with torch_private.with_function_mode(_BatchNormMode(lambda tensors: replica_pass)):
+            with torch_private.with_function_mode(_BatchNormMode(replica_pass)):
                 yield
         finally:
-            _thread.replica_pass = before
-
-    @contextlib.contextmanager
-    def single_replica(self, new_exchange: Callable[[int], Exchange]) -> Iterator[None]:
-        """The backward of a single replica, as a context: there is no other replica in this process.
-
-        torch may run its nodes in the thread of an accelerator, while the caller's thread waits.
-
-        Args:
-            new_exchange: makes the exchange, in which other processes may take part.
-        """
-        exchange = None if inside_replica() else new_exchange(1)
-        with taking_part(exchange, 0), self.in_replica(0, torch.is_grad_enabled()):
-            before, self.identity.single = self.identity.single, _current_pass()
-            try:
-                yield
-            finally:
-                self.identity.single = before
-
-    def recomputation(self) -> AbstractContextManager[Any]:
-        """Return the context of a backward of all graphs (`BackwardMode.ONE_CALL`), for recomputed batch norms."""
-        return torch_private.with_function_mode(_BatchNormMode(lambda tensors: _Recomputation(self, tensors)))
+            passes[index], _thread.replica_pass = before, before_in_thread
 
     def name_of(self, index: int, tensors: Tensors) -> str | None:
         """Return the name of the first of `tensors` that replica `index` has."""
@@ -216,42 +200,27 @@ class BatchNormOverReplicas:
             self._named[index] = named  # only now: other replicas' threads read it
         return next((named[id(tensor)][0] for tensor in tensors if id(tensor) in named), None)
 
-    def owner_of(self, tensors: Tensors) -> int | None:
-        """Return the replica whose batch norm has `tensors`; None if it is not exactly one."""
-        owners = [index for index in range(self.num_replicas) if self.name_of(index, tensors) is not None]
-        return owners[0] if len(owners) == 1 else None
-
-    def record(self, index: int, name: str, parts: dict[int, ReplicaStatistics]) -> None:
-        """Record a batch norm of replica `index` that a checkpoint will recompute."""
-        leaves = {i: ReplicaStatistics(part.statistics.detached(), part.rows) for i, part in parts.items()}
-        self._recorded[index].append(_Recorded(name, leaves[index].statistics.mean, leaves))
-
-    def recorded(self, index: int, name: str, mine: Statistics | KernelStatistics) -> dict[int, ReplicaStatistics]:
-        """Return all replicas' statistics of a batch norm that replica `index` recomputes with statistics `mine`."""
-        same_name = [recorded for recorded in self._recorded[index] if recorded.name == name]
-        if len(same_name) > 1:  # used more than once
-            same_name = [recorded for recorded in same_name if torch.equal(recorded.mean, mine.mean)]
-        if not same_name:
-            raise RuntimeError(_CHECKPOINT)
-        return same_name[0].parts
-
 
 def run_synchronised(
     replicas: Sequence[Callable[..., Any]], calls: Sequence[Callable[..., Any]]
 ) -> list[Callable[..., Any]]:
     """Return `calls`, one a replica, with batch norm over all replicas. Each is to be called once, all at once."""
-    batch_norm = BatchNormOverReplicas(replicas, BackwardMode.CALLERS)
+    batch_norm = BatchNormOverReplicas(replicas, in_one_graph=True)
     exchange = Exchange(len(replicas)) if not inside_replica() else None
-    tracked = torch.is_grad_enabled()
 
     def synchronised(index: int) -> Callable[..., Any]:
         def run(*inputs: Any, **kwargs: Any) -> Any:
-            with taking_part(exchange, index), batch_norm.in_replica(index, tracked):
+            with taking_part(exchange, index), batch_norm.in_replica(index, _Turn([])):
                 return calls[index](*inputs, **kwargs)
 
         return run
 
     return [synchronised(index) for index in range(len(replicas))]
+
+
+def not_running_together() -> AbstractContextManager[None]:
+    """Return the context of a backward in which a checkpoint cannot recompute a batch norm: that is an error."""
+    return torch_private.with_function_mode(_BatchNormMode(None))
 
 
 def inside_synchronised_replica() -> bool:
@@ -263,74 +232,70 @@ def inside_synchronised_replica() -> bool:
 
 
 class _ReplicaPass:
-    """One replica in one pass; `tracked` says whether a backward can follow."""
+    """One replica in one pass."""
 
-    def __init__(self, batch_norm: BatchNormOverReplicas, exchange: Exchange, index: int, tracked: bool) -> None:
-        self.batch_norm = batch_norm
-        self.exchange = exchange
-        self.index = index
-        self._tracked = tracked
-        self._num_checkpoints_around = _num_checkpoints()
+    def __init__(self, batch_norm: BatchNormOverReplicas, exchange: Exchange, index: int, turn: "_Turn") -> None:
+        self.batch_norm, self.exchange, self.index, self.turn = batch_norm, exchange, index, turn
+        # Where the replicas are one graph: whether a backward can follow, and what is around the replica.
+        self._tracked = torch.is_grad_enabled()
+        self._num_checkpoints_around = _num_checkpoints() if batch_norm.in_one_graph else 0
 
     def gather_statistics(self, x: torch.Tensor, tensors: Tensors, eps: float) -> "_Gathered":
         """Return every replica's statistics of the batch norm of `x` that has `tensors`, and those of all rows."""
         name = self.batch_norm.name_of(self.index, tensors) or f"{x.size(1)} channels"
-        mine = statistics_of(x, eps, kernels=self.exchange.one_kind_of_device)
-        if self.batch_norm.backward_mode is BackwardMode.PER_REPLICA:
-            result = self._all_gather(name, mine, x)
-            forward = _ForwardExchange(self.batch_norm.identity, name, result.number)
-            total = combine_statistics(result.values, x.device)
-            return _Gathered(result.values, total, lambda grad: _AllReduce.apply(grad, forward))  # type: ignore[no-untyped-call]
+        if self.batch_norm.in_one_graph:
+            if self._tracked and _num_checkpoints() > self._num_checkpoints_around:
+                raise RuntimeError(_CHECKPOINT)
+            parts = self._all_gather(name, Statistics.of(x).with_history(x, self._check_forward_is_over), x).values
+            return _Gathered(parts, combine_statistics(parts, x.device), None)
+        result = self._all_gather(name, statistics_of(x, eps, kernels=self.exchange.one_kind_of_device), x)
+        total = result.once(_total_statistics).here().on(x.device)
+        forward = _ForwardExchange(self.batch_norm.identity, self.index, name, result.number)
+        return _Gathered(result.values, total, lambda grad: _AllReduce.apply(grad, forward))  # type: ignore[no-untyped-call]
 
-        is_checkpointed = self._tracked and _num_checkpoints() > self._num_checkpoints_around
-        if is_checkpointed and (
-            self.batch_norm.backward_mode is not BackwardMode.ONE_CALL
-            or not torch.is_grad_enabled()  # reentrant: it runs backward of each replica's part by itself
-            or self.batch_norm.owner_of(tensors) != self.index
-        ):
-            raise RuntimeError(_CHECKPOINT)
-        exchange = self.exchange
+    def _all_gather(self, name: str, statistics: Statistics | KernelStatistics, x: torch.Tensor) -> Result:
+        value = ReplicaStatistics(statistics, x.size(0), current_stream(x.device))
+        return self.exchange.all_gather(self.index, Request(StatisticsOfBatchNorm, name, value))
 
-        def check_forward_is_over(grad: torch.Tensor) -> torch.Tensor:
-            if not exchange.all_withdrawn:
-                raise RuntimeError(_INSIDE_FORWARD)
-            return grad
-
-        result = self._all_gather(name, mine.with_history(x, check_forward_is_over), x, current_stream(x.device))
-        if is_checkpointed:
-            self.batch_norm.record(self.index, name, result.values)
-        # A checkpoint counts the tensors that are saved inside it, which have to be as many when it is recomputed.
-        if isinstance(mine, KernelStatistics) and not is_checkpointed:
-            total = combine_statistics({0: result.once(_combined_for_all)[self.index]}, x.device)
-        else:
-            total = combine_statistics(result.values, x.device)
-        return _Gathered(result.values, total, None)
-
-    def _all_gather(
-        self, name: str, statistics: Statistics | KernelStatistics, x: torch.Tensor, stream: torch.Stream | None = None
-    ) -> Result:
-        return self.exchange.all_gather(
-            self.index, Request(StatisticsOfBatchNorm, name, ReplicaStatistics(statistics, x.size(0), stream))
-        )
+    def _check_forward_is_over(self, grad: torch.Tensor) -> torch.Tensor:
+        if not self.exchange.all_withdrawn:
+            raise RuntimeError(_INSIDE_FORWARD)
+        return grad
 
 
-class _Recomputation:
-    """A batch norm that a checkpoint recomputes in a backward of all graphs, when no other replica runs."""
+class _Turn:
+    """The turn of one pass to run backward on its devices, from `take` to `end`.
 
-    def __init__(self, batch_norm: BatchNormOverReplicas, tensors: Tensors) -> None:
-        self.batch_norm = batch_norm
-        owner = batch_norm.owner_of(tensors)
-        if owner is None:
-            raise RuntimeError(_CHECKPOINT)
-        self.index = owner
+    Args:
+        devices: of the replicas. On the host no backward has to wait for its turn.
+    """
 
-    def gather_statistics(self, x: torch.Tensor, tensors: Tensors, eps: float) -> "_Gathered":
-        """Return every replica's statistics as recorded, but its own with a new history."""
-        name = self.batch_norm.name_of(self.index, tensors)
-        mine = statistics_of(x, eps).with_history(x, lambda grad: grad)
-        recorded = self.batch_norm.recorded(self.index, name or "", mine)
-        parts = {**recorded, self.index: ReplicaStatistics(mine, x.size(0))}
-        return _Gathered(parts, combine_statistics(parts, x.device), None)
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        accelerators = sorted(str(device) for device in devices if not _devices.computes_on_host(device))
+        self._locks = [_device_locks.setdefault(name, threading.Lock()) for name in accelerators]
+        self._num_taken, self._taking = 0, threading.Lock()
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether a backward has to wait for its turn."""
+        return bool(self._locks)
+
+    def take(self) -> None:
+        """Wait for this turn. Every replica may call it."""
+        acquire(self._taking, math.inf)
+        try:
+            for lock in self._locks[self._num_taken :]:
+                acquire(lock, math.inf)
+                self._num_taken += 1
+        finally:
+            self._taking.release()
+
+    def end(self) -> None:
+        for lock in self._locks[: self._num_taken]:
+            lock.release()
+
+
+_device_locks: dict[str, threading.Lock] = {}
 
 
 @dataclass(frozen=True)
@@ -355,39 +320,43 @@ def statistics_of(x: torch.Tensor, eps: float, *, kernels: bool = True) -> Stati
     return Statistics.of(x)
 
 
-def sum_gradients(gradients: Mapping[int, Gradients], device: torch.device) -> torch.Tensor:
-    """Return the sum of all gradients, in the order given."""
-    return torch.stack([_devices.copy_to(each.tensor, device) for each in gradients.values()]).sum(0)
+def sum_gradients(gradients: Mapping[int, Gradients]) -> Gradients:
+    """Return the sum of all gradients, in the order given, on the device of the first."""
+    first = next(iter(gradients.values()))
+    device = first.tensor.device
+    total = torch.stack([_devices.copy_to(each.here(), device) for each in gradients.values()]).sum(0)
+    return Gradients(total, first.weighted, current_stream(device))
 
 
 def combine_statistics(parts: Mapping[int, ReplicaStatistics], device: torch.device) -> Statistics | KernelStatistics:
     """Return the statistics of all parts together, combined in the order given."""
     found = [part.here() for part in parts.values()]
     if isinstance(found[0], KernelStatistics):
-        return KernelStatistics.of_all(found, device)[0]  # type: ignore[arg-type]
+        return KernelStatistics.of_all(found, device)  # type: ignore[arg-type]
     return Statistics.of_all(found, device)  # type: ignore[arg-type]
 
 
-def _combined_for_all(parts: Mapping[int, ReplicaStatistics]) -> dict[int, ReplicaStatistics]:
-    """Return the statistics of all parts for each replica, combined on the first one's device.
-
-    Combined by each replica for itself, n of them would take n * (n - 1) copies, and as many in backward.
-    """
-    found: list[Any] = [part.here() for part in parts.values()]
-    device = found[0].packed.device
-    totals = KernelStatistics.of_all(found, device, len(found))
-    rows, stream = sum(part.rows for part in parts.values()), current_stream(device)
-    return {i: ReplicaStatistics(total, rows, stream) for i, total in zip(parts, totals, strict=True)}
+def _total_statistics(parts: Mapping[int, ReplicaStatistics]) -> ReplicaStatistics:
+    """Return the statistics of all parts together, on the device of the first."""
+    device = next(iter(parts.values())).statistics.mean.device
+    rows = sum(part.rows for part in parts.values())
+    return ReplicaStatistics(combine_statistics(parts, device), rows, current_stream(device))
 
 
 class _Identity:
     """What the graphs know of a `BatchNormOverReplicas`.
 
     Attributes:
-        single: the running pass of backward, where that is of a single replica, in whatever thread.
+        passes: the running pass of each replica, by its index.
     """
 
-    single: "_ReplicaPass | None" = None
+    def __init__(self) -> None:
+        self.passes: dict[int, _ReplicaPass | None] = {}
+
+    def pass_of(self, index: int) -> _ReplicaPass | None:
+        """Return the running pass of a replica: the calling thread's, or that for which torch uses this thread."""
+        mine = _current_pass()
+        return mine if mine is not None and mine.batch_norm.identity is self else self.passes.get(index)
 
 
 _thread = threading.local()
@@ -413,10 +382,12 @@ def _num_checkpoints() -> int:
 class _ForwardExchange:
     """An all-gather in forward, as backward knows it: the name of the batch norm, and its number.
 
-    `identity` is that of the replicas' `BatchNormOverReplicas`; `weighted` that of the gradients to be summed.
+    `identity` is that of the replicas' `BatchNormOverReplicas`, `index` that of the replica; `weighted` that of the
+    gradients to be summed.
     """
 
     identity: _Identity
+    index: int
     name: str
     number: int
     weighted: bool = True
@@ -427,15 +398,15 @@ class _AllReduce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, of: _ForwardExchange) -> torch.Tensor:
-        replica_pass = _current_pass()
-        if replica_pass is None or replica_pass.batch_norm.identity is not of.identity:
-            replica_pass = of.identity.single
+        replica_pass = of.identity.pass_of(of.index)
         if replica_pass is None:
             raise RuntimeError(_NOT_RUNNING_TOGETHER)
-        request = Request(StatisticsOfBatchNorm, of.name, Gradients(tensor.detach(), of.weighted), of.number)
-        result = replica_pass.exchange.all_gather(replica_pass.index, request)
-        ctx.of = _ForwardExchange(of.identity, of.name, result.number, not of.weighted)
-        return sum_gradients(result.values, tensor.device)
+        mine = Gradients(tensor.detach(), of.weighted, current_stream(tensor.device))
+        request = Request(StatisticsOfBatchNorm, of.name, mine, of.number)
+        result = replica_pass.exchange.all_gather(of.index, request)
+        ctx.of = replace(of, number=result.number, weighted=not of.weighted)
+        total = result.once(sum_gradients).here()
+        return _devices.copy_to(total.detach(), tensor.device)  # detached: the other replicas get the same tensor
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -449,13 +420,12 @@ class _BatchNormMode(TorchFunctionMode):
     """Runs the batch norms of the threads in which it is active over all replicas.
 
     Args:
-        replica_pass_of: returns the replica whose batch norm has these tensors; None if its replicas do not run at the
-            same time.
+        replica_pass: the pass of the replica that runs in them; None if its replicas do not run at the same time.
     """
 
-    def __init__(self, replica_pass_of: Callable[[Tensors], "_ReplicaPass | _Recomputation | None"]) -> None:
+    def __init__(self, replica_pass: _ReplicaPass | None) -> None:
         super().__init__()
-        self._replica_pass_of = replica_pass_of
+        self._replica_pass = replica_pass
         self._run_batch_norm = torch_private.uncompiled(_BatchNormMode._batch_norm)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -490,16 +460,15 @@ class _BatchNormMode(TorchFunctionMode):
             F.batch_norm(input.new_ones(2, 1), None, None, training=True, eps=eps)
         if torch_private.has_transforms():
             raise RuntimeError(_TRANSFORM)
-        tensors = (running_mean, running_var, weight, bias)
-        replica_pass = self._replica_pass_of(tensors)
+        replica_pass = self._replica_pass
         if replica_pass is None:
             raise RuntimeError(_NOT_RUNNING_TOGETHER)
         if _devices.has_batch_norm_kernels(input.device):
             input = dense(input)
-        gathered = replica_pass.gather_statistics(input, tensors, eps)
+        gathered = replica_pass.gather_statistics(input, (running_mean, running_var, weight, bias), eps)
         if gathered.count == 0:
             return of_torch()
-        if gathered.count == 1 and not (isinstance(replica_pass, _ReplicaPass) and replica_pass.exchange.failed):
+        if gathered.count == 1 and not replica_pass.exchange.failed:
             size = torch.Size([sum(part.rows for part in gathered.parts.values()), *input.shape[1:]])
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {size}")
         gathered.total.update(running_mean, running_var, momentum)
@@ -523,8 +492,20 @@ class _BatchNormMode(TorchFunctionMode):
             kwargs["grad_tensors"] = kwargs.pop("gradient")
         if named is not None:
             kwargs["inputs"] = _edges(named)
-        with torch_private.with_function_mode(self):
-            return interruptibly(func, _edges(outputs), *map(_edges, inputs), **kwargs)
+        if self._replica_pass is None or not self._replica_pass.turn.is_needed:
+            with torch_private.with_function_mode(self):
+                return interruptibly(func, _edges(outputs), *map(_edges, inputs), **kwargs)
+        self._replica_pass.turn.take()
+        ends = _ends(_edges(outputs)) if func is torch.autograd.backward and not named else []
+        if ends:
+            kwargs["inputs"] = ends
+        entry = while_backward_runs.enter() if ends else None  # checkpoints are fine: these are all ends
+        try:
+            with torch_private.with_function_mode(self):
+                return interruptibly(func, _edges(outputs), *map(_edges, inputs), **kwargs)
+        finally:
+            if entry is not None:
+                while_backward_runs.leave(entry)
 
 
 _BACKWARD = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
@@ -540,3 +521,22 @@ def _edges(tensors: Any) -> Any:
     if isinstance(tensors, torch.Tensor):
         return get_gradient_edge(tensors)
     return tensors if isinstance(tensors, GradientEdge) else [_edges(tensor) for tensor in tensors]
+
+
+def _ends(edges: Any) -> list[GradientEdge]:
+    """Return where the graph behind `edges` ends: at leaves, and at the nodes of a replica's buckets.
+
+    A reentrant checkpoint runs a backward in the thread of its replica's accelerator. Beyond the buckets are the live
+    tensors, on the first accelerator: its thread may be waiting in a batch norm for the replica that waits for it.
+    """
+    pending = [edge.node for edge in ([edges] if isinstance(edges, GradientEdge) else edges)]
+    seen, found = {*pending}, []
+    while pending:
+        node: Any = pending.pop()
+        if is_bucket_node(node) or not node.next_functions:
+            found.append(GradientEdge(node, 0))
+            continue
+        following = {following for following, _ in node.next_functions if following is not None} - seen
+        seen |= following
+        pending += following
+    return found

@@ -16,7 +16,7 @@ here makes a tensor from numbers of the host, or reads one.
 Derivatives of higher order use plain arithmetic on the same tensors.
 
 (3) computes (x - mean) * inverse deviation * weight + bias for each channel, in the precision of the statistics, with
-x and the result in their own. So it also computes two gradients here, with other weights and biases.
+x and the result in their own. So it also computes a gradient here, with another weight and bias.
 """
 
 from collections.abc import Sequence
@@ -67,31 +67,19 @@ class KernelStatistics:
         return [self.packed]
 
     @classmethod
-    def of_all(
-        cls, parts: "Sequence[KernelStatistics]", device: torch.device, num_outputs: int = 1
-    ) -> "list[KernelStatistics]":
-        """Combine the statistics of several tensors, in order, on a device; differentiable.
-
-        Returns:
-            The same statistics so many times: the gradients that they get are summed in this order.
-        """
+    def of_all(cls, parts: "Sequence[KernelStatistics]", device: torch.device) -> "KernelStatistics":
+        """Combine the statistics of several tensors, in order, on a device."""
+        if len(parts) == 1:
+            return parts[0].on(device)
         counts = [part.count for part in parts]
-        count = None if None in counts else sum(counts)  # type: ignore[arg-type]
-        eps = parts[0].eps
-        packed = [_devices.copy_to(part.packed, device) for part in parts]
-        if len(packed) > 1 or num_outputs > 1:
-            return [cls(total, eps, count) for total in _Combine.apply(num_outputs, eps, *packed)]  # type: ignore[no-untyped-call]
-        return [cls(packed[0], eps, count)]
+        count, eps = None if None in counts else sum(counts), parts[0].eps  # type: ignore[arg-type]
+        means, inverse_stds, each_count = _split(torch.stack([_devices.copy_to(part.packed, device) for part in parts]))
+        mean, inverse_std = _gather(means, inverse_stds, each_count, eps)
+        return cls(torch.cat([mean, inverse_std, each_count.sum(0)]), eps, count)
 
-    def with_history(self, x: torch.Tensor, reduce_grad: ReduceGrad) -> "KernelStatistics":
-        """Return the same statistics as a function of x; see `Statistics.with_history`."""
-        packed = _LinkedStatistics.apply(x, self.packed, reduce_grad)  # type: ignore[no-untyped-call]
-        return KernelStatistics(packed, self.eps, self.count)
-
-    def detached(self) -> "KernelStatistics":
-        """Return the same statistics as a leaf, which needs a gradient if this does."""
-        packed = self.packed.detach().requires_grad_(self.packed.requires_grad)
-        return KernelStatistics(packed, self.eps, self.count)
+    def on(self, device: torch.device) -> "KernelStatistics":
+        """Return the same statistics on a device."""
+        return KernelStatistics(_devices.copy_to(self.packed, device), self.eps, self.count)
 
     def update(self, running_mean: torch.Tensor | None, running_var: torch.Tensor | None, momentum: float) -> None:
         """Move running statistics towards these, as torch does."""
@@ -112,7 +100,7 @@ class KernelStatistics:
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         eps: float,
-        reduce_grad: ReduceGrad | None = None,
+        reduce_grad: ReduceGrad | None,
     ) -> torch.Tensor:
         """Return (x - mean) * inverse deviation * weight + bias; see `Statistics.normalise`. `eps` is in them."""
         output: torch.Tensor = _Normalise.apply(x, self.packed, weight, bias, reduce_grad)  # type: ignore[no-untyped-call]
@@ -177,37 +165,6 @@ def _as_statistics(tensor: torch.Tensor | None, packed: torch.Tensor) -> torch.T
     return None if tensor is None else tensor.to(packed.dtype).contiguous()
 
 
-class _Combine(torch.autograd.Function):
-    """(2) without running statistics: from the packed statistics of several tensors to those of all their values."""
-
-    @staticmethod
-    def forward(ctx: Any, num_outputs: int, eps: float, *packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        means, inverse_stds, counts = _split(torch.stack(packed))
-        mean, inverse_std = _gather(means, inverse_stds, counts, eps)
-        total = torch.cat([mean, inverse_std, counts.sum(0)])
-        outputs = (total, *(total.clone() for _ in range(num_outputs - 1)))
-        ctx.save_for_backward(total, *packed)
-        ctx.set_materialize_grads(False)
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        total, *packed = ctx.saved_tensors
-        given = [grad for grad in grads if grad is not None]
-        if not given:
-            return (None,) * (2 + len(packed))
-        # variance_k = inverse_std_k ** -2 - eps; the variance of all values is the mean over k, weighted by the counts,
-        # of variance_k + (mean_k - mean) ** 2.
-        mean, inverse_std, count = _split(total)
-        means, inverse_stds, counts = _split(torch.stack(packed))
-        grad_mean, grad_inverse_std, _ = _split(given[0] if len(given) == 1 else torch.stack(given).sum(0))
-        grad_var = -0.5 * inverse_std**3 * grad_inverse_std
-        shares = counts / count
-        grad_means = shares * (grad_mean + 2 * grad_var * (means - mean))
-        grad_inverse_stds = -2 * shares * grad_var * inverse_stds**-3
-        return None, None, *torch.cat([grad_means, grad_inverse_stds, torch.zeros_like(counts)], 1).unbind()
-
-
 class _LinkedStatistics(torch.autograd.Function):
     """Links packed statistics, which are computed already, to the rows."""
 
@@ -229,10 +186,9 @@ class _LinkedStatistics(torch.autograd.Function):
 
 
 class _Normalise(torch.autograd.Function):
-    """(3) to (5): batch norm with given statistics, differentiable in these too.
+    """(3) to (5): batch norm with given statistics.
 
-    With `reduce_grad` the statistics have no history, and the gradient of x includes the part that reaches x through
-    them.
+    The gradient of x includes the part that reaches x through them, reduced by `reduce_grad`.
     """
 
     @staticmethod
@@ -252,8 +208,8 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, packed, weight = ctx.saved_tensors
-        needs_x, needs_packed, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        if ctx.reduce_grad is not None and torch.is_grad_enabled():  # for derivatives of higher order
+        needs_x, _, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        if torch.is_grad_enabled():  # for derivatives of higher order
             packed = _LinkedStatistics.apply(x, packed, ctx.reduce_grad)  # type: ignore[no-untyped-call]
         mean, inverse_std, count = _split(packed)
         factor = _as_statistics(weight, packed)
@@ -268,12 +224,8 @@ class _Normalise(torch.autograd.Function):
             sum_dy = grad.to(mean.dtype).sum(all_but_channels(x))
             sum_dy_xmu = (grad * (x - per_channel(mean, x))).sum(all_but_channels(x))
             grad_weight = sum_dy_xmu * inverse_std
-        grad_x = grad_packed = None
-        if ctx.reduce_grad is None and (needs_x or needs_packed):
-            grad_x = _elemt(grad, factor, None, torch.zeros_like(mean), inverse_std)
-            of_mean, of_inverse_std = -sum_dy * _times(inverse_std, factor), _times(sum_dy_xmu, factor)
-            grad_packed = torch.cat([of_mean, of_inverse_std, torch.zeros_like(count)])
-        elif needs_x:
+        grad_x = None
+        if needs_x:
             sums = ctx.reduce_grad(torch.stack([sum_dy, sum_dy_xmu]))
             if _uses_kernels(x):  # the count as an integer: the kernel sums such counts, and divides by their sum
                 grad_x = kernels.batch_norm_backward_elemt(
@@ -285,7 +237,7 @@ class _Normalise(torch.autograd.Function):
                 grad_x = ((grad - shift - centred * slope) * per_channel(_times(inverse_std, factor), x)).to(x.dtype)
         return (
             grad_x,
-            grad_packed,
+            None,
             grad_weight.to(weight.dtype) if needs_weight else None,
             sum_dy.to(ctx.bias_dtype) if needs_bias else None,
             None,

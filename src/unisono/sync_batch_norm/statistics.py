@@ -76,10 +76,9 @@ class Statistics:
         mean, var = _LinkedStatistics.apply(x, self, reduce_grad)  # type: ignore[no-untyped-call]
         return Statistics(self.count, mean, var)
 
-    def detached(self) -> "Statistics":
-        """Return the same statistics as leaves, which need a gradient if these do."""
-        mean, var = (tensor.detach().requires_grad_(tensor.requires_grad) for tensor in (self.mean, self.var))
-        return Statistics(self.count, mean, var)
+    def on(self, device: torch.device) -> "Statistics":
+        """Return the same statistics on a device."""
+        return Statistics(self.count, *(_devices.copy_to(tensor, device) for tensor in self.tensors))
 
     def update(self, running_mean: torch.Tensor | None, running_var: torch.Tensor | None, momentum: float) -> None:
         """Move running statistics towards these, as torch does: the variance as an estimate for the population.
@@ -118,9 +117,10 @@ class _LinkedStatistics(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, known: Statistics, reduce_grad: ReduceGrad
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.save_for_backward(x, known.mean)
+        mean, var = known.mean.detach(), known.var.detach()  # other replicas have the same tensors
+        ctx.save_for_backward(x, mean)
         ctx.count, ctx.reduce_grad = known.count, reduce_grad
-        return known.mean, known.var
+        return mean, var
 
     @staticmethod
     def backward(ctx: Any, grad_mean: torch.Tensor, grad_var: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -1,0 +1,631 @@
+"""Buckets: the autograd nodes behind a replica's parameters, and the sums of the gradients that reach them.
+
+caller's graph          live tensors ──► (1) LiveNode ──► token
+graph of replica i      token ──► (2) BucketNode, one a bucket ──► the replica's own tensors ──► its forward ──► outputs
+
+(1) One node stands for the live tensors: for the module's parameters, and for the inputs of a call that need
+    gradients. Its output, the token, is a 0-dim tensor on the CPU without a meaning of its own.
+(2) A replica's tensors are outputs of nodes, so torch's engine says when the gradients of a bucket are complete:
+    Python is called once a bucket and replica, not once a parameter.
+
+A `Collector` is behind both nodes. Who runs the backward says where the gradients of a bucket go:
+
+    the boundary (boundary.py)       to the sum of the backward that runs (`BucketSums`). It stops at the tokens.
+    the module, inside forward       they are kept until forward ends; then they are passed on to the live tensors
+    the caller, for a tensor that    to the LiveNode, which runs when all of them have come. So the caller's graph sees
+    left forward in another way      one gradient for each live tensor, that of the boundary included
+"""
+
+import contextlib
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from operator import attrgetter, itemgetter
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from unisono.runtime import devices as _devices
+from unisono.runtime import timeline, torch_private
+from unisono.runtime.buckets import Bucket, BucketPlan, dense_first, is_plain
+from unisono.runtime.interrupts import uninterruptible
+from unisono.runtime.streams import Copies, current_stream
+
+Gradients: TypeAlias = list[torch.Tensor | None]
+Sum: TypeAlias = Callable[[Gradients], Gradients]
+# Called with a bucket's number, a replica's, and the gradients of the bucket's tensors.
+Add: TypeAlias = Callable[[int, int, Sequence[torch.Tensor | None]], None]
+# Called with a bucket's number and the sums of its gradients, which may be one flat tensor that nothing else refers to.
+Emit: TypeAlias = Callable[[int, Sequence[torch.Tensor | None] | torch.Tensor], None]
+
+# Added to the sequence numbers of nodes that torch's engine runs as soon as they are ready, those of the last forward
+# first. A LiveNode comes before the next forward's boundary, whose gradients would need memory beside its own.
+FIRST = 1 << 62
+_BEFORE_ALL = FIRST + (1 << 61)
+
+
+# ---- nodes ----------------------------------------------------------------------------------------
+
+
+class Contribution(NamedTuple):
+    """The gradients of one bucket of one replica that have come outside of the boundary's backward."""
+
+    replica: int
+    bucket: int
+    gradients: Sequence[torch.Tensor | None]
+    streams: Sequence[torch.Stream]  # those on which they are computed
+
+    def here(self) -> "Contribution":
+        """Let the calling thread's streams wait for the gradients."""
+        for stream in self.streams:
+            here = current_stream(stream.device)
+            if here is not None and here != stream:
+                here.wait_stream(stream)
+                for gradient in self.gradients:
+                    if gradient is not None and is_plain(gradient) and gradient.device == stream.device:
+                        gradient.record_stream(here)
+        return self
+
+
+# What takes the gradients of a backward of the boundary, by collector.
+Takers: TypeAlias = "dict[Collector, Add]"
+
+
+class InsideForward:
+    """What backwards inside forward have brought, while forward runs.
+
+    Args:
+        own: the parameters of replica i, in the order of the live ones.
+        numbers: of each bucket, the numbers of its parameters.
+    """
+
+    def __init__(self, own: Sequence[Sequence[torch.Tensor]], numbers: Sequence[Sequence[int]]) -> None:
+        self._own, self._numbers = own, numbers
+        self._grads: dict[tuple[int, int], torch.Tensor] = {}  # by replica and parameter
+        self.contributions: list[Contribution] = []
+
+    def add(self, contribution: Contribution) -> None:
+        """Add gradients, and let the replica see them as its parameters' `.grad`."""
+        self.contributions.append(contribution)
+        if not self._own:
+            return
+        replica = contribution.replica
+        for n, gradient in zip(self._numbers[contribution.bucket], contribution.gradients, strict=True):
+            if gradient is not None:
+                total = added(self._grads.get((replica, n)), gradient.detach())
+                assert total is not None
+                self._grads[replica, n] = self._own[replica][n].grad = total
+
+    def end(self) -> list[Contribution]:
+        """Return all that has come, in replica order."""
+        for replica, n in self._grads:
+            self._own[replica][n].grad = None
+        return [each.here() for each in sorted(self.contributions, key=attrgetter("replica"))]
+
+
+class Collector:
+    """Collects the gradients of the live tensors behind one token.
+
+    Args:
+        live: the live tensors.
+        join: returns the gradient of each live tensor from contributions, which are in replica order.
+
+    Attributes:
+        inside: takes those of a backward inside forward while forward runs, else None.
+        over_ranks: what sums gradients over ranks that no boundary has summed; None: there are no other ranks.
+        latest: the number of the latest backward in which the LiveNode has run.
+    """
+
+    def __init__(self, live: Sequence[torch.Tensor], join: Callable[[Sequence[Contribution]], Gradients]) -> None:
+        self.live, self.join = live, join
+        self.inside: InsideForward | None = None
+        self.over_ranks: OverRanks | None = None
+        self.latest = -1
+        # By the number of the caller's backward: what boundaries have found and what is to be done with it, and what
+        # has come beside it.
+        self._found: dict[int, list[tuple[Gradients, Sum | None]]] = {}
+        self._contributions: dict[int, list[Contribution]] = {}
+
+    def take(self, bucket: int, replica: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Take the gradients of a bucket of a replica. Called by torch's engine, in any of its threads."""
+        takers: Takers = torch_private.seen_takers() or {}
+        has_gradients = bool([gradient for gradient in gradients if gradient is not None])
+        if self in takers:
+            if has_gradients:
+                takers[self](bucket, replica, gradients)
+            return
+        if not has_gradients:
+            if self.inside is None:  # other ranks may have one
+                self._contributions.setdefault(torch_private.number_of_backward(), [])
+            return
+        devices = {gradient.device for gradient in gradients if gradient is not None}
+        streams = [stream for stream in map(current_stream, devices) if stream is not None]
+        contribution = Contribution(replica, bucket, gradients, streams)
+        if self.inside is not None:
+            self.inside.add(contribution)
+        else:
+            self._contributions.setdefault(torch_private.number_of_backward(), []).append(contribution)
+
+    def give(self, gradients: Gradients, finish: Sum | None = None) -> None:
+        """Leave the gradient of each live tensor, as the boundary's backward has found it, for the LiveNode.
+
+        Args:
+            finish: is called with these and what has come beside them, and returns what goes on.
+        """
+        self._found.setdefault(torch_private.number_of_backward(), []).append((gradients, finish))
+
+    def drop(self) -> None:
+        """Forget what backwards that have failed have left."""
+        self._found.clear()
+        self._contributions.clear()
+
+    def all_gradients(self, live_node: Any) -> Gradients | None:
+        """Return the gradient of each live tensor, from the boundary and from losses that left forward otherwise.
+
+        None for each in a backward that only passes here because it cannot stop at the token. None if another LiveNode
+        of this backward returns them.
+
+        Args:
+            live_node: the node whose backward runs.
+        """
+        number = self.latest = torch_private.number_of_backward()
+        found = self._found.pop(number, [])
+        beside = self._contributions.pop(number, None)
+        if beside is not None:
+            joined = self.join([each.here() for each in sorted(beside, key=attrgetter("replica"))])
+            unfinished = [place for place, (_, finish) in enumerate(found) if finish is not None]
+            if unfinished:
+                gradients, finish = found[unfinished[0]]
+                found[unfinished[0]] = [*map(added, gradients, joined)], finish
+            else:
+                found.append((joined, self.over_ranks and partial(self.over_ranks.sum, live_node)))
+        every = [gradients for gradients, finish in found if finish is None]
+        if self.over_ranks is not None:
+            unsummed = [(gradients, finish) for gradients, finish in found if finish is not None]
+            sums = self.over_ranks.order.sums(number, self, self.over_ranks.forward, unsummed)
+            if sums is None and not every:
+                return None
+            every += sums or []
+        total: Gradients = every[0] if every else [None] * len(self.live)
+        for gradients in every[1:]:
+            total = [*map(added, total, gradients)]
+        return total
+
+
+class OverRanks(NamedTuple):
+    """How the gradients of losses that left one forward otherwise are summed over the ranks."""
+
+    sum: Callable[[Any, Gradients], Gradients]  # called with the LiveNode whose backward runs
+    forward: int  # the number of the forward, from 1
+    order: "OneOrder"
+
+
+class OneOrder:
+    """Sums of several forwards of a module over the ranks, in one order on all of them.
+
+    The order in which torch's engine comes to the LiveNodes of one backward depends on time, and sums that ranks begin
+    in different orders never end. So sums that no boundary has finished wait for the last of these LiveNodes. By then
+    the boundaries are done, which the engine runs in one order.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: list[weakref.ref[torch.Tensor]] = []
+        self._waiting: dict[int, list[tuple[int, Gradients, Sum]]] = {}  # by the number of the backward
+        self._num_forwards = 0
+
+    def next_forward(self, token: torch.Tensor) -> int:
+        """Return the number of a forward whose live parameters are behind `token`."""
+        others = [ref for ref in self._tokens if ref() is not None and ref() is not token]
+        self._tokens = [*others, weakref.ref(token)]
+        self._num_forwards += 1
+        return self._num_forwards
+
+    def sums(
+        self, number: int, collector: Collector, forward: int, unsummed: Sequence[tuple[Gradients, Sum]]
+    ) -> list[Gradients] | None:
+        """Return the sums of backward `number` so far; None if a later LiveNode will have them."""
+        if not unsummed and number not in self._waiting:
+            return []
+        waiting = self._waiting.setdefault(number, [])
+        waiting += [(forward, gradients, finish) for gradients, finish in unsummed]
+        for token in [ref() for ref in self._tokens]:
+            node: Any = None if token is None else token.grad_fn
+            if node is None or node.collector.live is not collector.live or node.collector.latest == number:
+                continue
+            if torch_private.backward_runs(node):
+                return None
+        del self._waiting[number]
+        in_order = sorted(waiting, key=itemgetter(0), reverse=True)
+        return [finish(gradients) for _, gradients, finish in in_order]
+
+
+def token_of(collector: Collector) -> torch.Tensor:
+    """Return a token for the live tensors of a collector."""
+    token: torch.Tensor = LiveNode.apply(collector, *collector.live)  # type: ignore[no-untyped-call]
+    if token.grad_fn is not None:
+        torch_private.run_first(token.grad_fn, _BEFORE_ALL)
+    return token
+
+
+class LiveNode(torch.autograd.Function):
+    """(1) The node of the caller's graph for live tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, collector: Collector, *live: torch.Tensor) -> torch.Tensor:
+        ctx.collector = collector
+        ctx.set_materialize_grads(False)
+        return torch.zeros((), dtype=torch.float32, device="cpu")
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        collector: Collector = ctx.collector
+        gradients = collector.all_gradients(ctx)
+        if gradients is None:
+            return (None,) * (1 + len(collector.live))
+        skip_hooks_without_gradient(collector.live, gradients)
+        return (None, *gradients)
+
+
+class BucketNode(torch.autograd.Function):
+    """(2) The node of one bucket of one replica.
+
+    `apply(token, collector, bucket, replica, make)` returns the tensors that `make` makes, as its outputs.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        token: torch.Tensor,
+        collector: Collector,
+        bucket: int,
+        replica: int,
+        make: Callable[[], tuple[torch.Tensor, ...]],
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.collector, ctx.bucket, ctx.replica = collector, bucket, replica
+        ctx.set_materialize_grads(False)
+        return make()
+
+    @staticmethod
+    @uninterruptible
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:
+        ctx.collector.take(ctx.bucket, ctx.replica, grads)
+        return (None,) * 5
+
+
+def own_tensors(
+    token: torch.Tensor, collector: Collector, bucket: int, replica: int, make: Callable[[], Sequence[torch.Tensor]]
+) -> tuple[torch.Tensor, ...]:
+    """Return the tensors of one bucket as a replica has them: those that `make` returns, with a node of their own.
+
+    Args:
+        make: returns tensors that need no gradient.
+    """
+    tensors: tuple[torch.Tensor, ...] = BucketNode.apply(token, collector, bucket, replica, lambda: tuple(make()))  # type: ignore[no-untyped-call]
+    torch_private.run_first(tensors[0].grad_fn, FIRST)
+    for place, tensor in enumerate(tensors):
+        link = Link(weakref.ref(tensor), token, collector, bucket, replica, place, len(tensors))
+        tensor.__dict__.update({"requires_grad_": link, "__reduce_ex__": link.pickled})
+    return tensors
+
+
+class Link(NamedTuple):
+    """The place of a replica's parameter in its bucket; and the parameter's `requires_grad_`.
+
+    torch refuses that for a tensor that is no leaf. A parameter that forward freezes is cut off from its bucket; where
+    it is to be trained again, it gets a node of its own.
+    """
+
+    parameter: "weakref.ref[torch.Tensor]"
+    token: torch.Tensor
+    collector: Collector
+    bucket: int
+    replica: int
+    place: int  # in the bucket
+    size: int  # of the bucket
+
+    def __call__(self, requires_grad: bool = True) -> torch.Tensor:
+        parameter = self.parameter()
+        assert parameter is not None
+        if parameter.requires_grad and not requires_grad:
+            parameter.detach_()
+        elif requires_grad and not parameter.requires_grad:
+            # No value changes: what the graph has saved of the parameter stays valid.
+            with torch.enable_grad(), torch_private.keeping_version(parameter):
+                _Relink.apply(self.token, self, parameter)  # type: ignore[no-untyped-call]
+        return parameter
+
+    def pickled(self, protocol: Any) -> Any:
+        """Return what pickle gets of the parameter: a leaf without a link to the replica, as of the live one."""
+        parameter = self.parameter()
+        assert parameter is not None
+        leaf = parameter.detach()
+        if type(parameter) is torch.nn.Parameter:
+            leaf = torch.nn.Parameter(leaf, requires_grad=False)
+        elif type(leaf) is not type(parameter):
+            leaf = leaf.as_subclass(type(parameter))
+        leaf.requires_grad_(parameter.requires_grad)
+        leaf.__dict__.update({k: v for k, v in parameter.__dict__.items() if k not in _OF_LINK})
+        return leaf.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+_OF_LINK = ("requires_grad_", "__reduce_ex__")  # attributes of a replica's parameter that a link has put there
+
+
+class _Relink(torch.autograd.Function):
+    """The node of a single parameter of a bucket."""
+
+    @staticmethod
+    def forward(ctx: Any, token: torch.Tensor, link: Link, parameter: torch.Tensor) -> torch.Tensor:
+        ctx.link, ctx.collector, ctx.replica = link, link.collector, link.replica
+        ctx.mark_dirty(parameter)
+        return parameter
+
+    @staticmethod
+    @uninterruptible
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:
+        link: Link = ctx.link
+        gradients: Gradients = [None] * link.size
+        gradients[link.place] = grad
+        link.collector.take(link.bucket, link.replica, gradients)
+        return None, None, None
+
+
+def is_bucket_node(node: Any) -> bool:
+    """Return whether a node of a graph is the end of a replica's part of it."""
+    return getattr(node, "_forward_cls", None) in (BucketNode, _Relink)
+
+
+def skip_hooks_without_gradient(live: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+    """Let hooks of tensors that no replica used not be called, as without a wrapper: no node would lead to them."""
+    if without := [n for n, gradient in enumerate(gradients) if gradient is None]:
+        torch_private.skip_hooks_without_gradient([live[n] for n in without])
+
+
+def added(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the sum of two gradients, each of which may be missing."""
+    if one is None or other is None:
+        return other if one is None else one
+    return torch.add(*dense_first(one, other))
+
+
+def joined_gradients(
+    live: Sequence[torch.Tensor], plan: BucketPlan, contributions: Sequence[Contribution]
+) -> Gradients:
+    """Return the gradient of each live parameter from contributions, in their order."""
+    found: Gradients = [None] * len(live)
+    for each in contributions:
+        for n, gradient in zip(plan.numbers[each.bucket], each.gradients, strict=True):
+            if gradient is not None:
+                found[n] = added(found[n], _devices.copy_to(gradient, live[n].device))
+    return found
+
+
+# ---- sums -----------------------------------------------------------------------------------------
+
+
+class BucketSums:
+    """The sums of the replicas' gradients in one backward, bucket by bucket. Replicas add from several threads.
+
+    Guarantees
+        - The order of additions does not depend on which replica is faster: first every replica's first contribution
+          in replica order, then every second one, and so on. So runs repeat bit for bit. (A bucket gets several
+          contributions of a replica where backward is called inside backward, as reentrant activation checkpointing
+          does.)
+        - A replica that contributes nothing delays the sum until backward ends, and no longer.
+
+    Args:
+        plan: the parameters' buckets.
+        devices: one a replica.
+        is_flat: whether the gradients of a bucket are one flat tensor: where a replica has memory of its own.
+        emit: called with the number of a bucket and the sums of one contribution from each replica, as soon as they
+            are complete; `end` then returns only what was not emitted. None: nothing is emitted.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        devices: Sequence[torch.device],
+        *,
+        is_flat: bool,
+        emit: Emit | None = None,
+    ) -> None:
+        self._plan, self._devices, self._emit = plan, devices, emit
+        self._copies = Copies(plan.sources) if is_flat else None
+        self._buckets = [_InTurn(len(devices)) for _ in plan.numbers]
+        self._beside: list[tuple[int, int, torch.Tensor]] = []  # not in a flat tensor: replica, parameter, gradient
+        self._ending = False
+
+    def __enter__(self) -> "BucketSums":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._copies is not None:
+            self._copies.__exit__(*error)
+
+    def add(self, b: int, replica: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Add a replica's gradients of bucket `b`; then what waits for them. Frees them as soon as they are added."""
+        with timeline.during(timeline.REDUCE) if timeline.recording else _NOTHING:
+            turns = self._buckets[b]
+            with torch.set_grad_enabled(False), turns.lock:
+                turns.waiting[replica].append(self._part(b, replica, gradients))
+                del gradients
+                while turns.waiting[turns.turn]:
+                    self._add_next(b)
+
+    def end(self) -> Gradients:
+        """Add what still waits; return the sum of each parameter's gradients, for the calling thread's streams."""
+        self._ending = True
+        found: Gradients = [None] * self._plan.num_parameters
+        with torch.set_grad_enabled(False):
+            for b, turns in enumerate(self._buckets):
+                while any(turns.waiting):
+                    self._add_next(b)
+            if self._copies is not None:
+                for reader, _ in enumerate(self._plan.sources):
+                    self._copies.wait_copies(reader)
+            for b, turns in enumerate(self._buckets):
+                if turns.total is not None:
+                    for n, gradient in zip(self._plan.numbers[b], self._gradients(b, turns.total), strict=True):
+                        found[n] = gradient
+            for _, n, gradient in sorted(self._beside, key=lambda each: each[:2]):
+                found[n] = added(found[n], _devices.copied_to(gradient, self._plan.source_of[n]))
+        return found
+
+    def _add_next(self, b: int) -> None:
+        turns = self._buckets[b]
+        waiting = turns.waiting[turns.turn]
+        turns.turn = (turns.turn + 1) % len(turns.waiting)
+        if waiting:
+            part = waiting.popleft()
+            if turns.total is None:
+                turns.total = part
+            else:
+                with self._where_sums_are(b):
+                    turns.total = _flat_sum(turns.total, part) if self._copies else _sum(turns.total, part)
+                if self._copies is not None and turns.total.flat is not None:
+                    self._copies.record_stream(turns.total.flat, self._reader(b))
+        if self._emit is not None and turns.turn == 0 and not self._ending and turns.total is not None:
+            total, turns.total = turns.total, None
+            if self._copies is None:
+                self._emit(b, self._gradients(b, total))
+            else:
+                with self._copies.read(self._reader(b)):
+                    is_whole = total.flat is not None and total.bucket is self._plan.forms[b]
+                    self._emit(b, total.flat if is_whole else self._gradients(b, total))
+
+    def _part(self, b: int, replica: int, gradients: Sequence[torch.Tensor | None]) -> Any:
+        """Return a replica's gradients where they are summed: a list of them, or one flat tensor."""
+        if self._copies is None:
+            if len(gradients) > 1:
+                return _Listed([*gradients], False)
+            (gradient,) = gradients  # a view, perhaps; without its base it may have its memory to itself
+            return _Listed([gradient if gradient is None else gradient.detach()], False)
+        given = [gradient for gradient in gradients if gradient is not None]
+        if self._plan.forms[b] is None or not _all_plain(given):
+            beside = [g is not None and (self._plan.forms[b] is None or not is_plain(g)) for g in gradients]
+            for n, gradient, is_beside in zip(self._plan.numbers[b], gradients, beside, strict=True):
+                if is_beside and gradient is not None:
+                    self._beside.append((replica, n, gradient))
+            gradients = [None if is_beside else g for g, is_beside in zip(gradients, beside, strict=True)]
+            given = [gradient for gradient in gradients if gradient is not None]
+            if not given:
+                return _Flat(None, None)
+        bucket = self._plan.part(b, [gradient is not None for gradient in gradients])
+        flat = bucket.flat(dict(zip(bucket.numbers, given, strict=True)))
+        source, reader = self._plan.source[b], self._reader(b)
+        if flat.device != source:
+            flat = self._copies.to_add(flat, reader)
+        else:
+            self._copies.wait_compute(reader)
+        if _devices.has_streams(source):
+            self._copies.record_stream(flat, reader)
+        return _Flat(bucket, flat)
+
+    def _reader(self, b: int) -> int:
+        return self._plan.sources.index(self._plan.source[b])
+
+    def _where_sums_are(self, b: int) -> AbstractContextManager[None]:
+        return _NOTHING if self._copies is None else self._copies.on_copy_stream(self._reader(b))
+
+    def _gradients(self, b: int, total: Any) -> Sequence[torch.Tensor | None]:
+        if self._copies is None:
+            gradients: Sequence[torch.Tensor | None] = total.gradients
+            return gradients
+        pieces: Mapping[int, torch.Tensor] = {} if total.bucket is None else total.bucket.pieces(total.flat)
+        return [*map(pieces.get, self._plan.numbers[b])]
+
+
+class _InTurn:
+    """What the replicas have contributed to one bucket."""
+
+    __slots__ = ("lock", "total", "turn", "waiting")
+
+    def __init__(self, num_replicas: int) -> None:
+        self.lock = threading.Lock()
+        self.waiting: list[deque[Any]] = [deque() for _ in range(num_replicas)]
+        self.turn = 0  # the replica whose contribution is added next
+        self.total: Any = None
+
+
+class _Listed(NamedTuple):
+    """The gradients of a bucket; `is_own` says whether they are in memory that nothing else refers to."""
+
+    gradients: list[torch.Tensor | None]
+    is_own: bool
+
+
+class _Flat(NamedTuple):
+    """The gradients of some parameters of a bucket, in one flat tensor of its own."""
+
+    bucket: Bucket | None
+    flat: torch.Tensor | None
+
+
+def _sum(total: _Listed, part: _Listed) -> _Listed:
+    """Return the sum of two parts in replica order, in place where possible."""
+    mine, others = total.gradients, part.gradients
+    if len(mine) == 1 and not total.is_own and _can_be_added(mine, others):
+        for target, addend in ((mine, others), (others, mine)):
+            if torch_private.is_only_reference(target):  # type: ignore[arg-type]
+                torch_private.add_all_in_place(target, addend)  # type: ignore[arg-type]
+                return _Listed(target, True)
+    # The first sum is in new memory: a gradient can be a view of what the caller gave to backward, or of another one.
+    # (a.view(-1) + b.view(-1)).backward(g) leaves both gradients in the memory of g.
+    both = [
+        n
+        for n, (one, other) in enumerate(zip(mine, others, strict=True))
+        if one is not None and other is not None and not one.is_sparse and not other.is_sparse
+    ]
+    if len(both) == len(mine):
+        if total.is_own:
+            torch_private.add_all_in_place(mine, others)  # type: ignore[arg-type]
+            return total
+        return _Listed([*torch_private.add_all(mine, others)], True)  # type: ignore[arg-type]
+    found = [added(one, other) for one, other in zip(mine, others, strict=True)]
+    return _Listed(found, False)
+
+
+def _can_be_added(mine: Gradients, others: Gradients) -> bool:
+    """Return whether two lists of one gradient each have dense ones of one type."""
+    (one,), (other,) = mine, others
+    return (
+        one is not None
+        and other is not None
+        and one.layout == other.layout == torch.strided
+        and one.dtype == other.dtype
+    )
+
+
+def _flat_sum(total: _Flat, part: _Flat) -> _Flat:
+    """Return the sum of two parts in replica order, in the memory of the first one."""
+    if total.bucket is None or part.bucket is None or total.flat is None or part.flat is None:
+        return part if total.bucket is None else total
+    if total.bucket is part.bucket:
+        total.flat.add_(part.flat)
+        return total
+    forms = dict(chain(total.bucket.items, part.bucket.items))
+    bucket = replace(total.bucket, items=tuple(forms.items()))
+    flat = torch.zeros(bucket.num_entries, dtype=bucket.dtype, device=bucket.device)
+    pieces = bucket.pieces(flat)
+    for each in (total, part):
+        assert each.bucket is not None
+        assert each.flat is not None
+        for n, piece in each.bucket.pieces(each.flat).items():
+            pieces[n].add_(piece)
+    return _Flat(bucket, flat)
+
+
+def _all_plain(gradients: Sequence[torch.Tensor]) -> bool:
+    """Return whether all are plain tensors; without Python code for each in the usual case."""
+    return {*map(type, gradients)} <= {torch.Tensor} and {*map(_layout, gradients)} <= {torch.strided}
+
+
+_layout = attrgetter("layout")
+
+
+_NOTHING: AbstractContextManager[None] = contextlib.nullcontext()

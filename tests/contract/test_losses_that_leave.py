@@ -1,0 +1,667 @@
+"""Losses on tensors that leave forward by another way than `return`, and backwards inside forward.
+
+A list, a hook or an object of the caller's keeps what replicas have computed, such as an auxiliary loss of a layer.
+All that is kept is a sum over rows, so the sum over the replicas is what the plain module keeps, and the gradients are
+the plain module's, whichever losses are differentiated, together or one after the other.
+"""
+
+import contextlib
+import copy
+import pickle
+import random
+import threading
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, spectral_norm
+from torch.utils.checkpoint import checkpoint
+
+from helpers.comparisons import assert_alike, assert_all_same, assert_same_gradients, twins
+from helpers.contract import ON_CPU, Wrap, at_the_same_time, in_time, in_turn
+from helpers.in_time import WAIT_S
+from helpers.losses import loss_of
+from helpers.modules import Calls
+from unisono import DataParallel
+from unisono.runtime import devices
+
+# On an accelerator, two threads go through a replica's graph for the output and for what is kept: neither may free it.
+KEEP = {} if ON_CPU else {"retain_graph": True}
+# Forward reads `.grad` of a replica's parameters, which are no leaves.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+Call = Callable[..., Any]
+Steps = Callable[[Call, Any], Any]
+
+
+class Store:
+    """An object of a class that unisono does not know; every replica gets this one."""
+
+    def __init__(self) -> None:
+        self.losses: list[torch.Tensor] = []
+
+
+class Keeps(nn.Module):
+    """Keeps losses of four kinds; each replica keeps that of its rows.
+
+    "inside": of what the output is computed from, "beside": of a layer that nothing else uses, "first" and "last": of
+    the row that `marks` calls so, which a single replica has.
+    """
+
+    def __init__(self, run: Callable[[nn.Module, torch.Tensor], torch.Tensor] | None = None) -> None:
+        super().__init__()
+        self.foot, self.body, self.head = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.side, self.dropout = nn.Linear(5, 3), nn.Dropout(0.0)
+        self.run = run or (lambda layer, x: layer(x))
+        self.kept: dict[str, list[torch.Tensor]] = {"inside": [], "beside": [], "first": [], "last": []}
+
+    def forward(self, x: torch.Tensor, marks: torch.Tensor, store: Store | None = None) -> torch.Tensor:
+        hidden = torch.tanh(self.run(self.body, torch.tanh(self.foot(x))))
+        self.kept["inside"].append(hidden.square().sum())
+        self.kept["beside"].append(self.side(x).pow(3).sum())
+        for mark, name in enumerate(("first", "last"), 1):
+            if (marks == mark).any():
+                self.kept[name].append(hidden[marks == mark].pow(3).sum())
+        if store is not None:
+            store.losses.append(hidden.pow(4).sum())
+        return self.dropout(self.run(self.head, hidden))
+
+
+def total(losses: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Return the sum of what replicas on any devices have kept."""
+    return sum((loss.to(x.device) for loss in losses), torch.zeros((), device=x.device))
+
+
+def losses_of(call: Call, root: Any, rows: int = 7, **kwargs: Any) -> Any:
+    """Run a forward; return its input, a loss of its output, and what has been kept in it."""
+    for losses in root.kept.values():
+        losses.clear()
+    x, marks = torch.randn(rows, 5, requires_grad=True), torch.zeros(rows, dtype=torch.int64)
+    marks[0], marks[-1] = 1, 2
+    output = loss_of(call(x, marks, **kwargs))
+    return SimpleNamespace(x=x, output=output, **{name: total(losses, x) for name, losses in root.kept.items()})
+
+
+# ---- which losses, in which order ----------------------------------------------------------------
+
+
+def alone(call: Call, root: Any) -> Any:
+    now = losses_of(call, root)
+    (now.inside + now.beside).backward()
+    return now.x.grad
+
+
+def together(call: Call, root: Any) -> Any:
+    now = losses_of(call, root)
+    (now.output + now.inside + now.beside).backward(**KEEP)
+    return now.x.grad
+
+
+def multiplied(call: Call, root: Any) -> Any:
+    now = losses_of(call, root)
+    (now.output * (now.inside + now.beside)).backward(**KEEP)
+    return now.x.grad
+
+
+def output_first(call: Call, root: Any) -> Any:
+    now = losses_of(call, root)
+    now.output.backward(retain_graph=True)
+    (now.inside + now.beside).backward()
+    return now.x.grad
+
+
+def output_last(call: Call, root: Any) -> Any:
+    now = losses_of(call, root)
+    (now.inside + now.beside).backward(retain_graph=True)
+    now.output.backward()
+    return now.x.grad
+
+
+def of_one_replica(call: Call, root: Any) -> Any:
+    """That of the caller's thread, and another one; alone, and with the output, which all replicas have."""
+    found = []
+    for name in ("first", "last"):
+        now, both = losses_of(call, root), losses_of(call, root)
+        getattr(now, name).backward()
+        (both.output + getattr(both, name)).backward(**KEEP)
+        found += [now.x.grad, both.x.grad]
+    return found
+
+
+def accumulated(call: Call, root: Any) -> Any:
+    """Over steps in which other losses are used; the parameters' gradients are there already."""
+    return [steps(call, root) for steps in (together, alone, together, of_one_replica, output_first)]
+
+
+def two_forwards(call: Call, root: Any) -> Any:
+    """Of different sizes, before one backward of all losses, and before one of the kept ones."""
+    for with_output in (True, False):
+        both = [losses_of(call, root, rows) for rows in (7, 4)]
+        sum(now.inside + now.beside * (now.output if with_output else 1) for now in both).backward(**KEEP)
+    return [now.x.grad for now in both]
+
+
+def in_eval_mode(call: Call, root: Any) -> Any:
+    root.dropout.p = 0.5
+    root.eval()
+    return [alone(call, root), together(call, root)]
+
+
+BASIC: dict[str, Steps] = {
+    "alone": alone,
+    "with the output": together,
+    "times the output": multiplied,
+    "after the output": output_first,
+    "before the output": output_last,
+}
+
+
+# ---- how gradients are asked for -----------------------------------------------------------------
+
+
+def by_grad(call: Call, root: Any) -> Any:
+    """None for what a loss does not use, though the output does; and nothing is accumulated."""
+    now, parameters = losses_of(call, root), list(root.parameters())
+    found = [torch.autograd.grad(now.inside, [now.x, *parameters], allow_unused=True, retain_graph=True)]
+    with pytest.raises(RuntimeError, match=r"unused|not have been used"):
+        torch.autograd.grad(now.inside, parameters, retain_graph=True)
+    found += [torch.autograd.grad(now.first + now.output, parameters[:4], retain_graph=True)]
+    found += [torch.autograd.grad(now.beside + now.output, [root.head.bias, now.x, root.side.weight])]
+    assert all(tensor.grad is None for tensor in (now.x, *parameters))
+    return found
+
+
+def penalty(call: Call, root: Any) -> Any:
+    """`create_graph=True`: a loss of the gradients of what is kept, and one of those of all losses."""
+    found = []
+    for with_output in (False, True):
+        now = losses_of(call, root)
+        kept = now.inside + now.beside * (now.output if with_output else 1)
+        of = [now.x, root.body.weight, root.side.bias, root.foot.weight]
+        slopes = torch.autograd.grad(kept, of, create_graph=True)
+        (now.output + sum(slope.square().sum() for slope in slopes)).backward(**KEEP)
+        found += [now.x.grad, *slopes]
+    return found
+
+
+def clamping(call: Call, root: Any) -> Any:
+    """A tensor hook of a parameter sees the whole gradient, once a backward: half of it would be clamped elsewhere."""
+    calls: list[int] = []
+    for parameter in root.parameters():
+        limit = 0.5 + torch.rand(())
+        parameter.register_hook(lambda grad, limit=limit: (calls.append(1), grad.clamp(-limit, limit))[1])
+    found = [steps(call, root) for steps in (together, alone, multiplied, of_one_replica, two_forwards)]
+    return [torch.tensor(len(calls)), found]
+
+
+def stepping(call: Call, root: Any) -> Any:
+    """An optimizer in backward: it is called once, when the gradient is complete."""
+    calls: list[int] = []
+
+    def step(parameter: torch.Tensor) -> None:
+        calls.append(1)
+        with torch.no_grad():
+            parameter -= 1e-3 * parameter.grad.sign() + 1e-3 * parameter.grad.clamp(-1, 1)
+        parameter.grad = None
+
+    for parameter in root.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    return [[steps(call, root) for steps in (together, alone, multiplied)], torch.tensor(len(calls))]
+
+
+STEPS: dict[str, Steps] = {
+    "of one replica": of_one_replica,
+    "accumulated": accumulated,
+    "two forwards": two_forwards,
+    "eval mode": in_eval_mode,
+    "autograd.grad": by_grad,
+    "gradient penalty": penalty,
+    "tensor hooks": clamping,
+    "optimizer in backward": stepping,
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_are_the_plain_modules(wrap: Wrap, name: str) -> None:
+    """N1, N2, N3, N7, R9: returned and accumulated gradients, and the state."""
+    assert_alike(wrap, Keeps(), STEPS[name], 3, 1e-10)
+
+
+def tied() -> nn.Module:
+    module = Keeps()
+    module.head.weight = module.body.weight
+    return module
+
+
+def frozen() -> nn.Module:
+    module = Keeps()
+    module.side.requires_grad_(False)
+    module.foot.weight.requires_grad_(False)
+    return module
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "plain": Keeps,
+    "tied weights": tied,
+    "frozen parameters": frozen,
+    "checkpoint, reentrant": lambda: Keeps(lambda layer, x: checkpoint(layer, x, use_reentrant=True)),
+    "checkpoint, non-reentrant": lambda: Keeps(lambda layer, x: checkpoint(layer, x, use_reentrant=False)),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("steps", BASIC)
+def test_what_the_gradients_go_through(wrap: Wrap, name: str, steps: str) -> None:
+    """N1, R3, R4, R13"""
+    assert_alike(wrap, MODULES[name](), BASIC[steps], 3, 1e-10)
+
+
+@pytest.mark.parametrize("way", ["attribute", "hook", "object"])
+@pytest.mark.parametrize("rows", [7, 1])
+def test_ways_out_of_forward(wrap: Wrap, way: str, rows: int) -> None:
+    """N1, S4, R6, R9: it had no gradient, and said nothing. With one row there is one replica."""
+
+    def steps(call: Call, root: Any) -> Any:
+        found, parameters = [], list(root.parameters())
+        hooked: list[torch.Tensor] = []
+        hook = root.body.register_forward_hook(lambda module, inputs, output: hooked.append(output.square().sum()))
+        for number in range(3):
+            hooked.clear()
+            store = Store()
+            now = losses_of(call, root, rows, store=store if way == "object" else None)
+            loss = total({"attribute": root.kept["inside"], "hook": hooked, "object": store.losses}[way], now.x)
+            if number == 2:
+                now.output.backward(retain_graph=True)
+            (loss + now.output if number == 1 else loss).backward(**KEEP)
+            found += [now.x.grad, *(p.grad for p in parameters)]
+            root.zero_grad()
+        hook.remove()
+        return found
+
+    assert_alike(wrap, Keeps(), steps, 3, 1e-10)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_losses_in_any_order(wrap: Wrap, seed: int) -> None:
+    """N1, N2: forwards of several sizes, and backwards of some of their losses, or `torch.autograd.grad`, at random."""
+
+    def steps(call: Call, root: Any) -> Any:
+        choose = random.Random(seed)
+        inputs: list[torch.Tensor] = []
+        losses: list[torch.Tensor] = []
+        found: list[Any] = []
+        for _ in range(6):
+            if not losses or choose.random() < 0.4:
+                now = losses_of(call, root, choose.choice([7, 4, 2]))
+                inputs.append(now.x)
+                losses += [now.output, now.output, now.inside, now.beside, now.first, now.last]
+            some = choose.sample(losses, choose.randint(1, 4))
+            loss = torch.stack(some).sum() + (some[0] * some[-1] if choose.random() < 0.3 else 0)
+            if choose.random() < 0.3:
+                of = [*inputs, *choose.sample(list(root.parameters()), 3)]
+                found += torch.autograd.grad(loss, of, retain_graph=True, allow_unused=True)
+            else:
+                loss.backward(retain_graph=True)
+        return [found, [x.grad for x in inputs]]
+
+    assert_alike(wrap, Keeps(), steps, 3, 1e-10)
+
+
+@pytest.mark.parametrize("name", [*BASIC, "gradient penalty"])
+def test_a_wrapper_inside_a_replica(wrap: Wrap, name: str) -> None:
+    """N1, A10: what leaves the inner wrapper's replicas leaves the outer one's, too."""
+    plain = Keeps()
+    inner = copy.deepcopy(plain)
+    outer = Calls(lambda net, *inputs: net.inner(*inputs), inner=DataParallel(inner, in_turn(2)))
+    steps, found = (BASIC | STEPS)[name], []
+    for call, root in ((plain, plain), (wrap(outer, 2), inner)):
+        torch.manual_seed(1)
+        grads = in_time(lambda call=call, root=root: steps(call, root))
+        found.append(grads if isinstance(grads, list) else [grads])
+    assert_all_same(found[1], found[0], 1e-10)
+    assert_same_gradients(inner, plain, 1e-10)
+
+
+def test_losses_of_earlier_steps(wrap: Wrap) -> None:
+    """N1: the backward of the output has freed what it used; torch's error where a loss needs that too. What has a copy
+    of the parameters on another device has new values in it by now: that is torch's error too."""
+    plain, model = twins(wrap, Keeps(), 3)
+    steps: dict[str, list[Any]] = {"plain": [], "model": []}
+    for name, call, root in (("plain", plain, plain), ("model", model, model.module)):
+        torch.manual_seed(1)
+        for _ in range(3):
+            steps[name].append(losses_of(call, root))
+            steps[name][-1].output.backward()
+    for now in steps["plain"] + steps["model"]:
+        with pytest.raises(RuntimeError, match=r"backward through .* a second time|modified by an inplace"):
+            now.inside.backward()
+    for now in steps["plain"]:
+        now.beside.backward()
+    has_copies = not ON_CPU or devices.has_separate_memory()
+    for now in steps["model"][: -1 if has_copies else None]:
+        with pytest.raises(RuntimeError, match="modified by an inplace") if has_copies else contextlib.nullcontext():
+            now.beside.backward()
+    if not has_copies:
+        assert_same_gradients(model.module, plain, 1e-10)
+
+
+class Meeting:
+    """Lets two replicas that run at the same time give each other a tensor."""
+
+    def __init__(self) -> None:
+        self.barrier, self.given = threading.Barrier(2), list[torch.Tensor]()
+
+    def swap(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.given.append(tensor)
+        self.barrier.wait(WAIT_S)
+        first, second = self.given
+        return (second if first is tensor else first).to(tensor.device)
+
+
+@at_the_same_time
+@pytest.mark.parametrize("loss", ["output", "kept", "both"])
+def test_replicas_that_exchange_tensors(wrap: Wrap, loss: str) -> None:
+    """N1: each adds the mean of the other's activations, which links their graphs."""
+
+    def forward(net: Any, x: torch.Tensor, meeting: Meeting | None) -> torch.Tensor:
+        hidden = torch.tanh(net.body(x))
+        if meeting is None:  # one device has the rows of both
+            first, second = hidden.chunk(2)
+            others = torch.cat([second.mean(0).expand_as(first), first.mean(0).expand_as(second)])
+        else:
+            others = meeting.swap(hidden.mean(0))
+        hidden = torch.tanh(net.middle(hidden + others))
+        net.kept.append(hidden.square().sum())
+        return net.head(hidden)
+
+    def steps(call: Call, root: Any) -> Any:
+        found = []
+        for _ in range(3):
+            root.kept.clear()
+            x = torch.randn(6, 5, requires_grad=True)
+            output = loss_of(call(x, None if call is root else Meeting()))
+            kept = total(root.kept, x)
+            {"output": output, "kept": kept, "both": output + kept}[loss].backward(**KEEP)
+            found.append(x.grad)
+        return found
+
+    layers = {"body": nn.Linear(5, 6), "middle": nn.Linear(6, 6), "head": nn.Linear(6, 3)}
+    assert_alike(wrap, Calls(forward, kept=[], **layers), steps, 2, 1e-10)
+
+
+@pytest.mark.parametrize("with_output", [False, True])
+def test_batch_norm_over_all_rows(wrap: Wrap, with_output: bool) -> None:
+    """N1, N5: the replicas exchange statistics in backward, which here does not begin at their outputs. Where that
+    cannot be, it is an error that names the option, and no wait without an end."""
+    norm = nn.BatchNorm1d(6)
+    plain, model = twins(wrap, Keeps(), 2, sync_batch_norm=True)
+    plain.body, model.module.body = norm, copy.deepcopy(norm)
+    torch.manual_seed(1)
+    expected = losses_of(plain, plain)
+    (expected.inside + (expected.output if with_output else 0)).backward(**KEEP)
+    torch.manual_seed(1)
+    try:
+        found = losses_of(model, model.module)
+        in_time((found.inside + (found.output if with_output else 0)).backward)
+    except RuntimeError as error:
+        assert "sync_batch_norm" in str(error)  # noqa: PT017 - either is right
+    else:
+        assert_all_same([found.x.grad], [expected.x.grad], 1e-10)
+        assert_same_gradients(model.module, plain, 1e-10)
+
+
+def test_an_output_and_what_is_kept_in_a_backward_that_frees_the_graph(wrap: Wrap) -> None:
+    """N1: on the CPU it is right. On accelerators it depends on time, and the error says what to write."""
+    plain, model = twins(wrap, Keeps(), 3)
+    torch.manual_seed(1)
+    expected = losses_of(plain, plain)
+    (expected.output + expected.inside).backward()
+    for _ in range(20):
+        model.zero_grad()
+        torch.manual_seed(1)
+        found = losses_of(model, model.module)
+        try:
+            (found.output + found.inside).backward()
+        except RuntimeError as error:
+            if ON_CPU or "retain_graph=True" not in "".join(error.__notes__):
+                raise
+        else:
+            assert_same_gradients(model.module, plain, 1e-10)
+
+
+def test_backward_hooks_of_modules_and_what_is_kept(wrap: Wrap) -> None:
+    """N1, R9: torch keeps a hook's state in the hook: two backwards at the same time had other numbers in silence."""
+    plain, model = twins(wrap, Keeps(), 3)
+    losses = []
+    for call, root in ((plain, plain), (model, model.module)):
+        root.body.register_full_backward_hook(lambda module, grad_inputs, grad_outputs: (grad_inputs[0] * 2,))
+        torch.manual_seed(1)
+        losses.append(losses_of(call, root))
+    expected, found = losses
+    (expected.output + expected.inside).backward()
+    if not ON_CPU:
+        with pytest.raises(RuntimeError, match="has backward hooks"):
+            (found.output + found.inside).backward(retain_graph=True)
+        return
+    (found.output + found.inside).backward()
+    assert_same_gradients(model.module, plain, 1e-10)
+
+
+@pytest.mark.usefixtures("collector_off")
+@pytest.mark.parametrize("how", ["alone", "with the output", "dropped"])
+def test_activations_are_freed(wrap: Wrap, how: str) -> None:
+    """N10: with the backward that uses what was kept, though the loss is still referred to; or with the last
+    reference."""
+    if how == "with the output" and not ON_CPU:
+        pytest.skip("on accelerators such a backward has to keep the graph")
+
+    def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(net.body(x))
+        net.seen.append(weakref.ref(hidden))
+        net.kept.append(hidden.square().sum())
+        return net.head(hidden).tanh()
+
+    model = wrap(Calls(forward, body=nn.Linear(5, 6), head=nn.Linear(6, 3), seen=[], kept=[]), 3)
+    module: Any = model.module
+    for _ in range(3):
+        module.kept.clear()
+        module.seen.clear()
+        x = torch.randn(7, 5)
+        output = model(x).sum()
+        loss = total(module.kept, x)
+        assert all(reference() is not None for reference in module.seen)
+        if how == "dropped":
+            module.kept.clear()
+            del output, loss
+        elif how == "alone":
+            del output
+            loss.backward()
+        else:
+            loss = loss + output
+            loss.backward()
+        assert all(reference() is None for reference in module.seen)
+
+
+# ---- a backward inside forward -------------------------------------------------------------------
+
+
+def learns(net: Any, x: torch.Tensor, way: str = "") -> torch.Tensor:
+    """Differentiate in forward. Afterwards `.grad` is the gradient of this replica's rows."""
+    parameters = list(net.parameters())
+    loss = net.head(torch.tanh(net.body(x))).square().sum()
+    expected = torch.autograd.grad(loss, parameters, retain_graph=True)
+    if way != "accumulates":
+        assert all(p.grad is None for p in parameters)
+        loss.backward(retain_graph=True)
+        torch.testing.assert_close([p.grad for p in parameters], list(expected), rtol=1e-10, atol=1e-10)
+    if way in ("twice", "accumulates"):
+        (2 * loss).backward(retain_graph=True)
+    if way == "keeps":
+        net.kept.append(net.head(torch.tanh(net.body(x))).pow(3).sum())
+    return loss if way == "returns it" else loss.detach()
+
+
+WAYS_INSIDE = ["detached", "returns it", "twice", "accumulates", "keeps", "a history"]
+
+
+@pytest.mark.parametrize("way", WAYS_INSIDE)
+def test_a_backward_inside_forward(wrap: Wrap, way: str) -> None:
+    """N1: the live parameters have the sum when forward has ended. On two devices it was an error of torch's."""
+
+    def steps(call: Call, root: Any) -> Any:
+        found = []
+        for _ in range(3):
+            if way != "accumulates":
+                root.zero_grad()
+            root.kept.clear()
+            x = torch.randn(7, 5, requires_grad=True)
+            loss = call(x * 2 if way == "a history" else x, way)
+            found += [loss.detach(), x.grad, *(p.grad.clone() for p in root.parameters())]
+            if way == "returns it":
+                loss.backward()
+            if way == "keeps":
+                total(root.kept, x).backward()
+            found += [x.grad, *(p.grad.clone() for p in root.parameters())]
+        return [None if value is None else value.clone() for value in found]
+
+    def forward(net: Any, x: torch.Tensor, way: str) -> torch.Tensor:
+        with torch.enable_grad():
+            return learns(net, x, way)
+
+    layers = {"body": nn.Linear(5, 6), "head": nn.Linear(6, 3)}
+    assert_alike(wrap, Calls(forward, kept=[], **layers), steps, 3, 1e-10, scalars="sum")
+
+
+def test_hooks_of_parameters_and_a_backward_inside_forward(wrap: Wrap) -> None:
+    """N1, R9: the hooks see the sum over the replicas, once."""
+
+    def steps(call: Call, root: Any) -> Any:
+        calls: list[str] = []
+        weight = root.body.weight
+        weight.register_hook(lambda grad: (calls.append("tensor"), grad.clamp(-0.5, 0.5))[1])
+        weight.register_post_accumulate_grad_hook(lambda parameter: calls.append("accumulated"))
+        call(torch.randn(7, 5))
+        assert calls == ["tensor", "accumulated"]
+
+    def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
+        loss = net.head(torch.tanh(net.body(x))).square().sum()
+        loss.backward()
+        return loss.detach()
+
+    layers = {"body": nn.Linear(5, 6), "head": nn.Linear(6, 3)}
+    assert_alike(wrap, Calls(forward, **layers), steps, 3, 1e-10, scalars="sum")
+
+
+# ---- what is not asked for -----------------------------------------------------------------------
+
+
+class Product(torch.autograd.Function):
+    """Multiplies, and notes of which factors a gradient was asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, asked: list[tuple[bool, bool]]) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.asked = asked
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ctx.asked.append(ctx.needs_input_grad[:2])
+        x, weight = ctx.saved_tensors
+        of_x, of_weight = ctx.needs_input_grad[:2]
+        return grad * weight if of_x else None, (grad * x).sum(0) if of_weight else None, None
+
+
+ASKING: dict[str, Callable[[torch.Tensor, Any, torch.Tensor], Any]] = {
+    "the input": lambda loss, root, x: torch.autograd.grad(loss, x, retain_graph=True),
+    "a parameter": lambda loss, root, x: torch.autograd.grad(loss, root.weight, retain_graph=True),
+    "backward for the input": lambda loss, root, x: loss.backward(inputs=[x], retain_graph=True),
+    "backward for a parameter": lambda loss, root, x: loss.backward(inputs=[root.weight], retain_graph=True),
+    "create_graph": lambda loss, root, x: torch.autograd.grad(loss, x, create_graph=True),
+    "everything": lambda loss, root, x: loss.backward(retain_graph=True),
+}
+
+
+@pytest.mark.parametrize("asking", ASKING)
+@pytest.mark.parametrize("loss", ["output", "kept", "both"])
+def test_only_what_is_asked_for_is_computed(wrap: Wrap, asking: str, loss: str) -> None:
+    """N1, N2: a gradient that the caller does not ask for is not asked of the module's operations."""
+
+    def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
+        y = Product.apply(x, net.weight, net.asked) + net.bias
+        net.kept.append(y.pow(3).sum())
+        return y
+
+    def steps(call: Call, root: Any) -> Any:
+        root.asked.clear()
+        root.kept.clear()
+        x = torch.randn(7, 5, requires_grad=True)
+        output = call(x).square().sum()
+        kept = total(root.kept, x)
+        got = ASKING[asking]({"output": output, "kept": kept, "both": output + kept}[loss], root, x)
+        return [got, x.grad]
+
+    parameters = {"weight": nn.Parameter(torch.randn(5)), "bias": nn.Parameter(torch.randn(5))}
+    plain = Calls(forward, asked=[], kept=[], **parameters)
+    model = assert_alike(wrap, plain, steps, 3, 1e-10)
+    assert set(model.module.asked) == set(plain.asked)
+
+
+@pytest.mark.parametrize("norm", [parametrizations.spectral_norm, spectral_norm], ids=["parametrization", "hook"])
+@pytest.mark.parametrize("modes", [(True, False), (False, True), (True, True)], ids=str)
+def test_spectral_norm_in_two_forwards_before_a_backward(wrap: Wrap, norm: Any, modes: tuple[bool, bool]) -> None:
+    """R10, N1: a forward in training writes buffers that another one has used; torch's error only where the plain
+    module has it."""
+
+    def steps(call: Call, root: Any) -> Any:
+        losses = []
+        for step in range(3):
+            root.zero_grad()
+            losses = []
+            for mode in modes if step else (True,):  # as before a training: the buffers have been written
+                root.train(mode)
+                losses.append(loss_of(call(torch.randn(7, 5))))
+            try:
+                sum(losses).backward()
+            except RuntimeError as error:
+                assert "modified by an inplace operation" in str(error)  # noqa: PT017 - compared below
+                return [torch.tensor(-1.0)]
+        return losses
+
+    plain = nn.Sequential(norm(nn.Linear(5, 4)), nn.Tanh(), norm(nn.Linear(4, 3)))
+    model = wrap(copy.deepcopy(plain), 3)
+    found = []
+    for call, root in ((plain, plain), (model, model.module)):
+        torch.manual_seed(1)
+        found.append([loss.detach() for loss in in_time(lambda call=call, root=root: steps(call, root))])
+    assert_all_same(found[1], found[0], 1e-10)
+    if len(found[0]) > 1:
+        assert_same_gradients(model.module, plain, 1e-10)
+
+
+def test_a_parameter_is_pickled_inside_forward(wrap: Wrap) -> None:
+    class Saves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+            self.saved: list[bytes] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.saved.append(pickle.dumps(self.layer))
+            return self.layer(x)
+
+    module = Saves()
+    model = wrap(module)
+    for _ in range(2):
+        model(torch.randn(4, 3)).sum().backward()
+    loaded = pickle.loads(module.saved[0])
+    assert "requires_grad_" not in loaded.weight.__dict__
+    assert loaded.weight.is_leaf
+    assert loaded.weight.requires_grad
+    loaded.requires_grad_(False)
+    assert not loaded.weight.requires_grad
+    assert torch.equal(loaded.weight.to(module.layer.weight.device), module.layer.weight)

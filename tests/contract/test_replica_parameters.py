@@ -1,0 +1,286 @@
+"""What forward finds as the parameters of its replica, and what it may do with them.
+
+They are `nn.Parameter`s. Forward may read and differentiate them, freeze them for a while, copy them and write into
+them, with the plain module's numbers; only an optimizer cannot step there, since each replica would.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.comparisons import assert_alike, assert_unchanged, twins
+from helpers.contract import Wrap, in_time
+from helpers.losses import fresh, loss_of
+from helpers.modules import Calls, mlp
+
+# Forward reads `.grad` of a replica's parameters, which are no leaves.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+Call = Callable[..., Any]
+Forward = Callable[[Any, torch.Tensor], Any]
+
+
+def layers(**attributes: Any) -> dict[str, Any]:
+    return {"foot": nn.Linear(5, 6), "critic": mlp(6, 3), "shift": nn.Parameter(torch.randn(3)), **attributes}
+
+
+def training(call: Call, root: Any) -> Any:
+    """Two steps of an optimizer, and what each gives the input and the parameters; a loss may be in the output."""
+    optimizer = torch.optim.SGD(root.parameters(), 1e-2)
+    found = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        x = torch.randn(7, 5, requires_grad=True)
+        output = call(x)
+        losses = output if isinstance(output, tuple) else (output,)
+        sum(loss_of(loss) if loss.dim() else loss for loss in losses).backward()
+        found += [x.grad, *(None if p.grad is None else p.grad.clone() for p in root.parameters())]
+        optimizer.step()
+    return found
+
+
+# ---- what they are -------------------------------------------------------------------------------
+
+
+def looked_at(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """Their class, names, forms, flags and sharing; no gradient is left of an earlier step."""
+    named = dict(net.named_parameters())
+    form = [(name, type(p), tuple(p.shape), p.dtype, p.requires_grad) for name, p in named.items()]
+    assert form == net.form
+    assert all(isinstance(p, nn.Parameter) and p.device == x.device for p in named.values())
+    assert all(p.grad is None for p in named.values())
+    assert [name for name, _ in net.named_parameters(remove_duplicate=False)] == net.names
+    assert net.tail[0].weight is net.critic[0].weight
+    assert net.tail[0].weight is net._modules["critic"][0]._parameters["weight"]
+    assert len(list(net.parameters())) == len(net.form)
+    assert list(net.state_dict()) == net.names
+    y = net.critic(net.foot(x)) + net.tail(net.foot(x)).sum(1, keepdim=True)
+    return y * torch.nn.utils.parameters_to_vector(net.parameters()).square().sum() + net.shift
+
+
+def test_what_a_replicas_parameters_are(wrap: Wrap) -> None:
+    """R1, R3, R4, R15"""
+    tail = nn.Sequential(nn.Linear(6, 8))
+    plain: Any = Calls(looked_at, **layers(tail=tail))
+    tail[0].weight = plain.critic[0].weight
+    plain.critic[2].bias.requires_grad_(False)
+    plain.form = [(name, type(p), tuple(p.shape), p.dtype, p.requires_grad) for name, p in plain.named_parameters()]
+    plain.names = [name for name, _ in plain.named_parameters(remove_duplicate=False)]
+
+    def steps(call: Call, root: Any) -> Any:
+        found = []
+        for _ in range(3):  # kept replicas are as new
+            root.zero_grad()
+            loss_of(call(x := torch.randn(7, 5, requires_grad=True))).backward()
+            found.append(x.grad)
+        with torch.no_grad():
+            root.zero_grad()
+            found.append(call(torch.randn(7, 5)))
+        return found
+
+    # The factor is of the parameters alone: its gradients come from each replica.
+    assert_alike(wrap, plain, steps, 3, 1e-10)
+
+
+# ---- what forward does with them -----------------------------------------------------------------
+
+
+def frozen_for_a_while(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """A layer's parameters, as a generator's loss freezes its critic: the critic's gradient is of the second part."""
+    hidden = torch.tanh(net.foot(x))
+    net.critic.requires_grad_(False)
+    assert not any(p.requires_grad for p in net.critic.parameters())
+    assert all(p.requires_grad for p in net.foot.parameters())
+    y = net.critic(hidden)
+    net.critic.requires_grad_(True)
+    assert all(p.requires_grad for p in net.parameters())
+    return y * 3 + net.critic(hidden.detach()) + net.shift
+
+
+def one_frozen_for_a_while(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """By the method and by the attribute, which nothing else of its layer is touched by."""
+    weight, bias = net.critic[0].weight, net.critic[2].bias
+    weight.requires_grad_(False)
+    bias.requires_grad_(False)
+    y = net.critic(torch.tanh(net.foot(x)))
+    assert (weight.requires_grad, bias.requires_grad) == (False, False)
+    assert net.critic[0].weight is weight
+    weight.requires_grad_(True)
+    bias.requires_grad_(True)
+    return y + net.critic(torch.cos(net.foot(x))) + net.shift
+
+
+def all_frozen_to_differentiate(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """For a gradient inside that asks for no gradient of a parameter, and then on again for the output."""
+    net.requires_grad_(False)
+    point = x.detach().requires_grad_()
+    energy = net.critic(torch.tanh(net.foot(point))).square().sum()
+    (force,) = torch.autograd.grad(energy, point)
+    net.requires_grad_(True)
+    return net.critic(torch.tanh(net.foot(x + force))) + net.shift
+
+
+def frozen_after_use(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """What has been computed before keeps its gradient."""
+    y = net.critic(torch.tanh(net.foot(x)))
+    net.critic.requires_grad_(False)
+    y = y + net.critic(torch.cos(net.foot(x)))
+    net.critic.requires_grad_(True)
+    return y + net.shift
+
+
+def frozen_and_a_backward(net: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A backward inside, of which the frozen ones get nothing."""
+    net.critic.requires_grad_(False)
+    loss = net.critic(torch.tanh(net.foot(x.detach()))).square().sum()
+    loss.backward()
+    assert all(p.grad is None for p in net.critic.parameters())
+    assert all(p.grad is not None for p in net.foot.parameters())
+    net.critic.requires_grad_(True)
+    return net.critic(torch.tanh(net.foot(x))) + net.shift, loss.detach()
+
+
+def frozen_for_good(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """In each forward, and not switched on again: no step gives them a gradient."""
+    net.critic.requires_grad_(False)
+    return net.critic(torch.tanh(net.foot(x))) + net.shift
+
+
+def penalty_inside(net: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A loss of the parameters' gradients. It is linear in them, so that of all rows is the sum of the replicas'."""
+    y = net.critic(torch.tanh(net.foot(x))) + net.shift
+    grads = torch.autograd.grad(y.pow(3).sum(), list(net.parameters()), create_graph=True)
+    weights = (torch.linspace(-1, 2, grad.numel()).view(grad.shape).to(grad) for grad in grads)
+    return y, sum(((grad * weight).sum() for grad, weight in zip(grads, weights, strict=True)), y.new_zeros(()))
+
+
+def grads_inside(net: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients without a history, of some parameters and of the input; nothing is accumulated."""
+    y = net.critic(torch.tanh(net.foot(x))) + net.shift
+    of = [net.critic[0].weight, net.shift, net.foot.bias]
+    grads = torch.autograd.grad(y.pow(3).sum(), of, retain_graph=True)
+    assert all(p.grad is None for p in net.parameters())
+    return y, sum((grad.sum() for grad in grads), y.new_zeros(()))
+
+
+def copied(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """A copy has leaves of its own, which an optimizer may train; the replica's gradient has no part of it."""
+    twin, whole = copy.deepcopy(net.critic), copy.deepcopy(net)
+    assert [name for name, _ in whole.named_parameters()] == [name for name, _ in net.named_parameters()]
+    for one in (twin, whole):
+        assert all(isinstance(p, nn.Parameter) and p.is_leaf and p.requires_grad for p in one.parameters())
+    optimizer = torch.optim.SGD(twin.parameters(), 0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        sum(p.square().sum() for p in twin.parameters()).backward()  # the same for any rows
+        optimizer.step()
+    assert all(p.grad is None for p in net.parameters())
+    hidden = torch.tanh(net.foot(x))
+    return net.critic(hidden) + twin(hidden) + net.shift * whole.shift
+
+
+def written_into(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """Values that no row changes; none that a backward needs. The first replica's persist."""
+    with torch.no_grad():
+        net.shift.fill_(0.25)
+        net.critic[4].bias.copy_(torch.arange(3.0))
+        net.foot.bias.data.fill_(0.5)
+    return net.critic(torch.tanh(net.foot(x))) + net.shift
+
+
+def used_as_values(net: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """By `functional_call`, and by weights that are computed from them."""
+    values = {name: p * 1.5 for name, p in net.critic.named_parameters()}
+    y = torch.func.functional_call(net.critic, values, (torch.tanh(net.foot(x)),))
+    return y + net.shift, (net.foot.weight.detach() * x.sum(0)).sum()
+
+
+USES: dict[str, Forward] = {
+    "frozen for a while": frozen_for_a_while,
+    "one frozen for a while": one_frozen_for_a_while,
+    "all frozen to differentiate": all_frozen_to_differentiate,
+    "frozen after use": frozen_after_use,
+    "frozen and a backward": frozen_and_a_backward,
+    "frozen for good": frozen_for_good,
+    "penalty inside": penalty_inside,
+    "gradients inside": grads_inside,
+    "copied": copied,
+    "written into": written_into,
+    "used as values": used_as_values,
+}
+
+
+@pytest.mark.parametrize("name", USES)
+@pytest.mark.parametrize("num_replicas", [3, 1])
+def test_what_forward_does_with_them(wrap: Wrap, name: str, num_replicas: int) -> None:
+    """R1, R4, R15, N1, N2, N3: the plain module's numbers."""
+    assert_alike(wrap, Calls(USES[name], **layers()), training, num_replicas, 1e-10, scalars="sum")
+
+
+def test_the_live_flags_stay(wrap: Wrap) -> None:
+    """R4, R6: what forward freezes is the replica's, and the next forward has what the caller has set."""
+    plain, model = twins(wrap, Calls(frozen_for_good, **layers()), 3)
+    x = torch.randn(7, 5)
+    loss_of(model(x)).backward()
+    assert all(p.requires_grad for p in model.parameters())
+    assert {name for name, p in model.module.named_parameters() if p.grad is None} == {
+        f"critic.{name}" for name, _ in plain.critic.named_parameters()
+    }
+    model.module.function = lambda net, x: net.critic(torch.tanh(net.foot(x))) + net.shift
+    loss_of(model(x)).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+# ---- an optimizer that steps inside forward ------------------------------------------------------
+
+
+@pytest.mark.parametrize("made", ["before wrapping", "inside forward"])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW], ids=lambda kind: kind.__name__)
+def test_an_optimizer_that_steps_inside_forward_is_an_error(wrap: Wrap, made: str, kind: Any) -> None:
+    """R15: replicas would step one after the other, each by the gradient of its rows. Nothing has been written, and
+    a step of the caller's works afterwards."""
+
+    def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
+        y = net.critic(torch.tanh(net.foot(x))) + net.shift
+        if optimizers:
+            inner = optimizers[0] if made == "before wrapping" else kind(net.parameters(), 0.1)
+            y.square().sum().backward()
+            inner.step()
+        return y
+
+    plain, model = twins(wrap, Calls(forward, **layers()), 2)
+    optimizers: list[torch.optim.Optimizer] = []
+    optimizer = kind(model.module.parameters(), 0.1)
+    x = torch.randn(7, 5)
+    for already in (False, True):  # whether the live parameters have gradients, with which a step would write
+        if already:
+            loss_of(model(x)).backward()
+        optimizers = [optimizer]
+        before = {name: value.clone() for name, value in model.module.state_dict().items()}
+        with pytest.raises((RuntimeError, ValueError), match=r"(?i)optimi[sz]"):
+            in_time(lambda: model(x))
+        assert_unchanged(model.module, before)
+        optimizers = []
+    model.zero_grad()
+    for module in (plain, model):
+        loss_of(module(fresh(x))).backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-10, atol=1e-10)
+    optimizer.step()
+
+
+def test_a_flag_that_forward_assigns(wrap: Wrap) -> None:
+    """R15: torch refuses it for what is no leaf. The error says what to write."""
+
+    def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
+        net.critic[0].weight.requires_grad = False
+        return net.critic(x)
+
+    model = wrap(Calls(forward, critic=mlp()), 3)
+    with pytest.raises(RuntimeError, match="requires_grad flags") as caught:
+        model(torch.randn(7, 5))
+    assert "parameter.requires_grad_(False)" in "".join(caught.value.__notes__)
