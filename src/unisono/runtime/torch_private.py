@@ -6,6 +6,7 @@ Nothing else in the package may name a `torch._C` function. tests/runtime/test_t
 import contextlib
 import contextvars
 import copy
+import ctypes
 import functools
 import importlib
 import operator
@@ -125,7 +126,8 @@ _TAKERS = "unisono's takers"  # a key among what torch takes along into the thre
 def seen_by_backward(takers: Any) -> Iterator[None]:
     """Let nodes that run in backwards called within the block, in whatever thread, find `takers` with `seen_takers`.
 
-    Fallback: only nodes that run in the calling thread do, as all nodes of a CPU do.
+    Fallback: only nodes that run in the calling thread do, as all nodes of a CPU do. Where only the removal is missing,
+    None stays in the thread's state.
     """
     before = seen_takers()
     _stash(takers)
@@ -138,10 +140,24 @@ def seen_by_backward(takers: Any) -> Iterator[None]:
 def _stash(takers: Any) -> None:
     if not hasattr(torch._C, "_stash_obj_in_tls"):
         _thread.takers = takers
-    elif takers is None:
+    elif takers is None and hasattr(torch._C, "_remove_obj_from_tls"):
         torch._C._remove_obj_from_tls(_TAKERS)
     else:
+        if _stash_keeps_no_reference():
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(takers))
         torch._C._stash_obj_in_tls(_TAKERS, takers)
+
+
+@functools.cache
+def _stash_keeps_no_reference() -> bool:
+    """Return whether `_stash_obj_in_tls` gives back a reference that it has not taken, as in torch 2.11."""
+    probe = object()
+    before = sys.getrefcount(probe)
+    torch._C._stash_obj_in_tls(_TAKERS, probe)
+    keeps_none = sys.getrefcount(probe) == before
+    if keeps_none:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    return keeps_none
 
 
 def seen_takers() -> Any:
