@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from helpers.garbage import collected
+from helpers.garbage import collected, live_tensors
 from helpers.modules import Calls
 from unisono import DataParallel
 
@@ -148,13 +148,6 @@ def allocated_bytes() -> int:
     mallinfo2.restype = _MallocInfo
     info = mallinfo2()
     return info.uordblks + info.hblkhd
-
-
-def live_tensors() -> tuple[int, int]:
-    """Return how many tensors Python can see, and how many bytes they have together."""
-    tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
-    storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
-    return len(tensors), sum(storages.values())
 
 
 def grown(model: nn.Module, step: Callable[[nn.Module, torch.Tensor], None]) -> tuple[tuple[int, int], int, int]:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import unisono
 from helpers.contract import ON_CPU
-from helpers.garbage import no_garbage
+from helpers.garbage import live_tensors, no_garbage
 from helpers.modules import Calls
 from helpers.ranks import drawn, drawn_by, on_own_devices, own_devices, run_ranks
 from helpers.twins import assert_same_gradients, rows_of, twins
@@ -973,3 +973,15 @@ def test_the_graph_is_freed_before_the_other_ranks_are_waited_for(rank: int, opt
         patch.setattr(Communicator, "wait", wait)
         model(torch.randn(3, 5)).sum().backward()
     assert set(alive) == {False}
+
+
+@case()
+def test_steps_leave_nothing(rank: int, options: dict) -> None:
+    """N10, C1: a collective keeps the state of the thread that began it; the sums of the step may not be in that."""
+    several_buckets = nn.Sequential(nn.Linear(5, 256), nn.Linear(256, 256), nn.Linear(256, 3)).double()
+    model = unisono.DataParallel(several_buckets, **options)
+    found = []
+    for _ in range(5):
+        step(model, *data(rank)[:2])
+        found.append(live_tensors())
+    assert found[1:] == found[1:2] * 4

@@ -44,6 +44,13 @@ def collected() -> list[str]:
         gc.garbage.clear()
 
 
+def live_tensors() -> tuple[int, int]:
+    """Return how many tensors Python can see, and how many bytes they have together."""
+    tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
+    storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
+    return len(tensors), sum(storages.values())
+
+
 def _counts(thing: object) -> bool:
     if isinstance(thing, torch.Tensor | nn.Module):
         return True

@@ -129,23 +129,26 @@ def seen_by_backward(takers: Any) -> Iterator[None]:
     Fallback: only nodes that run in the calling thread do, as all nodes of a CPU do. Where only the removal is missing,
     None stays in the thread's state.
     """
-    before = seen_takers()
-    _stash(takers)
+    before = _stashed()
+    holder = [takers]
+    _stash(holder)
     try:
         yield
     finally:
         _stash(before)
+        # Collectives that were begun within the block keep the state of their thread, and `takers` may keep them.
+        holder.clear()
 
 
-def _stash(takers: Any) -> None:
+def _stash(holder: list[Any] | None) -> None:
     if not hasattr(torch._C, "_stash_obj_in_tls"):
-        _thread.takers = takers
-    elif takers is None and hasattr(torch._C, "_remove_obj_from_tls"):
+        _thread.takers = holder
+    elif holder is None and hasattr(torch._C, "_remove_obj_from_tls"):
         torch._C._remove_obj_from_tls(_TAKERS)
     else:
         if _stash_keeps_no_reference():
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(takers))
-        torch._C._stash_obj_in_tls(_TAKERS, takers)
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(holder))
+        torch._C._stash_obj_in_tls(_TAKERS, holder)
 
 
 @functools.cache
@@ -162,6 +165,10 @@ def _stash_keeps_no_reference() -> bool:
 
 def seen_takers() -> Any:
     """Return what `seen_by_backward` has been given; None outside of its block."""
+    return next(iter(_stashed() or ()), None)
+
+
+def _stashed() -> list[Any] | None:
     if not hasattr(torch._C, "_stash_obj_in_tls"):
         return getattr(_thread, "takers", None)
     return torch._C._get_obj_in_tls(_TAKERS) if torch._C._is_key_in_tls(_TAKERS) else None
