@@ -150,22 +150,6 @@ def test_e_a_checkpoint_around_the_wrapper() -> None:
         assert_trains_as_plain(mlp(), lambda net: checkpoint(net, x, use_reentrant=False).pow(2).sum().backward())
 
 
-@defect("H", "an event is recorded, and waited for, while another device is current", AssertionError)
-def test_h_a_device_that_is_not_used_gets_no_context() -> None:
-    script = """
-        import os, async_device, torch, unisono
-        model = unisono.DataParallel(torch.nn.Linear(4, 4).to("queued:1"), ["queued:1", "queued:2"])
-        for x in (torch.randn(8, 4), torch.randn(8, 4, device="queued:1")):
-            model(x).sum().backward()
-        print([async_device.C.has_context(i) for i in range(3)], flush=True)
-        os._exit(0)  # torch's device threads can still refer to Python at exit, and abort
-    """
-    (done,) = run_programs(script, [{"QUEUED_DEVICES": "3"}])
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    assert (done.stdout, done.stderr) == ("[False, True, True]\n", "")
-
-
 @defect("I", "all buckets are in flight at once", AssertionError)
 def test_i_broadcasts_at_wrapping_need_little_memory() -> None:
     tensors, alive = [torch.zeros(1 << 20) for _ in range(8)], Counter[str]()
@@ -339,6 +323,28 @@ def test_d_a_default_device_without_an_index_is_each_replica_s_own() -> None:
     net = Calls(lambda net, x: net.linear(x) + torch.arange(4.0), linear=nn.Linear(16, 4))
     with torch.device("queued"):
         assert_trains_as_plain(net, lambda net: net(x).sum().backward())
+
+
+def test_h_a_device_that_is_not_used_gets_no_context() -> None:
+    """An event was recorded, waited for, or freed while another device was current."""
+    script = """
+        import os, async_device, torch, unisono
+        net = torch.nn.Linear(4, 4).to("queued:1")
+        for output_device in ("queued:1", "cpu"):
+            model = unisono.DataParallel(net, ["queued:1", "queued:2"], output_device=output_device)
+            x = torch.randn(8, 4)
+            for batch in (x, x.pin_memory(), x.to("queued:1"), x.to("queued:2")):
+                model(batch).sum().backward()
+            with model.profile() as profile:
+                model(x).sum().backward()
+            str(profile)
+            list(model.map([x] * 6))
+            del model, profile
+        print([async_device.C.has_context(i) for i in range(3)], flush=True)
+        os._exit(0)  # torch's device threads can still refer to Python at exit, and abort
+    """
+    (done,) = run_programs(script, [{"QUEUED_DEVICES": "3"}])
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[False, True, True]\n", "")
 
 
 def test_j_a_second_forward_makes_one_copy_a_bucket_and_a_map_makes_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
