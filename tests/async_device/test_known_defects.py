@@ -219,22 +219,6 @@ def test_m_a_lane_prepares_the_next_batch_before_its_output_is_on_the_host() -> 
     assert is_prepared
 
 
-@defect("N", "lanes have new threads in each map, and so new caches of torch", AssertionError)
-def test_n_maps_compute_in_the_same_threads() -> None:
-    threads: list[set[threading.Thread]] = []
-
-    def forward(net: nn.Module, x: Tensor) -> Tensor:
-        threads[-1].add(threading.current_thread())
-        return x + 1
-
-    model = DataParallel(Calls(forward), BOTH, timeout=100)
-    for _ in range(2):
-        threads.append(set())
-        for _ in model.map([torch.randn(8, 5).to(FIRST)] * 8):
-            pass
-    assert threads[0] & threads[1]
-
-
 # ---- mended --------------------------------------------------------------------------------------
 
 
@@ -374,6 +358,21 @@ def test_j_a_second_forward_makes_one_copy_a_bucket_and_a_map_makes_it_once(monk
     of_lists, of_map = copies_of(lambda: [*model.map([x] * num_batches)])
     assert of_lists == 1
     assert of_map <= 1 + 2 * num_batches  # a batch's input and output, where it goes to the other device
+
+
+def test_n_maps_compute_in_the_same_threads() -> None:
+    threads: list[set[threading.Thread]] = []
+
+    def forward(net: nn.Module, x: Tensor) -> Tensor:
+        threads[-1].add(threading.current_thread())
+        return x + 1
+
+    model = DataParallel(Calls(forward), BOTH, timeout=100)
+    for _ in range(2):
+        threads.append(set())
+        for _ in model.map([torch.randn(8, 5).to(FIRST)] * 8):
+            pass
+    assert threads[0] & threads[1]
 
 
 def test_o_a_rank_that_is_early_asks_once_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
