@@ -10,9 +10,9 @@ from unisono.autograd import boundary, bucket, replica_graph
 from unisono.autograd.bucket import BucketSums
 from unisono.distributed import gradient_sync
 from unisono.distributed.process_group import Communicator
-from unisono.engines.lanes import Lane
+from unisono.engines.lanes import Lane, LaneOutput
 from unisono.runtime import devices
-from unisono.runtime.streams import Copies
+from unisono.runtime.streams import Copies, CopiesToHost
 
 
 class Fault(NamedTuple):
@@ -64,6 +64,9 @@ FAULTS = {
     "a mapped output is used before its copy has ended": Fault(
         Lane, "_compute", "lambda: outgoing.wait_copies(0)", "lambda: None"
     ),
+    "a mapped output is copied to the host before it is computed": Fault(
+        CopiesToHost, "begin", "_devices.wait_stream(stream, computing)"
+    ),
     # Memory is freed, and used again, too early.
     "no record_stream of a copy on its reader's stream": Fault(
         Copies, "to", "copy.record_stream(self._computing[copy.device])"
@@ -79,7 +82,13 @@ FAULTS = {
     "no record_stream of the gradients of a loss that left forward": Fault(
         bucket, "wait_for_maker", "tensor.record_stream(here)"
     ),
+    "no record_stream of a mapped output on the copy stream": Fault(
+        CopiesToHost, "begin", "tensor.record_stream(stream)"
+    ),
     # The host reads too early.
+    "a lane does not wait until its output is on the host": Fault(
+        LaneOutput, "arrived", "copies.have_ended(wait=True)"
+    ),
     "a copy to the host is not waited for": Fault(devices, "copied_to", "non_blocking=not wait", "non_blocking=True"),
     "a begun copy to the host is not waited for": Fault(devices, "queued_work", "queued.wait()"),
     # The caller's buffers are written into again before they have been read.

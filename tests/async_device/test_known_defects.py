@@ -199,26 +199,6 @@ def test_l_one_device_and_pinned_memory_that_the_device_still_writes() -> None:
     assert model(x).eq(1).all()
 
 
-@defect("M", "a lane waits for its output on the host before it prepares the next batch", AssertionError)
-def test_m_a_lane_prepares_the_next_batch_before_its_output_is_on_the_host() -> None:
-    second_of_a_lane, calls = threading.Event(), Counter[torch.device]()
-
-    def forward(net: nn.Module, x: Tensor) -> Tensor:
-        calls[x.device] += 1
-        if calls[x.device] == 2:
-            second_of_a_lane.set()
-        return x + 1
-
-    model = DataParallel(Calls(forward), BOTH, output_device="cpu", timeout=100)
-    mapped = iter(model.map([torch.randn(8, 5)] * 8))
-    with stalled(*BOTH):
-        thread = threading.Thread(target=lambda: [*mapped], daemon=True)
-        thread.start()
-        is_prepared = second_of_a_lane.wait(STALLED_S)
-    thread.join()
-    assert is_prepared
-
-
 # ---- mended --------------------------------------------------------------------------------------
 
 
@@ -358,6 +338,25 @@ def test_j_a_second_forward_makes_one_copy_a_bucket_and_a_map_makes_it_once(monk
     of_lists, of_map = copies_of(lambda: [*model.map([x] * num_batches)])
     assert of_lists == 1
     assert of_map <= 1 + 2 * num_batches  # a batch's input and output, where it goes to the other device
+
+
+def test_m_a_lane_prepares_the_next_batch_before_its_output_is_on_the_host() -> None:
+    second_of_a_lane, calls = threading.Event(), Counter[torch.device]()
+
+    def forward(net: nn.Module, x: Tensor) -> Tensor:
+        calls[x.device] += 1
+        if calls[x.device] == 2:
+            second_of_a_lane.set()
+        return x + 1
+
+    model = DataParallel(Calls(forward), BOTH, output_device="cpu", timeout=100)
+    mapped = iter(model.map([torch.randn(8, 5)] * 8))
+    with stalled(*BOTH):
+        thread = threading.Thread(target=lambda: [*mapped], daemon=True)
+        thread.start()
+        is_prepared = second_of_a_lane.wait(STALLED_S)
+    thread.join()
+    assert is_prepared
 
 
 def test_n_maps_compute_in_the_same_threads() -> None:

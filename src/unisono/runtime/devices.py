@@ -311,7 +311,10 @@ def set_separate_memory(flag: bool) -> None:
     _has_separate_memory = flag
 
 
-def begin_copy_to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[bool], bool]]:
+IsDone: TypeAlias = Callable[[bool], bool]
+
+
+def begin_copy_to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, IsDone]:
     """Begin to copy a tensor of an accelerator to the host; return the copy and `is_there(wait)`.
 
     `is_there(False)` returns whether the copy has ended; `is_there(True)` waits for it and returns True.
@@ -320,7 +323,7 @@ def begin_copy_to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[bo
     return copy, queued_work(tensor.device)
 
 
-def queued_work(device: torch.device) -> Callable[[bool], bool]:
+def queued_work(device: torch.device) -> IsDone:
     """Return `is_done(wait)` of what the calling thread has queued on a device.
 
     `is_done(False)` returns whether it has ended; `is_done(True)` waits for it and returns True.

@@ -190,6 +190,40 @@ class Copies:
             tensor.record_stream(self._computing[target])
 
 
+class CopiesToHost:
+    """Copies of tensors to the host, beside what their devices compute next.
+
+    copies = CopiesToHost()
+    copy = copies.begin(tensor)   # in pinned memory, perhaps still in flight
+    copies.have_ended(wait=True)
+    copy = copies.result(copy)    # in ordinary memory, of which there is more
+    """
+
+    def __init__(self) -> None:
+        self._in_flight: dict[int, tuple[torch.Tensor, _devices.IsDone]] = {}  # by id
+
+    def begin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Begin to copy a tensor; it may be freed, or written into on the calling thread's stream, at once."""
+        device = tensor.device
+        if not is_plain(tensor) or not _devices.has_streams(device):
+            return _devices.copied_to(tensor, torch.device("cpu"))
+        stream, computing = copy_stream(device), torch.accelerator.current_stream(device)
+        _devices.wait_stream(stream, computing)
+        tensor.record_stream(stream)
+        with _devices.using(device, [stream]):
+            copy, has_ended = _devices.begin_copy_to_host(tensor)
+        self._in_flight[id(copy)] = copy, has_ended
+        return copy
+
+    def have_ended(self, *, wait: bool) -> bool:
+        """Return whether all copies have ended; with `wait`, when they have."""
+        return all([has_ended(wait) for _, has_ended in self._in_flight.values()])
+
+    def result(self, copy: torch.Tensor) -> torch.Tensor:
+        """Return what `begin` has returned, once it has ended, in ordinary memory; any other tensor as it is."""
+        return copy.clone() if id(copy) in self._in_flight else copy
+
+
 def current_stream(device: torch.device) -> torch.Stream | None:
     """Return the calling thread's stream on a device; None where it has none."""
     return torch.accelerator.current_stream(device) if _devices.has_streams(device) else None
