@@ -356,12 +356,6 @@ def _copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         or tensor.is_pinned()
     ):
         return _devices.copy_to(tensor, device)
-    with _devices.using(device, []):  # until the events are freed: else torch makes a context on the current device
-        return _copied_beside(tensor, device)
-
-
-def _copied_beside(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a copy of a tensor of the host on `device`, made on a stream for copies."""
     with Copies([device]) as copies:
         copy = copies.to(tensor, 0)
         copies.wait_copies(0)

@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from unisono.autograd import boundary, replica_graph
-from unisono.autograd.bucket import BucketSums, Contribution
+from unisono.autograd import boundary, bucket, replica_graph
+from unisono.autograd.bucket import BucketSums
 from unisono.distributed import gradient_sync
 from unisono.distributed.process_group import Communicator
-from unisono.engines.lanes import Lane
+from unisono.engines.lanes import Lane, LaneOutput
 from unisono.runtime import devices
-from unisono.runtime.streams import Copies
+from unisono.runtime.streams import Copies, CopiesToHost
 
 
 class Fault(NamedTuple):
@@ -37,32 +37,35 @@ class Fault(NamedTuple):
 
 
 _COMPUTE, _COPIES = "tensor.record_stream(self._computing[target])", "tensor.record_stream(copy_stream(target))"
-_WAIT = "torch.accelerator.current_stream(self._devices[reader]).wait_event(event)"
+_WAIT = "event.let_wait(torch.accelerator.current_stream(self._devices[reader]))"
 
 FAULTS = {
     # A wait for a stream or an event is missing.
     "the copy does not wait for what makes its source": Fault(
-        Copies, "_read_from", "stream.wait_stream(torch.accelerator.current_stream(source))"
+        Copies, "_read_from", "_devices.wait_stream(stream, torch.accelerator.current_stream(source))"
     ),
     "the reader does not wait for its copies": Fault(Copies, "wait_copies", _WAIT),
     "no event after the copies": Fault(
-        Copies, "_on_copy_streams", "self._last[reader, from_host] = copy_stream(target, from_host).record_event()"
+        Copies, "_on_copy_streams", "self._last[reader, from_host] = _devices.Event(copy_stream(target, from_host))"
     ),
     "the sum does not wait for the gradients here": Fault(
-        Copies, "wait_compute", "copy_stream(target).wait_stream(torch.accelerator.current_stream(target))"
+        Copies, "wait_compute", "_devices.wait_stream(copy_stream(target), torch.accelerator.current_stream(target))"
     ),
     "the parameters do not wait for the last sums": Fault(BucketSums, "end", "self._copies.wait_copies(reader)"),
     "the boundary does not wait for the gradients of its outputs": Fault(
-        boundary, "wait_for_maker", "here.wait_stream(stream)"
+        boundary, "wait_for_maker", "_devices.wait_stream(here, stream)"
     ),
     "the gradients of inputs are joined before they are computed": Fault(
-        replica_graph, "wait_for_maker", "here.wait_stream(stream)"
+        replica_graph, "wait_for_maker", "_devices.wait_stream(here, stream)"
     ),
     "the gradients of a loss that left forward are joined before they are computed": Fault(
-        Contribution, "here", "here.wait_stream(stream)"
+        bucket, "wait_for_maker", "_devices.wait_stream(here, stream)"
     ),
     "a mapped output is used before its copy has ended": Fault(
         Lane, "_compute", "lambda: outgoing.wait_copies(0)", "lambda: None"
+    ),
+    "a mapped output is copied to the host before it is computed": Fault(
+        CopiesToHost, "begin", "_devices.wait_stream(stream, computing)"
     ),
     # Memory is freed, and used again, too early.
     "no record_stream of a copy on its reader's stream": Fault(
@@ -77,16 +80,22 @@ FAULTS = {
         replica_graph, "keep_for_reader", "tensor.record_stream(stream)"
     ),
     "no record_stream of the gradients of a loss that left forward": Fault(
-        Contribution, "here", "gradient.record_stream(here)"
+        bucket, "wait_for_maker", "tensor.record_stream(here)"
+    ),
+    "no record_stream of a mapped output on the copy stream": Fault(
+        CopiesToHost, "begin", "tensor.record_stream(stream)"
     ),
     # The host reads too early.
+    "a lane does not wait until its output is on the host": Fault(
+        LaneOutput, "arrived", "copies.have_ended(wait=True)"
+    ),
     "a copy to the host is not waited for": Fault(devices, "copied_to", "non_blocking=not wait", "non_blocking=True"),
-    "a begun copy to the host is not waited for": Fault(devices, "queued_work", "queued.synchronize()"),
+    "a begun copy to the host is not waited for": Fault(devices, "queued_work", "queued.wait()"),
     # The caller's buffers are written into again before they have been read.
     "a batch on a device may be overwritten too early": Fault(
-        Copies, "__exit__", "torch.accelerator.current_stream(source).wait_stream(stream)"
+        Copies, "__exit__", "_devices.wait_stream(torch.accelerator.current_stream(source), stream)"
     ),
-    "a batch in pinned memory may be overwritten too early": Fault(Copies, "__exit__", "event.synchronize()"),
+    "a batch in pinned memory may be overwritten too early": Fault(Copies, "__exit__", "event.wait()"),
 }
 
 # Each with the ranks, of two, in which it is planted.

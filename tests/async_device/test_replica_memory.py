@@ -131,7 +131,7 @@ def test_a_copy_waits_for_the_readers() -> None:
 
 
 def test_a_copy_that_does_not_wait_for_the_readers_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    Fault(Copies, "fill", "stream.wait_event(event)").plant(monkeypatch)
+    Fault(Copies, "fill", "event.let_wait(stream)").plant(monkeypatch)
     with pytest.raises(AssertionError, match="Mismatched elements"):
         assert_nothing_is_overwritten_without_outputs()
 

@@ -322,11 +322,11 @@ def test_a_map_compiles_once_for_all_lanes() -> None:
     assert counter.frame_count == len(set(in_turn(3)))
 
 
-def test_batch_norm_over_all_replicas_inside_what_is_compiled() -> None:
+def test_batch_norm_over_all_replicas_inside_what_is_compiled(wrap: Wrap) -> None:
     """R13, N5: torch.compile does not follow the exchange; what is between two batch norms is compiled."""
     layers = [nn.Linear(5, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()]
     plain = nn.Sequential(*layers)
     net = copy.deepcopy(plain)
-    wrapped = DataParallel(torch.compile(net, backend="aot_eager"), in_turn(2), sync_batch_norm=True)
+    wrapped = wrap(torch.compile(net, backend="aot_eager"), sync_batch_norm=True)
     train_both(plain, wrapped, batches([8, 8]))
     assert_same_state(net, plain, 1e-10)

@@ -25,6 +25,7 @@ from helpers.modules import Calls, Composed, Fn, mlp
 from helpers.programs import run_script, until
 from unisono import DataParallel, pad
 from unisono.inference.lane_choice import LaneChoice
+from unisono.runtime import thread_pool
 
 AHEAD = 2  # batches a device that are pulled before they are needed
 ROW = 32  # short batches that the caller's thread pulls and computes in a row
@@ -95,7 +96,8 @@ class Counted:
 
 
 def lane_threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name == "unisono-worker"}
+    """Return the threads that work for a call now; the pool keeps them when they have ended."""
+    return {worker.thread for worker in thread_pool._pool._busy if worker.thread.is_alive()}
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from helpers.accelerators import on_cuda
+from helpers.accelerators import on_cuda, on_two_gpus
 from helpers.commands import idx_bytes, steps_of
 from helpers.plain_training import train_plainly
 from unisono.console.errors import OptionError
@@ -152,11 +152,12 @@ def test_compiled_in_bf16_it_is_as_accurate(tmp_path: Path, runs: list[Run], pic
     assert accuracies[1] == pytest.approx(accuracies[0], abs=0.03)
 
 
+@on_two_gpus
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
-def test_two_replicas_on_one_gpu(tmp_path: Path, runs: list[Run], pictures: Path, precision: str) -> None:
+def test_two_gpus_train_as_one(tmp_path: Path, runs: list[Run], pictures: Path, precision: str) -> None:
     """Synchronised batch norm over both: as one replica, within what float32 loses in a few steps."""
     losses = []
-    for devices in ("cuda:0", "cuda:0,cuda:0"):
+    for devices in ("cuda:0", "cuda:0,cuda:1"):
         folder = RunFolder.for_new_run(tmp_path / str(len(losses)))
         options = options_for(pictures, devices=devices, precision=precision, lr=0.001, epochs=1)
         train(options, folder)

@@ -10,6 +10,7 @@ import torch
 from unisono.autograd import broadcast
 from unisono.engines import threads
 from unisono.runtime.buckets import is_plain
+from unisono.runtime.devices import Event
 from unisono.runtime.streams import Copies
 
 WAIT_S = 60.0
@@ -44,7 +45,7 @@ class LateCopies(Copies):
         memory: Sequence[torch.Tensor],
         values: Sequence[torch.Tensor],
         reader: int,
-        readers_before: Iterable[torch.Event] = (),
+        readers_before: Iterable[Event] = (),
     ) -> None:
         for to, value in zip(memory, values, strict=True):
             to.fill_(float("nan") if to.is_floating_point() or to.is_complex() else 77)

@@ -1,6 +1,6 @@
 """Copies beside computation: on the host at once; on accelerators in an order that a model of streams checks.
 
-The model knows what torch promises of streams, no more: what is queued on one runs in that order, `wait_event` and
+The model knows what torch promises of streams, no more: what is queued on one runs in that order, events and
 `wait_stream` order two of them, and the host waits for neither unless it says so. Vector clocks check the order.
 """
 
@@ -36,24 +36,20 @@ class Stream:
         self.clock = self.clock + Clock([id(self)])
         return self.clock
 
-    def record_event(self) -> Event:
-        event = Event(self.operation())
-        Machine.events.append(event)
-        return event
-
-    def wait_event(self, event: Event) -> None:
-        self.clock = self.clock | event.clock
-
     def wait_stream(self, other: Stream) -> None:
-        self.wait_event(other.record_event())
+        Event(other).let_wait(self)
 
 
-@dataclass
 class Event:
-    clock: Clock
-    waited_for: bool = False
+    def __init__(self, stream: Stream) -> None:
+        self.clock = stream.operation()
+        self.waited_for = False
+        Machine.events.append(self)
 
-    def synchronize(self) -> None:
+    def let_wait(self, stream: Stream) -> None:
+        stream.clock = stream.clock | self.clock
+
+    def wait(self) -> None:
         self.waited_for = True
 
 
@@ -133,6 +129,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(streams._devices, "has_streams", lambda device: device != CPU)
     for name in ("current_streams", "using", "copied_to"):
         monkeypatch.setattr(streams._devices, name, getattr(machine, name))
+    monkeypatch.setattr(streams._devices, "Event", Event)
     monkeypatch.setattr(streams, "is_plain", lambda tensor: True)
     monkeypatch.setattr(streams, "_streams", {})
     monkeypatch.setattr(torch, "Stream", Stream)

@@ -264,21 +264,51 @@ def test_what_a_background_task_raises_ends_that_task_only() -> None:
 
 
 def test_a_background_that_cannot_start_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """I7: where the system has no thread left; what was started is told to stop, and `at_end` is called."""
+    """I7: where the system has no thread left; `stop` and `at_end` are called, and other calls have the workers."""
     ended, stopped = SimpleQueue(), threading.Event()
-    start = thread_pool._pool.start
+    in_time(in_background(lambda: None).wait)
+    (first,) = thread_pool._pool.borrow([CPU])
+    thread_pool._pool.give_back([first])
 
-    def start_one(order: Any) -> None:
-        if order.index:
-            raise RuntimeError("can't start new thread")
-        start(order)
+    def no_thread(device: torch.device) -> None:
+        raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(thread_pool._pool, "start", start_one)
+    monkeypatch.setattr(thread_pool._pool, "_idle", [first])
+    monkeypatch.setattr(thread_pool, "_Worker", no_thread)
     tasks = [lambda: stopped.wait(WAIT_S)] * 2
     state = ThreadState.capture()
     with pytest.raises(RuntimeError, match="can't start"):
         Background(tasks, [CPU] * 2, state, stop=stopped.set, at_end=lambda: ended.put(None))
+    assert stopped.is_set()
     assert ended.get(timeout=WAIT_S) is None
+    assert thread_pool._pool._idle == [first]
+
+
+def test_background_tasks_have_the_threads_of_their_devices_each_time() -> None:
+    """I4: torch's caches are in them. A task that is stuck keeps its thread for itself."""
+
+    def threads_of(*devices: torch.device) -> list[threading.Thread]:
+        found: dict[int, threading.Thread] = {}
+        tasks = [partial(lambda i: found.update({i: threading.current_thread()}), i) for i, _ in enumerate(devices)]
+        background = Background(tasks, devices, ThreadState.capture(), stop=lambda: None, at_end=lambda: None)
+        in_time(background.wait)
+        return [found[i] for i, _ in enumerate(devices)]
+
+    other = torch.device("meta")
+    first = threads_of(CPU, other)
+    assert threads_of(other, CPU) == first[::-1]
+    stuck, release = SimpleQueue(), threading.Event()
+
+    def wait() -> None:
+        stuck.put(threading.current_thread())
+        assert release.wait(WAIT_S)
+
+    background = in_background(wait)
+    assert stuck.get(timeout=WAIT_S) is first[0]
+    background.abandon(0)
+    assert threads_of(CPU) != first[:1]
+    release.set()
+    in_time(first[0].join)
 
 
 # ---- threads of torch ------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ class FakeEvent:
         assert enable_timing
         self.device = device
 
-    def record(self, stream: str) -> None:
-        assert stream == f"the thread's stream on {self.device}"
+    def record(self, stream: SimpleNamespace) -> None:
+        assert stream.device == self.device
         FakeEvent.recorded += 1
         self.at_ms = FakeEvent.recorded
 
@@ -39,7 +39,8 @@ def events(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeEvent, "recorded", 0)
     monkeypatch.setattr(FakeEvent, "waited_for", [])
     monkeypatch.setattr(torch, "Event", FakeEvent)
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"the thread's stream on {device}")
+    monkeypatch.setattr(devices, "_spare_events", {})
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: SimpleNamespace(device=device))
     monkeypatch.setattr(devices, "has_streams", lambda device: True)
 
 

@@ -42,14 +42,14 @@ class _Memory:
         self.numbers = [number for bucket in buckets for number in bucket.numbers]
         self.computing = computing
         # The device may not be done with what this memory was before.
-        self.readers = [] if computing is None else [computing.record_event()]
+        self.readers = [] if computing is None else [_devices.Event(computing)]
 
     def note_readers(self) -> None:
         """Take note of what is queued now on the streams that have read from it."""
         if self.computing is not None:
             # A backward has let the stream of the thread that called it wait for those on which it ran.
             streams = {self.computing, torch.accelerator.current_stream(self.computing.device)}
-            self.readers = [stream.record_event() for stream in streams]
+            self.readers = [*map(_devices.Event, streams)]
 
 
 class CoalescedBroadcast:

@@ -34,7 +34,7 @@ from unisono.runtime import devices as _devices
 from unisono.runtime import timeline, torch_private
 from unisono.runtime.buckets import Bucket, BucketPlan, dense_first, is_plain
 from unisono.runtime.interrupts import uninterruptible
-from unisono.runtime.streams import Copies, current_stream
+from unisono.runtime.streams import Copies, current_stream, wait_for_maker
 
 Gradients: TypeAlias = list[torch.Tensor | None]
 Sum: TypeAlias = Callable[[Gradients], Gradients]
@@ -63,12 +63,7 @@ class Contribution(NamedTuple):
     def here(self) -> "Contribution":
         """Let the calling thread's streams wait for the gradients."""
         for stream in self.streams:
-            here = current_stream(stream.device)
-            if here is not None and here != stream:
-                here.wait_stream(stream)
-                for gradient in self.gradients:
-                    if gradient is not None and is_plain(gradient) and gradient.device == stream.device:
-                        gradient.record_stream(here)
+            wait_for_maker(stream, *[g for g in self.gradients if g is not None and g.device == stream.device])
         return self
 
 

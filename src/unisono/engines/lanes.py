@@ -9,6 +9,7 @@ followed by a look. Parameters on the live module's device are the live module's
 
 Guarantees
     - No output is in memory that a later batch overwrites.
+    - A lane does not wait until an output is on the host: who calls it does, when it has given the lane the next batch.
     - On an accelerator a lane has two batches queued at most. So a batch goes to a device that is free, not to one
       whose queue takes it fastest.
 """
@@ -32,7 +33,7 @@ from unisono.runtime.errors import ReplicaNames
 from unisono.runtime.interrupts import interruptibly
 from unisono.runtime.process_state import LaneTurns
 from unisono.runtime.rng import SeededDraws
-from unisono.runtime.streams import Copies
+from unisono.runtime.streams import Copies, CopiesToHost
 
 _UNKNOWN = -1
 _CUDA_GRAPHS = (
@@ -57,10 +58,19 @@ class LaneCall:
 class LaneOutput:
     """What a lane made of a batch."""
 
-    value: Any  # the output, on the call's output device
+    value: Any  # the output, on the call's output device; there, if `to_host` is None
     drew: bool  # whether random numbers were drawn
     # Lets the calling thread's streams wait for the output; called before it is used.
     wait: Callable[[], None] = lambda: None
+    to_host: CopiesToHost | None = None  # those of the output that may be in flight
+
+    def arrived(self) -> "LaneOutput":
+        """Return this output, when it is on the host, if it is to be there."""
+        copies, self.to_host = self.to_host, None
+        if copies is not None:
+            copies.have_ended(wait=True)
+            self.value = pytree.map_all_tensors(copies.result, self.value)
+        return self
 
 
 RunBatch: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any], Any], LaneOutput]  # inputs, and a seed or None
@@ -205,6 +215,9 @@ class Lane:
         drew, target = draws is not None and draws.drew(), self.call.output_device
         if _is_on(output, target):
             return LaneOutput(output, drew)
+        if _devices.is_cpu(target):
+            to_host = CopiesToHost()
+            return LaneOutput(_on_device(output, target, to_host.begin), drew, to_host=to_host)
         outgoing = Copies([target])
         with outgoing:
             value = _on_device(output, target, lambda tensor: outgoing.to(tensor, 0))

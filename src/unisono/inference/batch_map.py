@@ -321,7 +321,9 @@ class _Work:
         self._todo: SimpleQueue[_Batch | None] = SimpleQueue()  # None: a lane ends
         self._has_new = threading.Event()
         self._computing: dict[int, tuple[int, int]] = {}  # by batch: its lane and that lane's thread
+        self._arriving: dict[int, Outcome[LaneOutput]] = {}  # of batches whose outputs are on their way to the host
         self._abandoned: set[int] = set()  # batches whose lanes are stuck
+        self._stuck: set[int] = set()  # those lanes
         self._background: Background | None = None
         self._is_stopped = False
         self.has_threads = False  # whether lanes compute in threads; else in the caller's
@@ -363,10 +365,10 @@ class _Work:
                     if outcomes[batch[0]].error is not None:
                         break
             if lane.left_unchanged or not lane.inputs_unchanged:
-                return outcomes, lane.left_unchanged
+                return self._arrived(lane, outcomes), lane.left_unchanged
         again = batches[: len(outcomes) or 1]
         outcomes = {batch[0]: self._outcome(lane, lane.run, [batch]) for batch in again}
-        return outcomes, lane.left_unchanged and len(again) == 1
+        return self._arrived(lane, outcomes), lane.left_unchanged and len(again) == 1
 
     def wait_for(self, number: int) -> None:
         """Wait until a batch has been computed, or has been given up: no batch was finished for `timeout_s`.
@@ -396,34 +398,71 @@ class _Work:
         if index is None or number in self._abandoned:
             return
         lane = self._lanes[index]
+        if self._has_arrived(number):  # the lane is stuck in the batch after it
+            self._arrive(lane, number)
+            return
         error = threads_timed_out({0: ident}, timeout_s, lane.names(), "Its batch is lost")
         self._abandoned.add(number)
+        self._stuck.add(index)
         self._ready[number] = Outcome(error=annotate([(f"batch {number}, by {lane.name}", error)]))
         if self._background is not None:
             self._background.abandon(index)
 
     def _compute(self, index: int) -> None:
-        """Compute batches, in the thread of a lane, until there will be no more."""
-        lane = self._lanes[index]
-        while (batch := self._todo.get()) is not None:
+        """Compute batches, in the thread of a lane, until there will be no more.
+
+        If an output is on its way to the host, the lane begins the batch after it, if there is one, and then waits.
+        """
+        lane, arriving = self._lanes[index], deque[int]()
+        while index not in self._stuck:
+            try:
+                batch = self._todo.get_nowait() if arriving else self._todo.get()
+            except Empty:
+                self._arrive(lane, arriving.popleft())
+                continue
+            if batch is None:
+                return
             number, batches = batch[0], [batch]
             del batch
             self._computing[number] = index, threading.get_ident()
-            try:
-                # Once the caller has the outcome, no reference to it or to the batch may be left here: what the caller
-                # then drops is to be freed at once. So no variable holds either.
-                self._put(number, self._outcome(lane, lane.run, batches))
-            finally:
-                del self._computing[number]
-            self._has_new.set()
-            if number in self._abandoned:
-                return
+            # Once the caller has the outcome, no reference to it or to the batch may be left here: what the caller then
+            # drops is to be freed at once. So no variable holds either.
+            self._arriving[number] = self._outcome(lane, lane.run, batches)
+            arriving.append(number)
+            while arriving and (len(arriving) > 1 or self._has_arrived(arriving[0])):
+                self._arrive(lane, arriving.popleft())
+        for number in arriving:
+            self._arrive(lane, number)
 
-    def _put(self, number: int, outcome: Outcome[LaneOutput]) -> None:
-        if number not in self._abandoned:
-            self._ready[number] = outcome
+    def _has_arrived(self, number: int) -> bool:
+        """Return whether a batch's outcome is known, and its output is not in flight."""
+        outcome = self._arriving.get(number)
+        if outcome is None or outcome.value is None or outcome.value.to_host is None:
+            return outcome is not None
+        return outcome.value.to_host.have_ended(wait=False)
+
+    def _arrive(self, lane: Lane, number: int) -> None:
+        """Give the caller a batch's outcome, with its output on the host, unless the caller has given the batch up."""
+        if (outcome := self._arriving.pop(number, None)) is not None:  # the caller has not got it meanwhile
+            arrived = self._arrived(lane, {number: outcome})
+            del outcome
+            if number not in self._abandoned:
+                self._ready.update(arrived)
+            del arrived
         if self._is_stopped:
             self._ready.clear()  # nobody takes it, and the traceback of an error refers to this object
+            self._arriving.clear()
+        self._computing.pop(number, None)
+        self._has_new.set()
+
+    def _arrived(self, lane: Lane, outcomes: dict[int, Outcome[LaneOutput]]) -> dict[int, Outcome[LaneOutput]]:
+        """Return outcomes, when their outputs are on the host."""
+        for number, outcome in outcomes.items():
+            try:
+                outcome.value = outcome.value and outcome.value.arrived()
+            except BaseException as error:  # noqa: BLE001 - raised in the turn of its batch
+                outcomes[number] = self._failure(lane, number, error)
+        return outcomes
 
     def _outcome(self, lane: Lane, run: RunBatch, batches: list[_Batch]) -> Outcome[LaneOutput]:
         """Compute the one batch in a list, which is emptied.
@@ -434,11 +473,14 @@ class _Work:
         number, args, kwargs, seed = batches.pop()
         try:
             return Outcome(value=run(args, kwargs, seed))
-        except BaseException as error:
-            if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
-                raise
-            torch_private.end_checkpoints(error)
-            return Outcome(error=annotate([(f"batch {number}, by {lane.name}", error)]))
+        except BaseException as error:  # noqa: BLE001 - as above
+            return self._failure(lane, number, error)
+
+    def _failure(self, lane: Lane, number: int, error: BaseException) -> Outcome[LaneOutput]:
+        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+            raise error
+        torch_private.end_checkpoints(error)
+        return Outcome(error=annotate([(f"batch {number}, by {lane.name}", error)]))
 
     def stop(self) -> None:
         """Let each lane end after its current batch. May be called from a finalizer, and several times."""
@@ -449,6 +491,7 @@ class _Work:
             self._todo.put(None)
         self._is_stopped = True
         self._ready.clear()
+        self._arriving.clear()
 
     def wait(self) -> None:
         background = self._background

@@ -17,6 +17,7 @@ import os
 import threading
 import time
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -310,7 +311,10 @@ def set_separate_memory(flag: bool) -> None:
     _has_separate_memory = flag
 
 
-def begin_copy_to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[bool], bool]]:
+IsDone: TypeAlias = Callable[[bool], bool]
+
+
+def begin_copy_to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, IsDone]:
     """Begin to copy a tensor of an accelerator to the host; return the copy and `is_there(wait)`.
 
     `is_there(False)` returns whether the copy has ended; `is_there(True)` waits for it and returns True.
@@ -319,31 +323,88 @@ def begin_copy_to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[bo
     return copy, queued_work(tensor.device)
 
 
-def queued_work(device: torch.device) -> Callable[[bool], bool]:
+def queued_work(device: torch.device) -> IsDone:
     """Return `is_done(wait)` of what the calling thread has queued on a device.
 
     `is_done(False)` returns whether it has ended; `is_done(True)` waits for it and returns True.
     """
     if computes_on_host(device):
         return lambda wait: True
-    queued = torch.Event(device)
-    queued.record(torch.accelerator.current_stream(device))
+    queued = Event(torch.accelerator.current_stream(device))
 
     def is_done(wait: bool) -> bool:
         if wait:
-            queued.synchronize()
-        return wait or bool(queued.query())
+            queued.wait()
+        return wait or queued.has_passed()
 
     return is_done
 
 
 def wait_for_work(device: torch.device) -> None:
     """Wait until a device has done all that is queued on it."""
-    if not computes_on_host(device):
-        torch.accelerator.synchronize(device)
+    with using(device, []):
+        if not computes_on_host(device):
+            torch.accelerator.synchronize(device)
 
 
-Moment: TypeAlias = float | torch.Event
+class Event:
+    """A moment of a stream: when it has done what is queued on it so far.
+
+    torch's event makes its device the current one while it is recorded, waited for, or freed, and then the one before.
+    On CUDA the latter takes half a gigabyte of a device that nothing else may have used. So here its device is the
+    current one already, and torch's events are used again instead of being freed.
+    """
+
+    __slots__ = ("__weakref__", "_of_torch")
+
+    def __init__(self, stream: torch.Stream, *, timed: bool = False) -> None:
+        spare = _spare_events.setdefault((stream.device, timed), [])
+        # The callback is C code: in a finalizer in Python Ctrl-C would be lost.
+        self._of_torch = _EventOf(self, spare.append)
+        with using(stream.device, []):
+            try:
+                self._of_torch.event = spare.pop().event
+            except IndexError:
+                self._of_torch.event = torch.Event(stream.device, enable_timing=timed)
+            self._of_torch.event.record(stream)
+
+    def let_wait(self, stream: torch.Stream) -> None:
+        """Let what is queued on a stream from now on wait for this moment."""
+        with using(stream.device, []):
+            stream.wait_event(self._of_torch.event)
+
+    def has_passed(self) -> bool:
+        """Return whether the moment is over."""
+        return bool(self._of_torch.event.query())
+
+    def wait(self) -> None:
+        """Wait until the moment is over."""
+        self._of_torch.event.synchronize()
+
+    def ms_until(self, later: "Event") -> float:
+        """Return the milliseconds from this moment to a later one; both are timed, and over."""
+        event = self._of_torch.event
+        with using(event.device, []):
+            return float(event.elapsed_time(later._of_torch.event))
+
+
+class _EventOf(weakref.ref[Event]):
+    """A reference to an `Event`, with torch's event, which another can have when that one is freed."""
+
+    __slots__ = ("event",)
+    event: torch.Event
+
+
+_spare_events: dict[tuple[torch.device, bool], list[_EventOf]] = {}  # by device, and whether they are timed
+
+
+def wait_stream(stream: torch.Stream, other: torch.Stream) -> None:
+    """Let what is queued on a stream from now on wait for what is queued on another."""
+    with using(stream.device, []):  # see `Event`
+        stream.wait_stream(other)
+
+
+Moment: TypeAlias = float | Event
 
 
 class DeviceClock:
@@ -362,10 +423,10 @@ class DeviceClock:
         self._device = device
         # A moment, and its seconds: others are measured from it, and it follows them, because torch has the time
         # between two events in single precision, which after an hour has steps of a quarter of a millisecond.
-        self._near: tuple[torch.Event, float] | None = None
+        self._near: tuple[Event, float] | None = None
         if has_streams(device):
             start = self._event()
-            start.synchronize()
+            start.wait()
             self._near = start, time.perf_counter()
 
     def now(self) -> Moment:
@@ -377,17 +438,15 @@ class DeviceClock:
         if isinstance(moment, float):
             return moment
         assert self._near is not None
-        moment.synchronize()
+        moment.wait()
         near, near_s = self._near
-        elapsed_s = near.elapsed_time(moment) / 1000  # which is in milliseconds
+        elapsed_s = near.ms_until(moment) / 1000
         if abs(elapsed_s) > _NEAR_S:
             self._near = moment, near_s + elapsed_s
         return near_s + elapsed_s
 
-    def _event(self) -> torch.Event:
-        event = torch.Event(self._device, enable_timing=True)
-        event.record(torch.accelerator.current_stream(self._device))
-        return event
+    def _event(self) -> Event:
+        return Event(torch.accelerator.current_stream(self._device), timed=True)
 
 
 def numbers(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -51,9 +51,9 @@ class Copies:
         self._devices = devices
         self._computing = {stream.device: stream for stream in _devices.current_streams(devices)}
         self._lock = threading.RLock()  # around a copy on a copy stream and the event after it
-        self._last: dict[tuple[int, bool], torch.Event] = {}  # after a reader's last copy, from the host or not
+        self._last: dict[tuple[int, bool], _devices.Event] = {}  # after a reader's last copy, from the host or not
         self._sources: dict[torch.device, torch.Stream] = {}  # copy streams that have read from these devices
-        self._of_callers_memory: list[torch.Event] = []  # after copies from the caller's pinned memory
+        self._of_callers_memory: list[_devices.Event] = []  # after copies from the caller's pinned memory
         # What `fill` copies, with the stream on which it was made; kept until the block ends.
         self._filling: list[tuple[torch.Stream, Sequence[torch.Tensor]]] = []
 
@@ -79,7 +79,7 @@ class Copies:
         with self._on_copy_streams(reader, target if from_host else source, from_host):
             copy = _devices.copied_to(tensor, target, wait=False)
             if of_caller:
-                self._of_callers_memory.append(copy_stream(target, from_host).record_event())
+                self._of_callers_memory.append(_devices.Event(copy_stream(target, from_host)))
         return copy
 
     def fill(
@@ -87,7 +87,7 @@ class Copies:
         memory: Sequence[torch.Tensor],
         values: Sequence[torch.Tensor],
         reader: int,
-        readers_before: Iterable[torch.Event] = (),
+        readers_before: Iterable[_devices.Event] = (),
     ) -> None:
         """Copy plain tensors into memory on the reader's device; the copies may still be in flight.
 
@@ -112,7 +112,7 @@ class Copies:
         with self._on_copy_streams(reader, target if from_host else source, from_host):
             stream = copy_stream(target, from_host)
             for event in readers_before:
-                stream.wait_event(event)
+                event.let_wait(stream)
             for to, value in zip(memory, values, strict=True):
                 # For the day when it is freed; a stream is noted once, however often this is called.
                 to.record_stream(stream)
@@ -126,7 +126,7 @@ class Copies:
     def _read_from(self, source: torch.device) -> torch.Stream:
         """Let the stream that copies from a device wait for the work that the calling thread has queued there."""
         stream = copy_stream(source)
-        stream.wait_stream(torch.accelerator.current_stream(source))  # (1)
+        _devices.wait_stream(stream, torch.accelerator.current_stream(source))  # (1)
         with self._lock:
             self._sources[source] = stream
         return stream
@@ -139,7 +139,7 @@ class Copies:
         with self._lock, _devices.using(target, streams):
             yield
             if _devices.has_streams(target):
-                self._last[reader, from_host] = copy_stream(target, from_host).record_event()
+                self._last[reader, from_host] = _devices.Event(copy_stream(target, from_host))
 
     def on_copy_stream(self, reader: int) -> AbstractContextManager[None]:
         """Within the block, queue work on the reader's copy stream, after its copies; `wait_copies` waits for both."""
@@ -149,7 +149,7 @@ class Copies:
         """Let the reader's later copies wait for the work that the calling thread has queued on its device."""
         target = self._devices[reader]
         if _devices.has_streams(target):
-            copy_stream(target).wait_stream(torch.accelerator.current_stream(target))
+            _devices.wait_stream(copy_stream(target), torch.accelerator.current_stream(target))
 
     @contextlib.contextmanager
     def read(self, reader: int) -> Iterator[None]:
@@ -165,7 +165,7 @@ class Copies:
         with self._lock:
             events = [event for (other, _), event in self._last.items() if other == reader]
         for event in events:
-            torch.accelerator.current_stream(self._devices[reader]).wait_event(event)  # (2)
+            event.let_wait(torch.accelerator.current_stream(self._devices[reader]))  # (2)
 
     def __enter__(self) -> "Copies":
         return self
@@ -174,13 +174,13 @@ class Copies:
         with self._lock:
             sources = list(self._sources.items())
         for source, stream in sources:
-            torch.accelerator.current_stream(source).wait_stream(stream)  # (3)
+            _devices.wait_stream(torch.accelerator.current_stream(source), stream)  # (3)
         for made_on in {made_on for made_on, _ in self._filling}:
             if made_on != torch.accelerator.current_stream(made_on.device):
-                made_on.wait_stream(copy_stream(made_on.device))
+                _devices.wait_stream(made_on, copy_stream(made_on.device))
         self._filling.clear()
         for event in self._of_callers_memory:
-            event.synchronize()
+            event.wait()
 
     def record_stream(self, tensor: torch.Tensor, reader: int) -> None:
         """Keep the memory of a tensor on the reader's device until its compute and copy streams are done with it."""
@@ -188,6 +188,40 @@ class Copies:
         if _devices.has_streams(target):
             tensor.record_stream(copy_stream(target))
             tensor.record_stream(self._computing[target])
+
+
+class CopiesToHost:
+    """Copies of tensors to the host, beside what their devices compute next.
+
+    copies = CopiesToHost()
+    copy = copies.begin(tensor)   # in pinned memory, perhaps still in flight
+    copies.have_ended(wait=True)
+    copy = copies.result(copy)    # in ordinary memory, of which there is more
+    """
+
+    def __init__(self) -> None:
+        self._in_flight: dict[int, tuple[torch.Tensor, _devices.IsDone]] = {}  # by id
+
+    def begin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Begin to copy a tensor; it may be freed, or written into on the calling thread's stream, at once."""
+        device = tensor.device
+        if not is_plain(tensor) or not _devices.has_streams(device):
+            return _devices.copied_to(tensor, torch.device("cpu"))
+        stream, computing = copy_stream(device), torch.accelerator.current_stream(device)
+        _devices.wait_stream(stream, computing)
+        tensor.record_stream(stream)
+        with _devices.using(device, [stream]):
+            copy, has_ended = _devices.begin_copy_to_host(tensor)
+        self._in_flight[id(copy)] = copy, has_ended
+        return copy
+
+    def have_ended(self, *, wait: bool) -> bool:
+        """Return whether all copies have ended; with `wait`, when they have."""
+        return all([has_ended(wait) for _, has_ended in self._in_flight.values()])
+
+    def result(self, copy: torch.Tensor) -> torch.Tensor:
+        """Return what `begin` has returned, once it has ended, in ordinary memory; any other tensor as it is."""
+        return copy.clone() if id(copy) in self._in_flight else copy
 
 
 def current_stream(device: torch.device) -> torch.Stream | None:
@@ -203,7 +237,7 @@ def wait_for_maker(stream: torch.Stream, *tensors: torch.Tensor) -> None:
     here = current_stream(stream.device)
     if here is None or here == stream:
         return
-    here.wait_stream(stream)
+    _devices.wait_stream(here, stream)
     for tensor in filter(is_plain, tensors):
         tensor.record_stream(here)
 

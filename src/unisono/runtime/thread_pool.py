@@ -3,7 +3,8 @@
 Guarantees
     - One task, usually the first, runs in the calling thread, each other one on a worker of its own; `run_together`
       returns when every task has ended.
-    - Workers are started when first needed and kept. A call has its workers to itself, so its tasks may wait for each
+    - Workers are started when first needed and kept, each for one device: torch keeps a GPU's plans of convolutions and
+      of attention in the thread that has made them. A call has its workers to itself, so its tasks may wait for each
       other, and calls from several threads at once do not disturb each other.
     - Inside a task, `run_together` runs its tasks one after the other in that thread: no worker waits for itself.
     - An exception that is not an `Exception` (Ctrl-C above all) reaches the caller at once, and so does a
@@ -16,7 +17,7 @@ Guarantees
       that is inside torch when the interpreter ends aborts the process. Tasks that still run after a while are
       interrupted then. One that sleeps is left alone: it would not notice, and it is not inside torch's kernels.
 
-`Background` runs tasks that go on while the caller does other things, in threads of their own.
+`Background` runs tasks that go on while the caller does other things, all in workers.
 
 Assumes that tasks do not touch each other's data.
 """
@@ -217,7 +218,7 @@ def _run_in_threads(
     in_workers = [i for i in range(num_tasks) if i != here]
     # A node of the caller's graph is to come before those of the replicas' in a backward that reaches both.
     most_nodes = torch_private.sequence_number() if torch.is_grad_enabled() else None
-    workers = _pool.borrow(len(in_workers), most_nodes)  # fails where the system gives no more threads
+    workers = _pool.borrow([devices[i] for i in in_workers], most_nodes)  # fails where the system gives no more threads
     threads_before, threads_each = _thread_counts.begin(devices)
     ended: dict[int, Outcome[T]] = {}
     try:
@@ -253,7 +254,7 @@ def _run_in_threads(
 
 
 class Background:
-    """Tasks that run in threads of their own until they end, task i for a replica on `devices[i]`; the caller goes on.
+    """Tasks that run in workers until they end, task i for a replica on `devices[i]`; the caller goes on.
 
     A task sees the thread state that it is given, and the caller's context variables. It has its part of the caller's
     intra-op threads and cores; the caller's own thread keeps all of its own.
@@ -296,33 +297,38 @@ class Background:
                 return _outcome(in_context)
             finally:
                 started.put(None)  # also if it could not start
-                self._leave(index)
+                self._workers[index].num_nodes = torch_private.sequence_number()
+                self._leave(index, _pool.give_back)
 
         self._flags = torch_private.dispatch_mode_flags()
         _backgrounds.add(self)
         self._entry = while_replicas_run.enter()
+        self._workers: list[_Worker] = []
         num_started = 0
         try:
-            for i in range(len(tasks)):
-                _pool.start(_Order(i, [run], SimpleQueue()))
+            self._workers = _pool.borrow([*devices])
+            for i, worker in enumerate(self._workers):
+                worker.inbox.put(_Order(i, [run], SimpleQueue()))
                 num_started += 1
             for _ in tasks:
                 started.get()  # soon: nothing of the user's is called before
         except BaseException:
             stop()
             for i in range(num_started, len(tasks)):
-                self._leave(i)
+                self.abandon(i)  # not to run, or not there
             raise
         finally:
             # Each task's thread has set its own number by now, and with it that of new threads.
             _thread_counts.end(threads_before, threads_each)
 
-    def _leave(self, index: int) -> None:
+    def _leave(self, index: int, part_with: "Callable[[Sequence[_Worker]], None]") -> None:
+        """Count a task as ended, and part with its worker, unless that has been done."""
         with self._lock:
             if index not in self._running:
                 return
             self._running.remove(index)
             is_last = not self._running
+        part_with(self._workers[index : index + 1])
         if is_last:
             try:
                 self._at_end()
@@ -339,7 +345,7 @@ class Background:
 
     def abandon(self, index: int) -> None:
         """Count a task as ended although it is not: it is stuck. It ends when it can, or when the program does."""
-        self._leave(index)
+        self._leave(index, _pool.abandon)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until all tasks have ended; those that have not after `timeout_s` are abandoned."""
@@ -511,11 +517,12 @@ class _Worker:
     """One thread that runs the orders in its inbox, until it finds None there.
 
     Attributes:
+        device: that of all replicas whose tasks it runs.
         num_nodes: how many nodes of graphs the thread has made.
     """
 
-    def __init__(self) -> None:
-        self.num_nodes = 0
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.num_nodes = device, 0
         self.inbox: SimpleQueue[_Order | None] = SimpleQueue()
         self.thread = threading.Thread(target=self._work, name="unisono-worker", daemon=True)
         self.thread.start()
@@ -540,21 +547,35 @@ class _Pool:
         self._idle: list[_Worker] = []
         self._busy: list[_Worker] = []
 
-    def borrow(self, count: int, most_nodes: int | None = None) -> list[_Worker]:
-        """Take `count` workers, the same ones in the same order whenever they are idle.
+    def borrow(self, devices: list[torch.device], most_nodes: int | None = None) -> list[_Worker]:
+        """Take a worker for each device, the same ones in the same order whenever they are idle.
 
         Args:
             most_nodes: how many nodes of graphs their threads may have made before; None: any number.
         """
         with self._lock:
-            borrowed = [w for w in self._idle if most_nodes is None or w.num_nodes <= most_nodes][:count]
+            usable = [w for w in self._idle if most_nodes is None or w.num_nodes <= most_nodes]
+            borrowed = usable[: len(devices)]
+            if [worker.device for worker in borrowed] != devices:
+                borrowed = self._each_for(devices, usable)
             self._idle = [worker for worker in self._idle if worker not in borrowed]
-            while len(borrowed) < count:
-                borrowed.append(_Worker())
-                if self._idle:  # one that the caller cannot use
-                    self._idle.pop().inbox.put(None)
             self._busy = [worker for worker in self._busy if worker.thread.is_alive()] + borrowed
         return borrowed
+
+    def _each_for(self, devices: Sequence[torch.device], usable: Sequence[_Worker]) -> list[_Worker]:
+        """Return a worker for each device: the first usable one, or a new one."""
+        found: list[_Worker] = []
+        for device in devices:
+            of_device = [worker for worker in self._idle if worker.device == device and worker not in found]
+            worker = next((worker for worker in of_device if worker in usable), None)
+            if worker is None:
+                worker = _Worker(device)
+                self._idle.append(worker)  # where it stays if the system has no thread for the next one
+                for unusable in of_device[:1]:
+                    self._idle.remove(unusable)
+                    unusable.inbox.put(None)
+            found.append(worker)
+        return found
 
     def give_back(self, workers: Sequence[_Worker]) -> None:
         with self._lock:
@@ -565,14 +586,6 @@ class _Pool:
         """Let busy workers end with their current task."""
         for worker in workers:
             worker.inbox.put(None)
-
-    def start(self, order: _Order) -> None:
-        """Have a new worker run one order, and end."""
-        worker = _Worker()
-        worker.inbox.put(order)
-        worker.inbox.put(None)
-        with self._lock:
-            self._busy = [worker for worker in self._busy if worker.thread.is_alive()] + [worker]
 
     def stop(self) -> None:
         """Stop every worker and join it; interrupt those whose task runs too long, and give up after `_EXIT_WAIT_S`.
