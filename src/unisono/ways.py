@@ -37,7 +37,7 @@ from unisono.primitives.replicate import check_device, unchanged_on_failure
 from unisono.primitives.split_sizes import split_rows
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline, torch_private
-from unisono.runtime.errors import log_once
+from unisono.runtime.errors import ReplicaTimeout, is_of_replica, log_once
 from unisono.runtime.interrupts import critical, interruptibly
 from unisono.runtime.step_timer import StepTimer
 from unisono.runtime.streams import Copies
@@ -65,6 +65,7 @@ _COMPILED_OUTSIDE = (
     "torch.compile stops at a DataParallel: to have its replicas compiled, compile the module in it, "
     "DataParallel(torch.compile(model))."
 )
+_OF_SHAPES = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)  # an input of other rows raises them
 _TOO_FEW_FOR_BATCH_NORM = "Expected more than 1 value per channel"  # torch's words
 _ONE_ROW = (
     "batch norm in training needs more than one row, and each replica normalises its own rows. With "
@@ -377,11 +378,22 @@ def on_all_devices(wrapper: Wrapper, invocation: Invocation) -> Any:
         return threads.forward(module, call) if ranks is None else ranks.forward(threads, module, call)
     except OneGraphNeededError:
         pass
-    except ValueError as error:
+    except _OF_SHAPES as error:
         if _TOO_FEW_FOR_BATCH_NORM in str(error) and not wrapper._options.sync_batch_norm:
             error.add_note(_ONE_ROW)
+        else:
+            _note_split(error, call)
         raise
     return plain_composition(wrapper, invocation)  # here, so that what it raises has not that exception as its context
+
+
+def _note_split(error: Exception, call: Call) -> None:
+    """Say how the inputs of a call were split, if an error may follow from it."""
+    may_follow = is_of_replica(error) or str(error).startswith("cannot gather")
+    if not may_follow or _devices.is_out_of_memory(error) or isinstance(error, ReplicaTimeout):
+        return
+    if note := call.arguments.how_split(call.sizes):
+        error.add_note(note)
 
 
 @critical
@@ -412,6 +424,10 @@ def plain_composition(wrapper: Wrapper, invocation: Invocation) -> Any:
             output = interruptibly(wrapper.gather, outputs, here or options.output_device)
         commit_buffers(registries.changes(), modules, live_modules, {})
         return output
+    except _OF_SHAPES as error:
+        if plan is not None:
+            _note_split(error, plan)
+        raise
     finally:
         call_of_verbs.reset(before)
 

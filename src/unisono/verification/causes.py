@@ -26,6 +26,7 @@ LOST = "what a replica assigns to its attributes is lost when its forward ends"
 # An option that was given with this value explains the difference.
 _ASKS_FOR = {Cause.PER_SHARD_BATCH_NORM: ("sync_batch_norm", False), Cause.ONE_NUMBER_A_SHARD: ("scalars", "stack")}
 _UNCERTAIN = (Cause.ROWS_INTERACT, Cause.UNKNOWN)  # repeating the step shows more about these
+_PERHAPS_SPLIT_WRONGLY = (*_UNCERTAIN, Cause.JOINED_ON_ANOTHER_AXIS)  # another way to split the inputs may
 _DRAWN = (
     "{generators} is drawn from, or seeded, in a way that cannot be switched off. Draw with torch's functions, or "
     "outside of the model, and pass the result to it as an input"
@@ -37,6 +38,14 @@ _PER_SHARD = (
 _ROWS_INTERACT = (
     "what it computes for a row depends on the other rows of the shard{where}. Compute such things from the gathered "
     "output, outside of the model; or, if the rows are not on axis {dim}, say so with dim"
+)
+SPLIT_INPUT = (
+    "{inputs}: split by rows, although it has none. With in_dims={in_dims} every replica gets all of it, and the "
+    "numbers are those of one device"
+)
+SPLIT_LIST = (
+    "{input} is a list with one entry a row, and the tensors in each entry are split. As unisono.SampleList({input}) "
+    "it is split by entry, and the numbers are those of one device"
 )
 _ROWS_COMPARED = (
     "{output} compares rows with each other, and a replica has those of its shard only. Return what is computed of "
@@ -229,3 +238,14 @@ def nondeterministic(
     where = f", first at {divergence[0].name or 'the model itself'}" if divergence else ""
     cause, text = Cause.NONDETERMINISTIC, _NONDETERMINISTIC.format(where=where)
     return [replace(f, cause=cause, text=text) if f.cause in _UNCERTAIN else f for f in findings]
+
+
+def may_be_split_wrongly(findings: Sequence[Finding]) -> bool:
+    """Return whether to split the inputs in another way would show more."""
+    return any(finding.cause in _PERHAPS_SPLIT_WRONGLY for finding in findings)
+
+
+def split_wrongly(findings: Sequence[Finding], text: str) -> list[Finding]:
+    """Return the findings; the cause of those that it explains is how an input is split, which `text` says."""
+    explained = _PERHAPS_SPLIT_WRONGLY
+    return [replace(f, cause=Cause.SPLIT_WRONGLY, text=text) if f.cause in explained else f for f in findings]

@@ -23,6 +23,7 @@ class Cause(enum.StrEnum):
     PER_SHARD_BATCH_NORM = "batch norm per shard"
     RANDOM_NUMBERS = "random numbers that cannot be switched off"
     ROWS_INTERACT = "rows interact"
+    SPLIT_WRONGLY = "an input is not split as meant"
     ONE_NUMBER_A_SHARD = "one number a shard"
     JOINED_ON_ANOTHER_AXIS = "joined on the wrong axis"
     NONDETERMINISTIC = "nondeterministic"
