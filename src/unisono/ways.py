@@ -1,6 +1,6 @@
 """The ways that a call of a wrapper can go; `run` chooses one.
 
-    plain module        the wrapper has no devices
+    plain module        the wrapper has no devices; or the call is traced, or exported
     one device          one replica with the whole batch needs no graph of its own
     plain composition   the four verbs one after the other, in the caller's thread and graph: a subclass has a verb of
                         its own, a mode is active that cannot follow into other threads, or a hook observes its module
@@ -71,6 +71,10 @@ _ONE_ROW = (
     "batch norm in training needs more than one row, and each replica normalises its own rows. With "
     "sync_batch_norm=True it normalises the rows of all replicas. Or leave a short last batch out (drop_last=True)."
 )
+_TRACED = (
+    "torch.fx cannot trace a DataParallel, whose forward takes any inputs (*inputs, **kwargs): trace the module in it, "
+    "torch.fx.symbolic_trace(model.module)"
+)
 _APPLIED_ONE_BY_ONE = (
     "sync_batch_norm=True with a parallel_apply of your own: replicas wait for each other in batch norm, for ever if "
     "yours runs them one after the other. Leave one of the two out."
@@ -119,15 +123,39 @@ def overridden_verb(wrapper: Wrapper) -> str | None:
 def run(wrapper: Wrapper, invocation: Invocation) -> Any:
     """Run a call of the wrapper, whichever way it goes."""
     options = wrapper._options
+    is_compiling = torch.compiler.is_compiling()
+    if torch.compiler.is_exporting() if is_compiling else (torch_private.has_tracer() and _is_traced(invocation)):
+        return _on_the_module(wrapper, invocation)
     if not options.devices:
-        return called(wrapper.module, invocation.method)(*invocation.inputs, **invocation.kwargs)
-    ranks, is_compiling = wrapper._ranks, torch.compiler.is_compiling()
+        return _on_the_module(wrapper, invocation)
+    ranks = wrapper._ranks
     in_ranks = ranks is not None and ranks.take_part(wrapper._modules["module"])
     if not in_ranks and (_is_alone(options, invocation, is_compiling) or _runs_whole(options)):
         return on_one_device(wrapper, invocation)
     if is_compiling:  # the wrapper, or a model around it: replicas stay out of its graph
         return torch.compiler.disable(_run_uncompiled)(wrapper, invocation, in_ranks)  # type: ignore[no-untyped-call]
     return _run_replicas(wrapper, invocation, in_ranks)
+
+
+def _is_traced(invocation: Invocation) -> bool:
+    """Return whether a call is traced: replicas stay out of the trace, which then holds for any number of rows.
+
+    Raises:
+        TypeError: torch.fx traces the wrapper itself, and hands one object on for any number of inputs.
+    """
+    if not isinstance(invocation.inputs, tuple):
+        raise TypeError(_TRACED)
+    leaves = chain(pytree.leaves(invocation.inputs), pytree.leaves(invocation.kwargs))
+    return (
+        torch.jit.is_tracing()
+        or torch_private.is_tracing()
+        or any(isinstance(leaf, torch.fx.Proxy) for _, leaf in leaves)
+    )
+
+
+def _on_the_module(wrapper: Wrapper, invocation: Invocation) -> Any:
+    """Call the plain module with the inputs as they are."""
+    return called(wrapper.module, invocation.method)(*invocation.inputs, **invocation.kwargs)
 
 
 def _is_alone(options: Options, invocation: Invocation, is_compiling: bool) -> bool:

@@ -822,3 +822,40 @@ def test_rows_that_interact_in_one_of_several_inputs() -> None:
 def test_each_step_has_all_items_of_an_iterator() -> None:
     """S19: the first step took them."""
     assert compared(calls(lambda self, x, items: x * sum(items)), (ROWS, iter([2.0, 3.0, 5.0]))).same
+
+
+# ---- no errors of verify's own -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "rows", "path", "shapes"),
+    [
+        (calls(lambda self, x: self.layers[0](x).squeeze(), nn.Linear(5, 1)), 3, "", ((3,), ())),
+        (calls(lambda self, x: (x.sum(1), x.squeeze())), 3, "[1]", ((3, 5), (5,))),
+        (calls(lambda self, x: {"best": x.argmax(1).squeeze()}), 7, "['best']", ((7,), ())),
+    ],
+    ids=["0-dim", "vector", "integers"],
+)
+def test_an_output_without_its_axis_of_rows(model: nn.Module, rows: int, path: str, shapes: tuple[Any, Any]) -> None:
+    """N14: with one row in the last replica it was an error of verify's own, or of gather's."""
+    report = verify(model, torch.randn(rows, 5), device_ids=["cpu"] * (rows // 2 + 1), shares="chunk", show=False)
+    assert report.cause == Cause.LOST_AXIS
+    one, shard = shapes
+    assert (
+        f"output{path} has shape {one} on one device, and {shard} in a replica with one row" in report.findings[0].text
+    )
+    assert str(report)
+
+
+def test_the_submodule_is_named_that_loses_the_axis() -> None:
+    """N14"""
+    model = nn.Sequential(nn.Linear(5, 1), nn.Sequential(nn.ReLU(), calls(lambda self, x: x.squeeze())), nn.Tanh())
+    report = compared(model, torch.randn(3, 5))
+    assert (report.cause, report.first_module) == (Cause.LOST_AXIS, "1.1")
+
+
+def test_a_default_device_without_data() -> None:
+    """N14: the numbers that verify makes for itself have data."""
+    model = nn.Sequential(nn.Linear(5, 3), nn.LayerNorm(3))
+    with torch.device("meta"):
+        assert compared(model, ROWS).same

@@ -47,6 +47,10 @@ SPLIT_LIST = (
     "{input} is a list with one entry a row, and the tensors in each entry are split. As unisono.SampleList({input}) "
     "it is split by entry, and the numbers are those of one device"
 )
+_LOST_AXIS = (
+    "output{path} has shape {one} on one device, and {shard} in a replica with one row: its axis of rows is gone, as "
+    "squeeze() removes each axis of size 1. Name the axis to remove, as in squeeze(-1)"
+)
 _ROWS_COMPARED = (
     "{output} compares rows with each other, and a replica has those of its shard only. Return what is computed of "
     "each row, and compare them in the gathered output, outside of the model"
@@ -131,6 +135,9 @@ class Comparison:
         _, spec = pytree.flatten(self.one.output)
         paths = [*spec.paths()]
         joined_on = dict(zip(paths, self.wrapped._options.rules().axes(spec)[0], strict=True))
+        if lost := self._lost_axis():
+            yield lost
+            return
         dims: dict[str, int | None] = {}  # where the rows are
         wrong: list[str] = []
         for i, (path, tensor) in enumerate(outputs.items()):
@@ -156,6 +163,22 @@ class Comparison:
             out_dims = pytree.unflatten(spec, [dims.get(path, self.wrapped.dim) for path in paths])
             text = f"{wrong[0]}. out_dims={out_dims!r} says where they are"
             yield self._finding("", Cause.JOINED_ON_ANOTHER_AXIS, text)
+
+    def _lost_axis(self) -> Finding | None:
+        """Return the finding about the first call whose output has fewer axes in a replica with one row."""
+        of_many, rows = self.many.recorder.grouped(), self.many.rows
+        for key, (call, *_) in self.one.recorder.grouped().items() if 1 in rows else ():
+            parts = [part.outputs for part in of_many.get(key, ())]
+            if len(parts) != len(rows) or any(len(part) != len(call.outputs) for part in parts):
+                continue
+            for i, (path, tensor) in enumerate(call.outputs):
+                shapes = [part[i][1].shape for part in parts]
+                if all((len(shape) < tensor.dim()) <= (size == 1) for shape, size in zip(shapes, rows, strict=True)):
+                    fewest = min(shapes, key=len)
+                    if len(fewest) < tensor.dim():
+                        text = _LOST_AXIS.format(path=path, one=tuple(tensor.shape), shard=tuple(fewest))
+                        return self._finding(call.name, Cause.LOST_AXIS, text)
+        return None
 
     def _num_axes_with_rows(self, tensor: torch.Tensor, parts: Sequence[torch.Tensor]) -> int:
         """Return how many axes are as long as the batch on one device, and as long as its shard in each replica."""
@@ -218,7 +241,7 @@ class Comparison:
         if numbers is None or numbers.shape != (len(self.many.rows),):
             return ""
         numbers = plain(numbers).cpu().double()
-        weights = torch.tensor(self.many.rows, dtype=torch.float64) / sum(self.many.rows)
+        weights = torch.tensor(self.many.rows, dtype=torch.float64, device="cpu") / sum(self.many.rows)
         for scalars, joined in (("mean", numbers @ weights), ("sum", numbers.sum())):
             if self.tolerance.same(one, joined.to(one.dtype)):
                 return scalars

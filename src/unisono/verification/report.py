@@ -26,6 +26,7 @@ class Cause(enum.StrEnum):
     SPLIT_WRONGLY = "an input is not split as meant"
     ONE_NUMBER_A_SHARD = "one number a shard"
     JOINED_ON_ANOTHER_AXIS = "joined on the wrong axis"
+    LOST_AXIS = "no axis of rows in a replica with one row"
     NONDETERMINISTIC = "nondeterministic"
     FIRST_REPLICAS_BUFFERS = "buffers of the first replica"
     ATTRIBUTES_OF_REPLICAS = "attributes that forward updates"

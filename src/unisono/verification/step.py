@@ -74,7 +74,8 @@ def _projection(outputs: dict[str, torch.Tensor], like: dict[str, torch.Tensor])
         tensor = tensor.to_dense() if tensor.layout is not torch.strided else tensor
         tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         dtype = torch.promote_types(tensor.dtype, torch.float32)
-        weights = torch.randn(tensor.shape, generator=generator, dtype=dtype) / max(1, tensor.numel()) ** 0.5
+        weights = torch.randn(tensor.shape, generator=generator, dtype=dtype, device="cpu")
+        weights /= max(1, tensor.numel()) ** 0.5
         part = (tensor.to(dtype) * weights.to(tensor.device)).sum()
         total = part if total is None else total + part.to(total.dtype)
     return total
@@ -166,7 +167,7 @@ def _nudge(tensors: Sequence[torch.Tensor], by: float) -> None:
     generator = torch.Generator().manual_seed(_SEED)
     for tensor in tensors:
         if tensor.is_floating_point() and tensor.layout is torch.strided:
-            noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).mul_(by).add_(1)
+            noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64, device="cpu").mul_(by).add_(1)
             tensor.data.mul_(noise.to(tensor.device, tensor.dtype))
 
 
