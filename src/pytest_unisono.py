@@ -99,6 +99,7 @@ class _SimulatedDevices:
     def _recording(self) -> Iterator[None]:
         """Keep the inputs of each wrapper's first call in a test that raised no error."""
         from unisono.data_parallel import DataParallel
+        from unisono.primitives.shared_iterators import iterators_anew, shared
         from unisono.runtime.thread_pool import inside_replica
 
         forward = DataParallel.forward
@@ -108,7 +109,9 @@ class _SimulatedDevices:
             calls = plugin._first_calls
             if calls is None or id(model) in calls or len(model.devices) < 2 or inside_replica():
                 return forward(model, *inputs, **kwargs)
-            before = _Inputs(inputs, kwargs, "training" if model.module.training else "eval")
+            inputs, kwargs = shared((inputs, kwargs))
+            mode = "training" if model.module.training else "eval"
+            before = _Inputs(iterators_anew(inputs), iterators_anew(kwargs), mode)
             output = forward(model, *inputs, **kwargs)
             calls[id(model)] = model, before
             return output

@@ -1,6 +1,6 @@
 """The ways that a call of a wrapper can go; `run` chooses one.
 
-    plain module        the wrapper has no devices
+    plain module        the wrapper has no devices; or the call is traced, or exported
     one device          one replica with the whole batch needs no graph of its own
     plain composition   the four verbs one after the other, in the caller's thread and graph: a subclass has a verb of
                         its own, a mode is active that cannot follow into other threads, or a hook observes its module
@@ -37,7 +37,7 @@ from unisono.primitives.replicate import check_device, unchanged_on_failure
 from unisono.primitives.split_sizes import split_rows
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline, torch_private
-from unisono.runtime.errors import log_once
+from unisono.runtime.errors import ReplicaTimeout, is_of_replica, log_once
 from unisono.runtime.interrupts import critical, interruptibly
 from unisono.runtime.step_timer import StepTimer
 from unisono.runtime.streams import Copies
@@ -65,10 +65,15 @@ _COMPILED_OUTSIDE = (
     "torch.compile stops at a DataParallel: to have its replicas compiled, compile the module in it, "
     "DataParallel(torch.compile(model))."
 )
+_OF_SHAPES = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)  # an input of other rows raises them
 _TOO_FEW_FOR_BATCH_NORM = "Expected more than 1 value per channel"  # torch's words
 _ONE_ROW = (
     "batch norm in training needs more than one row, and each replica normalises its own rows. With "
     "sync_batch_norm=True it normalises the rows of all replicas. Or leave a short last batch out (drop_last=True)."
+)
+_TRACED = (
+    "torch.fx cannot trace a DataParallel, whose forward takes any inputs (*inputs, **kwargs): trace the module in it, "
+    "torch.fx.symbolic_trace(model.module)"
 )
 _APPLIED_ONE_BY_ONE = (
     "sync_batch_norm=True with a parallel_apply of your own: replicas wait for each other in batch norm, for ever if "
@@ -118,15 +123,39 @@ def overridden_verb(wrapper: Wrapper) -> str | None:
 def run(wrapper: Wrapper, invocation: Invocation) -> Any:
     """Run a call of the wrapper, whichever way it goes."""
     options = wrapper._options
+    is_compiling = torch.compiler.is_compiling()
+    if torch.compiler.is_exporting() if is_compiling else (torch_private.has_tracer() and _is_traced(invocation)):
+        return _on_the_module(wrapper, invocation)
     if not options.devices:
-        return called(wrapper.module, invocation.method)(*invocation.inputs, **invocation.kwargs)
-    ranks, is_compiling = wrapper._ranks, torch.compiler.is_compiling()
+        return _on_the_module(wrapper, invocation)
+    ranks = wrapper._ranks
     in_ranks = ranks is not None and ranks.take_part(wrapper._modules["module"])
     if not in_ranks and (_is_alone(options, invocation, is_compiling) or _runs_whole(options)):
         return on_one_device(wrapper, invocation)
     if is_compiling:  # the wrapper, or a model around it: replicas stay out of its graph
         return torch.compiler.disable(_run_uncompiled)(wrapper, invocation, in_ranks)  # type: ignore[no-untyped-call]
     return _run_replicas(wrapper, invocation, in_ranks)
+
+
+def _is_traced(invocation: Invocation) -> bool:
+    """Return whether a call is traced: replicas stay out of the trace, which then holds for any number of rows.
+
+    Raises:
+        TypeError: torch.fx traces the wrapper itself, and hands one object on for any number of inputs.
+    """
+    if not isinstance(invocation.inputs, tuple):
+        raise TypeError(_TRACED)
+    leaves = chain(pytree.leaves(invocation.inputs), pytree.leaves(invocation.kwargs))
+    return (
+        torch.jit.is_tracing()
+        or torch_private.is_tracing()
+        or any(isinstance(leaf, torch.fx.Proxy) for _, leaf in leaves)
+    )
+
+
+def _on_the_module(wrapper: Wrapper, invocation: Invocation) -> Any:
+    """Call the plain module with the inputs as they are."""
+    return called(wrapper.module, invocation.method)(*invocation.inputs, **invocation.kwargs)
 
 
 def _is_alone(options: Options, invocation: Invocation, is_compiling: bool) -> bool:
@@ -371,11 +400,22 @@ def on_all_devices(wrapper: Wrapper, invocation: Invocation) -> Any:
         return threads.forward(module, call) if ranks is None else ranks.forward(threads, module, call)
     except OneGraphNeededError:
         pass
-    except ValueError as error:
+    except _OF_SHAPES as error:
         if _TOO_FEW_FOR_BATCH_NORM in str(error) and not wrapper._options.sync_batch_norm:
             error.add_note(_ONE_ROW)
+        else:
+            _note_split(error, call)
         raise
     return plain_composition(wrapper, invocation)  # here, so that what it raises has not that exception as its context
+
+
+def _note_split(error: Exception, call: Call) -> None:
+    """Say how the inputs of a call were split, if an error may follow from it."""
+    may_follow = is_of_replica(error) or str(error).startswith("cannot gather")
+    if not may_follow or _devices.is_out_of_memory(error) or isinstance(error, ReplicaTimeout):
+        return
+    if note := call.arguments.how_split(call.sizes):
+        error.add_note(note)
 
 
 @critical
@@ -406,6 +446,10 @@ def plain_composition(wrapper: Wrapper, invocation: Invocation) -> Any:
             output = interruptibly(wrapper.gather, outputs, here or options.output_device)
         commit_buffers(registries.changes(), modules, live_modules, {})
         return output
+    except _OF_SHAPES as error:
+        if plan is not None:
+            _note_split(error, plan)
+        raise
     finally:
         call_of_verbs.reset(before)
 

@@ -57,6 +57,13 @@ class Wrapper(nn.Module):
         else:
             delattr(owner, name)
 
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Say what torch.jit.script can compile, before it fails somewhere in the wrapper's code."""
+        raise TypeError(
+            "torch.jit.script cannot compile a DataParallel, which runs threads: compile the module in it, "
+            "torch.jit.script(model.module), and wrap that: DataParallel(torch.jit.script(module))"
+        )
+
     def _has_option(self, name: str) -> bool:
         return name in self._option_names and hasattr(self.__dict__.get("_options"), name)
 

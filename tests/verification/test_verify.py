@@ -782,3 +782,80 @@ def test_what_forward_keeps_in_attributes_is_no_difference_unless_it_is_updated(
     assert report.same
     assert not [row for row in report.rows if row.kind is Kind.ATTRIBUTE]
     assert "forward fills 1.table: what a replica assigns" in str(report)
+
+
+# ---- inputs that are not split as meant --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "inputs", "said"),
+    [
+        (lambda self, x, w: nn.functional.linear(x, w), (torch.randn(4, 5), torch.randn(4, 5)), "in_dims={1: None}"),
+        (lambda self, x, w: x[:, :1] * w, {"x": torch.randn(4, 5), "w": torch.randn(4)}, "in_dims={'w': None}"),
+        (lambda self, table, x: table.sum(0) + x, (torch.randn(4, 5), torch.randn(4, 5)), "in_dims={0: None}"),
+        (
+            lambda self, x, p: nn.functional.linear(x, p["w"], p["b"]),
+            (torch.randn(4, 5), {"w": torch.randn(4, 5), "b": torch.randn(4)}),
+            "in_dims={1: {'w': None, 'b': None}}",
+        ),
+        (
+            lambda self, pictures: torch.stack([picture.sum() for picture in pictures]),
+            ([torch.randn(3, 5) for _ in range(4)],),
+            "unisono.SampleList(inputs[0])",
+        ),
+    ],
+    ids=["a layer's weights", "scales", "table", "several", "list"],
+)
+def test_an_input_that_is_not_split_as_meant(function: Any, inputs: Any, said: str) -> None:
+    """S18: it said that rows interact, or that outputs are joined on the wrong axis."""
+    report = compared(calls(function), inputs)
+    assert (report.same, report.cause) == (False, Cause.SPLIT_WRONGLY)
+    assert all(said in finding.text for finding in report.findings)
+
+
+def test_rows_that_interact_in_one_of_several_inputs() -> None:
+    """S18: no other way to split the inputs gives one device's numbers."""
+    report = compared(calls(lambda self, x, y: x - x.mean(0) + y), (torch.randn(4, 5), torch.randn(4, 5)))
+    assert report.cause == Cause.ROWS_INTERACT
+
+
+def test_each_step_has_all_items_of_an_iterator() -> None:
+    """S19: the first step took them."""
+    assert compared(calls(lambda self, x, items: x * sum(items)), (ROWS, iter([2.0, 3.0, 5.0]))).same
+
+
+# ---- no errors of verify's own -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "rows", "path", "shapes"),
+    [
+        (calls(lambda self, x: self.layers[0](x).squeeze(), nn.Linear(5, 1)), 3, "", ((3,), ())),
+        (calls(lambda self, x: (x.sum(1), x.squeeze())), 3, "[1]", ((3, 5), (5,))),
+        (calls(lambda self, x: {"best": x.argmax(1).squeeze()}), 7, "['best']", ((7,), ())),
+    ],
+    ids=["0-dim", "vector", "integers"],
+)
+def test_an_output_without_its_axis_of_rows(model: nn.Module, rows: int, path: str, shapes: tuple[Any, Any]) -> None:
+    """N14: with one row in the last replica it was an error of verify's own, or of gather's."""
+    report = verify(model, torch.randn(rows, 5), device_ids=["cpu"] * (rows // 2 + 1), shares="chunk", show=False)
+    assert report.cause == Cause.LOST_AXIS
+    one, shard = shapes
+    assert (
+        f"output{path} has shape {one} on one device, and {shard} in a replica with one row" in report.findings[0].text
+    )
+    assert str(report)
+
+
+def test_the_submodule_is_named_that_loses_the_axis() -> None:
+    """N14"""
+    model = nn.Sequential(nn.Linear(5, 1), nn.Sequential(nn.ReLU(), calls(lambda self, x: x.squeeze())), nn.Tanh())
+    report = compared(model, torch.randn(3, 5))
+    assert (report.cause, report.first_module) == (Cause.LOST_AXIS, "1.1")
+
+
+def test_a_default_device_without_data() -> None:
+    """N14: the numbers that verify makes for itself have data."""
+    model = nn.Sequential(nn.Linear(5, 3), nn.LayerNorm(3))
+    with torch.device("meta"):
+        assert compared(model, ROWS).same

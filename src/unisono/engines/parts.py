@@ -18,6 +18,7 @@ from unisono.primitives.dims import OutputRules
 from unisono.primitives.inputs import Arguments, scattered
 from unisono.primitives.outputs import Group, Outputs
 from unisono.primitives.placements import PaddedShard, Shard, Stack
+from unisono.primitives.shared_iterators import iterators_anew
 from unisono.primitives.split_sizes import split_rows
 
 NO_PARTS = "the shard of {where} cannot be run in parts (rescue=True, parts=): {reason}"
@@ -106,7 +107,7 @@ def _with_attributes_of_now(root: nn.Module, function: Callable[..., Any]) -> Ca
     """Return a function for which the module's attributes are those of now, in each call: of parts, and in backward.
 
     What a part assigns is lost, as what a replica assigns is; else the next part, and the second computation of each,
-    would find it.
+    would find it. Iterators among the inputs begin anew each time.
     """
     dicts = [module.__dict__ for module in root.modules()]
     start = [*map(dict, dicts)]
@@ -114,7 +115,7 @@ def _with_attributes_of_now(root: nn.Module, function: Callable[..., Any]) -> Ca
     def part(*args: Any, **kwargs: Any) -> Any:
         before = restore(dicts, start)
         try:
-            return function(*args, **kwargs)
+            return function(*iterators_anew(args), **iterators_anew(kwargs))
         finally:
             restore(dicts, start)
             for target, items in before:

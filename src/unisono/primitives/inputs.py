@@ -2,7 +2,7 @@
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle, islice
 from typing import Any, TypeAlias
 
@@ -13,13 +13,35 @@ from unisono.primitives.batch_types import BatchType, batch_type_of
 from unisono.primitives.dims import in_dims_of, spread_inputs
 from unisono.primitives.placements import Placement, Replicate, Shard, Single, can_be_placed, cannot_be_placed
 from unisono.primitives.references import MODES
-from unisono.primitives.sample_lists import SampleList, warn_of_whole_lists, with_entries
+from unisono.primitives.sample_lists import (
+    SampleList,
+    split_lists,
+    warn_of_whole_lists,
+    with_entries,
+)
+from unisono.primitives.shared_iterators import SharedIterator, is_iterator
 from unisono.runtime import devices as _devices
+from unisono.runtime.errors import warn_once
 
 # Makes each replica's part from a tensor and its placement.
 Place = Callable[[torch.Tensor, Placement], Sequence[Any]]
 
 _NAMED = 8  # inputs that a message names at most
+_WHOLE_ARRAY = (
+    "{path}, of type {type}, has as many entries as the batch has rows, and is no tensor: every replica gets all of "
+    "it. If each entry belongs to a row, give a tensor (torch.from_numpy), or a unisono.SampleList; if every replica "
+    "needs all: in_dims={in_dims}."
+)
+_SPLIT_LIST = (
+    "{path} is a {type} of {entries} entries, and the tensors in each of them are split: a {type} is a container. If "
+    "each entry belongs to a row, give unisono.SampleList({path}); if each tensor has the rows of the batch: "
+    "in_dims={dim} says so."
+)
+_SPLIT = (
+    "the inputs were split by rows, {sizes}: {each}. An input that has no rows (class weights, a table, weights of "
+    "layers) goes whole to every replica if in_dims says so, such as in_dims={in_dims}"
+)
+_SPLIT_ENTRIES = "the inputs were split by rows, {sizes}: {each}. A list with one entry a row is a unisono.SampleList"
 
 Flags: TypeAlias = tuple[tuple[Any, ...], tuple[str, ...]]  # of all leaves; and the names of the keyword inputs
 
@@ -47,14 +69,16 @@ class Arguments:
         function: Callable[..., Any] | None = None,
         axes: Sequence[int | None] | None = None,
     ) -> None:
-        self._inputs, self._kwargs = inputs, kwargs
+        self._inputs, self._kwargs, self._dim = inputs, kwargs, dim
+        self._axes_are_given = axes is not None or in_dims is not ...
         self._is_flat = pytree.is_flat(inputs) and (not kwargs or pytree.is_flat(kwargs))
         self._specs: tuple[pytree.Spec, pytree.Spec] | None = None
         if self._is_flat:  # the common case, without pytree's cost
             self.leaves = [*inputs, *kwargs.values()]
             self._batch_types: list[BatchType | None] = [None] * len(self.leaves)
         else:
-            self.leaves = self._flatten()
+            leaves = self._flatten()
+            self.leaves = [SharedIterator.each(leaf, 1)[0] if is_iterator(leaf) else leaf for leaf in leaves]
             self._batch_types = [*map(batch_type_of, self.leaves)]
         self.flags: Flags = tuple([each if type(each) in MODES else type(each) for each in self.leaves]), (*kwargs,)
         if axes is not None:
@@ -141,9 +165,7 @@ class Arguments:
         """
         sizes = tuple(sizes)
         if not self._is_flat and self.rows is not None and len(sizes) > 1:
-            following = zip(self.leaves, self.axes, strict=True)
-            for spec, name in zip(self._structure(), ("inputs", "kwargs"), strict=True):
-                warn_of_whole_lists(spec, name, following, self.rows)
+            self._warn_of_lists(self.rows)
         split = [
             _parts(leaf, axis, batch_type, sizes, place)
             for leaf, axis, batch_type in zip(self.leaves, self.axes, self._batch_types, strict=True)
@@ -153,6 +175,76 @@ class Arguments:
             of_replicas = zip(*split, strict=True) if split else [()] * len(sizes)
             return [(parts[:num], dict(zip(names, parts[num:], strict=True))) for parts in of_replicas]
         return [self._with_leaves([parts[index] for parts in split]) for index in range(len(sizes))]
+
+    def _warn_of_lists(self, rows: int) -> None:
+        """Warn of lists and arrays that may have one entry a row, and are not split by entry."""
+        following = zip(self.leaves, self.axes, strict=True)
+        for spec, name in zip(self._structure(), ("inputs", "kwargs"), strict=True):
+            warn_of_whole_lists(spec, name, following, rows)
+        for number, (leaf, axis) in enumerate(zip(self.leaves, self.axes, strict=True)):
+            if axis is not None and self._batch_types[number] is None and _num_entries(leaf, axis) == rows > 1:
+                path, in_dims = self._paths()[number], self.in_dims_with_whole([number])
+                warn_once(_WHOLE_ARRAY.format(path=path, type=type(leaf).__name__, in_dims=in_dims))
+        if not self._axes_are_given:
+            for path, value in self._split_lists():
+                kind, dim = type(value).__name__, self._dim
+                warn_once(_SPLIT_LIST.format(path=path, type=kind, entries=len(value), dim=dim))
+
+    def _split_lists(self) -> list[tuple[str, Any]]:
+        """Return the lists in which each entry is split, if no other tensors are inputs: paths and values.
+
+        Beside a tensor such a list is known to be a container, because entries have the batch's rows.
+        """
+        of_inputs, of_kwargs = self._structure()
+        lists = [*split_lists(of_inputs, "inputs"), *split_lists(of_kwargs, "kwargs")]
+        if sum(isinstance(leaf, torch.Tensor) for leaf in self.leaves) > sum(_num_tensors(spec) for _, spec in lists):
+            return []
+        return [(path, spec.value) for path, spec in lists]
+
+    def _split_numbers(self) -> list[int]:
+        """Return the numbers of the tensors that are split."""
+        return [
+            number
+            for number, (leaf, axis) in enumerate(zip(self.leaves, self.axes, strict=True))
+            if axis is not None and isinstance(leaf, torch.Tensor) and leaf.dim()
+        ]
+
+    def in_dims_with_whole(self, numbers: Sequence[int]) -> dict[Any, Any]:
+        """Return the `in_dims` with which every replica gets all of the leaves with these numbers, others as now."""
+        axes = [None if number in numbers else axis for number, axis in enumerate(self.axes)]
+        return in_dims_of(*self._structure(), axes, self._dim)
+
+    def may_have_no_rows(self) -> list[list[int]]:
+        """Return sets of tensors that may be split by mistake, the likeliest first: the numbers of their leaves.
+
+        One tensor has the rows if several are split. It is likely to be the first; others with fewer dimensions are the
+        first to be doubted.
+        """
+        split = self._split_numbers()
+        if len(split) < 2:
+            return []
+        doubted = sorted(split[1:], key=lambda number: self.leaves[number].dim())
+        return [*([number] for number in doubted), split[1:], split[:1]]
+
+    def described(self, numbers: Sequence[int]) -> str:
+        """Return the paths of tensors, with their shapes and the axes along which they are split."""
+        paths = self._paths()
+        return _named([f"{paths[i]} of shape {tuple(self.leaves[i].shape)} along dim {self.axes[i]}" for i in numbers])
+
+    def how_split(self, sizes: Sequence[int]) -> str | None:
+        """Return how the inputs were split, in words, and what to write if one of them has no rows.
+
+        None: one tensor has been split, which is the batch, or none.
+        """
+        split = self._split_numbers()
+        if len(split) < 2 or len(sizes) < 2:
+            return None
+        each = self.described(split)
+        rows = f"{self.rows} = {' + '.join(map(str, sizes))}"
+        if self._split_lists():
+            return _SPLIT_ENTRIES.format(sizes=rows, each=each)
+        in_dims = self.in_dims_with_whole(self.may_have_no_rows()[0])
+        return _SPLIT.format(sizes=rows, each=each, in_dims=in_dims)
 
     def first_rows(self, rows: int) -> "Arguments | None":
         """Return arguments with the first `rows` rows, copied; if there are fewer, they are repeated.
@@ -230,6 +322,28 @@ class Arguments:
         return inputs, pytree.unflatten(of_kwargs, following, rebuild_all=rebuild_all)
 
 
+def _num_tensors(spec: pytree.Spec) -> int:
+    if spec.keys is None:
+        return int(isinstance(spec.value, torch.Tensor))
+    return sum([_num_tensors(child) for child in spec.specs])
+
+
+def _num_entries(leaf: Any, axis: int) -> int | None:
+    """Return how many entries a leaf has along an axis, if it is an array or a sequence of another library's."""
+    kind = type(leaf)
+    if kind in MODES or isinstance(leaf, torch.Tensor | str | bytes | torch.Size | Mapping | torch.nn.Module):
+        return None
+    shape = getattr(leaf, "shape", None)
+    if isinstance(shape, tuple) and shape:
+        return shape[axis] if -len(shape) <= axis < len(shape) else None
+    if not hasattr(kind, "__len__") or not hasattr(kind, "__getitem__"):
+        return None
+    try:
+        return len(leaf)
+    except TypeError:  # an array without axes
+        return None
+
+
 def _named(each: Sequence[str]) -> str:
     """Return a list for a message, cut if it is long."""
     return ", ".join(each[:_NAMED]) + (f", and {len(each) - _NAMED} more" if len(each) > _NAMED else "")
@@ -250,7 +364,7 @@ def _parts(
     if isinstance(leaf, torch.Tensor):
         return place(leaf, Shard(axis, sizes) if axis is not None and leaf.dim() else Replicate())
     if batch_type is None:
-        return [leaf] * len(sizes)
+        return SharedIterator.each(leaf, len(sizes)) if isinstance(leaf, SharedIterator) else [leaf] * len(sizes)
     shards = list(batch_type.scatter(leaf, list(sizes))) if axis is not None else [leaf] * len(sizes)
     if len(shards) != len(sizes):
         raise ValueError(

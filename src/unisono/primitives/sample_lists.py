@@ -5,6 +5,7 @@ list of strings. So pictures of several sizes are split along their channels, an
 """
 
 import copy
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, TypeVar
@@ -94,6 +95,39 @@ def warn_of_whole_lists(inputs: Spec, name: str, leaves: Iterator[tuple[Any, int
         )
 
 
+def split_lists(inputs: Spec, name: str) -> list[tuple[str, Spec]]:
+    """Return the lists and tuples of two entries or more that are alike and have tensors, each with its path.
+
+    Entries are alike if they have one structure, and tensors of one number of axes and one dtype: pictures; or dicts
+    with a picture. What is inside such a list is not searched.
+    """
+    pairs = zip(inputs.keys or (), inputs.specs, strict=True)
+    return [found for key, child in pairs for found in _split_lists(child, name + step(inputs.value, key))]
+
+
+def _split_lists(spec: Spec, path: str) -> Iterator[tuple[str, Spec]]:
+    are_alike = type(spec.value) in (list, tuple, deque) and len(spec.specs) > 1 and len({*map(_form, spec.specs)}) == 1
+    if are_alike and any(isinstance(leaf, torch.Tensor) and leaf.dim() for leaf in _leaves(spec.specs[0])):
+        yield path, spec
+        return
+    for key, child in zip(spec.keys or (), spec.specs, strict=True):
+        yield from _split_lists(child, path + step(spec.value, key))
+
+
+def _form(spec: Spec) -> Any:
+    if spec.keys is not None:
+        return type(spec.value), spec.keys, tuple([_form(child) for child in spec.specs])
+    value = spec.value
+    return (value.dim(), value.dtype) if isinstance(value, torch.Tensor) else type(value)
+
+
+def _leaves(spec: Spec) -> Iterator[Any]:
+    if spec.keys is None:
+        yield spec.value
+    for child in spec.specs:
+        yield from _leaves(child)
+
+
 def _find_lists(
     spec: Spec,
     keys: tuple[Any, ...],
@@ -123,7 +157,7 @@ def _find_lists(
 
 
 def _may_be_samples(value: Any) -> bool:
-    is_sequence = type(value) is list or (type(value) is tuple and not isinstance(value[0], int | float))
+    is_sequence = type(value) in (list, deque) or (type(value) is tuple and not isinstance(value[0], int | float))
     return is_sequence and any(entry is not None for entry in value)
 
 

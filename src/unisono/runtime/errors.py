@@ -124,6 +124,11 @@ def _first_time(message: str) -> bool:
     return first
 
 
+def is_of_replica(error: BaseException) -> bool:
+    """Return whether a replica has raised an error."""
+    return any(note.startswith("raised in ") for note in getattr(error, "__notes__", ()))
+
+
 def annotate(errors: list[tuple[str, BaseException]]) -> BaseException:
     """Return the first of several replicas' errors, with notes that name its replica and the other errors.
 

@@ -28,6 +28,20 @@ from torch.utils import _python_dispatch
 
 from unisono.runtime.interrupts import interruptible
 
+# ---- tracing -------------------------------------------------------------------------------------
+
+
+def has_tracer() -> bool:
+    """Return whether torch.jit traces in this thread, or torch.fx in any.
+
+    Fallback: False. Then a trace of a wrapper ends in an error of torch's.
+    """
+    try:
+        return bool(torch._C._is_tracing() or torch.fx._symbolic_trace._is_fx_tracing_flag)
+    except AttributeError:
+        return False
+
+
 # ---- backward ------------------------------------------------------------------------------------
 
 

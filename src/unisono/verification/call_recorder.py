@@ -138,8 +138,8 @@ def match(
 
 
 def _joined(parts: Sequence[torch.Tensor], axis: int) -> torch.Tensor | None:
-    shapes = {(*part.shape[:axis], *part.shape[axis + 1 :]) for part in parts}
-    return torch.cat(list(parts), axis) if len(shapes) == 1 and len({part.dtype for part in parts}) == 1 else None
+    forms = {(part.dim(), *part.shape[:axis], *part.shape[axis + 1 :], part.dtype) for part in parts}
+    return torch.cat(list(parts), axis) if len(forms) == 1 else None
 
 
 def _without_rows(
@@ -150,7 +150,7 @@ def _without_rows(
     stacked = torch.stack(list(many))
     yield stacked.sum(0).to(one.dtype)
     if one.is_floating_point() and len(rows) == len(many):
-        weights = torch.tensor(rows, dtype=torch.float64) / max(1, sum(rows))
+        weights = torch.tensor(rows, dtype=torch.float64, device="cpu") / max(1, sum(rows))
         yield torch.tensordot(weights, stacked.double(), 1).to(one.dtype)
 
 

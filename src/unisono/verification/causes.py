@@ -26,6 +26,7 @@ LOST = "what a replica assigns to its attributes is lost when its forward ends"
 # An option that was given with this value explains the difference.
 _ASKS_FOR = {Cause.PER_SHARD_BATCH_NORM: ("sync_batch_norm", False), Cause.ONE_NUMBER_A_SHARD: ("scalars", "stack")}
 _UNCERTAIN = (Cause.ROWS_INTERACT, Cause.UNKNOWN)  # repeating the step shows more about these
+_PERHAPS_SPLIT_WRONGLY = (*_UNCERTAIN, Cause.JOINED_ON_ANOTHER_AXIS)  # another way to split the inputs may
 _DRAWN = (
     "{generators} is drawn from, or seeded, in a way that cannot be switched off. Draw with torch's functions, or "
     "outside of the model, and pass the result to it as an input"
@@ -37,6 +38,18 @@ _PER_SHARD = (
 _ROWS_INTERACT = (
     "what it computes for a row depends on the other rows of the shard{where}. Compute such things from the gathered "
     "output, outside of the model; or, if the rows are not on axis {dim}, say so with dim"
+)
+SPLIT_INPUT = (
+    "{inputs}: split by rows, although it has none. With in_dims={in_dims} every replica gets all of it, and the "
+    "numbers are those of one device"
+)
+SPLIT_LIST = (
+    "{input} is a list with one entry a row, and the tensors in each entry are split. As unisono.SampleList({input}) "
+    "it is split by entry, and the numbers are those of one device"
+)
+_LOST_AXIS = (
+    "output{path} has shape {one} on one device, and {shard} in a replica with one row: its axis of rows is gone, as "
+    "squeeze() removes each axis of size 1. Name the axis to remove, as in squeeze(-1)"
 )
 _ROWS_COMPARED = (
     "{output} compares rows with each other, and a replica has those of its shard only. Return what is computed of "
@@ -122,6 +135,9 @@ class Comparison:
         _, spec = pytree.flatten(self.one.output)
         paths = [*spec.paths()]
         joined_on = dict(zip(paths, self.wrapped._options.rules().axes(spec)[0], strict=True))
+        if lost := self._lost_axis():
+            yield lost
+            return
         dims: dict[str, int | None] = {}  # where the rows are
         wrong: list[str] = []
         for i, (path, tensor) in enumerate(outputs.items()):
@@ -147,6 +163,22 @@ class Comparison:
             out_dims = pytree.unflatten(spec, [dims.get(path, self.wrapped.dim) for path in paths])
             text = f"{wrong[0]}. out_dims={out_dims!r} says where they are"
             yield self._finding("", Cause.JOINED_ON_ANOTHER_AXIS, text)
+
+    def _lost_axis(self) -> Finding | None:
+        """Return the finding about the first call whose output has fewer axes in a replica with one row."""
+        of_many, rows = self.many.recorder.grouped(), self.many.rows
+        for key, (call, *_) in self.one.recorder.grouped().items() if 1 in rows else ():
+            parts = [part.outputs for part in of_many.get(key, ())]
+            if len(parts) != len(rows) or any(len(part) != len(call.outputs) for part in parts):
+                continue
+            for i, (path, tensor) in enumerate(call.outputs):
+                shapes = [part[i][1].shape for part in parts]
+                if all((len(shape) < tensor.dim()) <= (size == 1) for shape, size in zip(shapes, rows, strict=True)):
+                    fewest = min(shapes, key=len)
+                    if len(fewest) < tensor.dim():
+                        text = _LOST_AXIS.format(path=path, one=tuple(tensor.shape), shard=tuple(fewest))
+                        return self._finding(call.name, Cause.LOST_AXIS, text)
+        return None
 
     def _num_axes_with_rows(self, tensor: torch.Tensor, parts: Sequence[torch.Tensor]) -> int:
         """Return how many axes are as long as the batch on one device, and as long as its shard in each replica."""
@@ -209,7 +241,7 @@ class Comparison:
         if numbers is None or numbers.shape != (len(self.many.rows),):
             return ""
         numbers = plain(numbers).cpu().double()
-        weights = torch.tensor(self.many.rows, dtype=torch.float64) / sum(self.many.rows)
+        weights = torch.tensor(self.many.rows, dtype=torch.float64, device="cpu") / sum(self.many.rows)
         for scalars, joined in (("mean", numbers @ weights), ("sum", numbers.sum())):
             if self.tolerance.same(one, joined.to(one.dtype)):
                 return scalars
@@ -229,3 +261,14 @@ def nondeterministic(
     where = f", first at {divergence[0].name or 'the model itself'}" if divergence else ""
     cause, text = Cause.NONDETERMINISTIC, _NONDETERMINISTIC.format(where=where)
     return [replace(f, cause=cause, text=text) if f.cause in _UNCERTAIN else f for f in findings]
+
+
+def may_be_split_wrongly(findings: Sequence[Finding]) -> bool:
+    """Return whether to split the inputs in another way would show more."""
+    return any(finding.cause in _PERHAPS_SPLIT_WRONGLY for finding in findings)
+
+
+def split_wrongly(findings: Sequence[Finding], text: str) -> list[Finding]:
+    """Return the findings; the cause of those that it explains is how an input is split, which `text` says."""
+    explained = _PERHAPS_SPLIT_WRONGLY
+    return [replace(f, cause=Cause.SPLIT_WRONGLY, text=text) if f.cause in explained else f for f in findings]

@@ -103,7 +103,8 @@ def numbers_in(model: nn.Module) -> dict[str, torch.Tensor]:
         for name, value in vars(module).items():
             name = f"{path}.{name}" if path else name
             if isinstance(value, bool | float | complex) or (isinstance(value, int) and abs(value) < _TOO_LARGE):
-                found[name] = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+                dtype = torch.float64 if isinstance(value, float) else None
+                found[name] = torch.tensor(value, dtype=dtype, device="cpu")
             elif type(value) is torch.Tensor and not (value.requires_grad or value.is_nested or value.is_meta):
                 found[name] = plain(value).to("cpu", copy=True)
     return found

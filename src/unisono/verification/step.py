@@ -11,8 +11,10 @@ from torch import nn
 from unisono.data_parallel import DataParallel
 from unisono.engines.replica import leaves_and_nodes
 from unisono.primitives import pytree
+from unisono.primitives.shared_iterators import iterators_anew
 from unisono.runtime import devices as _devices
 from unisono.runtime.draws_off import DrawsOff
+from unisono.runtime.errors import is_of_replica
 from unisono.verification.call_recorder import CallRecorder
 from unisono.verification.compare import joined_numbers, plain, tensors_in
 from unisono.verification.state import RandomState, copied, generators_of, numbers_in
@@ -55,7 +57,7 @@ def _fresh(value: Any, device: torch.device) -> Any:
     def copied(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)
 
-    return pytree.map_all_tensors(copied, value)
+    return iterators_anew(pytree.map_all_tensors(copied, value))
 
 
 def _projection(outputs: dict[str, torch.Tensor], like: dict[str, torch.Tensor]) -> torch.Tensor | None:
@@ -72,7 +74,8 @@ def _projection(outputs: dict[str, torch.Tensor], like: dict[str, torch.Tensor])
         tensor = tensor.to_dense() if tensor.layout is not torch.strided else tensor
         tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         dtype = torch.promote_types(tensor.dtype, torch.float32)
-        weights = torch.randn(tensor.shape, generator=generator, dtype=dtype) / max(1, tensor.numel()) ** 0.5
+        weights = torch.randn(tensor.shape, generator=generator, dtype=dtype, device="cpu")
+        weights /= max(1, tensor.numel()) ** 0.5
         part = (tensor.to(dtype) * weights.to(tensor.device)).sum()
         total = part if total is None else total + part.to(total.dtype)
     return total
@@ -140,7 +143,7 @@ def take_step(
         try:
             output = model(*args, **kwargs)
         except ValueError as error:
-            if like is None or not step.recorder.root_calls() or _is_of_a_replica(error):
+            if like is None or not step.recorder.root_calls() or is_of_replica(error):
                 raise
             step.error = error
     if isinstance(model, DataParallel):
@@ -164,12 +167,8 @@ def _nudge(tensors: Sequence[torch.Tensor], by: float) -> None:
     generator = torch.Generator().manual_seed(_SEED)
     for tensor in tensors:
         if tensor.is_floating_point() and tensor.layout is torch.strided:
-            noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).mul_(by).add_(1)
+            noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64, device="cpu").mul_(by).add_(1)
             tensor.data.mul_(noise.to(tensor.device, tensor.dtype))
-
-
-def _is_of_a_replica(error: Exception) -> bool:
-    return any(note.startswith("raised in ") for note in getattr(error, "__notes__", ()))
 
 
 def _backward(loss: torch.Tensor, leaves: Sequence[torch.Tensor], *, may_fail: bool) -> str:

@@ -12,6 +12,7 @@ value. A draw that this does not reach moves a random state. Then the mode is no
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -21,16 +22,29 @@ from torch import nn
 from unisono.data_parallel import DataParallel
 from unisono.primitives.blueprint import check_initialized
 from unisono.primitives.checks import check_module
+from unisono.primitives.inputs import Arguments
 from unisono.primitives.placements import check_have_data
+from unisono.primitives.sample_lists import SampleList
+from unisono.primitives.shared_iterators import shared
 from unisono.runtime import devices as _devices
 from unisono.runtime.devices import DeviceLike
 from unisono.verification import compare
-from unisono.verification.causes import LOST, Comparison, is_uncertain, nondeterministic
+from unisono.verification.causes import (
+    LOST,
+    SPLIT_INPUT,
+    SPLIT_LIST,
+    Comparison,
+    is_uncertain,
+    may_be_split_wrongly,
+    nondeterministic,
+    split_wrongly,
+)
 from unisono.verification.compare import Tolerance
 from unisono.verification.report import MODES, Finding, Kind, Report, Row
 from unisono.verification.state import RandomState, copied
 from unisono.verification.step import Example, RecordedStep, take_step
 
+_TRIED = 16  # inputs at most, to find the one that is split and has no rows
 _NO_ACCELERATOR = "this machine has no accelerator: the replicas were on the CPU"
 _SWITCHED_OFF = "random draws have fixed values while it compares, and dropout drops nothing: {operations}"
 _JUMPS = (
@@ -105,7 +119,7 @@ def verify(
     check_have_data("compare", target, "target")
     devices = wrapped.devices
     gathered_on = _devices.resolve_output(wrapped.output_device, devices)
-    example = Example(inputs, target, criterion, devices[0], gathered_on)
+    example = Example(shared(inputs), target, criterion, devices[0], gathered_on)
     rows: list[Row] = []
     findings: list[Finding] = []
     notes = [_NO_ACCELERATOR] if wrapped is not model and not _devices.resolve(device_ids) else []
@@ -135,10 +149,14 @@ def verify(
                 if not any(row.differs for row in found):
                     continue
                 of_mode = comparison.findings(found)
+                is_nondeterministic = False
                 if is_uncertain(of_mode):
                     again = step(wrapped.module)
-                    if any(row.differs for row in _rows(mode, one, again, tolerance)):
-                        of_mode = nondeterministic(of_mode, one, again, tolerance)
+                    is_nondeterministic = any(row.differs for row in _rows(mode, one, again, tolerance))
+                    of_mode = nondeterministic(of_mode, one, again, tolerance) if is_nondeterministic else of_mode
+                if not is_nondeterministic and may_be_split_wrongly(of_mode):
+                    text = _wrongly_split(wrapped, example, one, tolerance, step)
+                    of_mode = of_mode if text is None else split_wrongly(of_mode, text)
                 findings += of_mode
     finally:
         random.restore()
@@ -176,6 +194,8 @@ def _wrap(
         devices = devices * 2
     if not devices:  # a script for GPUs on a machine without any
         devices = [torch.device("cpu")] * max(2, len(device_ids or ()))
+    # With `in_dims` no input is warned of: what differs is found here.
+    options = {"in_dims": dim, **options}
     return DataParallel(copied(model), devices, output_device, dim, process_group=False, **options)
 
 
@@ -197,6 +217,52 @@ def _rows(mode: str, one: RecordedStep, many: RecordedStep, tolerance: Tolerance
     updated = _updated(one, many)
     of_many = {name: number for name, number in many.attributes.items() if name in updated}
     return [*rows, *compare.rows_of(mode, Kind.ATTRIBUTE, updated, of_many, tolerance)]
+
+
+def _wrongly_split(
+    wrapped: DataParallel,
+    example: Example,
+    one: RecordedStep,
+    tolerance: Tolerance,
+    step: Callable[..., RecordedStep],
+) -> str | None:
+    """Return what is to be said of an input that has no rows and is split, or of a list that is not split by entry.
+
+    None: there is none. With the remedy the step gives the numbers of one device: that is tried.
+    """
+    inputs, kwargs = example.fresh_inputs()
+    arguments = Arguments(inputs, kwargs, wrapped.dim, wrapped.in_dims, wrapped.module.forward)
+
+    def gives_the_same(model: nn.Module, example: Example) -> bool:
+        try:
+            many = step(model, like=one, example=example)
+        except Exception:  # noqa: BLE001  the model may expect other inputs: any error says that this is no remedy
+            return False
+        rows = [row for row in _rows("", one, many, tolerance) if row.kind in (Kind.OUTPUT, Kind.LOSS)]
+        return many.error is None and not any(row.differs for row in rows)
+
+    for numbers in arguments.may_have_no_rows()[:_TRIED]:
+        attempt: DataParallel = copied(wrapped)  # type: ignore[assignment]
+        attempt.in_dims = in_dims = arguments.in_dims_with_whole(numbers)
+        if gives_the_same(attempt, example):
+            return SPLIT_INPUT.format(inputs=arguments.described(numbers), in_dims=in_dims)
+    for name, inputs in _with_samples(example.inputs):
+        if gives_the_same(wrapped, replace(example, inputs=inputs)):
+            return SPLIT_LIST.format(input=name)
+    return None
+
+
+def _with_samples(inputs: Any) -> Iterator[tuple[str, Any]]:
+    """Yield inputs with a list in the place of a SampleList, each with the list's name."""
+    given = inputs if isinstance(inputs, dict) else dict(enumerate(inputs if type(inputs) is tuple else (inputs,)))
+    for key, value in given.items():
+        if type(value) in (list, tuple):
+            with_samples = given | {key: SampleList(value)}
+            is_named = isinstance(inputs, dict)
+            yield (
+                f"{'kwargs' if is_named else 'inputs'}[{key!r}]",
+                with_samples if is_named else (*with_samples.values(),),
+            )
 
 
 def _updated(one: RecordedStep, many: RecordedStep) -> dict[str, torch.Tensor]:

@@ -1,0 +1,214 @@
+"""Inputs that are split by accident, or not at all: the error, or a warning, names them and what to write."""
+
+import ast
+import itertools
+import threading
+import warnings
+from collections import deque
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import unisono
+from helpers.contract import Wrap
+from helpers.modules import Composed, Fn
+from unisono import SampleList
+
+NOTE = "the inputs were split by rows, 4 = 2 + 2: "
+
+
+def notes(error: BaseException) -> list[str]:
+    return [note for note in getattr(error, "__notes__", ()) if note.startswith(NOTE)]
+
+
+def messages(function, *inputs, **options):
+    """Return the warnings of a call."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        unisono.DataParallel(Fn(function), ["cpu"] * 2, **options)(*inputs)
+    return [str(each.message) for each in seen]
+
+
+# ---- tensors that have no rows ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "path"),
+    [
+        (lambda x, w: nn.functional.cross_entropy(x, torch.zeros(len(x), dtype=torch.int64), w[:, 0]), "inputs[1]"),
+        (lambda x, w: x @ w.expand(4, 4), "inputs[1]"),
+        (lambda x, p: x @ p["layer"][0].expand(4, 4), "inputs[1]['layer'][0]"),
+        (lambda x, w: x[:, : int(w.max())], "inputs[1]"),
+    ],
+    ids=["class weights", "table", "nested", "gathered"],
+)
+def test_an_error_names_the_inputs_and_how_they_were_split(wrap: Wrap, function, path):
+    """S18: and with the `in_dims` that it names, the numbers are one device's."""
+    x, weights = torch.rand(4, 4), torch.arange(1.0, 5.0)[:, None].expand(4, 4)
+    given = {"layer": [weights]} if "layer" in path else weights
+    with pytest.raises((RuntimeError, ValueError)) as raised:
+        wrap(Fn(function))(x, given)
+    (note,) = notes(raised.value)
+    assert f"inputs[0] of shape (4, 4) along dim 0, {path} of shape (4, 4) along dim 0. " in note
+    in_dims = ast.literal_eval(note.partition("such as in_dims=")[2])
+    whole = wrap(Fn(function), scalars="mean", in_dims=in_dims)
+    torch.testing.assert_close(whole(x, given), function(x, given))
+
+
+def test_the_plain_composition_names_them_too():
+    """S18, A9: a wrapper with a verb of its own."""
+    with pytest.raises(RuntimeError) as raised:
+        Composed(Fn(lambda x, w: x @ w), ["cpu"] * 2)(torch.rand(4, 4), torch.ones(4, 4))
+    assert len(notes(raised.value)) == 1
+
+
+def test_a_single_tensor_is_the_batch(wrap: Wrap):
+    """S18: nothing is said about it."""
+    with pytest.raises(RuntimeError) as raised:
+        wrap(Fn(lambda x: x @ torch.ones(9, 9)))(torch.rand(4, 4))
+    assert notes(raised.value) == []
+
+
+# ---- a list as the only input ----------------------------------------------------------------------
+
+
+PICTURES = [torch.ones(3, 8, 8) for _ in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("given", "path"),
+    [
+        (PICTURES, "inputs[0]"),
+        (tuple(PICTURES), "inputs[0]"),
+        ([{"picture": picture, "name": "a"} for picture in PICTURES], "inputs[0]"),
+        ({"pictures": PICTURES}, "inputs[0]['pictures']"),
+    ],
+    ids=["list", "tuple", "dicts", "nested"],
+)
+def test_a_list_as_the_only_input_is_warned_of(given, path):
+    """S17: its tensors are split one by one, as in torch; `in_dims` says that this is meant."""
+    (message,) = messages(lambda given: torch.ones(2), given)
+    assert message.startswith(f"{path} is a ")
+    assert f"give unisono.SampleList({path})" in message
+    assert messages(lambda given: torch.ones(2), given, in_dims=0) == []
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        (torch.ones(3), PICTURES),
+        (SampleList(PICTURES),),
+        ([torch.ones(4, 2), torch.ones(4, dtype=torch.int64)],),
+        ([torch.ones(4, 2)],),
+    ],
+    ids=["beside a tensor", "samples", "unlike entries", "one entry"],
+)
+def test_other_lists_are_not_warned_of(inputs):
+    """S17: lists that are known, or likely, to be containers."""
+    assert messages(lambda *inputs: torch.ones(2), *inputs) == []
+
+
+def test_an_error_about_a_list_names_the_remedy(wrap: Wrap):
+    """S17, S18"""
+    model = wrap(Fn(lambda given: torch.stack([each @ torch.ones(9) for each in given])), in_dims=0)
+    with pytest.raises(RuntimeError) as raised:
+        model([torch.ones(4, 8)] * 2)
+    (note,) = notes(raised.value)
+    assert note.endswith("A list with one entry a row is a unisono.SampleList")
+
+
+# ---- arrays ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "array",
+    [numpy.arange(4.0), numpy.ones((4, 2)), numpy.array(["a"] * 4), deque(range(4)), range(4)],
+    ids=["vector", "matrix", "strings", "deque", "range"],
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_array_with_an_entry_a_row_is_warned_of(array, nested):
+    """S17: every replica gets all of it, as in torch; `in_dims` says that this is meant."""
+    (message,) = messages(lambda x, array: x, torch.ones(4, 1), {"array": array} if nested else array)
+    assert message.startswith("inputs[1]['array']" if nested else "inputs[1]")
+    assert "as many entries as the batch has rows" in message
+    in_dims = ast.literal_eval(message.partition("in_dims=")[2].removesuffix("."))
+    given = {"array": array} if nested else array
+    assert messages(lambda x, array: x, torch.ones(4, 1), given, in_dims=in_dims) == []
+
+
+@pytest.mark.parametrize(
+    "other",
+    [numpy.ones(3), numpy.float64(2), "abcd", b"abcd", torch.Size([1] * 4), object(), nn.ModuleList([nn.ReLU()] * 4)],
+    ids=repr,
+)
+def test_other_objects_are_not_warned_of(other):
+    """S17, S4"""
+    assert messages(lambda x, other: x, torch.ones(4, 1), other) == []
+
+
+# ---- iterators -------------------------------------------------------------------------------------
+
+
+def powers():
+    yield from [2.0, 3.0, 5.0]
+
+
+@pytest.mark.parametrize(
+    "made",
+    [lambda: iter([2.0, 3.0, 5.0]), powers, lambda: map(float, "235"), lambda: itertools.chain([2.0], [3.0, 5.0])],
+    ids=["list", "generator", "map", "chain"],
+)
+@pytest.mark.parametrize("options", [{}, {"parts": 2}, {"rescue": True}], ids=str)
+def test_each_replica_gets_all_items_of_an_iterator(wrap: Wrap, made, options):
+    """S19: each took some of them. In parts, each part, and its second computation, begins anew."""
+    model = wrap(Fn(lambda x, items: x * sum(items)), 3, **options)
+    x = torch.rand(6, 2, requires_grad=True)
+    output = model(x, made())
+    torch.testing.assert_close(output, x * 10)
+    output.sum().backward()
+    torch.testing.assert_close(x.grad, torch.full_like(x, 10))
+
+
+def test_an_iterator_that_is_used_in_turns(wrap: Wrap):
+    """S19: what forward has not taken is left, and an iterator need not have an end."""
+    model, items = wrap(Fn(lambda x, given: x * next(given["items"]))), itertools.count(1)
+    for expected in (1, 2, 3):
+        torch.testing.assert_close(model(torch.ones(4, 1), {"items": items}), torch.full((4, 1), float(expected)))
+    assert next(items) == 4
+
+
+def test_an_iterator_runs_in_one_thread_at_a_time(wrap: Wrap):
+    """S19: a generator that two threads advance at once is an error of Python's."""
+    running = threading.Lock()
+
+    def slow():
+        for item in range(200):
+            assert running.acquire(blocking=False)
+            running.release()
+            yield item
+
+    model = wrap(Fn(lambda x, items: x * sum(items)), 3)
+    torch.testing.assert_close(model(torch.ones(6, 1), items=slow()), torch.full((6, 1), 19900.0))
+
+
+def test_an_error_of_an_iterator_reaches_the_caller(wrap: Wrap):
+    """S19, F1"""
+
+    def broken():
+        yield 1.0
+        raise KeyError("of the iterator")
+
+    with pytest.raises(KeyError, match="of the iterator"):
+        wrap(Fn(lambda x, items: x * sum(items)))(torch.ones(4, 1), broken())
+
+
+def test_with_one_replica_it_is_the_iterator_itself(wrap: Wrap):
+    """S19, A3: its methods work; with several, attributes are those of the caller's."""
+    generator = powers()
+    kinds = []
+    wrap(Fn(lambda x, items: kinds.append(items) or x), 1)(torch.ones(4, 1), generator)
+    assert kinds == [generator]
+    wrap(Fn(lambda x, items: kinds.append(items.gi_running) or x))(torch.ones(4, 1), generator)
+    assert kinds[1:] == [False] * 2
