@@ -108,6 +108,8 @@ class Comparison:
     def _finding(self, name: str, cause: Cause, text: str) -> Finding:
         option, value = _ASKS_FOR.get(cause, ("", None))
         explained = option in self.given and self.given[option] == value
+        if cause is Cause.PER_SHARD_BATCH_NORM and self.wrapped.sync_batch_norm is False:
+            explained = True
         return Finding(self.mode, name, type(self._submodule(name)).__name__, cause, text, explained)
 
     def _submodule(self, name: str) -> nn.Module:

@@ -10,12 +10,13 @@ from torch import nn
 
 from unisono.data_parallel import DataParallel
 from unisono.engines.replica import leaves_and_nodes
+from unisono.engines.shared_generators import generators_of
 from unisono.primitives import pytree
 from unisono.runtime import devices as _devices
 from unisono.runtime.draws_off import DrawsOff
 from unisono.verification.call_recorder import CallRecorder
 from unisono.verification.compare import joined_numbers, plain, tensors_in
-from unisono.verification.state import RandomState, copied, generators_of, numbers_in
+from unisono.verification.state import RandomState, copied, numbers_in
 
 _SEED = 0  # of the projection and the nudges, which are the same in every step
 
