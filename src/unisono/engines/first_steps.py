@@ -20,7 +20,7 @@ from unisono.runtime import draws_off
 from unisono.runtime.errors import warn
 
 _PER_SHARD = (
-    "{layer} is a batch norm in training, and each replica normalises its own rows: the numbers are not those of one "
+    "{layer}: batch norm in training, of which each replica normalises its own rows: the numbers are not those of one "
     "device. With sync_batch_norm=True batch norm sees the rows of all replicas, and they are; sync_batch_norm=False "
     "says that each replica's own rows are meant."
 )
@@ -62,6 +62,11 @@ class FirstSteps:
                 layer = f"layer {path!r} ({kind})" if path else kind
                 self._say("batch norm", _PER_SHARD.format(layer=layer))
                 return
+
+    def say_of_functional_batch_norm(self) -> None:
+        """Warn of a batch norm that was found in a replica's graph; `look_at_batch_norm` may have done so already."""
+        if not draws_off.are_off():
+            self._say("batch norm", _PER_SHARD.format(layer="torch.nn.functional.batch_norm"))
 
     def watch_generators(self, root: nn.Module, inputs: Iterable[Any]) -> Callable[[], None]:
         """Return what warns, once the replicas have run, if a generator that they share has moved.

@@ -513,7 +513,7 @@ def look_for_live_tensors(
     if not groups:  # outputs without tensors
         return CapturedTensors()
     captured: dict[int, torch.Tensor] = {}
-    has_reentrant_checkpoint = leads_to_earlier = are_linked = False
+    has_reentrant_checkpoint = leads_to_earlier = are_linked = has_batch_norm = False
     histories = {tensor.grad_fn: tensor for tensor in blueprint.histories.values()}
     of_replicas = zip(where, zip(*(group.tensors for group in groups), strict=True), strict=True)
     for index, (place, outputs) in enumerate(of_replicas):
@@ -533,13 +533,15 @@ def look_for_live_tensors(
                 are_linked |= reached.replica != index
                 leads_to_earlier |= reached.collector not in collectors
             has_reentrant_checkpoint |= is_reentrant_checkpoint(reached)
+            has_batch_norm |= torch_private.is_batch_norm_in_training(reached)
             if reached in histories:
                 raise RuntimeError(
                     f"{place} used {blueprint.name_of(histories[reached])}, a tensor that was computed outside "
                     "forward and needs gradients. Pass it to the model as an input, compute it in forward, or "
                     "detach() it."
                 )
-    return CapturedTensors([*captured.values()], has_reentrant_checkpoint, leads_to_earlier, are_linked)
+    found = has_reentrant_checkpoint, leads_to_earlier, are_linked, has_batch_norm
+    return CapturedTensors([*captured.values()], *found)
 
 
 def is_reentrant_checkpoint(node: Any) -> bool:

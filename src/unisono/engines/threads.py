@@ -261,9 +261,18 @@ class Forward:
         has_several = len(call.devices) > 1
         if not (has_several or call.sync_context is not None) or not first_steps.begins(structure_of(pool, call)):
             return None
-        if call.sync_batch_norm is None and (has_several or call.sync_context.gradient_sync.communicator.rank == 0):
+        if self._normalises_shards():
             first_steps.look_at_batch_norm(pool.blueprint.root, in_one_process=has_several)
         return first_steps.watch_generators(pool.blueprint.root, call.arguments.leaves) if has_several else None
+
+    def _normalises_shards(self) -> bool:
+        """Return whether batch norm would see a part of the rows, no option says so, and it is this rank's to say."""
+        call = self._call
+        if call.sync_batch_norm is not None or inside_replica():
+            return False
+        return len(call.devices) > 1 or (
+            call.sync_context is not None and call.sync_context.gradient_sync.communicator.rank == 0
+        )
 
     def _passes(self, module: nn.Module) -> Passes:
         """Return what is around each pass over the replicas."""
@@ -301,6 +310,8 @@ class Forward:
         graphs.keep = carries_objects(call)
         collectors = [group.collector for group in graphs.groups]
         graphs.captured = self._model.search.captured_tensors(pool, call, groups, graphs.where, collectors, graphs.keep)
+        if graphs.captured.has_batch_norm and self._normalises_shards():
+            self._model.first_steps.say_of_functional_batch_norm()
         graphs.leaves = [
             LeafTensors(leaf, BoundaryTensor(Replicate(), leaf.device, [leaf] * len(call.devices)))
             for leaf in graphs.captured.tensors
