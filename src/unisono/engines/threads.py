@@ -266,9 +266,12 @@ class Forward:
         return first_steps.watch_generators(pool.blueprint.root, call.arguments.leaves) if has_several else None
 
     def _normalises_shards(self) -> bool:
-        """Return whether batch norm would see a part of the rows, no option says so, and it is this rank's to say."""
+        """Return whether batch norm would see a part of the rows, no option says so, and it is this rank's to say.
+
+        With `parts=` it is an error.
+        """
         call = self._call
-        if call.sync_batch_norm is not None or inside_replica():
+        if call.sync_batch_norm is not None or call.parts > 1 or inside_replica():
             return False
         return len(call.devices) > 1 or (
             call.sync_context is not None and call.sync_context.gradient_sync.communicator.rank == 0
