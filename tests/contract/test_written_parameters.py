@@ -119,7 +119,6 @@ WITHOUT_WRITES: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tens
         lambda: nn.Sequential(weight_norm(nn.Linear(5, 4)), spectral_norm(nn.Linear(4, 3))),
         lambda: torch.randn(7, 5),
     ),
-    "the older weight norm": (lambda: torch.nn.utils.weight_norm(nn.Linear(5, 3)), lambda: torch.randn(7, 5)),
     "the older spectral norm": (lambda: torch.nn.utils.spectral_norm(nn.Linear(5, 3)), lambda: torch.randn(7, 5)),
     "an embedding's max_norm": (
         lambda: nn.Embedding(20, 4, max_norm=1.0),
@@ -129,7 +128,6 @@ WITHOUT_WRITES: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tens
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.nn.utils.weight_norm:FutureWarning")
 @pytest.mark.parametrize("name", WITHOUT_WRITES)
 def test_layers_whose_writes_are_right(wrap: Wrap, name: str) -> None:
     """R18, R10: power iterations write into buffers, and rows are shortened to the same values in every replica."""
