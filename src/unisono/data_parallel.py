@@ -57,7 +57,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
     the replicas; outputs are in the order of the inputs. For a module whose rows do not interact, outputs and
     gradients are the plain module's within float rounding; where rows do interact (batch normalisation in training),
     each replica sees its own rows only, as in `torch.nn.DataParallel`. With `sync_batch_norm=True` batch norm sees the
-    whole batch, and the numbers are the plain module's again.
+    whole batch, and the numbers are the plain module's again. Forward may not write into parameters: that is an error.
 
     Args:
         module: the model; with two or more devices, its parameters and buffers are on the first one.

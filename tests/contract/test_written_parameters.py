@@ -69,7 +69,7 @@ def network(write: Callable[[Any, torch.Tensor], None]) -> Any:
 
 @pytest.mark.parametrize("name", WRITES)
 def test_parameters_that_forward_writes_into_are_an_error(wrap: Wrap, name: str) -> None:
-    """R18: each of them is named, with gradients and without, in the step in which forward begins with it."""
+    """R22: each of them is named, with gradients and without, in the step in which forward begins with it."""
     write, named = WRITES[name]
     model, x = wrap(network(write), 3), torch.randn(6, 5)
     for with_gradients in (True, False):
@@ -84,7 +84,7 @@ def test_parameters_that_forward_writes_into_are_an_error(wrap: Wrap, name: str)
 
 
 def test_what_is_not_named_but_a_parameter(wrap: Wrap) -> None:
-    """R18: a buffer that needs a gradient, and a leaf in an attribute."""
+    """R22: a buffer that needs a gradient, and a leaf in an attribute."""
     net = network(lambda net, x: (net.mean.add_(1), net.table.add_(1)))  # type: ignore[func-returns-value, arg-type]
     net.mean.requires_grad_()
     net.table = [torch.zeros(3, requires_grad=True)][0]
@@ -93,7 +93,7 @@ def test_what_is_not_named_but_a_parameter(wrap: Wrap) -> None:
 
 
 def test_the_plain_composition_says_so_too(wrap: Wrap) -> None:
-    """R18: with an overridden verb, and by the function."""
+    """R22: with an overridden verb, and by the function."""
     x = torch.randn(6, 5)
     with pytest.raises(RuntimeError, match=f"{WRITTEN}'shift', once in each of 2"):
         Composed(network(decay), in_turn(2))(x)
@@ -103,7 +103,7 @@ def test_the_plain_composition_says_so_too(wrap: Wrap) -> None:
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_one_replica_writes_as_the_module_does(wrap: Wrap, parts: int) -> None:
-    """R18: but not in parts, of which each would write."""
+    """R22: but not in parts, of which each would write."""
     plain, model = twins(wrap, network(decay), 3, parts=parts)
     x = torch.randn(1 if parts == 1 else 2, 5)
     if parts == 1:
@@ -130,7 +130,7 @@ WITHOUT_WRITES: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tens
 
 @pytest.mark.parametrize("name", WITHOUT_WRITES)
 def test_layers_whose_writes_are_right(wrap: Wrap, name: str) -> None:
-    """R18, R10: power iterations write into buffers, and rows are shortened to the same values in every replica."""
+    """R22, R10: power iterations write into buffers, and rows are shortened to the same values in every replica."""
     make, rows = WITHOUT_WRITES[name]
     plain, model = twins(wrap, make(), 3)
     pairs = [(each, torch.optim.SGD(each.parameters(), 0.1)) for each in (plain, model)]
@@ -149,7 +149,7 @@ def test_layers_whose_writes_are_right(wrap: Wrap, name: str) -> None:
 
 
 def test_writes_of_the_caller_between_steps(wrap: Wrap) -> None:
-    """R18: in place, with the optimizer, in hooks of backward: none of them is forward's."""
+    """R22: in place, with the optimizer, in hooks of backward: none of them is forward's."""
     plain, model = twins(wrap, network(decay), 2)
     for module in (plain, model.module):
         module.is_writing = False  # type: ignore[union-attr]
@@ -164,7 +164,7 @@ def test_writes_of_the_caller_between_steps(wrap: Wrap) -> None:
 
 
 def test_the_remedies(wrap: Wrap) -> None:
-    """R18, R5: a buffer, and one forward of the plain module for an initialisation from the first batch."""
+    """R22, R5: a buffer, and one forward of the plain module for an initialisation from the first batch."""
 
     def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
         if not net.is_set:
@@ -187,7 +187,7 @@ def test_the_remedies(wrap: Wrap) -> None:
 
 
 def test_a_failure_is_not_hidden(wrap: Wrap) -> None:
-    """R18, F1: the replica's own error, where it has written before."""
+    """R22, F1: the replica's own error, where it has written before."""
 
     def write_and_fail(net: Any, x: torch.Tensor) -> None:
         decay(net, x)
