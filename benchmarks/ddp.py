@@ -35,7 +35,7 @@ GOALS = {"tiny": 0.85, "mlp": 0.97, "gpt": 0.97, "resnet": 0.97}
 WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "alone": lambda model: model,
     "ddp": lambda model: DistributedDataParallel(model, gradient_as_bucket_view=True),
-    "unisono": lambda model: unisono.DataParallel(model, ["cpu"]),
+    "unisono": lambda model: unisono.DataParallel(model, ["cpu"], sync_batch_norm=False),
 }
 PARTS = ("whole_s", "forward_s", "backward_s")
 WORLD_SIZE = 2

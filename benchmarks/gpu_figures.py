@@ -261,7 +261,7 @@ def every_gpu_side_by_side(bench: Bench) -> Iterator[Figure]:
         yield Figure("a step of ResNet-50 on several GPUs", None, "ms", "not run: there is one")
         return
     in_one_process: dict[str, Callable[[nn.Module], nn.Module]] = {
-        "unisono.DataParallel": lambda module: DataParallel(module, devices),
+        "unisono.DataParallel": lambda module: DataParallel(module, devices, sync_batch_norm=False),
         "torch.nn.DataParallel": nn.DataParallel,
     }
     for contender, wrap in in_one_process.items():

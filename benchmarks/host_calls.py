@@ -70,7 +70,8 @@ def cost(memory: str, replicas: int, *, batch_norm: bool) -> Cost:
     differences = []
     for num_layers in _NUM_LAYERS:
         plain = plain_calls(num_layers, batch_norm=batch_norm)
-        wrapped = unisono.DataParallel(layers(num_layers, batch_norm=batch_norm), ["cpu"] * replicas)
+        module = layers(num_layers, batch_norm=batch_norm)
+        wrapped = unisono.DataParallel(module, ["cpu"] * replicas, sync_batch_norm=False)
         with MEMORIES[memory]():
             ours = calls_of(wrapped)
         differences.append(Calls(ours.calls - plain.calls, plain.parameters))

@@ -32,7 +32,7 @@ _QUEUE_NOTHING = {
 WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "plain": lambda model: model,
     "ddp": DistributedDataParallel,
-    "unisono": lambda model: unisono.DataParallel(model, ["cpu"]),
+    "unisono": lambda model: unisono.DataParallel(model, ["cpu"], sync_batch_norm=False),
 }
 
 

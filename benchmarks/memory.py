@@ -157,7 +157,7 @@ def training_step(model: Any, kind: str, num_replicas: int, images: Any) -> Call
     import unisono
 
     if kind == "wrapped":
-        model = unisono.DataParallel(model, ["cpu"] * num_replicas)
+        model = unisono.DataParallel(model, ["cpu"] * num_replicas, sync_batch_norm=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     labels = torch.randint(0, 10, (len(images),))
 

@@ -69,7 +69,7 @@ def step(model: nn.Module) -> None:
 
 @act
 def a_step(wrap: Wrap) -> None:
-    step(wrap(layers()))
+    step(wrap(layers(), sync_batch_norm=False))
 
 
 @act

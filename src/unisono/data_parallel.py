@@ -6,6 +6,7 @@ ways.py decides how a call is run: by replicas in threads, by the plain composit
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from unisono.distributed.gradient_sync import GradientSync, checked_weight
 from unisono.distributed.process_group import communicator_for
 from unisono.distributed.uneven_inputs import even_batches
 from unisono.engines.distributed import Ranks
+from unisono.engines.first_steps import FirstSteps
 from unisono.engines.threads import Threads
 from unisono.inference.map_and_evaluate import evaluate_batches, map_batches
 from unisono.options import Options, decided
@@ -55,7 +57,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
     the replicas; outputs are in the order of the inputs. For a module whose rows do not interact, outputs and
     gradients are the plain module's within float rounding; where rows do interact (batch normalisation in training),
     each replica sees its own rows only, as in `torch.nn.DataParallel`. With `sync_batch_norm=True` batch norm sees the
-    whole batch, and the numbers are the plain module's again.
+    whole batch, and the numbers are the plain module's again. Forward may not write into parameters: that is an error.
 
     Args:
         module: the model; with two or more devices, its parameters and buffers are on the first one.
@@ -92,7 +94,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             own: `torch.nn.BatchNorm1d`, 2d and 3d, subclasses, and `torch.nn.functional.batch_norm`. Outputs,
             gradients and running statistics are then those of one device. The replicas wait for each other at every
             batch norm, forward and backward; where they do not all call the same ones, an error says so. Each
-            accelerator can have one replica only.
+            accelerator can have one replica only. False: each one's own rows. None: the same, with a warning in the
+            first step with a batch norm in training, because the numbers are not those of one device.
         process_group: which processes train the model together, where a launcher such as torchrun has started several.
             None: all of them, or this one alone if there is no launcher and no default process group; a
             `torch.distributed.ProcessGroup`: those in it; False: this one alone.
@@ -135,7 +138,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         scalars: Any = "stack",
         in_dims: Any = ...,
         out_dims: Any = ...,
-        sync_batch_norm: bool = False,
+        sync_batch_norm: bool | None = None,
         process_group: Any = None,
         loss: str = "mean",
     ) -> None:
@@ -529,6 +532,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
 
 
 DataParallel._has_own_verbs = DataParallel
+# Of modules that were run by `data_parallel`, which makes a wrapper for each call.
+_first_steps: WeakKeyDictionary[nn.Module, FirstSteps] = WeakKeyDictionary()
 
 
 @without_own_frames
@@ -539,6 +544,8 @@ def data_parallel(
     output_device: DeviceLike | None = None,
     dim: int = 0,
     module_kwargs: dict[str, Any] | None = None,
+    *,
+    sync_batch_norm: bool | None = None,
 ) -> Any:
     """Run `module` once on every device: scatter, replicate, parallel_apply and gather, one after the other.
 
@@ -550,8 +557,8 @@ def data_parallel(
     Args:
         inputs: the positional inputs: a tuple of them, or the only one; None for none.
         module_kwargs: the keyword inputs.
-        module, device_ids, output_device, dim: as in `DataParallel`. Inside a replica of another wrapper the device is
-            that replica's.
+        module, device_ids, output_device, dim, sync_batch_norm: as in `DataParallel`. Inside a replica of another
+            wrapper the device is that replica's.
 
     Returns:
         The gathered output, linked to inputs and parameters for autograd.
@@ -568,7 +575,8 @@ def data_parallel(
     if not devices:
         log_once(ways.NO_ACCELERATOR)
         return module(*inputs, **kwargs)
-    wrapper = DataParallel(module, devices, output_device, dim, process_group=False)
+    wrapper = DataParallel(module, devices, output_device, dim, sync_batch_norm=sync_batch_norm, process_group=False)
+    wrapper._threads.first_steps = _first_steps.setdefault(module, wrapper._threads.first_steps)
     wrapper._idle_devices.say_nothing()  # a single call cannot tell a short last batch from a full one
     way = ways.on_one_device if len(devices) == 1 else ways.plain_composition
     return way(wrapper, ways.Invocation(None, inputs, kwargs))

@@ -59,7 +59,7 @@ class Options:
     scalars: Any
     in_dims: Any
     out_dims: Any
-    sync_batch_norm: bool
+    sync_batch_norm: bool | None  # None: not said, so each replica normalises its own rows, with a warning
 
     def __init__(self, devices: Sequence[torch.device], **options: Any) -> None:
         self.__dict__.update(devices=[*devices], device_ids=[*map(_devices.public_id, devices)])
@@ -134,8 +134,8 @@ def _check_timeout(_: Options, name: str, value: object) -> float | None:
     return float(value)
 
 
-def _check_sync_batch_norm(options: Options, name: str, value: object) -> bool:
-    sync_batch_norm = check_flag(value, name)
+def _check_sync_batch_norm(options: Options, name: str, value: object) -> bool | None:
+    sync_batch_norm = None if value is None else check_flag(value, name)
     accelerators = [device for device in options.devices if not _devices.computes_on_host(device)]
     if sync_batch_norm and len(set(accelerators)) < len(accelerators):
         raise ValueError(_SHARED_ACCELERATOR.format(options.device_ids))

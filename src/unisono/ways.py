@@ -29,12 +29,14 @@ from unisono.inference.batch_map import Callee
 from unisono.inference.lane_choice import choice_for
 from unisono.options import Options
 from unisono.primitives import pytree
+from unisono.primitives.blueprint import Blueprint
 from unisono.primitives.inputs import Arguments, scattered
 from unisono.primitives.measured_shares import MeasuredShares, StepTime
 from unisono.primitives.placements import check_have_data
 from unisono.primitives.reassigned_buffers import buffer_registries, commit_buffers, modules_in_common
 from unisono.primitives.replicate import check_device, unchanged_on_failure
 from unisono.primitives.split_sizes import split_rows
+from unisono.primitives.written_parameters import WrittenParameters
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline, torch_private
 from unisono.runtime.errors import ReplicaTimeout, is_of_replica, log_once
@@ -239,7 +241,7 @@ def _seconds(timing: ReplicaTiming, on_host: bool) -> float:
 def _runs_whole(options: Options) -> bool:
     """Return whether batch norm needs all rows but the replicas would run one after the other."""
     if inside_replica():
-        return options.sync_batch_norm or inside_synchronised_replica()
+        return bool(options.sync_batch_norm) or inside_synchronised_replica()
     if options.sync_batch_norm and modes_that_stay():
         log_once(_RUNS_WHOLE)
         return True
@@ -442,7 +444,18 @@ def plain_composition(wrapper: Wrapper, invocation: Invocation) -> Any:
             calls: Sequence[Any] = [called(replica, invocation.method) for replica in replicas]
             if options.sync_batch_norm and len(replicas) > 1:
                 calls = run_synchronised(replicas, calls)
+            written, look = WrittenParameters.of_replicas(replicas, module), None
+            structure = "plain composition", invocation.method, *[m.training for m in module.modules()]
+            first_steps = wrapper._threads.first_steps
+            if len(replicas) > 1 and not inside_replica() and first_steps.begins(structure):
+                if options.sync_batch_norm is None:
+                    first_steps.look_at_batch_norm(module, in_one_process=True)
+                look = first_steps.watch_generators(module, [*invocation.inputs, *invocation.kwargs.values()])
             outputs = interruptibly(wrapper.parallel_apply, calls, shards, shard_kwargs)
+            if len(replicas) > 1:
+                written.check(module, lambda tensor: Blueprint(module).name_of(tensor), len(replicas))
+            if look is not None:
+                look()
             output = interruptibly(wrapper.gather, outputs, here or options.output_device)
         commit_buffers(registries.changes(), modules, live_modules, {})
         return output

@@ -26,7 +26,7 @@ def test_the_callers_exception_is_the_replicas(
     """F1, F3, N11: the same object, with a note; no gradient has been added, and buffers are as before a failed
     forward; the next call works.
     """
-    plain, model = twins(wrap, FailsOn(), 3)
+    plain, model = twins(wrap, FailsOn(), 3, sync_batch_norm=False)
     caught = assert_failure_leaves_nothing(model, error, first_row, in_backward)
     replica = int(first_row) // 3
     notes = "".join(getattr(caught, "__notes__", []))
@@ -43,7 +43,7 @@ def test_the_callers_exception_is_the_replicas(
 
 def test_the_first_of_several_exceptions(wrap: Wrap) -> None:
     """F2: the lowest replica's; the others are in its note."""
-    model = wrap(FailsOn(), 3)
+    model = wrap(FailsOn(), 3, sync_batch_norm=False)
     model.module.on = {3.0: ValueError("in the second"), 6.0: KeyError("in the third")}
     with pytest.raises(ValueError, match="in the second") as caught:
         model(numbered_rows())

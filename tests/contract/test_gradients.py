@@ -32,6 +32,9 @@ Call = Callable[..., Any]
 # ---- models --------------------------------------------------------------------------------------
 
 
+OWN_ROWS: dict[str, Any] = {"sync_batch_norm": False}  # each replica's batch norms see these only
+
+
 def batch_norm_eval() -> nn.Module:
     model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
     model[1].running_mean.uniform_(-1, 1)
@@ -133,10 +136,12 @@ def test_outputs_and_gradients_are_the_plain_modules(wrap: Wrap, name: str, num_
 @over_places("num_replicas, rows", SPLITS, separate=[(4, 6)])
 def test_batch_norm_in_training_is_the_plain_compositions(wrap: Wrap, num_replicas: int, rows: int) -> None:
     """N5, R5: each replica normalises over its own rows, and the first one's statistics persist."""
-    oracle, model = twins(wrap, nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU()), num_replicas)
+    oracle, model = twins(
+        wrap, nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU()), num_replicas, **OWN_ROWS
+    )
     for _ in range(3):
         x = torch.randn(rows, 2, 5, 5)
-        output, expected = model(x), data_parallel(oracle, x, in_turn(num_replicas))
+        output, expected = model(x), data_parallel(oracle, x, in_turn(num_replicas), **OWN_ROWS)
         assert_same(output.detach(), expected.detach())
         loss_of(output).backward()
         loss_of(expected).backward()
@@ -184,7 +189,7 @@ def test_unused_rows_of_an_input_get_zeros(wrap: Wrap) -> None:
 
 def test_without_grad_and_in_inference_mode(wrap: Wrap) -> None:
     """R14: outputs that need no gradient, and inference tensors; what the first forward makes serves later ones too."""
-    model = wrap(batch_norm_eval())
+    model = wrap(batch_norm_eval(), **OWN_ROWS)
     x = torch.randn(7, 2, 4, 4)
     expected = model.module(x).detach()
     with torch.inference_mode():

@@ -279,15 +279,22 @@ def layers_with(change: Callable[[nn.Linear], object]) -> nn.Module:
     return model
 
 
+OWN = {"sync_batch_norm": False}
 STEADY: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
-    "several kinds of layers": (lambda: layers_with(lambda layer: None), {}),
+    "several kinds of layers": (lambda: layers_with(lambda layer: None), OWN),
     "synchronised": (lambda: layers_with(lambda layer: None), {"sync_batch_norm": True}),
     "forward assigns an attribute": (lambda: Remembers([]), {}),
-    "a forward hook": (lambda: layers_with(lambda layer: layer.register_forward_hook(lambda *_: None)), {}),
-    "a tuple that refuses its length": (lambda: layers_with(lambda layer: setattr(layer, "size", Uncounted([4]))), {}),
+    "a forward hook": (lambda: layers_with(lambda layer: layer.register_forward_hook(lambda *_: None)), OWN),
+    "a tuple that refuses its length": (
+        lambda: layers_with(lambda layer: setattr(layer, "size", Uncounted([4]))),
+        OWN,
+    ),
     "layers in a list": (lambda: Calls(use_layers, **layers_in_a_list()), {}),
     "weights in a list": (lambda: Calls(lambda model, x: model.lstm(x)[0], lstm=nn.LSTM(4, 4)), {}),
-    "a backward hook": (lambda: layers_with(lambda layer: layer.register_full_backward_hook(lambda *_: None)), {}),
+    "a backward hook": (
+        lambda: layers_with(lambda layer: layer.register_full_backward_hook(lambda *_: None)),
+        OWN,
+    ),
 }
 
 
@@ -321,7 +328,7 @@ def test_memory_that_a_conversion_replaces_is_freed(wrap: Wrap) -> None:
 @torch.no_grad()
 def test_buffers_are_copied_by_the_list_and_lists_have_one_dtype(wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
     """N10: batch norm has floats and an integer. Of a list with both, CUDA would copy each tensor by itself."""
-    model = wrap(nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(3))))
+    model = wrap(nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(3))), sync_batch_norm=False)
     model(torch.randn(8, 4))
     lists: list[tuple[torch.Tensor, ...]] = []
     names = [name for name in ("_foreach_clone", "_foreach_copy_") if hasattr(torch, name)]  # the first is new in 2.13

@@ -1,7 +1,8 @@
 """What forward finds as the parameters of its replica, and what it may do with them.
 
-They are `nn.Parameter`s. Forward may read and differentiate them, freeze them for a while, copy them and write into
-them, with the plain module's numbers; only an optimizer cannot step there, since each replica would.
+They are `nn.Parameter`s. Forward may read and differentiate them, freeze them for a while and copy them, with the plain
+module's numbers. What would write into them once a replica, an optimizer's step too, is an error
+(test_written_parameters.py).
 """
 
 import copy
@@ -183,15 +184,6 @@ def copied(net: Any, x: torch.Tensor) -> torch.Tensor:
     return net.critic(hidden) + twin(hidden) + net.shift * whole.shift
 
 
-def written_into(net: Any, x: torch.Tensor) -> torch.Tensor:
-    """Values that no row changes; none that a backward needs. The first replica's persist."""
-    with torch.no_grad():
-        net.shift.fill_(0.25)
-        net.critic[4].bias.copy_(torch.arange(3.0))
-        net.foot.bias.data.fill_(0.5)
-    return net.critic(torch.tanh(net.foot(x))) + net.shift
-
-
 def used_as_values(net: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """By `functional_call`, and by weights that are computed from them."""
     values = {name: p * 1.5 for name, p in net.critic.named_parameters()}
@@ -209,7 +201,6 @@ USES: dict[str, Forward] = {
     "penalty inside": penalty_inside,
     "gradients inside": grads_inside,
     "copied": copied,
-    "written into": written_into,
     "used as values": used_as_values,
 }
 

@@ -151,7 +151,7 @@ def test_dropout_in_parts_has_the_same_masks_in_backward(float64: None) -> None:
 @pytest.mark.parametrize(
     ("module", "rows", "options", "reason"),
     [
-        (nn.BatchNorm1d(2), 8, {}, "normalises over all of its rows"),
+        (nn.BatchNorm1d(2), 8, {"sync_batch_norm": False}, "normalises over all of its rows"),
         (nn.Identity(), 8, {"sync_batch_norm": True}, "wait for each other"),
         (nn.Identity(), 2, {}, "a single row needs more memory"),
     ],

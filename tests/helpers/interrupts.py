@@ -87,7 +87,7 @@ class Model(nn.Module):
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "training": {},
+    "training": {"sync_batch_norm": False},
     "sync_batch_norm": {"sync_batch_norm": True},
 }
 

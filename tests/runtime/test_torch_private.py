@@ -168,6 +168,20 @@ def test_sequence_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch_private.sequence_number() == 0
 
 
+def test_batch_norms_in_a_graph() -> None:
+    """N5: those by the statistics of several rows. A node without its metadata is taken for one."""
+    x = torch.randn(4, 3, 5, requires_grad=True)
+    norm = torch.nn.functional.batch_norm(x, None, None, training=True).grad_fn
+    fixed = torch.nn.functional.batch_norm(x, torch.zeros(3), torch.ones(3)).grad_fn
+    of_each_row: Any = torch.nn.functional.instance_norm(x).grad_fn
+    nodes = [norm, fixed, of_each_row.next_functions[0][0], x.exp().grad_fn]
+    assert [torch_private.is_batch_norm_in_training(node) for node in nodes] == [True, False, False, False]
+    unknown = SimpleNamespace(name=lambda: "NativeBatchNormBackward0")
+    assert not torch_private.is_batch_norm_in_training(unknown)
+    unknown._saved_training = True
+    assert torch_private.is_batch_norm_in_training(unknown)
+
+
 @pytest.mark.parametrize("lacks", [False, True])
 def test_a_change_that_does_not_count(lacks: bool) -> None:
     """R15: else what a graph has saved of the tensor is no longer valid."""

@@ -238,12 +238,14 @@ class CapturedTensors(NamedTuple):
         has_reentrant_checkpoint: whether a node runs a backward of its own for a checkpoint.
         leads_to_earlier: whether a replica's graph goes on into that of an earlier forward.
         are_linked: whether a replica's graph leads to another replica's tensors.
+        has_batch_norm: whether a replica has normalised its rows by their statistics.
     """
 
     tensors: Sequence[torch.Tensor] = ()
     has_reentrant_checkpoint: bool = False
     leads_to_earlier: bool = False
     are_linked: bool = False
+    has_batch_norm: bool = False
 
 
 class Passes(NamedTuple):

@@ -69,11 +69,12 @@ def step_of(contender: Contender, rank: int, task: Task, folder: Path) -> Callab
     name, replicas = contender.name, contender.replicas
     if name in DISTRIBUTED:
         _join(rank, replicas, folder)
+    options = {"sync_batch_norm": False, **task.options}  # the report says what that means for a model with batch norm
     if name in ("threads", MEASURED):
-        options = {**task.options, "shares": "measured"} if name == MEASURED else task.options
+        options = {**options, "shares": "measured"} if name == MEASURED else options
         task.model = DataParallel(task.model, ["cpu"] * replicas, process_group=False, **options)
     elif name == "torchrun":
-        task.model = DataParallel(task.model, ["cpu"], **task.options)
+        task.model = DataParallel(task.model, ["cpu"], **options)
     elif name == "ddp":
         task.model = nn.parallel.DistributedDataParallel(task.model, gradient_as_bucket_view=True)
     return task.stepper()

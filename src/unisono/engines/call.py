@@ -27,7 +27,7 @@ class Call:
     rules: OutputRules
     part_rules: OutputRules | None = None  # how the parts of a replica's shard are joined; None: by `rules`
     method: str | None = None  # the module's method that is called; None: the module itself
-    sync_batch_norm: bool = False  # whether batch norms in training see the rows of all replicas
+    sync_batch_norm: bool | None = None  # whether batch norms in training see the rows of all replicas; None: not said
     parts: int = 1  # in how many parts each replica runs its shard
     rescue: bool = False  # whether the step is run again, in parts, where a replica runs out of memory
     timeout_s: float | None = None  # for how long a wait for a replica may make no progress; None: for ever

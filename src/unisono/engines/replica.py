@@ -8,7 +8,7 @@ Copies to other devices may still be in flight when these objects exist: see `st
 
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,7 @@ from unisono.primitives.outputs import Group
 from unisono.primitives.placements import Placement
 from unisono.primitives.reassigned_buffers import Change, buffer_registries, commit_buffers, histories
 from unisono.primitives.references import INERT
+from unisono.primitives.written_parameters import WrittenParameters
 from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
 from unisono.runtime.buckets import BUCKET_BYTES, SHARED_BUCKET_BYTES, BucketPlan
@@ -125,6 +126,7 @@ class Replica:
         modules: its modules, the root first.
         rebound: the values of attributes that refer to its own modules and tensors.
         registries: its buffers as it was made.
+        copied_parameters: live parameters, each with the replica's own that is in memory of its own.
         own_buffers, live_buffers: its own buffers, and the live ones that they are copies of.
         is_remote: whether its parameters are copies in memory of their own.
         tensors: all that are its own.
@@ -142,6 +144,7 @@ class Replica:
         for key, parameter in blueprint.parameters.items():
             if key not in own and key in copied:
                 tensors[key] = own_parameter(parameter, copied[key]).requires_grad_(parameter.requires_grad)
+        self.copied_parameters = [(p, tensors[key]) for key, p in blueprint.parameters.items() if key in copied]
         own_buffers = blueprint.buffers_for(copied, shared=shares_buffers)
         self.own_buffers = list(own_buffers.values())
         self.live_buffers = [blueprint.buffers[key] for key in own_buffers]
@@ -182,15 +185,20 @@ class Replicas:
     Args:
         each: one a device.
         linked: the live parameters that need a gradient, with the replicas' own.
+        live: all live parameters.
         kept: has their memory on other devices.
         kind: of the forwards that they fit.
         returns_to: where to put them when they are given back; None: nowhere.
+
+    Attributes:
+        written: finds the parameters that forward writes into.
     """
 
     def __init__(
         self,
         each: Sequence[Replica],
         linked: LinkedParameters,
+        live: Iterable[torch.Tensor],
         kept: "KeptReplicas",
         kind: tuple[Any, ...],
         returns_to: "list[KeptReplicas] | None",
@@ -204,6 +212,7 @@ class Replicas:
         own_buffers = torch_private.of_one_kind([own for replica in here for own in replica.own_buffers])
         live_buffers = torch_private.of_one_kind([live for replica in here for live in replica.live_buffers])
         self._buffers = [*zip(own_buffers, live_buffers, strict=True)]
+        self.written = WrittenParameters([*live], [pair for replica in each for pair in replica.copied_parameters])
         if returns_to is None:
             return
         self._modules = [module for replica in each for module in replica.modules]
@@ -298,12 +307,14 @@ class ReplicaPool:
         live_parameters: those that need a gradient.
         has_separate_memory: whether each replica but the first has copies, as if it were on a device of its own.
         buffers: the live buffers, in lists of one kind each.
+        kinds_begun: the kinds of calls that have begun with these replicas.
     """
 
     def __init__(self, blueprint: Blueprint, source: torch.device) -> None:
         self.blueprint, self.source, self.has_separate_memory = blueprint, source, _devices.has_separate_memory()
         self.live_parameters = [parameter for parameter in blueprint.parameters.values() if parameter.requires_grad]
         self.buffers = torch_private.of_one_kind(blueprint.buffers.values())
+        self.kinds_begun: set[tuple[Any, ...]] = set()
         self._idle: list[KeptReplicas] = []
         self._plans: dict[bool, BucketPlan] = {}
 
@@ -333,7 +344,8 @@ class ReplicaPool:
             replicas.renew(copies, kept, self._idle)
             return replicas
         each, linked = self._stamp(kept.broadcast, devices, tracked, copies, with_live_buffers, plan)
-        return Replicas(each, linked, kept, kind, self._idle if self.blueprint.is_reusable else None)
+        returns_to = self._idle if self.blueprint.is_reusable else None
+        return Replicas(each, linked, self.blueprint.parameters.values(), kept, kind, returns_to)
 
     def _take_kept(self, devices: Sequence[torch.device], kind: tuple[Any, ...]) -> KeptReplicas:
         """Return what is kept for these devices and is not in use, best with replicas of this kind; or a new one."""
@@ -453,7 +465,7 @@ class GraphSearch:
 
         The next call `may_differ` where the inputs carry objects.
         """
-        structure = _structure(pool, call)
+        structure = structure_of(pool, call)
         if not may_differ and structure in self._self_contained:
             return self._self_contained[structure]
         captured = look_for_live_tensors(pool.blueprint, groups, where, collectors)
@@ -468,7 +480,8 @@ class GraphSearch:
         self._self_contained.clear()
 
 
-def _structure(pool: "ReplicaPool", call: Call) -> tuple[Any, ...]:
+def structure_of(pool: "ReplicaPool", call: Call) -> tuple[Any, ...]:
+    """Return what is equal for two calls that build the same graph, as far as modules and inputs tell."""
     return call.method, call.arguments.flags, pool.blueprint.signature
 
 
@@ -500,7 +513,7 @@ def look_for_live_tensors(
     if not groups:  # outputs without tensors
         return CapturedTensors()
     captured: dict[int, torch.Tensor] = {}
-    has_reentrant_checkpoint = leads_to_earlier = are_linked = False
+    has_reentrant_checkpoint = leads_to_earlier = are_linked = has_batch_norm = False
     histories = {tensor.grad_fn: tensor for tensor in blueprint.histories.values()}
     of_replicas = zip(where, zip(*(group.tensors for group in groups), strict=True), strict=True)
     for index, (place, outputs) in enumerate(of_replicas):
@@ -520,13 +533,15 @@ def look_for_live_tensors(
                 are_linked |= reached.replica != index
                 leads_to_earlier |= reached.collector not in collectors
             has_reentrant_checkpoint |= is_reentrant_checkpoint(reached)
+            has_batch_norm |= torch_private.is_batch_norm_in_training(reached)
             if reached in histories:
                 raise RuntimeError(
                     f"{place} used {blueprint.name_of(histories[reached])}, a tensor that was computed outside "
                     "forward and needs gradients. Pass it to the model as an input, compute it in forward, or "
                     "detach() it."
                 )
-    return CapturedTensors([*captured.values()], has_reentrant_checkpoint, leads_to_earlier, are_linked)
+    found = has_reentrant_checkpoint, leads_to_earlier, are_linked, has_batch_norm
+    return CapturedTensors([*captured.values()], *found)
 
 
 def is_reentrant_checkpoint(node: Any) -> bool:

@@ -36,8 +36,9 @@ from unisono.autograd.replica_graph import BoundaryTensor, LeafTensors, LinkedPa
 from unisono.distributed.gradient_sync import SyncContext
 from unisono.engines.call import Call, OneGraphNeededError
 from unisono.engines.compile_lock import CompileLock, check_cuda_graphs, compiler_prepared, kind_of
+from unisono.engines.first_steps import FirstSteps
 from unisono.engines.lanes import Lane, LaneCall, open_lanes
-from unisono.engines.replica import GraphSearch, Inputs, ReplicaPool, call_replica, carries_objects
+from unisono.engines.replica import GraphSearch, Inputs, ReplicaPool, call_replica, carries_objects, structure_of
 from unisono.engines.rescue import Replay, run_rescued
 from unisono.primitives.blueprint import Blueprint, collector_paused, warn_of_observers
 from unisono.primitives.outputs import Group, Outputs
@@ -82,6 +83,7 @@ class Threads:
     Attributes:
         row_limits: how many rows fit in each replica's memory, by its number, as far as rescues have shown.
         search: finds tensors in replica graphs that are not the replicas' own.
+        first_steps: looks for what is looked for in the first step of a structure.
         compile_lock: the model's.
         order_of_sums: that of sums over the ranks that no boundary has finished.
     """
@@ -89,6 +91,7 @@ class Threads:
     def __init__(self) -> None:
         self.row_limits: dict[int, int] = {}
         self.search = GraphSearch()
+        self.first_steps = FirstSteps()
         self.compile_lock = CompileLock()
         self.order_of_sums = OneOrder()
         self._pool: ReplicaPool | None = None
@@ -198,11 +201,16 @@ class Forward:
             run = partial(model.run, module)
             self._replay = Replay(model.row_limits, call, pool.blueprint, self._buffers, run)
         self._graphs.passes = self._passes(module)
+        # One replica in the module's memory, with its rows as a whole, writes into parameters as the module does.
+        is_whole = len(call.devices) == 1 and call.parts == 1 and not call.rescue
+        self._runs_as_module = is_whole and not replicas.is_remote
 
     def forward(self) -> Any:
         """Return the joined output."""
+        look = self._look_in_first_step()
         with self._buffers, one_pass(self._graphs.passes.contexts) as contexts:
             self._graphs.begin_forward()
+            self._replicas.written.begin()
             refusal = register_optimizer_step_pre_hook(partial(_refuse_step, self._pool.blueprint))
             try:
                 with while_running(_while_one_replica_runs) if len(self.timings) == 1 else nullcontext():
@@ -214,6 +222,11 @@ class Forward:
             finally:
                 refusal.remove()
                 reached = self._graphs.end_forward()
+            if not self._runs_as_module:
+                blueprint = self._pool.blueprint
+                self._replicas.written.check(blueprint.root, blueprint.name_of, len(self._call.devices))
+            if look is not None:
+                look()
             if timeline.recording:
                 timeline.mark(timeline.GATHER)
             matched = Outputs(outputs, self._call.rules, self._call.sizes)
@@ -237,6 +250,32 @@ class Forward:
         if not self._tracked:
             self._replicas.give_back()
         return output
+
+    def _look_in_first_step(self) -> Callable[[], None] | None:
+        """Look for what `FirstSteps` looks for, if this is one; return what looks again after the replicas have run."""
+        call, pool, first_steps = self._call, self._pool, self._model.first_steps
+        kind = call.method, call.arguments.flags, self._tracked
+        if kind in pool.kinds_begun or self._is_again or inside_replica():
+            return None
+        pool.kinds_begun.add(kind)
+        has_several = len(call.devices) > 1
+        if not (has_several or call.sync_context is not None) or not first_steps.begins(structure_of(pool, call)):
+            return None
+        if self._normalises_shards():
+            first_steps.look_at_batch_norm(pool.blueprint.root, in_one_process=has_several)
+        return first_steps.watch_generators(pool.blueprint.root, call.arguments.leaves) if has_several else None
+
+    def _normalises_shards(self) -> bool:
+        """Return whether batch norm would see a part of the rows, no option says so, and it is this rank's to say.
+
+        With `parts=` it is an error.
+        """
+        call = self._call
+        if call.sync_batch_norm is not None or call.parts > 1 or inside_replica():
+            return False
+        return len(call.devices) > 1 or (
+            call.sync_context is not None and call.sync_context.gradient_sync.communicator.rank == 0
+        )
 
     def _passes(self, module: nn.Module) -> Passes:
         """Return what is around each pass over the replicas."""
@@ -274,6 +313,8 @@ class Forward:
         graphs.keep = carries_objects(call)
         collectors = [group.collector for group in graphs.groups]
         graphs.captured = self._model.search.captured_tensors(pool, call, groups, graphs.where, collectors, graphs.keep)
+        if graphs.captured.has_batch_norm and self._normalises_shards():
+            self._model.first_steps.say_of_functional_batch_norm()
         graphs.leaves = [
             LeafTensors(leaf, BoundaryTensor(Replicate(), leaf.device, [leaf] * len(call.devices)))
             for leaf in graphs.captured.tensors

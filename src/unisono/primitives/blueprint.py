@@ -313,6 +313,9 @@ class Blueprint:
         for name, parameter in self.root.named_parameters():
             if parameter is tensor:
                 return f"parameter {name!r}"
+        for name, buffer in self.root.named_buffers():
+            if buffer is tensor:
+                return f"buffer {name!r}"
         for path, module in self.root.named_modules():
             for name in self._to_rebind.get(id(module), ()):
                 if any(reference is tensor for reference in references(module.__dict__[name])):

@@ -52,11 +52,15 @@ import torch
 
 from unisono.runtime import devices as _devices
 from unisono.runtime import draws_off, torch_private
+from unisono.runtime.buckets import is_plain
 from unisono.runtime.errors import log_once
 from unisono.runtime.forks import in_forked_child
 from unisono.runtime.interrupts import acquire
 from unisono.runtime.stand_ins import StandIn, while_replicas_run
 from unisono.runtime.thread_pool import inside_replica
+
+# By the address of an embedding's weights, how often replicas have shortened rows of it (`max_norm`).
+shortened_rows: dict[int, int] = {}
 
 # The operations that draw on the host; all others that draw call these. Each has an overload with a generator, except
 # those that end in "_like" in older releases of torch.
@@ -504,9 +508,12 @@ def _native_dropout(keys: Any, tensor: torch.Tensor, p: float, train: bool | Non
 
 
 def _renormalise(keys: Any, *args: Any) -> torch.Tensor:
-    """Replace `embedding_renorm_`: one replica at a time, so each row is scaled once."""
+    """Replace `embedding_renorm_`: one replica at a time, so each row is scaled once; count the call."""
     with _process.weights_lock:
-        return torch.ops.aten.embedding_renorm_.default.redispatch(keys, *args)  # type: ignore[no-any-return]
+        weights: torch.Tensor = torch.ops.aten.embedding_renorm_.default.redispatch(keys, *args)
+        if is_plain(weights):
+            shortened_rows[weights.data_ptr()] = shortened_rows.get(weights.data_ptr(), 0) + 1
+        return weights
 
 
 def _own_generator(

@@ -249,6 +249,17 @@ def run_first(node: Any, number: int) -> None:
 _counted = torch.zeros((), device="cpu", requires_grad=True)
 
 
+def is_batch_norm_in_training(node: Any) -> bool:
+    """Return whether a node of a graph belongs to a batch norm by the statistics of its input, which has several rows.
+
+    An instance norm is the batch norm of one row to torch. Fallback: True for that, too, or False for every node.
+    """
+    if "BatchNorm" not in node.name() or not getattr(node, "_saved_training", False):
+        return False
+    inputs = getattr(node, "_input_metadata", None)
+    return not inputs or bool(inputs[0].shape[0] > 1)
+
+
 def sequence_number() -> int:
     """Return the sequence number of a new node: torch counts the nodes that each thread makes. Fallback: 0."""
     with torch.enable_grad():

@@ -52,7 +52,7 @@ def install(
     in_dims: Any = ...,
     out_dims: Any = ...,
     scalars: Any = "stack",
-    sync_batch_norm: bool = False,
+    sync_batch_norm: bool | None = None,
 ) -> "Installation":
     """Let torch's DataParallel, data_parallel, replicate, scatter, parallel_apply and gather mean unisono's.
 
@@ -213,7 +213,10 @@ def _installed_data_parallel(
         device_ids, output_device = now.devices, _placed(output_device, now.devices) if now.devices else None
 
     def call(*_: Any, **__: Any) -> Any:
-        return data_parallel(module, inputs, device_ids, output_device, dim, module_kwargs)
+        sync_batch_norm = now.options.get("sync_batch_norm")
+        return data_parallel(
+            module, inputs, device_ids, output_device, dim, module_kwargs, sync_batch_norm=sync_batch_norm
+        )
 
     return now.activity.measure(call, inputs if isinstance(inputs, tuple) else (inputs,), module_kwargs or {}, dim)
 

@@ -70,6 +70,12 @@ _FIRST_BUFFERS = (
     "{name} is updated in forward. Only the first replica's updates stay, and it has seen its own rows only. Nothing "
     "else differs"
 )
+_PARAMETERS = (
+    "forward writes into {names}, in every replica: those in the module's memory write into one tensor, and what a "
+    "replica writes in memory of its own, or assigns to `.data`, is lost. Make it a buffer, of which the first "
+    "replica's updates stay, or update it outside of forward. For an initialisation from the first batch, call the "
+    "plain module once before it is wrapped"
+)
 _ATTRIBUTES = (
     f"forward updates {{names}}, and {LOST}; a tensor that it changes in place has the changes of all replicas. Update "
     "it outside of forward, from the gathered output; or make it a buffer, of which the first replica's updates stay"
@@ -99,6 +105,9 @@ class Comparison:
         findings = list(self._joins())
         if self.many.error is not None and not findings:
             raise self.many.error
+        if names := [row.name for row in rows if row.differs and row.kind is Kind.PARAMETER]:
+            text = _PARAMETERS.format(names=", ".join(names))
+            findings.append(self._finding(names[0].rpartition(".")[0], Cause.PARAMETERS_OF_REPLICAS, text))
         divergence = first_divergence(self.one.recorder, self.many.recorder, self.many.rows, self.tolerance)
         if divergence is not None:
             findings += self._submodules(*divergence)
@@ -121,6 +130,8 @@ class Comparison:
     def _finding(self, name: str, cause: Cause, text: str) -> Finding:
         option, value = _ASKS_FOR.get(cause, ("", None))
         explained = option in self.given and self.given[option] == value
+        if cause is Cause.PER_SHARD_BATCH_NORM and self.wrapped.sync_batch_norm is False:
+            explained = True
         return Finding(self.mode, name, type(self._submodule(name)).__name__, cause, text, explained)
 
     def _submodule(self, name: str) -> nn.Module:

@@ -1,7 +1,8 @@
 """The report of `verify`: rows, findings, and the table as which they are printed.
 
-A `Row` is one comparison: an output, the loss, a gradient, a buffer or an attribute, in one mode. A `Finding` describes
-the differences of one mode: the first submodule whose output differs, and the cause. Nothing here knows of tensors.
+A `Row` is one comparison: an output, the loss, a gradient, a parameter that forward has written into, a buffer or an
+attribute, in one mode. A `Finding` describes the differences of one mode: the first submodule whose output differs,
+and the cause. Nothing here knows of tensors.
 """
 
 import enum
@@ -29,6 +30,7 @@ class Cause(enum.StrEnum):
     LOST_AXIS = "no axis of rows in a replica with one row"
     NONDETERMINISTIC = "nondeterministic"
     FIRST_REPLICAS_BUFFERS = "buffers of the first replica"
+    PARAMETERS_OF_REPLICAS = "parameters that forward writes into"
     ATTRIBUTES_OF_REPLICAS = "attributes that forward updates"
     UNKNOWN = "unknown"
 
@@ -39,6 +41,7 @@ class Kind(enum.StrEnum):
     OUTPUT = "output"
     LOSS = "loss"
     GRADIENT = "gradient"
+    PARAMETER = "parameter"
     BUFFER = "buffer"
     ATTRIBUTE = "attribute"
 

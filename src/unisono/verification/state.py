@@ -5,9 +5,6 @@ do hooks of parameters, such as an optimizer's that steps in backward.
 """
 
 import copy
-import pickle
-import random
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,9 +12,9 @@ import torch
 from torch import nn
 
 from unisono.data_parallel import DataParallel
-from unisono.primitives.references import reachable, references
+from unisono.engines.shared_generators import GeneratorStates
+from unisono.primitives.references import references
 from unisono.runtime import devices as _devices
-from unisono.runtime.rng import state_of
 from unisono.verification.compare import plain
 
 _TOO_LARGE = 2**62  # for an integer tensor
@@ -42,52 +39,21 @@ def copied(model: nn.Module) -> nn.Module:
     return new
 
 
-def generators_of(model: nn.Module) -> list[Any]:
-    """Return the random number generators that a model may draw from, beside those that a script seeds.
-
-    They are searched where attributes of modules lead, and variables of the files that define their classes.
-    """
-    numpy: Any = sys.modules.get("numpy")
-    of_numpy = (numpy.random.Generator, numpy.random.RandomState) if numpy is not None else ()
-    of_process = (random.random.__self__, numpy.random.rand.__self__ if numpy is not None else None)  # type: ignore[attr-defined]
-    files = {type(module).__module__ for module in model.modules()} & sys.modules.keys()
-    places = [*map(vars, model.modules()), *(vars(sys.modules[file]) for file in files)]
-    found = {id(each): each for place in places for value in place.values() for each in reachable(value)}
-    return [
-        each
-        for each in found.values()
-        if issubclass(type(each), (torch.Generator, random.Random, *of_numpy)) and each not in of_process
-        if not isinstance(each, random.SystemRandom)  # it has no state
-    ]
-
-
 class RandomState:
     """The state of every generator that a script seeds, when this is created, and of `own`, which are not restored."""
 
     def __init__(self, own: Sequence[Any] = ()) -> None:
-        self._generators = own
-        self._own = [state_of(g) if isinstance(g, torch.Generator) else pickle.dumps(g) for g in own]
         self._torch = _devices.random_states()
-        self._python = random.getstate()
-        numpy: Any = sys.modules.get("numpy")
-        self._numpy = pickle.dumps(numpy.random.get_state()) if hasattr(numpy, "random") else None  # to be compared
+        self._others = GeneratorStates(own)
 
     def restore(self) -> None:
         _devices.set_random_states(self._torch)
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(pickle.loads(self._numpy))
+        self._others.restore()
 
     def moved(self) -> list[str]:
         """Return which generators have been drawn from or seeded since, in words."""
-        now = RandomState(self._generators)
-        is_as_before = {
-            "torch's generator": all(map(torch.equal, self._torch, now._torch)),
-            "Python's generator (random)": self._python == now._python,
-            "numpy's generator": self._numpy == now._numpy,
-            "a generator of its own": self._own == now._own,
-        }
-        return [generator for generator, as_before in is_as_before.items() if not as_before]
+        of_torch = all(map(torch.equal, self._torch, _devices.random_states()))
+        return ["torch's generator"] * (not of_torch) + self._others.moved()
 
 
 def numbers_in(model: nn.Module) -> dict[str, torch.Tensor]:

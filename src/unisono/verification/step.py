@@ -10,14 +10,15 @@ from torch import nn
 
 from unisono.data_parallel import DataParallel
 from unisono.engines.replica import leaves_and_nodes
+from unisono.engines.shared_generators import generators_of
 from unisono.primitives import pytree
 from unisono.primitives.shared_iterators import iterators_anew
 from unisono.runtime import devices as _devices
 from unisono.runtime.draws_off import DrawsOff
 from unisono.runtime.errors import is_of_replica
 from unisono.verification.call_recorder import CallRecorder
-from unisono.verification.compare import joined_numbers, plain, tensors_in
-from unisono.verification.state import RandomState, copied, generators_of, numbers_in
+from unisono.verification.compare import difference, joined_numbers, plain, tensors_in
+from unisono.verification.state import RandomState, copied, numbers_in
 
 _SEED = 0  # of the projection and the nudges, which are the same in every step
 
@@ -90,6 +91,8 @@ class RecordedStep:
     loss: torch.Tensor | None = None
     gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)  # of parameters, of inputs that need one
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # after the step
+    written: dict[str, torch.Tensor] = field(default_factory=dict)  # after the step, the parameters that it has changed
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)  # all of them, after the step
     attributes_before: dict[str, torch.Tensor] = field(default_factory=dict)  # the numbers in attributes
     attributes: dict[str, torch.Tensor] = field(default_factory=dict)  # after the step
     rows: Sequence[int] = ()  # of each replica; one entry on one device, empty if not known
@@ -122,6 +125,7 @@ def take_step(
         like: the step on one device, if this is one of a wrapper.
         nudge: relative size of a random change of every parameter and every input.
     """
+    original: nn.Module = model if like is None else model.module  # type: ignore[assignment]
     model = copied(model)
     module: nn.Module = model if like is None else model.module  # type: ignore[assignment]
     module.to(example.device)
@@ -159,8 +163,15 @@ def take_step(
         step.output = pytree.map_all_tensors(lambda tensor: tensor.detach().clone(), output)
     step.switched_off, step.drawn_from = [*off.operations], before.moved()
     step.attributes = numbers_in(module)
+    step.parameters = {name: plain(parameter) for name, parameter in module.named_parameters()}
+    before_step = {name: plain(parameter) for name, parameter in original.named_parameters()}
+    step.written = {n: p for n, p in step.parameters.items() if n not in before_step or _differ(p, before_step[n])}
     step.buffers = {name: plain(buffer).clone() for name, buffer in module.named_buffers()}
     return step
+
+
+def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape != other.shape or difference(one, other) > 0
 
 
 def _nudge(tensors: Sequence[torch.Tensor], by: float) -> None:

@@ -213,6 +213,9 @@ def _rows(mode: str, one: RecordedStep, many: RecordedStep, tolerance: Tolerance
         rows += compare.rows_of(mode, Kind.LOSS, {"": one.loss}, {"": many.loss}, tolerance, {"": scale})
         scales = compare.common_scales(one.gradients)
         rows += compare.rows_of(mode, Kind.GRADIENT, one.gradients, many.gradients, tolerance, scales)
+    written = one.written.keys() | many.written.keys()
+    of_one, of_many = ({n: p for n, p in step.parameters.items() if n in written} for step in (one, many))
+    rows += compare.rows_of(mode, Kind.PARAMETER, of_one, of_many, tolerance)
     rows += compare.rows_of(mode, Kind.BUFFER, one.buffers, many.buffers, tolerance, compare.module_scales(one.buffers))
     updated = _updated(one, many)
     of_many = {name: number for name, number in many.attributes.items() if name in updated}

@@ -1,0 +1,63 @@
+"""Random number generators that replicas share: Python's, numpy's, and those that the model keeps.
+
+Replicas draw from such a generator in the order in which they happen to run, so equal seeds give other numbers in each
+run. A generator that has moved while replicas ran is all that can be seen of it.
+"""
+
+import pickle
+import random
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from unisono.primitives.references import reachable
+from unisono.runtime.rng import state_of
+
+
+def generators_of(model: nn.Module) -> list[Any]:
+    """Return the random number generators that a model may draw from, beside those that a script seeds.
+
+    They are searched where attributes of modules lead, and variables of the files that define their classes.
+    """
+    files = {type(module).__module__ for module in model.modules()} & sys.modules.keys()
+    places = [*map(vars, model.modules()), *(vars(sys.modules[file]) for file in files)]
+    return generators_among(each for place in places for value in place.values() for each in reachable(value))
+
+
+def generators_among(values: Iterable[Any]) -> list[Any]:
+    """Return the random number generators among some values, each once, without those that a script seeds."""
+    numpy: Any = sys.modules.get("numpy")
+    of_numpy = (numpy.random.Generator, numpy.random.RandomState) if hasattr(numpy, "random") else ()
+    of_process = (random.random.__self__, numpy.random.rand.__self__ if of_numpy else None)  # type: ignore[attr-defined]
+    found = {id(each): each for each in values if issubclass(type(each), (torch.Generator, random.Random, *of_numpy))}
+    # One of the system has no state.
+    return [each for each in found.values() if each not in of_process and not isinstance(each, random.SystemRandom)]
+
+
+class GeneratorStates:
+    """The states of Python's generator and numpy's, when this is created, and of `own`, which are not restored."""
+
+    def __init__(self, own: Sequence[Any]) -> None:
+        self._generators = own
+        self._own = [state_of(g) if isinstance(g, torch.Generator) else pickle.dumps(g) for g in own]
+        self._python = random.getstate()
+        numpy: Any = sys.modules.get("numpy")
+        self._numpy = pickle.dumps(numpy.random.get_state()) if hasattr(numpy, "random") else None  # to be compared
+
+    def restore(self) -> None:
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(pickle.loads(self._numpy))
+
+    def moved(self) -> list[str]:
+        """Return which generators have been drawn from or seeded since, in words."""
+        now = GeneratorStates(self._generators)
+        is_as_before = {
+            "Python's generator (random)": self._python == now._python,
+            "numpy's generator": self._numpy == now._numpy,
+            "a generator of its own": self._own == now._own,
+        }
+        return [generator for generator, as_before in is_as_before.items() if not as_before]

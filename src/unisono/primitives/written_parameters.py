@@ -1,0 +1,98 @@
+"""Parameters that forward writes into, as in `with torch.no_grad(): self.weight.mul_(0.9)`: an error.
+
+On one device that happens once a step. Replicas in the module's memory would do it once each, and the writes of
+replicas in memory of their own would be lost. torch's version counters say after forward that it has happened: a
+replica in the module's memory shares the counters of the live parameters, and a copy has counters of its own. No
+counter sees a write through `.data`, or into an inference tensor: `verify` compares the parameters after a step.
+
+The exception is `max_norm` of an embedding, which shortens rows that are too long: replicas shorten a row to the same
+values, however often. Rows that a copy has shortened are shortened in the live weights, too.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
+from typing import Any, Self, TypeAlias
+
+import torch
+from torch import nn
+
+from unisono.runtime.buckets import is_plain
+from unisono.runtime.rng import shortened_rows
+
+_version = attrgetter("_version")
+_WRITTEN = (
+    "forward has written into {names}, once in each of {replicas}. One device would have done so once; and what a "
+    "replica in memory of its own writes is lost. Make what forward updates a buffer (register_buffer), of which the "
+    "first replica's updates stay, or update it outside of forward, in model.module. For an initialisation from the "
+    "first batch, call the plain module once before it is wrapped: with torch.no_grad(): model(inputs)."
+)
+
+Copy: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # a live parameter, and a replica's in memory of its own
+
+
+class WrittenParameters:
+    """Finds parameters that the replicas of one forward write into.
+
+    Args:
+        live: the module's parameters.
+        copies: those of replicas that are in memory of their own.
+    """
+
+    def __init__(self, live: Sequence[torch.Tensor], copies: Sequence[Copy]) -> None:
+        pairs = [(None, tensor) for tensor in live] + [*copies]
+        self._watched = [(of, tensor) for of, tensor in pairs if not tensor.is_inference()]
+        self._tensors = [tensor for _, tensor in self._watched]
+        self.begin()
+
+    @classmethod
+    def of_replicas(cls, replicas: Sequence[Any], root: nn.Module) -> Self:
+        """Return what finds them in any replicas of `root`; parameters that have its parameters' names are copies."""
+        live = dict(root.named_parameters())
+        found = [pair for each in replicas if isinstance(each, nn.Module) for pair in each.named_parameters()]
+        return cls([*live.values()], [(live[name], p) for name, p in found if name in live and p is not live[name]])
+
+    def begin(self) -> None:
+        """Take the counters as they are: forward begins."""
+        self._versions = [*map(_version, self._tensors)]
+        self._shortened = dict(shortened_rows)
+
+    def check(self, root: nn.Module, name_of: Callable[[torch.Tensor], str], num_replicas: int) -> None:
+        """Raise RuntimeError if forward has written into a parameter since `begin`.
+
+        Args:
+            root: the live module.
+            name_of: what messages call one of its parameters.
+        """
+        if [*map(_version, self._tensors)] != self._versions:
+            names = [*dict.fromkeys(map(name_of, self._written(root)))]
+            if names:
+                replicas = f"{num_replicas} replicas" if num_replicas > 1 else "several parts of a batch"
+                raise RuntimeError(_WRITTEN.format(names=", ".join(names), replicas=replicas))
+
+    def _written(self, root: nn.Module) -> Iterator[torch.Tensor]:
+        """Yield live parameters that were written into, here or in a copy; apply what copies have shortened."""
+        shorten = {
+            id(module.weight): module.norm_type
+            for module in root.modules()
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
+        }
+        for (live, tensor), before in zip(self._watched, self._versions, strict=True):
+            num_writes = tensor._version - before
+            of = tensor if live is None else live
+            if not num_writes or (live is None and num_writes == self._num_shortened(tensor)):
+                continue
+            if id(of) not in shorten:
+                yield of
+            elif live is not None:
+                _take_shorter_rows(live, tensor, shorten[id(of)])
+
+    def _num_shortened(self, tensor: torch.Tensor) -> int:
+        address = tensor.data_ptr() if is_plain(tensor) else 0
+        return shortened_rows.get(address, 0) - self._shortened.get(address, 0)
+
+
+def _take_shorter_rows(live: torch.Tensor, copy: torch.Tensor, norm_type: float) -> None:
+    """Write those rows of a copy into the live weights that are shorter there."""
+    here, before = copy.detach().to(live.device), live.detach()
+    is_shorter = here.norm(norm_type, 1, keepdim=True) < before.norm(norm_type, 1, keepdim=True)
+    live.data.copy_(torch.where(is_shorter, here, before))  # autograd does not notice: it happened before the lookup

@@ -1,0 +1,198 @@
+"""Parameters that forward writes into: an error that names them, wherever the version counters tell."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+
+from helpers.comparisons import assert_same, assert_same_gradients, assert_same_state, twins
+from helpers.contract import Wrap, in_turn
+from helpers.losses import loss_of
+from helpers.modules import Calls, Composed
+from unisono import data_parallel
+
+WRITTEN = "forward has written into parameter "
+
+
+def decay(net: Any, x: torch.Tensor) -> None:
+    net.shift.mul_(0.9)
+
+
+def momentum_encoder(net: Any, x: torch.Tensor) -> None:
+    for key, query in zip(net.key.parameters(), net.query.parameters(), strict=True):
+        key.copy_(0.9 * key + 0.1 * query)
+
+
+def codebook(net: Any, x: torch.Tensor) -> None:
+    net.key.weight[0] = x[0, :5]
+
+
+def clamp(net: Any, x: torch.Tensor) -> None:
+    nn.init.constant_(net.query.bias, 0.5)
+    torch._foreach_clamp_max_([*net.key.parameters()], 0.1)
+
+
+def swap(net: Any, x: torch.Tensor) -> None:
+    net.key.load_state_dict(net.query.state_dict())
+
+
+def noise(net: Any, x: torch.Tensor) -> None:
+    net.shift.view(-1)[:1].normal_()
+
+
+WRITES: dict[str, tuple[Callable[[Any, torch.Tensor], None], str]] = {
+    "decay": (decay, "'shift'"),
+    "frozen": (momentum_encoder, "'key.weight', parameter 'key.bias'"),
+    "by rows": (codebook, "'key.weight'"),
+    "an operation on a list": (clamp, "'key.weight', parameter 'key.bias', parameter 'query.bias'"),
+    "a state": (swap, "'key.weight', parameter 'key.bias'"),
+    "through a view": (noise, "'shift'"),
+}
+
+
+def network(write: Callable[[Any, torch.Tensor], None]) -> Any:
+    def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
+        if net.is_writing:
+            with torch.no_grad():
+                write(net, x)
+        return net.key(x) + net.query(x) + net.shift + net.mean
+
+    net = Calls(forward, key=nn.Linear(5, 3), query=nn.Linear(5, 3), shift=nn.Parameter(torch.rand(3)), is_writing=True)
+    net.mean = nn.Buffer(torch.zeros(3))
+    net.key.requires_grad_(requires_grad=False)
+    return net
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_parameters_that_forward_writes_into_are_an_error(wrap: Wrap, name: str) -> None:
+    """R22: each of them is named, with gradients and without, in the step in which forward begins with it."""
+    write, named = WRITES[name]
+    model, x = wrap(network(write), 3), torch.randn(6, 5)
+    for with_gradients in (True, False):
+        model.module.is_writing = False
+        with torch.set_grad_enabled(with_gradients):
+            model(x)
+            model.module.is_writing = True
+            with pytest.raises(RuntimeError, match=f"{WRITTEN}{named}, once in each of 3 replicas.*register_buffer"):
+                model(x)
+    model.module.is_writing = False
+    loss_of(model(x)).backward()
+
+
+def test_what_is_not_named_but_a_parameter(wrap: Wrap) -> None:
+    """R22: a buffer that needs a gradient, and a leaf in an attribute."""
+    net = network(lambda net, x: (net.mean.add_(1), net.table.add_(1)))  # type: ignore[func-returns-value, arg-type]
+    net.mean.requires_grad_()
+    net.table = [torch.zeros(3, requires_grad=True)][0]
+    with pytest.raises(RuntimeError, match="forward has written into buffer 'mean', attribute 'table'"):
+        wrap(net)(torch.randn(6, 5))
+
+
+def test_the_plain_composition_says_so_too(wrap: Wrap) -> None:
+    """R22: with an overridden verb, and by the function."""
+    x = torch.randn(6, 5)
+    with pytest.raises(RuntimeError, match=f"{WRITTEN}'shift', once in each of 2"):
+        Composed(network(decay), in_turn(2))(x)
+    with pytest.raises(RuntimeError, match=f"{WRITTEN}'shift', once in each of 3"):
+        data_parallel(network(decay), x, in_turn(3))
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_one_replica_writes_as_the_module_does(wrap: Wrap, parts: int) -> None:
+    """R22: but not in parts, of which each would write."""
+    plain, model = twins(wrap, network(decay), 3, parts=parts)
+    x = torch.randn(1 if parts == 1 else 2, 5)
+    if parts == 1:
+        assert_same(model(x), plain(x))
+        assert_same_state(model.module, plain)
+        return
+    with pytest.raises(RuntimeError, match=f"{WRITTEN}'shift', once in each of"):
+        model(x.repeat(3, 1))
+
+
+WITHOUT_WRITES: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
+    "parametrizations": (
+        lambda: nn.Sequential(weight_norm(nn.Linear(5, 4)), spectral_norm(nn.Linear(4, 3))),
+        lambda: torch.randn(7, 5),
+    ),
+    "the older spectral norm": (lambda: torch.nn.utils.spectral_norm(nn.Linear(5, 3)), lambda: torch.randn(7, 5)),
+    "an embedding's max_norm": (
+        lambda: nn.Embedding(20, 4, max_norm=1.0),
+        lambda: torch.randint(20, (7, 3)),
+    ),
+    "a bag's max_norm": (lambda: nn.EmbeddingBag(20, 4, max_norm=0.7), lambda: torch.randint(20, (7, 3))),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_WRITES)
+def test_layers_whose_writes_are_right(wrap: Wrap, name: str) -> None:
+    """R22, R10: power iterations write into buffers, and rows are shortened to the same values in every replica."""
+    make, rows = WITHOUT_WRITES[name]
+    plain, model = twins(wrap, make(), 3)
+    pairs = [(each, torch.optim.SGD(each.parameters(), 0.1)) for each in (plain, model)]
+    for _ in range(3):
+        x = rows()
+        outputs = []
+        for each, optimizer in pairs:
+            optimizer.zero_grad()
+            outputs.append(each(x))
+            loss_of(outputs[-1]).backward()
+        assert_same(*outputs)
+        assert_same_gradients(model.module, plain)
+        for _, optimizer in pairs:
+            optimizer.step()
+    assert_same_state(model.module, plain)
+
+
+def test_writes_of_the_caller_between_steps(wrap: Wrap) -> None:
+    """R22: in place, with the optimizer, in hooks of backward: none of them is forward's."""
+    plain, model = twins(wrap, network(decay), 2)
+    for module in (plain, model.module):
+        module.is_writing = False  # type: ignore[union-attr]
+    x = torch.randn(6, 5)
+    for _ in range(3):
+        for module, call in ((plain, plain), (model.module, model)):
+            loss_of(call(x)).backward()
+            with torch.no_grad():
+                module.shift.mul_(0.9)  # type: ignore[operator, union-attr]
+                module.query.weight.sub_(0.1 * module.query.weight.grad)  # type: ignore[operator, union-attr]
+    assert_same_state(model.module, plain)
+
+
+def test_the_remedies(wrap: Wrap) -> None:
+    """R22, R5: a buffer, and one forward of the plain module for an initialisation from the first batch."""
+
+    def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
+        if not net.is_set:
+            with torch.no_grad():
+                net.scale.copy_(x.std(0))
+                net.is_set.fill_(True)
+        net.teacher.mul_(0.9)
+        return x * net.scale + net.teacher
+
+    state = {"teacher": nn.Buffer(torch.ones(5)), "is_set": nn.Buffer(torch.tensor([False]))}
+    plain, model = twins(wrap, Calls(forward, scale=nn.Parameter(torch.ones(5)), **state), 3)
+    x = torch.randn(6, 5)
+    with pytest.raises(RuntimeError, match="For an initialisation from the first batch, call the plain module once"):
+        model(x)
+    assert not model.module.is_set  # type: ignore[truthy-bool]
+    with torch.no_grad():
+        assert_same(model.module(x), plain(x))
+    assert_same(model(x), plain(x))
+    assert_same_state(model.module, plain)
+
+
+def test_a_failure_is_not_hidden(wrap: Wrap) -> None:
+    """R22, F1: the replica's own error, where it has written before."""
+
+    def write_and_fail(net: Any, x: torch.Tensor) -> None:
+        decay(net, x)
+        raise KeyError("theirs")
+
+    with contextlib.suppress(KeyError):
+        wrap(network(write_and_fail))(torch.randn(6, 5))
+        pytest.fail("the error did not arrive")
