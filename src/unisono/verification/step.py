@@ -11,6 +11,7 @@ from torch import nn
 from unisono.data_parallel import DataParallel
 from unisono.engines.replica import leaves_and_nodes
 from unisono.primitives import pytree
+from unisono.primitives.output_rows import ROWS
 from unisono.runtime import devices as _devices
 from unisono.runtime.draws_off import DrawsOff
 from unisono.verification.call_recorder import CallRecorder
@@ -120,6 +121,8 @@ def take_step(
         nudge: relative size of a random change of every parameter and every input.
     """
     model = copied(model)
+    if isinstance(model, DataParallel):
+        model._options.said.add(ROWS)  # findings say more
     module: nn.Module = model if like is None else model.module  # type: ignore[assignment]
     module.to(example.device)
     if mode == "eval":
