@@ -25,6 +25,7 @@ from unisono.options import Options, decided
 from unisono.primitives.batch_types import batch_type_of
 from unisono.primitives.checks import check_flag, check_module, check_word
 from unisono.primitives.dims import check_dim, warn_if_rows_elsewhere
+from unisono.primitives.output_rows import ROWS
 from unisono.primitives.outputs import gathered
 from unisono.primitives.parallel_apply import parallel_apply
 from unisono.primitives.replicate import replicate
@@ -177,7 +178,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             self._ranks = Ranks(gradient_sync, devices)
         if len(devices) > 1:
             warn_if_unequal(devices)
-            warn_if_rows_elsewhere(module, dim, out_dims)
+            if warn_if_rows_elsewhere(module, dim, out_dims):
+                self._options.said.add(ROWS)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "module":
@@ -379,7 +381,9 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         """
         call = ways.call_of_verbs.get()
         rules, sizes = (call.rules, call.sizes) if call is not None else (self._options.rules(), None)
-        return gathered(outputs, _devices.resolve_output(output_device, ()), rules, sizes)
+        live_of = ways.live_tensors_of_verbs.get()
+        live_of = live_of if len(live_of) == len(outputs) else ()
+        return gathered(outputs, _devices.resolve_output(output_device, ()), rules, sizes, live_of)
 
     def refresh(self) -> None:
         """Have the next forward take the whole module anew, after a change that cannot be seen.

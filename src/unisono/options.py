@@ -60,9 +60,10 @@ class Options:
     in_dims: Any
     out_dims: Any
     sync_batch_norm: bool | None  # None: not said, so each replica normalises its own rows, with a warning
+    said: set[str]  # what the caller has been warned of, once a model
 
     def __init__(self, devices: Sequence[torch.device], **options: Any) -> None:
-        self.__dict__.update(devices=[*devices], device_ids=[*map(_devices.public_id, devices)])
+        self.__dict__.update(devices=[*devices], device_ids=[*map(_devices.public_id, devices)], said=set())
         for name, value in options.items():
             setattr(self, name, value)
 
@@ -71,7 +72,7 @@ class Options:
 
     def rules(self) -> OutputRules:
         """Return how outputs are joined."""
-        return OutputRules(self.dim, self.out_dims, self.scalars)
+        return OutputRules(self.dim, self.out_dims, self.scalars, said=self.said)
 
     @property
     def shares(self) -> Shares:

@@ -32,9 +32,10 @@ from unisono.primitives import pytree
 from unisono.primitives.blueprint import Blueprint
 from unisono.primitives.inputs import Arguments, scattered
 from unisono.primitives.measured_shares import MeasuredShares, StepTime
+from unisono.primitives.outputs import LiveTensors
 from unisono.primitives.placements import check_have_data
 from unisono.primitives.reassigned_buffers import buffer_registries, commit_buffers, modules_in_common
-from unisono.primitives.replicate import check_device, unchanged_on_failure
+from unisono.primitives.replicate import check_device, live_tensors_of, unchanged_on_failure
 from unisono.primitives.split_sizes import split_rows
 from unisono.primitives.written_parameters import WrittenParameters
 from unisono.runtime import devices as _devices
@@ -435,11 +436,12 @@ def plain_composition(wrapper: Wrapper, invocation: Invocation) -> Any:
         shards, shard_kwargs = zip(*scattered(plan.arguments, plan.devices, plan.sizes), strict=True)
     else:
         shards, shard_kwargs = interruptibly(wrapper.scatter, invocation.inputs, invocation.kwargs, device_ids)
-    before = call_of_verbs.set(plan)
+    before, no_replicas = call_of_verbs.set(plan), live_tensors_of_verbs.set(())
     try:
         with unchanged_on_failure(torch_private.of_one_kind(module.buffers())):
             replicas = interruptibly(wrapper.replicate, module, device_ids[: len(shards)])
             modules, live_modules = modules_in_common(replicas, module)
+            live_tensors_of_verbs.set(live_tensors_of(replicas, module))
             registries = buffer_registries(modules)
             calls: Sequence[Any] = [called(replica, invocation.method) for replica in replicas]
             if options.sync_batch_norm and len(replicas) > 1:
@@ -465,10 +467,12 @@ def plain_composition(wrapper: Wrapper, invocation: Invocation) -> Any:
         raise
     finally:
         call_of_verbs.reset(before)
+        live_tensors_of_verbs.reset(no_replicas)
 
 
 # The call that the plain composition runs: the verbs in it take the replicas' devices and rows from there.
 call_of_verbs: ContextVar[Call | None] = ContextVar("call_of_verbs", default=None)
+live_tensors_of_verbs: ContextVar[LiveTensors] = ContextVar("live_tensors_of_verbs", default=())  # of its replicas
 
 
 def device_of_replica(wrapper: Wrapper) -> torch.device | None:

@@ -157,7 +157,8 @@ def test_a_list_that_is_joined_by_entry_is_warned_of(entry, num_entries, is_warn
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         model(torch.ones(4, 1))
-    assert ["return unisono.SampleList(entries)" in str(each.message) for each in seen] == [True] * is_warned
+    remedies = [each for each in seen if "return unisono.SampleList(entries)" in str(each.message)]
+    assert len(remedies) == is_warned
 
 
 def test_errors_name_the_remedy():

@@ -194,6 +194,24 @@ def test_kinds_of_parameters(rank: int, options: dict) -> None:
         assert model.module.conv.weight.grad.stride() == model.module.conv.weight.stride()
 
 
+class ReturnsWeight(nn.Linear):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().forward(x).tanh(), self.weight
+
+
+@case()
+def test_a_parameter_that_is_an_output(rank: int, options: dict) -> None:
+    """G11, C1: what the loss computes with it and this rank's rows is summed over the ranks, too."""
+    model, oracle = twins(lambda: ReturnsWeight(5, 3).double(), **options)
+
+    def run(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+        output, weight = module(x)
+        mse_loss(output + x @ weight.T, y).backward()
+
+    for seed in range(2):
+        compare(rank, model, oracle, run, seed)
+
+
 @case(ONE)
 def test_one_device_returns_what_the_module_returns(rank: int, options: dict) -> None:
     """A3: nothing is joined, so what is 0-dim stays so, and objects of any class come out as they are."""

@@ -191,10 +191,11 @@ def test_models_of_many_kinds_are_the_same(model: nn.Module, inputs: Any) -> Non
         (recurrent(), pack_sequence([torch.randn(n, 5) for n in (4, 1, 3, 3, 2)], False), {"out_dims": (0, 1)}),
         (attention(), torch.randn(4, 9, 8), {"dim": 1}),
         (
-            calls(lambda self, x: {"y": self.layers[0](x), "w": self.layers[0].weight}, nn.Linear(5, 4)),
+            calls(lambda self, x: {"y": self.layers[0](x), "w": self.layers[0].weight.sin()}, nn.Linear(5, 4)),
             ROWS,
             {"out_dims": {"y": 0, "w": None}},
         ),
+        (calls(lambda self, x: (self.layers[0](x), self.layers[0].weight), nn.Linear(5, 4)), ROWS, {}),
         (calls(lambda self, x, w: x @ w), (ROWS, torch.randn(5, 2)), {"in_dims": (0, None)}),
         (mlp(), ROWS, {"shares": [2, 1]}),
         (mlp(), ROWS, {"shares": [0, 1]}),
@@ -303,7 +304,7 @@ CASES = [
         "output[0] compares rows with each other",
     ),
     Case(
-        calls(lambda self, x: {"y": self.layers[0](x), "w": self.layers[0].weight}, LINEAR), ROWS,
+        calls(lambda self, x: {"y": self.layers[0](x), "w": self.layers[0].weight.sin()}, LINEAR), ROWS,
         Cause.JOINED_ON_ANOTHER_AXIS, "out_dims={'y': 0, 'w': None}",
     ),
     Case(

@@ -5,6 +5,8 @@ Each part runs under an activation checkpoint, so it is computed once more in ba
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -96,8 +98,10 @@ def run_in_parts(
         outputs = [checkpoint(function, *args, use_reentrant=False, **kwargs) for args, kwargs in shards]
     if changed := [name for name, state in _written(root).items() if state != buffers.get(name)]:
         raise RuntimeError(_NO_SHARD_IN_PARTS.format(reason=f"its forward changes the buffer {changed[0]!r}"))
-    matched = Outputs(outputs, parts.rules, parts.sizes)
-    output = matched.put_together([group.placement.join(group.tensors) for group in matched.groups])
+    live = {id(tensor): tensor for tensor in chain(root.parameters(), root.buffers())}
+    rules = replace(parts.rules, said=None)  # what is not by rows is an error
+    matched = Outputs(outputs, rules, parts.sizes, [live] * len(parts.sizes))
+    output = matched.put_together([group.placement.join(group.tensors) for group in matched.groups], device)
     if reason := _not_by_rows(matched.groups, parts.sizes) or _other_structure(output, outputs[0]):
         raise RuntimeError(_NO_SHARD_IN_PARTS.format(reason=reason))
     return output

@@ -130,6 +130,7 @@ class Replica:
         own_buffers, live_buffers: its own buffers, and the live ones that they are copies of.
         is_remote: whether its parameters are copies in memory of their own.
         tensors: all that are its own.
+        live_of: the live parameters and buffers by the ids of its own.
     """
 
     def __init__(
@@ -149,6 +150,8 @@ class Replica:
         self.own_buffers = list(own_buffers.values())
         self.live_buffers = [blueprint.buffers[key] for key in own_buffers]
         tensors.update(own_buffers)
+        live = {**blueprint.parameters, **blueprint.buffers}
+        self.live_of = {id(tensors.get(key, tensor)): tensor for key, tensor in live.items()}
         for key, constant in blueprint.constants.items():
             tensors[key] = copied.get(key, constant)
         self.is_remote, self.tensors = bool(copied), list(tensors.values())
@@ -205,6 +208,7 @@ class Replicas:
     ) -> None:
         self.each, self.linked, self.kind = each, linked, kind
         self.roots = [replica.modules[0] for replica in each]
+        self.live_of = [replica.live_of for replica in each]
         self.is_remote = any([replica.is_remote for replica in each])
         self._kept: KeptReplicas | None = kept
         self._returns_to = returns_to

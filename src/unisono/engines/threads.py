@@ -229,13 +229,14 @@ class Forward:
                 look()
             if timeline.recording:
                 timeline.mark(timeline.GATHER)
-            matched = Outputs(outputs, self._call.rules, self._call.sizes)
+            call, is_summed = self._call, self._call.sync_context is not None and self._tracked
+            matched = Outputs(outputs, call.rules, call.sizes, self._replicas.live_of, is_summed=is_summed)
             del outputs
             if self._replay is not None:
                 self._replay.forward_has_run()
             changes = self._replicas.each[0].registries.changes()
-            of_buffers = _groups_of(changes, len(self._call.devices)) if changes and self._tracked else []
-            self._graphs.outputs = _boundary_outputs(self._call, matched.groups, of_buffers)
+            of_buffers = _groups_of(changes, len(call.devices)) if changes and self._tracked else []
+            self._graphs.outputs = _boundary_outputs(call, matched.groups, of_buffers)
             if self._tracked:
                 self._link([*matched.groups, *of_buffers], reached)
                 if self._replay is not None:
@@ -245,7 +246,7 @@ class Forward:
                 joined = join(self._graphs)
             else:
                 joined = self._graphs.joined_outputs()
-            output = matched.put_together(joined)
+            output = matched.put_together(joined, call.output_device)
         self._replicas.each[0].commit_buffers(self._pool, changes, joined[len(matched.groups) :])
         if not self._tracked:
             self._replicas.give_back()

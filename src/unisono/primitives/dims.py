@@ -9,7 +9,7 @@ import contextlib
 import inspect
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -78,6 +78,8 @@ class OutputRules:
     out_dims: Any = ...  # `...` (left out), or axes, None and `Padding`s, nested like the output
     scalars: Any = "stack"  # "stack", "mean", "sum" or "mean:name", or these nested like the output
     amounts: Sequence[float] | None = None  # over how much each replica's "mean" is; None: over its rows
+    # What the model has been warned of (output_rows.py); None: there are no warnings.
+    said: set[str] | None = field(default=None, compare=False)
 
     def axes(self, output: pytree.Spec) -> tuple[list[int | None], list[Padding | None]]:
         """Return for every leaf of an output the axis of its rows, None for a whole one, and how it is padded."""
@@ -88,8 +90,10 @@ class OutputRules:
         return axes, paddings
 
 
-def warn_if_rows_elsewhere(module: nn.Module, dim: int, out_dims: Any) -> None:
+def warn_if_rows_elsewhere(module: nn.Module, dim: int, out_dims: Any) -> bool:
     """Warn if `module` is a recurrent layer, and nothing says where its rows are. For a wrapper's constructor.
+
+    Return whether it has warned.
 
     `torch.nn.RNN`, `LSTM` and `GRU` return two values with rows on different axes:
 
@@ -104,6 +108,8 @@ def warn_if_rows_elsewhere(module: nn.Module, dim: int, out_dims: Any) -> None:
     if isinstance(module, nn.RNNBase) and dim == 0 and out_dims is ...:
         said = _OUT_DIMS if module.batch_first else _DIM_1
         warnings.warn(said.format(name=type(module).__name__), UserWarning, stacklevel=3)
+        return True
+    return False
 
 
 def check_dim(dim: object) -> int:
@@ -197,6 +203,26 @@ def in_dims_of(inputs: pytree.Spec, kwargs: pytree.Spec, axes: Sequence[int | No
         for key, spec in zip(inside.keys or (), inside.specs, strict=True)
     }
     return {key: rule for key, rule in each.items() if rule is not ...}
+
+
+def out_dims_of(output: pytree.Spec, entries: Sequence[Any]) -> Any:
+    """Return the `out_dims` with these entries for the leaves of an output; `...` is left out.
+
+    >>> _, output = pytree.flatten(("y", ["h", "c"]))
+    >>> out_dims_of(output, [..., 1, None]), out_dims_of(output, [..., 1, 1])
+    ({1: {0: 1, 1: None}}, {1: 1})
+    """
+    return _nested(output, iter(entries))
+
+
+def _nested(spec: pytree.Spec, entries: Iterator[Any]) -> Any:
+    if spec.keys is None:
+        return next(entries)
+    rules = {key: _nested(child, entries) for key, child in zip(spec.keys, spec.specs, strict=True)}
+    first = next(iter(rules.values()), ...)
+    if not isinstance(first, dict) and all(rule == first for rule in rules.values()):
+        return first
+    return {key: rule for key, rule in rules.items() if rule is not ...}
 
 
 def _rule(spec: pytree.Spec, axes: Iterator[int | None], dim: int) -> Any:

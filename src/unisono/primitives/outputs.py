@@ -4,8 +4,9 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
+from itertools import starmap
 from types import NoneType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from unisono.primitives import batch_types, pytree
 from unisono.primitives.batch_types import batch_type_of
 from unisono.primitives.dims import OutputRules, Padding, spread
 from unisono.primitives.object_state import same_state, state_of
+from unisono.primitives.output_rows import Leaf, warn_of_other_rows
 from unisono.primitives.placements import (
     PaddedShard,
     Placement,
@@ -24,7 +26,6 @@ from unisono.primitives.placements import (
     can_be_placed,
     cannot_be_placed,
 )
-from unisono.primitives.sample_lists import warn_of_joined_entries
 from unisono.runtime import devices as _devices
 from unisono.runtime.errors import warn_once
 
@@ -40,6 +41,9 @@ class Group:
     placement: Placement
 
 
+LiveTensors: TypeAlias = Sequence[Mapping[int, torch.Tensor]]
+Maker: TypeAlias = Callable[[Sequence[Any], torch.device], Any]  # a leaf's gathered value, from the joined tensors
+
 _DIFFERENT_LENGTHS = (
     "If the module pads its sequences (pad_packed_sequence), each replica pads to the longest of its own: give "
     "total_length=, or have the outputs padded: DataParallel(..., out_dims=unisono.pad(axis)). If the rows are on "
@@ -48,22 +52,39 @@ _DIFFERENT_LENGTHS = (
 
 
 class Outputs:
-    """The replicas' outputs, matched leaf by leaf.
+    """The replicas' outputs, matched leaf by leaf. One that is a parameter or buffer of the module is the live one.
+
+    Args:
+        outputs: one a replica.
+        rules: how they are joined.
+        sizes: the replicas' rows; None if unknown (then there is no "mean").
+        live_of: for each replica, the live parameters and buffers by the ids of its own; empty if these are unknown.
+        is_summed: whether gradients are summed over ranks. Those of what is not the boundary's output are not.
 
     Raises:
         ValueError: outputs that do not fit together; TypeError: outputs of a type that cannot be gathered.
     """
 
-    def __init__(self, outputs: Sequence[Any], rules: OutputRules, sizes: Sequence[int] | None) -> None:
-        """Match outputs; `sizes` are the replicas' rows, None if unknown (then there is no "mean")."""
+    def __init__(
+        self,
+        outputs: Sequence[Any],
+        rules: OutputRules,
+        sizes: tuple[int, ...] | None,
+        live_of: LiveTensors = (),
+        *,
+        is_summed: bool = False,
+    ) -> None:
         self.groups: list[Group] = []  # the tensors that are to be joined
         self._means_over = sizes if rules.amounts is None else rules.amounts
+        self._live_of, self._is_summed = live_of, is_summed
         self._paths, self._given = ["output"], [tuple(outputs)]
-        self._is_tensor = _TENSOR.issuperset(map(type, outputs))
+        self._is_tensor = _TENSOR.issuperset(map(type, outputs)) and not (live_of and id(outputs[0]) in live_of[0])
         if self._is_tensor and isinstance(rules.scalars, str) and (rules.out_dims is ... or _is_axis(rules.out_dims)):
             axis = rules.dim if rules.out_dims is ... else rules.out_dims  # the common case, without pytree's cost
-            self._makers = [self._joined(self._tensors("output", self._given[0], axis, None, rules.scalars))]
-            return
+            group = self._tensors("output", self._given[0], axis, None, rules.scalars)
+            if rules.out_dims is not ... or getattr(group.placement, "sizes", sizes) == sizes or sizes is None:
+                self.groups.append(group)
+                return
         self._is_tensor = False
         self._given, self._spec = pytree.flatten_together(outputs, "output")
         if objects := [given for given in self._given if _is_object(given[0])]:
@@ -71,22 +92,47 @@ class Outputs:
             self._given, self._spec = pytree.flatten_together(outputs, "output")
         self._paths = [*self._spec.paths("output")]
         axes, paddings = rules.axes(self._spec)
-        if sizes is not None:
-            warn_of_joined_entries(self._spec, zip(self._given, axes, strict=True), sizes)
         scalars = spread(rules.scalars, self._spec, "stack", "scalars")
-        leaves = zip(self._paths, self._given, axes, paddings, scalars, strict=True)
+        live = [*map(self._live_tensor, self._given)]
+        if sizes is not None and len(sizes) > 1 and rules.said is not None:
+            entries = spread(rules.out_dims, self._spec, ..., "out_dims")
+            joined_on = [axis if found is None else None for axis, found in zip(axes, live, strict=True)]
+            each = zip(self._paths, self._given, entries, joined_on, scalars, strict=True)
+            warn_of_other_rows(self._spec, [*starmap(Leaf, each)], sizes, rules.said)
         # For each leaf a function that makes its gathered value from the joined tensors.
-        self._makers = [self._match(*leaf) for leaf in leaves]
+        self._makers = []
+        try:
+            for leaf in zip(self._paths, self._given, axes, paddings, scalars, live, strict=True):
+                self._makers.append(self._match(*leaf))
+        except (TypeError, ValueError) as error:
+            if pytree.is_in_list(self._spec, len(self._makers)):
+                error.add_note(pytree.ENTRIES_OF_ROWS)
+            raise
 
-    def put_together(self, joined: Sequence[torch.Tensor]) -> Any:
-        """Return the gathered output, from one joined tensor a group."""
+    def put_together(self, joined: Sequence[torch.Tensor], device: torch.device) -> Any:
+        """Return the gathered output on `device`, from one joined tensor a group."""
         if self._is_tensor:
             return joined[0]
-        return pytree.unflatten(self._spec, [make(joined) for make in self._makers])
+        return pytree.unflatten(self._spec, [make(joined, device) for make in self._makers])
+
+    def _live_tensor(self, given: tuple[Any, ...]) -> torch.Tensor | None:
+        """Return the live parameter or buffer of which every replica has returned its own; None if it is not so."""
+        found = [live.get(id(value)) for live, value in zip(self._live_of, given, strict=bool(self._live_of))]
+        return found[0] if found and all(tensor is found[0] for tensor in found) else None
 
     def _match(
-        self, path: str, given: tuple[Any, ...], axis: int | None, padding: Padding | None, rule: str
-    ) -> Callable[[Sequence[Any]], Any]:
+        self,
+        path: str,
+        given: tuple[Any, ...],
+        axis: int | None,
+        padding: Padding | None,
+        rule: str,
+        live: torch.Tensor | None,
+    ) -> Maker:
+        if live is not None and live.requires_grad and self._is_summed:
+            return self._joined(Group((given[0], *[None] * (len(given) - 1)), Single(0)))
+        if live is not None:
+            return lambda joined, device: _devices.copy_to(live, device)
         if any(isinstance(value, torch.Tensor) for value in given):
             return self._joined(self._tensors(path, given, axis, padding, rule))
         if batch_type_of(given[0]) is not None:
@@ -96,12 +142,12 @@ class Outputs:
             value = sum(v if w == 1 else v * w for v, w in zip(given, weights, strict=True) if w)
         else:
             value = _common_value(path, given, whole=axis is None)
-        return lambda joined: value
+        return lambda joined, device: value
 
-    def _joined(self, group: Group) -> Callable[[Sequence[Any]], Any]:
+    def _joined(self, group: Group) -> Maker:
         number = len(self.groups)
         self.groups.append(group)
-        return lambda joined: joined[number]
+        return lambda joined, device: joined[number]
 
     def _tensors(
         self, path: str, given: tuple[Any, ...], axis: int | None, padding: Padding | None, rule: str
@@ -138,7 +184,7 @@ class Outputs:
         lengths = tuple([tuple([tensor.shape[dim] for dim in padded]) for tensor in given])
         return Group(given, PaddedShard(placement, padded, lengths, padding.value))
 
-    def _batches(self, path: str, given: tuple[Any, ...], num_counting: int) -> Callable[[Sequence[Any]], Any]:
+    def _batches(self, path: str, given: tuple[Any, ...], num_counting: int) -> Maker:
         """Join batches of a registered class: their tensors are returned one by one, then the class's `gather` joins.
 
         Where the replicas agree on a batch (its axis is None), only the first one counts.
@@ -153,8 +199,8 @@ class Outputs:
             alone = [tuple(t if i == index else None for i in range(len(given))) for t in tensors]
             makers.append((rebuild, [self._joined(Group(each, Single(index))) for each in alone]))
 
-        def gathered(joined: Sequence[Any]) -> Any:
-            batches = [rebuild([make(joined) for make in parts]) for rebuild, parts in makers]
+        def gathered(joined: Sequence[Any], device: torch.device) -> Any:
+            batches = [rebuild([make(joined, device) for make in parts]) for rebuild, parts in makers]
             try:
                 return batch_type.gather(batches)
             except Exception as error:
@@ -204,13 +250,17 @@ class Outputs:
 
 
 def gathered(
-    outputs: Sequence[Any], device: torch.device, rules: OutputRules, sizes: Sequence[int] | None = None
+    outputs: Sequence[Any],
+    device: torch.device,
+    rules: OutputRules,
+    sizes: tuple[int, ...] | None = None,
+    live_of: LiveTensors = (),
 ) -> Any:
-    """Join the replicas' outputs on `device` by the caller's rules; `sizes` are the replicas' rows. Differentiable."""
-    matched = Outputs(outputs, rules, sizes)
+    """Join the replicas' outputs on `device` by the caller's rules. Differentiable. Args: as `Outputs`."""
+    matched = Outputs(outputs, rules, sizes, live_of)
     here = [[t if t is None else _devices.copy_to(t, device) for t in group.tensors] for group in matched.groups]
     joined = [group.placement.join(tensors) for group, tensors in zip(matched.groups, here, strict=True)]
-    return matched.put_together(joined)
+    return matched.put_together(joined, device)
 
 
 def _with_objects_taken_apart(outputs: Sequence[Any], objects: Sequence[tuple[Any, ...]]) -> list[Any]:

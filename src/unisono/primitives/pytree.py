@@ -28,6 +28,8 @@ class Items(list[Any]):
         self.cls = cls
 
 
+ENTRIES_OF_ROWS = "If it is a list with one entry a row, return unisono.SampleList(entries)."
+
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)})
 
 
@@ -73,6 +75,15 @@ class Spec:
 
     def num_leaves(self) -> int:
         return 1 if self.keys is None else sum([spec.num_leaves() for spec in self.specs])
+
+
+def is_in_list(spec: Spec, number: int) -> bool:
+    """Return whether the leaf with a number is in a list."""
+    for child in spec.specs:
+        if number < child.num_leaves():
+            return isinstance(spec.value, list) or is_in_list(child, number)
+        number -= child.num_leaves()
+    return False
 
 
 def flatten(value: Any, path: str = "") -> tuple[list[Any], Spec]:
@@ -192,7 +203,7 @@ def _matched(specs: Sequence[Spec], path: str) -> Iterator[tuple[Any, ...]]:
     if any({*keys} != {*all_keys[0]} for keys in all_keys):
         if isinstance(first.value, tuple | list):
             error = disagreement(path, "lengths", [*map(len, all_keys)])
-            error.add_note("If it is a list with one entry a row, return unisono.SampleList(entries).")
+            error.add_note(ENTRIES_OF_ROWS)
             raise error
         raise disagreement(path, "keys", [[*keys] for keys in all_keys])
     contexts = [taken[2] for spec in specs if (taken := _registered(spec.value)) is not None]

@@ -1,7 +1,7 @@
 """replicate: copies of a module on several devices, linked to it for autograd."""
 
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -60,6 +60,19 @@ def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -
             replicas.append(root)
         warn_of_observers(blueprint, targets)
     return replicas  # type: ignore[return-value]
+
+
+def live_tensors_of(replicas: Sequence[Any], live: nn.Module) -> list[dict[int, torch.Tensor]]:
+    """Return for each replica the live parameters and buffers by the ids of its own of the same names.
+
+    A user's own `replicate` may return anything.
+    """
+    named = [*live.named_parameters(), *live.named_buffers()]
+    own = [
+        {**dict(each.named_parameters()), **dict(each.named_buffers())} if isinstance(each, nn.Module) else {}
+        for each in replicas
+    ]
+    return [{id(of[name]): tensor for name, tensor in named if name in of} for of in own]
 
 
 def check_device(root: nn.Module, tensors: Iterable[torch.Tensor], device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Lists with one entry a row: a batch type of unisono's own, and warnings where a plain list looks like one.
+"""Lists with one entry a row: a batch type of unisono's own, and a warning where a plain input looks like one.
 
 As in torch, a plain list is a container: tensors in it are split and joined one by one, and every replica gets all of a
 list of strings. So pictures of several sizes are split along their channels, and a list of targets is not split at all.
@@ -161,42 +161,9 @@ def _may_be_samples(value: Any) -> bool:
     return is_sequence and any(entry is not None for entry in value)
 
 
-def warn_of_joined_entries(
-    output: Spec, leaves: Iterator[tuple[tuple[Any, ...], int | None]], sizes: Sequence[int]
-) -> None:
-    """Warn of an output that is a list with as many entries as each replica has rows, and its tensors have other rows.
-
-    Args:
-        output: the structure of the output.
-        leaves: its leaves, each replica's, each with the axis of its rows.
-        sizes: the replicas' rows.
-    """
-
-    def have_other_rows(given: tuple[Any, ...], axis: int | None) -> bool:
-        return any(_has_other_rows(each, axis, size) for each, size in zip(given, sizes, strict=True))
-
-    def is_joined(value: Any, inside: list[bool]) -> bool:
-        return type(value) is list and {len(inside)} == {*sizes} != {1} and any(inside)
-
-    joined: list[tuple[Any, ...]] = []
-    _find_lists(output, (), leaves, have_other_rows, is_joined, joined)
-    for keys in joined:
-        warn_once(
-            f"{_path(output, 'output', keys)} is a list with as many entries as each replica has rows: the first "
-            "entries of all replicas are joined, then the second ones, and so on. If each belongs to a row, return "
-            "unisono.SampleList(entries)."
-        )
-
-
 def _path(spec: Spec, path: str, keys: Sequence[Any]) -> str:
     """Return the path to the part of a structure to which keys lead; the structure itself is at `path`."""
     for key in keys:
         path += step(spec.value, key)
         spec = spec.specs[(spec.keys or ()).index(key)]
     return path
-
-
-def _has_other_rows(value: Any, axis: int | None, rows: int) -> bool:
-    if not isinstance(value, torch.Tensor) or axis is None or not -value.dim() <= axis < value.dim():
-        return False
-    return value.shape[axis] != rows

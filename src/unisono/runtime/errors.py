@@ -105,10 +105,10 @@ def log_once(message: str) -> None:
 def warn_once(message: str) -> None:
     """Issue `message` as a `UserWarning` about the user's line, the first time only in this process."""
     if _first_time(message):
-        warn(message)
+        warn_user(message)
 
 
-def warn(message: str) -> None:
+def warn_user(message: str) -> None:
     """Issue `message` as a `UserWarning` about the user's line."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_THE_USERS:
