@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 log = logging.getLogger("unisono")
-_NOT_THE_USERS = ("unisono", "torch")  # packages between the user's line and a warning
+_NOT_THE_USERS = ("unisono", "torch", "pytest_unisono")  # packages between the user's line and a warning
 
 
 class ReplicaNames(list[str]):
@@ -122,10 +122,15 @@ def log_once(message: str) -> None:
 def warn_once(message: str) -> None:
     """Issue `message` as a `UserWarning` about the user's line, the first time only in this process."""
     if _first_time(message):
-        level, frame = 1, sys._getframe()
-        while frame.f_back is not None and _package(frame) in _NOT_THE_USERS:
-            level, frame = level + 1, frame.f_back
-        warnings.warn(message, UserWarning, stacklevel=level)
+        warn(message)
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Issue a warning about the user's line: that of the innermost frame that is not unisono's or torch's."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and _package(frame) in _NOT_THE_USERS:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)
 
 
 def _package(frame: types.FrameType) -> str:
