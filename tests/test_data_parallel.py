@@ -848,7 +848,7 @@ def test_a_subclass_that_replaces_getattr_keeps_torchs_attributes():
 def test_what_a_wrapper_cannot_do_without_is_an_error_at_once(wrapped):
     """A13"""
     model = DataParallel(nn.Linear(3, 2), wrapped)
-    with pytest.raises(TypeError, match="module: expected .* got None"):
+    with pytest.raises(TypeError, match=r"module: expected .* got None"):
         model.module = None
     with pytest.raises(AttributeError, match="cannot run"):
         del model.module
