@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from helpers.modules import Calls, Composed, Fn
-from unisono import DataParallel, data_parallel
+from unisono import DataParallel, data_parallel, gather, verify
 
 CPU = torch.device("cpu")
 SIM = [f"sim:{i}" for i in range(4)]  # of the fixture `sim`
@@ -819,3 +819,67 @@ def test_a_property_of_the_wrapper_that_fails_is_not_the_modules():
 
     with pytest.raises(AttributeError, match="config"):
         _ = Own(Configured(), ["cpu"] * 2).config
+
+
+class AttributesOfTheModule(DataParallel):
+    """As libraries write it: what `__dict__` and the registries lack is the module's."""
+
+    def __getattr__(self, name):
+        try:
+            return nn.Module.__getattr__(self, name)
+        except AttributeError:
+            return getattr(self.module, name)
+
+
+def test_a_subclass_that_replaces_getattr_keeps_torchs_attributes():
+    """A9, A7: they were not in `__dict__`, so they were asked of the module."""
+    model = AttributesOfTheModule(nn.Linear(3, 2), ["cpu"] * 2, dim=0)
+    for wrapper in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert wrapper.device_ids == [torch.device("cpu")] * 2
+        assert (wrapper.output_device, wrapper.dim) == (torch.device("cpu"), 0)
+        assert repr(wrapper).startswith("AttributesOfTheModule(\n  devices=[cpu, cpu]\n")
+        assert wrapper.in_features == 3
+        assert wrapper(torch.ones(4, 3)).shape == (4, 2)
+        wrapper.dim = 1
+        assert vars(wrapper)["dim"] == wrapper._options.dim == 1
+
+
+@pytest.mark.parametrize("wrapped", [["cpu"] * 2, ["cpu"], []])
+def test_what_a_wrapper_cannot_do_without_is_an_error_at_once(wrapped):
+    """A13"""
+    model = DataParallel(nn.Linear(3, 2), wrapped)
+    with pytest.raises(TypeError, match=r"module: expected .* got None"):
+        model.module = None
+    with pytest.raises(AttributeError, match="cannot run"):
+        del model.module
+    with pytest.raises(ValueError, match="at least one of them above 0"):
+        model.shares = [0] * max(1, len(wrapped))
+    assert model(torch.ones(4, 3)).shape == (4, 2)
+
+
+class Subclass(DataParallel):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+
+
+def assigned(model):
+    model.output_device = -1
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda: DataParallel(nn.Linear(3, 2), ["cpu"] * 2, output_device=-1),
+        lambda: Subclass(nn.Linear(3, 2), ["cpu"] * 2, output_device=-1),
+        lambda: assigned(DataParallel(nn.Linear(3, 2), ["cpu"] * 2)),
+        lambda: data_parallel(nn.Linear(3, 2), torch.ones(4, 3), ["cpu"] * 2, -1),
+        lambda: gather([torch.ones(1), torch.ones(1)], -1),
+        lambda: verify(nn.Linear(3, 2), torch.ones(4, 3), device_ids=["cpu"] * 2, output_device=-1, show=False),
+        lambda: DataParallel(nn.LSTM(3, 2), ["cpu"] * 2),
+    ],
+)
+def test_a_warning_points_at_the_callers_line(act):
+    """A6, G6: it was a line of unisono's."""
+    with pytest.warns((UserWarning, FutureWarning)) as seen:
+        act()
+    assert {each.filename for each in seen} == {__file__}

@@ -162,6 +162,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             timeout=timeout,
             sync_batch_norm=sync_batch_norm,
         )
+        self._show_torchs_attributes()
         self._threads, self._idle_devices = Threads(), IdleDevices()
         self._ranks = self._profile = None
         self.register_load_state_dict_pre_hook(accept_clean_names)  # type: ignore[no-untyped-call]
@@ -424,7 +425,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         """
         gradient_sync = self._gradient_sync()
         communicator = gradient_sync.communicator if gradient_sync is not None else None
-        return even_batches(communicator, loader, self.dim, next(iter(self.devices), torch.device("cpu")))
+        return even_batches(communicator, loader, self.dim, next(iter(self._options.devices), torch.device("cpu")))
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Have `hook` sum the buckets of gradients over the processes, in the place of a plain sum.
@@ -473,7 +474,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         >>> unisono.DataParallel(torch.nn.Linear(5, 2), ["cpu", "cpu"]).extra_repr()
         'devices=[cpu, cpu]'
         """
-        return f"devices=[{', '.join(map(str, self.devices))}]"
+        return f"devices=[{', '.join(map(str, self._options.devices))}]"
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Do what `half`, `to` and their like do; replicas refer no longer to the memory that this replaces."""

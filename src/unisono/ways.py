@@ -150,7 +150,7 @@ def _is_traced(invocation: Invocation) -> bool:
         raise TypeError(_TRACED)
     leaves = chain(pytree.leaves(invocation.inputs), pytree.leaves(invocation.kwargs))
     return (
-        torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
+        torch_private.traces_with_jit()
         or torch_private.is_tracing()
         or any(isinstance(leaf, torch.fx.Proxy) for _, leaf in leaves)
     )

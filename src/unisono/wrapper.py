@@ -47,11 +47,14 @@ class Wrapper(nn.Module):
             setattr(owner, name, value)
         elif name in self._option_names:
             setattr(self._options, name, value)
+            self._show_torchs_attributes()
         else:
             nn.Module.__setattr__(self, name, value)
 
     def __delattr__(self, name: str) -> None:
         owner = self._owner_of(name)
+        if owner is self and name == "module":
+            raise AttributeError("a wrapper without its module cannot run: assign another one, or delete the wrapper")
         if owner is self:
             nn.Module.__delattr__(self, name)
         else:
@@ -63,6 +66,11 @@ class Wrapper(nn.Module):
             "torch.jit.script cannot compile a DataParallel, which runs threads: compile the module in it, "
             "torch.jit.script(model.module), and wrap that: DataParallel(torch.jit.script(module))"
         )
+
+    def _show_torchs_attributes(self) -> None:
+        """Have torch's attributes in `__dict__`, where a subclass that replaces `__getattr__` finds them."""
+        options = self._options
+        self.__dict__.update(device_ids=options.device_ids, output_device=options.output_device, dim=options.dim)
 
     def _has_option(self, name: str) -> bool:
         return name in self._option_names and hasattr(self.__dict__.get("_options"), name)

@@ -51,6 +51,7 @@ FALLBACKS: list[tuple[Any, str, Callable[[], Any], Any]] = [
     (torch._C, "_functorch", lambda: torch_private.is_of_transform(torch.ones(3)), False),
     (torch._C, "_get_dispatch_mode", torch_private.is_tracing, False),
     (torch._C, "_is_tracing", torch_private.has_tracer, False),
+    (torch._C, "_is_tracing", torch_private.traces_with_jit, False),
     (torch.utils._python_dispatch, "_is_in_torch_dispatch_mode", keep_flags, None),
     (SimpleNamespace, "_backward_hooks", lambda: torch_private.skip_hooks_without_gradient([SimpleNamespace()]), None),
     (torch._dynamo, "mark_static_address", lambda: torch_private.mark_static([torch.ones(2)]), None),
@@ -430,11 +431,11 @@ def test_function_modes_are_those_of_before_after_an_interrupt(monkeypatch: pyte
 
 def test_whether_there_is_a_tracer() -> None:
     def traced(x: torch.Tensor) -> torch.Tensor:
-        seen.append(torch_private.has_tracer())
+        seen.append((torch_private.has_tracer(), torch_private.traces_with_jit()))
         return x + 1
 
-    seen = [torch_private.has_tracer()]
+    seen: list[tuple[bool, bool]] = []
     torch.fx.symbolic_trace(traced)
     torch.jit.trace(traced, torch.ones(2), check_trace=False)
-    assert seen == [False, True, True]
+    assert seen == [(True, False), (True, True)]
     assert not torch_private.has_tracer()

@@ -14,6 +14,7 @@ from torch import nn
 
 import unisono
 from helpers.programs import run_script
+from unisono.runtime import errors
 
 TORCHS = torch.nn.DataParallel
 TORCHS_INIT = TORCHS.__init__
@@ -312,3 +313,16 @@ def test_a_second_installation_ends_with_the_options_of_the_first() -> None:
             assert len(torch.nn.DataParallel(nn.Identity()).devices) == 2
         assert len(torch.nn.DataParallel(nn.Identity()).devices) == 3
     assert not issubclass(torch.nn.DataParallel, unisono.DataParallel)
+
+
+def test_the_log_names_the_classes_for_which_it_comes_too_late(caplog: pytest.LogCaptureFixture) -> None:
+    """X2: also those whose name of torch's class is replaced, and classes derived from them."""
+    later = type("Later", (Before,), {"__module__": __name__})
+    errors.forget_logged()
+    with unisono.install(["cpu", "cpu"]):
+        type("After", (nn.DataParallel,), {"__module__": __name__})
+    (message,) = [each.getMessage() for each in caplog.records if "came too late for" in each.getMessage()]
+    for kind in (Before, BeforeWithSuper, later):
+        assert f"{__name__}.{kind.__name__}" in message
+    assert "After" not in message
+    assert "unisono.data_parallel" not in message

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from unisono.engines.shared_generators import GeneratorStates, generators_among, generators_of
 from unisono.runtime import draws_off
-from unisono.runtime.errors import warn_user
+from unisono.runtime.errors import warn
 
 _PER_SHARD = (
     "{layer}: batch norm in training, of which each replica normalises its own rows: the numbers are not those of one "
@@ -86,7 +86,7 @@ class FirstSteps:
     def _say(self, what: str, message: str) -> None:
         if what not in self._said:
             self._said.add(what)
-            warn_user(message)
+            warn(message)
 
 
 def takes_statistics(module: _BatchNorm) -> bool:

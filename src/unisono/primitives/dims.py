@@ -7,7 +7,6 @@ it, as in `torch.func.vmap`. `spread` turns such a rule into one entry a leaf.
 
 import contextlib
 import inspect
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from unisono.primitives import pytree
+from unisono.runtime.errors import warn
 
 _SCALAR_RULES = ("stack", "mean", "sum")
 _DIM_1 = (
@@ -107,7 +107,7 @@ def warn_if_rows_elsewhere(module: nn.Module, dim: int, out_dims: Any) -> bool:
     """
     if isinstance(module, nn.RNNBase) and dim == 0 and out_dims is ...:
         said = _OUT_DIMS if module.batch_first else _DIM_1
-        warnings.warn(said.format(name=type(module).__name__), UserWarning, stacklevel=3)
+        warn(said.format(name=type(module).__name__))
         return True
     return False
 

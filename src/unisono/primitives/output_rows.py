@@ -11,7 +11,7 @@ import torch
 
 from unisono.primitives import pytree
 from unisono.primitives.dims import out_dims_of
-from unisono.runtime.errors import warn_user
+from unisono.runtime.errors import warn
 
 # What a model has been warned of.
 ROWS = "rows of outputs"
@@ -63,10 +63,10 @@ def warn_of_other_rows(output: pytree.Spec, leaves: Sequence[Leaf], sizes: Seque
         if _LISTS not in said:
             said.add(_LISTS)
             as_now = _out_dims(output, leaves, {number: leaves[number].axis for number in numbers})
-            warn_user(_LIST.format(path=path, kind=type(spec.value).__name__, as_now=as_now))
+            warn(_LIST.format(path=path, kind=type(spec.value).__name__, as_now=as_now))
     if tensors and ROWS not in said:
         said.add(ROWS)
-        warn_user(_about_tensors(output, leaves, sorted(tensors), sizes))
+        warn(_about_tensors(output, leaves, sorted(tensors), sizes))
 
 
 def _has_other_size(leaf: Leaf, sizes: Sequence[int]) -> bool:

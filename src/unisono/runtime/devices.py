@@ -16,7 +16,6 @@ import math
 import os
 import threading
 import time
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +26,7 @@ from typing import Any, TypeAlias
 import torch
 
 from unisono.runtime import torch_private
-from unisono.runtime.errors import log_once
+from unisono.runtime.errors import log_once, warn
 
 DeviceLike: TypeAlias = int | str | torch.device
 
@@ -118,7 +117,7 @@ def resolve_output(output_device: DeviceLike | None, devices: Sequence[torch.dev
     if output_device is None:
         return devices[0]
     if _is_index(output_device) and output_device == -1:
-        warnings.warn('output_device=-1 is deprecated: write output_device="cpu"', FutureWarning, stacklevel=3)
+        warn('output_device=-1 is deprecated: write output_device="cpu"', FutureWarning)
         return _CPU
     return resolve_one(output_device, "output_device")
 

@@ -5,17 +5,19 @@ programs written for `torch.nn.DataParallel` catch what they caught before. An e
 the object it was; a note (PEP 678) says which replica raised it.
 """
 
+import linecache
 import logging
 import sys
 import threading
 import traceback
+import types
 import warnings
 from collections.abc import Mapping, Sequence
 
 import torch
 
 log = logging.getLogger("unisono")
-_NOT_THE_USERS = ("unisono", "torch")  # packages between the user's line and a warning
+_NOT_THE_USERS = ("unisono", "torch", "pytest_unisono")  # packages between the user's line and a warning
 
 
 class ReplicaNames(list[str]):
@@ -92,6 +94,21 @@ def _stack_of(ident: int) -> str:
     return "".join(traceback.format_stack(frame)) if frame is not None else ""
 
 
+def places_of_threads(idents: Mapping[int, int]) -> dict[int, str]:
+    """Return the line of the user's that each thread is running, by index; unisono's or torch's where it has none."""
+    places, frames = {}, sys._current_frames()
+    for index, ident in idents.items():
+        if (inner := frames.get(ident)) is None:
+            continue
+        frame: types.FrameType | None = inner
+        while frame is not None and _package(frame) in (*_NOT_THE_USERS, "threading"):
+            frame = frame.f_back
+        code, line = (frame or inner).f_code, (frame or inner).f_lineno
+        text = linecache.getline(code.co_filename, line).strip()
+        places[index] = f'File "{code.co_filename}", line {line}, in {code.co_name}: {text}'
+    return places
+
+
 _logged: set[str] = set()
 _logged_lock = threading.Lock()
 
@@ -105,15 +122,20 @@ def log_once(message: str) -> None:
 def warn_once(message: str) -> None:
     """Issue `message` as a `UserWarning` about the user's line, the first time only in this process."""
     if _first_time(message):
-        warn_user(message)
+        warn(message)
 
 
-def warn_user(message: str) -> None:
-    """Issue `message` as a `UserWarning` about the user's line."""
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Issue a warning about the user's line: that of the innermost frame that is not unisono's or torch's."""
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_THE_USERS:
+    while frame.f_back is not None and _package(frame) in _NOT_THE_USERS:
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, UserWarning, stacklevel=level)
+    warnings.warn(message, category, stacklevel=level)
+
+
+def _package(frame: types.FrameType) -> str:
+    """Return the top package of the code that a frame runs."""
+    return str(frame.f_globals.get("__name__")).partition(".")[0]
 
 
 def forget_logged() -> None:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from unisono.runtime import timeline
-from unisono.runtime.errors import ReplicaNames, log, threads_timed_out
+from unisono.runtime.errors import ReplicaNames, log, log_once, places_of_threads, threads_timed_out
 from unisono.runtime.interrupts import WAKE_S, deliver, uninterruptible
 from unisono.runtime.rng import waiting_for_others
 from unisono.runtime.thread_pool import PassContext, ReplicaContext, inside_replica
@@ -98,6 +98,12 @@ class Request(NamedTuple):
         return self.purpose.describe(self)
 
 
+LOGGED_AFTER_S = 10.0  # without progress
+_NO_PROGRESS = (
+    "no progress for {seconds:g} s, while replicas wait for each other: {places}. If one waits for a lock that "
+    "another one holds, they wait for ever: release the lock around that call of the model, or give timeout=."
+)
+
 # What a request gets: its result, or why the replicas cannot go on.
 Response: TypeAlias = Result | str
 
@@ -132,7 +138,7 @@ class Exchange:
         self._timeout_s, self._names, self._progress_at = timeout_s, names, time.monotonic()
         self.threads: dict[int, int] = {}
         self._cross_process = cross_process
-        self.failed = self.all_withdrawn = False
+        self.failed = self.all_withdrawn = self._is_logged = False
         self.one_kind_of_device = cross_process is None or cross_process.one_kind_of_device
         self.error: BaseException | None = None
         self._condition = threading.Condition()
@@ -169,15 +175,28 @@ class Exchange:
 
     def _check_progress(self) -> None:
         """Take note of an error if no replica has submitted or withdrawn for too long while some wait."""
-        if self._timeout_s is None or self.error is not None or not self._waiting:
+        if self.error is not None or not self._waiting:
             return
-        if time.monotonic() - self._progress_at <= self._timeout_s:
+        waited_s = time.monotonic() - self._progress_at
+        if waited_s > LOGGED_AFTER_S and not self._is_logged:
+            self._is_logged = True
+            self._log_places()
+        if self._timeout_s is None or waited_s <= self._timeout_s:
             return
         stuck = {i: self.threads.get(i, 0) for i in sorted(self._present - self._waiting.keys())}
         self.error = threads_timed_out(stuck, self._timeout_s, self._names)
         if 0 not in self._waiting:
             log.error("%s", self.error)
         self._condition.notify_all()
+
+    def _log_places(self) -> None:
+        """Log where each replica of this process is: one may wait for what another one holds, for ever."""
+        places = places_of_threads(self.threads)
+        texts = []
+        for i in sorted(self._present & self.threads.keys()):
+            waits = f" waits for the others at {self._waiting[i][0]}," if i in self._waiting else " has not come:"
+            texts.append(f"{self._names[i] if self._names else f'replica {i}'}{waits} {places.get(i, 'place unknown')}")
+        log_once(_NO_PROGRESS.format(seconds=LOGGED_AFTER_S, places="; ".join(texts)))
 
     def submit(self, index: int, request: Request, callback: Callable[[Response], None]) -> None:
         """Submit a replica's request; `callback` is called with the response, now or as soon as it is known."""

@@ -42,6 +42,14 @@ def has_tracer() -> bool:
         return False
 
 
+def traces_with_jit() -> bool:
+    """Return whether torch.jit traces in this thread. Fallback: False."""
+    try:
+        return bool(torch._C._is_tracing())
+    except AttributeError:
+        return False
+
+
 # ---- backward ------------------------------------------------------------------------------------
 
 

@@ -1,11 +1,11 @@
 """Accelerators of unequal size: the warning, with the shares that balance them."""
 
-import warnings
 from collections.abc import Sequence
 
 import torch
 
 from unisono.runtime import devices as _devices
+from unisono.runtime.errors import warn
 
 
 def imbalance(devices: Sequence[torch.device]) -> str | None:
@@ -34,4 +34,4 @@ def imbalance(devices: Sequence[torch.device]) -> str | None:
 def warn_if_unequal(devices: Sequence[torch.device]) -> None:
     """Warn about accelerators that are not balanced."""
     if said := imbalance(devices):
-        warnings.warn(said, UserWarning, stacklevel=3)
+        warn(said)

@@ -44,6 +44,11 @@ _STAYS_TORCHS = (
     "where install() does not look. Call install() before that, or take the class from torch.nn where it is used."
 )
 
+_CAME_TOO_LATE = (
+    "unisono.install() came too late for {names}: defined before, they stay torch's own DataParallel, which knows "
+    "accelerators only. Call install() before the program imports them."
+)
+
 
 def install(
     device_ids: Sequence[DeviceLike] | None = None,
@@ -65,7 +70,7 @@ def install(
     `unisono run script.py` does this for a script that is left as it is. Options hold for every wrapper that is made
     from then on. What the program's modules have imported already is replaced too, also in registries, default
     arguments and class attributes; an object that was made before, and a subclass that was defined before, stay
-    torch's, and the log says so when one is made. A second call only changes the options.
+    torch's: the log names these subclasses, and says so when one is made. A second call only changes the options.
 
     Args:
         device_ids: the devices of every wrapper, whatever the script names. A device's number, as the verbs take it, is
@@ -96,7 +101,18 @@ def install(
     wrapper.installed = Settings(devices, options)
     type.__setattr__(_torchs["DataParallel"], "__init__", _noted_init)
     trainer.adapt_when_imported()
+    if names := [f"{each.__module__}.{each.__qualname__}" for each in _subclasses(_torchs["DataParallel"])]:
+        log_once(_CAME_TOO_LATE.format(names=", ".join(sorted(names))))
     return Installation(_replace(_torchs, _ours))
+
+
+def _subclasses(cls: type) -> Iterator[type]:
+    """Yield the program's classes that are derived from a class, also indirectly."""
+    direct: list[type] = type.__subclasses__(cls)
+    for each in direct:
+        if each.__module__.partition(".")[0] not in ("torch", "unisono") and not issubclass(each, OwnDataParallel):
+            yield each
+            yield from _subclasses(each)
 
 
 class Installation:

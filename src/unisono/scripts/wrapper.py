@@ -107,7 +107,7 @@ class DataParallel(OwnDataParallel, metaclass=_NamedAsTorchs):
         own = self.__dict__.keys() - before - nn.Module().__dict__.keys()
         self.__dict__["_given"] = given
         self.__dict__["_own_names"] = frozenset({*own, "_given", "_own_names"})
-        now.activity.add_wrapper(self.devices)
+        now.activity.add_wrapper(self._options.devices)
 
     def __setattr__(self, name: str, value: Any) -> None:
         now = installed
