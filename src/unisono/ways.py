@@ -37,7 +37,7 @@ from unisono.primitives.placements import check_have_data
 from unisono.primitives.reassigned_buffers import buffer_registries, commit_buffers, modules_in_common
 from unisono.primitives.replicate import check_device, live_tensors_of, unchanged_on_failure
 from unisono.primitives.split_sizes import split_rows
-from unisono.primitives.written_parameters import WrittenParameters
+from unisono.primitives.written_parameters import WrittenParameters, in_each
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline, torch_private
 from unisono.runtime.errors import ReplicaTimeout, is_of_replica, log_once
@@ -455,7 +455,7 @@ def plain_composition(wrapper: Wrapper, invocation: Invocation) -> Any:
                 look = first_steps.watch_generators(module, [*invocation.inputs, *invocation.kwargs.values()])
             outputs = interruptibly(wrapper.parallel_apply, calls, shards, shard_kwargs)
             if len(replicas) > 1:
-                written.check(module, lambda tensor: Blueprint(module).name_of(tensor), len(replicas))
+                written.check(module, lambda tensor: Blueprint(module).name_of(tensor), in_each(len(replicas)))
             if look is not None:
                 look()
             output = interruptibly(wrapper.gather, outputs, here or options.output_device)

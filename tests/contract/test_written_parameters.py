@@ -92,6 +92,20 @@ def test_what_is_not_named_but_a_parameter(wrap: Wrap) -> None:
         wrap(net)(torch.randn(6, 5))
 
 
+def test_a_map_says_so_too(wrap: Wrap) -> None:
+    """R22: of the first batch that writes. With one device a map writes batch by batch, as a loop does."""
+    batches = [torch.randn(3, 5) for _ in range(4)]
+    model = wrap(network(decay), 2)
+    with pytest.raises(RuntimeError, match=f"{WRITTEN}'shift', in several replicas at once"):
+        list(model.map(batches))
+    with pytest.raises(RuntimeError, match=f"{WRITTEN}'shift', in several replicas at once"):
+        model.evaluate([(x, x[:, :3]) for x in batches], nn.functional.mse_loss)
+    plain, model = twins(wrap, network(decay), 1)
+    with torch.no_grad():
+        for output, x in zip(model.map(batches), batches, strict=True):
+            assert_same(output, plain(x))
+
+
 def test_the_plain_composition_says_so_too(wrap: Wrap) -> None:
     """R22: with an overridden verb, and by the function."""
     x = torch.randn(6, 5)

@@ -48,8 +48,8 @@ def add_options_of_wrappers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sync-batch-norm",
         action=argparse.BooleanOptionalAction,
-        help="batch norm with the statistics of the whole batch, or with --no of each shard (default: of each shard, "
-        "with a warning)",
+        help="batch norm with the statistics of the whole batch, or with --no of each shard (default: the "
+        "same, with a warning)",
     )
 
 

@@ -20,9 +20,9 @@ from unisono.runtime import draws_off
 from unisono.runtime.errors import warn
 
 _PER_SHARD = (
-    "{layer}: batch norm in training, of which each replica normalises its own rows: the numbers are not those of one "
-    "device. With sync_batch_norm=True batch norm sees the rows of all replicas, and they are; sync_batch_norm=False "
-    "says that each replica's own rows are meant."
+    "{layer}: each replica normalises its own rows in training, so the numbers are not those of one device. With "
+    "sync_batch_norm=True batch norm sees the rows of all replicas, and they are; sync_batch_norm=False says that each "
+    "replica's own rows are meant."
 )
 _DRAWN = (
     "{generators} was drawn from while the replicas of {name} ran. They share it, in the order in which they happen to "

@@ -27,6 +27,7 @@ from unisono.engines.replica import Replica, ReplicaPool, Replicas
 from unisono.primitives import pytree
 from unisono.primitives.blueprint import Blueprint, collector_paused
 from unisono.primitives.references import INERT
+from unisono.primitives.written_parameters import IN_LANES
 from unisono.runtime import devices as _devices
 from unisono.runtime.buckets import is_plain
 from unisono.runtime.errors import ReplicaNames
@@ -207,7 +208,11 @@ class Lane:
                 copies.wait_copies(0)
             if draws is not None:
                 draws.begin(seed)
+            replicas.written.begin()
             output = interruptibly(called(replicas.roots[0], self.call.method), *args, **kwargs)
+            if len(self.call.devices) > 1:
+                blueprint = self._pool.blueprint
+                replicas.written.check(blueprint.root, blueprint.name_of, IN_LANES)
         output = _apart_from(self._memory_of_buffers, output)
         self._replicas = replicas
         if not self._is_on_host:

@@ -46,6 +46,7 @@ from unisono.primitives.parallel_apply import values_or_raise
 from unisono.primitives.placements import Replicate, Single
 from unisono.primitives.reassigned_buffers import Change, histories
 from unisono.primitives.replicate import check_device, unchanged_on_failure
+from unisono.primitives.written_parameters import in_each
 from unisono.runtime import timeline
 from unisono.runtime.exchange import Exchange, exchanging
 from unisono.runtime.rng import own_streams
@@ -224,7 +225,7 @@ class Forward:
                 reached = self._graphs.end_forward()
             if not self._runs_as_module:
                 blueprint = self._pool.blueprint
-                self._replicas.written.check(blueprint.root, blueprint.name_of, len(self._call.devices))
+                self._replicas.written.check(blueprint.root, blueprint.name_of, in_each(len(self._call.devices)))
             if look is not None:
                 look()
             if timeline.recording:

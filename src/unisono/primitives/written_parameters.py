@@ -21,13 +21,20 @@ from unisono.runtime.rng import shortened_rows
 
 _version = attrgetter("_version")
 _WRITTEN = (
-    "forward has written into {names}, once in each of {replicas}. One device would have done so once; and what a "
-    "replica in memory of its own writes is lost. Make what forward updates a buffer (register_buffer), of which the "
-    "first replica's updates stay, or update it outside of forward, in model.module. For an initialisation from the "
-    "first batch, call the plain module once before it is wrapped: with torch.no_grad(): model(inputs)."
+    "forward has written into {names}, {times}. What a replica in memory of its own writes is lost. Make what forward "
+    "updates a buffer (register_buffer), of which the first replica's updates stay, or update it outside of forward, "
+    "in model.module. For an initialisation from the first batch, call the plain module once before it is wrapped: "
+    "with torch.no_grad(): model(inputs)."
 )
+IN_LANES = "in several replicas at once, where one device would have done so in one batch after the other"
 
 Copy: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # a live parameter, and a replica's in memory of its own
+
+
+def in_each(num_replicas: int) -> str:
+    """Return in words how often replicas write, or one replica that may run in parts."""
+    each = f"{num_replicas} replicas" if num_replicas > 1 else "several parts of a batch"
+    return f"once in each of {each}, where one device would have done so once"
 
 
 class WrittenParameters:
@@ -56,18 +63,18 @@ class WrittenParameters:
         self._versions = [*map(_version, self._tensors)]
         self._shortened = dict(shortened_rows)
 
-    def check(self, root: nn.Module, name_of: Callable[[torch.Tensor], str], num_replicas: int) -> None:
+    def check(self, root: nn.Module, name_of: Callable[[torch.Tensor], str], times: str) -> None:
         """Raise RuntimeError if forward has written into a parameter since `begin`.
 
         Args:
             root: the live module.
             name_of: what messages call one of its parameters.
+            times: how often it has written, in words: `in_each` or `IN_LANES`.
         """
         if [*map(_version, self._tensors)] != self._versions:
             names = [*dict.fromkeys(map(name_of, self._written(root)))]
             if names:
-                replicas = f"{num_replicas} replicas" if num_replicas > 1 else "several parts of a batch"
-                raise RuntimeError(_WRITTEN.format(names=", ".join(names), replicas=replicas))
+                raise RuntimeError(_WRITTEN.format(names=", ".join(names), times=times))
 
     def _written(self, root: nn.Module) -> Iterator[torch.Tensor]:
         """Yield live parameters that were written into, here or in a copy; apply what copies have shortened."""
