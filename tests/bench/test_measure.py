@@ -9,10 +9,12 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 
 from unisono.bench import measure
 from unisono.bench.contenders import Contender
 from unisono.bench.programs import ContenderFailedError, ContenderProcesses, Ready
+from unisono.bench.tasks import Step
 from unisono.console.progress import Lines, Task
 
 TINY = "unisono.bench.workloads:tiny"
@@ -99,6 +101,19 @@ def test_other_programs_that_keep_cores_busy_are_told(
     monkeypatch.setattr(measure, "num_cores", lambda: 2)
     workload = measure.measure("name", TINY, THREE, rounds=2, seconds=0.5, task=task())
     assert workload.disturbance == said
+
+
+def test_steps_in_this_process_are_judged_alike(monkeypatch: pytest.MonkeyPatch):
+    """In one turn, whose first step is not counted."""
+    monkeypatch.setattr(measure, "busy_cores", lambda: 2.0)
+    monkeypatch.setattr(measure, "num_cores", lambda: 2)
+    times = itertools.count()
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: next(times), process_time=lambda: 0.0))
+    steps = [Step(torch.zeros(()), 0.1, 0.2, float(number)) for number in range(1, 12)]
+    following = iter(steps)
+    taken, disturbance = measure.measure_here(lambda: next(following), seconds=7.0)
+    assert taken == steps[4:11]  # after three, and the first of the turn
+    assert disturbance == "other programs use 2.0 of 2 cores"
 
 
 # ---- with real processes -------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from helpers.commands import assert_misused, status_of
+from unisono.bench import measure
 from unisono.plan import command
 
 SCRIPT = """\
@@ -71,6 +72,17 @@ def test_a_step_that_is_measured(capsys: pytest.CaptureFixture[str], monkeypatch
     assert "measured with 8 rows on cpu" in out
     assert "has 9.6e-05 MB of gradients, in one bucket. 1 device a machine; between machines" in out
     assert "# How far will own:build scale?" in Path("runs/plan/plan.md").read_text()
+
+
+def test_no_verdict_from_a_disturbed_measurement(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """The judgement is that of `unisono bench`; it gave a conclusion from such figures."""
+    monkeypatch.setattr(command, "accelerators", list)
+    monkeypatch.setattr(measure, "other_programs", lambda *_: "other programs use 0.8 of 2 cores")
+    assert run("own:build") == 0
+    for shown in (capsys.readouterr().out, Path("runs/plan/plan.md").read_text()):
+        assert "**No verdict**: other programs use 0.8 of 2 cores, so do not rely on these figures." in shown
+        assert "Efficiency stays above" not in shown
+        assert "Efficiency is" not in shown
 
 
 def test_without_matplotlib_the_picture_is_left_out(without_package: Any, capsys: pytest.CaptureFixture[str]):

@@ -56,6 +56,11 @@ def other_programs(busy: float, own: float, cores: int) -> str | None:
     return f"other programs use {busy - own:.1f} of {cores} cores"
 
 
+def no_verdict(disturbance: str) -> str:
+    """Return what is said in the place of a conclusion where other programs have disturbed a measurement."""
+    return f"**No verdict**: {disturbance}, so do not rely on these figures. Measure again when they have ended."
+
+
 def _processor() -> str:
     try:
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)

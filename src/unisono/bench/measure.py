@@ -4,13 +4,15 @@ All are started, and sleep, except for the one whose turn it is. So a change in 
 and none uses the cores of another. When all have taken their first steps, each warms up for about a turn, and its
 memory is measured. Every turn begins with an untimed step, which warms the caches. Meanwhile it is noted how much of
 the cores other programs take. Whether all compute the same numbers is what `unisono verify` says.
+
+`measure_here` is the same for one step, in this process: what `unisono plan` measures.
 """
 
 import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import psutil
 
@@ -18,6 +20,7 @@ from unisono.bench.contenders import MEASURED, STEPS_UNTIL_FROZEN, Contender
 from unisono.bench.machine import num_cores, other_programs, usable_cores
 from unisono.bench.programs import ContenderFailedError, ContenderProcesses
 from unisono.bench.results import Line, Workload, in_turn
+from unisono.bench.tasks import Step
 from unisono.console.progress import Task
 from unisono.primitives.measured_shares import lower_quartile
 
@@ -25,6 +28,7 @@ _FIRST_STEPS = 3
 _NUM_MEMORY_STEPS = 2
 _LONGEST_WARM_UP = 50
 _START_S = 6.0  # of a contender, about: torch is imported, the model is built
+_FEWEST_STEPS, _MOST_STEPS = 5, 100  # of `measure_here`
 
 
 def expected_s(contenders: Sequence[Contender], rounds: int, seconds: float) -> float:
@@ -55,10 +59,43 @@ def measure(
     for line in workload.lines:
         if line.failure:
             line.turns_s = []
-    if uses := [use for runner in runners for use in runner.uses]:
-        elapsed_s, busy_s, own_s = map(sum, zip(*uses, strict=True))
-        workload.disturbance = other_programs(busy_s / elapsed_s, own_s / elapsed_s, num_cores()) or ""
+    workload.disturbance = _disturbance([use for runner in runners for use in runner.uses])
     return workload
+
+
+def measure_here(step: Callable[[], Step], seconds: float) -> tuple[list[Step], str]:
+    """Take steps in this process in one turn of about so many seconds, after the first ones.
+
+    Return the steps, and in words the other programs that kept cores busy meanwhile; "" if there were none.
+    """
+    estimate_s = min(step().whole_s for _ in range(_FIRST_STEPS))
+    num_steps = max(_FEWEST_STEPS, min(round(seconds / estimate_s), _MOST_STEPS))
+    uses: list[_Use] = []
+    with _noting(uses, time.process_time):
+        steps = [step() for _ in range(1 + num_steps)]
+    return steps[1:], _disturbance(uses)
+
+
+_Use: TypeAlias = tuple[float, float, float]  # of a turn: seconds, the cores' busy seconds, and its own of these
+
+
+@contextlib.contextmanager
+def _noting(uses: list[_Use], cpu_seconds: Callable[[], float]) -> Iterator[None]:
+    """Note how the cores are used in the block; `cpu_seconds` is the time that its own programs have computed."""
+    own_s = cpu_seconds()
+    busy_cores()  # counts from here
+    began = time.perf_counter()
+    yield
+    elapsed_s = time.perf_counter() - began
+    uses.append((elapsed_s, elapsed_s * busy_cores(), cpu_seconds() - own_s))
+
+
+def _disturbance(uses: Sequence[_Use]) -> str:
+    """Return in words the other programs that kept cores busy during turns; "" if there were none."""
+    if not uses:
+        return ""
+    elapsed_s, busy_s, own_s = map(sum, zip(*uses, strict=True))
+    return other_programs(busy_s / elapsed_s, own_s / elapsed_s, num_cores()) or ""
 
 
 class _Runner:
@@ -66,7 +103,7 @@ class _Runner:
 
     def __init__(self, contender: Contender, line: Line, target: str, stack: contextlib.ExitStack) -> None:
         self.contender, self.line, self._target, self._stack = contender, line, target, stack
-        self.uses: list[tuple[float, float, float]] = []  # of each turn: seconds, cores' busy seconds, its own of these
+        self.uses: list[_Use] = []  # of each turn
         self._step_s = 0.0  # an estimate
 
     def attempt(self, action: Callable[..., object], *arguments: Any) -> None:
@@ -95,12 +132,8 @@ class _Runner:
         self._step_s = _step_s(self._processes.take(1 + num_steps))
 
     def take_turn(self, seconds: float) -> None:
-        own_s = self._cpu_seconds()
-        busy_cores()  # counts from here
-        began = time.perf_counter()
-        taken = self._processes.take(1 + max(1, round(seconds / self._step_s)))
-        elapsed_s = time.perf_counter() - began
-        self.uses.append((elapsed_s, elapsed_s * busy_cores(), self._cpu_seconds() - own_s))
+        with _noting(self.uses, self._cpu_seconds):
+            taken = self._processes.take(1 + max(1, round(seconds / self._step_s)))
         self.line.turns_s.append(_step_s(taken))
 
     def last_result(self) -> str:

@@ -69,10 +69,7 @@ def advice(workload: Workload, cores: int) -> Iterator[str]:
     plain = workload.line("plain")
     ours = [line for line in workload.measured() if line.contender == "threads"]
     if workload.disturbance:
-        yield (
-            f"**No verdict**: {workload.disturbance}, so do not rely on these figures. Measure again when they have "
-            "ended."
-        )
+        yield machine.no_verdict(workload.disturbance)
     if workload.disturbance or plain is None or not ours:
         return
     best = min(ours, key=lambda line: line.step_s)

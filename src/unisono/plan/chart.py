@@ -14,7 +14,10 @@ _PLACES = range(len(COUNTS))
 
 def png(plan: ScalingPlan, title: str) -> bytes:
     """Return the picture."""
-    figure = charts.new(8, 5, title, plan.assumptions())
+    caption = plan.assumptions()
+    if plan.disturbance:
+        caption += f" Do not rely on this: {plan.disturbance}"
+    figure = charts.new(8, 5, title, caption)
     axes = figure.subplots()
     charts.style(axes, "", "devices", "efficiency: speed by device, % of one device's speed")
     axes.axhline(100 * GOOD, color=INK, linewidth=0.8, linestyle=(0, (2, 2)))

@@ -25,8 +25,6 @@ from unisono.runtime.devices import accelerators, is_cpu
 _BACKWARD_FRACTION = 2 / 3
 _DEFAULTS = {"bucket": "25MiB", "inside": "pcie3", "between": "25gbe"}
 _DEVICES_PER_MACHINE = 8
-_WARM_UP_STEPS = 3
-_FEWEST_STEPS, _MOST_STEPS = 5, 100
 _SECONDS = 5.0  # of measuring a step
 
 _time = functools.partial(parse_quantity, units=SECONDS)
@@ -82,6 +80,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--output", type=folder, metavar="DIR", help="the folder for them (default: runs/plan)")
 
 
+def needed(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Return the packages that must be installed, by the extra that has them."""
+    return {"bench": ("psutil",)} if "target" in given else {}
+
+
 def run(given: dict[str, Any]) -> int:
     """Predict, print and save; return the exit status."""
     output: Path = given.get("output", Path("runs/plan"))
@@ -90,7 +93,7 @@ def run(given: dict[str, Any]) -> int:
     bucket_bytes = given.get("bucket", _size(_DEFAULTS["bucket"]))
     inside, between = (given.get(name, parse_link(_DEFAULTS[name])) for name in ("inside", "between"))
 
-    target = given.get("target")
+    target, disturbance = given.get("target"), ""
     title = f"How far will {target or 'it'} scale?"
     if target is None:
         step = _described_step(given, bucket_bytes)
@@ -99,8 +102,8 @@ def run(given: dict[str, Any]) -> int:
             if name in given:
                 raise OptionError(f"{target} would be measured: leave out {target}, or --{name}")
         print(f"measuring {target} on one device, for some seconds", flush=True)
-        step, device, rows = _measured_step(target, bucket_bytes)
-        print(f"measured with {rows} rows on {device}; other programs that run meanwhile make it slower\n", flush=True)
+        step, device, rows, disturbance = _measured_step(target, bucket_bytes)
+        print(f"measured with {rows} rows on {device}\n", flush=True)
         if is_cpu(device) and "devices_per_machine" not in given:
             num_machine = 1
     num_buckets = step.gradient_bytes / bucket_bytes
@@ -110,7 +113,7 @@ def run(given: dict[str, Any]) -> int:
             f"expected {MOST_BUCKETS:,} at most"
         )
     cluster = Cluster(inside, between, num_machine)
-    plan = ScalingPlan(step, cluster, given.get("all_reduce", BEST), given.get("strong", False))
+    plan = ScalingPlan(step, cluster, given.get("all_reduce", BEST), given.get("strong", False), disturbance)
 
     files = {}
     where_it_is = options.why_no_picture()
@@ -136,11 +139,14 @@ def _described_step(given: dict[str, Any], bucket_bytes: float) -> StepCost:
     return StepCost(compute_s, _BACKWARD_FRACTION * compute_s, given["gradients"], bucket_bytes)
 
 
-def _measured_step(target: str, bucket_bytes: float) -> tuple[StepCost, torch.device, int]:
-    """Take training steps for some seconds; return the cost of one, the device, and the rows of the batch.
+def _measured_step(target: str, bucket_bytes: float) -> tuple[StepCost, torch.device, int, str]:
+    """Take training steps for some seconds; return the cost of one, the device, the rows of the batch, and what
+    disturbed the measurement.
 
     The device is the first accelerator, or the CPU with all cores; times are lower quartiles.
     """
+    from unisono.bench.measure import measure_here  # here: whether psutil is installed has been checked
+
     task = Task.of_target(target)
     device = next(iter(accelerators()), torch.device("cpu"))
     keep_freed_memory()
@@ -150,13 +156,11 @@ def _measured_step(target: str, bucket_bytes: float) -> tuple[StepCost, torch.de
                 module.to(device)
         step = task.shard(0, 1, device).stepper()
         with current_folder_first():  # it may import more while it runs
-            estimate_s = min(step().whole_s for _ in range(_WARM_UP_STEPS))
-            number = max(_FEWEST_STEPS, min(round(_SECONDS / estimate_s), _MOST_STEPS))
-            steps = [step() for _ in range(number)]
+            steps, disturbance = measure_here(step, _SECONDS)
     except Exception as error:
         raise TargetError(f"{target} could not be measured: {one_line(error)}") from error
     gradient_bytes = sum(p.grad.nbytes for p in task.model.parameters() if p.grad is not None)
     if not gradient_bytes:
         raise TargetError(f"{target}: backward gave no parameter a gradient, so there is nothing to reduce")
     whole_s, backward_s = (lower_quartile([getattr(s, part) for s in steps]) for part in ("whole_s", "backward_s"))
-    return StepCost(whole_s, backward_s, float(gradient_bytes), bucket_bytes), device, task.rows
+    return StepCost(whole_s, backward_s, float(gradient_bytes), bucket_bytes), device, task.rows, disturbance

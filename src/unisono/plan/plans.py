@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from unisono.bench.machine import no_verdict
 from unisono.console.tables import table
 from unisono.plan.allreduce import ALGORITHMS
 from unisono.plan.links import Cluster, Link
@@ -23,6 +24,7 @@ class ScalingPlan:
     cluster: Cluster
     algorithm: str = BEST  # one of `ALGORITHMS`, or the best of them for each number of devices
     strong: bool = False  # whether the devices share the batch of one
+    disturbance: str = ""  # in words, the other programs that kept cores busy while the step was measured
 
     @cached_property
     def predictions(self) -> list[Prediction]:
@@ -71,7 +73,12 @@ class ScalingPlan:
         return table(header, rows, text_columns=0)
 
     def conclusion(self) -> str:
-        """Return how far it scales, what limits it there, and which improvement would help."""
+        """Return how far it scales, what limits it there, and which improvement would help.
+
+        There is no verdict where other programs have disturbed the measurement of the step.
+        """
+        if self.disturbance:
+            return no_verdict(self.disturbance)
         good_for = self.good_up_to()
         if good_for == COUNTS[-1]:
             said = f"Efficiency stays above 90 % up to {good_for:,} devices, the most that were predicted."
