@@ -143,31 +143,6 @@ def test_g_a_host_that_runs_ahead_needs_no_more_memory() -> None:
 # ---- errors that are silent ----------------------------------------------------------------------
 
 
-@defect("I", "all buckets are in flight at once", AssertionError)
-def test_i_broadcasts_at_wrapping_need_little_memory() -> None:
-    tensors, alive = [torch.zeros(1 << 20) for _ in range(8)], Counter[str]()
-
-    def start(send: Any) -> Any:
-        (flat, *_) = send.args
-        alive["now"] += 1
-        alive["most"] = max(alive["most"], alive["now"])
-        return flat
-
-    def wait(work: Any, *_: Any) -> None:
-        alive["now"] -= 1
-
-    ranks = SimpleNamespace(rank=1, _ranks=[0, 1], start=start, wait=wait)
-    plan = [bucket for each in range(8) for bucket in _plan_of(each, tensors)]
-    Communicator.broadcast(ranks, 0, tensors, None, "testing", plan)()  # type: ignore[arg-type]
-    assert alive["most"] <= 2
-
-
-def _plan_of(number: int, tensors: list[Tensor]) -> Any:
-    from unisono.runtime.buckets import Form, buckets_of
-
-    return buckets_of({number: Form.of(tensors[number])})
-
-
 def test_l_one_device_and_a_batch_on_the_host() -> None:
     model, x = DataParallel(mlp().to(FIRST), [FIRST]), torch.randn(8, 5)
     model(x)
@@ -401,6 +376,30 @@ def test_n_maps_compute_in_the_same_threads() -> None:
         for _ in model.map([torch.randn(8, 5).to(FIRST)] * 8):
             pass
     assert threads[0] & threads[1]
+
+
+def test_i_broadcasts_at_wrapping_need_little_memory() -> None:
+    tensors, alive = [torch.zeros(1 << 20) for _ in range(8)], Counter[str]()
+
+    def start(send: Any) -> Any:
+        (flat, *_) = send.args
+        alive["now"] += 1
+        alive["most"] = max(alive["most"], alive["now"])
+        return flat
+
+    def wait(work: Any, *_: Any) -> None:
+        alive["now"] -= 1
+
+    ranks = SimpleNamespace(rank=1, _ranks=[0, 1], start=start, wait=wait)
+    plan = [bucket for each in range(8) for bucket in _plan_of(each, tensors)]
+    Communicator.broadcast(ranks, 0, tensors, None, "testing", plan)()  # type: ignore[arg-type]
+    assert alive["most"] <= 2
+
+
+def _plan_of(number: int, tensors: list[Tensor]) -> Any:
+    from unisono.runtime.buckets import Form, buckets_of
+
+    return buckets_of({number: Form.of(tensors[number])})
 
 
 def test_o_a_rank_that_is_early_asks_once_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
