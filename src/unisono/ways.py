@@ -366,8 +366,9 @@ def _moved(value: Any, device: torch.device) -> Any:
 def _copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a tensor on `device`.
 
-    From ordinary memory of the host it is copied beside what the device still has to compute. Pinned memory may be what
-    the device has been told to write last: it is copied after that, and the host waits.
+    From the host it is copied beside what the device still has to compute. Pinned memory that has been written into may
+    be what the device has been told to write last (`copy_(..., non_blocking=True)`): it is copied after that, and the
+    host waits. A batch of a loader with pin_memory=True has not been written into since it was pinned.
     """
     from_host = _devices.is_cpu(tensor.device) and _devices.has_streams(device)
     if from_host and not torch.compiler.is_compiling():
@@ -378,7 +379,7 @@ def _copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         or tensor.requires_grad
         or torch.compiler.is_compiling()
         or modes_that_stay()
-        or tensor.is_pinned()
+        or (tensor.is_pinned() and (tensor.is_inference() or tensor._version))
     ):
         return _devices.copy_to(tensor, device)
     with Copies([device]) as copies:

@@ -140,33 +140,6 @@ def test_g_a_host_that_runs_ahead_needs_no_more_memory() -> None:
     assert more <= 2 * num_bytes(module)
 
 
-# ---- errors that are silent ----------------------------------------------------------------------
-
-
-def test_l_one_device_and_a_batch_on_the_host() -> None:
-    model, x = DataParallel(mlp().to(FIRST), [FIRST]), torch.randn(8, 5)
-    model(x)
-    with stalled(FIRST):
-        in_time(lambda: model(x), STALLED_S)
-
-
-@defect("L", "a batch in pinned memory is copied on the stream that computes, and the host waits", AssertionError)
-def test_l_one_device_and_a_batch_in_pinned_memory() -> None:
-    model, x = DataParallel(mlp().to(FIRST), [FIRST]), torch.randn(8, 5).pin_memory()
-    model(x)
-    with stalled(FIRST):
-        in_time(lambda: model(x), STALLED_S)
-
-
-@pytest.mark.usefixtures("delays")
-def test_l_one_device_and_pinned_memory_that_the_device_still_writes() -> None:
-    model, x = DataParallel(nn.Identity(), [FIRST]), torch.zeros(8, 5).pin_memory()
-    written = torch.ones(8, 5).to(FIRST)
-    C.set_delay(20_000, 100)  # each kernel is late
-    x.copy_(written, non_blocking=True)
-    assert model(x).eq(1).all()
-
-
 # ---- mended --------------------------------------------------------------------------------------
 
 
@@ -361,6 +334,29 @@ def test_m_a_lane_prepares_the_next_batch_before_its_output_is_on_the_host() -> 
         is_prepared = second_of_a_lane.wait(STALLED_S)
     thread.join()
     assert is_prepared
+
+
+def test_l_one_device_and_a_batch_on_the_host() -> None:
+    model, x = DataParallel(mlp().to(FIRST), [FIRST]), torch.randn(8, 5)
+    model(x)
+    with stalled(FIRST):
+        in_time(lambda: model(x), STALLED_S)
+
+
+def test_l_one_device_and_a_batch_in_pinned_memory() -> None:
+    model, x = DataParallel(mlp().to(FIRST), [FIRST]), torch.randn(8, 5).pin_memory()
+    model(x)
+    with stalled(FIRST):
+        in_time(lambda: model(x), STALLED_S)
+
+
+@pytest.mark.usefixtures("delays")
+def test_l_one_device_and_pinned_memory_that_the_device_still_writes() -> None:
+    model, x = DataParallel(nn.Identity(), [FIRST]), torch.zeros(8, 5).pin_memory()
+    written = torch.ones(8, 5).to(FIRST)
+    C.set_delay(20_000, 100)  # each kernel is late
+    x.copy_(written, non_blocking=True)
+    assert model(x).eq(1).all()
 
 
 def test_n_maps_compute_in_the_same_threads() -> None:
