@@ -46,6 +46,7 @@ class Options:
     names: ClassVar[frozenset[str]]
 
     devices: list[torch.device]  # one a replica; empty where the plain module runs
+    accelerators: list[torch.device]  # those of `devices` that do not compute on the host, each once
     # As torch has them: indices for accelerators, else `torch.device`s.
     device_ids: list[Any]
     output_device: Any
@@ -64,6 +65,8 @@ class Options:
 
     def __init__(self, devices: Sequence[torch.device], **options: Any) -> None:
         self.__dict__.update(devices=[*devices], device_ids=[*map(_devices.public_id, devices)], said=set())
+        accelerators = [device for device in dict.fromkeys(devices) if not _devices.computes_on_host(device)]
+        self.__dict__["accelerators"] = accelerators
         for name, value in options.items():
             setattr(self, name, value)
 

@@ -64,6 +64,12 @@ _NO_VERBS_IN_RANKS = (
     "{name}.{verb} is overridden, and its gradients cannot be summed over processes: leave it as it is, or keep the "
     "model to this process with process_group=False."
 )
+_CHECKPOINT_AROUND = (
+    "an activation checkpoint with use_reentrant=False is around a DataParallel on several accelerators ({devices}). "
+    "In backward torch has a thread for each of them, and all would compute the checkpoint again at once, which torch "
+    "cannot do. Put the checkpoint inside the module: in its forward, checkpoint(self.layers, x, use_reentrant=False). "
+    "Or write use_reentrant=True."
+)
 _COMPILED_OUTSIDE = (
     "torch.compile stops at a DataParallel: to have its replicas compiled, compile the module in it, "
     "DataParallel(torch.compile(model))."
@@ -186,11 +192,28 @@ def _run_replicas(wrapper: Wrapper, invocation: Invocation, in_ranks: bool) -> A
     verb = overridden_verb(wrapper)
     if verb is not None and in_ranks:
         raise RuntimeError(_NO_VERBS_IN_RANKS.format(name=type(wrapper).__name__, verb=verb))
-    in_one_graph = not in_ranks and (verb is not None or modes_that_stay())
+    stays = modes_that_stay()
+    if wrapper._options.accelerators and not inside_replica():
+        _prepare_checkpoint(wrapper._options.accelerators)
+    in_one_graph = not in_ranks and (verb is not None or stays)
     way = plain_composition if in_one_graph else on_all_devices
     if wrapper._options.measured is not None and not inside_replica():  # there replicas run one after the other
         return _run_measured(wrapper, invocation, way, may_use_one_device=not in_ranks)
     return way(wrapper, invocation)
+
+
+def _prepare_checkpoint(accelerators: Sequence[torch.device]) -> None:
+    """Have an activation checkpoint around the wrapper restore the random states of its accelerators.
+
+    Raises:
+        RuntimeError: there are several, and the checkpoint is not a reentrant one.
+    """
+    if torch.is_grad_enabled():  # in a reentrant one it is off
+        if not torch_private.has_checkpoint_hooks():
+            return
+        if len(accelerators) > 1:
+            raise RuntimeError(_CHECKPOINT_AROUND.format(devices=", ".join(map(str, accelerators))))
+    torch_private.add_to_checkpoint(accelerators, _devices.random_state)
 
 
 def _run_measured(wrapper: Wrapper, invocation: Invocation, way: Way, *, may_use_one_device: bool) -> Any:
@@ -375,17 +398,20 @@ def _moved(value: Any, device: torch.device) -> Any:
 def _copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a tensor on `device`.
 
-    From ordinary memory of the host it is copied beside what the device still has to compute. Pinned memory may be what
-    the device has been told to write last: it is copied after that, and the host waits.
+    From the host it is copied beside what the device still has to compute. Pinned memory that has been written into may
+    be what the device has been told to write last (`copy_(..., non_blocking=True)`): it is copied after that, and the
+    host waits. A batch of a loader with pin_memory=True has not been written into since it was pinned.
     """
     from_host = _devices.is_cpu(tensor.device) and _devices.has_streams(device)
+    if from_host and not torch.compiler.is_compiling():
+        _prepare_checkpoint([device])
     # A transform, as of torch.func, has no rule for pinned memory, and a mode may see no streams.
     if (
         not from_host
         or tensor.requires_grad
         or torch.compiler.is_compiling()
         or modes_that_stay()
-        or tensor.is_pinned()
+        or (tensor.is_pinned() and (tensor.is_inference() or tensor._version))
     ):
         return _devices.copy_to(tensor, device)
     with Copies([device]) as copies:

@@ -27,6 +27,7 @@ on_the_cpu = pytest.mark.skipif(not ON_CPU, reason="about the host: its random n
 at_the_same_time = pytest.mark.skipif(
     not ON_CPU and len(set(DEVICES)) == 1, reason="replicas of one accelerator take turns (A12)"
 )
+REFUSES_CHECKPOINTS = not ON_CPU and len(set(DEVICES)) > 1  # around the wrapper, those that are not reentrant
 in_one_memory = pytest.mark.skipif(len(set(DEVICES)) > 1, reason="several devices cannot share a tensor")
 
 # ---- places --------------------------------------------------------------------------------------

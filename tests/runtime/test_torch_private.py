@@ -68,6 +68,7 @@ def test_what_a_release_of_torch_lacks(owner: Any, name: str, call: Callable[[],
 
 
 hooks, no_hooks = partial(saved_tensors_hooks, id, id), partial(disable_saved_tensors_hooks, "no hooks here")
+in_checkpoint = partial(torch.utils.checkpoint._checkpoint_hook, SimpleNamespace(unpack_error_cb=None))
 GET_DISABLED = "_saved_tensors_hooks_get_disabled_error_message"
 
 
@@ -80,6 +81,7 @@ GET_DISABLED = "_saved_tensors_hooks_get_disabled_error_message"
         (torch_private.function_modes, FunctionMode, torch.overrides, "_get_current_function_mode_stack"),
         (torch_private.default_device, lambda: torch.device("meta"), torch.utils._device, "DeviceContext"),
         (torch_private.has_saved_tensor_hooks, hooks, torch._C._autograd, "_top_saved_tensors_default_hooks"),
+        (torch_private.has_checkpoint_hooks, in_checkpoint, torch._C._autograd, "_top_saved_tensors_default_hooks"),
         (torch_private.saved_tensor_hooks_disabled, no_hooks, torch._C._autograd, GET_DISABLED),
     ],
 )
@@ -124,6 +126,36 @@ def test_checkpoints_that_older_releases_leave_open() -> None:
     assert torch_private.has_saved_tensor_hooks()
     torch_private.end_checkpoints(raised.value)
     assert not torch_private.has_saved_tensor_hooks()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_random_states_that_a_checkpoint_keeps(reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R13, N6: those of other accelerators are added once, to the innermost checkpoint; elsewhere nothing happens."""
+    asked: list[torch.device] = []
+    restored: list[int] = []
+    gpus = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    monkeypatch.setattr(torch.cuda, "_initialized", True)
+    monkeypatch.setattr(torch.utils.checkpoint.DefaultDeviceType, "_default_device_type", "cuda")
+    monkeypatch.setattr(torch.utils.checkpoint, "get_device_states", lambda *_: ([0], ["state of the inputs' device"]))
+    monkeypatch.setattr(torch.utils.checkpoint, "set_device_states", lambda indices, *_, **__: restored.extend(indices))
+    monkeypatch.setattr(torch.random, "fork_rng", lambda **_: contextlib.nullcontext())
+
+    def add() -> None:
+        torch_private.add_to_checkpoint(gpus, lambda device: asked.append(device) or torch.zeros(1))
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            add()
+        return x.sin()
+
+    add()
+    with lacking(torch.utils.checkpoint, "CheckpointFunction"), torch.no_grad():
+        add()
+    assert asked == []
+    x = torch.ones(2, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(function, x, use_reentrant=reentrant).sum().backward()
+    assert asked == gpus[1:]
+    assert restored == [0, 1]
 
 
 def test_the_innermost_default_device() -> None:

@@ -25,8 +25,10 @@ import sys
 import time
 import weakref
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import islice
 from types import TracebackType
 from typing import Any
 
@@ -49,6 +51,7 @@ _REASON_NAP_S = 0.05
 _MARGIN_S = 5.0
 _MOST_TEXT = 2000  # characters of a failure's reason
 _NUM_GATHERED = 16  # numbers in each all-gather
+_BUCKETS_IN_FLIGHT = 2  # of a broadcast
 _REPORTING_MISMATCH = "reporting a mismatch"
 
 _SHARED_DEVICE = (
@@ -258,22 +261,35 @@ class Communicator:
     def broadcast(
         self, source: int, tensors: Sequence[torch.Tensor], group: Any, doing: str, plan: Sequence[Bucket] | None = None
     ) -> Callable[[], None]:
-        """Start to overwrite `tensors`, of which `plan` is the plan, by those of rank `source`; return what waits."""
-        in_flight = []
-        for bucket in broadcast_plan(tensors) if plan is None else plan:
-            flat = bucket.flat(tensors)
-            octets = flat.view(torch.uint8)  # every dtype is sent the same way
-            send = partial(distributed.broadcast, octets, self._ranks[source], group, True)
-            in_flight.append((bucket, flat, self.start(send)))
+        """Start to overwrite `tensors`, of which `plan` is the plan, by those of rank `source`; return what waits.
+
+        A bucket takes memory of its own, so few are on their way at a time.
+        """
+        to_send = iter(broadcast_plan(tensors) if plan is None else plan)
+        in_flight: deque[tuple[Bucket, torch.Tensor, Any]] = deque()
+
+        def start_next() -> None:
+            for bucket in islice(to_send, 1):
+                flat = bucket.flat(tensors)
+                octets = flat.view(torch.uint8)  # every dtype is sent the same way
+                send = partial(distributed.broadcast, octets, self._ranks[source], group, True)
+                in_flight.append((bucket, flat, self.start(send)))
+
+        def end_first() -> None:
+            bucket, flat, work = in_flight.popleft()
+            self.wait(work, doing, group)
+            if self.rank != source:
+                # Through .data, unseen by autograd: graphs may have saved buffers for their backward.
+                targets = [tensors[number].data for number in bucket.numbers]
+                torch_private.copy_all_in_place(targets, [*bucket.pieces(flat).values()])
 
         def wait() -> None:
-            for bucket, flat, work in in_flight:
-                self.wait(work, doing, group)
-                if self.rank != source:
-                    # Through .data, unseen by autograd: graphs may have saved buffers for their backward.
-                    targets = [tensors[number].data for number in bucket.numbers]
-                    torch_private.copy_all_in_place(targets, [*bucket.pieces(flat).values()])
+            while in_flight:
+                end_first()
+                start_next()
 
+        for _ in range(_BUCKETS_IN_FLIGHT):
+            start_next()
         return wait
 
     def group_for(self, device: torch.device, purpose: str) -> Any:

@@ -504,9 +504,15 @@ def random_states(devices: Sequence[torch.device] | None = None) -> list[torch.T
     """
     states = [torch.get_rng_state()]
     for device in _with_generators(devices):
-        with using(device, []):
-            states.append(torch.get_device_module(device).get_rng_state())
+        states.append(random_state(device))
     return states
+
+
+def random_state(device: torch.device) -> torch.Tensor:
+    """Return the state of an accelerator's random number generator."""
+    with using(device, []):
+        state: torch.Tensor = torch.get_device_module(device).get_rng_state()
+    return state
 
 
 def set_random_states(states: Sequence[torch.Tensor], devices: Sequence[torch.device] | None = None) -> None:

@@ -9,6 +9,7 @@ import copy
 import ctypes
 import functools
 import importlib
+import inspect
 import operator
 import sys
 import threading
@@ -397,6 +398,55 @@ def has_saved_tensor_hooks() -> bool:
         return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     except AttributeError:
         return False
+
+
+def _is_checkpoint_hook(hook: object) -> bool:
+    return getattr(hook, "__module__", None) == "torch.utils.checkpoint"
+
+
+def has_checkpoint_hooks() -> bool:
+    """Return whether a non-reentrant activation checkpoint takes what this thread saves for backward. Fallback: False.
+
+    Then such a checkpoint may fail in backward, where it is around several accelerators.
+    """
+    try:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    except AttributeError:
+        return False
+    return hooks is not None and _is_checkpoint_hook(hooks[0])
+
+
+def add_to_checkpoint(devices: Iterable[torch.device], state_of: Callable[[torch.device], torch.Tensor]) -> None:
+    """Have an activation checkpoint around the caller restore the random states of accelerators, where it restores any.
+
+    torch's own keeps the states of the devices that its inputs are on. What it has kept of a device stays.
+    Fallback: nothing; then a checkpoint around replicas draws other random numbers when it computes again.
+
+    Args:
+        state_of: returns a device's random state.
+    """
+    kept = _kept_by_checkpoint()
+    with contextlib.suppress(KeyError, AttributeError, TypeError):
+        indices, states, kind = kept["fwd_devices"], kept["fwd_device_states"], kept["device_type"]
+        for device in devices:
+            if device.type == kind and device.index not in indices:
+                states.append(state_of(device))
+                indices.append(device.index)
+
+
+def _kept_by_checkpoint() -> Mapping[str, Any]:
+    """Return what the innermost activation checkpoint around the caller keeps, by torch's names; empty in none."""
+    with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
+        if has_checkpoint_hooks():  # its hook refers to the function that computes again, and that to what is kept
+            hook: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)[0]
+            again: Any = inspect.getclosurevars(hook).nonlocals["frame"].recompute_fn
+            return inspect.getclosurevars(again).nonlocals
+        code = torch.utils.checkpoint.CheckpointFunction.forward.__code__
+        frame: types.FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code is not code:
+            frame = frame.f_back
+        return {} if frame is None else vars(frame.f_locals["ctx"])
+    return {}
 
 
 def end_checkpoints(error: BaseException) -> None:
