@@ -408,9 +408,15 @@ def plain_composition(wrapper: Wrapper, invocation: Invocation) -> Any:
             calls: Sequence[Any] = [called(replica, invocation.method) for replica in replicas]
             if options.sync_batch_norm and len(replicas) > 1:
                 calls = run_synchronised(replicas, calls)
+            leftovers, inputs = wrapper._threads.leftovers, [*zip(shards, shard_kwargs, strict=False)]
+            devices = [here or options.devices[i] for i in numbers][: len(shards)]
+            watched = leftovers.watched_by_name(replicas, module, inputs, devices)
             outputs = interruptibly(wrapper.parallel_apply, calls, shards, shard_kwargs)
+            if watched is not None:
+                watched.forward_has_run(leftovers)
             output = interruptibly(wrapper.gather, outputs, here or options.output_device)
         commit_buffers(registries.changes(), modules, live_modules, {})
+        leftovers.say(module)
         return output
     finally:
         call_of_verbs.reset(before)

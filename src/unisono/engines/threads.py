@@ -40,6 +40,7 @@ from unisono.engines.lanes import Lane, LaneCall, open_lanes
 from unisono.engines.replica import GraphSearch, Inputs, ReplicaPool, call_replica, carries_objects
 from unisono.engines.rescue import Replay, run_rescued
 from unisono.primitives.blueprint import Blueprint, collector_paused, warn_of_observers
+from unisono.primitives.leftovers import Leftovers
 from unisono.primitives.outputs import Group, Outputs
 from unisono.primitives.parallel_apply import values_or_raise
 from unisono.primitives.placements import Replicate, Single
@@ -84,6 +85,7 @@ class Threads:
         search: finds tensors in replica graphs that are not the replicas' own.
         compile_lock: the model's.
         order_of_sums: that of sums over the ranks that no boundary has finished.
+        leftovers: what forwards have left behind in replicas.
     """
 
     def __init__(self) -> None:
@@ -91,6 +93,7 @@ class Threads:
         self.search = GraphSearch()
         self.compile_lock = CompileLock()
         self.order_of_sums = OneOrder()
+        self.leftovers = Leftovers()
         self._pool: ReplicaPool | None = None
         self._timings: list[ReplicaTiming] = []
 
@@ -123,7 +126,7 @@ class Threads:
         Raises:
             RuntimeError: parameters or buffers that are not on `call.source`.
         """
-        return open_lanes(self.pool_for(module, call.source).blueprint, call, self.compile_lock)
+        return open_lanes(self.pool_for(module, call.source).blueprint, call, self.compile_lock, self.leftovers)
 
     def pool_for(self, module: nn.Module, source: torch.device) -> ReplicaPool:
         """Return the replicas of `module` as it is now: those of the last forward, if nothing has changed."""
@@ -132,7 +135,7 @@ class Threads:
             blueprint = Blueprint(module)
             check_device(module, [*blueprint.parameters.values(), *blueprint.buffers.values()], source)
             blueprint.keep()
-            pool = ReplicaPool(blueprint, source)
+            pool = ReplicaPool(blueprint, source, self.leftovers)
             if not inside_replica():  # there, each replica of an outer module has this object
                 self._pool = pool if blueprint.is_reusable else None
         return pool
@@ -201,6 +204,9 @@ class Forward:
 
     def forward(self) -> Any:
         """Return the joined output."""
+        leftovers, replicas, watched = self._model.leftovers, self._replicas, None
+        if replicas.are_new and leftovers.looks and not self._is_again:
+            watched = replicas.watched(self._inputs.shards, self._call.devices)
         with self._buffers, one_pass(self._graphs.passes.contexts) as contexts:
             self._graphs.begin_forward()
             refusal = register_optimizer_step_pre_hook(partial(_refuse_step, self._pool.blueprint))
@@ -216,6 +222,8 @@ class Forward:
                 reached = self._graphs.end_forward()
             if timeline.recording:
                 timeline.mark(timeline.GATHER)
+            if watched is not None:
+                replicas.hooks_in_backward = watched.forward_has_run(leftovers)
             matched = Outputs(outputs, self._call.rules, self._call.sizes)
             del outputs
             if self._replay is not None:
@@ -236,6 +244,8 @@ class Forward:
         self._replicas.each[0].commit_buffers(self._pool, changes, joined[len(matched.groups) :])
         if not self._tracked:
             self._replicas.give_back()
+        if leftovers.has_more:
+            leftovers.say(self._pool.blueprint.root)
         return output
 
     def _passes(self, module: nn.Module) -> Passes:

@@ -4,10 +4,12 @@ Each step runs on a copy, so whatever it does, the caller's model is not touched
 do hooks of parameters, such as an optimizer's that steps in backward.
 """
 
+import contextlib
 import copy
 import pickle
 import random
 import sys
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,11 +17,14 @@ import torch
 from torch import nn
 
 from unisono.data_parallel import DataParallel
-from unisono.primitives.references import reachable, references
+from unisono.primitives.object_state import state_of as state_of_object
+from unisono.primitives.references import INERT, reachable, references
 from unisono.runtime import devices as _devices
 from unisono.runtime.rng import state_of
 from unisono.verification.compare import plain
 
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
+_NO_CONTENTS = (torch.Tensor, nn.Module, types.FunctionType, types.MethodType, torch.Generator)
 _TOO_LARGE = 2**62  # for an integer tensor
 
 
@@ -88,6 +93,28 @@ class RandomState:
             "a generator of its own": self._own == now._own,
         }
         return [generator for generator, as_before in is_as_before.items() if not as_before]
+
+
+def contents_in(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return what the containers and objects hold that are attributes of modules, by name; tensors are copied.
+
+    Replicas share them: what they change there is changed by each, in the order of arrival.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule | DataParallel):
+            continue
+        for name, value in vars(module).items():
+            if name in _OF_EVERY_MODULE or type(value) in INERT or isinstance(value, _NO_CONTENTS):
+                continue
+            with contextlib.suppress(Exception):  # an object of any class
+                state = state_of_object(value, without=(nn.Module, nn.Parameter))
+                found[f"{path}.{name}" if path else name] = {where: _copied(each) for where, each in state.items()}
+    return found
+
+
+def _copied(value: Any) -> Any:
+    return plain(value).to("cpu", copy=True) if type(value) is torch.Tensor and not value.is_meta else value
 
 
 def numbers_in(model: nn.Module) -> dict[str, torch.Tensor]:

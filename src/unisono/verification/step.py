@@ -15,7 +15,7 @@ from unisono.runtime import devices as _devices
 from unisono.runtime.draws_off import DrawsOff
 from unisono.verification.call_recorder import CallRecorder
 from unisono.verification.compare import joined_numbers, plain, tensors_in
-from unisono.verification.state import RandomState, copied, generators_of, numbers_in
+from unisono.verification.state import RandomState, contents_in, copied, generators_of, numbers_in
 
 _SEED = 0  # of the projection and the nudges, which are the same in every step
 
@@ -89,6 +89,10 @@ class RecordedStep:
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # after the step
     attributes_before: dict[str, torch.Tensor] = field(default_factory=dict)  # the numbers in attributes
     attributes: dict[str, torch.Tensor] = field(default_factory=dict)  # after the step
+    contents_before: dict[str, dict[str, Any]] = field(default_factory=dict)  # of containers and objects in attributes
+    contents: dict[str, dict[str, Any]] = field(default_factory=dict)  # after the step
+    assigned: Sequence[str] = ()  # the paths of what forward has assigned in replicas
+    hooks: Sequence[str] = ()  # the names of hooks that keep what they see in replicas
     rows: Sequence[int] = ()  # of each replica; one entry on one device, empty if not known
     error: ValueError | None = None  # why the replicas' outputs could not be gathered
     no_gradients: str = ""  # why the backward failed
@@ -134,7 +138,9 @@ def take_step(
     generators = generators_of(module)
     # The replicas' calls overlap: which of them has drawn cannot be seen.
     watch = (lambda: RandomState(generators).moved) if like is None else (lambda: lambda: False)
-    step = RecordedStep(CallRecorder(watch), attributes_before=numbers_in(module))
+    step = RecordedStep(CallRecorder(watch), attributes_before=numbers_in(module), contents_before=contents_in(module))
+    if isinstance(model, DataParallel):
+        model._threads.leftovers.is_quiet = True  # the report says it
     off, before = DrawsOff(), RandomState(generators)
     with step.recorder.attached(module), off:
         try:
@@ -155,7 +161,9 @@ def take_step(
         step.loss = None if loss is None else plain(loss)
         step.output = pytree.map_all_tensors(lambda tensor: tensor.detach().clone(), output)
     step.switched_off, step.drawn_from = [*off.operations], before.moved()
-    step.attributes = numbers_in(module)
+    if isinstance(model, DataParallel):  # after backward, which hooks may see
+        step.assigned, step.hooks = [*model._threads.leftovers.assigned], [*model._threads.leftovers.hooks]
+    step.attributes, step.contents = numbers_in(module), contents_in(module)
     step.buffers = {name: plain(buffer).clone() for name, buffer in module.named_buffers()}
     return step
 
