@@ -289,6 +289,10 @@ class Replicas:
             self._leftovers.add((), self.hooks_in_backward.changed())
             self.hooks_in_backward = None
         self._keep(kept, returns_to)
+
+    def end_backward(self) -> None:
+        """Give them back after a backward; say what they were left with."""
+        self.give_back()
         if self._leftovers.has_more:
             self._leftovers.say(self._blueprint.root)
 

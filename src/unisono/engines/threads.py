@@ -288,7 +288,7 @@ class Forward:
             LeafTensors(leaf, BoundaryTensor(Replicate(), leaf.device, [leaf] * len(call.devices)))
             for leaf in graphs.captured.tensors
         ]
-        graphs.on_release, graphs.roots = self._replicas.give_back, self._replicas.roots
+        graphs.on_release, graphs.roots = self._replicas.end_backward, self._replicas.roots
         graphs.sync_context = call.sync_context
         self._model.sum_over_ranks(graphs.parameters, call.sync_context)
         if reached and not self._is_again:

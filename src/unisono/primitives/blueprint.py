@@ -253,7 +253,7 @@ class Blueprint:
         return attribute_dicts(self.modules)
 
     @cached_property
-    def names(self) -> list[str | None]:
+    def names(self) -> list[str]:
         """The modules' names in messages (see `names_of`)."""
         return names_of(self.modules, self.root)
 
@@ -408,10 +408,10 @@ def warn_of_observers(blueprint: Blueprint, devices: Sequence[torch.device]) -> 
             )
 
 
-def names_of(modules: Sequence[nn.Module], root: nn.Module) -> list[str | None]:
-    """Return the paths of modules in `root`, for messages; None for a wrapper: it looks at its own replicas itself."""
+def names_of(modules: Sequence[nn.Module], root: nn.Module) -> list[str]:
+    """Return the paths of modules in `root`, for messages; the class of a module to which only an attribute leads."""
     paths = {id(module): path for path, module in root.named_modules()}
-    return [None if isinstance(m, nn.DataParallel) else paths.get(id(m), f"a {type(m).__name__}") for m in modules]
+    return [paths.get(id(module), f"a {type(module).__name__}") for module in modules]
 
 
 Link: TypeAlias = tuple[nn.Module, str, Any]  # a module of a replica, the name of an attribute, its live value

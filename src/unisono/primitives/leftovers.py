@@ -20,13 +20,14 @@ from torch import nn
 
 from unisono.primitives import pytree
 from unisono.primitives.batch_types import batch_type_of
-from unisono.primitives.blueprint import HOOKS, STAMPED, names_of
+from unisono.primitives.blueprint import HOOKS, STAMPED, Blueprint, names_of
 from unisono.primitives.change_tracking import GONE, ContainerSnapshot, DictSnapshot
 from unisono.primitives.object_state import same_state, same_value, state_of
 from unisono.primitives.observing_hooks import HookStates
 from unisono.primitives.references import INERT, TRACKED
 from unisono.runtime import torch_private
 from unisono.runtime.errors import warn_once
+from unisono.runtime.thread_pool import replica_path
 
 _MOST_NAMED = 6
 _FIRST = 3  # forwards of the plain composition that are watched: each has new replicas
@@ -77,7 +78,7 @@ class Leftovers:
 
     def say(self, model: nn.Module) -> None:
         """Warn of what was found, if that was not said before."""
-        if not self.has_more or self.is_quiet:
+        if not self.has_more or self.is_quiet or any(replica_path()):  # the latter: not in the caller's thread
             return
         self.has_more = False
         for names, message in ((self.assigned, _LOST), (self.hooks, _KEPT)):
@@ -101,7 +102,7 @@ class Leftovers:
         of_each = [[of_replica[path] for path in modules] for of_replica in each]
         live_modules = [*modules.values()]
         inputs = [shard for shard in shards if _is_shard(shard)]
-        return Watched(of_each, live_modules, names_of(live_modules, live), inputs, devices)
+        return Watched(of_each, live_modules, names_of(live_modules, live), inputs, devices, Blueprint(live).observers)
 
 
 def listed(names: Sequence[str]) -> str:
@@ -122,18 +123,19 @@ def attribute_dicts_of(modules: Sequence[nn.Module]) -> list[dict[Any, Any]]:
     return [*[m.__dict__ for m in modules], *[each if isinstance(each, dict) else {} for each in registries]]
 
 
-def assigned(snapshot: DictSnapshot, modules: Sequence[nn.Module], names: Sequence[str | None]) -> Iterator[str]:
+def assigned(snapshot: DictSnapshot, modules: Sequence[nn.Module], names: Sequence[str]) -> Iterator[str]:
     """Yield the path of each attribute that was assigned since the snapshot of the dicts of some modules.
 
     Not what has an equal value, nor what torch itself sets again in each forward.
 
     Args:
-        names: of the modules; None: it has none, or it answers for itself.
+        names: of the modules.
     """
     for number, key, now in snapshot.changes():
         kind, index = divmod(number, len(modules))
         name, registry = names[index], STAMPED[kind - 1] if kind else ""
-        if name is None or registry == "_buffers":  # the first replica's buffers stay
+        # The first replica's buffers stay; a scripted module's attributes are TorchScript's.
+        if registry == "_buffers" or isinstance(modules[index], torch.jit.ScriptModule):
             continue
         if registry in HOOKS:
             yield f"{name or 'itself'} (a hook)"
@@ -178,7 +180,7 @@ class Watched:
 
     Args:
         replicas: the modules of each.
-        live_modules: those of which they are replicas, with the names of these; None: it is in no message.
+        live_modules: those of which they are replicas, with the names of these.
         shards: the replicas' positional and keyword inputs.
         devices: the replicas'.
         observers: ids of hooks that are known to keep what they see.
@@ -188,7 +190,7 @@ class Watched:
         self,
         replicas: Sequence[Sequence[nn.Module]],
         live_modules: Sequence[nn.Module],
-        names: Sequence[str | None],
+        names: Sequence[str],
         shards: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
         devices: Sequence[torch.device],
         observers: Collection[int] = (),
@@ -221,7 +223,7 @@ class Watched:
                 yield attribute
         for path, module, values in zip(self._names, self._modules, self._scripts, strict=True):
             for key, value in torch_private.script_attributes(module).items() if values else ():
-                if path is not None and not is_equal(values.get(key, GONE), value):
+                if not is_equal(values.get(key, GONE), value):
                     yield _path(path, key)
         for (name, tensor), of_tensor in zip(self._tensors.values(), self._of_tensors, strict=True):
             yield from _added(name, tensor, of_tensor)
@@ -238,7 +240,7 @@ class Watched:
         Not of a class that says itself what its replicas do not share.
         """
         for module, live, name in zip(self._modules, live_modules, self._names, strict=True):
-            if name is None or not type(module)._replicate_for_data_parallel.__module__.startswith("torch."):
+            if not type(module)._replicate_for_data_parallel.__module__.startswith("torch."):
                 continue
             for key, value in vars(module).items():
                 is_own = type(value) in TRACKED and value is not live.__dict__.get(key, GONE)
@@ -248,7 +250,7 @@ class Watched:
     def _named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for module, name in zip(self._modules, self._names, strict=True):
             for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if name is not None and tensor is not None:
+                if tensor is not None:
                     yield _path(name, key), tensor
 
 

@@ -26,7 +26,7 @@ class HookStates:
     """What the hooks of replicas' modules keep, at one moment.
 
     Args:
-        modules, names: the replicas' modules, with their names; None: not looked at.
+        modules, names: the replicas' modules, with their names.
         devices: of the replicas.
         others: ids of hooks that are not looked at.
         in_backward: only those that are called in backward, or that register some that are.
@@ -35,7 +35,7 @@ class HookStates:
     def __init__(
         self,
         modules: Sequence[nn.Module],
-        names: Sequence[str | None],
+        names: Sequence[str],
         devices: Sequence[torch.device],
         others: Collection[int] = (),
         *,
@@ -46,7 +46,7 @@ class HookStates:
         self._states: list[tuple[str, list[tuple[Any, Any]]]] = []
         seen: set[int] = {*others}
         for module, name in zip(modules, names, strict=True):
-            for kind in HOOKS if name is not None else ():
+            for kind in HOOKS:
                 for hook in module.__dict__[kind].values():
                     is_called = not in_backward or "backward" in kind or "register_hook" in _names_in(hook)
                     if is_called and id(hook) not in seen and _is_the_users(_function_of(hook)):
