@@ -8,8 +8,9 @@ method of the class runs, `__setattr__` included, so no class can interfere. The
 `_replicate_for_data_parallel`: there a class copies what its replicas must not share.
 
 A replica is complete: `parameters()`, `state_dict()`, the `len()` of a ParameterList, ties and sharing are those of the
-original. Attributes that a replica assigns are its own and are freed with it; lists and dicts that it changes in place
-are the live module's, unless they hold modules, parameters or methods: then each replica has its own.
+original. Attributes that a replica assigns, and hooks that it registers, are its own and are freed with it; lists and
+dicts that it changes in place are the live module's, unless they hold modules, parameters or methods: then each replica
+has its own.
 """
 
 import gc
