@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -52,6 +53,8 @@ def assigning(assign: Forward, **attributes: Any) -> nn.Module:
 
 
 class Square(nn.Linear):
+    total = 1000
+
     @functools.cached_property
     def squared(self) -> torch.Tensor:
         return self.weight.detach() ** 2
@@ -73,6 +76,7 @@ ASSIGNED: dict[str, tuple[Forward, str]] = {
     "a mode": (lambda m, x: m.layer.eval(), "layer.training"),
     "into a dict with a layer": (lambda m, x: m.table.update(rows=len(x)), "table"),
     "deleted": (lambda m, x: delattr(m, "steps"), "steps"),
+    "to its class": (lambda m, x: setattr(type(m.square), "total", type(m.square).total + 1), "Square.total"),
     "a hook that stays": (lambda m, x: m.layer.register_forward_hook(lambda *_: None), r"layer \(a hook\)"),
 }
 
@@ -237,6 +241,13 @@ class Extractor:
         self.latest = output
 
 
+class Latest:
+    __slots__ = ("output",)
+
+    def __call__(self, layer: nn.Module, args: Any, output: torch.Tensor) -> None:
+        self.output = output
+
+
 kept: list[Any] = []
 
 
@@ -251,7 +262,7 @@ def add_to_kept(value: Any) -> None:
 def hooks_that_keep() -> dict[str, Any]:
     by_name: dict[str, Any] = {}
     by_id: dict[int, Any] = {}
-    total = torch.zeros(())
+    total, sums = torch.zeros(()), np.zeros(4)
     return {
         "by name": lambda layer, args, output: by_name.update(f=output),
         "by id": lambda layer, args, output: by_id.__setitem__(id(layer), output.shape),
@@ -261,6 +272,8 @@ def hooks_that_keep() -> dict[str, Any]:
         "a method": Extractor().keep,
         "a counter": Extractor().count,
         "an object": Extractor(),
+        "an object with slots": Latest(),
+        "in an array": lambda layer, args, output: sums.__setitem__(0, float(output.detach().sum())),
         "in a tensor": lambda layer, args, output: [total.add_(output.detach().sum())][1:] or None,
     }
 
@@ -287,6 +300,15 @@ def test_a_hook_that_keeps_gradients_is_said_once(wrap: Wrap) -> None:
     x = torch.randn(6, 4, requires_grad=True)
     (said,) = said_by(lambda: model(x).sum().backward())
     assert "a hook keeps what it sees" in str(said.message)
+
+
+def test_a_hook_of_every_module_that_keeps_what_it_sees_is_said_once(wrap: Wrap) -> None:
+    """R9"""
+    found: list[Any] = []
+    model = wrap(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    with nn.modules.module.register_module_forward_hook(lambda layer, args, output: found.append(output)):
+        (said,) = said_by(steps_of(model)["training"])
+    assert "of every module, and each replica" in str(said.message)
 
 
 def test_hooks_that_keep_nothing_are_not_said(wrap: Wrap) -> None:

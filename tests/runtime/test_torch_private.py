@@ -411,3 +411,13 @@ def test_function_modes_are_those_of_before_after_an_interrupt(monkeypatch: pyte
         gc.collect()  # which frees the errors, and with them torch's generators
         assert torch_private.function_modes() == [mode]
     assert torch_private.function_modes() == []
+
+
+def test_hooks_of_every_module() -> None:
+    """R9: by their registries."""
+    assert not any(torch_private.hooks_of_every_module().values())
+
+    def hook(*_: object) -> None: ...
+
+    with torch.nn.modules.module.register_module_forward_hook(hook):
+        assert torch_private.hooks_of_every_module()["_global_forward_hooks"] == [hook]

@@ -23,7 +23,7 @@ from unisono.primitives.batch_types import batch_type_of
 from unisono.primitives.blueprint import HOOKS, STAMPED, Blueprint, names_of
 from unisono.primitives.change_tracking import GONE, ContainerSnapshot, DictSnapshot
 from unisono.primitives.object_state import same_state, same_value, state_of
-from unisono.primitives.observing_hooks import HookStates
+from unisono.primitives.observing_hooks import HookStates, is_the_users
 from unisono.primitives.references import INERT, TRACKED
 from unisono.runtime import torch_private
 from unisono.runtime.errors import warn_once
@@ -32,10 +32,10 @@ from unisono.runtime.thread_pool import replica_path
 _MOST_NAMED = 6
 _FIRST = 3  # forwards of the plain composition that are watched: each has new replicas
 _LOST = (
-    "forward of {model} assigns {names}: each replica has attributes, hooks and inputs of its own, which end with its "
-    "forward, and the model does not keep them as it does on one device. Return the value from forward; or make a "
-    "tensor a buffer (register_buffer in __init__), of which the first replica's stays; make layers and parameters "
-    "before wrapping (one forward of the plain module does), where an optimizer finds them."
+    "forward of {model} assigns {names}: each replica does, for its own rows, and to attributes, hooks and inputs of "
+    "its own, which end with its forward. So the model has not what one device would leave there. Return the value "
+    "from forward; or make a tensor a buffer (register_buffer in __init__), of which the first replica's stays; make "
+    "layers and parameters before wrapping (one forward of the plain module does), where an optimizer finds them."
 )
 _KEPT = (
     "a hook keeps what it sees, {names}, and each replica calls it with its own rows: what it keeps by name or in an "
@@ -199,6 +199,8 @@ class Watched:
         self._names = [*names] * len(replicas)
         self._hook_states = partial(HookStates, self._modules, self._names, devices, observers)
         self._hooks = self._hook_states() if len(devices) > 1 else None
+        classes = {cls for module in live_modules for cls in type(module).__mro__ if is_the_users(cls)}
+        self._classes = {cls: dict(vars(cls)) for cls in classes}
         self._dicts = DictSnapshot(attribute_dicts_of(self._modules))
         self._containers = [*self._own_containers([*live_modules] * len(replicas))]
         self._scripts = [torch_private.script_attributes(module) for module in self._modules]
@@ -218,6 +220,11 @@ class Watched:
 
     def _assigned(self) -> Iterator[str]:
         yield from assigned(self._dicts, self._modules, self._names)
+        for cls, values in self._classes.items():  # which replicas share
+            for key, value in [*vars(cls).items()]:
+                before = values.get(key, GONE)
+                if value is not before and not key.startswith("__") and not is_equal(before, value):
+                    yield f"{cls.__name__}.{key}"
         for attribute, container in self._containers:
             if not container.is_current():
                 yield attribute

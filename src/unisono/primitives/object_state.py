@@ -79,6 +79,11 @@ def _inside(value: Any) -> dict[str, Any] | None:
     return inside
 
 
+def values_of_slots(value: object) -> list[Any]:
+    """Return what an object has in the slots of its class."""
+    return [getattr(value, name) for name in _slot_names(type(value)) if hasattr(value, name)]
+
+
 def _slot_names(cls: type) -> Iterator[str]:
     """Yield the names of the slots that a class and its bases have."""
     for base in cls.__mro__:

@@ -15,7 +15,9 @@ import torch
 from torch import nn
 
 from unisono.primitives.blueprint import HOOKS
+from unisono.primitives.object_state import values_of_slots
 from unisono.primitives.references import DEEP, INERT, LARGE, TRACKED
+from unisono.runtime import torch_private
 
 _NOT_THE_USERS = {"torch", "unisono", *sys.stdlib_module_names} - {"__main__"}
 _MOST_SEARCHED = 2000  # objects to which one hook leads
@@ -45,15 +47,11 @@ class HookStates:
         self._by_device = len(set(devices)) < len(devices)
         self._states: list[tuple[str, list[tuple[Any, Any]]]] = []
         seen: set[int] = {*others}
-        for module, name in zip(modules, names, strict=True):
-            for kind in HOOKS:
-                for hook in module.__dict__[kind].values():
-                    is_called = not in_backward or "backward" in kind or "register_hook" in _names_in(hook)
-                    if is_called and id(hook) not in seen and _is_the_users(_function_of(hook)):
-                        said = (
-                            f"{getattr(_function_of(hook), '__qualname__', type(hook).__name__)} of {name or 'itself'}"
-                        )
-                        self._states.append((said, [(each, self._held(each)) for each in _reachable(hook, seen)]))
+        for kind, name, hook in _hooks(modules, names):
+            is_called = not in_backward or "backward" in kind or "register_hook" in _names_in(hook)
+            if is_called and id(hook) not in seen and is_the_users(_function_of(hook)):
+                said = f"{getattr(_function_of(hook), '__qualname__', type(hook).__name__)} of {name}"
+                self._states.append((said, [(each, self._held(each)) for each in _reachable(hook, seen)]))
 
     def changed(self) -> list[str]:
         """Return the names of the hooks that keep something else now."""
@@ -68,13 +66,25 @@ class HookStates:
         return _held(value)
 
 
+def _hooks(modules: Sequence[nn.Module], names: Sequence[str]) -> Iterator[tuple[str, str, Any]]:
+    """Yield each hook with its registry and the name of what it is registered for."""
+    for module, name in zip(modules, names, strict=True):
+        for kind in HOOKS:
+            for hook in module.__dict__[kind].values():
+                yield kind, name or "itself", hook
+    for kind, hooks in torch_private.hooks_of_every_module().items():
+        for hook in hooks:
+            yield kind, "every module", hook
+
+
 def _function_of(hook: Any) -> Any:
     while isinstance(hook, functools.partial | types.MethodType):
         hook = hook.func if isinstance(hook, functools.partial) else hook.__func__
     return hook
 
 
-def _is_the_users(value: Any) -> bool:
+def is_the_users(value: Any) -> bool:
+    """Return whether a function, class or object is defined neither in Python, nor in torch, nor here."""
     place = value.__module__ if isinstance(value, types.FunctionType | type) else type(value).__module__
     return str(place).partition(".")[0] not in _NOT_THE_USERS
 
@@ -108,7 +118,7 @@ def _reachable(hook: Any, seen: set[int]) -> list[Any]:
                 or len(found) > _MOST_SEARCHED
             ):
                 continue
-            if isinstance(value, types.ModuleType) or (isinstance(value, type) and not _is_the_users(value)):
+            if isinstance(value, types.ModuleType) or (isinstance(value, type) and not is_the_users(value)):
                 continue
             seen.add(id(value))
             found.append(value)
@@ -142,15 +152,17 @@ def _inside(value: Any) -> list[Any]:
         return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *named]
     if isinstance(value, type):
         return [each for name, each in vars(value).items() if not (name.startswith("__") or hasattr(each, "__get__"))]
-    if not _is_the_users(value) and type(value).__module__.partition(".")[0] == "torch":
+    if not is_the_users(value) and type(value).__module__.partition(".")[0] == "torch":
         return []
-    return [*getattr(value, "__dict__", {}).values()]
+    return [*getattr(value, "__dict__", {}).values(), *values_of_slots(value)]
 
 
 def _held(value: Any) -> Any:
     """Return what differs where a value is written into."""
     if isinstance(value, torch.Tensor):
         return None if value.is_inference() else [value._version]
+    if type(value).__module__ == "numpy" and getattr(value, "size", 0) <= LARGE:
+        return [value.tobytes()]
     if isinstance(value, Mapping | list | tuple | set | frozenset) and len(value) > LARGE:
         return [len(value)]
     return _inside(value)
@@ -160,7 +172,7 @@ def _same(now: Any, before: Any) -> bool:
     if now is None or before is None:
         return now is before
     return len(now) == len(before) and all(
-        one is other or (type(one) is int and one == other) for one, other in zip(now, before, strict=True)
+        one is other or (type(one) in (int, bytes) and one == other) for one, other in zip(now, before, strict=True)
     )
 
 
