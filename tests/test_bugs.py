@@ -33,6 +33,7 @@ class AttributeDict(dict[str, Any]):
         self.__dict__ = self
 
 
+@pytest.mark.filterwarnings("ignore:forward of")
 def test_a_dict_whose_items_are_attributes() -> None:
     """S3, G3: `self.__dict__ = self`. A copied one had a `__dict__` of its own, with the whole batch in it, so every
     replica that read `batch.x` instead of `batch["x"]` computed everything."""

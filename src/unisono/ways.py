@@ -479,13 +479,19 @@ def plain_composition(wrapper: Wrapper, invocation: Invocation) -> Any:
                 if options.sync_batch_norm is None:
                     first_steps.look_at_batch_norm(module, in_one_process=True)
                 look = first_steps.watch_generators(module, [*invocation.inputs, *invocation.kwargs.values()])
+            leftovers, inputs = wrapper._threads.leftovers, [*zip(shards, shard_kwargs, strict=False)]
+            devices = [here or options.devices[i] for i in numbers][: len(shards)]
+            watched = leftovers.watched_by_name(replicas, module, inputs, devices)
             outputs = interruptibly(wrapper.parallel_apply, calls, shards, shard_kwargs)
             if len(replicas) > 1:
                 written.check(module, lambda tensor: Blueprint(module).name_of(tensor), in_each(len(replicas)))
             if look is not None:
                 look()
+            if watched is not None:
+                watched.forward_has_run(leftovers)
             output = interruptibly(wrapper.gather, outputs, here or options.output_device)
         commit_buffers(registries.changes(), modules, live_modules, {})
+        leftovers.say(module)
         return output
     except _OF_SHAPES as error:
         if plan is not None:

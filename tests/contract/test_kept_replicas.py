@@ -200,6 +200,7 @@ def test_a_backward_inside_forward_after_a_parameter_was_frozen(wrap: Wrap) -> N
 
 
 @pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.filterwarnings("ignore:forward of")
 def test_a_replica_that_the_caller_keeps_stays_as_it_is(wrap: Wrap, grad: bool) -> None:
     """R6: what forward assigned can be read as long as the replica is referred to."""
     kept: list[nn.Module] = []
@@ -215,6 +216,7 @@ def test_a_replica_that_the_caller_keeps_stays_as_it_is(wrap: Wrap, grad: bool) 
     assert sum(len(replica.aux) for replica in kept) == len(x)
 
 
+@pytest.mark.filterwarnings("ignore:forward of")
 def test_a_class_that_forward_changes_goes_with_the_call(wrap: Wrap) -> None:
     """R6"""
     plain, model = twins(wrap, Remembers([]).double(), 3)
@@ -299,6 +301,7 @@ STEADY: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", STEADY)
+@pytest.mark.filterwarnings("ignore:forward of")
 def test_steady_calls_make_no_replicas(wrap: Wrap, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """N10: neither in training nor in evaluation, once there are some."""
     make, options = STEADY[name]

@@ -245,6 +245,7 @@ def test_batches_that_are_too_short_are_computed_by_the_caller(wrap: Wrap) -> No
 
 
 @pytest.mark.parametrize("event", ["a change", "a change and a written input", "an error", "Ctrl-C"])
+@pytest.mark.filterwarnings("ignore:forward of")
 def test_an_event_in_a_row_of_short_batches(event: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """I15, I4, I6, I7: as batch by batch: the module is looked at once a row, which is computed again if it changed."""
     monkeypatch.setattr("unisono.inference.batch_map._ROW_S", 1000.0)
@@ -277,6 +278,7 @@ def test_an_event_in_a_row_of_short_batches(event: str, monkeypatch: pytest.Monk
     assert_equal(found, expected)
 
 
+@pytest.mark.filterwarnings("ignore:forward of")
 def test_a_row_that_has_changed_a_dict_of_its_inputs_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """I15: it has also changed the module, and what it had taken out of the dicts was missing the second time."""
     monkeypatch.setattr("unisono.inference.batch_map._ROW_S", 1000.0)
@@ -426,6 +428,7 @@ def count(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int, torch.
     return module.calls, module.number, module.listed[0](x)
 
 
+@pytest.mark.filterwarnings("ignore:forward of")
 def test_the_module_is_left_as_it_was(wrap: Wrap) -> None:
     """I4, R3: every batch finds the same buffers and attributes, and an output that is a buffer keeps its value.
 

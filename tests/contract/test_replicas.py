@@ -26,6 +26,7 @@ def count(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model.linear(x) * 0 + model.calls
 
 
+@pytest.mark.filterwarnings("ignore:forward of")
 def test_what_forward_writes(wrap: Wrap) -> None:
     """R5, R6: the first replica's writes into buffers persist; the other ones' are lost, and every forward starts every
     replica from the live buffers. Assigned attributes are lost, and lists persist."""
@@ -136,6 +137,7 @@ def test_a_reassigned_buffer_with_a_history(wrap: Wrap) -> None:
     assert_alike(wrap, Calls(forward, state=nn.Buffer(torch.ones(2)), **layers), steps, 3)
 
 
+@pytest.mark.filterwarnings("ignore:a hook keeps")
 def test_hooks_run_once_a_replica_and_those_of_parameters_and_the_wrapper_once(wrap: Wrap) -> None:
     """R9: parameter hooks see the summed gradient, and may change it. Hooks of the wrapper see the whole batch."""
     plain, model = twins(wrap, mlp(), 3)
@@ -367,6 +369,7 @@ def test_a_checkpoint_of_a_method_that_is_kept_as_an_attribute(wrap: Wrap, reent
     assert_alike(wrap, Calls(forward, block=block, kept=block.forward), one_step(6, 3))
 
 
+@pytest.mark.filterwarnings("ignore:forward of")
 def test_a_hook_from_outside_that_sets_an_attribute_of_its_layer(wrap: Wrap) -> None:
     """R7, R9: it sets that of the replica: weights that a helper scales before each forward, for one."""
 

@@ -242,6 +242,7 @@ def test_parts_that_would_change_numbers(module: nn.Module, options: dict[str, A
         torch.testing.assert_close(model(torch.ones(8, 2)), module(torch.ones(8, 2)))
 
 
+@pytest.mark.filterwarnings("ignore:forward of")
 def test_what_one_part_assigns_the_next_does_not_find(float64: None) -> None:
     """N13, R6: nor does the second computation in backward; each part begins as the replica does."""
 

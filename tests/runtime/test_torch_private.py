@@ -471,3 +471,13 @@ def test_whether_there_is_a_tracer() -> None:
     torch.jit.trace(traced, torch.ones(2), check_trace=False)
     assert seen == [(True, False), (True, True)]
     assert not torch_private.has_tracer()
+
+
+def test_hooks_of_every_module() -> None:
+    """R9: by their registries."""
+    assert not any(torch_private.hooks_of_every_module().values())
+
+    def hook(*_: object) -> None: ...
+
+    with torch.nn.modules.module.register_module_forward_hook(hook):
+        assert torch_private.hooks_of_every_module()["_global_forward_hooks"] == [hook]

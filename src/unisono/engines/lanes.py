@@ -26,6 +26,7 @@ from unisono.engines.compile_lock import CompileLock, check_cuda_graphs, kind_of
 from unisono.engines.replica import Replica, ReplicaPool, Replicas
 from unisono.primitives import pytree
 from unisono.primitives.blueprint import Blueprint, collector_paused
+from unisono.primitives.leftovers import Leftovers
 from unisono.primitives.references import INERT
 from unisono.primitives.written_parameters import IN_LANES
 from unisono.runtime import devices as _devices
@@ -62,7 +63,7 @@ class LaneOutput:
     value: Any  # the output, on the call's output device; there, if `to_host` is None
     drew: bool  # whether random numbers were drawn
     # Lets the calling thread's streams wait for the output; called before it is used.
-    wait: Callable[[], None] = lambda: None
+    wait: Callable[[], object] = lambda: None
     to_host: CopiesToHost | None = None  # those of the output that may be in flight
 
     def arrived(self) -> "LaneOutput":
@@ -77,8 +78,11 @@ class LaneOutput:
 RunBatch: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any], Any], LaneOutput]  # inputs, and a seed or None
 
 
-def open_lanes(blueprint: Blueprint, call: LaneCall, compile_lock: CompileLock) -> "list[Lane]":
+def open_lanes(blueprint: Blueprint, call: LaneCall, compile_lock: CompileLock, leftovers: Leftovers) -> "list[Lane]":
     """Return a lane for each device of `call`, with the module as it is now; `blueprint` is the live module's.
+
+    Args:
+        leftovers: takes note of what batches leave behind.
 
     Raises:
         RuntimeError: the module replays CUDA graphs.
@@ -86,13 +90,13 @@ def open_lanes(blueprint: Blueprint, call: LaneCall, compile_lock: CompileLock) 
     if blueprint.compiled:
         check_cuda_graphs(blueprint, call.devices, _CUDA_GRAPHS)
     with torch.no_grad(), collector_paused, Copies(call.devices) as copies:
-        pool = ReplicaPool(blueprint, call.source)
+        pool = ReplicaPool(blueprint, call.source, leftovers)
         replicas = pool.stamp_untracked(call.devices, copies)
         for i in range(len(call.devices)):
             copies.wait_copies(i)
         lock = compile_lock if blueprint.compiled else None
         turns = LaneTurns()
-        return [Lane(i, call, replica, lock, turns) for i, replica in enumerate(replicas)]
+        return [Lane(i, call, replica, lock, turns, leftovers) for i, replica in enumerate(replicas)]
 
 
 class Lane:
@@ -106,6 +110,7 @@ class Lane:
         original: the module as it was when lanes were opened, on the lane's device; a batch has a replica of it.
         compile_lock: None if nothing is compiled.
         turns: of all lanes.
+        leftovers: takes note of what batches leave behind; the caller's thread says it.
 
     Attributes:
         name: in messages.
@@ -115,14 +120,21 @@ class Lane:
     """
 
     def __init__(
-        self, number: int, call: LaneCall, original: Replica, compile_lock: CompileLock | None, turns: LaneTurns
+        self,
+        number: int,
+        call: LaneCall,
+        original: Replica,
+        compile_lock: CompileLock | None,
+        turns: LaneTurns,
+        leftovers: Leftovers,
     ) -> None:
         self.call, self.number, self.device = call, number, call.devices[number]
         self.name = f"replica {number} on {self.device}"
         self.left_unchanged = self.inputs_unchanged = False
         self._compile_lock, self._turns = compile_lock, turns
         self._original = original  # its modules refer to each other only as long as it exists
-        self._pool = ReplicaPool(Blueprint(original.modules[0]), self.device)
+        self._leftovers = leftovers
+        self._pool = ReplicaPool(Blueprint(original.modules[0]), self.device, leftovers)
         self._name = type(original.modules[0]).__name__
         self._replicas: Replicas | None = None  # the last batch's
         self._memory_of_buffers: set[int] = set()
@@ -208,25 +220,41 @@ class Lane:
                 copies.wait_copies(0)
             if draws is not None:
                 draws.begin(seed)
+            watched = None
+            if replicas.are_new and self._leftovers.looks:
+                watched = replicas.watched([(args, kwargs)], self.call.devices)
             replicas.written.begin()
             output = interruptibly(called(replicas.roots[0], self.call.method), *args, **kwargs)
             if len(self.call.devices) > 1:
                 blueprint = self._pool.blueprint
                 replicas.written.check(blueprint.root, blueprint.name_of, IN_LANES)
+            if watched is not None:
+                watched.forward_has_run(self._leftovers)
+            replicas.are_new = False
         output = _apart_from(self._memory_of_buffers, output)
         self._replicas = replicas
         if not self._is_on_host:
             self._queued.append(_devices.queued_work(self.device))
         drew, target = draws is not None and draws.drew(), self.call.output_device
         if _is_on(output, target):
-            return LaneOutput(output, drew)
+            return LaneOutput(output, drew, self._say_leftovers)
         if _devices.is_cpu(target):
             to_host = CopiesToHost()
-            return LaneOutput(_on_device(output, target, to_host.begin), drew, to_host=to_host)
+            value = _on_device(output, target, to_host.begin)
+            return LaneOutput(value, drew, self._say_leftovers, to_host)
         outgoing = Copies([target])
         with outgoing:
             value = _on_device(output, target, lambda tensor: outgoing.to(tensor, 0))
-        return LaneOutput(value, drew, lambda: outgoing.wait_copies(0))
+
+        def wait() -> None:
+            outgoing.wait_copies(0)
+            self._say_leftovers()
+
+        return LaneOutput(value, drew, wait)
+
+    def _say_leftovers(self) -> None:
+        if self._leftovers.has_more:
+            self._leftovers.say(self._original.modules[0])
 
     def _taken(self, copies: Copies) -> Replicas:
         with collector_paused:

@@ -88,7 +88,7 @@ def run_in_parts(
     Raises:
         RuntimeError: it writes buffers, or its outputs are not those of the whole shard: it cannot be run in parts.
     """
-    function = _with_attributes_of_now(root, function)
+    function, assign_as_last_part = _with_attributes_of_now(root, function)
     arguments = Arguments(args, kwargs, parts.rules.dim, axes=parts.axes)
     shards = scattered(arguments, [device] * len(parts.sizes), parts.sizes)
     buffers = _written(root)
@@ -96,6 +96,7 @@ def run_in_parts(
         outputs = [function(*args, **kwargs) for args, kwargs in shards]
     else:
         outputs = [checkpoint(function, *args, use_reentrant=False, **kwargs) for args, kwargs in shards]
+    assign_as_last_part()
     if changed := [name for name, state in _written(root).items() if state != buffers.get(name)]:
         raise RuntimeError(_NO_SHARD_IN_PARTS.format(reason=f"its forward changes the buffer {changed[0]!r}"))
     live = {id(tensor): tensor for tensor in chain(root.parameters(), root.buffers())}
@@ -107,12 +108,16 @@ def run_in_parts(
     return output
 
 
-def _with_attributes_of_now(root: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
+def _with_attributes_of_now(
+    root: nn.Module, function: Callable[..., Any]
+) -> tuple[Callable[..., Any], Callable[[], None]]:
     """Return a function for which the module's attributes are those of now, in each call: of parts, and in backward.
 
     What a part assigns is lost, as what a replica assigns is; else the next part, and the second computation of each,
-    would find it. Iterators among the inputs begin anew each time.
+    would find it. Iterators among the inputs begin anew each time. Also returns what ends the first computation: the
+    replica then has what the last part has assigned.
     """
+    assigned: list[tuple[dict[str, Any], dict[str, Any]]] | None = []
     dicts = [module.__dict__ for module in root.modules()]
     start = [*map(dict, dicts)]
 
@@ -121,11 +126,19 @@ def _with_attributes_of_now(root: nn.Module, function: Callable[..., Any]) -> Ca
         try:
             return function(*iterators_anew(args), **iterators_anew(kwargs))
         finally:
-            restore(dicts, start)
+            held = restore(dicts, start)
+            if assigned is not None:
+                assigned[:] = held
             for target, items in before:
                 fill(target, items)
 
-    return part
+    def end() -> None:
+        nonlocal assigned
+        for target, items in assigned or ():
+            fill(target, items)
+        assigned = None
+
+    return part, end
 
 
 def _written(root: nn.Module) -> dict[str, tuple[int, int | None]]:

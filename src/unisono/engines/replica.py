@@ -29,6 +29,8 @@ from unisono.engines.parts import parts_of, run_in_parts
 from unisono.primitives.batch_types import batch_type_of
 from unisono.primitives.blueprint import Blueprint, unlinked_at_deletion
 from unisono.primitives.change_tracking import ContainerSnapshot, DictSnapshot, TensorSnapshot, fill
+from unisono.primitives.leftovers import Leftovers, Watched, assigned, attribute_dicts_of
+from unisono.primitives.observing_hooks import HookStates
 from unisono.primitives.outputs import Group
 from unisono.primitives.placements import Placement
 from unisono.primitives.reassigned_buffers import Change, buffer_registries, commit_buffers, histories
@@ -179,9 +181,6 @@ class Replica:
         commit_buffers(changes, self.modules, pool.blueprint.modules, {id(own): live for own, live in pairs})
 
 
-_STAMPED_REGISTRIES = ("_parameters", "_buffers", "_modules")  # those that each replica has of its own
-
-
 class Replicas:
     """The replicas of one forward, and of the backward passes that belong to it: nothing else uses them meanwhile.
 
@@ -192,9 +191,13 @@ class Replicas:
         kept: has their memory on other devices.
         kind: of the forwards that they fit.
         returns_to: where to put them when they are given back; None: nowhere.
+        leftovers: takes note of what forwards leave behind in them.
+        blueprint: the live module's.
 
     Attributes:
         written: finds the parameters that forward writes into.
+        are_new: whether their first forward has not run yet.
+        hooks_in_backward: what hooks have kept that are called in the backward of that forward; None: there are none.
     """
 
     def __init__(
@@ -205,13 +208,18 @@ class Replicas:
         kept: "KeptReplicas",
         kind: tuple[Any, ...],
         returns_to: "list[KeptReplicas] | None",
+        leftovers: Leftovers,
+        blueprint: Blueprint,
     ) -> None:
+        self._leftovers, self._blueprint = leftovers, blueprint
+        self.hooks_in_backward: HookStates | None = None
         self.each, self.linked, self.kind = each, linked, kind
         self.roots = [replica.modules[0] for replica in each]
         self.live_of = [replica.live_of for replica in each]
         self.is_remote = any([replica.is_remote for replica in each])
         self._kept: KeptReplicas | None = kept
         self._returns_to = returns_to
+        self.are_new = True
         here = [replica for replica in each if not replica.is_remote]
         own_buffers = torch_private.of_one_kind([own for replica in here for own in replica.own_buffers])
         live_buffers = torch_private.of_one_kind([live for replica in here for live in replica.live_buffers])
@@ -220,8 +228,7 @@ class Replicas:
         if returns_to is None:
             return
         self._modules = [module for replica in each for module in replica.modules]
-        registries = [module.__dict__[name] for name in _STAMPED_REGISTRIES for module in self._modules]
-        self._dicts = DictSnapshot([*[module.__dict__ for module in self._modules], *registries])
+        self._dicts = DictSnapshot(attribute_dicts_of(self._modules))
         self._rebound = ContainerSnapshot([value for replica in each for value in replica.rebound])
         self._classes = [*map(type, self._modules)]
         self._tensors = TensorSnapshot([tensor for replica in each for tensor in replica.tensors])
@@ -229,7 +236,7 @@ class Replicas:
         self._own_parameters = [parameter for replica in each for parameter in replica.own_parameters]
 
     def are_unchanged(self) -> bool:
-        """Return whether the replicas are as they were made, and nothing outside refers to their modules.
+        """Return whether the replicas are as they were made.
 
         Hooks of a user's on their tensors are a change, too.
         """
@@ -238,9 +245,30 @@ class Replicas:
             and self._rebound.is_current()
             and [*map(type, self._modules)] == self._classes
             and self._tensors.is_current()
-            and self._count_references() == self._num_references
             and not torch_private.num_hooks(self._own_parameters)
         )
+
+    def can_run_again(self) -> bool:
+        """Undo what forward and the program have assigned; return whether the replicas are as they were made.
+
+        They are the same objects from step to step, also for a program that refers to them, as the live module is.
+        """
+        if self.are_unchanged():
+            return True
+        self._dicts.restore()
+        self._rebound.restore()
+        self._tensors.restore_attributes()
+        for module, cls in zip(self._modules, self._classes, strict=True):
+            if type(module) is not cls:
+                module.__class__ = cls
+        return self.are_unchanged()
+
+    def watched(
+        self, shards: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], devices: Sequence[torch.device]
+    ) -> Watched:
+        """Return what finds what the forward that begins leaves behind; other replicas on `devices` run, too."""
+        blueprint, modules = self._blueprint, [replica.modules for replica in self.each]
+        return Watched(modules, blueprint.modules, blueprint.names, shards, devices, blueprint.observers)
 
     def _count_references(self) -> list[int]:
         return [*map(sys.getrefcount, self._modules)]
@@ -264,17 +292,32 @@ class Replicas:
     def give_back(self) -> None:
         """Let a later forward use them. To be called when no graph of theirs is left.
 
-        If something outside refers to a module of theirs, they are left to it as forward has left them.
+        If something outside refers to a module of theirs, they are as forward has left them until then.
         """
         kept, returns_to = self._kept, self._returns_to
         self._kept = self._returns_to = None
+        if self.hooks_in_backward is not None:
+            self._leftovers.add((), self.hooks_in_backward.changed())
+            self.hooks_in_backward = None
+        self._keep(kept, returns_to)
+
+    def end_backward(self) -> None:
+        """Give them back after a backward; say what they were left with."""
+        self.give_back()
+        if self._leftovers.has_more:
+            self._leftovers.say(self._blueprint.root)
+
+    def _keep(self, kept: "KeptReplicas | None", returns_to: "list[KeptReplicas] | None") -> None:
         if kept is None or returns_to is None:
             return
-        assigned = [] if self._dicts.is_current() else self._dicts.restore()  # undo what forward has assigned
-        if self._count_references() != self._num_references:
-            for attributes, items in assigned:
+        changed = not self._dicts.is_current()
+        if changed and self._leftovers.looks:
+            names = self._blueprint.names * len(self.each)
+            self._leftovers.add(assigned(self._dicts, self._modules, names))
+        held = self._dicts.restore() if changed else []  # undo what forward has assigned
+        if held and self._count_references() != self._num_references:
+            for attributes, items in held:
                 fill(attributes, items)
-            return
         if self.is_remote:
             kept.broadcast.note_readers()
         kept.by_kind[self.kind] = self
@@ -308,13 +351,15 @@ class ReplicaPool:
 
     Attributes:
         source: the live module's device.
+        leftovers: takes note of what forwards leave behind in the replicas.
         live_parameters: those that need a gradient.
         has_separate_memory: whether each replica but the first has copies, as if it were on a device of its own.
         buffers: the live buffers, in lists of one kind each.
         kinds_begun: the kinds of calls that have begun with these replicas.
     """
 
-    def __init__(self, blueprint: Blueprint, source: torch.device) -> None:
+    def __init__(self, blueprint: Blueprint, source: torch.device, leftovers: Leftovers) -> None:
+        self.leftovers = leftovers
         self.blueprint, self.source, self.has_separate_memory = blueprint, source, _devices.has_separate_memory()
         self.live_parameters = [parameter for parameter in blueprint.parameters.values() if parameter.requires_grad]
         self.buffers = torch_private.of_one_kind(blueprint.buffers.values())
@@ -344,12 +389,15 @@ class ReplicaPool:
         kind = (tracked, torch.is_inference_mode_enabled(), with_live_buffers, plan, *devices)
         kept = self._take_kept(devices, kind)
         replicas = kept.by_kind.pop(kind, None)
-        if replicas is not None and replicas.are_unchanged():
+        if replicas is not None and replicas.can_run_again():
+            replicas.are_new = False
             replicas.renew(copies, kept, self._idle)
             return replicas
         each, linked = self._stamp(kept.broadcast, devices, tracked, copies, with_live_buffers, plan)
         returns_to = self._idle if self.blueprint.is_reusable else None
-        return Replicas(each, linked, self.blueprint.parameters.values(), kept, kind, returns_to)
+        return Replicas(
+            each, linked, self.blueprint.parameters.values(), kept, kind, returns_to, self.leftovers, self.blueprint
+        )
 
     def _take_kept(self, devices: Sequence[torch.device], kind: tuple[Any, ...]) -> KeptReplicas:
         """Return what is kept for these devices and is not in use, best with replicas of this kind; or a new one."""

@@ -41,6 +41,7 @@ from unisono.engines.lanes import Lane, LaneCall, open_lanes
 from unisono.engines.replica import GraphSearch, Inputs, ReplicaPool, call_replica, carries_objects, structure_of
 from unisono.engines.rescue import Replay, run_rescued
 from unisono.primitives.blueprint import Blueprint, collector_paused, warn_of_observers
+from unisono.primitives.leftovers import Leftovers
 from unisono.primitives.outputs import Group, Outputs
 from unisono.primitives.parallel_apply import values_or_raise
 from unisono.primitives.placements import Replicate, Single
@@ -87,6 +88,7 @@ class Threads:
         first_steps: looks for what is looked for in the first step of a structure.
         compile_lock: the model's.
         order_of_sums: that of sums over the ranks that no boundary has finished.
+        leftovers: what forwards have left behind in replicas.
     """
 
     def __init__(self) -> None:
@@ -95,6 +97,7 @@ class Threads:
         self.first_steps = FirstSteps()
         self.compile_lock = CompileLock()
         self.order_of_sums = OneOrder()
+        self.leftovers = Leftovers()
         self._pool: ReplicaPool | None = None
         self._timings: list[ReplicaTiming] = []
 
@@ -127,7 +130,7 @@ class Threads:
         Raises:
             RuntimeError: parameters or buffers that are not on `call.source`.
         """
-        return open_lanes(self.pool_for(module, call.source).blueprint, call, self.compile_lock)
+        return open_lanes(self.pool_for(module, call.source).blueprint, call, self.compile_lock, self.leftovers)
 
     def pool_for(self, module: nn.Module, source: torch.device) -> ReplicaPool:
         """Return the replicas of `module` as it is now: those of the last forward, if nothing has changed."""
@@ -136,7 +139,7 @@ class Threads:
             blueprint = Blueprint(module)
             check_device(module, [*blueprint.parameters.values(), *blueprint.buffers.values()], source)
             blueprint.keep()
-            pool = ReplicaPool(blueprint, source)
+            pool = ReplicaPool(blueprint, source, self.leftovers)
             if not inside_replica():  # there, each replica of an outer module has this object
                 self._pool = pool if blueprint.is_reusable else None
         return pool
@@ -209,6 +212,9 @@ class Forward:
     def forward(self) -> Any:
         """Return the joined output."""
         look = self._look_in_first_step()
+        leftovers, replicas, watched = self._model.leftovers, self._replicas, None
+        if replicas.are_new and leftovers.looks and not self._is_again:
+            watched = replicas.watched(self._inputs.shards, self._call.devices)
         with self._buffers, one_pass(self._graphs.passes.contexts) as contexts:
             self._graphs.begin_forward()
             self._replicas.written.begin()
@@ -230,6 +236,8 @@ class Forward:
                 look()
             if timeline.recording:
                 timeline.mark(timeline.GATHER)
+            if watched is not None:
+                replicas.hooks_in_backward = watched.forward_has_run(leftovers)
             call, is_summed = self._call, self._call.sync_context is not None and self._tracked
             matched = Outputs(outputs, call.rules, call.sizes, self._replicas.live_of, is_summed=is_summed)
             del outputs
@@ -251,6 +259,8 @@ class Forward:
         self._replicas.each[0].commit_buffers(self._pool, changes, joined[len(matched.groups) :])
         if not self._tracked:
             self._replicas.give_back()
+        if leftovers.has_more:
+            leftovers.say(self._pool.blueprint.root)
         return output
 
     def _look_in_first_step(self) -> Callable[[], None] | None:
@@ -321,7 +331,7 @@ class Forward:
             LeafTensors(leaf, BoundaryTensor(Replicate(), leaf.device, [leaf] * len(call.devices)))
             for leaf in graphs.captured.tensors
         ]
-        graphs.on_release, graphs.roots = self._replicas.give_back, self._replicas.roots
+        graphs.on_release, graphs.roots = self._replicas.end_backward, self._replicas.roots
         graphs.sync_context = call.sync_context
         self._model.sum_over_ranks(graphs.parameters, call.sync_context)
         if reached and not self._is_again:

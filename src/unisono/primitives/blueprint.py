@@ -8,12 +8,14 @@ method of the class runs, `__setattr__` included, so no class can interfere. The
 `_replicate_for_data_parallel`: there a class copies what its replicas must not share.
 
 A replica is complete: `parameters()`, `state_dict()`, the `len()` of a ParameterList, ties and sharing are those of the
-original. Attributes that a replica assigns are its own and are freed with it; lists and dicts that it changes in place
-are the live module's, unless they hold modules, parameters or methods: then each replica has its own.
+original. Attributes that a replica assigns, and hooks that it registers, are its own and are freed with it; lists and
+dicts that it changes in place are the live module's, unless they hold modules, parameters or methods: then each replica
+has its own.
 """
 
 import gc
 import threading
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, islice
@@ -44,6 +46,9 @@ _INDISTINCT = (
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 _UNINITIALIZED = {nn.UninitializedParameter, nn.UninitializedBuffer}
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+# Of which hooks are to be called always, or with keyword inputs, by their ids.
+_HOOK_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+STAMPED = (*_REGISTRIES, *HOOKS, *_HOOK_FLAGS)  # the dicts that each replica's modules have of their own
 _is_tracked = gc.is_tracked
 _new: Any = object.__new__  # of any class, whatever its own __new__ asks for
 _set_dict: Any = nn.Module.__dict__["__dict__"].__set__  # of any class, whatever its __setattr__ does
@@ -248,6 +253,11 @@ class Blueprint:
         """The dicts that hold what the modules have: attributes, children, parameters, buffers and hooks."""
         return attribute_dicts(self.modules)
 
+    @cached_property
+    def names(self) -> list[str]:
+        """The modules' names in messages (see `names_of`)."""
+        return names_of(self.modules, self.root)
+
     def stamp(self, tensors: Mapping[int, torch.Tensor]) -> tuple[list[nn.Module], list["Link"]]:
         """Return the modules of a new replica, the root first; it has `tensors[id(t)]` for the live module's tensor t.
 
@@ -279,6 +289,9 @@ class Blueprint:
             if inside:
                 for name, child in inside.items():
                     inside[name] = own.get(id(child), child)
+            for name in (*HOOKS, *_HOOK_FLAGS):
+                hooks = attributes[name]
+                attributes[name] = hooks.copy() if hooks else OrderedDict()
             _set_dict(replica, attributes)
         # By this torch warns of zero_grad. Only the root has it: libraries take it to mean that parameters() is empty.
         replicas[0].__dict__["_is_replica"] = True
@@ -378,7 +391,9 @@ class Blueprint:
     def _rebind_attributes(self, own: Mapping[int, Any]) -> None:
         memo: dict[int, Any] = {key: hook for key, (_, hook) in self.observers.items()}  # these stay as they are
         for key, name, value in self._referring_attributes():
-            own[key].__dict__[name] = rebind(value, own, memo)
+            rebound = rebind(value, own, memo)
+            if rebound is not value or name not in HOOKS:  # else it is the replica's own already
+                own[key].__dict__[name] = rebound
         for key, name, value in self._script_attributes:
             torch_private.set_script_attribute(own[key], name, rebind(value, own, memo))
 
@@ -395,6 +410,12 @@ def warn_of_observers(blueprint: Blueprint, devices: Sequence[torch.device]) -> 
                     devices=", ".join(map(str, devices)),
                 )
             )
+
+
+def names_of(modules: Sequence[nn.Module], root: nn.Module) -> list[str]:
+    """Return the paths of modules in `root`, for messages; the class of a module to which only an attribute leads."""
+    paths = {id(module): path for path, module in root.named_modules()}
+    return [paths.get(id(module), f"a {type(module).__name__}") for module in modules]
 
 
 Link: TypeAlias = tuple[nn.Module, str, Any]  # a module of a replica, the name of an attribute, its live value

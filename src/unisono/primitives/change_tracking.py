@@ -49,6 +49,7 @@ class DictSnapshot:
         self.copies = [*map(dict, self.dicts)]
         self._empty = [items for items in self.dicts if not items]  # as most of a module's own registries are
         self._filled = [items for items in self.dicts if items]
+        self._filled_copies = [*filter(None, self.copies)]
         self._lengths = [*map(len, self._filled)]
         self._keys = [*chain(*self.copies)]
         self._objects = [*chain(*map(_values, self.copies))]
@@ -76,7 +77,10 @@ class DictSnapshot:
 
     def restore(self) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
         """Give the dicts the items that they had; return those that differed, each with what it held."""
-        return restore(self.dicts, self.copies)
+        held = [(items, dict(items)) for items in filter(None, self._empty)]
+        for items, _ in held:
+            items.clear()
+        return held + restore(self._filled, self._filled_copies)
 
 
 def restore(
@@ -120,6 +124,10 @@ class TensorSnapshot:
             return False
         return self._attributes.is_current() if self._have_attributes else not any(self._attributes.dicts)
 
+    def restore_attributes(self) -> None:
+        """Give the tensors the attributes that they had."""
+        self._attributes.restore()
+
     def _state(self) -> list[Any]:
         tensors = self._tensors
         state = [*map(_requires_grad, tensors), *map(type, tensors)]
@@ -145,6 +153,17 @@ class ContainerSnapshot:
     def is_current(self) -> bool:
         """Return whether they hold the same objects."""
         return all(map(_same, map(_items, self._containers), self._before))
+
+    def restore(self) -> None:
+        """Give the containers what they held."""
+        for container, before in zip(self._containers, self._before, strict=True):
+            if not _same(_items(container), before):
+                container.clear()
+                if isinstance(container, dict):
+                    half = len(before) // 2
+                    container.update(zip(before[:half], before[half:], strict=True))
+                else:
+                    (container.update if isinstance(container, set) else container.extend)(before)
 
     def take_plain(self) -> bool:
         """Take what they hold now where that is plain values; return whether nothing else has changed."""

@@ -15,13 +15,16 @@ _HOLDS_NOTHING = (type, types.FunctionType, types.BuiltinFunctionType, types.Mod
 _VALUES = (bool, int, float, complex, str, bytes)
 
 
-def state_of(value: object) -> dict[str, Any]:
+def state_of(value: object, without: tuple[type, ...] = ()) -> dict[str, Any]:
     """Return everything that `value` holds, by path; what it holds twice is there once.
+
+    Args:
+        without: classes whose objects count as nothing.
 
     >>> state_of({"rows": 2, "parts": [types.SimpleNamespace(name="a", made_by=dict)]})
     {"['rows']": 2, "['parts'][0].name": 'a'}
     """
-    return dict(_held(value, "", set()))
+    return dict(_held(value, "", set(), (torch.dtype, torch.device, *_HOLDS_NOTHING, *without)))
 
 
 def same_state(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
@@ -43,8 +46,8 @@ def same_value(one: Any, other: Any) -> bool:
         return False
 
 
-def _held(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, (torch.dtype, torch.device, *_HOLDS_NOTHING)):
+def _held(value: Any, path: str, seen: set[int], nothing: tuple[type, ...]) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, nothing):
         return
     if isinstance(value, (torch.Tensor, *_VALUES)):
         yield path, value
@@ -57,7 +60,7 @@ def _held(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
         yield path, value
         return
     for step, child in inside.items():
-        yield from _held(child, path + step, seen)
+        yield from _held(child, path + step, seen, nothing)
 
 
 def _inside(value: Any) -> dict[str, Any] | None:
@@ -74,6 +77,11 @@ def _inside(value: Any) -> dict[str, Any] | None:
     if not inside and not isinstance(value, Mapping | list | tuple | deque) and not hasattr(value, "__dict__"):
         return None  # a set, or an object of C code
     return inside
+
+
+def values_of_slots(value: object) -> list[Any]:
+    """Return what an object has in the slots of its class."""
+    return [getattr(value, name) for name in _slot_names(type(value)) if hasattr(value, name)]
 
 
 def _slot_names(cls: type) -> Iterator[str]:

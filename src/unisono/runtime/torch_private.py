@@ -788,6 +788,12 @@ _HOOKS_OF_EVERY_MODULE = (
 )
 
 
+def hooks_of_every_module() -> dict[str, list[Any]]:
+    """Return the hooks that are registered for all modules alike, by their registry. Fallback: those that are known."""
+    registries = {name: getattr(torch.nn.modules.module, name, {}) for name in _HOOKS_OF_EVERY_MODULE}
+    return {name: [*hooks.values()] for name, hooks in registries.items()}
+
+
 def caches_parametrizations() -> bool:
     """Return whether `torch.nn.utils.parametrize.cached()` is on. Fallback: False."""
     return bool(getattr(torch.nn.utils.parametrize, "_cache_enabled", 0))

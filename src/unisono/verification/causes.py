@@ -77,7 +77,8 @@ _PARAMETERS = (
     "plain module once before it is wrapped"
 )
 _ATTRIBUTES = (
-    f"forward updates {{names}}, and {LOST}; a tensor that it changes in place has the changes of all replicas. Update "
+    f"forward updates {{names}}, and {LOST}; what it changes in place, such as a tensor, a list to which it appends or "
+    "an object, has the changes of all replicas, in the order of arrival. Update "
     "it outside of forward, from the gathered output; or make it a buffer, of which the first replica's updates stay"
 )
 _NONDETERMINISTIC = (

@@ -4,7 +4,9 @@ Each step runs on a copy, so whatever it does, the caller's model is not touched
 do hooks of parameters, such as an optimizer's that steps in backward.
 """
 
+import contextlib
 import copy
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,10 +15,13 @@ from torch import nn
 
 from unisono.data_parallel import DataParallel
 from unisono.engines.shared_generators import GeneratorStates
-from unisono.primitives.references import references
+from unisono.primitives.object_state import state_of as state_of_object
+from unisono.primitives.references import INERT, references
 from unisono.runtime import devices as _devices
 from unisono.verification.compare import plain
 
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
+_NO_CONTENTS = (torch.Tensor, nn.Module, types.FunctionType, types.MethodType, torch.Generator)
 _TOO_LARGE = 2**62  # for an integer tensor
 
 
@@ -54,6 +59,28 @@ class RandomState:
         """Return which generators have been drawn from or seeded since, in words."""
         of_torch = all(map(torch.equal, self._torch, _devices.random_states()))
         return ["torch's generator"] * (not of_torch) + self._others.moved()
+
+
+def contents_in(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return what the containers and objects hold that are attributes of modules, by name; tensors are copied.
+
+    Replicas share them: what they change there is changed by each, in the order of arrival.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule | DataParallel):
+            continue
+        for name, value in vars(module).items():
+            if name in _OF_EVERY_MODULE or type(value) in INERT or isinstance(value, _NO_CONTENTS):
+                continue
+            with contextlib.suppress(Exception):  # an object of any class
+                state = state_of_object(value, without=(nn.Module, nn.Parameter))
+                found[f"{path}.{name}" if path else name] = {where: _copied(each) for where, each in state.items()}
+    return found
+
+
+def _copied(value: Any) -> Any:
+    return plain(value).to("cpu", copy=True) if type(value) is torch.Tensor and not value.is_meta else value
 
 
 def numbers_in(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ from unisono.runtime.draws_off import DrawsOff
 from unisono.runtime.errors import is_of_replica
 from unisono.verification.call_recorder import CallRecorder
 from unisono.verification.compare import difference, joined_numbers, plain, tensors_in
-from unisono.verification.state import RandomState, copied, numbers_in
+from unisono.verification.state import RandomState, contents_in, copied, numbers_in
 
 _SEED = 0  # of the projection and the nudges, which are the same in every step
 
@@ -96,6 +96,10 @@ class RecordedStep:
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)  # all of them, after the step
     attributes_before: dict[str, torch.Tensor] = field(default_factory=dict)  # the numbers in attributes
     attributes: dict[str, torch.Tensor] = field(default_factory=dict)  # after the step
+    contents_before: dict[str, dict[str, Any]] = field(default_factory=dict)  # of containers and objects in attributes
+    contents: dict[str, dict[str, Any]] = field(default_factory=dict)  # after the step
+    assigned: Sequence[str] = ()  # the paths of what forward has assigned in replicas
+    hooks: Sequence[str] = ()  # the names of hooks that keep what they see in replicas
     rows: Sequence[int] = ()  # of each replica; one entry on one device, empty if not known
     error: ValueError | None = None  # why the replicas' outputs could not be gathered
     no_gradients: str = ""  # why the backward failed
@@ -144,7 +148,9 @@ def take_step(
     generators = generators_of(module)
     # The replicas' calls overlap: which of them has drawn cannot be seen.
     watch = (lambda: RandomState(generators).moved) if like is None else (lambda: lambda: False)
-    step = RecordedStep(CallRecorder(watch), attributes_before=numbers_in(module))
+    step = RecordedStep(CallRecorder(watch), attributes_before=numbers_in(module), contents_before=contents_in(module))
+    if isinstance(model, DataParallel):
+        model._threads.leftovers.is_quiet = True  # the report says it
     off, before = DrawsOff(), RandomState(generators)
     with step.recorder.attached(module), off:
         try:
@@ -165,7 +171,9 @@ def take_step(
         step.loss = None if loss is None else plain(loss)
         step.output = pytree.map_all_tensors(lambda tensor: tensor.detach().clone(), output)
     step.switched_off, step.drawn_from = [*off.operations], before.moved()
-    step.attributes = numbers_in(module)
+    if isinstance(model, DataParallel):  # after backward, which hooks may see
+        step.assigned, step.hooks = [*model._threads.leftovers.assigned], [*model._threads.leftovers.hooks]
+    step.attributes, step.contents = numbers_in(module), contents_in(module)
     step.parameters = {name: plain(parameter) for name, parameter in module.named_parameters()}
     before_step = {name: plain(parameter) for name, parameter in original.named_parameters()}
     step.written = {n: p for n, p in step.parameters.items() if n not in before_step or _differ(p, before_step[n])}

@@ -23,6 +23,8 @@ from unisono.data_parallel import DataParallel
 from unisono.primitives.blueprint import check_initialized
 from unisono.primitives.checks import check_module
 from unisono.primitives.inputs import Arguments
+from unisono.primitives.leftovers import listed
+from unisono.primitives.object_state import same_state, same_value
 from unisono.primitives.placements import check_have_data
 from unisono.primitives.sample_lists import SampleList
 from unisono.primitives.shared_iterators import shared
@@ -47,6 +49,12 @@ from unisono.verification.step import Example, RecordedStep, take_step
 _TRIED = 16  # inputs at most, to find the one that is split and has no rows
 _NO_ACCELERATOR = "this machine has no accelerator: the replicas were on the CPU"
 _SWITCHED_OFF = "random draws have fixed values while it compares, and dropout drops nothing: {operations}"
+_BY_ALL = "all replicas write into it, in the order of arrival"
+_LOST = "each replica has its own, which ends with its forward"
+_HOOKS = (
+    "hooks keep what they see, {names}, and each replica calls them with its own rows: what they keep by name is one "
+    "replica's, and a list is in the order of arrival"
+)
 _JUMPS = (
     "parameters and inputs that change by {nudge:.0e} of themselves move gradients by {moved:.0e} of the largest, as "
     "activations at the kink of a ReLU do: gradients cannot be compared more exactly than that (in float64 they can)"
@@ -219,7 +227,32 @@ def _rows(mode: str, one: RecordedStep, many: RecordedStep, tolerance: Tolerance
     rows += compare.rows_of(mode, Kind.BUFFER, one.buffers, many.buffers, tolerance, compare.module_scales(one.buffers))
     updated = _updated(one, many)
     of_many = {name: number for name, number in many.attributes.items() if name in updated}
-    return [*rows, *compare.rows_of(mode, Kind.ATTRIBUTE, updated, of_many, tolerance)]
+    rows += compare.rows_of(mode, Kind.ATTRIBUTE, updated, of_many, tolerance)
+    rows += [
+        Row(mode, Kind.ATTRIBUTE, name, difference=math.inf, note=note)
+        for name, note in _changed_contents(one, many, tolerance)
+        if name not in updated
+    ]
+    return rows
+
+
+def _changed_contents(one: RecordedStep, many: RecordedStep, tolerance: Tolerance) -> Iterator[tuple[str, str]]:
+    """Yield the containers and objects in attributes that hold other values than on one device, and why they do."""
+
+    def same(value: Any, other: Any) -> bool:
+        if type(value) is type(other) and isinstance(value, float | complex | torch.Tensor):
+            value, other = torch.as_tensor(value), torch.as_tensor(other)
+            return value.shape == other.shape and value.dtype == other.dtype and tolerance.same(value, other)
+        return same_value(value, other)
+
+    for name, after in many.contents.items():
+        expected, before = one.contents.get(name, {}), many.contents_before.get(name, {})
+        if expected.keys() == after.keys() and all(same(expected[path], after[path]) for path in after):
+            continue
+        if not same_state(before, after):
+            yield name, _BY_ALL
+        elif before and name in many.assigned:  # else forward fills it
+            yield name, _LOST
 
 
 def _wrongly_split(
@@ -300,9 +333,12 @@ def _notes(mode: str, one: RecordedStep, many: RecordedStep) -> Iterator[str]:
         yield f"{mode}: gradients are not compared, because the backward fails on one device: {one.no_gradients}"
     elif not one.gradients:
         yield f"{mode}: there are no gradients to compare: the loss needs none"
-    # A cache, or values that are kept for who reads them: no difference.
-    if filled := sorted(one.attributes.keys() - one.attributes_before.keys() - many.attributes.keys()):
-        yield f"forward fills {', '.join(filled)}: {LOST}. If they are read after forward, return them as outputs"
+    # A cache, or values that are kept for who reads them: no difference, unless it is a number that is updated.
+    updated = {*_updated(one, many), *(name for name in many.assigned if many.contents_before.get(name))}
+    if filled := [name for name in many.assigned if name not in updated]:
+        yield f"forward fills {listed(filled)}: {LOST}. If they are read after forward, return them as outputs"
+    if many.hooks:
+        yield _HOOKS.format(names=listed(many.hooks))
     if len(many.rows) == 1:
         yield "only one replica had rows: give a batch with more rows"
 

@@ -1,0 +1,354 @@
+"""What forward leaves behind: it is lost, or one replica's, and a warning says so; hooks that it registers are its own.
+
+The oracle of the hooks is the plain module; of the warnings, that the plain module would have kept what they name.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune
+
+from helpers.comparisons import assert_alike, assert_same, one_step, twins
+from helpers.contract import Wrap
+from helpers.losses import loss_of
+from helpers.modules import Calls
+from unisono import data_parallel
+
+Forward = Callable[[Any, torch.Tensor], object]
+
+
+def said_by(call: Callable[[], object]) -> list[warnings.WarningMessage]:
+    """Return the warnings that three calls give."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            call()
+    return [*said]
+
+
+def steps_of(model: Any) -> dict[str, Callable[[], object]]:
+    x = torch.randn(7, 4)
+    return {
+        "training": lambda: model(x).sum().backward(),
+        "without gradients": torch.no_grad()(lambda: model(x)),
+        "map": lambda: list(model.map([x, x, x])),
+        "the verbs": lambda: data_parallel(model.module, x, model.device_ids).sum().backward(),
+    }
+
+
+def assigning(assign: Forward, **attributes: Any) -> nn.Module:
+    """Return a module whose forward does something, and returns what a linear layer does."""
+
+    def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
+        assign(module, x)
+        return module.layer(x) * module.weight
+
+    return Calls(forward, layer=nn.Linear(4, 4), weight=nn.Parameter(torch.ones(4)), **attributes)
+
+
+class Square(nn.Linear):
+    total = 1000
+
+    @functools.cached_property
+    def squared(self) -> torch.Tensor:
+        return self.weight.detach() ** 2
+
+
+# What forward assigns, and its path in the warning.
+ASSIGNED: dict[str, tuple[Forward, str]] = {
+    "a counter": (lambda m, x: setattr(m, "steps", m.steps + 1), "steps"),
+    "what was None": (lambda m, x: setattr(m, "attention", x.softmax(-1)), "attention"),
+    "a loss": (lambda m, x: setattr(m, "aux_loss", m.layer(x).square().mean()), "aux_loss"),
+    "to a layer": (lambda m, x: setattr(m.layer, "seen", len(x)), "layer.seen"),
+    "a layer": (lambda m, x: setattr(m, "head", nn.Linear(4, 4)), "head"),
+    "another layer": (lambda m, x: setattr(m, "layer", nn.Linear(4, 4)), "layer"),
+    "a parameter": (lambda m, x: setattr(m.layer, "scale", nn.Parameter(x.mean(0).detach())), "layer.scale"),
+    "to a parameter": (lambda m, x: setattr(m.weight, "grad_sample", x), "weight.grad_sample"),
+    "to an input": (lambda m, x: setattr(x, "scale", 2.0), r"inputs\[0\].scale"),
+    "a cached property": (lambda m, x: m.square.squared, "square.squared"),
+    "a method": (lambda m, x: setattr(m, "way", m.layer.forward), "way"),
+    "a mode": (lambda m, x: m.layer.eval(), "layer.training"),
+    "into a dict with a layer": (lambda m, x: m.table.update(rows=len(x)), "table"),
+    "deleted": (lambda m, x: delattr(m, "steps"), "steps"),
+    "to its class": (lambda m, x: setattr(type(m.square), "total", type(m.square).total + 1), "Square.total"),
+    "a hook that stays": (lambda m, x: m.layer.register_forward_hook(lambda *_: None), r"layer \(a hook\)"),
+}
+
+
+def with_attributes(assign: Forward) -> nn.Module:
+    model = assigning(assign, steps=0, attention=None, square=Square(4, 4))
+    model.table = {"layer": model.layer, "rows": 0}
+    return model
+
+
+@pytest.mark.parametrize("name", ASSIGNED)
+def test_what_forward_assigns_is_said_once(wrap: Wrap, name: str) -> None:
+    """R6: in each way in which replicas run; where the user's line is. It was lost in silence."""
+    assign, path = ASSIGNED[name]
+    for way in ("training", "without gradients", "map", "the verbs"):
+        model = wrap(with_attributes(assign), 3)
+        # Without gradients, and in the plain composition, replicas on one device have the live parameters themselves.
+        may_persist = name == "to a parameter" and way in ("without gradients", "the verbs", "map")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("unisono.runtime.errors._logged", set())
+            said = said_by(steps_of(model)[way])
+        assert len(said) == 1 or may_persist, way
+        for warning in said:
+            assert warning.filename == __file__
+            assert f"forward of Calls assigns {path}:".replace("\\", "") in str(warning.message)
+    assert model.module.steps == 0
+
+
+def test_several_paths_are_in_one_warning(wrap: Wrap) -> None:
+    """R6"""
+    model = nn.Sequential(*(with_attributes(ASSIGNED["a counter"][0]) for _ in range(9)))
+    (said,) = said_by(steps_of(wrap(model))["training"])
+    assert "0.steps, 1.steps, 2.steps, 3.steps, 4.steps, 5.steps and 3 more" in str(said.message)
+
+
+def late(module: Any, x: torch.Tensor) -> None:
+    if module.counts[0] > 4:  # as after a warm-up: a list, which replicas share
+        module.late = x
+    module.counts[0] += 1
+
+
+def test_what_a_later_step_assigns_is_said(wrap: Wrap) -> None:
+    """R6: replicas that have run before are compared where they are given back."""
+    model = wrap(assigning(late, counts=[0]))
+    said = said_by(steps_of(model)["training"])
+    assert [str(each.message).split(":")[0] for each in said] == ["forward of Calls assigns late"]
+
+
+def test_parts(wrap: Wrap) -> None:
+    """R6, N13: what the last part has assigned."""
+    model = wrap(with_attributes(ASSIGNED["a counter"][0]), parts=2)
+    (said,) = said_by(steps_of(model)["training"])
+    assert "assigns steps:" in str(said.message)
+
+
+def test_a_wrapper_inside_says_its_own(wrap: Wrap) -> None:
+    """R6, A10"""
+    inner = wrap(with_attributes(ASSIGNED["a counter"][0]))
+    model = wrap(nn.Sequential(nn.Linear(4, 4), inner))
+    (said,) = said_by(lambda: model(torch.randn(8, 4)).sum().backward())
+    assert "forward of Calls assigns steps:" in str(said.message)
+    assert said.filename == __file__
+
+
+def derived() -> nn.Module:
+    """Return layers whose weights torch computes in front of each forward."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        normed = nn.utils.weight_norm(nn.Linear(4, 4))
+    pruned = prune.l1_unstructured(nn.Linear(4, 4), "weight", amount=0.3)
+    return nn.Sequential(normed, nn.utils.spectral_norm(nn.Linear(4, 4)), pruned)
+
+
+def use_lstm(module: Any, x: torch.Tensor) -> torch.Tensor:
+    output: torch.Tensor = module.lstm(x.unsqueeze(1))[0]
+    return output.squeeze(1)
+
+
+def without_a_trace(module: Any, x: torch.Tensor) -> None:
+    module.steps, module.attention, module.own = 0, None, x
+    del module.own
+    module.empty = []
+    module.layer.register_full_backward_hook(lambda *_: None).remove()
+
+
+# Nothing of what forward does here is lost.
+KEPT: dict[str, Callable[[], nn.Module]] = {
+    "nothing": lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout()),
+    "what it had": lambda: assigning(without_a_trace, steps=0, attention=None, empty=[]),
+    "buffers": lambda: assigning(lambda m, x: setattr(m, "mean", m.mean + 1), mean=nn.Buffer(torch.zeros(4))),
+    "torch's own": derived,
+    "an LSTM": lambda: Calls(use_lstm, lstm=nn.LSTM(4, 4, batch_first=True)),
+    "a cache in a dict": lambda: assigning(lambda m, x: m.cache.setdefault(4, torch.ones(4)), cache={}),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_where_nothing_is_lost_nothing_is_said(wrap: Wrap, name: str) -> None:
+    """R6"""
+    for way, step in steps_of(wrap(KEPT[name]())).items():
+        assert [str(each.message) for each in said_by(step)] == [], way
+
+
+# Hooks that forward registers
+
+
+def doubled(module: Any, x: torch.Tensor) -> torch.Tensor:
+    with module.layer.register_forward_hook(lambda layer, args, output: 2 * output):
+        y = module.layer(x)
+    return y + module.layer(x)
+
+
+def with_keywords(module: Any, x: torch.Tensor) -> torch.Tensor:
+    def hook(layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return (args[0] + 1,), kwargs
+
+    y = module.layer(x)
+    with module.layer.register_forward_pre_hook(hook, with_kwargs=True):
+        return module.layer(y)
+
+
+def in_backward(module: Any, x: torch.Tensor) -> torch.Tensor:
+    with module.layer.register_full_backward_hook(lambda layer, inputs, outputs: tuple(2 * g for g in inputs)):
+        y = module.layer(torch.tanh(module.first(x)))
+    return y + module.layer(x)
+
+
+@pytest.mark.parametrize("forward", [doubled, with_keywords, in_backward])
+def test_hooks_that_forward_registers_are_the_replicas(wrap: Wrap, forward: Any) -> None:
+    """R9: they were in the other replicas, too, while these ran."""
+    for _ in range(5):
+        assert_alike(wrap, Calls(forward, layer=nn.Linear(4, 4), first=nn.Linear(4, 4)), one_step(9, 4), 3)
+
+
+def test_hooks_of_the_caller_stay_where_forward_registers_others(wrap: Wrap) -> None:
+    """R8, R9: and what the caller removes later is gone."""
+    plain, model = twins(wrap, Calls(doubled, layer=nn.Linear(4, 4)), 2)
+    handles = [m.layer.register_forward_hook(lambda layer, args, output: output + 1) for m in (plain, model.module)]
+    x = torch.randn(6, 4)
+    assert_same(model(x), plain(x))
+    for handle in handles:
+        handle.remove()
+    assert_same(model(x), plain(x))
+    assert not model.module.layer._forward_hooks
+
+
+# Hooks that observe
+
+
+class Extractor:
+    def __init__(self) -> None:
+        self.features: dict[str, torch.Tensor] = {}
+        self.calls = 0
+
+    def keep(self, layer: nn.Module, args: Any, output: torch.Tensor) -> None:
+        self.features["first"] = output.detach()
+
+    def count(self, layer: nn.Module, args: Any, output: torch.Tensor) -> None:
+        self.calls += 1
+
+    def __call__(self, layer: nn.Module, args: Any, output: torch.Tensor) -> None:
+        self.latest = output
+
+
+class Latest:
+    __slots__ = ("output",)
+
+    def __call__(self, layer: nn.Module, args: Any, output: torch.Tensor) -> None:
+        self.output = output
+
+
+kept: list[Any] = []
+
+
+def keep_global(layer: nn.Module, args: Any, output: torch.Tensor) -> None:
+    add_to_kept(output)
+
+
+def add_to_kept(value: Any) -> None:
+    kept.append(value)
+
+
+def hooks_that_keep() -> dict[str, Any]:
+    by_name: dict[str, Any] = {}
+    by_id: dict[int, Any] = {}
+    total, sums = torch.zeros(()), np.zeros(4)
+    return {
+        "by name": lambda layer, args, output: by_name.update(f=output),
+        "by id": lambda layer, args, output: by_id.__setitem__(id(layer), output.shape),
+        "in a list": lambda layer, args, output, found=[]: found.append(output),
+        "of the file, by a function": keep_global,
+        "in a partial": functools.partial(lambda found, layer, args, output: found.append(1), []),
+        "a method": Extractor().keep,
+        "a counter": Extractor().count,
+        "an object": Extractor(),
+        "an object with slots": Latest(),
+        "in an array": lambda layer, args, output: sums.__setitem__(0, float(output.detach().sum())),
+        "in a tensor": lambda layer, args, output: [total.add_(output.detach().sum())][1:] or None,
+    }
+
+
+@pytest.mark.parametrize("name", [*hooks_that_keep()])
+def test_a_hook_that_keeps_what_it_sees_is_said_once(wrap: Wrap, name: str) -> None:
+    """R9: it kept one replica's rows, or in the order of arrival, in silence."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    model[0].register_forward_hook(hooks_that_keep()[name])
+    steps = steps_of(wrap(model))
+    (said,) = said_by(steps["training"])
+    kept.clear()
+    assert "a hook keeps what it sees" in str(said.message)
+    assert " of 0, and each replica" in str(said.message)
+    assert said.filename == __file__
+
+
+def test_a_hook_that_keeps_gradients_is_said_once(wrap: Wrap) -> None:
+    """R9: after the first backward."""
+    found: list[Any] = []
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    model[0].register_full_backward_hook(lambda layer, inputs, outputs: found.append(outputs))
+    model = wrap(model)
+    x = torch.randn(6, 4, requires_grad=True)
+    (said,) = said_by(lambda: model(x).sum().backward())
+    assert "a hook keeps what it sees" in str(said.message)
+
+
+def test_a_hook_of_every_module_that_keeps_what_it_sees_is_said_once(wrap: Wrap) -> None:
+    """R9"""
+    found: list[Any] = []
+    model = wrap(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    with nn.modules.module.register_module_forward_hook(lambda layer, args, output: found.append(output)):
+        (said,) = said_by(steps_of(model)["training"])
+    assert "of every module, and each replica" in str(said.message)
+
+
+def test_hooks_that_keep_nothing_are_not_said(wrap: Wrap) -> None:
+    """R9: nor are those of one replica, nor what is kept by device where each replica has its own."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    model[0].register_forward_hook(lambda layer, args, output: 2 * output)
+    model[1].register_forward_pre_hook(lambda layer, args: (args[0] + 1,))
+    assert said_by(steps_of(wrap(model))["training"]) == []
+    model[0].register_forward_hook(Extractor().keep)
+    assert said_by(steps_of(wrap(model, 1))["training"]) == []
+
+
+# Replicas stay the same objects
+
+
+@pytest.mark.parametrize("way", ["kept by the program", "an attribute", "into a dict with a layer", "to a parameter"])
+def test_a_layer_is_found_by_its_id_in_each_step(wrap: Wrap, way: str) -> None:
+    """R6: replicas to which the program refers were made anew in each step, and ids came again for other layers."""
+    found: dict[int, str] = {}
+
+    def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
+        if way == "kept by the program":
+            kept.append(module.first)  # a list of this file: one in a closure of the module would be the module's
+        elif way == "an attribute":
+            module.latest = x
+        elif way == "into a dict with a layer":
+            module.table["rows"] = len(x)
+        else:
+            module.first.weight.rows = object()
+        for name in ("first", "second"):
+            assert found.setdefault(id(getattr(module, name)), name) == name
+        y: torch.Tensor = module.second(module.first(x))
+        return y
+
+    model = Calls(forward, first=nn.Linear(4, 4), second=nn.Linear(4, 4))
+    model.table = {"layer": model.first}
+    model, x = wrap(model), torch.randn(6, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        for _ in range(10):
+            loss_of(model(x)).backward()
+    kept.clear()
+    assert len(found) == 4
