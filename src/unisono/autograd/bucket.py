@@ -32,7 +32,7 @@ import torch
 
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline, torch_private
-from unisono.runtime.buckets import Bucket, BucketPlan, dense_first, is_plain
+from unisono.runtime.buckets import Bucket, BucketPlan, added, is_plain
 from unisono.runtime.interrupts import uninterruptible
 from unisono.runtime.streams import Copies, current_stream
 
@@ -98,7 +98,6 @@ class InsideForward:
         for n, gradient in zip(self._numbers[contribution.bucket], contribution.gradients, strict=True):
             if gradient is not None:
                 total = added(self._grads.get((replica, n)), gradient.detach())
-                assert total is not None
                 self._grads[replica, n] = self._own[replica][n].grad = total
 
     def end(self) -> list[Contribution]:
@@ -386,13 +385,6 @@ def skip_hooks_without_gradient(live: Sequence[torch.Tensor], gradients: Sequenc
         torch_private.skip_hooks_without_gradient([live[n] for n in without])
 
 
-def added(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the sum of two gradients, each of which may be missing."""
-    if one is None or other is None:
-        return other if one is None else one
-    return torch.add(*dense_first(one, other))
-
-
 def joined_gradients(
     live: Sequence[torch.Tensor], plan: BucketPlan, contributions: Sequence[Contribution]
 ) -> Gradients:
@@ -586,8 +578,7 @@ def _sum(total: _Listed, part: _Listed) -> _Listed:
             torch_private.add_all_in_place(mine, others)  # type: ignore[arg-type]
             return total
         return _Listed([*torch_private.add_all(mine, others)], True)  # type: ignore[arg-type]
-    found = [added(one, other) for one, other in zip(mine, others, strict=True)]
-    return _Listed(found, False)
+    return _Listed([*map(added, mine, others)], False)
 
 
 def _can_be_added(mine: Gradients, others: Gradients) -> bool:

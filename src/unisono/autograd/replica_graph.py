@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, compress, repeat
-from typing import Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 
@@ -30,7 +30,6 @@ from unisono.autograd.bucket import (
     Gradients,
     InsideForward,
     Takers,
-    added,
     own_tensors,
     token_of,
 )
@@ -39,7 +38,7 @@ from unisono.primitives.parallel_apply import values_or_raise
 from unisono.primitives.placements import Placement, Replicate
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline, torch_private
-from unisono.runtime.buckets import BucketPlan, dense_first
+from unisono.runtime.buckets import BucketPlan, added
 from unisono.runtime.errors import ReplicaNames
 from unisono.runtime.stand_ins import StandIns, while_running
 from unisono.runtime.streams import current_stream, keep_for_reader, wait_for_maker
@@ -93,62 +92,22 @@ class BoundaryTensor(NamedTuple):
         return part if part is None or part.device == device else _devices.copy_to(part, device)
 
     def join(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        return self.placement.join(_all_on(self.device, parts))
+        on_device = [p if p is None or p.device == self.device else _devices.copy_to(p, self.device) for p in parts]
+        return self.placement.join(on_device)
 
     def join_gradients(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """Return the gradient of an input from those of the replicas' tensors; None if no replica has one."""
-        return _joined_gradients(self.placement, self.device, self.forms, parts)
+        has_any = bool([part for part in parts if part is not None])
+        return self.join(self.with_every_part(parts)) if has_any else None
 
     def with_every_part(self, parts: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
         """Return gradients with zeros for rows on which no output depends."""
-        return _with_every_part(self.placement, self.device, self.forms, parts)
-
-    @property
-    def forms(self) -> "list[_Form | None]":
-        return [None if tensor is None else (tensor.shape, tensor.dtype) for tensor in self.tensors]
-
-
-_Form: TypeAlias = tuple[torch.Size, torch.dtype]
-
-
-def _all_on(device: torch.device, parts: Sequence[torch.Tensor | None]) -> Gradients:
-    return [part if part is None or part.device == device else _devices.copy_to(part, device) for part in parts]
-
-
-def _with_every_part(
-    placement: Placement,
-    device: torch.device,
-    forms: Sequence[_Form | None],
-    parts: Sequence[torch.Tensor | None],
-) -> Sequence[torch.Tensor | None]:
-    if not placement.needs_every_part:
-        return parts
-    return [
-        torch.zeros(form[0], dtype=form[1], device=device) if part is None and form is not None else part
-        for part, form in zip(parts, forms, strict=True)
-    ]
-
-
-def _joined_gradients(
-    placement: Placement,
-    device: torch.device,
-    forms: Sequence[_Form | None],
-    parts: Sequence[torch.Tensor | None],
-) -> torch.Tensor | None:
-    given = [part for part in parts if part is not None]
-    if not given:
-        return None
-    if isinstance(placement, Replicate):
-        return sum_of([_devices.copy_to(part, device) for part in given])
-    return placement.join(_all_on(device, _with_every_part(placement, device, forms, parts)))
-
-
-def sum_of(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of gradients, in the order given."""
-    total, *others = gradients
-    for gradient in others:
-        total = torch.add(*dense_first(total, gradient))
-    return total
+        if not self.placement.needs_every_part:
+            return parts
+        return [
+            torch.zeros(own.shape, dtype=own.dtype, device=self.device) if part is None and own is not None else part
+            for part, own in zip(parts, self.tensors, strict=True)
+        ]
 
 
 class _Alias(torch.autograd.Function):
@@ -178,13 +137,14 @@ class LinkedTensors(NamedTuple):
     @classmethod
     def of_input(cls, tensor: torch.Tensor, placement: Placement, parts: Sequence[torch.Tensor | None]) -> Self:
         """Link parts of one live tensor, one a replica, which need no gradient."""
-        forms = [None if part is None else (part.shape, part.dtype) for part in parts]
-        device = tensor.device
         if not tensor.is_leaf:
             tensor = _Alias.apply(tensor)  # type: ignore[no-untyped-call]
+        # The replicas' tensors themselves would make a reference cycle: they refer to the collector.
+        forms = [None if p is None else torch.empty(p.shape, dtype=p.dtype, device="meta") for p in parts]
+        of_forms = BoundaryTensor(placement, tensor.device, forms)
 
         def join(contributions: Sequence[Contribution]) -> Gradients:
-            return [_joined_gradients(placement, device, forms, _parts_of(contributions, len(forms)))]
+            return [of_forms.join_gradients(_parts_of(contributions, len(forms)))]
 
         collector = Collector([tensor], join)
         token = token_of(collector)
@@ -193,7 +153,7 @@ class LinkedTensors(NamedTuple):
             for i, part in enumerate(parts)
         ]
         nodes = [tensor.grad_fn for tensor in own if tensor is not None]
-        return cls(collector, token, BoundaryTensor(placement, device, own), nodes)
+        return cls(collector, token, BoundaryTensor(placement, tensor.device, own), nodes)
 
 
 def _detached(tensor: torch.Tensor) -> list[torch.Tensor]:

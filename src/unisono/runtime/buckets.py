@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain, compress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 
@@ -204,9 +204,16 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return no_subclass and tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 
-def dense_first(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two gradients in an order in which torch can add them: it adds a sparse one to a dense one only."""
-    return (other, one) if one.is_sparse else (one, other)
+@overload
+def added(one: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor: ...
+@overload
+def added(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None: ...
+def added(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the sum of two gradients, each of which may be missing, and may be sparse."""
+    if one is None or other is None:
+        return other if one is None else one
+    # torch adds a sparse tensor to a dense one, not a dense one to a sparse one.
+    return torch.add(other, one) if one.is_sparse else torch.add(one, other)
 
 
 def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
