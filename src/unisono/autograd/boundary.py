@@ -25,6 +25,7 @@ of the first forward: nothing is computed again, no buffer is written and no ran
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -155,17 +156,17 @@ def _backward(ctx: Any, incoming: _Incoming) -> tuple[torch.Tensor | None, ...]:
         if higher:
             found = _differentiable_backward(graphs, grads, needed)
         else:
-            options = {"keep": keep or others_follow, "in_one_call": incoming.is_in_device_thread()}
-            taker = None if others_follow else reduction  # all at the end: what follows would come late
-            run = partial(graphs.backward, grads, taker, needed, **options)
+            options = {"keep": keep or others_follow, "in_device_thread": incoming.is_in_device_thread()}
+            early = None if others_follow else reduction  # all at the end: what follows would come late
+            run = partial(graphs.backward, grads, early, needed, **options)
             found = run() if graphs.replay is None else graphs.replay.run(graphs, run)
         release = _nothing if keep or higher else partial(graphs.release, give_back=not others_follow)
         first = len(found) - len(graphs.parameters.live)
-        of_parameters, finish = found[first:], None
+        of_parameters, all_reduce = found[first:], None
         if reduction is None:
             release()
         elif others_follow:
-            finish = partial(reduction.sum, when_sent=release)
+            all_reduce = partial(reduction.sum, when_sent=release)
         else:
             of_parameters = reduction.sum(of_parameters, when_sent=release)
     except BaseException as error:
@@ -178,9 +179,9 @@ def _backward(ctx: Any, incoming: _Incoming) -> tuple[torch.Tensor | None, ...]:
         raise
     start = 0
     for collector in ctx.collectors[:-1]:
-        collector.give(found[start : start + len(collector.live)])
+        collector.add_of_boundary(found[start : start + len(collector.live)])
         start += len(collector.live)
-    ctx.collectors[-1].give(of_parameters, finish)
+    ctx.collectors[-1].add_of_boundary(of_parameters, all_reduce)
     return (*nothing[: 2 + len(ctx.collectors)], *found[start:first])
 
 
@@ -191,7 +192,7 @@ def _nothing() -> None:
 def join(graphs: ReplicaGraphs) -> Sequence[torch.Tensor]:
     """Return the joined outputs, linked to the caller's tensors if any of them needs a gradient."""
     if not [each for each in graphs.outputs if each.requires_grad]:
-        return graphs.joined_outputs()
+        return [each.join(each.tensors) for each in graphs.outputs]
     incoming: dict[int, _Incoming] = {}
     tokens = [group.token for group in graphs.groups]
     token = _Replicas.apply(graphs, incoming, *tokens, *[leaf.live for leaf in graphs.leaves])  # type: ignore[no-untyped-call]
@@ -211,7 +212,7 @@ def _differentiable_backward(
     replay = graphs.replay
     higher, gradients = run() if replay is None else replay.run(graphs, run)
     if replay is not None:
-        higher.replay = replay.of_gradients(graphs, lambda: run()[0])
+        higher = replace(higher, replay=replay.of_gradients(graphs, lambda: run()[0]))
     if not higher.outputs:
         return [None] * len(gradients)
     results = iter(join(higher))

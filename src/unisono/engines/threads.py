@@ -24,6 +24,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -32,7 +33,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from unisono.autograd.boundary import join
 from unisono.autograd.bucket import OneOrder, OverRanks
-from unisono.autograd.replica_graph import BoundaryTensor, LeafTensors, LinkedParameters, Passes, ReplicaGraphs
+from unisono.autograd.replica_graph import (
+    BoundaryTensor,
+    LeafTensors,
+    LinkedParameters,
+    LinkedTensors,
+    Passes,
+    ReplicaGraphs,
+    pass_on,
+)
 from unisono.distributed.gradient_sync import SyncContext
 from unisono.engines.call import Call, OneGraphNeededError
 from unisono.engines.compile_lock import CompileLock, check_cuda_graphs, compiler_prepared, kind_of
@@ -185,8 +194,9 @@ class Forward:
                 timeline.mark(timeline.REPLICATE)
             is_summed = call.sync_context is not None and self._tracked and pool.live_parameters
             plan = call.sync_context.plan(pool.live_parameters) if is_summed else None
-            self._replicas = replicas = pool.take(call.devices, self._tracked, copies, plan)
-        self._graphs = ReplicaGraphs(self.timings, call.where(), replicas.linked, self._inputs.linked)
+            self._replicas = pool.take(call.devices, self._tracked, copies, plan)
+        self._linked: list[LinkedTensors | LinkedParameters] = [*self._inputs.linked, self._replicas.linked]
+        self._where = call.where()
         if pool.blueprint.observers:
             if self._tracked and again is None and call.sync_context is None:
                 raise OneGraphNeededError
@@ -197,12 +207,14 @@ class Forward:
         if call.rescue and self._tracked and again is None and not inside_replica():
             run = partial(model.run, module)
             self._replay = Replay(model.row_limits, call, pool.blueprint, self._buffers, run)
-        self._graphs.passes = self._passes(module)
+        self._step = timeline.current_step() if timeline.recording else None
+        self._passes = self._passes_of(module)
 
     def forward(self) -> Any:
         """Return the joined output."""
-        with self._buffers, one_pass(self._graphs.passes.contexts) as contexts:
-            self._graphs.begin_forward()
+        with self._buffers, one_pass(self._passes.contexts) as contexts:
+            for group in self._linked:
+                group.begin_forward()
             refusal = register_optimizer_step_pre_hook(partial(_refuse_step, self._pool.blueprint))
             try:
                 with while_running(_while_one_replica_runs) if len(self.timings) == 1 else nullcontext():
@@ -213,7 +225,7 @@ class Forward:
                 raise
             finally:
                 refusal.remove()
-                reached = self._graphs.end_forward()
+                reached = [*chain.from_iterable([group.collector.end_forward() for group in self._linked])]
             if timeline.recording:
                 timeline.mark(timeline.GATHER)
             matched = Outputs(outputs, self._call.rules, self._call.sizes)
@@ -222,23 +234,23 @@ class Forward:
                 self._replay.forward_has_run()
             changes = self._replicas.each[0].registries.changes()
             of_buffers = _groups_of(changes, len(self._call.devices)) if changes and self._tracked else []
-            self._graphs.outputs = _boundary_outputs(self._call, matched.groups, of_buffers)
+            outputs_of_boundary = _boundary_outputs(self._call, matched.groups, of_buffers)
             if self._tracked:
-                self._link([*matched.groups, *of_buffers], reached)
-                if self._replay is not None:
-                    if self._is_again:
-                        return self._replay.take(self._graphs)
-                    self._graphs.replay = self._replay.repeatable()
-                joined = join(self._graphs)
+                graphs = self._graphs([*matched.groups, *of_buffers], outputs_of_boundary)
+                if self._replay is not None and self._is_again:
+                    return self._replay.take(graphs)
+                if reached:
+                    pass_on(reached, self._call.sync_context)
+                joined = join(graphs)
             else:
-                joined = self._graphs.joined_outputs()
+                joined = [each.join(each.tensors) for each in outputs_of_boundary]
             output = matched.put_together(joined)
         self._replicas.each[0].commit_buffers(self._pool, changes, joined[len(matched.groups) :])
         if not self._tracked:
             self._replicas.give_back()
         return output
 
-    def _passes(self, module: nn.Module) -> Passes:
+    def _passes_of(self, module: nn.Module) -> Passes:
         """Return what is around each pass over the replicas."""
         call, name = self._call, type(module).__name__
         contexts: list[PassContext] = [partial(own_streams, name, call.devices)]
@@ -249,40 +261,44 @@ class Forward:
             contexts += self._model.compile_lock.if_new(kinds, call.timeout_s)
         if self._pool.blueprint.compiled:
             contexts.append(compiler_prepared)
-        if timeline.recording and (step := timeline.current_step()) is not None:
-            self._graphs.step = step
+        if self._step is not None:
             contexts += timeline.contexts(call.replica_numbers, self.timings)
         if call.sync_batch_norm:
             return Passes(contexts, call.timeout_s, have_exchanges=True, in_one_call=not_running_together)
         return Passes(contexts, call.timeout_s)
 
     def _run_replicas(self, contexts: ReplicaContext) -> list[Any]:
-        call, graphs = self._call, self._graphs
+        call = self._call
         of_call = call, self._model.row_limits, self._inputs, self._replicas.roots, self._copies, self.timings
         tasks = [partial(call_replica, *of_call, i) for i, _ in enumerate(call.devices)]
         # No variable may hold the outcomes: an error's traceback refers to this frame.
-        return values_or_raise(run_together(tasks, call.devices, contexts, call.timeout_s, graphs.where), graphs.where)
+        return values_or_raise(run_together(tasks, call.devices, contexts, call.timeout_s, self._where), self._where)
 
-    def _link(self, groups: Sequence[Group], reached: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Give the graphs all that they need for backwards, and pass on gradients of a backward inside forward.
-
-        Args:
-            groups: the replicas' outputs.
-            reached: the live tensors that have got gradients inside forward, each with its gradient.
-        """
-        call, graphs, pool = self._call, self._graphs, self._pool
-        graphs.keep = carries_objects(call)
-        collectors = [group.collector for group in graphs.groups]
-        graphs.captured = self._model.search.captured_tensors(pool, call, groups, graphs.where, collectors, graphs.keep)
-        graphs.leaves = [
-            LeafTensors(leaf, BoundaryTensor(Replicate(), leaf.device, [leaf] * len(call.devices)))
-            for leaf in graphs.captured.tensors
-        ]
-        graphs.on_release, graphs.roots = self._replicas.give_back, self._replicas.roots
-        graphs.sync_context = call.sync_context
-        self._model.sum_over_ranks(graphs.parameters, call.sync_context)
-        if reached and not self._is_again:
-            graphs.pass_on(reached)
+    def _graphs(self, groups: Sequence[Group], outputs: list[BoundaryTensor]) -> ReplicaGraphs:
+        """Return the replica graphs behind the replicas' outputs, with all that their backwards need."""
+        call, parameters = self._call, self._replicas.linked
+        keep, collectors = carries_objects(call), [group.collector for group in self._linked]
+        captured = self._model.search.captured_tensors(self._pool, call, groups, self._where, collectors, keep)
+        self._model.sum_over_ranks(parameters, call.sync_context)
+        return ReplicaGraphs(
+            timings=self.timings,
+            where=self._where,
+            roots=self._replicas.roots,
+            inputs=self._inputs.linked,
+            parameters=parameters,
+            leaves=[
+                LeafTensors(leaf, BoundaryTensor(Replicate(), leaf.device, [leaf] * len(call.devices)))
+                for leaf in captured.tensors
+            ],
+            outputs=outputs,
+            captured=captured,
+            passes=self._passes,
+            keep=keep,
+            on_release=self._replicas.give_back,
+            sync_context=call.sync_context,
+            replay=None if self._replay is None or self._is_again else self._replay.repeatable(),
+            step=self._step,
+        )
 
 
 def _refuse_step(blueprint: Blueprint, optimizer: torch.optim.Optimizer, *_: object) -> None:

@@ -119,33 +119,33 @@ def _run_in_copy(context: contextvars.Context, function: Callable[..., Any], *ar
     return context.copy().run(function, *args, **kwargs)
 
 
-_TAKERS = "unisono's takers"  # a key among what torch takes along into the threads of a backward
+_SEEN = "unisono: seen in backward"  # a key among what torch takes along into the threads of a backward
 
 
 @contextlib.contextmanager
-def seen_by_backward(takers: Any) -> Iterator[None]:
-    """Let nodes that run in backwards called within the block, in whatever thread, find `takers` with `seen_takers`.
+def seen_by_backward(value: Any) -> Iterator[None]:
+    """Let nodes that run in backwards called within the block, in whatever thread, find a value: `seen_in_backward`.
 
     Fallback: only nodes that run in the calling thread do, as all nodes of a CPU do. Where only the removal is missing,
     None stays in the thread's state.
     """
-    before = seen_takers()
-    _stash(takers)
+    before = seen_in_backward()
+    _stash(value)
     try:
         yield
     finally:
         _stash(before)
 
 
-def _stash(takers: Any) -> None:
+def _stash(value: Any) -> None:
     if not hasattr(torch._C, "_stash_obj_in_tls"):
-        _thread.takers = takers
-    elif takers is None and hasattr(torch._C, "_remove_obj_from_tls"):
-        torch._C._remove_obj_from_tls(_TAKERS)
+        _thread.seen_in_backward = value
+    elif value is None and hasattr(torch._C, "_remove_obj_from_tls"):
+        torch._C._remove_obj_from_tls(_SEEN)
     else:
         if _stash_keeps_no_reference():
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(takers))
-        torch._C._stash_obj_in_tls(_TAKERS, takers)
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+        torch._C._stash_obj_in_tls(_SEEN, value)
 
 
 @functools.cache
@@ -153,18 +153,18 @@ def _stash_keeps_no_reference() -> bool:
     """Return whether `_stash_obj_in_tls` gives back a reference that it has not taken, as in torch 2.11."""
     probe = object()
     before = sys.getrefcount(probe)
-    torch._C._stash_obj_in_tls(_TAKERS, probe)
+    torch._C._stash_obj_in_tls(_SEEN, probe)
     keeps_none = sys.getrefcount(probe) == before
     if keeps_none:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
     return keeps_none
 
 
-def seen_takers() -> Any:
+def seen_in_backward() -> Any:
     """Return what `seen_by_backward` has been given; None outside of its block."""
     if not hasattr(torch._C, "_stash_obj_in_tls"):
-        return getattr(_thread, "takers", None)
-    return torch._C._get_obj_in_tls(_TAKERS) if torch._C._is_key_in_tls(_TAKERS) else None
+        return getattr(_thread, "seen_in_backward", None)
+    return torch._C._get_obj_in_tls(_SEEN) if torch._C._is_key_in_tls(_SEEN) else None
 
 
 _thread = threading.local()
@@ -194,7 +194,12 @@ def gradients(
     keep: bool = False,
     create_graph: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return `torch.autograd.grad(ends, inputs, grads, allow_unused=True)`, as `run_backward` runs backward."""
+    """Return `torch.autograd.grad(ends, inputs, grads, allow_unused=True)`, as `run_backward` runs backward.
+
+    Without ends, or without inputs, there is nothing to compute.
+    """
+    if not ends or not inputs:
+        return (None,) * len(inputs)
     engine = _engine()
     if engine is None or not _none_handles_functions((*ends, *inputs)):
         _import_what_backward_imports()
