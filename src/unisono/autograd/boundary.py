@@ -104,12 +104,8 @@ class _Outputs(torch.autograd.Function):
         return None, None, None
 
 
-# `apply` without its search for torch.func's tensors: under a transform the plain composition runs.
-_join_outputs: Any = super(torch.autograd.Function, _Outputs).apply
-
-
 class _Replicas(torch.autograd.Function):
-    """(2) The node of the replicas: `apply(graphs, incoming, *tokens, *leaves)` returns the token of the outputs."""
+    """(2) The node of the replicas: `_link_replicas(graphs, incoming, *tokens, *leaves)` returns the outputs' token."""
 
     @staticmethod
     def forward(ctx: Any, graphs: ReplicaGraphs, incoming: dict[int, _Incoming], *linked: torch.Tensor) -> torch.Tensor:
@@ -128,6 +124,11 @@ class _Replicas(torch.autograd.Function):
             return _backward(ctx, incoming)
         with step.recorded(timeline.BACKWARD, timeline.SCATTER):
             return _backward(ctx, incoming)
+
+
+# `apply` without its search for torch.func's tensors: under a transform the plain composition runs.
+_join_outputs: Any = super(torch.autograd.Function, _Outputs).apply
+_link_replicas: Any = super(torch.autograd.Function, _Replicas).apply
 
 
 def _backward(ctx: Any, incoming: _Incoming) -> tuple[torch.Tensor | None, ...]:
@@ -195,7 +196,7 @@ def join(graphs: ReplicaGraphs) -> Sequence[torch.Tensor]:
         return [each.join(each.tensors) for each in graphs.outputs]
     incoming: dict[int, _Incoming] = {}
     tokens = [group.token for group in graphs.groups]
-    token = _Replicas.apply(graphs, incoming, *tokens, *[leaf.live for leaf in graphs.leaves])  # type: ignore[no-untyped-call]
+    token = _link_replicas(graphs, incoming, *tokens, *[leaf.live for leaf in graphs.leaves])
     joined: tuple[torch.Tensor, ...] = _join_outputs(token, graphs, incoming)
     # Losses that left forward in another way lead to the replicas' graphs directly. A backward of both goes through the
     # boundary first, which then keeps these graphs.

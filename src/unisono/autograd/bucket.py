@@ -139,7 +139,7 @@ class Collector:
 
     def receive(self, bucket: int, replica: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Receive the gradients of a bucket of a replica. Called by torch's engine, in any of its threads."""
-        receivers: Receivers = torch_private.seen_in_backward() or {}
+        receivers: Receivers = torch_private.seen_in_backward()
         has_gradients = bool([gradient for gradient in gradients if gradient is not None])
         if self in receivers:
             if has_gradients:
@@ -450,31 +450,37 @@ class BucketSums:
 
     def add(self, b: int, replica: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Add a replica's gradients of bucket `b`; then what waits for them. Frees them as soon as they are added."""
+        if torch.is_grad_enabled():  # a backward inside this one has create_graph=True
+            with torch.no_grad():
+                self.add(b, replica, gradients)
+            return
         with timeline.during(timeline.REDUCE) if timeline.recording else _NOTHING:
             turns = self._buckets[b]
-            with torch.set_grad_enabled(False), turns.lock:
+            with turns.lock:
                 turns.waiting[replica].append(self._part(b, replica, gradients))
                 del gradients
                 while turns.waiting[turns.turn]:
                     self._add_next(b)
 
     def end(self) -> Gradients:
-        """Add what still waits; return the sum of each parameter's gradients, for the calling thread's streams."""
+        """Add what still waits; return the sum of each parameter's gradients, for the calling thread's streams.
+
+        To be called with gradients off.
+        """
         self._ending = True
         found: Gradients = [None] * self._plan.num_parameters
-        with torch.set_grad_enabled(False):
-            for b, turns in enumerate(self._buckets):
-                while any(turns.waiting):
-                    self._add_next(b)
-            if self._copies is not None:
-                for reader, _ in enumerate(self._plan.sources):
-                    self._copies.wait_copies(reader)
-            for b, turns in enumerate(self._buckets):
-                if turns.total is not None:
-                    for n, gradient in zip(self._plan.numbers[b], self._gradients(b, turns.total), strict=True):
-                        found[n] = gradient
-            for _, n, gradient in sorted(self._beside, key=lambda each: each[:2]):
-                found[n] = added(found[n], _devices.copied_to(gradient, self._plan.source_of[n]))
+        for b, turns in enumerate(self._buckets):
+            while any(turns.waiting):
+                self._add_next(b)
+        if self._copies is not None:
+            for reader, _ in enumerate(self._plan.sources):
+                self._copies.wait_copies(reader)
+        for b, turns in enumerate(self._buckets):
+            if turns.total is not None:
+                for n, gradient in zip(self._plan.numbers[b], self._gradients(b, turns.total), strict=True):
+                    found[n] = gradient
+        for _, n, gradient in sorted(self._beside, key=lambda each: each[:2]):
+            found[n] = added(found[n], _devices.copied_to(gradient, self._plan.source_of[n]))
         return found
 
     def _add_next(self, b: int) -> None:

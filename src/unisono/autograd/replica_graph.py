@@ -455,7 +455,7 @@ class ReplicaGraphs:
             for k, each in inputs.items():
                 if (tensor := each.tensors[i]) is not None:
                     places.setdefault(id(tensor), (tensor, k, i))
-        with torch_private.seen_by_backward({**(torch_private.seen_in_backward() or {}), **receivers}):
+        with torch_private.seen_by_backward(receivers):
             tensors = [tensor for tensor, _, _ in places.values()]
             results = compute([end for end, _ in ends], tensors, [grad for _, grad in ends])
         for (_, k, i), gradient in zip(places.values(), results, strict=True):

@@ -49,7 +49,8 @@ class Copies:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = devices
-        self._computing = {stream.device: stream for stream in _devices.current_streams(devices)}
+        on_cpu = _devices.are_cpu(devices)
+        self._computing = {} if on_cpu else {stream.device: stream for stream in _devices.current_streams(devices)}
         self._lock = threading.RLock()  # around a copy on a copy stream and the event after it
         self._last: dict[tuple[int, bool], torch.Event] = {}  # after a reader's last copy, from the host or not
         self._sources: dict[torch.device, torch.Stream] = {}  # copy streams that have read from these devices
@@ -162,6 +163,8 @@ class Copies:
 
     def wait_copies(self, reader: int) -> None:
         """Let the calling thread's stream on the reader's device wait for the reader's copies."""
+        if not self._computing:
+            return
         with self._lock:
             events = [event for (other, _), event in self._last.items() if other == reader]
         for event in events:
@@ -171,6 +174,8 @@ class Copies:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if not self._computing and not self._sources:
+            return
         with self._lock:
             sources = list(self._sources.items())
         for source, stream in sources:

@@ -31,6 +31,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
+from operator import not_
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -214,7 +216,9 @@ def _run_in_threads(
         with around(index), _AsReplica(devices[index], index, threads_each, streams):
             return tasks[index]()
 
-    in_workers = [i for i in range(num_tasks) if i != here]
+    in_workers = [*range(num_tasks)]
+    if here is not None:
+        in_workers.remove(here)
     # A node of the caller's graph is to come before those of the replicas' in a backward that reaches both.
     most_nodes = torch_private.sequence_number() if torch.is_grad_enabled() else None
     workers = _pool.borrow(len(in_workers), most_nodes)  # fails where the system gives no more threads
@@ -244,10 +248,11 @@ def _run_in_threads(
             ended[index] = ended_now
             del ended_now
             _raise_if_urgent(ended[index])
-        return [ended[i] for i in range(num_tasks)]
+        return [*map(ended.__getitem__, range(num_tasks))]
     finally:
-        _pool.give_back([worker for i, worker in zip(in_workers, workers, strict=True) if i in ended])
-        _pool.abandon([worker for i, worker in zip(in_workers, workers, strict=True) if i not in ended])
+        have_ended = [*map(ended.__contains__, in_workers)]
+        _pool.give_back([*compress(workers, have_ended)])
+        _pool.abandon([*compress(workers, map(not_, have_ended))])
         _thread_counts.end(threads_before, threads_each)
         ended.clear()  # a traceback refers to this frame: nothing in it may refer to an exception
 
@@ -444,7 +449,9 @@ class _ThreadCounts:
                 self._default, self._flags = before, torch_private.dispatch_mode_flags()
             elif before in self._running and not hasattr(_thread, "num_threads"):
                 before = self._default
-            on_host = len([device for device in devices if _devices.computes_on_host(device)])
+            on_host = len(devices)
+            if not _devices.are_cpu(devices):
+                on_host = len([device for device in devices if _devices.computes_on_host(device)])
             each = max(1, before // on_host) if on_host else before
             self._running.append(each)
         return before, each

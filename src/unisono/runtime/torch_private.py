@@ -122,30 +122,37 @@ def _run_in_copy(context: contextvars.Context, function: Callable[..., Any], *ar
 _SEEN = "unisono: seen in backward"  # a key among what torch takes along into the threads of a backward
 
 
-@contextlib.contextmanager
-def seen_by_backward(value: Any) -> Iterator[None]:
-    """Let nodes that run in backwards called within the block, in whatever thread, find a value: `seen_in_backward`.
+class seen_by_backward:  # noqa: N801 - a context manager, as a class because a step enters it each time
+    """Lets nodes that run in backwards called within the block, in whatever thread, find items: `seen_in_backward`.
 
-    Fallback: only nodes that run in the calling thread do, as all nodes of a CPU do. Where only the removal is missing,
-    None stays in the thread's state.
+    They find those of a block around it, too. Fallback: only nodes that run in the calling thread do, as all nodes of a
+    CPU do. Where only the removal is missing, an empty dict stays in the thread's state.
     """
-    before = seen_in_backward()
-    _stash(value)
+
+    def __init__(self, items: Mapping[Any, Any]) -> None:
+        self._items = items
+
+    def __enter__(self) -> None:
+        self._before = seen_in_backward()
+        _stash({**self._before, **self._items})
+
+    def __exit__(self, *_: object) -> None:
+        _stash(self._before)
+
+
+def _stash(items: dict[Any, Any]) -> None:
+    c: Any = torch._C
     try:
-        yield
-    finally:
-        _stash(before)
-
-
-def _stash(value: Any) -> None:
-    if not hasattr(torch._C, "_stash_obj_in_tls"):
-        _thread.seen_in_backward = value
-    elif value is None and hasattr(torch._C, "_remove_obj_from_tls"):
-        torch._C._remove_obj_from_tls(_SEEN)
-    else:
-        if _stash_keeps_no_reference():
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
-        torch._C._stash_obj_in_tls(_SEEN, value)
+        if not items and hasattr(c, "_remove_obj_from_tls"):
+            c._remove_obj_from_tls(_SEEN)
+            return
+        stash = c._stash_obj_in_tls
+    except AttributeError:
+        _thread.seen_in_backward = items
+        return
+    if _stash_keeps_no_reference():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(items))
+    stash(_SEEN, items)
 
 
 @functools.cache
@@ -160,11 +167,14 @@ def _stash_keeps_no_reference() -> bool:
     return keeps_none
 
 
-def seen_in_backward() -> Any:
-    """Return what `seen_by_backward` has been given; None outside of its block."""
-    if not hasattr(torch._C, "_stash_obj_in_tls"):
-        return getattr(_thread, "seen_in_backward", None)
-    return torch._C._get_obj_in_tls(_SEEN) if torch._C._is_key_in_tls(_SEEN) else None
+def seen_in_backward() -> dict[Any, Any]:
+    """Return what `seen_by_backward` has been given; nothing outside of its block."""
+    c: Any = torch._C
+    try:
+        items: dict[Any, Any] = c._get_obj_in_tls(_SEEN) if c._is_key_in_tls(_SEEN) else {}
+    except AttributeError:
+        return getattr(_thread, "seen_in_backward", {})
+    return items
 
 
 _thread = threading.local()
@@ -235,7 +245,7 @@ _counted = torch.zeros((), device="cpu", requires_grad=True)
 
 def sequence_number() -> int:
     """Return the sequence number of a new node: torch counts the nodes that each thread makes. Fallback: 0."""
-    with torch.enable_grad():
+    with contextlib.nullcontext() if torch.is_grad_enabled() else torch.enable_grad():
         node: Any = _counted.neg().grad_fn
     number = getattr(node, "_sequence_nr", None)
     return 0 if number is None else int(number())
@@ -523,21 +533,22 @@ def has_dispatch_modes() -> bool:
         return False
 
 
-def dispatch_mode_flags() -> dict[str, Any]:
+def dispatch_mode_flags() -> list[Any]:
     """Return the flags by which torch tells, for the whole process, that a `TorchDispatchMode` is active.
 
     A mode sets them, and at its end sets them to what it found. Where modes of several threads overlap, the flags stay
-    set, and older releases of torch compile nothing any more. Fallback: those that are left.
+    set, and older releases of torch compile nothing any more. Fallback: those that there are.
     """
-    flags = vars(_python_dispatch)
-    return {flag: flags[flag] for flag in _DISPATCH_MODE_FLAGS if flag in flags}
+    return [*map(_namespace_of_flags.get, _DISPATCH_MODE_FLAGS)]
 
 
-def set_dispatch_mode_flags(flags: Mapping[str, Any]) -> None:
+def set_dispatch_mode_flags(flags: Sequence[Any]) -> None:
     """Set what `dispatch_mode_flags` returned."""
-    vars(_python_dispatch).update(flags)
+    found = zip(_DISPATCH_MODE_FLAGS, flags, strict=True)
+    _namespace_of_flags.update([(name, flag) for name, flag in found if flag is not None])
 
 
+_namespace_of_flags = vars(_python_dispatch)
 _DISPATCH_MODE_FLAGS = (
     "_is_in_torch_dispatch_mode",
     "_is_in_non_infra_torch_dispatch_mode",
