@@ -200,7 +200,7 @@ def join(graphs: ReplicaGraphs) -> Sequence[torch.Tensor]:
     joined: tuple[torch.Tensor, ...] = _join_outputs(token, graphs, incoming)
     # Losses that left forward in another way lead to the replicas' graphs directly. A backward of both goes through the
     # boundary first, which then keeps these graphs.
-    for node in (token.grad_fn, next(tensor.grad_fn for tensor in joined if tensor.grad_fn is not None)):
+    for node in {token.grad_fn, *[tensor.grad_fn for tensor in joined]} - {None}:
         torch_private.run_first(node, FIRST)
     return joined
 

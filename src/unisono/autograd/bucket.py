@@ -161,8 +161,7 @@ class Collector:
 
     def drop(self) -> None:
         """Forget what backwards that have failed have left."""
-        self._of_boundaries.clear()
-        self._contributions.clear()
+        self._of_boundaries, self._contributions = {}, {}
 
     def joined(self, contributions: Iterable[Contribution]) -> Gradients:
         """Return the gradient of each live tensor, for the calling thread's streams."""

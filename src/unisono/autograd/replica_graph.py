@@ -358,24 +358,24 @@ class ReplicaGraphs:
             keep: whether the graphs are needed after it.
             in_device_thread: whether the calling thread is the one that torch has for an accelerator.
         """
-        in_one_call = self._needs_one_call(output_grads, in_device_thread=in_device_thread)
+        batched = any_batched(output_grads)
+        in_one_call = batched or self._needs_one_call(in_device_thread=in_device_thread)
         here = self._on_device_of(output_grads) if in_device_thread else None
         run = self._run_in_one_call if in_one_call else partial(self._run_together, here=here)
         # Graphs that share a tensor may share nodes, which the first replica's backward must not free.
         keep = keep or (bool(self.leaves) and not in_one_call)
         grads = self._parts_of(output_grads)
-        if needed is None and not any_batched(output_grads):
+        if needed is None and not batched:
             return self._gradients_by_bucket(grads, reduction, run, keep=keep)
         parts = self._gradients(grads, needed, run, keep=keep)
         return [each.join_gradients(of) for each, of in zip(self.all_inputs, parts, strict=True)]
 
-    def _needs_one_call(self, output_grads: Sequence[torch.Tensor | None], *, in_device_thread: bool) -> bool:
-        """Return whether one call has to run the backward of all replica graphs."""
+    def _needs_one_call(self, *, in_device_thread: bool) -> bool:
+        """Return whether one call has to run the backward of all replica graphs. (It has to for batched gradients.)"""
         captured = self.captured
         return (
             (in_device_thread and not self.passes.have_exchanges)
-            or any_batched(output_grads)  # neither these nor modes can follow into other threads
-            or modes_that_stay()
+            or modes_that_stay()  # which cannot follow into other threads; nor can batched gradients
             or captured.are_linked
             or (captured.leads_to_earlier and bool(captured.tensors))
         )
@@ -413,8 +413,8 @@ class ReplicaGraphs:
             if timeline.recording:
                 timeline.mark(timeline.REDUCE)
             of_parameters = sums.end()
-        # A branch's gradients may be from its own stream.
-        keep_for_reader([gradient for gradient in chain.from_iterable(of_leaves) if gradient is not None])
+        if self.leaves:  # a branch's gradients may be from its own stream
+            keep_for_reader([gradient for gradient in chain.from_iterable(of_leaves) if gradient is not None])
         return [
             *chain.from_iterable(
                 [group.collector.joined(each) for group, each in zip(self.inputs, of_inputs, strict=True)]
@@ -483,7 +483,7 @@ class ReplicaGraphs:
                     )
             for i, part in enumerate(parts):
                 end_grads[i].append(part)
-        in_one_call = self._needs_one_call(output_grads, in_device_thread=False)
+        in_one_call = any_batched(output_grads) or self._needs_one_call(in_device_thread=False)
         run = self._run_in_one_call if in_one_call else self._run_together
         of_inputs = self._gradients(end_grads, needed, run, create_graph=True)
         gradients = [
@@ -498,15 +498,15 @@ class ReplicaGraphs:
 
     def _parts_of(self, output_grads: Sequence[torch.Tensor | None]) -> list[Gradients]:
         """Return each replica's part of the output gradients; None for an output that needs none."""
-        pairs = [*zip(self.outputs, output_grads, strict=True)]
-        return [
-            [
-                each.part(grad, i, end.device) if grad is not None and end is not None and end.requires_grad else None
-                for each, grad in pairs
-                for end in (each.tensors[i],)
-            ]
-            for i, _ in enumerate(self.timings)
-        ]
+        found: list[Gradients] = []
+        for i, _ in enumerate(self.timings):
+            parts: Gradients = []
+            for each, grad in zip(self.outputs, output_grads, strict=True):
+                end = each.tensors[i]
+                is_needed = grad is not None and end is not None and end.requires_grad
+                parts += [each.part(grad, i, end.device) if is_needed else None]  # type: ignore[arg-type,union-attr]
+            found += [parts]
+        return found
 
     def _gradients(
         self, grads: Sequence[Gradients], needed: Sequence[bool] | None, run: "_Run", **options: Any
@@ -561,8 +561,8 @@ class ReplicaGraphs:
             # No variable may hold the outcomes: an error's traceback refers to this frame.
             # In the calling thread, a call that waits for an accelerator would run nodes of the caller's, too.
             here = 0 if _devices.all_on_host(devices) else here
-            outcomes_of = partial(run_together, timeout_s=self.passes.timeout_s, names=self.where, here=here)
-            values_or_raise(outcomes_of(tasks, devices, contexts), where)
+            options: Any = {"names": self.where, "here": here, "may_have_modes": False}
+            values_or_raise(run_together(tasks, devices, contexts, self.passes.timeout_s, **options), where)
 
 
 _BackwardOf: TypeAlias = Callable[[Sequence[int]], None]  # called with numbers of replicas

@@ -49,8 +49,7 @@ class Copies:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = devices
-        on_cpu = _devices.are_cpu(devices)
-        self._computing = {} if on_cpu else {stream.device: stream for stream in _devices.current_streams(devices)}
+        self._computing = {stream.device: stream for stream in _devices.current_streams(devices)}
         self._lock = threading.RLock()  # around a copy on a copy stream and the event after it
         self._last: dict[tuple[int, bool], torch.Event] = {}  # after a reader's last copy, from the host or not
         self._sources: dict[torch.device, torch.Stream] = {}  # copy streams that have read from these devices

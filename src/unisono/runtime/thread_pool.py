@@ -81,7 +81,7 @@ class one_pass:  # noqa: N801 - a context manager, as a class because a step ent
         self._entered: AbstractContextManager[Any] = _NOTHING
         if not self._contexts:
             return _no_context
-        if len(self._contexts) == 1:
+        if not self._contexts[1:]:
             self._entered = self._contexts[0]()
             only: ReplicaContext = self._entered.__enter__()
             return only
@@ -141,6 +141,7 @@ def run_together(
     names: ReplicaNames | None = None,
     *,
     here: int | None = 0,
+    may_have_modes: bool = True,
 ) -> list[Outcome[T]]:
     """Run all tasks at once, task i for a replica on `devices[i]`; return how each ended, in order.
 
@@ -155,6 +156,7 @@ def run_together(
             ever.
         names: of the replicas, for messages.
         here: the task that runs in the calling thread; None: all run in workers.
+        may_have_modes: whether a mode may be active that cannot follow into other threads: then none are used.
 
     Raises:
         ReplicaTimeout: that time is over. Workers that are still busy are abandoned.
@@ -162,12 +164,12 @@ def run_together(
     """
     if torch_private.caches_parametrizations() and not inside_replica():
         with torch_private.parametrizations_not_cached():
-            return run_together(tasks, devices, around, timeout_s, names, here=here)
+            return run_together(tasks, devices, around, timeout_s, names, here=here, may_have_modes=may_have_modes)
     if (len(tasks) == 1 and here is not None) or inside_replica():
         return [_run_here(tasks[i], devices[i], i, around(i)) for i in range(len(tasks))]
     entry = while_replicas_run.enter()
     try:
-        if modes_that_stay():
+        if may_have_modes and modes_that_stay():
             return [_run_here(tasks[i], devices[i], i, around(i)) for i in range(len(tasks))]
         return _run_in_threads(tasks, devices, around, timeout_s, names, here)
     finally:
@@ -221,7 +223,8 @@ def _run_in_threads(
         in_workers.remove(here)
     # A node of the caller's graph is to come before those of the replicas' in a backward that reaches both.
     most_nodes = torch_private.sequence_number() if torch.is_grad_enabled() else None
-    workers = _pool.borrow(len(in_workers), most_nodes)  # fails where the system gives no more threads
+    num_running = num_tasks - (here is not None)
+    workers = _pool.borrow(num_running, most_nodes)  # fails where the system gives no more threads
     threads_before, threads_each = _thread_counts.begin(devices)
     ended: dict[int, Outcome[T]] = {}
     try:
@@ -233,7 +236,7 @@ def _run_in_threads(
             if together.on_end is not None:
                 together.on_end(here, ended[here])
             _raise_if_urgent(ended[here])
-        num_running, progress_at = len(workers), time.monotonic()
+        progress_at = time.monotonic()
         while num_running:
             try:
                 index, ended_now = done.get(timeout=WAKE_S)
@@ -252,7 +255,8 @@ def _run_in_threads(
     finally:
         have_ended = [*map(ended.__contains__, in_workers)]
         _pool.give_back([*compress(workers, have_ended)])
-        _pool.abandon([*compress(workers, map(not_, have_ended))])
+        if False in have_ended:
+            _pool.abandon([*compress(workers, map(not_, have_ended))])
         _thread_counts.end(threads_before, threads_each)
         ended.clear()  # a traceback refers to this frame: nothing in it may refer to an exception
 
@@ -449,9 +453,7 @@ class _ThreadCounts:
                 self._default, self._flags = before, torch_private.dispatch_mode_flags()
             elif before in self._running and not hasattr(_thread, "num_threads"):
                 before = self._default
-            on_host = len(devices)
-            if not _devices.are_cpu(devices):
-                on_host = len([device for device in devices if _devices.computes_on_host(device)])
+            on_host = [*map(_devices.computes_on_host, devices)].count(True)
             each = max(1, before // on_host) if on_host else before
             self._running.append(each)
         return before, each
@@ -495,7 +497,7 @@ class _AsReplica:
         if self._streams is not None:
             self._using = _devices.using(self._device, self._streams)
             self._using.__enter__()
-        self._before = replica_device(), replica_path()
+        self._before = _thread.replica_device, _thread.replica_path
         _thread.replica_device, _thread.replica_path = self._device, (*self._before[1], self._index)
 
     def __exit__(self, *error: Any) -> None:
@@ -554,12 +556,19 @@ class _Pool:
             most_nodes: how many nodes of graphs their threads may have made before; None: any number.
         """
         with self._lock:
-            borrowed = [w for w in self._idle if most_nodes is None or w.num_nodes <= most_nodes][:count]
-            self._idle = [worker for worker in self._idle if worker not in borrowed]
-            while len(borrowed) < count:
+            borrowed: list[_Worker] = []
+            idle: list[_Worker] = []
+            for worker in self._idle:
+                if count > 0 and (most_nodes is None or worker.num_nodes <= most_nodes):
+                    borrowed += [worker]
+                    count -= 1
+                else:
+                    idle += [worker]
+            self._idle = idle
+            for _ in range(count):
                 borrowed.append(_Worker())
-                if self._idle:  # one that the caller cannot use
-                    self._idle.pop().inbox.put(None)
+                if idle:  # one that the caller cannot use
+                    idle.pop().inbox.put(None)
             self._busy = [worker for worker in self._busy if worker.thread.is_alive()] + borrowed
         return borrowed
 

@@ -188,7 +188,7 @@ def run_backward(ends: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], *,
     Fallback, also for tensors that handle functions of torch themselves: torch's function.
     """
     engine = _engine()
-    if engine is None or not (_PLAIN.issuperset(map(type, ends)) or _none_handles_functions(ends)):
+    if engine is None or not _none_handles_functions(ends):
         _import_what_backward_imports()
         torch.autograd.backward(ends, grads, retain_graph=keep)
     else:
@@ -256,8 +256,10 @@ def number_of_backward() -> int:
 
     Fallback: -1, as outside of a backward.
     """
-    number = getattr(torch._C, "_current_graph_task_id", None)
-    return -1 if number is None else int(number())
+    try:
+        return int(torch._C._current_graph_task_id())
+    except AttributeError:
+        return -1
 
 
 def call_at_end_of_backward(function: Callable[[], object]) -> bool:
@@ -277,8 +279,11 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 def _none_handles_functions(tensors: Iterable[torch.Tensor]) -> bool:
     """Return whether no tensor handles functions of torch itself. A function mode does not count: it is ours."""
+    others = {*map(type, tensors)} - _PLAIN
+    if not others:
+        return True
     disabled = getattr(torch._C, "_disabled_torch_function_impl", None)
-    return all(getattr(cls, "__torch_function__", None) is disabled for cls in {*map(type, tensors)} - _PLAIN)
+    return all(getattr(cls, "__torch_function__", None) is disabled for cls in others)
 
 
 @functools.cache
