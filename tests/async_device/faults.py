@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from unisono.autograd import boundary
-from unisono.autograd.bucket import BucketSums, Contribution
+from unisono.autograd import boundary, bucket
+from unisono.autograd.bucket import BucketSums
 from unisono.distributed import gradient_sync
 from unisono.distributed.process_group import Communicator
 from unisono.engines.lanes import Lane
@@ -38,6 +38,7 @@ class Fault(NamedTuple):
 
 _COMPUTE, _COPIES = "tensor.record_stream(self._computing[target])", "tensor.record_stream(copy_stream(target))"
 _WAIT = "torch.accelerator.current_stream(self._devices[reader]).wait_event(event)"
+_MAKERS = "wait_for_maker(stream, *[t for t in tensors if t is not None and t.device == stream.device])"
 
 FAULTS = {
     # A wait for a stream or an event is missing.
@@ -52,11 +53,9 @@ FAULTS = {
         Copies, "wait_compute", "copy_stream(target).wait_stream(torch.accelerator.current_stream(target))"
     ),
     "the parameters do not wait for the last sums": Fault(BucketSums, "end", "self._copies.wait_copies(reader)"),
-    "the boundary does not wait for the gradients of its outputs": Fault(
-        boundary, "wait_for_maker", "here.wait_stream(stream)"
-    ),
+    "the boundary does not wait for the gradients of its outputs": Fault(boundary, "wait_for_makers", _MAKERS),
     "the gradients of inputs, or of a loss that left forward, are joined before they are computed": Fault(
-        Contribution, "here", "here.wait_stream(stream)"
+        bucket, "wait_for_makers", _MAKERS
     ),
     "a mapped output is used before its copy has ended": Fault(
         Lane, "_compute", "lambda: outgoing.wait_copies(0)", "lambda: None"
@@ -71,7 +70,7 @@ FAULTS = {
     "no record_stream of a gradient here on the copy stream": Fault(Copies, "record_stream", _COPIES),
     "no record_stream of a sum on the compute stream": Fault(Copies, "record_stream", _COMPUTE),
     "no record_stream of the gradients of inputs, or of a loss that left forward": Fault(
-        Contribution, "here", "gradient.record_stream(here)"
+        bucket, "wait_for_makers", _MAKERS, "wait_for_maker(stream)"
     ),
     # The host reads too early.
     "a copy to the host is not waited for": Fault(devices, "copied_to", "non_blocking=not wait", "non_blocking=True"),

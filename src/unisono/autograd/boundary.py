@@ -36,7 +36,7 @@ from unisono.autograd.replica_graph import ReplicaGraphs
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline, torch_private
 from unisono.runtime.interrupts import critical
-from unisono.runtime.streams import current_stream, wait_for_maker
+from unisono.runtime.streams import current_streams_of, wait_for_makers
 from unisono.runtime.tracebacks import without_own_frames
 
 _KEEP_GRAPH = (
@@ -62,8 +62,7 @@ class _Incoming(NamedTuple):
 
     def here(self) -> Sequence[torch.Tensor | None]:
         """Return the gradients, for what the calling thread's streams do next."""
-        for stream in self.streams:
-            wait_for_maker(stream, *[g for g in self.grads if g is not None and g.device == stream.device])
+        wait_for_makers(self.streams, self.grads)
         return self.grads
 
     def is_in_device_thread(self) -> bool:
@@ -97,10 +96,9 @@ class _Outputs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:
-        devices = {grad.device for grad in grads if grad is not None}
-        streams = [stream for stream in map(current_stream, devices) if stream is not None]
-        device_thread = None if _devices.all_on_host([*devices]) else threading.get_ident()
-        ctx.incoming[torch_private.number_of_backward()] = _Incoming(grads, streams, device_thread)
+        on_host = _devices.all_on_host([grad.device for grad in grads if grad is not None])
+        device_thread = None if on_host else threading.get_ident()
+        ctx.incoming[torch_private.number_of_backward()] = _Incoming(grads, current_streams_of(grads), device_thread)
         return None, None, None
 
 

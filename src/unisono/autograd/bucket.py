@@ -34,7 +34,7 @@ from unisono.runtime import devices as _devices
 from unisono.runtime import timeline, torch_private
 from unisono.runtime.buckets import Bucket, BucketPlan, added, is_plain
 from unisono.runtime.interrupts import uninterruptible
-from unisono.runtime.streams import Copies, current_stream
+from unisono.runtime.streams import Copies, current_streams_of, wait_for_makers
 
 Gradients: TypeAlias = list[torch.Tensor | None]
 AllReduce: TypeAlias = Callable[[Gradients], Gradients]
@@ -63,19 +63,11 @@ class Contribution(NamedTuple):
     @classmethod
     def of(cls, bucket: int, replica: int, gradients: Sequence[torch.Tensor | None]) -> "Contribution":
         """Return gradients that the calling thread computes."""
-        devices = {gradient.device for gradient in gradients if gradient is not None}
-        streams = [stream for stream in map(current_stream, devices) if stream is not None]
-        return cls(replica, bucket, gradients, streams)
+        return cls(replica, bucket, gradients, current_streams_of(gradients))
 
     def here(self) -> "Contribution":
         """Let the calling thread's streams wait for the gradients."""
-        for stream in self.streams:
-            here = current_stream(stream.device)
-            if here is not None and here != stream:
-                here.wait_stream(stream)
-                for gradient in self.gradients:
-                    if gradient is not None and is_plain(gradient) and gradient.device == stream.device:
-                        gradient.record_stream(here)
+        wait_for_makers(self.streams, self.gradients)
         return self
 
 

@@ -212,6 +212,18 @@ def wait_for_maker(stream: torch.Stream, *tensors: torch.Tensor) -> None:
         tensor.record_stream(here)
 
 
+def wait_for_makers(streams: Iterable[torch.Stream], tensors: Sequence[torch.Tensor | None]) -> None:
+    """Let the calling thread's streams wait for those on which another thread has made `tensors`; as above."""
+    for stream in streams:
+        wait_for_maker(stream, *[t for t in tensors if t is not None and t.device == stream.device])
+
+
+def current_streams_of(tensors: Sequence[torch.Tensor | None]) -> list[torch.Stream]:
+    """Return the calling thread's streams on the devices of tensors."""
+    devices = {tensor.device for tensor in tensors if tensor is not None}
+    return [stream for stream in map(current_stream, devices) if stream is not None]
+
+
 def keep_for_reader(tensors: Iterable[torch.Tensor]) -> None:
     """Keep the memory of tensors, whichever streams they were made on, until the calling thread's are done with it."""
     streams: dict[torch.device, torch.Stream | None] = {}
