@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from unisono.autograd import boundary, bucket, replica_graph
+from unisono.autograd import boundary, bucket
 from unisono.autograd.bucket import BucketSums
 from unisono.distributed import gradient_sync
 from unisono.distributed.process_group import Communicator
@@ -38,6 +38,7 @@ class Fault(NamedTuple):
 
 _COMPUTE, _COPIES = "tensor.record_stream(self._computing[target])", "tensor.record_stream(copy_stream(target))"
 _WAIT = "event.let_wait(torch.accelerator.current_stream(self._devices[reader]))"
+_MAKERS = "wait_for_maker(stream, *[t for t in tensors if t is not None and t.device == stream.device])"
 
 FAULTS = {
     # A wait for a stream or an event is missing.
@@ -52,14 +53,9 @@ FAULTS = {
         Copies, "wait_compute", "_devices.wait_stream(copy_stream(target), torch.accelerator.current_stream(target))"
     ),
     "the parameters do not wait for the last sums": Fault(BucketSums, "end", "self._copies.wait_copies(reader)"),
-    "the boundary does not wait for the gradients of its outputs": Fault(
-        boundary, "wait_for_maker", "_devices.wait_stream(here, stream)"
-    ),
-    "the gradients of inputs are joined before they are computed": Fault(
-        replica_graph, "wait_for_maker", "_devices.wait_stream(here, stream)"
-    ),
-    "the gradients of a loss that left forward are joined before they are computed": Fault(
-        bucket, "wait_for_maker", "_devices.wait_stream(here, stream)"
+    "the boundary does not wait for the gradients of its outputs": Fault(boundary, "wait_for_makers", _MAKERS),
+    "the gradients of inputs, or of a loss that left forward, are joined before they are computed": Fault(
+        bucket, "wait_for_makers", _MAKERS
     ),
     "a mapped output is used before its copy has ended": Fault(
         Lane, "_compute", "lambda: outgoing.wait_copies(0)", "lambda: None"
@@ -76,11 +72,8 @@ FAULTS = {
     ),
     "no record_stream of a gradient here on the copy stream": Fault(Copies, "record_stream", _COPIES),
     "no record_stream of a sum on the compute stream": Fault(Copies, "record_stream", _COMPUTE),
-    "no record_stream of the gradients of inputs": Fault(
-        replica_graph, "keep_for_reader", "tensor.record_stream(stream)"
-    ),
-    "no record_stream of the gradients of a loss that left forward": Fault(
-        bucket, "wait_for_maker", "tensor.record_stream(here)"
+    "no record_stream of the gradients of inputs, or of a loss that left forward": Fault(
+        bucket, "wait_for_makers", _MAKERS, "wait_for_maker(stream)"
     ),
     "no record_stream of a mapped output on the copy stream": Fault(
         CopiesToHost, "begin", "tensor.record_stream(stream)"

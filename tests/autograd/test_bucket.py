@@ -22,8 +22,8 @@ from unisono import DataParallel
 from unisono.autograd.bucket import (
     BucketSums,
     Collector,
-    Emit,
     Gradients,
+    OnReady,
     is_bucket_node,
     joined_gradients,
     own_tensors,
@@ -74,10 +74,10 @@ class Reduce(NamedTuple):
 
     is_flat: bool
 
-    def __call__(self, replicas: Replicas, backward: Callable[[], None], emit: Emit | None = None) -> Gradients:
+    def __call__(self, replicas: Replicas, backward: Callable[[], None], on_ready: OnReady | None = None) -> Gradients:
         """Return the sum of each live tensor's gradients in what `backward` does."""
         devices = [CPU for _ in replicas.own]
-        with BucketSums(replicas.plan, devices, is_flat=self.is_flat, emit=emit) as sums:
+        with BucketSums(replicas.plan, devices, is_flat=self.is_flat, on_ready=on_ready) as sums:
             with torch_private.seen_by_backward({replicas.collector: sums.add}):
                 backward()
             return sums.end()
@@ -163,7 +163,7 @@ def test_sparse_and_dense_gradients(reduce: Reduce, kinds: tuple[str, ...]) -> N
         (bucket,) = range(len(replicas.plan.numbers))
         for i in (1, 2, 0):
             by_number = {0: given[i], 1: torch.full((SIZE,), 2.0**i)}
-            replicas.collector.take(bucket, i, [by_number[n] for n in replicas.plan.numbers[bucket]])
+            replicas.collector.receive(bucket, i, [by_number[n] for n in replicas.plan.numbers[bucket]])
 
     total, other = reduce(replicas, backward)
     factor = sum(i + 1 for i, kind in enumerate(kinds) if kind != "none")
@@ -230,22 +230,22 @@ def test_a_bucket_is_summed_while_backward_runs(reduce: Reduce, monkeypatch: pyt
     monkeypatch.setattr(Copies, "to_add", noting)
     replicas = Replicas.of(zeros(4), 2)
     first, second = replicas.own
-    emitted: list[tuple[int, list[list[float] | None]]] = []
+    ready: list[tuple[int, list[list[float] | None]]] = []
 
-    def emit(bucket: int, sums: Any) -> None:
+    def on_ready(bucket: int, sums: Any) -> None:
         given = [*sums.split(SIZE)] if isinstance(sums, torch.Tensor) else sums
-        emitted.append((bucket, values(given)))
+        ready.append((bucket, values(given)))
 
     def backward() -> None:
         replicas.give((second[3], 1.0), (second[2], 1.0), (second[0], 1.0))
-        assert not emitted
+        assert not ready
         replicas.give((first[3], 1.0), (first[2], 1.0))
-        assert emitted == [(0, [[2.0], [2.0]])]
+        assert ready == [(0, [[2.0], [2.0]])]
         replicas.give((second[3], 5.0))
 
     # The second contribution of replica 1 to the first bucket has none of replica 0 to wait for.
-    assert values(reduce(replicas, backward, emit)) == [[1.0], None, None, [5.0]]
-    assert len(emitted) == 1
+    assert values(reduce(replicas, backward, on_ready)) == [[1.0], None, None, [5.0]]
+    assert len(ready) == 1
     assert not copied  # all are on one device
 
 

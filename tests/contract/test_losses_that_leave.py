@@ -351,6 +351,26 @@ def test_losses_of_earlier_steps(wrap: Wrap) -> None:
         assert_same_gradients(model.module, plain, 1e-10)
 
 
+@pytest.mark.parametrize("with_first", [False, True])
+def test_a_replica_goes_on_from_what_an_earlier_forward_has_kept(wrap: Wrap, with_first: bool) -> None:
+    """N1: in an object that is an input. Both forwards have their gradients, from one backward."""
+
+    def forward(net: Any, x: torch.Tensor, store: Any) -> torch.Tensor:
+        hidden, rows = torch.tanh(net.layer(x)), x[0, 0].item()
+        before = store.kept.get(rows)
+        store.kept[rows] = hidden
+        return hidden if before is None else hidden + before
+
+    def steps(call: Call, root: Any) -> Any:
+        for _ in range(2):
+            store, x = SimpleNamespace(kept={}), torch.randn(6, 5)
+            first, second = call(x, store), call(x, store)
+            (loss_of(second) + (loss_of(first) if with_first else 0)).backward()
+        return []
+
+    assert_alike(wrap, Calls(forward, layer=nn.Linear(5, 6)), steps, 2, 1e-10)
+
+
 class Meeting:
     """Lets two replicas that run at the same time give each other a tensor."""
 

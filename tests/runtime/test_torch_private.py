@@ -230,7 +230,7 @@ def test_what_the_nodes_of_a_backward_see(lacks: str) -> None:
     """N1: what the block around the backward has been given, and nothing after it; blocks may be inside each other."""
     seen: list[Any] = []
     x = torch.ones(2, requires_grad=True)
-    x.register_hook(lambda _: seen.append(torch_private.seen_takers()))
+    x.register_hook(lambda _: seen.append(torch_private.seen_in_backward()))
 
     def backward() -> None:
         torch_private.run_backward([x.sum()], [torch.ones(())], keep=False)
@@ -242,12 +242,12 @@ def test_what_the_nodes_of_a_backward_see(lacks: str) -> None:
             names = ["_stash_obj_in_tls", "_get_obj_in_tls", "_is_key_in_tls"] if lacks == "all" else []
             for name in [*names, "_remove_obj_from_tls"]:
                 patch.delattr(torch._C, name, raising=False)
-        with torch_private.seen_by_backward(1):
-            with torch_private.seen_by_backward(2):
+        with torch_private.seen_by_backward({1: "outer", 2: "outer"}):
+            with torch_private.seen_by_backward({2: "inner"}):
                 backward()
             backward()
         backward()
-    assert seen == [2, 1, None]
+    assert seen == [{1: "outer", 2: "inner"}, {1: "outer", 2: "outer"}, {}]
 
 
 @pytest.mark.parametrize("lacks", [False, True])

@@ -25,6 +25,7 @@ of the first forward: nothing is computed again, no buffer is written and no ran
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,7 +36,7 @@ from unisono.autograd.replica_graph import ReplicaGraphs
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline, torch_private
 from unisono.runtime.interrupts import critical
-from unisono.runtime.streams import current_stream, wait_for_maker
+from unisono.runtime.streams import current_streams_of, wait_for_makers
 from unisono.runtime.tracebacks import without_own_frames
 
 _KEEP_GRAPH = (
@@ -61,8 +62,7 @@ class _Incoming(NamedTuple):
 
     def here(self) -> Sequence[torch.Tensor | None]:
         """Return the gradients, for what the calling thread's streams do next."""
-        for stream in self.streams:
-            wait_for_maker(stream, *[g for g in self.grads if g is not None and g.device == stream.device])
+        wait_for_makers(self.streams, self.grads)
         return self.grads
 
     def is_in_device_thread(self) -> bool:
@@ -96,19 +96,14 @@ class _Outputs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:
-        devices = {grad.device for grad in grads if grad is not None}
-        streams = [stream for stream in map(current_stream, devices) if stream is not None]
-        device_thread = None if _devices.all_on_host([*devices]) else threading.get_ident()
-        ctx.incoming[torch_private.number_of_backward()] = _Incoming(grads, streams, device_thread)
+        on_host = _devices.all_on_host([grad.device for grad in grads if grad is not None])
+        device_thread = None if on_host else threading.get_ident()
+        ctx.incoming[torch_private.number_of_backward()] = _Incoming(grads, current_streams_of(grads), device_thread)
         return None, None, None
 
 
-# `apply` without its search for torch.func's tensors: under a transform the plain composition runs.
-_join_outputs: Any = super(torch.autograd.Function, _Outputs).apply
-
-
 class _Replicas(torch.autograd.Function):
-    """(2) The node of the replicas: `apply(graphs, incoming, *tokens, *leaves)` returns the token of the outputs."""
+    """(2) The node of the replicas: `_link_replicas(graphs, incoming, *tokens, *leaves)` returns the outputs' token."""
 
     @staticmethod
     def forward(ctx: Any, graphs: ReplicaGraphs, incoming: dict[int, _Incoming], *linked: torch.Tensor) -> torch.Tensor:
@@ -127,6 +122,11 @@ class _Replicas(torch.autograd.Function):
             return _backward(ctx, incoming)
         with step.recorded(timeline.BACKWARD, timeline.SCATTER):
             return _backward(ctx, incoming)
+
+
+# `apply` without its search for torch.func's tensors: under a transform the plain composition runs.
+_join_outputs: Any = super(torch.autograd.Function, _Outputs).apply
+_link_replicas: Any = super(torch.autograd.Function, _Replicas).apply
 
 
 def _backward(ctx: Any, incoming: _Incoming) -> tuple[torch.Tensor | None, ...]:
@@ -155,17 +155,17 @@ def _backward(ctx: Any, incoming: _Incoming) -> tuple[torch.Tensor | None, ...]:
         if higher:
             found = _differentiable_backward(graphs, grads, needed)
         else:
-            options = {"keep": keep or others_follow, "in_one_call": incoming.is_in_device_thread()}
-            taker = None if others_follow else reduction  # all at the end: what follows would come late
-            run = partial(graphs.backward, grads, taker, needed, **options)
+            options = {"keep": keep or others_follow, "in_device_thread": incoming.is_in_device_thread()}
+            early = None if others_follow else reduction  # all at the end: what follows would come late
+            run = partial(graphs.backward, grads, early, needed, **options)
             found = run() if graphs.replay is None else graphs.replay.run(graphs, run)
         release = _nothing if keep or higher else partial(graphs.release, give_back=not others_follow)
         first = len(found) - len(graphs.parameters.live)
-        of_parameters, finish = found[first:], None
+        of_parameters, all_reduce = found[first:], None
         if reduction is None:
             release()
         elif others_follow:
-            finish = partial(reduction.sum, when_sent=release)
+            all_reduce = partial(reduction.sum, when_sent=release)
         else:
             of_parameters = reduction.sum(of_parameters, when_sent=release)
     except BaseException as error:
@@ -178,9 +178,9 @@ def _backward(ctx: Any, incoming: _Incoming) -> tuple[torch.Tensor | None, ...]:
         raise
     start = 0
     for collector in ctx.collectors[:-1]:
-        collector.give(found[start : start + len(collector.live)])
+        collector.add_of_boundary(found[start : start + len(collector.live)])
         start += len(collector.live)
-    ctx.collectors[-1].give(of_parameters, finish)
+    ctx.collectors[-1].add_of_boundary(of_parameters, all_reduce)
     return (*nothing[: 2 + len(ctx.collectors)], *found[start:first])
 
 
@@ -191,14 +191,14 @@ def _nothing() -> None:
 def join(graphs: ReplicaGraphs) -> Sequence[torch.Tensor]:
     """Return the joined outputs, linked to the caller's tensors if any of them needs a gradient."""
     if not [each for each in graphs.outputs if each.requires_grad]:
-        return graphs.joined_outputs()
+        return [each.join(each.tensors) for each in graphs.outputs]
     incoming: dict[int, _Incoming] = {}
     tokens = [group.token for group in graphs.groups]
-    token = _Replicas.apply(graphs, incoming, *tokens, *[leaf.live for leaf in graphs.leaves])  # type: ignore[no-untyped-call]
+    token = _link_replicas(graphs, incoming, *tokens, *[leaf.live for leaf in graphs.leaves])
     joined: tuple[torch.Tensor, ...] = _join_outputs(token, graphs, incoming)
     # Losses that left forward in another way lead to the replicas' graphs directly. A backward of both goes through the
     # boundary first, which then keeps these graphs.
-    for node in (token.grad_fn, next(tensor.grad_fn for tensor in joined if tensor.grad_fn is not None)):
+    for node in {token.grad_fn, *[tensor.grad_fn for tensor in joined]} - {None}:
         torch_private.run_first(node, FIRST)
     return joined
 
@@ -211,7 +211,7 @@ def _differentiable_backward(
     replay = graphs.replay
     higher, gradients = run() if replay is None else replay.run(graphs, run)
     if replay is not None:
-        higher.replay = replay.of_gradients(graphs, lambda: run()[0])
+        higher = replace(higher, replay=replay.of_gradients(graphs, lambda: run()[0]))
     if not higher.outputs:
         return [None] * len(gradients)
     results = iter(join(higher))

@@ -20,10 +20,10 @@ import contextlib
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, TypeAlias
@@ -32,16 +32,16 @@ import torch
 
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline, torch_private
-from unisono.runtime.buckets import Bucket, BucketPlan, dense_first, is_plain
+from unisono.runtime.buckets import Bucket, BucketPlan, added, is_plain
 from unisono.runtime.interrupts import uninterruptible
-from unisono.runtime.streams import Copies, current_stream, wait_for_maker
+from unisono.runtime.streams import Copies, current_streams_of, wait_for_makers
 
 Gradients: TypeAlias = list[torch.Tensor | None]
-Sum: TypeAlias = Callable[[Gradients], Gradients]
+AllReduce: TypeAlias = Callable[[Gradients], Gradients]
 # Called with a bucket's number, a replica's, and the gradients of the bucket's tensors.
-Add: TypeAlias = Callable[[int, int, Sequence[torch.Tensor | None]], None]
+Receiver: TypeAlias = Callable[[int, int, Sequence[torch.Tensor | None]], None]
 # Called with a bucket's number and the sums of its gradients, which may be one flat tensor that nothing else refers to.
-Emit: TypeAlias = Callable[[int, Sequence[torch.Tensor | None] | torch.Tensor], None]
+OnReady: TypeAlias = Callable[[int, Sequence[torch.Tensor | None] | torch.Tensor], None]
 
 # Added to the sequence numbers of nodes that torch's engine runs as soon as they are ready, those of the last forward
 # first. A LiveNode comes before the next forward's boundary, whose gradients would need memory beside its own.
@@ -53,22 +53,26 @@ _BEFORE_ALL = FIRST + (1 << 61)
 
 
 class Contribution(NamedTuple):
-    """The gradients of one bucket of one replica that have come outside of the boundary's backward."""
+    """The gradients of one bucket of one replica."""
 
     replica: int
     bucket: int
     gradients: Sequence[torch.Tensor | None]
     streams: Sequence[torch.Stream]  # those on which they are computed
 
+    @classmethod
+    def of(cls, bucket: int, replica: int, gradients: Sequence[torch.Tensor | None]) -> "Contribution":
+        """Return gradients that the calling thread computes."""
+        return cls(replica, bucket, gradients, current_streams_of(gradients))
+
     def here(self) -> "Contribution":
         """Let the calling thread's streams wait for the gradients."""
-        for stream in self.streams:
-            wait_for_maker(stream, *[g for g in self.gradients if g is not None and g.device == stream.device])
+        wait_for_makers(self.streams, self.gradients)
         return self
 
 
-# What takes the gradients of a backward of the boundary, by collector.
-Takers: TypeAlias = "dict[Collector, Add]"
+# What gets the gradients of a backward of the boundary, by collector.
+Receivers: TypeAlias = "dict[Collector, Receiver]"
 
 
 class InsideForward:
@@ -93,14 +97,13 @@ class InsideForward:
         for n, gradient in zip(self._numbers[contribution.bucket], contribution.gradients, strict=True):
             if gradient is not None:
                 total = added(self._grads.get((replica, n)), gradient.detach())
-                assert total is not None
                 self._grads[replica, n] = self._own[replica][n].grad = total
 
     def end(self) -> list[Contribution]:
-        """Return all that has come, in replica order."""
+        """Return all that has come."""
         for replica, n in self._grads:
             self._own[replica][n].grad = None
-        return [each.here() for each in sorted(self.contributions, key=attrgetter("replica"))]
+        return self.contributions
 
 
 class Collector:
@@ -111,53 +114,57 @@ class Collector:
         join: returns the gradient of each live tensor from contributions, which are in replica order.
 
     Attributes:
-        inside: takes those of a backward inside forward while forward runs, else None.
+        inside: has those of a backward inside forward while forward runs, else None.
         over_ranks: what sums gradients over ranks that no boundary has summed; None: there are no other ranks.
         latest: the number of the latest backward in which the LiveNode has run.
     """
 
     def __init__(self, live: Sequence[torch.Tensor], join: Callable[[Sequence[Contribution]], Gradients]) -> None:
-        self.live, self.join = live, join
+        self.live, self._join = live, join
         self.inside: InsideForward | None = None
         self.over_ranks: OverRanks | None = None
         self.latest = -1
-        # By the number of the caller's backward: what boundaries have found and what is to be done with it, and what
-        # has come beside it.
-        self._found: dict[int, list[tuple[Gradients, Sum | None]]] = {}
+        # By the number of the caller's backward: those of boundaries, each with what sums it over the ranks if that is
+        # still to be done; and those that have come beside them.
+        self._of_boundaries: dict[int, list[tuple[Gradients, AllReduce | None]]] = {}
         self._contributions: dict[int, list[Contribution]] = {}
 
-    def take(self, bucket: int, replica: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Take the gradients of a bucket of a replica. Called by torch's engine, in any of its threads."""
-        takers: Takers = torch_private.seen_takers() or {}
+    def receive(self, bucket: int, replica: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Receive the gradients of a bucket of a replica. Called by torch's engine, in any of its threads."""
+        receivers: Receivers = torch_private.seen_in_backward()
         has_gradients = bool([gradient for gradient in gradients if gradient is not None])
-        if self in takers:
+        if self in receivers:
             if has_gradients:
-                takers[self](bucket, replica, gradients)
-            return
-        if not has_gradients:
-            if self.inside is None:  # other ranks may have one
-                self._contributions.setdefault(torch_private.number_of_backward(), [])
-            return
-        devices = {gradient.device for gradient in gradients if gradient is not None}
-        streams = [stream for stream in map(current_stream, devices) if stream is not None]
-        contribution = Contribution(replica, bucket, gradients, streams)
-        if self.inside is not None:
-            self.inside.add(contribution)
-        else:
-            self._contributions.setdefault(torch_private.number_of_backward(), []).append(contribution)
+                receivers[self](bucket, replica, gradients)
+        elif self.inside is None:
+            contributions = self._contributions.setdefault(torch_private.number_of_backward(), [])
+            if has_gradients:  # if not, other ranks may have some
+                contributions.append(Contribution.of(bucket, replica, gradients))
+        elif has_gradients:
+            self.inside.add(Contribution.of(bucket, replica, gradients))
 
-    def give(self, gradients: Gradients, finish: Sum | None = None) -> None:
-        """Leave the gradient of each live tensor, as the boundary's backward has found it, for the LiveNode.
+    def add_of_boundary(self, gradients: Gradients, all_reduce: AllReduce | None = None) -> None:
+        """Add the gradient of each live tensor, from a boundary's backward, for the LiveNode.
 
         Args:
-            finish: is called with these and what has come beside them, and returns what goes on.
+            all_reduce: sums these, and what has come beside them, over the ranks; None: there is nothing to be done.
         """
-        self._found.setdefault(torch_private.number_of_backward(), []).append((gradients, finish))
+        self._of_boundaries.setdefault(torch_private.number_of_backward(), []).append((gradients, all_reduce))
 
     def drop(self) -> None:
         """Forget what backwards that have failed have left."""
-        self._found.clear()
-        self._contributions.clear()
+        self._of_boundaries, self._contributions = {}, {}
+
+    def joined(self, contributions: Iterable[Contribution]) -> Gradients:
+        """Return the gradient of each live tensor, for the calling thread's streams."""
+        return self._join([each.here() for each in sorted(contributions, key=attrgetter("replica"))])
+
+    def end_forward(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the live tensors that have got gradients inside forward, each with its gradient."""
+        inside, self.inside = self.inside, None
+        contributions = [] if inside is None else inside.end()
+        joined = zip(self.live, self.joined(contributions), strict=True) if contributions else ()
+        return [(live, gradient) for live, gradient in joined if gradient is not None]
 
     def all_gradients(self, live_node: Any) -> Gradients | None:
         """Return the gradient of each live tensor, from the boundary and from losses that left forward otherwise.
@@ -169,27 +176,24 @@ class Collector:
             live_node: the node whose backward runs.
         """
         number = self.latest = torch_private.number_of_backward()
-        found = self._found.pop(number, [])
-        beside = self._contributions.pop(number, None)
-        if beside is not None:
-            joined = self.join([each.here() for each in sorted(beside, key=attrgetter("replica"))])
-            unfinished = [place for place, (_, finish) in enumerate(found) if finish is not None]
-            if unfinished:
-                gradients, finish = found[unfinished[0]]
-                found[unfinished[0]] = [*map(added, gradients, joined)], finish
+        of_boundaries = self._of_boundaries.pop(number, [])
+        every = [gradients for gradients, all_reduce in of_boundaries if all_reduce is None]
+        unsummed = [(gradients, all_reduce) for gradients, all_reduce in of_boundaries if all_reduce is not None]
+        if (contributions := self._contributions.pop(number, None)) is not None:
+            joined = self.joined(contributions)
+            if unsummed:
+                (gradients, all_reduce), *others = unsummed
+                unsummed = [([*map(added, gradients, joined)], all_reduce), *others]
+            elif self.over_ranks is not None:
+                unsummed = [(joined, partial(self.over_ranks.sum, live_node))]
             else:
-                found.append((joined, self.over_ranks and partial(self.over_ranks.sum, live_node)))
-        every = [gradients for gradients, finish in found if finish is None]
+                every.append(joined)
         if self.over_ranks is not None:
-            unsummed = [(gradients, finish) for gradients, finish in found if finish is not None]
             sums = self.over_ranks.order.sums(number, self, self.over_ranks.forward, unsummed)
             if sums is None and not every:
                 return None
             every += sums or []
-        total: Gradients = every[0] if every else [None] * len(self.live)
-        for gradients in every[1:]:
-            total = [*map(added, total, gradients)]
-        return total
+        return reduce(lambda one, other: [*map(added, one, other)], every) if every else [None] * len(self.live)
 
 
 class OverRanks(NamedTuple):
@@ -210,7 +214,7 @@ class OneOrder:
 
     def __init__(self) -> None:
         self._tokens: list[weakref.ref[torch.Tensor]] = []
-        self._waiting: dict[int, list[tuple[int, Gradients, Sum]]] = {}  # by the number of the backward
+        self._waiting: dict[int, list[tuple[int, Gradients, AllReduce]]] = {}  # by the number of the backward
         self._num_forwards = 0
 
     def next_forward(self, token: torch.Tensor) -> int:
@@ -221,13 +225,13 @@ class OneOrder:
         return self._num_forwards
 
     def sums(
-        self, number: int, collector: Collector, forward: int, unsummed: Sequence[tuple[Gradients, Sum]]
+        self, number: int, collector: Collector, forward: int, unsummed: Sequence[tuple[Gradients, AllReduce]]
     ) -> list[Gradients] | None:
         """Return the sums of backward `number` so far; None if a later LiveNode will have them."""
         if not unsummed and number not in self._waiting:
             return []
         waiting = self._waiting.setdefault(number, [])
-        waiting += [(forward, gradients, finish) for gradients, finish in unsummed]
+        waiting += [(forward, gradients, all_reduce) for gradients, all_reduce in unsummed]
         for token in [ref() for ref in self._tokens]:
             node: Any = None if token is None else token.grad_fn
             if node is None or node.collector.live is not collector.live or node.collector.latest == number:
@@ -236,7 +240,7 @@ class OneOrder:
                 return None
         del self._waiting[number]
         in_order = sorted(waiting, key=itemgetter(0), reverse=True)
-        return [finish(gradients) for _, gradients, finish in in_order]
+        return [all_reduce(gradients) for _, gradients, all_reduce in in_order]
 
 
 def token_of(collector: Collector) -> torch.Tensor:
@@ -288,7 +292,7 @@ class BucketNode(torch.autograd.Function):
     @staticmethod
     @uninterruptible
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:
-        ctx.collector.take(ctx.bucket, ctx.replica, grads)
+        ctx.collector.receive(ctx.bucket, ctx.replica, grads)
         return (None,) * 5
 
 
@@ -366,7 +370,7 @@ class _Relink(torch.autograd.Function):
         link: Link = ctx.link
         gradients: Gradients = [None] * link.size
         gradients[link.place] = grad
-        link.collector.take(link.bucket, link.replica, gradients)
+        link.collector.receive(link.bucket, link.replica, gradients)
         return None, None, None
 
 
@@ -379,13 +383,6 @@ def skip_hooks_without_gradient(live: Sequence[torch.Tensor], gradients: Sequenc
     """Let hooks of tensors that no replica used not be called, as without a wrapper: no node would lead to them."""
     if without := [n for n, gradient in enumerate(gradients) if gradient is None]:
         torch_private.skip_hooks_without_gradient([live[n] for n in without])
-
-
-def added(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the sum of two gradients, each of which may be missing."""
-    if one is None or other is None:
-        return other if one is None else one
-    return torch.add(*dense_first(one, other))
 
 
 def joined_gradients(
@@ -417,8 +414,8 @@ class BucketSums:
         plan: the parameters' buckets.
         devices: one a replica.
         is_flat: whether the gradients of a bucket are one flat tensor: where a replica has memory of its own.
-        emit: called with the number of a bucket and the sums of one contribution from each replica, as soon as they
-            are complete; `end` then returns only what was not emitted. None: nothing is emitted.
+        on_ready: called with the number of a bucket and the sums of one contribution from each replica, as soon as
+            they are complete; `end` then returns only what is left. None: `end` returns everything.
     """
 
     def __init__(
@@ -427,9 +424,9 @@ class BucketSums:
         devices: Sequence[torch.device],
         *,
         is_flat: bool,
-        emit: Emit | None = None,
+        on_ready: OnReady | None = None,
     ) -> None:
-        self._plan, self._devices, self._emit = plan, devices, emit
+        self._plan, self._devices, self._on_ready = plan, devices, on_ready
         self._copies = Copies(plan.sources) if is_flat else None
         self._buckets = [_InTurn(len(devices)) for _ in plan.numbers]
         self._beside: list[tuple[int, int, torch.Tensor]] = []  # not in a flat tensor: replica, parameter, gradient
@@ -444,31 +441,37 @@ class BucketSums:
 
     def add(self, b: int, replica: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Add a replica's gradients of bucket `b`; then what waits for them. Frees them as soon as they are added."""
+        if torch.is_grad_enabled():  # a backward inside this one has create_graph=True
+            with torch.no_grad():
+                self.add(b, replica, gradients)
+            return
         with timeline.during(timeline.REDUCE) if timeline.recording else _NOTHING:
             turns = self._buckets[b]
-            with torch.set_grad_enabled(False), turns.lock:
+            with turns.lock:
                 turns.waiting[replica].append(self._part(b, replica, gradients))
                 del gradients
                 while turns.waiting[turns.turn]:
                     self._add_next(b)
 
     def end(self) -> Gradients:
-        """Add what still waits; return the sum of each parameter's gradients, for the calling thread's streams."""
+        """Add what still waits; return the sum of each parameter's gradients, for the calling thread's streams.
+
+        To be called with gradients off.
+        """
         self._ending = True
         found: Gradients = [None] * self._plan.num_parameters
-        with torch.set_grad_enabled(False):
-            for b, turns in enumerate(self._buckets):
-                while any(turns.waiting):
-                    self._add_next(b)
-            if self._copies is not None:
-                for reader, _ in enumerate(self._plan.sources):
-                    self._copies.wait_copies(reader)
-            for b, turns in enumerate(self._buckets):
-                if turns.total is not None:
-                    for n, gradient in zip(self._plan.numbers[b], self._gradients(b, turns.total), strict=True):
-                        found[n] = gradient
-            for _, n, gradient in sorted(self._beside, key=lambda each: each[:2]):
-                found[n] = added(found[n], _devices.copied_to(gradient, self._plan.source_of[n]))
+        for b, turns in enumerate(self._buckets):
+            while any(turns.waiting):
+                self._add_next(b)
+        if self._copies is not None:
+            for reader, _ in enumerate(self._plan.sources):
+                self._copies.wait_copies(reader)
+        for b, turns in enumerate(self._buckets):
+            if turns.total is not None:
+                for n, gradient in zip(self._plan.numbers[b], self._gradients(b, turns.total), strict=True):
+                    found[n] = gradient
+        for _, n, gradient in sorted(self._beside, key=lambda each: each[:2]):
+            found[n] = added(found[n], _devices.copied_to(gradient, self._plan.source_of[n]))
         return found
 
     def _add_next(self, b: int) -> None:
@@ -484,14 +487,14 @@ class BucketSums:
                     turns.total = _flat_sum(turns.total, part) if self._copies else _sum(turns.total, part)
                 if self._copies is not None and turns.total.flat is not None:
                     self._copies.record_stream(turns.total.flat, self._reader(b))
-        if self._emit is not None and turns.turn == 0 and not self._ending and turns.total is not None:
+        if self._on_ready is not None and turns.turn == 0 and not self._ending and turns.total is not None:
             total, turns.total = turns.total, None
             if self._copies is None:
-                self._emit(b, self._gradients(b, total))
+                self._on_ready(b, self._gradients(b, total))
             else:
                 with self._copies.read(self._reader(b)):
                     is_whole = total.flat is not None and total.bucket is self._plan.forms[b]
-                    self._emit(b, total.flat if is_whole else self._gradients(b, total))
+                    self._on_ready(b, total.flat if is_whole else self._gradients(b, total))
 
     def _part(self, b: int, replica: int, gradients: Sequence[torch.Tensor | None]) -> Any:
         """Return a replica's gradients where they are summed: a list of them, or one flat tensor."""
@@ -581,8 +584,7 @@ def _sum(total: _Listed, part: _Listed) -> _Listed:
             torch_private.add_all_in_place(mine, others)  # type: ignore[arg-type]
             return total
         return _Listed([*torch_private.add_all(mine, others)], True)  # type: ignore[arg-type]
-    found = [added(one, other) for one, other in zip(mine, others, strict=True)]
-    return _Listed(found, False)
+    return _Listed([*map(added, mine, others)], False)
 
 
 def _can_be_added(mine: Gradients, others: Gradients) -> bool:

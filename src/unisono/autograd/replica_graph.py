@@ -13,7 +13,7 @@ The parameters are many, and go through in bulk: as one list a replica, without 
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,14 +23,12 @@ from typing import Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 import torch
 
 from unisono.autograd.bucket import (
-    Add,
     BucketSums,
     Collector,
     Contribution,
     Gradients,
     InsideForward,
-    Takers,
-    added,
+    Receivers,
     own_tensors,
     token_of,
 )
@@ -39,15 +37,16 @@ from unisono.primitives.parallel_apply import values_or_raise
 from unisono.primitives.placements import Placement, Replicate
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline, torch_private
-from unisono.runtime.buckets import BucketPlan, dense_first
+from unisono.runtime.buckets import BucketPlan, added
 from unisono.runtime.errors import ReplicaNames
 from unisono.runtime.stand_ins import StandIns, while_running
-from unisono.runtime.streams import current_stream, keep_for_reader, wait_for_maker
+from unisono.runtime.streams import keep_for_reader
 from unisono.runtime.thread_pool import PassContext, one_pass, run_together
 from unisono.runtime.thread_state import modes_that_stay
 from unisono.runtime.timeline import ReplicaTiming, StepRecording
 
 T = TypeVar("T")
+Tensors: TypeAlias = Sequence[torch.Tensor]
 
 while_backward_runs = StandIns()
 while_backward_runs.add(torch_private.checkpoints_allowed)
@@ -93,62 +92,22 @@ class BoundaryTensor(NamedTuple):
         return part if part is None or part.device == device else _devices.copy_to(part, device)
 
     def join(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        return self.placement.join(_all_on(self.device, parts))
+        on_device = [p if p is None or p.device == self.device else _devices.copy_to(p, self.device) for p in parts]
+        return self.placement.join(on_device)
 
     def join_gradients(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """Return the gradient of an input from those of the replicas' tensors; None if no replica has one."""
-        return _joined_gradients(self.placement, self.device, self.forms, parts)
+        has_any = bool([part for part in parts if part is not None])
+        return self.join(self.with_every_part(parts)) if has_any else None
 
     def with_every_part(self, parts: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
         """Return gradients with zeros for rows on which no output depends."""
-        return _with_every_part(self.placement, self.device, self.forms, parts)
-
-    @property
-    def forms(self) -> "list[_Form | None]":
-        return [None if tensor is None else (tensor.shape, tensor.dtype) for tensor in self.tensors]
-
-
-_Form: TypeAlias = tuple[torch.Size, torch.dtype]
-
-
-def _all_on(device: torch.device, parts: Sequence[torch.Tensor | None]) -> Gradients:
-    return [part if part is None or part.device == device else _devices.copy_to(part, device) for part in parts]
-
-
-def _with_every_part(
-    placement: Placement,
-    device: torch.device,
-    forms: Sequence[_Form | None],
-    parts: Sequence[torch.Tensor | None],
-) -> Sequence[torch.Tensor | None]:
-    if not placement.needs_every_part:
-        return parts
-    return [
-        torch.zeros(form[0], dtype=form[1], device=device) if part is None and form is not None else part
-        for part, form in zip(parts, forms, strict=True)
-    ]
-
-
-def _joined_gradients(
-    placement: Placement,
-    device: torch.device,
-    forms: Sequence[_Form | None],
-    parts: Sequence[torch.Tensor | None],
-) -> torch.Tensor | None:
-    given = [part for part in parts if part is not None]
-    if not given:
-        return None
-    if isinstance(placement, Replicate):
-        return sum_of([_devices.copy_to(part, device) for part in given])
-    return placement.join(_all_on(device, _with_every_part(placement, device, forms, parts)))
-
-
-def sum_of(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of gradients, in the order given."""
-    total, *others = gradients
-    for gradient in others:
-        total = torch.add(*dense_first(total, gradient))
-    return total
+        if not self.placement.needs_every_part:
+            return parts
+        return [
+            torch.zeros(own.shape, dtype=own.dtype, device=self.device) if part is None and own is not None else part
+            for part, own in zip(parts, self.tensors, strict=True)
+        ]
 
 
 class _Alias(torch.autograd.Function):
@@ -178,13 +137,14 @@ class LinkedTensors(NamedTuple):
     @classmethod
     def of_input(cls, tensor: torch.Tensor, placement: Placement, parts: Sequence[torch.Tensor | None]) -> Self:
         """Link parts of one live tensor, one a replica, which need no gradient."""
-        forms = [None if part is None else (part.shape, part.dtype) for part in parts]
-        device = tensor.device
         if not tensor.is_leaf:
             tensor = _Alias.apply(tensor)  # type: ignore[no-untyped-call]
+        # The replicas' tensors themselves would make a reference cycle: they refer to the collector.
+        forms = [None if p is None else torch.empty(p.shape, dtype=p.dtype, device="meta") for p in parts]
+        of_forms = BoundaryTensor(placement, tensor.device, forms)
 
         def join(contributions: Sequence[Contribution]) -> Gradients:
-            return [_joined_gradients(placement, device, forms, _parts_of(contributions, len(forms)))]
+            return [of_forms.join_gradients(_parts_of(contributions, len(forms)))]
 
         collector = Collector([tensor], join)
         token = token_of(collector)
@@ -193,7 +153,11 @@ class LinkedTensors(NamedTuple):
             for i, part in enumerate(parts)
         ]
         nodes = [tensor.grad_fn for tensor in own if tensor is not None]
-        return cls(collector, token, BoundaryTensor(placement, device, own), nodes)
+        return cls(collector, token, BoundaryTensor(placement, tensor.device, own), nodes)
+
+    def begin_forward(self) -> None:
+        """Keep the gradients of backwards inside forward, for `Collector.end_forward`."""
+        self.collector.inside = InsideForward((), ())
 
 
 def _detached(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -221,6 +185,10 @@ class LinkedParameters(NamedTuple):
     @property
     def live(self) -> Sequence[torch.Tensor]:
         return self.collector.live
+
+    def begin_forward(self) -> None:
+        """As `LinkedTensors.begin_forward`."""
+        self.collector.inside = InsideForward(self.own, self.plan.numbers)
 
 
 class LeafTensors(NamedTuple):
@@ -258,7 +226,7 @@ class Passes(NamedTuple):
     in_one_call: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # around one call for all of them
 
 
-_NO_TENSORS, _PLAIN_PASSES = CapturedTensors(), Passes()
+_NO_PASSES = Passes()
 
 
 @dataclass
@@ -270,20 +238,20 @@ class ReplicaGraphs:
 
     timings: list[ReplicaTiming]  # one a replica; `timings[i].device` is its device
     where: ReplicaNames  # each replica's name in messages
+    roots: Sequence[torch.nn.Module]  # the replicas' modules
+    inputs: list[LinkedTensors]
     parameters: LinkedParameters
-    inputs: list[LinkedTensors] = field(default_factory=list)
-    outputs: list[BoundaryTensor] = field(default_factory=list)
-    leaves: list[LeafTensors] = field(default_factory=list)  # captured tensors; incoming gradients
-    captured: CapturedTensors = _NO_TENSORS
-    keep: bool = False  # whether graphs of a higher order share nodes with these, so that a backward must not free them
+    leaves: list[LeafTensors]  # captured tensors; incoming gradients
+    outputs: list[BoundaryTensor]
+    captured: CapturedTensors
+    passes: Passes  # how backwards run
+    keep: bool  # whether graphs of a higher order share nodes with these, so that a backward must not free them
     # Called when a backward has freed the graphs; keeps alive what they need.
-    on_release: Callable[[], object] = lambda: None
-    passes: Passes = _PLAIN_PASSES  # how backwards run
-    roots: Sequence[torch.nn.Module] = ()  # the replicas' modules
+    on_release: Callable[[], object]
     # What these graphs count for when several processes sum the parameters' gradients; None: they do not.
-    sync_context: SyncContext | None = None
-    replay: "Repeater | None" = None  # runs a backward of these graphs, again after a failure; None: a failure is final
-    step: StepRecording | None = None  # the one that these graphs are part of, if it is recorded
+    sync_context: SyncContext | None
+    replay: "Repeater | None"  # runs a backward of these graphs, again after a failure; None: a failure is final
+    step: StepRecording | None  # the one that these graphs are part of, if it is recorded
     released: bool = field(default=False, init=False)
 
     def release(self, *, failed: bool = False, give_back: bool = True) -> None:
@@ -302,7 +270,7 @@ class ReplicaGraphs:
     def drop(self) -> None:
         """Drop what refers to the replica graphs."""
         self.on_release = lambda: None
-        self.inputs, self.leaves, self.outputs, self.passes, self.roots = [], [], [], _PLAIN_PASSES, ()
+        self.inputs, self.leaves, self.outputs, self.passes, self.roots = [], [], [], _NO_PASSES, ()
         self.parameters = self.parameters._replace(own=(), nodes=())
 
     def take_from(self, other: Self) -> None:
@@ -340,10 +308,6 @@ class ReplicaGraphs:
             return None
         return self.sync_context.begin(self.parameters.live, live_node, self.parameters.plan)
 
-    def joined_outputs(self) -> list[torch.Tensor]:
-        """Return the joined outputs where no backward will follow."""
-        return [each.join(each.tensors) for each in self.outputs]
-
     @property
     def on_host(self) -> bool:
         """Whether torch computes backward in the threads that call it, and in no thread of a device."""
@@ -354,40 +318,12 @@ class ReplicaGraphs:
         modules = chain.from_iterable(root.modules() for root in self.roots)
         return any(module._backward_hooks or module._backward_pre_hooks for module in modules)
 
-    def begin_forward(self) -> None:
-        """Keep the gradients of backwards inside forward."""
-        for group in self.inputs:
-            group.collector.inside = InsideForward((), ())
-        self.parameters.collector.inside = InsideForward(self.parameters.own, self.parameters.plan.numbers)
-
-    def end_forward(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the live tensors that have got gradients inside forward, each with its gradient."""
-        reached: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for group in self.groups:
-            collector = group.collector
-            inside, collector.inside = collector.inside, None
-            contributions = [] if inside is None else inside.end()
-            if contributions:
-                joined = zip(collector.live, collector.join(contributions), strict=True)
-                reached += [(live, gradient) for live, gradient in joined if gradient is not None]
-        return reached
-
-    def pass_on(self, reached: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Pass gradients of the module's own call of backward, inside forward, on to the live tensors.
-
-        Raises:
-            RuntimeError: gradients are to be summed over processes.
-        """
-        if self.sync_context is not None:
-            raise RuntimeError(_BACKWARD_INSIDE)
-        torch_private.run_backward([tensor for tensor, _ in reached], [grad for _, grad in reached], keep=False)
-
     def needed_inputs(self, boundary: Any) -> list[bool] | None:
         """Return which of its inputs the running backward of the node `boundary` needs gradients of; None: all.
 
         A backward for given inputs (`torch.autograd.grad`) does not compute what is not asked for.
         """
-        if not torch_private.backward_is_restricted() or torch_private.seen_takers():  # the latter: in one of ours
+        if not torch_private.backward_is_restricted() or torch_private.seen_in_backward():  # the latter: in one of ours
             return None
         nodes = _nodes(boundary)
         live_nodes, leaves = nodes[: len(self.inputs) + 1], nodes[len(self.inputs) + 1 :]
@@ -413,114 +349,119 @@ class ReplicaGraphs:
         needed: Sequence[bool] | None,
         *,
         keep: bool,
-        in_one_call: bool,
+        in_device_thread: bool,
     ) -> Gradients:
         """Run backward in every replica graph; return the gradient of each of the boundary's inputs.
 
-        Gradients that `reduction` has taken meanwhile are missing; None: it gets all of them later.
+        Gradients that `reduction` has got meanwhile are missing; None: it gets all of them later.
 
         Args:
             needed: for each input, whether its gradient is needed; None: all are.
             keep: whether the graphs are needed after it.
-            in_one_call: whether one call has to run all of them.
+            in_device_thread: whether the calling thread is the one that torch has for an accelerator.
         """
-        here = None
-        if in_one_call and self.passes.have_exchanges:
-            in_one_call, here = False, self._on_device_of(output_grads)
-        batched, captured = any_batched(output_grads), self.captured
-        in_one_call = in_one_call or batched or bool(modes_that_stay())  # neither can follow into other threads
-        in_one_call = in_one_call or captured.are_linked or (captured.leads_to_earlier and bool(captured.tensors))
+        batched = any_batched(output_grads)
+        in_one_call = batched or self._needs_one_call(in_device_thread=in_device_thread)
+        here = self._on_device_of(output_grads) if in_device_thread else None
+        run = self._run_in_one_call if in_one_call else partial(self._run_together, here=here)
         # Graphs that share a tensor may share nodes, which the first replica's backward must not free.
         keep = keep or (bool(self.leaves) and not in_one_call)
         grads = self._parts_of(output_grads)
-        if batched or needed is not None:
-            parts = self._gradients(grads, needed, in_one_call=in_one_call, here=here, keep=keep)
-            return [each.join_gradients(of) for each, of in zip(self.all_inputs, parts, strict=True)]
-        return self._backward_to_tokens(grads, reduction, keep=keep, in_one_call=in_one_call, here=here)
+        if needed is None and not batched:
+            return self._gradients_by_bucket(grads, reduction, run, keep=keep)
+        parts = self._gradients(grads, needed, run, keep=keep)
+        return [each.join_gradients(of) for each, of in zip(self.all_inputs, parts, strict=True)]
 
-    def _backward_to_tokens(
-        self,
-        grads: Sequence[Gradients],
-        reduction: RankReduction | None,
-        *,
-        keep: bool,
-        in_one_call: bool,
-        here: int | None,
+    def _needs_one_call(self, *, in_device_thread: bool) -> bool:
+        """Return whether one call has to run the backward of all replica graphs. (It has to for batched gradients.)"""
+        captured = self.captured
+        return (
+            (in_device_thread and not self.passes.have_exchanges)
+            or modes_that_stay()  # which cannot follow into other threads; nor can batched gradients
+            or captured.are_linked
+            or (captured.leads_to_earlier and bool(captured.tensors))
+        )
+
+    def _gradients_by_bucket(
+        self, grads: Sequence[Gradients], reduction: RankReduction | None, run: "_Run", *, keep: bool
     ) -> Gradients:
+        """Return the gradient of each of the boundary's inputs; backward ends at the buckets, and sums them there."""
         tokens = [group.token for group in self.groups if group.token.requires_grad]
-        of_inputs: list[Gradients] = [[None] * len(self.timings) for _ in self.inputs]
+        of_inputs: list[list[Contribution]] = [[] for _ in self.inputs]
         of_leaves: list[Gradients] = [[None] * len(self.timings) for _ in self.leaves]
-        streams: set[torch.Stream] = set()
+        leaves = dict(enumerate([leaf.tensors for leaf in self.leaves]))
 
-        def backward_some(replicas: Sequence[int]) -> None:
+        def compute(ends: Tensors, tensors: Tensors, end_grads: Tensors) -> Sequence[torch.Tensor | None]:
+            if not self.captured.leads_to_earlier:
+                return torch_private.gradients(ends, [*tokens, *tensors], end_grads, keep=keep)[len(tokens) :]
+            with gradients_aside(tensors):
+                torch_private.run_backward(ends, end_grads, keep=keep)
+                return [leaf.grad for leaf in tensors]
+
+        def backward_of(replicas: Sequence[int]) -> None:
             started = time.perf_counter()
-            ends = [end for i in replicas for end in self._ends(i, grads[i])]
-            given = [end for end, _ in ends], [grad for _, grad in ends]
-            leaves = {id(t): (t, k, i) for k, i, t in self._leaves_of(reversed(replicas))}
-            tensors = [leaf for leaf, _, _ in leaves.values()]
-            found: Sequence[torch.Tensor | None] = [None] * len(tensors)
-            with torch_private.seen_by_backward({**(torch_private.seen_takers() or {}), **takers}):
-                if ends and self.captured.leads_to_earlier:
-                    with gradients_aside(tensors):
-                        torch_private.run_backward(*given, keep=keep)
-                        found = [leaf.grad for leaf in tensors]
-                elif ends and (tokens or tensors):
-                    found = torch_private.gradients(given[0], [*tokens, *tensors], given[1], keep=keep)[len(tokens) :]
-            for (_, k, i), gradient in zip(leaves.values(), found, strict=True):
-                of_leaves[k][i] = gradient
+            self._backward_of(replicas, grads, leaves, of_leaves, receivers, compute)
             for i in replicas:
                 self.timings[i].backward_s = time.perf_counter() - started
 
-        emit = reduction.add if reduction is not None and reduction.takes_buckets else None
+        on_ready = reduction.add if reduction is not None and reduction.takes_buckets else None
         devices, is_flat = [timing.device for timing in self.timings], self.parameters.is_flat
-        with BucketSums(self.parameters.plan, devices, is_flat=is_flat, emit=emit) as sums:
-            takers = self._takers(sums, of_inputs, streams)
+        with BucketSums(self.parameters.plan, devices, is_flat=is_flat, on_ready=on_ready) as sums:
+            receivers: Receivers = {self.parameters.collector: sums.add}
+            for group, contributions in zip(self.inputs, of_inputs, strict=True):
+                receivers[group.collector] = partial(_append, contributions)
             with while_running(while_backward_runs):
-                if in_one_call:
-                    with timeline.one_backward_of(self.timings), self.passes.in_one_call():
-                        backward_some(range(len(self.timings)))
-                else:
-                    self._run_together(lambda index: backward_some([index]), here)
+                run(backward_of)
             if timeline.recording:
                 timeline.mark(timeline.REDUCE)
             of_parameters = sums.end()
-        tensors = [*(group.tensors for group in self.inputs), *(leaf.tensors for leaf in self.leaves)]
-        others = [*zip(tensors, [*of_inputs, *of_leaves], strict=True)]
-        for stream in streams:
-            wait_for_maker(stream)
-        if others:  # a branch's gradients may be from its own stream
-            given = chain.from_iterable(parts for _, parts in others)
-            keep_for_reader([gradient for gradient in given if gradient is not None])
-        return [*(each.join_gradients(parts) for each, parts in others), *of_parameters]
+        if self.leaves:  # a branch's gradients may be from its own stream
+            keep_for_reader([gradient for gradient in chain.from_iterable(of_leaves) if gradient is not None])
+        return [
+            *chain.from_iterable(
+                [group.collector.joined(each) for group, each in zip(self.inputs, of_inputs, strict=True)]
+            ),
+            *(leaf.tensors.join_gradients(parts) for leaf, parts in zip(self.leaves, of_leaves, strict=True)),
+            *of_parameters,
+        ]
 
-    def _leaves_of(self, replicas: Iterable[int]) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Yield the leaves of replicas, each with its number and its replica's."""
-        for i in replicas:
-            for k, leaf in enumerate(self.leaves):
-                if (tensor := leaf.tensors.tensors[i]) is not None:
-                    yield k, i, tensor
+    def _backward_of(
+        self,
+        replicas: Sequence[int],
+        grads: Sequence[Gradients],
+        inputs: Mapping[int, BoundaryTensor],
+        found: Sequence[Gradients],
+        receivers: Receivers,
+        compute: Callable[[Tensors, Tensors, Tensors], Sequence[torch.Tensor | None]],
+    ) -> None:
+        """Run backward in the graphs of some replicas, in one call.
 
-    def _takers(self, sums: BucketSums, of_inputs: Sequence[Gradients], streams: set[torch.Stream]) -> Takers:
-        """Return what takes the gradients that reach the buckets: sums those of parameters, notes those of inputs.
+        A tensor that several of them share has its gradient in the first.
 
         Args:
-            streams: gets those on which gradients of inputs are computed: forward's, where backward may have others.
+            grads: each replica's part of the output gradients.
+            inputs: those whose gradients are written into `found`, by number and replica.
+            receivers: get the gradients that reach the buckets.
+            compute: from the graphs' ends, tensors, and the gradients of the ends, returns those of the tensors.
         """
-
-        def into(parts: Gradients, bucket: int, replica: int, gradients: Sequence[torch.Tensor | None]) -> None:
-            (gradient,) = gradients
-            assert gradient is not None
-            parts[replica] = added(parts[replica], gradient)
-            if (stream := current_stream(gradient.device)) is not None:
-                streams.add(stream)
-
-        takers: list[Add] = [*(partial(into, parts) for parts in of_inputs), sums.add]
-        return dict(zip([group.collector for group in self.groups], takers, strict=True))
-
-    def _ends(self, replica: int, grads: Gradients) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return a replica's outputs from which a backward starts, each with its gradient."""
-        pairs = [(each.tensors[replica], grad) for each, grad in zip(self.outputs, grads, strict=True)]
-        return [(end, grad) for end, grad in pairs if end is not None and grad is not None and end.requires_grad]
+        ends = [
+            (end, grad)
+            for i in replicas
+            for each, grad in zip(self.outputs, grads[i], strict=True)
+            if (end := each.tensors[i]) is not None and grad is not None and end.requires_grad
+        ]
+        if not ends:
+            return
+        places: dict[int, tuple[torch.Tensor, int, int]] = {}
+        for i in replicas:
+            for k, each in inputs.items():
+                if (tensor := each.tensors[i]) is not None:
+                    places.setdefault(id(tensor), (tensor, k, i))
+        with torch_private.seen_by_backward(receivers):
+            tensors = [tensor for tensor, _, _ in places.values()]
+            results = compute([end for end, _ in ends], tensors, [grad for _, grad in ends])
+        for (_, k, i), gradient in zip(places.values(), results, strict=True):
+            found[k][i] = gradient
 
     def differentiable_backward(
         self, output_grads: Sequence[torch.Tensor | None], needed: Sequence[bool] | None
@@ -544,8 +485,9 @@ class ReplicaGraphs:
                     )
             for i, part in enumerate(parts):
                 end_grads[i].append(part)
-        in_one_call = any_batched(chain.from_iterable(end_grads)) or bool(modes_that_stay()) or self.captured.are_linked
-        of_inputs = self._gradients(end_grads, needed, in_one_call=in_one_call, create_graph=True)
+        in_one_call = any_batched(output_grads) or self._needs_one_call(in_device_thread=False)
+        run = self._run_in_one_call if in_one_call else self._run_together
+        of_inputs = self._gradients(end_grads, needed, run, create_graph=True)
         gradients = [
             BoundaryTensor(each.placement, each.device, each.with_every_part(of_input))
             if any(part is not None for part in of_input)
@@ -558,81 +500,61 @@ class ReplicaGraphs:
 
     def _parts_of(self, output_grads: Sequence[torch.Tensor | None]) -> list[Gradients]:
         """Return each replica's part of the output gradients; None for an output that needs none."""
-        pairs = [*zip(self.outputs, output_grads, strict=True)]
-        return [
-            [
-                each.part(grad, i, end.device) if grad is not None and end is not None and end.requires_grad else None
-                for each, grad in pairs
-                for end in (each.tensors[i],)
-            ]
-            for i, _ in enumerate(self.timings)
-        ]
+        found: list[Gradients] = []
+        for i, _ in enumerate(self.timings):
+            parts: Gradients = []
+            for each, grad in zip(self.outputs, output_grads, strict=True):
+                end = each.tensors[i]
+                is_needed = grad is not None and end is not None and end.requires_grad
+                parts += [each.part(grad, i, end.device) if is_needed else None]  # type: ignore[arg-type,union-attr]
+            found += [parts]
+        return found
 
     def _gradients(
-        self,
-        grads: Sequence[Gradients],
-        needed: Sequence[bool] | None,
-        *,
-        in_one_call: bool,
-        here: int | None = None,
-        **options: bool,
+        self, grads: Sequence[Gradients], needed: Sequence[bool] | None, run: "_Run", **options: Any
     ) -> list[Gradients]:
         """Return the gradients of each input's tensors, one a replica: of those that are needed, without the buckets.
 
         A tensor that several replicas share has its gradient in the first, where one call runs them all.
         """
-        inputs = self.all_inputs
-        wanted = [*compress(range(len(inputs)), repeat(True) if needed is None else needed)]
-        found: list[Gradients] = [[None] * len(self.timings) for _ in inputs]
+        inputs = dict(compress(enumerate(self.all_inputs), repeat(True) if needed is None else needed))
+        found: list[Gradients] = [[None] * len(self.timings) for _ in self.all_inputs]
         # A reentrant checkpoint runs a backward of its own. It is not needed where it is reached only because
         # parameters share a bucket.
         has_checkpoint = self.captured.has_reentrant_checkpoint and needed is not None
-        takers = self._refusing({*wanted}) if has_checkpoint else {}
-
-        def backward_some(replicas: Sequence[int]) -> None:
-            ends = [end for i in replicas for end in self._ends(i, grads[i])]
-            places: dict[int, tuple[torch.Tensor, int, int]] = {}
-            for i in replicas:
-                for k in wanted:
-                    if (tensor := inputs[k].tensors[i]) is not None:
-                        places.setdefault(id(tensor), (tensor, k, i))
-            if ends and places:
-                sources = [tensor for tensor, _, _ in places.values()]
-                with torch_private.seen_by_backward({**(torch_private.seen_takers() or {}), **takers}):
-                    results = torch_private.gradients([e for e, _ in ends], sources, [g for _, g in ends], **options)
-                for (_, k, i), gradient in zip(places.values(), results, strict=True):
-                    found[k][i] = gradient
-
+        receivers = self._refusing({*inputs}) if has_checkpoint else {}
+        compute = partial(torch_private.gradients, **options)
         with while_running(while_backward_runs) if has_checkpoint else contextlib.nullcontext():
-            if in_one_call:
-                with self.passes.in_one_call():
-                    backward_some(range(len(self.timings)))
-            else:
-                self._run_together(lambda index: backward_some([index]), here)
+            run(lambda replicas: self._backward_of(replicas, grads, inputs, found, receivers, compute))
         return found
 
-    def _refusing(self, wanted: set[int]) -> Takers:
-        """Return what takes gradients from inside a reentrant checkpoint: raises RuntimeError where one is wanted."""
+    def _refusing(self, wanted: set[int]) -> Receivers:
+        """Return what gets gradients from inside a reentrant checkpoint: raises RuntimeError where one is wanted."""
         first = len(self.inputs) + len(self.leaves)
 
-        def take(numbers: Sequence[Sequence[int]], b: int, _: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        def refuse(numbers: Sequence[Sequence[int]], b: int, _: int, gradients: Sequence[torch.Tensor | None]) -> None:
             given = {n for n, gradient in zip(numbers[b], gradients, strict=True) if gradient is not None}
             if given & wanted:
                 raise RuntimeError(_REENTRANT)
 
-        takers: Takers = {group.collector: partial(take, [(k,)]) for k, group in enumerate(self.inputs)}
+        receivers: Receivers = {group.collector: partial(refuse, [(k,)]) for k, group in enumerate(self.inputs)}
         numbers = [tuple(first + n for n in bucket) for bucket in self.parameters.plan.numbers]
-        takers[self.parameters.collector] = partial(take, numbers)
-        return takers
+        receivers[self.parameters.collector] = partial(refuse, numbers)
+        return receivers
 
     def _on_device_of(self, output_grads: Sequence[torch.Tensor | None]) -> int | None:
         """Return the replica on the device whose thread the calling one is: its nodes have to run here."""
         devices = {grad.device for grad in output_grads if grad is not None}
         return next((i for i, timing in enumerate(self.timings) if timing.device in devices), None)
 
-    def _run_together(self, backward_one: Callable[[int], None], here: int | None = None) -> None:
+    def _run_in_one_call(self, backward_of: "_BackwardOf") -> None:
+        """Run the backward of all replica graphs in one call."""
+        with timeline.one_backward_of(self.timings), self.passes.in_one_call():
+            backward_of(range(len(self.timings)))
+
+    def _run_together(self, backward_of: "_BackwardOf", here: int | None = None) -> None:
         """Run each replica graph's backward in a thread of its own; on accelerators that of `here` in this thread."""
-        tasks = [partial(backward_one, i) for i, _ in enumerate(self.timings)]
+        tasks = [partial(backward_of, (i,)) for i, _ in enumerate(self.timings)]
         devices = [timing.device for timing in self.timings]
         where = [f"the backward of {place}" for place in self.where]
         if timeline.recording and not self.on_host:
@@ -641,8 +563,30 @@ class ReplicaGraphs:
             # No variable may hold the outcomes: an error's traceback refers to this frame.
             # In the calling thread, a call that waits for an accelerator would run nodes of the caller's, too.
             here = 0 if _devices.all_on_host(devices) else here
-            outcomes_of = partial(run_together, timeout_s=self.passes.timeout_s, names=self.where, here=here)
-            values_or_raise(outcomes_of(tasks, devices, contexts), where)
+            options: Any = {"names": self.where, "here": here, "may_have_modes": False}
+            values_or_raise(run_together(tasks, devices, contexts, self.passes.timeout_s, **options), where)
+
+
+_BackwardOf: TypeAlias = Callable[[Sequence[int]], None]  # called with numbers of replicas
+_Run: TypeAlias = Callable[[_BackwardOf], None]  # calls it for all of them, some at a time
+
+
+def _append(contributions: list[Contribution], b: int, replica: int, gradients: Sequence[torch.Tensor | None]) -> None:
+    contributions.append(Contribution.of(b, replica, gradients))
+
+
+def pass_on(reached: Sequence[tuple[torch.Tensor, torch.Tensor]], sync_context: SyncContext | None) -> None:
+    """Pass gradients of the module's own call of backward, inside forward, on to the live tensors.
+
+    Args:
+        reached: the live tensors, each with its gradient.
+
+    Raises:
+        RuntimeError: gradients are to be summed over processes.
+    """
+    if sync_context is not None:
+        raise RuntimeError(_BACKWARD_INSIDE)
+    torch_private.run_backward([tensor for tensor, _ in reached], [grad for _, grad in reached], keep=False)
 
 
 def _nodes(node: Any) -> list[Any]:

@@ -31,7 +31,7 @@ import torch
 from unisono.distributed.consistency import SLOT_BYTES
 from unisono.distributed.process_group import AllReduceWork, Communicator
 from unisono.runtime import torch_private
-from unisono.runtime.buckets import BUCKET_BYTES, Bucket, BucketPlan, Form, buckets_of, dense_first
+from unisono.runtime.buckets import BUCKET_BYTES, Bucket, BucketPlan, Form, added, buckets_of
 
 CommHook: TypeAlias = Callable[[Any, Any], Any]
 
@@ -223,8 +223,7 @@ class BucketedAllReduce:
             unplaced = [number for number, flag in enumerate(late) if flag]
             for sum_of, numbers in ((self._sum_of_late, unplaced), (self._sum_of_sparse, self.sparse)):
                 for number in numbers:
-                    before, total = found[number], sum_of(number)
-                    found[number] = total if before is None else before + total
+                    found[number] = added(found[number], sum_of(number))
             wait_for_more()
             return found
 
@@ -257,8 +256,7 @@ class BucketedAllReduce:
                 waiting[place] = gradient
             else:
                 number = self._plan.numbers[b][place]
-                before = self._late.get(number)
-                self._late[number] = gradient if before is None else torch.add(*dense_first(before, gradient))
+                self._late[number] = added(self._late.get(number), gradient)
 
     def _send_complete(self) -> None:
         """Send the complete buckets whose turn it is, except one that has the flags."""
@@ -376,7 +374,7 @@ class BucketedAllReduce:
         if local is None or (self._plan.places[number] >= 0 and not local.is_sparse):
             return part
         local = local / self._communicator.world_size
-        return local if part is None else torch.add(*dense_first(part, local))
+        return added(part, local)
 
     def _sum_of_late(self, number: int) -> torch.Tensor:
         """Sum dense gradients that arrived after others of their parameter, or have no place in a bucket."""

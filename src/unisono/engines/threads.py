@@ -24,6 +24,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -32,7 +33,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from unisono.autograd.boundary import join
 from unisono.autograd.bucket import OneOrder, OverRanks
-from unisono.autograd.replica_graph import BoundaryTensor, LeafTensors, LinkedParameters, Passes, ReplicaGraphs
+from unisono.autograd.replica_graph import (
+    BoundaryTensor,
+    LeafTensors,
+    LinkedParameters,
+    LinkedTensors,
+    Passes,
+    ReplicaGraphs,
+    pass_on,
+)
 from unisono.distributed.gradient_sync import SyncContext
 from unisono.engines.call import Call, OneGraphNeededError
 from unisono.engines.compile_lock import CompileLock, check_cuda_graphs, compiler_prepared, kind_of
@@ -192,8 +201,9 @@ class Forward:
                 timeline.mark(timeline.REPLICATE)
             is_summed = call.sync_context is not None and self._tracked and pool.live_parameters
             plan = call.sync_context.plan(pool.live_parameters) if is_summed else None
-            self._replicas = replicas = pool.take(call.devices, self._tracked, copies, plan)
-        self._graphs = ReplicaGraphs(self.timings, call.where(), replicas.linked, self._inputs.linked)
+            self._replicas = pool.take(call.devices, self._tracked, copies, plan)
+        self._linked: list[LinkedTensors | LinkedParameters] = [*self._inputs.linked, self._replicas.linked]
+        self._where = call.where()
         if pool.blueprint.observers:
             if self._tracked and again is None and call.sync_context is None:
                 raise OneGraphNeededError
@@ -204,10 +214,11 @@ class Forward:
         if call.rescue and self._tracked and again is None and not inside_replica():
             run = partial(model.run, module)
             self._replay = Replay(model.row_limits, call, pool.blueprint, self._buffers, run)
-        self._graphs.passes = self._passes(module)
+        self._step = timeline.current_step() if timeline.recording else None
+        self._passes = self._passes_of(module)
         # One replica in the module's memory, with its rows as a whole, writes into parameters as the module does.
         is_whole = len(call.devices) == 1 and call.parts == 1 and not call.rescue
-        self._runs_as_module = is_whole and not replicas.is_remote
+        self._runs_as_module = is_whole and not self._replicas.is_remote
 
     def forward(self) -> Any:
         """Return the joined output."""
@@ -215,8 +226,9 @@ class Forward:
         leftovers, replicas, watched = self._model.leftovers, self._replicas, None
         if replicas.are_new and leftovers.looks and not self._is_again:
             watched = replicas.watched(self._inputs.shards, self._call.devices)
-        with self._buffers, one_pass(self._graphs.passes.contexts) as contexts:
-            self._graphs.begin_forward()
+        with self._buffers, one_pass(self._passes.contexts) as contexts:
+            for group in self._linked:
+                group.begin_forward()
             self._replicas.written.begin()
             refusal = register_optimizer_step_pre_hook(partial(_refuse_step, self._pool.blueprint))
             try:
@@ -228,7 +240,7 @@ class Forward:
                 raise
             finally:
                 refusal.remove()
-                reached = self._graphs.end_forward()
+                reached = [*chain.from_iterable([group.collector.end_forward() for group in self._linked])]
             if not self._runs_as_module:
                 blueprint = self._pool.blueprint
                 self._replicas.written.check(blueprint.root, blueprint.name_of, in_each(len(self._call.devices)))
@@ -245,16 +257,16 @@ class Forward:
                 self._replay.forward_has_run()
             changes = self._replicas.each[0].registries.changes()
             of_buffers = _groups_of(changes, len(call.devices)) if changes and self._tracked else []
-            self._graphs.outputs = _boundary_outputs(call, matched.groups, of_buffers)
+            outputs_of_boundary = _boundary_outputs(call, matched.groups, of_buffers)
             if self._tracked:
-                self._link([*matched.groups, *of_buffers], reached)
-                if self._replay is not None:
-                    if self._is_again:
-                        return self._replay.take(self._graphs)
-                    self._graphs.replay = self._replay.repeatable()
-                joined = join(self._graphs)
+                graphs = self._graphs([*matched.groups, *of_buffers], outputs_of_boundary)
+                if self._replay is not None and self._is_again:
+                    return self._replay.take(graphs)
+                if reached:
+                    pass_on(reached, call.sync_context)
+                joined = join(graphs)
             else:
-                joined = self._graphs.joined_outputs()
+                joined = [each.join(each.tensors) for each in outputs_of_boundary]
             output = matched.put_together(joined, call.output_device)
         self._replicas.each[0].commit_buffers(self._pool, changes, joined[len(matched.groups) :])
         if not self._tracked:
@@ -289,7 +301,7 @@ class Forward:
             call.sync_context is not None and call.sync_context.gradient_sync.communicator.rank == 0
         )
 
-    def _passes(self, module: nn.Module) -> Passes:
+    def _passes_of(self, module: nn.Module) -> Passes:
         """Return what is around each pass over the replicas."""
         call, name = self._call, type(module).__name__
         contexts: list[PassContext] = [partial(own_streams, name, call.devices)]
@@ -300,42 +312,46 @@ class Forward:
             contexts += self._model.compile_lock.if_new(kinds, call.timeout_s)
         if self._pool.blueprint.compiled:
             contexts.append(compiler_prepared)
-        if timeline.recording and (step := timeline.current_step()) is not None:
-            self._graphs.step = step
+        if self._step is not None:
             contexts += timeline.contexts(call.replica_numbers, self.timings)
         if call.sync_batch_norm:
             return Passes(contexts, call.timeout_s, have_exchanges=True, in_one_call=not_running_together)
         return Passes(contexts, call.timeout_s)
 
     def _run_replicas(self, contexts: ReplicaContext) -> list[Any]:
-        call, graphs = self._call, self._graphs
+        call = self._call
         of_call = call, self._model.row_limits, self._inputs, self._replicas.roots, self._copies, self.timings
         tasks = [partial(call_replica, *of_call, i) for i, _ in enumerate(call.devices)]
         # No variable may hold the outcomes: an error's traceback refers to this frame.
-        return values_or_raise(run_together(tasks, call.devices, contexts, call.timeout_s, graphs.where), graphs.where)
+        return values_or_raise(run_together(tasks, call.devices, contexts, call.timeout_s, self._where), self._where)
 
-    def _link(self, groups: Sequence[Group], reached: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Give the graphs all that they need for backwards, and pass on gradients of a backward inside forward.
-
-        Args:
-            groups: the replicas' outputs.
-            reached: the live tensors that have got gradients inside forward, each with its gradient.
-        """
-        call, graphs, pool = self._call, self._graphs, self._pool
-        graphs.keep = carries_objects(call)
-        collectors = [group.collector for group in graphs.groups]
-        graphs.captured = self._model.search.captured_tensors(pool, call, groups, graphs.where, collectors, graphs.keep)
-        if graphs.captured.has_batch_norm and self._normalises_shards():
+    def _graphs(self, groups: Sequence[Group], outputs: list[BoundaryTensor]) -> ReplicaGraphs:
+        """Return the replica graphs behind the replicas' outputs, with all that their backwards need."""
+        call, parameters = self._call, self._replicas.linked
+        keep, collectors = carries_objects(call), [group.collector for group in self._linked]
+        captured = self._model.search.captured_tensors(self._pool, call, groups, self._where, collectors, keep)
+        if captured.has_batch_norm and self._normalises_shards():
             self._model.first_steps.say_of_functional_batch_norm()
-        graphs.leaves = [
-            LeafTensors(leaf, BoundaryTensor(Replicate(), leaf.device, [leaf] * len(call.devices)))
-            for leaf in graphs.captured.tensors
-        ]
-        graphs.on_release, graphs.roots = self._replicas.end_backward, self._replicas.roots
-        graphs.sync_context = call.sync_context
-        self._model.sum_over_ranks(graphs.parameters, call.sync_context)
-        if reached and not self._is_again:
-            graphs.pass_on(reached)
+        self._model.sum_over_ranks(parameters, call.sync_context)
+        return ReplicaGraphs(
+            timings=self.timings,
+            where=self._where,
+            roots=self._replicas.roots,
+            inputs=self._inputs.linked,
+            parameters=parameters,
+            leaves=[
+                LeafTensors(leaf, BoundaryTensor(Replicate(), leaf.device, [leaf] * len(call.devices)))
+                for leaf in captured.tensors
+            ],
+            outputs=outputs,
+            captured=captured,
+            passes=self._passes,
+            keep=keep,
+            on_release=self._replicas.end_backward,
+            sync_context=call.sync_context,
+            replay=None if self._replay is None or self._is_again else self._replay.repeatable(),
+            step=self._step,
+        )
 
 
 def _refuse_step(blueprint: Blueprint, optimizer: torch.optim.Optimizer, *_: object) -> None:

@@ -15,11 +15,13 @@ forward and backward, and derivatives of any order.
 import abc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import torch
 
 from unisono.primitives import pytree
+from unisono.runtime.buckets import added
 
 # Strided, sparse COO; and the layout of jagged nested tensors, for which other errors give a remedy of their own.
 _LAYOUTS = frozenset({torch.strided, torch.sparse_coo, torch.jagged})
@@ -186,10 +188,7 @@ def _given(parts: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
 
 def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sum in replica order, so that runs repeat bit for bit."""
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
+    return reduce(added, parts)
 
 
 def _times(tensor: torch.Tensor, weight: float) -> torch.Tensor:

@@ -12,11 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain, compress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from unisono.runtime import torch_private
+
+MaybeTensor = TypeVar("MaybeTensor", torch.Tensor, torch.Tensor | None)
 
 BUCKET_BYTES = 25 << 20  # that of torch's DistributedDataParallel
 SHARED_BUCKET_BYTES = 1 << 18  # small: what is summed while backward runs, and then freed, is whole buckets
@@ -204,9 +206,12 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return no_subclass and tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 
-def dense_first(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two gradients in an order in which torch can add them: it adds a sparse one to a dense one only."""
-    return (other, one) if one.is_sparse else (one, other)
+def added(one: torch.Tensor | None, other: MaybeTensor) -> MaybeTensor:
+    """Return the sum of two gradients, each of which may be missing, and may be sparse."""
+    if one is None or other is None:
+        return other if one is None else one
+    # torch adds a sparse tensor to a dense one, not a dense one to a sparse one.
+    return torch.add(other, one) if one.is_sparse else torch.add(one, other)
 
 
 def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -185,7 +185,7 @@ def is_cuda(device: torch.device) -> bool:
 
 def are_cpu(devices: Sequence[torch.device]) -> bool:
     """Return whether all of `devices` are the CPU."""
-    return _ONLY_CPU.issuperset(map(_type_of, devices))
+    return {*map(_type_of, devices)} <= _ONLY_CPU
 
 
 def are_one_kind(devices: Sequence[torch.device]) -> bool:
@@ -285,7 +285,7 @@ _accelerator_types: set[str] = set()  # those found so far: torch takes microsec
 
 def all_on_host(devices: Sequence[torch.device]) -> bool:
     """Return whether work on all of `devices` runs in the calling threads."""
-    return all(map(computes_on_host, {*devices}))
+    return False not in {*map(computes_on_host, {*devices})}
 
 
 def has_streams(device: torch.device) -> bool:

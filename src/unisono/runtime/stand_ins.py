@@ -14,7 +14,6 @@ Guarantees
       Where one raises there, or before `leave` is called, the pass ends when the error is freed.
 """
 
-import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -162,14 +161,17 @@ _numbers = itertools.count()
 _NONE = object()
 
 
-@contextlib.contextmanager
-def while_running(stand_ins: StandIns) -> Iterator[None]:
+class while_running:  # noqa: N801 - a context manager, as a class because a step enters it each time
     """A pass, as a context."""
-    entry = stand_ins.enter()
-    try:
-        yield
-    finally:
-        stand_ins.leave(entry)
+
+    def __init__(self, stand_ins: StandIns) -> None:
+        self._stand_ins = stand_ins
+
+    def __enter__(self) -> None:
+        self._entry = self._stand_ins.enter()
+
+    def __exit__(self, *_: object) -> None:
+        self._stand_ins.leave(self._entry)
 
 
 while_replicas_run = StandIns()

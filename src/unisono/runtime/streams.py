@@ -162,6 +162,8 @@ class Copies:
 
     def wait_copies(self, reader: int) -> None:
         """Let the calling thread's stream on the reader's device wait for the reader's copies."""
+        if not self._computing:
+            return
         with self._lock:
             events = [event for (other, _), event in self._last.items() if other == reader]
         for event in events:
@@ -171,6 +173,8 @@ class Copies:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if not self._computing and not self._sources:
+            return
         with self._lock:
             sources = list(self._sources.items())
         for source, stream in sources:
@@ -240,6 +244,18 @@ def wait_for_maker(stream: torch.Stream, *tensors: torch.Tensor) -> None:
     _devices.wait_stream(here, stream)
     for tensor in filter(is_plain, tensors):
         tensor.record_stream(here)
+
+
+def wait_for_makers(streams: Iterable[torch.Stream], tensors: Sequence[torch.Tensor | None]) -> None:
+    """Let the calling thread's streams wait for those on which another thread has made `tensors`; as above."""
+    for stream in streams:
+        wait_for_maker(stream, *[t for t in tensors if t is not None and t.device == stream.device])
+
+
+def current_streams_of(tensors: Sequence[torch.Tensor | None]) -> list[torch.Stream]:
+    """Return the calling thread's streams on the devices of tensors."""
+    devices = {tensor.device for tensor in tensors if tensor is not None}
+    return [stream for stream in map(current_stream, devices) if stream is not None]
 
 
 def keep_for_reader(tensors: Iterable[torch.Tensor]) -> None:

@@ -32,6 +32,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
+from operator import not_
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -80,7 +82,7 @@ class one_pass:  # noqa: N801 - a context manager, as a class because a step ent
         self._entered: AbstractContextManager[Any] = _NOTHING
         if not self._contexts:
             return _no_context
-        if len(self._contexts) == 1:
+        if not self._contexts[1:]:
             self._entered = self._contexts[0]()
             only: ReplicaContext = self._entered.__enter__()
             return only
@@ -140,6 +142,7 @@ def run_together(
     names: ReplicaNames | None = None,
     *,
     here: int | None = 0,
+    may_have_modes: bool = True,
 ) -> list[Outcome[T]]:
     """Run all tasks at once, task i for a replica on `devices[i]`; return how each ended, in order.
 
@@ -154,6 +157,7 @@ def run_together(
             ever.
         names: of the replicas, for messages.
         here: the task that runs in the calling thread; None: all run in workers.
+        may_have_modes: whether a mode may be active that cannot follow into other threads: then none are used.
 
     Raises:
         ReplicaTimeout: that time is over. Workers that are still busy are abandoned.
@@ -161,12 +165,12 @@ def run_together(
     """
     if torch_private.caches_parametrizations() and not inside_replica():
         with torch_private.parametrizations_not_cached():
-            return run_together(tasks, devices, around, timeout_s, names, here=here)
+            return run_together(tasks, devices, around, timeout_s, names, here=here, may_have_modes=may_have_modes)
     if (len(tasks) == 1 and here is not None) or inside_replica():
         return [_run_here(tasks[i], devices[i], i, around(i)) for i in range(len(tasks))]
     entry = while_replicas_run.enter()
     try:
-        if modes_that_stay():
+        if may_have_modes and modes_that_stay():
             return [_run_here(tasks[i], devices[i], i, around(i)) for i in range(len(tasks))]
         return _run_in_threads(tasks, devices, around, timeout_s, names, here)
     finally:
@@ -215,9 +219,12 @@ def _run_in_threads(
         with around(index), _AsReplica(devices[index], index, threads_each, streams):
             return tasks[index]()
 
-    in_workers = [i for i in range(num_tasks) if i != here]
+    in_workers = [*range(num_tasks)]
+    if here is not None:
+        in_workers.remove(here)
     # A node of the caller's graph is to come before those of the replicas' in a backward that reaches both.
     most_nodes = torch_private.sequence_number() if torch.is_grad_enabled() else None
+    num_running = len(in_workers)
     workers = _pool.borrow([devices[i] for i in in_workers], most_nodes)  # fails where the system gives no more threads
     threads_before, threads_each = _thread_counts.begin(devices)
     ended: dict[int, Outcome[T]] = {}
@@ -230,7 +237,7 @@ def _run_in_threads(
             if together.on_end is not None:
                 together.on_end(here, ended[here])
             _raise_if_urgent(ended[here])
-        num_running, progress_at = len(workers), time.monotonic()
+        progress_at = time.monotonic()
         while num_running:
             try:
                 index, ended_now = done.get(timeout=WAKE_S)
@@ -245,10 +252,12 @@ def _run_in_threads(
             ended[index] = ended_now
             del ended_now
             _raise_if_urgent(ended[index])
-        return [ended[i] for i in range(num_tasks)]
+        return [*map(ended.__getitem__, range(num_tasks))]
     finally:
-        _pool.give_back([worker for i, worker in zip(in_workers, workers, strict=True) if i in ended])
-        _pool.abandon([worker for i, worker in zip(in_workers, workers, strict=True) if i not in ended])
+        have_ended = [*map(ended.__contains__, in_workers)]
+        _pool.give_back([*compress(workers, have_ended)])
+        if False in have_ended:
+            _pool.abandon([*compress(workers, map(not_, have_ended))])
         _thread_counts.end(threads_before, threads_each)
         ended.clear()  # a traceback refers to this frame: nothing in it may refer to an exception
 
@@ -450,7 +459,7 @@ class _ThreadCounts:
                 self._default, self._flags = before, torch_private.dispatch_mode_flags()
             elif before in self._running and not hasattr(_thread, "num_threads"):
                 before = self._default
-            on_host = len([device for device in devices if _devices.computes_on_host(device)])
+            on_host = [*map(_devices.computes_on_host, devices)].count(True)
             each = max(1, before // on_host) if on_host else before
             self._running.append(each)
         return before, each
@@ -494,7 +503,7 @@ class _AsReplica:
         if self._streams is not None:
             self._using = _devices.using(self._device, self._streams)
             self._using.__enter__()
-        self._before = replica_device(), replica_path()
+        self._before = _thread.replica_device, _thread.replica_path
         _thread.replica_device, _thread.replica_path = self._device, (*self._before[1], self._index)
 
     def __exit__(self, *error: Any) -> None:

@@ -142,36 +142,43 @@ def _run_in_copy(context: contextvars.Context, function: Callable[..., Any], *ar
     return context.copy().run(function, *args, **kwargs)
 
 
-_TAKERS = "unisono's takers"  # a key among what torch takes along into the threads of a backward
+_SEEN = "unisono: seen in backward"  # a key among what torch takes along into the threads of a backward
 
 
-@contextlib.contextmanager
-def seen_by_backward(takers: Any) -> Iterator[None]:
-    """Let nodes that run in backwards called within the block, in whatever thread, find `takers` with `seen_takers`.
+class seen_by_backward:  # noqa: N801 - a context manager, as a class because a step enters it each time
+    """Lets nodes that run in backwards called within the block, in whatever thread, find items: `seen_in_backward`.
 
-    Fallback: only nodes that run in the calling thread do, as all nodes of a CPU do. Where only the removal is missing,
-    None stays in the thread's state.
+    They find those of a block around it, too. Fallback: only nodes that run in the calling thread do, as all nodes of a
+    CPU do. Where only the removal is missing, an empty dict stays in the thread's state.
     """
-    before = _stashed()
-    holder = [takers]
-    _stash(holder)
+
+    def __init__(self, items: Mapping[Any, Any]) -> None:
+        self._items = items
+
+    def __enter__(self) -> None:
+        self._before = seen_in_backward()
+        self._seen = {**self._before, **self._items}
+        _stash(self._seen)
+
+    def __exit__(self, *_: object) -> None:
+        _stash(self._before)
+        # Collectives that were begun within the block keep the state of their thread, and the items may keep them.
+        self._seen.clear()
+
+
+def _stash(items: dict[Any, Any]) -> None:
+    c: Any = torch._C
     try:
-        yield
-    finally:
-        _stash(before)
-        # Collectives that were begun within the block keep the state of their thread, and `takers` may keep them.
-        holder.clear()
-
-
-def _stash(holder: list[Any] | None) -> None:
-    if not hasattr(torch._C, "_stash_obj_in_tls"):
-        _thread.takers = holder
-    elif holder is None and hasattr(torch._C, "_remove_obj_from_tls"):
-        torch._C._remove_obj_from_tls(_TAKERS)
-    else:
-        if _stash_keeps_no_reference():
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(holder))
-        torch._C._stash_obj_in_tls(_TAKERS, holder)
+        if not items and hasattr(c, "_remove_obj_from_tls"):
+            c._remove_obj_from_tls(_SEEN)
+            return
+        stash = c._stash_obj_in_tls
+    except AttributeError:
+        _thread.seen_in_backward = items
+        return
+    if _stash_keeps_no_reference():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(items))
+    stash(_SEEN, items)
 
 
 @functools.cache
@@ -179,22 +186,21 @@ def _stash_keeps_no_reference() -> bool:
     """Return whether `_stash_obj_in_tls` gives back a reference that it has not taken, as in torch 2.11."""
     probe = object()
     before = sys.getrefcount(probe)
-    torch._C._stash_obj_in_tls(_TAKERS, probe)
+    torch._C._stash_obj_in_tls(_SEEN, probe)
     keeps_none = sys.getrefcount(probe) == before
     if keeps_none:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
     return keeps_none
 
 
-def seen_takers() -> Any:
-    """Return what `seen_by_backward` has been given; None outside of its block."""
-    return next(iter(_stashed() or ()), None)
-
-
-def _stashed() -> list[Any] | None:
-    if not hasattr(torch._C, "_stash_obj_in_tls"):
-        return getattr(_thread, "takers", None)
-    return torch._C._get_obj_in_tls(_TAKERS) if torch._C._is_key_in_tls(_TAKERS) else None
+def seen_in_backward() -> dict[Any, Any]:
+    """Return what `seen_by_backward` has been given; nothing outside of its block."""
+    c: Any = torch._C
+    try:
+        items: dict[Any, Any] = c._get_obj_in_tls(_SEEN) if c._is_key_in_tls(_SEEN) else {}
+    except AttributeError:
+        return getattr(_thread, "seen_in_backward", {})
+    return items
 
 
 _thread = threading.local()
@@ -208,7 +214,7 @@ def run_backward(ends: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], *,
     Fallback, also for tensors that handle functions of torch themselves: torch's function.
     """
     engine = _engine()
-    if engine is None or not (_PLAIN.issuperset(map(type, ends)) or _none_handles_functions(ends)):
+    if engine is None or not _none_handles_functions(ends):
         _import_what_backward_imports()
         torch.autograd.backward(ends, grads, retain_graph=keep)
     else:
@@ -224,7 +230,12 @@ def gradients(
     keep: bool = False,
     create_graph: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return `torch.autograd.grad(ends, inputs, grads, allow_unused=True)`, as `run_backward` runs backward."""
+    """Return `torch.autograd.grad(ends, inputs, grads, allow_unused=True)`, as `run_backward` runs backward.
+
+    Without ends, or without inputs, there is nothing to compute.
+    """
+    if not ends or not inputs:
+        return (None,) * len(inputs)
     engine = _engine()
     if engine is None or not _none_handles_functions((*ends, *inputs)):
         _import_what_backward_imports()
@@ -271,7 +282,7 @@ def is_batch_norm_in_training(node: Any) -> bool:
 
 def sequence_number() -> int:
     """Return the sequence number of a new node: torch counts the nodes that each thread makes. Fallback: 0."""
-    with torch.enable_grad():
+    with contextlib.nullcontext() if torch.is_grad_enabled() else torch.enable_grad():
         node: Any = _counted.neg().grad_fn
     number = getattr(node, "_sequence_nr", None)
     return 0 if number is None else int(number())
@@ -282,8 +293,10 @@ def number_of_backward() -> int:
 
     Fallback: -1, as outside of a backward.
     """
-    number = getattr(torch._C, "_current_graph_task_id", None)
-    return -1 if number is None else int(number())
+    try:
+        return int(torch._C._current_graph_task_id())
+    except AttributeError:
+        return -1
 
 
 def call_at_end_of_backward(function: Callable[[], object]) -> bool:
@@ -303,8 +316,11 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 def _none_handles_functions(tensors: Iterable[torch.Tensor]) -> bool:
     """Return whether no tensor handles functions of torch itself. A function mode does not count: it is ours."""
+    others = {*map(type, tensors)} - _PLAIN
+    if not others:
+        return True
     disabled = getattr(torch._C, "_disabled_torch_function_impl", None)
-    return all(getattr(cls, "__torch_function__", None) is disabled for cls in {*map(type, tensors)} - _PLAIN)
+    return all(getattr(cls, "__torch_function__", None) is disabled for cls in others)
 
 
 @functools.cache
@@ -608,21 +624,22 @@ def has_dispatch_modes() -> bool:
         return False
 
 
-def dispatch_mode_flags() -> dict[str, Any]:
+def dispatch_mode_flags() -> list[Any]:
     """Return the flags by which torch tells, for the whole process, that a `TorchDispatchMode` is active.
 
     A mode sets them, and at its end sets them to what it found. Where modes of several threads overlap, the flags stay
-    set, and older releases of torch compile nothing any more. Fallback: those that are left.
+    set, and older releases of torch compile nothing any more. Fallback: those that there are.
     """
-    flags = vars(_python_dispatch)
-    return {flag: flags[flag] for flag in _DISPATCH_MODE_FLAGS if flag in flags}
+    return [*map(_namespace_of_flags.get, _DISPATCH_MODE_FLAGS)]
 
 
-def set_dispatch_mode_flags(flags: Mapping[str, Any]) -> None:
+def set_dispatch_mode_flags(flags: Sequence[Any]) -> None:
     """Set what `dispatch_mode_flags` returned."""
-    vars(_python_dispatch).update(flags)
+    found = zip(_DISPATCH_MODE_FLAGS, flags, strict=True)
+    _namespace_of_flags.update([(name, flag) for name, flag in found if flag is not None])
 
 
+_namespace_of_flags = vars(_python_dispatch)
 _DISPATCH_MODE_FLAGS = (
     "_is_in_torch_dispatch_mode",
     "_is_in_non_infra_torch_dispatch_mode",
