@@ -182,7 +182,7 @@ def test_one_device_adds_a_note_to_the_modules_own_error(sim, move, name, device
 def test_a_tensor_off_the_first_device_is_named(sim, wrap, move, name, device):
     """A4: RuntimeError that names both devices, the tensor and the fix."""
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).to("sim:0")
-    model, x = wrap(module, [0, 1]), torch.ones(4, 3)
+    model, x = wrap(module, [0, 1], sync_batch_norm=False), torch.ones(4, 3)
     move(module)
     message = rf"on device sim:0 \(device_ids\[0\]\), but {name} is on {device}.*model.to\('sim:0'\)"
     with pytest.raises(RuntimeError, match=message):

@@ -92,6 +92,29 @@ def test_what_is_not_named_but_a_parameter(wrap: Wrap) -> None:
         wrap(net)(torch.randn(6, 5))
 
 
+def replaced(net: Any, x: torch.Tensor) -> None:
+    net.shift.data = net.shift * 0.9
+
+
+def flattened(net: Any, x: torch.Tensor) -> None:
+    """As `flatten_parameters` of RNNs on a GPU."""
+    net.shift.data = net.shift.clone()
+    net.query.weight.data = net.query.weight.clone()
+
+
+@pytest.mark.parametrize("write", [replaced, flattened])
+def test_memory_that_forward_replaces(wrap: Wrap, write: Callable[[Any, torch.Tensor], None]) -> None:
+    """R22: no counter tells, and the first step of a structure does; other memory with the same values is right."""
+    plain, model = twins(wrap, network(write), 2)
+    x = torch.randn(6, 5)
+    if write is flattened:
+        for _ in range(3):
+            assert_same(model(x), plain(x))
+        return
+    with pytest.raises(RuntimeError, match=f"{WRITTEN}'shift', once in each of 2"):
+        model(x)
+
+
 def test_a_map_says_so_too(wrap: Wrap) -> None:
     """R22: of the first batch that writes. With one device a map writes batch by batch, as a loop does."""
     batches = [torch.randn(3, 5) for _ in range(4)]

@@ -230,7 +230,7 @@ def test_what_the_nodes_of_a_backward_see(lacks: str) -> None:
     """N1: what the block around the backward has been given, and nothing after it; blocks may be inside each other."""
     seen: list[Any] = []
     x = torch.ones(2, requires_grad=True)
-    x.register_hook(lambda _: seen.append(torch_private.seen_in_backward()))
+    x.register_hook(lambda _: seen.append({**torch_private.seen_in_backward()}))
 
     def backward() -> None:
         torch_private.run_backward([x.sum()], [torch.ones(())], keep=False)

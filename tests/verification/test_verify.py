@@ -135,6 +135,36 @@ CLASSES = torch.tensor([1, 0, 2, 3, 0, 0, 0, 3, 1])
 # ---- the same ------------------------------------------------------------------------------------
 
 
+def halve(net: Any, x: torch.Tensor) -> None:
+    net.layers[0].bias.data.mul_(0.5)
+
+
+def take_mean(net: Any, x: torch.Tensor) -> None:
+    net.layers[0].bias.data = x.mean(0)
+
+
+def fill(net: Any, x: torch.Tensor) -> None:
+    net.layers[0].bias.data.fill_(0.5)
+
+
+@pytest.mark.parametrize(("write", "same"), [(halve, False), (take_mean, False), (fill, True)])
+def test_parameters_that_forward_writes_into(write: Any, same: bool) -> None:
+    """R22: through `.data`, which no version counter sees. A row compares what is there after the step."""
+
+    def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
+        write(net, x)
+        return net.layers[0](x)
+
+    report = compared(calls(forward, nn.Linear(5, 5)), ROWS)
+    assert report.same is same
+    written = [row.name for row in report.rows if row.kind is Kind.PARAMETER]
+    assert written == ["layers.0.bias"] * 2
+    if not same:
+        assert report.cause is Cause.PARAMETERS_OF_REPLICAS
+        assert report.first_module == "layers.0"
+        assert "call the plain module once before it is wrapped" in " ".join(str(report).split())
+
+
 @pytest.mark.parametrize(
     ("num_replicas", "rows", "dtype"),
     [
@@ -152,7 +182,8 @@ def test_rows_that_do_not_interact_are_the_same(num_replicas: int, rows: int, dt
     assert report.differences == ()
     assert (report.first_module, report.cause) == (None, None)
     counts = {kind: sum(row.kind is kind for row in report.rows) for kind in Kind}
-    assert counts == {Kind.OUTPUT: 2, Kind.LOSS: 2, Kind.GRADIENT: 8, Kind.BUFFER: 0, Kind.ATTRIBUTE: 0}
+    none = dict.fromkeys((Kind.PARAMETER, Kind.BUFFER, Kind.ATTRIBUTE), 0)
+    assert counts == {Kind.OUTPUT: 2, Kind.LOSS: 2, Kind.GRADIENT: 8, **none}
     assert ("only one replica had rows" in str(report)) == (rows == 1)
 
 

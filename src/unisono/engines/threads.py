@@ -56,7 +56,7 @@ from unisono.primitives.parallel_apply import values_or_raise
 from unisono.primitives.placements import Replicate, Single
 from unisono.primitives.reassigned_buffers import Change, histories
 from unisono.primitives.replicate import check_device, unchanged_on_failure
-from unisono.primitives.written_parameters import in_each
+from unisono.primitives.written_parameters import in_each, watch_memory
 from unisono.runtime import timeline
 from unisono.runtime.exchange import Exchange, exchanging
 from unisono.runtime.rng import own_streams
@@ -222,7 +222,7 @@ class Forward:
 
     def forward(self) -> Any:
         """Return the joined output."""
-        look = self._look_in_first_step()
+        looks = self._look_in_first_step()
         leftovers, replicas, watched = self._model.leftovers, self._replicas, None
         if replicas.are_new and leftovers.looks and not self._is_again:
             watched = replicas.watched(self._inputs.shards, self._call.devices)
@@ -244,7 +244,7 @@ class Forward:
             if not self._runs_as_module:
                 blueprint = self._pool.blueprint
                 self._replicas.written.check(blueprint.root, blueprint.name_of, in_each(len(self._call.devices)))
-            if look is not None:
+            for look in looks:
                 look()
             if timeline.recording:
                 timeline.mark(timeline.GATHER)
@@ -275,19 +275,27 @@ class Forward:
             leftovers.say(self._pool.blueprint.root)
         return output
 
-    def _look_in_first_step(self) -> Callable[[], None] | None:
-        """Look for what `FirstSteps` looks for, if this is one; return what looks again after the replicas have run."""
+    def _look_in_first_step(self) -> list[Callable[[], None]]:
+        """Look for what `FirstSteps` looks for, if this is one; return what looks once the replicas have run."""
         call, pool, first_steps = self._call, self._pool, self._model.first_steps
         kind = call.method, call.arguments.flags, self._tracked
         if kind in pool.kinds_begun or self._is_again or inside_replica():
-            return None
+            return []
         pool.kinds_begun.add(kind)
         has_several = len(call.devices) > 1
         if not (has_several or call.sync_context is not None) or not first_steps.begins(structure_of(pool, call)):
-            return None
+            return []
         if self._normalises_shards():
             first_steps.look_at_batch_norm(pool.blueprint.root, in_one_process=has_several)
-        return first_steps.watch_generators(pool.blueprint.root, call.arguments.leaves) if has_several else None
+        if not has_several:
+            return []
+        blueprint, each = pool.blueprint, self._replicas.each
+        pairs = [pair for replica in each for pair in zip(pool.live_parameters, replica.own_parameters, strict=False)]
+        pairs += [pair for replica in each for pair in replica.copied_parameters]
+        return [
+            first_steps.watch_generators(blueprint.root, call.arguments.leaves),
+            watch_memory(pairs, blueprint.name_of, in_each(len(call.devices))),
+        ]
 
     def _normalises_shards(self) -> bool:
         """Return whether batch norm would see a part of the rows, no option says so, and it is this rank's to say.

@@ -3,13 +3,14 @@
 On one device that happens once a step. Replicas in the module's memory would do it once each, and the writes of
 replicas in memory of their own would be lost. torch's version counters say after forward that it has happened: a
 replica in the module's memory shares the counters of the live parameters, and a copy has counters of its own. No
-counter sees a write through `.data`, or into an inference tensor: `verify` compares the parameters after a step.
+counter sees a write through `.data`, or into an inference tensor: `verify` compares the parameters after a step. Other
+memory with other values, as after `self.weight.data = ...`, is looked for in the first step of a structure.
 
 The exception is `max_norm` of an embedding, which shortens rows that are too long: replicas shorten a row to the same
 values, however often. Rows that a copy has shortened are shortened in the live weights, too.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, Self, TypeAlias
 
@@ -35,6 +36,30 @@ def in_each(num_replicas: int) -> str:
     """Return in words how often replicas write, or one replica that may run in parts."""
     each = f"{num_replicas} replicas" if num_replicas > 1 else "several parts of a batch"
     return f"once in each of {each}, where one device would have done so once"
+
+
+def watch_memory(pairs: Iterable[Copy], name_of: Callable[[torch.Tensor], str], times: str) -> Callable[[], None]:
+    """Return what raises RuntimeError, once replicas have run, if parameters of theirs have other memory and values.
+
+    Other memory alone is right: layers of RNNs put their weights into one piece (`flatten_parameters`).
+
+    Args:
+        pairs: live parameters, each with a replica's own.
+        name_of, times: as in `WrittenParameters.check`.
+    """
+    watched = [(live, own, own.data_ptr()) for live, own in pairs if is_plain(live) and is_plain(own)]
+
+    def look() -> None:
+        moved = [(live, own) for live, own, address in watched if own.data_ptr() != address]
+        names = dict.fromkeys([name_of(live) for live, own in moved if not _are_same(live, own)])
+        if names:
+            raise RuntimeError(_WRITTEN.format(names=", ".join(names), times=times))
+
+    return look
+
+
+def _are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one.detach(), other.detach().to(one.device))
 
 
 class WrittenParameters:
