@@ -34,6 +34,8 @@ any thread. Some messages from inside torch show the C++ name.
 
 import contextlib
 import copy
+import functools
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -241,6 +243,66 @@ def simulated_accelerators(count: int) -> Iterator[list[torch.device]]:
             _open[:] = [other for other in _open if other is not present]
             if not _open:
                 devices.accelerators = _real_accelerators
+
+
+@contextlib.contextmanager
+def shown_by_torch() -> Iterator[None]:
+    """Have `torch.accelerator` report the simulated devices until the context ends; for the pytest plugin.
+
+    Torch and unisono see what they saw before: no kernels, streams or pinned memory of an accelerator are there.
+    """
+    module, state = torch.accelerator, types.SimpleNamespace(index=0)
+
+    class DeviceIndex(contextlib.ContextDecorator):
+        def __init__(self, index: int | None) -> None:
+            self._index = index
+
+        def __enter__(self) -> None:
+            self._before = state.index
+            state.index = self._before if self._index is None else self._index
+
+        def __exit__(self, *_: object) -> None:
+            state.index = self._before
+
+    def set_index(device: Any) -> None:
+        state.index = device if isinstance(device, int) else _index(torch.device(device))
+
+    simulated: dict[str, Any] = {
+        "is_available": lambda: True,
+        "device_count": lambda: len(_accelerators()),
+        # With its number, which torch's has not: a simulated device is named with it.
+        "current_accelerator": lambda check_available=False: torch.device("sim", state.index),
+        "current_device_index": lambda: state.index,
+        "current_device_idx": lambda: state.index,
+        "set_device_index": set_index,
+        "set_device_idx": set_index,
+        "device_index": DeviceIndex,
+        "synchronize": lambda device=None: None,
+        "empty_cache": lambda: None,
+        **{name: lambda device=None: 0 for name in _AMOUNTS},
+    }
+    before = {name: getattr(module, name) for name in simulated if hasattr(module, name)}
+    for name, original in before.items():
+        setattr(module, name, _for_others(original, simulated[name]))
+    try:
+        yield
+    finally:
+        for name, original in before.items():
+            setattr(module, name, original)
+
+
+_AMOUNTS = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+
+
+def _for_others(original: Callable[..., Any], simulated: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that is `simulated` for callers other than torch and unisono."""
+
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        caller = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
+        return (original if caller in ("torch", "unisono") else simulated)(*args, **kwargs)
+
+    return function
 
 
 @contextlib.contextmanager
