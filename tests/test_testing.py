@@ -428,3 +428,31 @@ def test_torch_shows_the_devices_to_the_program_and_not_to_itself() -> None:
         assert model(torch.ones(6, 2)).device == torch.device("sim:0")
         assert len(model.devices) == 3
     assert not torch.accelerator.is_available()
+
+
+@pytest.mark.parametrize("made", ["moved", "there"])
+def test_lazy_modules_train(made: str) -> None:
+    """N12: `LazyLinear(10).to("sim:0")` was an AssertionError of torch's."""
+    with simulated_accelerators(2):
+        options = {"device": "sim:0"} if made == "there" else {}
+        model = nn.Sequential(
+            nn.LazyConv2d(4, 3, **options), nn.LazyBatchNorm2d(**options), nn.Flatten(), nn.LazyLinear(2, **options)
+        ).to("sim:0")
+        x = torch.randn(4, 3, 5, 5, device="sim:0")
+        assert model(x[:2]).device == torch.device("sim:0")
+        assert [type(layer) for layer in model] == [nn.Conv2d, nn.BatchNorm2d, nn.Flatten, nn.Linear]
+        assert {tensor.device for tensor in (*model.parameters(), *model.buffers())} == {torch.device("sim:0")}
+        optimizer, before = torch.optim.SGD(model.parameters(), lr=0.1), model[3].weight.detach().cpu().clone()
+        DataParallel(model)(x).sum().backward()
+        optimizer.step()
+        assert not torch.equal(model[3].weight.detach().cpu(), before)
+
+
+def test_lazy_modules_elsewhere_are_as_before() -> None:
+    """N12"""
+    with simulated_accelerators(2):
+        for layer in (nn.LazyLinear(3), nn.LazyLinear(3).to("sim:0").to("cpu"), nn.LazyLinear(3).to(torch.float32)):
+            assert layer(torch.ones(2, 4)).device == torch.device("cpu")
+            assert all(parameter.requires_grad for parameter in layer.parameters())
+        with pytest.raises(ValueError, match="does not know the shape"):
+            DataParallel(nn.LazyLinear(3).to("sim:0"))(torch.ones(4, 3))

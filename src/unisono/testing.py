@@ -35,6 +35,7 @@ any thread. Some messages from inside torch show the C++ name.
 import contextlib
 import copy
 import functools
+import inspect
 import sys
 import threading
 import types
@@ -450,6 +451,68 @@ def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = 
     return target
 
 
+# ---- lazy modules ---------------------------------------------------------------------------------
+#
+# A parameter without a shape is a subclass of an ordinary tensor, which cannot become a simulated one by itself. So it
+# stays on the CPU, remembers its device, and is swapped for a simulated tensor once it has its shape.
+
+
+def _make_lazy_modules_work() -> None:
+    """Let uninitialised parameters and buffers be on simulated devices."""
+    mixin: Any = vars(torch.nn.parameter)["UninitializedTensorMixin"]
+    materialize = mixin.materialize
+
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        named = "device" in kwargs
+        device = kwargs.get("device") if named else next(iter(args), None)
+        if not isinstance(device, str | torch.device):
+            return torch.Tensor.to(self, *args, **kwargs)
+        device = torch.device(device)
+        is_simulated = device.type == "sim"
+        rest = args if named else args[1:]
+        kwargs["device"] = torch.device("cpu") if is_simulated else device
+        made = torch.Tensor.to(self, *([kwargs.pop("device"), *rest] if not named else rest), **kwargs)
+        self.__dict__.pop("_simulated", None)
+        if is_simulated:
+            self._simulated = _index(device)
+        return made
+
+    def materialize_on_device(self: Any, shape: Any, device: Any = None, dtype: Any = None) -> None:
+        index = self.__dict__.pop("_simulated", None)
+        if device is not None and torch.device(device).type == "sim":
+            device, index = "cpu", _index(torch.device(device))
+        materialize(self, shape, device, dtype)
+        if index is not None:
+            with torch.no_grad():
+                on_device = self.detach().to(torch.device("sim", index))
+            if isinstance(self, torch.nn.Parameter):
+                on_device = torch.nn.Parameter(on_device, self.requires_grad)
+            torch.utils.swap_tensors(self, on_device)  # type: ignore[no-untyped-call]
+
+    mixin.to, mixin.materialize = to, materialize_on_device
+    for cls in (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer):
+        cls.__new__ = _made_on_cpu(cls.__new__)  # type: ignore[method-assign]
+
+
+def _made_on_cpu(new: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a constructor of an uninitialised tensor that takes simulated devices, too."""
+    signature = inspect.signature(new)
+
+    @functools.wraps(new)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        device = bound.arguments.get("device")
+        index = _index(torch.device(device)) if device is not None and torch.device(device).type == "sim" else None
+        if index is not None:
+            bound.arguments["device"] = "cpu"
+        tensor = new(*bound.args, **bound.kwargs)
+        if index is not None:
+            tensor._simulated = index
+        return tensor
+
+    return made
+
+
 _library: Any = None  # of simulated devices' kernels, which last as long as it does; None: torch does not know them
 
 
@@ -498,5 +561,6 @@ def _registered() -> Any:
         library.impl("empty.memory_format", _empty, key)
         library.impl("empty_strided", _empty_strided, key)
         library.impl("_efficientzerotensor", _zeros, key)
+    _make_lazy_modules_work()
     library.impl("_copy_from", _copy_from, "Lazy")  # torch.tensor([1.0], device="sim:0") fills its result with it
     return library
