@@ -78,7 +78,7 @@ class _SimulatedDevices:
 
     def __init__(self, config: pytest.Config, count: int) -> None:
         from unisono import install
-        from unisono.testing import simulated_accelerators
+        from unisono.testing import shown_by_torch, simulated_accelerators
 
         self._count = count
         # Of the running test, by the wrapper's id.
@@ -89,6 +89,7 @@ class _SimulatedDevices:
             opened.enter_context(simulated_accelerators(self._count))
         except RuntimeError as error:
             raise pytest.UsageError(f"--unisono {count}: {error}") from None
+        opened.enter_context(shown_by_torch())
         opened.enter_context(install(sync_batch_norm=False))  # the summary says what a warning would say in each test
         opened.enter_context(self._recording())
 

@@ -201,3 +201,20 @@ def test_calls_that_raise_errors_are_not_compared(tmp_path: Path) -> None:
     assert status == 0, output
     assert "1 test called a wrapped model: 1 wrapper, 1 with the numbers of one device" in output
     assert "not compared" not in output
+
+
+def test_torch_accelerator_shows_the_devices(tmp_path: Path) -> None:
+    """N12: a program that asks torch how many there are."""
+    (tmp_path / "test_models.py").write_text("""
+import torch
+
+
+def test_devices():
+    assert torch.accelerator.is_available()
+    assert torch.accelerator.device_count() == 2
+    model = torch.nn.Linear(3, 2).to(torch.accelerator.current_accelerator())
+    assert torch.nn.DataParallel(model)(torch.ones(4, 3, device="sim:0")).shape == (4, 2)
+""")
+    status, output = run_pytest(tmp_path, "--unisono", "2")
+    assert status == 0, output
+    assert "1 wrapper, 1 with the numbers of one device" in output

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import re
+import warnings
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,8 +12,9 @@ import torch
 from torch import nn
 
 from helpers.programs import run_script
+from unisono import DataParallel
 from unisono.runtime import devices
-from unisono.testing import SimulatedTensor, separate_memory, simulated_accelerators
+from unisono.testing import SimulatedTensor, separate_memory, shown_by_torch, simulated_accelerators
 
 MIXED = (
     r"Expected all tensors to be on the same device, but found at least two devices, "
@@ -403,3 +405,54 @@ def test_views_in_inference_mode():
             results = [x.view(2, 2), x.detach(), x[:2], x + 1]
         assert [result.is_inference() for result in results] == [False, False, False, True]
         assert [result.sum().item() for result in results] == [4.0, 4.0, 2.0, 8.0]
+
+
+def test_torch_shows_the_devices_to_the_program_and_not_to_itself() -> None:
+    """N12: as under the pytest plugin; a loader of torch's would pin memory, which no simulated device has."""
+    with simulated_accelerators(3), shown_by_torch():
+        assert torch.accelerator.is_available()
+        assert torch.accelerator.device_count() == 3
+        assert torch.accelerator.current_accelerator() == torch.device("sim:0")
+        assert torch.ones(2, device=torch.accelerator.current_accelerator()).device == torch.device("sim:0")
+        with torch.accelerator.device_index(2):
+            assert torch.accelerator.current_device_index() == 2
+        torch.accelerator.set_device_index("sim:1")
+        assert torch.accelerator.current_device_index() == 1
+        torch.accelerator.synchronize()
+        assert torch.accelerator.memory_allocated() == 0
+        loader = torch.utils.data.DataLoader(torch.ones(4, 2), batch_size=2, pin_memory=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it does not pin
+            assert len([*loader]) == 2
+        model = DataParallel(nn.Linear(2, 2).to("sim:0"))
+        assert model(torch.ones(6, 2)).device == torch.device("sim:0")
+        assert len(model.devices) == 3
+    assert not torch.accelerator.is_available()
+
+
+@pytest.mark.parametrize("made", ["moved", "there"])
+def test_lazy_modules_train(made: str) -> None:
+    """N12: `LazyLinear(10).to("sim:0")` was an AssertionError of torch's."""
+    with simulated_accelerators(2):
+        options = {"device": "sim:0"} if made == "there" else {}
+        model = nn.Sequential(
+            nn.LazyConv2d(4, 3, **options), nn.LazyBatchNorm2d(**options), nn.Flatten(), nn.LazyLinear(2, **options)
+        ).to("sim:0")
+        x = torch.randn(4, 3, 5, 5, device="sim:0")
+        assert model(x[:2]).device == torch.device("sim:0")
+        assert [type(layer) for layer in model] == [nn.Conv2d, nn.BatchNorm2d, nn.Flatten, nn.Linear]
+        assert {tensor.device for tensor in (*model.parameters(), *model.buffers())} == {torch.device("sim:0")}
+        optimizer, before = torch.optim.SGD(model.parameters(), lr=0.1), model[3].weight.detach().cpu().clone()
+        DataParallel(model)(x).sum().backward()
+        optimizer.step()
+        assert not torch.equal(model[3].weight.detach().cpu(), before)
+
+
+def test_lazy_modules_elsewhere_are_as_before() -> None:
+    """N12"""
+    with simulated_accelerators(2):
+        for layer in (nn.LazyLinear(3), nn.LazyLinear(3).to("sim:0").to("cpu"), nn.LazyLinear(3).to(torch.float32)):
+            assert layer(torch.ones(2, 4)).device == torch.device("cpu")
+            assert all(parameter.requires_grad for parameter in layer.parameters())
+        with pytest.raises(ValueError, match="does not know the shape"):
+            DataParallel(nn.LazyLinear(3).to("sim:0"))(torch.ones(4, 3))

@@ -34,6 +34,9 @@ any thread. Some messages from inside torch show the C++ name.
 
 import contextlib
 import copy
+import functools
+import inspect
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -244,6 +247,66 @@ def simulated_accelerators(count: int) -> Iterator[list[torch.device]]:
 
 
 @contextlib.contextmanager
+def shown_by_torch() -> Iterator[None]:
+    """Have `torch.accelerator` report the simulated devices until the context ends; for the pytest plugin.
+
+    Torch and unisono see what they saw before: no kernels, streams or pinned memory of an accelerator are there.
+    """
+    module, state = torch.accelerator, types.SimpleNamespace(index=0)
+
+    class DeviceIndex(contextlib.ContextDecorator):
+        def __init__(self, index: int | None) -> None:
+            self._index = index
+
+        def __enter__(self) -> None:
+            self._before = state.index
+            state.index = self._before if self._index is None else self._index
+
+        def __exit__(self, *_: object) -> None:
+            state.index = self._before
+
+    def set_index(device: Any) -> None:
+        state.index = device if isinstance(device, int) else _index(torch.device(device))
+
+    simulated: dict[str, Any] = {
+        "is_available": lambda: True,
+        "device_count": lambda: len(_accelerators()),
+        # With its number, which torch's has not: a simulated device is named with it.
+        "current_accelerator": lambda check_available=False: torch.device("sim", state.index),
+        "current_device_index": lambda: state.index,
+        "current_device_idx": lambda: state.index,
+        "set_device_index": set_index,
+        "set_device_idx": set_index,
+        "device_index": DeviceIndex,
+        "synchronize": lambda device=None: None,
+        "empty_cache": lambda: None,
+        **{name: lambda device=None: 0 for name in _AMOUNTS},
+    }
+    before = {name: getattr(module, name) for name in simulated if hasattr(module, name)}
+    for name, original in before.items():
+        setattr(module, name, _for_others(original, simulated[name]))
+    try:
+        yield
+    finally:
+        for name, original in before.items():
+            setattr(module, name, original)
+
+
+_AMOUNTS = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+
+
+def _for_others(original: Callable[..., Any], simulated: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that is `simulated` for callers other than torch and unisono."""
+
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        caller = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
+        return (original if caller in ("torch", "unisono") else simulated)(*args, **kwargs)
+
+    return function
+
+
+@contextlib.contextmanager
 def separate_memory() -> Iterator[None]:
     """Give each replica but the first copies of its own of parameters and buffers, as on a device of its own.
 
@@ -388,6 +451,68 @@ def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = 
     return target
 
 
+# ---- lazy modules ---------------------------------------------------------------------------------
+#
+# A parameter without a shape is a subclass of an ordinary tensor, which cannot become a simulated one by itself. So it
+# stays on the CPU, remembers its device, and is swapped for a simulated tensor once it has its shape.
+
+
+def _make_lazy_modules_work() -> None:
+    """Let uninitialised parameters and buffers be on simulated devices."""
+    mixin: Any = vars(torch.nn.parameter)["UninitializedTensorMixin"]
+    materialize = mixin.materialize
+
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        named = "device" in kwargs
+        device = kwargs.get("device") if named else next(iter(args), None)
+        if not isinstance(device, str | torch.device):
+            return torch.Tensor.to(self, *args, **kwargs)
+        device = torch.device(device)
+        is_simulated = device.type == "sim"
+        rest = args if named else args[1:]
+        kwargs["device"] = torch.device("cpu") if is_simulated else device
+        made = torch.Tensor.to(self, *([kwargs.pop("device"), *rest] if not named else rest), **kwargs)
+        self.__dict__.pop("_simulated", None)
+        if is_simulated:
+            self._simulated = _index(device)
+        return made
+
+    def materialize_on_device(self: Any, shape: Any, device: Any = None, dtype: Any = None) -> None:
+        index = self.__dict__.pop("_simulated", None)
+        if device is not None and torch.device(device).type == "sim":
+            device, index = "cpu", _index(torch.device(device))
+        materialize(self, shape, device, dtype)
+        if index is not None:
+            with torch.no_grad():
+                on_device = self.detach().to(torch.device("sim", index))
+            if isinstance(self, torch.nn.Parameter):
+                on_device = torch.nn.Parameter(on_device, self.requires_grad)
+            torch.utils.swap_tensors(self, on_device)  # type: ignore[no-untyped-call]
+
+    mixin.to, mixin.materialize = to, materialize_on_device
+    for cls in (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer):
+        cls.__new__ = _made_on_cpu(cls.__new__)  # type: ignore[method-assign]
+
+
+def _made_on_cpu(new: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a constructor of an uninitialised tensor that takes simulated devices, too."""
+    signature = inspect.signature(new)
+
+    @functools.wraps(new)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        device = bound.arguments.get("device")
+        index = _index(torch.device(device)) if device is not None and torch.device(device).type == "sim" else None
+        if index is not None:
+            bound.arguments["device"] = "cpu"
+        tensor = new(*bound.args, **bound.kwargs)
+        if index is not None:
+            tensor._simulated = index
+        return tensor
+
+    return made
+
+
 _library: Any = None  # of simulated devices' kernels, which last as long as it does; None: torch does not know them
 
 
@@ -436,5 +561,6 @@ def _registered() -> Any:
         library.impl("empty.memory_format", _empty, key)
         library.impl("empty_strided", _empty_strided, key)
         library.impl("_efficientzerotensor", _zeros, key)
+    _make_lazy_modules_work()
     library.impl("_copy_from", _copy_from, "Lazy")  # torch.tensor([1.0], device="sim:0") fills its result with it
     return library

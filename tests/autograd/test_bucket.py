@@ -353,6 +353,7 @@ def test_large_layers(num_replicas: int) -> None:
 
 
 @pytest.mark.usefixtures("_memory")
+@pytest.mark.filterwarnings("ignore:forward of Calls assigns")
 def test_large_gradients_are_freed_while_backward_runs() -> None:
     """N10: when backward comes to the first layer, no replica's gradient of the last one is left."""
     alive: list[int] = []

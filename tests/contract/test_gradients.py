@@ -160,24 +160,6 @@ def test_equal_calls_give_equal_bits(wrap: Wrap) -> None:
     assert all(torch.equal(other, seen[0]) for other in seen)
 
 
-def test_output_is_a_parameter(wrap: Wrap) -> None:
-    """N8: gathered once a replica, as data_parallel does; later writes into the output do not reach the parameter."""
-
-    table = Calls(lambda model, x: model.table, table=nn.Parameter(torch.randn(3, 2)))
-    oracle, model = twins(wrap, table)
-    before = model.module.table.detach().clone()
-    x = torch.zeros(4, 1)
-    output, expected = model(x), data_parallel(oracle, x, in_turn(2))
-    assert_same(output.detach(), expected.detach())
-    (output * torch.arange(12.0).view(6, 2)).sum().backward()
-    (expected * torch.arange(12.0).view(6, 2)).sum().backward()
-    assert_same_gradients(model.module, oracle)
-    for rows in (1, 4):  # one replica; two
-        with torch.no_grad():
-            model(torch.zeros(rows, 1)).zero_()
-    assert torch.equal(model.module.table.detach(), before)
-
-
 def test_unused_rows_of_an_input_get_zeros(wrap: Wrap) -> None:
     """N1: an input that only one replica uses has a gradient of zeros in the other replicas' rows."""
     model = wrap(Fn(lambda x, number: x * 2 if number[0] == 0 else torch.zeros_like(x, requires_grad=True)))

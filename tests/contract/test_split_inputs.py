@@ -37,7 +37,7 @@ def messages(function, *inputs, **options):
 @pytest.mark.parametrize(
     ("function", "path"),
     [
-        (lambda x, w: nn.functional.cross_entropy(x, torch.zeros(len(x), dtype=torch.int64), w[:, 0]), "inputs[1]"),
+        (lambda x, w: nn.functional.cross_entropy(x, x.new_zeros(len(x), dtype=torch.int64), w[:, 0]), "inputs[1]"),
         (lambda x, w: x @ w.expand(4, 4), "inputs[1]"),
         (lambda x, p: x @ p["layer"][0].expand(4, 4), "inputs[1]['layer'][0]"),
         (lambda x, w: x[:, : int(w.max())], "inputs[1]"),

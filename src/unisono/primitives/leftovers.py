@@ -25,6 +25,7 @@ from unisono.primitives.change_tracking import GONE, ContainerSnapshot, DictSnap
 from unisono.primitives.object_state import same_state, same_value, state_of
 from unisono.primitives.observing_hooks import HookStates, is_the_users
 from unisono.primitives.references import INERT, TRACKED
+from unisono.primitives.shared_iterators import SharedIterator
 from unisono.runtime import torch_private
 from unisono.runtime.errors import warn_once
 from unisono.runtime.thread_pool import replica_path
@@ -272,9 +273,9 @@ def _leaves(shard: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[str, Any]:
 
 
 def _attributes_of(named: tuple[str, Any]) -> Mapping[str, Any]:
-    """Return the attributes that an object has now; nothing of what has none of its own, or is a batch."""
+    """Return the attributes that an object has now; nothing of what has none of its own, is a batch, or is used up."""
     _, value = named
-    if isinstance(value, nn.Module | types.ModuleType | type) or batch_type_of(value) is not None:
+    if isinstance(value, nn.Module | types.ModuleType | type | SharedIterator) or batch_type_of(value) is not None:
         return {}
     return dict(getattr(value, "__dict__", ()))
 
