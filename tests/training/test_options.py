@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from helpers.commands import assert_misused, status_of
 from unisono.cli import main
 from unisono.console.errors import OptionError
 from unisono.training import options as options_module
@@ -155,3 +156,25 @@ def test_what_was_decided_is_printed_recorded_and_resumed(tmp_path, monkeypatch,
     assert json.loads(Path("out/config.json").read_text())["options"]["precision"] == "bf16"
     assert main([*small, "--output", "exact"]) == 0
     assert json.loads(Path("exact/config.json").read_text())["options"]["precision"] == "fp32"
+
+
+SMALL = ["train", "--model", "mlp", "--epochs", "1", "--no-compile", "--precision", "fp32"]
+
+
+def test_all_accelerators_for_few_rows_are_named(own_folder, capsys, sim):
+    """T12: with the rows that each has, and the option that takes fewer; not where the devices were given."""
+    assert status_of(*SMALL, "--output", "out") == 0
+    line = capsys.readouterr().out.splitlines()[1]
+    assert line.startswith(
+        "--devices auto takes all 4 accelerators, with 32 rows of a step's 128 for each: --devices 1"
+    )
+    assert status_of(*SMALL, "--devices", "2", "--output", "two") == 0
+    assert "--devices auto" not in capsys.readouterr().out
+
+
+def test_two_replicas_on_an_accelerator_with_batch_norm(own_folder, capsys, sim):
+    """T12, A12: one line, which names the option, and nothing is written."""
+    shared = ["train", "--devices", "sim:1,sim:0,sim:1"]
+    assert_misused([*shared, "--model", "resnet18"], "--devices sim:1,sim:0,sim:1: 2 replicas on sim:1", capsys)
+    assert not Path("runs").exists()
+    assert status_of(*SMALL, "--devices", "sim:1,sim:0,sim:1") == 0  # a model without batch norm
