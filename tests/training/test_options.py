@@ -172,8 +172,9 @@ def test_all_accelerators_for_few_rows_are_named(own_folder, capsys, sim):
     assert "--devices auto" not in capsys.readouterr().out
 
 
-def test_two_replicas_on_an_accelerator_with_batch_norm():
+def test_two_replicas_on_an_accelerator_with_batch_norm(monkeypatch):
     """T12, A12: an error that names the option; processes on several machines may have GPUs of one name."""
+    monkeypatch.setattr(options_module, "computes_on_host", lambda device: device.type == "cpu")
     shared = Options(devices="cuda:1,cuda:0,cuda:1")
     with pytest.raises(
         OptionError, match=r"--devices cuda:1,cuda:0,cuda:1: 2 replicas on cuda:1.*--no-sync-batch-norm"
