@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from unisono import __version__
 from unisono.bench import command as bench
-from unisono.console.errors import DONE, FAILED, MISUSED, CommandError, Interrupted, OptionError
+from unisono.console.errors import DONE, FAILED, MISUSED, CommandError, Interrupted, OptionError, escaped
 from unisono.console.options import expect_installed
 from unisono.monitor import devices_command as devices
 from unisono.monitor import watch_command as watch
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def fail(reason: object, status: int) -> int:
         ranks.fail(reason)
         if ranks.is_first:
-            print(f"{program}: error: {reason}", file=sys.stderr, flush=True)
+            print(f"{program}: error: {escaped(str(reason))}", file=sys.stderr, flush=True)
         ranks.wait_for_first()
         return status
 

@@ -136,8 +136,8 @@ def test_tensors_of_another_size(
     wrap: Wrap, function: Any, n: int, x: torch.Tensor, starts: str, suggested: Any
 ) -> None:
     """G12: one warning for a model, whatever the size of its batches, which names the output and `out_dims`."""
-    model, x = Calls(function, rnn=nn.LSTM(3, 3, 2, batch_first=True)), x.to(torch.float64)
-    wrapped = wrap(model, n)
+    model = Calls(function, rnn=nn.LSTM(3, 3, 2, batch_first=True))
+    wrapped, x = wrap(model, n), x.to(model.rnn.weight_ih_l0)
     with warned() as messages:
         for _ in range(2):
             wrapped(x)
@@ -238,7 +238,7 @@ def test_lists_with_one_entry_a_row(wrap: Wrap, entries: Any, at: Any) -> None:
     assert str(again) == str(joined)  # what is said does not depend on lengths, nor how it is joined
 
 
-@pytest.mark.parametrize("entry", ["{}".format, lambda each: object(), lambda each: each.numpy()])
+@pytest.mark.parametrize("entry", ["{}".format, lambda each: object(), lambda each: each.cpu().numpy()])
 @at_one_place
 def test_errors_inside_a_list_name_the_remedy(wrap: Wrap, entry: Any) -> None:
     """S17, G5: strings that differ, and objects; also with one row a replica."""

@@ -165,9 +165,10 @@ def test_hooks_run_once_a_replica_and_those_of_parameters_and_the_wrapper_once(w
     assert_same(model.module[2].weight.grad, plain[2].weight.grad)
 
 
-def test_tensor_hooks_of_a_parameter_that_no_replica_used(wrap: Wrap) -> None:
-    """R9: they are not called, and later they are; one that clamps got None: TypeError. torch's own, which wait for
-    the gradients of several parameters, count their calls."""
+def test_hooks_of_a_parameter_that_no_replica_used(wrap: Wrap) -> None:
+    """R9: they are not called, and later they are; one that clamps got None: TypeError; one that steps when a gradient
+    has been accumulated had none. torch's own, which wait for the gradients of several parameters, count their calls.
+    """
 
     def forward(net: nn.Module, x: torch.Tensor, use: torch.Tensor) -> torch.Tensor:
         hidden = net.first(x)
@@ -175,19 +176,23 @@ def test_tensor_hooks_of_a_parameter_that_no_replica_used(wrap: Wrap) -> None:
 
     plain, model = twins(wrap, Calls(forward, first=nn.Linear(3, 3), second=nn.Linear(3, 3)), 2)
     x = torch.randn(6, 3)
-    calls: list[tuple[list[bool], list[list[bool]]]] = []
+    calls: list[tuple[list[bool], list[bool], list[list[bool]]]] = []
     for module, root in ((plain, plain), (model, model.module)):
         seen: list[bool] = []
+        accumulated: list[bool] = []
         together: list[list[bool]] = []
         root.first.weight.register_hook(lambda grad, seen=seen: seen.append(grad is not None))
+        root.first.weight.register_post_accumulate_grad_hook(
+            lambda parameter, done=accumulated: done.append(parameter.grad is not None)
+        )
         weights = [root.first.weight, root.second.weight]
         register_multi_grad_hook(weights, lambda grads, all=together: all.append([grad is not None for grad in grads]))
         for used in (False, True, False):
             root.zero_grad()
             loss_of(module(x, torch.full((6,), used))).backward()
             assert (root.first.weight.grad is not None) == used
-        calls.append((seen, together))
-    assert calls[1] == calls[0] == ([True], [[False, True], [True, True], [False, True]])
+        calls.append((seen, accumulated, together))
+    assert calls[1] == calls[0] == ([True], [True], [[False, True], [True, True], [False, True]])
 
 
 def test_another_method_is_called_in_parallel(wrap: Wrap) -> None:

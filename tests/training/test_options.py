@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from helpers.commands import status_of
 from unisono.cli import main
 from unisono.console.errors import OptionError
 from unisono.training import options as options_module
@@ -155,3 +156,30 @@ def test_what_was_decided_is_printed_recorded_and_resumed(tmp_path, monkeypatch,
     assert json.loads(Path("out/config.json").read_text())["options"]["precision"] == "bf16"
     assert main([*small, "--output", "exact"]) == 0
     assert json.loads(Path("exact/config.json").read_text())["options"]["precision"] == "fp32"
+
+
+SMALL = ["train", "--model", "mlp", "--epochs", "1", "--no-compile", "--precision", "fp32"]
+
+
+def test_all_accelerators_for_few_rows_are_named(own_folder, capsys, sim):
+    """T12: with the rows that each has, and the option that takes fewer; not where the devices were given."""
+    assert status_of(*SMALL, "--output", "out") == 0
+    line = capsys.readouterr().out.splitlines()[1]
+    assert line.startswith(
+        "--devices auto takes all 4 accelerators, with 32 rows of a step's 128 for each: --devices 1"
+    )
+    assert status_of(*SMALL, "--devices", "2", "--output", "two") == 0
+    assert "--devices auto" not in capsys.readouterr().out
+
+
+def test_two_replicas_on_an_accelerator_with_batch_norm(monkeypatch):
+    """T12, A12: an error that names the option; processes on several machines may have GPUs of one name."""
+    monkeypatch.setattr(options_module, "computes_on_host", lambda device: device.type == "cpu")
+    shared = Options(devices="cuda:1,cuda:0,cuda:1")
+    with pytest.raises(
+        OptionError, match=r"--devices cuda:1,cuda:0,cuda:1: 2 replicas on cuda:1.*--no-sync-batch-norm"
+    ):
+        shared.check_devices([[CUDA[1], CUDA[0], CUDA[1]]], synchronised=True)
+    shared.check_devices([[CUDA[1], CUDA[0], CUDA[1]]], synchronised=False)
+    Options().check_devices([CUDA[:2], CUDA[:2]], synchronised=True)
+    Options().check_devices([[CPU, CPU]], synchronised=True)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.commands import assert_misused
 from unisono.console.errors import FolderError
 from unisono.console.files import replaced
 from unisono.training.run_folder import RunFolder
@@ -61,6 +62,18 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
     assert first.checkpoint.read_bytes() == b"a run"
     first.close()
     RunFolder.reopen(tmp_path).claim()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no locks of this kind")
+def test_a_lock_with_commands_for_a_terminal_in_it(own_folder: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """T10: whoever may write into the folder could clear the screen, or write a title."""
+    folder = RunFolder(Path("out"))
+    folder.path.mkdir()
+    folder.claim()
+    Path("out/.lock").write_text("process 7 on a\x1b[2J\x1b]0;title\x07")
+    arguments = ["train", "--model", "mlp", "--devices", "cpu", "--output", "out"]
+    assert_misused(arguments, r"(process 7 on a\x1b[2J\x1b]0;title\x07)", capsys)
+    folder.close()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no locks of this kind")

@@ -18,6 +18,18 @@ FAILED = 1
 MISUSED = 2  # nothing was done
 
 
+def escaped(text: str) -> str:
+    """Return a text with escapes in the place of what a terminal would take for a command.
+
+    >>> print(escaped("process 7\x1b[2J on caf\u00e9"))
+    process 7\\x1b[2J on café
+    """
+    return "".join(
+        letter if letter.isprintable() or letter == "\n" else letter.encode("unicode_escape").decode()
+        for letter in text
+    )
+
+
 class CommandError(Exception):
     """The command cannot start, or cannot go on; the message is one line with the remedy."""
 

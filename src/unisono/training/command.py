@@ -19,6 +19,7 @@ from unisono.console.errors import DONE, OptionError, OutputClosedError
 from unisono.console.options import flag, folder
 from unisono.console.progress import Progress, for_stdout
 from unisono.console.targets import TargetError, current_folder_first
+from unisono.runtime.devices import is_cpu
 from unisono.training import checkpoint
 from unisono.training.observers import Observer, load
 from unisono.training.options import HOW, WHAT, WHERE, Options, with_device_defaults
@@ -121,6 +122,12 @@ def run(given: dict[str, Any], ranks: Ranks = ALONE) -> int:
     decided = list[str]()
     if not resume:
         options, decided = with_device_defaults(options, given, devices, ranks, profile=profile)
+    if options.devices == "auto" and len(devices) > 1 and not is_cpu(devices[0]):
+        rows = f"{options.batch_size / len(devices):.3g}"
+        decided.append(
+            f"--devices auto takes all {len(devices)} accelerators, with {rows} rows of a step's {options.batch_size} "
+            "for each: --devices 1 takes one, and a larger --batch-size keeps all of them busier"
+        )
     if with_tensorboard:
         decided.append(f"to see it: tensorboard --logdir {files.as_typed(run_folder.tensorboard)}")
     shown = for_stdout() if ranks.is_first else Progress()

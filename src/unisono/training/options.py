@@ -13,6 +13,7 @@ import torch
 
 from unisono.console.errors import OptionError
 from unisono.console.options import flag
+from unisono.runtime.devices import computes_on_host
 from unisono.runtime.precision import has_fast_bfloat16
 from unisono.training.computation import expect_compiler
 from unisono.training.data import known
@@ -109,6 +110,13 @@ class Options:
                 "pieces between the batch norms, and be slower than without: take "
                 f"--no-sync-batch-norm{one_device}, or take --no-compile"
             )
+        for of_rank in devices_by_rank if synchronised else ():
+            if shared := next((one for one in of_rank if of_rank.count(one) > 1 and not computes_on_host(one)), None):
+                raise OptionError(
+                    f"--devices {self.devices}: {of_rank.count(shared)} replicas on {shared}, and batch norm over the "
+                    "rows of all devices, for which each replica needs an accelerator of its own: name each once, or "
+                    "take --no-sync-batch-norm"
+                )
 
     @classmethod
     def from_saved(cls, saved: Mapping[str, Any], given: Mapping[str, Any]) -> "Options":
