@@ -367,6 +367,7 @@ def test_iterables_that_torch_would_join_wrongly(wrap: Wrap, make: Callable[[tor
         model(torch.randn(7, 5))
 
 
+@pytest.mark.filterwarnings("ignore:a hook keeps")
 def test_memory_formats_and_strides_of_gradients(wrap: Wrap) -> None:
     """G7, S11: an optimizer's fused kernels and the next layer count on them."""
     model = nn.Conv2d(3, 4, 3, padding=1).to(memory_format=torch.channels_last)

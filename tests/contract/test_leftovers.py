@@ -67,7 +67,7 @@ ASSIGNED: dict[str, tuple[Forward, str]] = {
     "a loss": (lambda m, x: setattr(m, "aux_loss", m.layer(x).square().mean()), "aux_loss"),
     "to a layer": (lambda m, x: setattr(m.layer, "seen", len(x)), "layer.seen"),
     "a layer": (lambda m, x: setattr(m, "head", nn.Linear(4, 4)), "head"),
-    "another layer": (lambda m, x: setattr(m, "layer", nn.Linear(4, 4)), "layer"),
+    "another layer": (lambda m, x: setattr(m, "layer", nn.Linear(4, 4).to(x.device)), "layer"),
     "a parameter": (lambda m, x: setattr(m.layer, "scale", nn.Parameter(x.mean(0).detach())), "layer.scale"),
     "to a parameter": (lambda m, x: setattr(m.weight, "grad_sample", x), "weight.grad_sample"),
     "to an input": (lambda m, x: setattr(x, "scale", 2.0), r"inputs\[0\].scale"),
@@ -262,7 +262,7 @@ def add_to_kept(value: Any) -> None:
 def hooks_that_keep() -> dict[str, Any]:
     by_name: dict[str, Any] = {}
     by_id: dict[int, Any] = {}
-    total, sums = torch.zeros(()), np.zeros(4)
+    total, sums = torch.zeros((), device="cpu"), np.zeros(4)
     return {
         "by name": lambda layer, args, output: by_name.update(f=output),
         "by id": lambda layer, args, output: by_id.__setitem__(id(layer), output.shape),
@@ -274,7 +274,7 @@ def hooks_that_keep() -> dict[str, Any]:
         "an object": Extractor(),
         "an object with slots": Latest(),
         "in an array": lambda layer, args, output: sums.__setitem__(0, float(output.detach().sum())),
-        "in a tensor": lambda layer, args, output: [total.add_(output.detach().sum())][1:] or None,
+        "in a tensor": lambda layer, args, output: [total.add_(output.detach().sum().cpu())][1:] or None,
     }
 
 
