@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import unisono
-from helpers.contract import Wrap, at_one_place, in_turn
+from helpers.contract import Wrap, at_one_place, in_turn, on_the_cpu
 from helpers.modules import Calls, Composed
 from helpers.ranks import run_ranks
 from unisono import DataParallel, data_parallel, verify
@@ -79,7 +79,7 @@ FROZEN: dict[str, Callable[[], nn.Module]] = {
     "instance norm": lambda: nn.Sequential(nn.Linear(5, 6), nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2, affine=True)),
     "group norm": lambda: nn.Sequential(nn.Linear(5, 6), nn.GroupNorm(2, 6)),
     "a function by running statistics": lambda: Calls(
-        lambda net, x: F.batch_norm(net.first(x), torch.zeros(5), torch.ones(5)), first=nn.Linear(5, 5)
+        lambda net, x: F.batch_norm(net.first(x), x.new_zeros(5), x.new_ones(5)), first=nn.Linear(5, 5)
     ),
 }
 
@@ -125,6 +125,7 @@ def test_the_plain_composition_says_it_too(wrap: Wrap) -> None:
 
 
 @at_one_place
+@on_the_cpu  # its projection is drawn there
 def test_verify_says_it_in_its_report(wrap: Wrap) -> None:
     """N5: and no warning of a step that it takes. A False that the wrapper was given explains the difference."""
     norm, x = nn.BatchNorm1d(5), torch.randn(9, 5)
@@ -171,7 +172,7 @@ DRAWS: dict[str, tuple[Callable[[Any], float], str]] = {
     "numpy": (lambda net: float(np.random.rand()), "Numpy's generator"),
     "numpy's own": (lambda net: float(net.numpys.random()), "A generator of its own"),
     "Python's own": (lambda net: net.pythons["a"].random(), "A generator of its own"),
-    "torch's own": (lambda net: float(torch.rand((), generator=net.torchs)), "A generator of its own"),
+    "torch's own": (lambda net: float(torch.rand((), generator=net.torchs, device="cpu")), "A generator of its own"),
     "two": (lambda net: random.random() + np.random.rand(), "Python's generator (random) and numpy's generator"),
 }
 
