@@ -514,7 +514,7 @@ class BucketSums:
         flat = bucket.flat(dict(zip(bucket.numbers, given, strict=True)))
         source, reader = self._plan.source[b], self._reader(b)
         if flat.device != source:
-            flat = self._copies.to_add(flat, reader)
+            flat = self._copies.to_add(flat, reader, is_made_for_this=True)
         else:
             self._copies.wait_compute(reader)
         if _devices.has_streams(source):
