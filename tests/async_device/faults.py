@@ -36,7 +36,8 @@ class Fault(NamedTuple):
         patch.setattr(self.owner, self.function, planted[self.function])
 
 
-_COMPUTE, _COPIES = "tensor.record_stream(self._computing[target])", "tensor.record_stream(copy_stream(target))"
+_COMPUTE = "tensor.record_stream(self._computing[target])"
+_MADE = "self._made.append((torch.accelerator.current_stream({}), [tensor]))"
 _WAIT = "event.let_wait(torch.accelerator.current_stream(self._devices[reader]))"
 
 FAULTS = {
@@ -71,10 +72,8 @@ FAULTS = {
     "no record_stream of a copy on its reader's stream": Fault(
         Copies, "to", "copy.record_stream(self._computing[copy.device])"
     ),
-    "no record_stream of a source on the copy stream": Fault(
-        Copies, "to_add", "tensor.record_stream(self._read_from(source))", "self._read_from(source)"
-    ),
-    "no record_stream of a gradient here on the copy stream": Fault(Copies, "record_stream", _COPIES),
+    "a gradient here is not kept for the copy stream": Fault(Copies, "keep", _MADE.format("device")),
+    "a gradient there is not kept for the copy stream": Fault(Copies, "to_add", _MADE.format("source")),
     "no record_stream of a sum on the compute stream": Fault(Copies, "record_stream", _COMPUTE),
     "no record_stream of the gradients of inputs": Fault(
         replica_graph, "keep_for_reader", "tensor.record_stream(stream)"

@@ -91,6 +91,15 @@ class Copies:
                 self._of_callers_memory.append(_devices.Event(copy_stream(target, from_host)))
         return copy
 
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Keep what the calling thread has made on a device, for work on that device's copy stream.
+
+        It stays until the block ends. Before, that work has to be waited for on the stream that is current then.
+        """
+        device = tensor.device
+        if _devices.has_streams(device):
+            self._made.append((torch.accelerator.current_stream(device), [tensor]))
+
     def fill(
         self,
         memory: Sequence[torch.Tensor],
@@ -179,23 +188,22 @@ class Copies:
     def __enter__(self) -> "Copies":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         with self._lock:
             sources = list(self._sources.items())
         for source, stream in sources:
             _devices.wait_stream(torch.accelerator.current_stream(source), stream)  # (3)
         for made_on in {made_on for made_on, _ in self._made}:
-            if made_on != torch.accelerator.current_stream(made_on.device):
+            if any(error) or made_on != torch.accelerator.current_stream(made_on.device):
                 _devices.wait_stream(made_on, copy_stream(made_on.device))
         self._made.clear()
         for event in self._of_callers_memory:
             event.wait()
 
     def record_stream(self, tensor: torch.Tensor, reader: int) -> None:
-        """Keep the memory of a tensor on the reader's device until its compute and copy streams are done with it."""
+        """Keep the memory of what was made on the reader's copy stream until its computation is done with it."""
         target = self._devices[reader]
         if _devices.has_streams(target):
-            tensor.record_stream(copy_stream(target))
             tensor.record_stream(self._computing[target])
 
 
