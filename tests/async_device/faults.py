@@ -36,7 +36,8 @@ class Fault(NamedTuple):
         patch.setattr(self.owner, self.function, planted[self.function])
 
 
-_COMPUTE, _COPIES = "tensor.record_stream(self._computing[target])", "tensor.record_stream(copy_stream(target))"
+_COMPUTE = "tensor.record_stream(self._computing[target])"
+_MADE = "self._made.append((torch.accelerator.current_stream({}), [tensor]))"
 _WAIT = "event.let_wait(torch.accelerator.current_stream(self._devices[reader]))"
 _MAKERS = "wait_for_maker(stream, *[t for t in tensors if t is not None and t.device == stream.device])"
 
@@ -67,10 +68,8 @@ FAULTS = {
     "no record_stream of a copy on its reader's stream": Fault(
         Copies, "to", "copy.record_stream(self._computing[copy.device])"
     ),
-    "no record_stream of a source on the copy stream": Fault(
-        Copies, "to_add", "tensor.record_stream(self._read_from(source))", "self._read_from(source)"
-    ),
-    "no record_stream of a gradient here on the copy stream": Fault(Copies, "record_stream", _COPIES),
+    "a gradient here is not kept for the copy stream": Fault(Copies, "keep", _MADE.format("device")),
+    "a gradient there is not kept for the copy stream": Fault(Copies, "to_add", _MADE.format("source")),
     "no record_stream of a sum on the compute stream": Fault(Copies, "record_stream", _COMPUTE),
     "no record_stream of the gradients of inputs, or of a loss that left forward": Fault(
         bucket, "wait_for_makers", _MAKERS, "wait_for_maker(stream)"

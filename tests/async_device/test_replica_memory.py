@@ -138,7 +138,7 @@ def test_a_copy_that_does_not_wait_for_the_readers_is_seen(monkeypatch: pytest.M
 
 def test_values_that_are_freed_before_they_have_been_copied_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are freed on the stream that made them, and that one waits for the copies."""
-    Fault(Copies, "fill", "self._filling.append((torch.accelerator.current_stream(source), values))").plant(monkeypatch)
+    Fault(Copies, "fill", "self._made.append((torch.accelerator.current_stream(source), values))").plant(monkeypatch)
     with pytest.raises(AssertionError, match="Mismatched elements"):
         assert_nothing_is_overwritten_without_outputs()
 

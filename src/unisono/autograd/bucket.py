@@ -468,6 +468,8 @@ class BucketSums:
                 self._copies.wait_copies(reader)
         for b, turns in enumerate(self._buckets):
             if turns.total is not None:
+                if self._copies is not None and turns.total.flat is not None:
+                    self._copies.record_stream(turns.total.flat, self._reader(b))
                 for n, gradient in zip(self._plan.numbers[b], self._gradients(b, turns.total), strict=True):
                     found[n] = gradient
         for _, n, gradient in sorted(self._beside, key=lambda each: each[:2]):
@@ -485,13 +487,13 @@ class BucketSums:
             else:
                 with self._where_sums_are(b):
                     turns.total = _flat_sum(turns.total, part) if self._copies else _sum(turns.total, part)
-                if self._copies is not None and turns.total.flat is not None:
-                    self._copies.record_stream(turns.total.flat, self._reader(b))
         if self._on_ready is not None and turns.turn == 0 and not self._ending and turns.total is not None:
             total, turns.total = turns.total, None
             if self._copies is None:
                 self._on_ready(b, self._gradients(b, total))
             else:
+                if total.flat is not None:
+                    self._copies.record_stream(total.flat, self._reader(b))
                 with self._copies.read(self._reader(b)):
                     is_whole = total.flat is not None and total.bucket is self._plan.forms[b]
                     self._on_ready(b, total.flat if is_whole else self._gradients(b, total))
@@ -517,11 +519,10 @@ class BucketSums:
         flat = bucket.flat(dict(zip(bucket.numbers, given, strict=True)))
         source, reader = self._plan.source[b], self._reader(b)
         if flat.device != source:
-            flat = self._copies.to_add(flat, reader)
+            flat = self._copies.to_add(flat, reader, is_made_for_this=True)
         else:
             self._copies.wait_compute(reader)
-        if _devices.has_streams(source):
-            self._copies.record_stream(flat, reader)
+            self._copies.keep(flat)
         return _Flat(bucket, flat)
 
     def _reader(self, b: int) -> int:

@@ -54,8 +54,8 @@ class Copies:
         self._last: dict[tuple[int, bool], _devices.Event] = {}  # after a reader's last copy, from the host or not
         self._sources: dict[torch.device, torch.Stream] = {}  # copy streams that have read from these devices
         self._of_callers_memory: list[_devices.Event] = []  # after copies from the caller's pinned memory
-        # What `fill` copies, with the stream on which it was made; kept until the block ends.
-        self._filling: list[tuple[torch.Stream, Sequence[torch.Tensor]]] = []
+        # What was made to be copied, with the stream on which it was made; kept until the block ends.
+        self._made: list[tuple[torch.Stream, Sequence[torch.Tensor]]] = []
 
     def to(self, tensor: torch.Tensor, reader: int) -> torch.Tensor:
         """Return a copy of `tensor` on the reader's device, for its computation; it may still be in flight."""
@@ -64,8 +64,14 @@ class Copies:
             copy.record_stream(self._computing[copy.device])
         return copy
 
-    def to_add(self, tensor: torch.Tensor, reader: int) -> torch.Tensor:
-        """Return a copy of `tensor` on the reader's device for work on the copy stream; it may still be in flight."""
+    def to_add(self, tensor: torch.Tensor, reader: int, *, is_made_for_this: bool = False) -> torch.Tensor:
+        """Return a copy of `tensor` on the reader's device for work on the copy stream; it may still be in flight.
+
+        Args:
+            is_made_for_this: whether it was made by the calling thread, on the stream that is current now. It stays
+                until the block ends, when that stream waits for the copy. So a host that runs ahead takes no new memory
+                for the next one, as it would where only the allocator knows of the copy.
+        """
         target, source = self._devices[reader], tensor.device
         if not _devices.has_streams(target) or not is_plain(tensor):
             return _devices.copied_to(tensor, target)
@@ -74,6 +80,9 @@ class Copies:
         if from_host:
             if not of_caller:
                 tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+        elif is_made_for_this:
+            self._read_from(source)
+            self._made.append((torch.accelerator.current_stream(source), [tensor]))
         else:
             tensor.record_stream(self._read_from(source))
         with self._on_copy_streams(reader, target if from_host else source, from_host):
@@ -81,6 +90,15 @@ class Copies:
             if of_caller:
                 self._of_callers_memory.append(_devices.Event(copy_stream(target, from_host)))
         return copy
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Keep what the calling thread has made on a device, for work on that device's copy stream.
+
+        It stays until the block ends. Before, that work has to be waited for on the stream that is current then.
+        """
+        device = tensor.device
+        if _devices.has_streams(device):
+            self._made.append((torch.accelerator.current_stream(device), [tensor]))
 
     def fill(
         self,
@@ -108,7 +126,7 @@ class Copies:
             values = [torch.empty_like(value, pin_memory=True).copy_(value) for value in values]
         else:
             self._read_from(source)
-            self._filling.append((torch.accelerator.current_stream(source), values))
+            self._made.append((torch.accelerator.current_stream(source), values))
         with self._on_copy_streams(reader, target if from_host else source, from_host):
             stream = copy_stream(target, from_host)
             for event in readers_before:
@@ -172,25 +190,24 @@ class Copies:
     def __enter__(self) -> "Copies":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if not self._computing and not self._sources:
+    def __exit__(self, *error: object) -> None:
+        if not (self._computing or self._sources or self._made):  # on the CPU
             return
         with self._lock:
             sources = list(self._sources.items())
         for source, stream in sources:
             _devices.wait_stream(torch.accelerator.current_stream(source), stream)  # (3)
-        for made_on in {made_on for made_on, _ in self._filling}:
-            if made_on != torch.accelerator.current_stream(made_on.device):
+        for made_on in {made_on for made_on, _ in self._made}:
+            if any(error) or made_on != torch.accelerator.current_stream(made_on.device):
                 _devices.wait_stream(made_on, copy_stream(made_on.device))
-        self._filling.clear()
+        self._made.clear()
         for event in self._of_callers_memory:
             event.wait()
 
     def record_stream(self, tensor: torch.Tensor, reader: int) -> None:
-        """Keep the memory of a tensor on the reader's device until its compute and copy streams are done with it."""
+        """Keep the memory of what was made on the reader's copy stream until its computation is done with it."""
         target = self._devices[reader]
         if _devices.has_streams(target):
-            tensor.record_stream(copy_stream(target))
             tensor.record_stream(self._computing[target])
 
 
