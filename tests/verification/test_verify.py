@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 import threading
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -783,3 +784,23 @@ def test_what_forward_keeps_in_attributes_is_no_difference_unless_it_is_updated(
     assert report.same
     assert not [row for row in report.rows if row.kind is Kind.ATTRIBUTE]
     assert "forward fills 1.table, 1.name and 1.function: what a replica assigns" in " ".join(str(report).split())
+
+
+def test_what_replicas_change_in_place_is_found() -> None:
+    """R6: a list to which they append, and an object that counts; and hooks that keep what they see are named."""
+
+    def forward(model: Any, x: torch.Tensor) -> torch.Tensor:
+        model.seen.append(x.sum())
+        model.state.calls += 1
+        return x
+
+    report = compared(Calls(forward, seen=[], state=types.SimpleNamespace(calls=0)), ROWS)
+    assert {row.name for row in report.differences} == {"seen", "state"}
+    assert report.cause is Cause.ATTRIBUTES_OF_REPLICAS
+    assert "in the order of arrival" in str(report)
+    features: dict[str, torch.Tensor] = {}
+    model = mlp()
+    model[0].register_forward_hook(lambda layer, args, output: features.update(first=output.detach()))
+    report = compared(model, ROWS)
+    assert report.same
+    assert "hooks keep what they see" in str(report)
