@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from helpers.comparisons import assert_same_gradients, assert_unchanged, twins
-from helpers.contract import ON_CPU, Wrap, at_one_place, at_the_same_time, each_with, in_time, in_turn, over_places
+from helpers.contract import Wrap, at_one_place, at_the_same_time, each_with, in_time, in_turn, over_places
 from helpers.failing import FAILURES, FailsOn, FailureError, assert_failure_leaves_nothing, numbered_rows
 from helpers.losses import loss_of
 from helpers.modules import Calls, Fn
@@ -34,7 +34,7 @@ def test_the_callers_exception_is_the_replicas(
         assert caught.code == 7
         if not in_backward:
             assert f"replica {replica} on {in_turn(3)[replica]}, rows {replica * 3} to " in notes
-        elif ON_CPU:  # on accelerators one call runs the backward of all replicas
+        else:
             assert f"replica {replica}" in notes
     in_time(lambda: loss_of(model(numbered_rows())).backward())
     loss_of(data_parallel(plain, numbered_rows(), in_turn(3), sync_batch_norm=False)).backward()

@@ -187,7 +187,7 @@ def backward(output: torch.Tensor, x: torch.Tensor, kind: str) -> None:
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("outside", [False, True], ids=["", "with a global parameter"])
 def test_recomputed_activations_in_every_kind_of_backward(wrap: Wrap, reentrant: bool, outside: bool) -> None:
-    """N6, N3: also where one call runs the backward of all replicas; against the same replicas without checkpoints."""
+    """N6, N3: against the same replicas without checkpoints."""
     shared = nn.Parameter(torch.ones(5)) if outside else torch.ones(5)
     kinds = ["backward", "twice with retain_graph", "create_graph"]
     found: list[list[torch.Tensor]] = [[], []]

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import unisono
-from helpers.contract import ON_CPU, Wrap, at_one_place, in_turn
+from helpers.contract import Wrap, at_one_place, in_turn
 from helpers.garbage import no_garbage
 from helpers.modules import Composed, Fn, WithBackward
 
@@ -125,7 +125,6 @@ def test_a_chain_of_errors(wrap: Wrap, value: float, row: int) -> None:
     assert frames_of(chained) == frames_of(of_plain)
 
 
-@pytest.mark.skipif(not ON_CPU, reason="on accelerators one call runs the backward of all replicas")
 def test_an_error_in_backward(wrap: Wrap) -> None:
     """F13"""
     module = Fn(lambda y: WithBackward.apply(y, fail), nn.Linear(5, 2))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.one_graph import simulated_accelerators_with_one_graph
+from helpers.as_accelerators import simulated_as_accelerators
 from unisono import DataParallel
 from unisono.engines import compile_lock
 from unisono.engines.compile_lock import CompileLock
@@ -77,7 +77,7 @@ def test_cuda_graphs_are_refused(sim: Any, monkeypatch: Any, num_devices: int, u
     """R13, I1: before anything is compiled; on one device, and on the CPU, the mode is torch's own affair."""
     compiled = torch.compile(nn.Linear(2, 2).to(sim[0]), mode="reduce-overhead")
     model = DataParallel(compiled, sim[:num_devices])
-    with simulated_accelerators_with_one_graph(monkeypatch), pytest.raises(RuntimeError, match=message):
+    with simulated_as_accelerators(monkeypatch), pytest.raises(RuntimeError, match=message):
         use(model, torch.ones(4, 2, device=sim[0]))
 
 

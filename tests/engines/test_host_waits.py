@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from helpers.as_accelerators import simulated_as_accelerators
 from helpers.batch_norm_kernels import use_kernels
 from helpers.host_waits import noted_on_simulated_devices
 from helpers.modules import Calls
-from helpers.one_graph import simulated_accelerators_with_one_graph
 from unisono import DataParallel
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -62,7 +62,7 @@ def test_a_training_step_waits_for_no_device(
 ) -> None:
     """N5, S11: from the batch on the first device to the optimizer's step; and the numbers are right."""
     plain = layers()
-    with simulated_accelerators_with_one_graph(monkeypatch):
+    with simulated_as_accelerators(monkeypatch):
         use_kernels(monkeypatch)
         module = copy.deepcopy(plain).to(sim[0])
         model = DataParallel(module, sim[:num_devices], sync_batch_norm=sync_batch_norm, scalars="mean")

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import unisono.testing
-from helpers.one_graph import simulated_accelerators_with_one_graph
+from helpers.as_accelerators import simulated_as_accelerators
 from unisono import DataParallel
 from unisono.profiling import profile as profile_module
 from unisono.profiling.steps import ProfiledStep, lanes_of
@@ -89,7 +89,7 @@ def test_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
             return 1e6 + 100.0 * self._moments
 
     monkeypatch.setattr(profile_module, "DeviceClock", Late)
-    with unisono.testing.simulated_accelerators(2), simulated_accelerators_with_one_graph(monkeypatch):
+    with unisono.testing.simulated_accelerators(2), simulated_as_accelerators(monkeypatch):
         model = DataParallel(nn.Linear(5, 3).to("sim:0"))
         with model.profile() as profile:
             for _ in range(3):

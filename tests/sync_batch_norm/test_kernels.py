@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from helpers.as_accelerators import simulated_as_accelerators
 from helpers.batch_norm_kernels import use_kernels
 from helpers.host_waits import noted_on_simulated_devices
-from helpers.one_graph import simulated_accelerators_with_one_graph
 from unisono import DataParallel
 from unisono.runtime.thread_pool import replica_device
 from unisono.sync_batch_norm.kernels import KernelStatistics, dense
@@ -98,7 +98,7 @@ def test_branches_on_streams_of_their_own(calls: Counter[str], sim: Any, monkeyp
 
     for module in ("runtime.streams", "sync_batch_norm.function_mode"):
         monkeypatch.setattr(f"unisono.{module}.current_stream", current)
-    with simulated_accelerators_with_one_graph(monkeypatch):
+    with simulated_as_accelerators(monkeypatch):
         model = DataParallel(nn.BatchNorm1d(3).to(sim[0]), sim[:2], sync_batch_norm=True)
         with torch.no_grad():
             model(torch.randn(8, 3, device=sim[0]))
@@ -114,7 +114,7 @@ def test_a_batch_norm_takes_few_kernels_and_copies(
 ) -> None:
     """N5: two kernels over the rows forward; statistics go to one device and back, and so do their gradients."""
     plain = nn.Sequential(nn.BatchNorm1d(3, affine=False))
-    with simulated_accelerators_with_one_graph(monkeypatch):
+    with simulated_as_accelerators(monkeypatch):
         model = DataParallel(copy.deepcopy(plain).to(sim[0]), sim[:num_devices], sync_batch_norm=True)
         without = DataParallel(nn.Identity(), sim[:num_devices])
         found = []

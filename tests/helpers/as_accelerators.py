@@ -1,4 +1,4 @@
-"""Simulated devices that count as accelerators: one call runs the backward of all replicas' graphs."""
+"""Simulated devices that count as accelerators, without streams."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from unisono.runtime import devices, unequal_devices
 
 
 @contextlib.contextmanager
-def simulated_accelerators_with_one_graph(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def simulated_as_accelerators(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make simulated devices count as accelerators. They have no streams, and are one kind of device."""
     with monkeypatch.context() as patch:
         patch.setattr(devices, "computes_on_host", lambda device: device.type == "cpu")
