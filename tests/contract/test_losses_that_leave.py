@@ -12,6 +12,7 @@ import random
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -428,7 +429,7 @@ def test_batch_norm_over_all_rows(wrap: Wrap, with_output: bool) -> None:
     torch.manual_seed(1)
     try:
         found = losses_of(model, model.module)
-        in_time((found.inside + (found.output if with_output else 0)).backward)
+        in_time(partial((found.inside + (found.output if with_output else 0)).backward, **KEEP))
     except RuntimeError as error:
         assert "sync_batch_norm" in str(error)  # noqa: PT017 - either is right
     else:
