@@ -12,6 +12,7 @@ import random
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,7 @@ from helpers.in_time import WAIT_S
 from helpers.losses import loss_of
 from helpers.modules import Calls
 from unisono import DataParallel
+from unisono.autograd import bucket
 from unisono.runtime import devices
 
 # On an accelerator, two threads go through a replica's graph for the output and for what is kept: neither may free it.
@@ -371,6 +373,135 @@ def test_a_replica_goes_on_from_what_an_earlier_forward_has_kept(wrap: Wrap, wit
     assert_alike(wrap, Calls(forward, layer=nn.Linear(5, 6)), steps, 2, 1e-10)
 
 
+class Box:
+    """An object of a class that unisono does not know, which a module has as an attribute."""
+
+    def __init__(self) -> None:
+        self.kept: dict[Any, torch.Tensor] = {}
+
+    def __call__(self) -> dict[Any, torch.Tensor]:
+        return self.kept
+
+
+REMEMBERED: dict[Any, torch.Tensor] = {}
+
+
+def remembered() -> dict[Any, torch.Tensor]:
+    return REMEMBERED
+
+
+class Remembers(nn.Module):
+    """Uses what the forward before has kept: of each row, and of the parameters only.
+
+    In what `get` returns, or in an object that is an input.
+    """
+
+    def __init__(self, get: Callable[[], dict[Any, torch.Tensor]] = remembered) -> None:
+        super().__init__()
+        self.layer, self.shift, self.get = nn.Linear(5, 6), nn.Parameter(torch.randn(6)), get
+
+    def forward(self, x: torch.Tensor, number: int, store: Box | None = None) -> torch.Tensor:
+        kept = self.get() if store is None else store.kept
+        hidden = torch.tanh(self.layer(x))
+        rows = x[:, 0].tolist()
+        before = [kept[row] for row in rows if row in kept]
+        kept.update(zip(rows, hidden, strict=True))
+        kept[f"shift {number}"] = self.shift.tanh()  # that of any replica
+        if before:
+            hidden = hidden * 2 + torch.stack(before).square()
+        return hidden * kept[f"shift {number - 1}"].to(x.device) if number else hidden
+
+
+def remembering(call: Call, root: Any, x: torch.Tensor, num_forwards: int, store: Box | None = None) -> Any:
+    """Run forwards after each other on the same rows; return their losses."""
+    root.get().clear()
+    return [loss_of(call(x, number, store)) for number in range(num_forwards)]
+
+
+ENDINGS: dict[str, Callable[[list[torch.Tensor], Any, torch.Tensor], Any]] = {
+    "last": lambda losses, root, x: losses[-1].backward(),
+    "last first": lambda losses, root, x: (losses[-1] + sum(losses[:-1])).backward(),
+    "first first": lambda losses, root, x: (sum(losses[:-1]) + losses[-1]).backward(),
+    "twice": lambda losses, root, x: (losses[-1].backward(retain_graph=True), losses[-1].backward()),
+    "one after the other": lambda losses, root, x: [loss.backward(retain_graph=True) for loss in losses],
+    "grad of the input": lambda losses, root, x: torch.autograd.grad(losses[-1], x),
+    "grad of a parameter": lambda losses, root, x: torch.autograd.grad(losses[-1], [root.layer.bias, root.shift]),
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("where", ["global", "object", "input"])
+@pytest.mark.parametrize("history", [False, True])
+def test_a_replica_remembers(wrap: Wrap, where: str, ending: str, history: bool) -> None:
+    """N1, N2, R9: in a global dict it lost the earlier forward's part of the gradient, in silence: the graphs of a
+    structure were searched for such paths once, in the forward that had nothing to remember."""
+    calls: list[torch.Tensor] = []
+
+    def steps(call: Call, root: Any) -> Any:
+        calls.clear()
+        for parameter in root.parameters():  # once a backward, with the whole gradient
+            parameter.register_hook(lambda grad: (calls.append(grad), grad.clamp(-2.0, 2.0))[1])
+        found = []
+        for _ in range(3):
+            given = torch.randn(6, 5, requires_grad=True)
+            x = given.sin() if history else given
+            losses = remembering(call, root, x, 3, Box() if where == "input" else None)
+            found += [ENDINGS[ending](losses, root, x), given.grad]
+            root.get().clear()
+        return [found, torch.tensor(len(calls))]
+
+    assert_alike(wrap, Remembers(Box() if where == "object" else remembered), steps, 2, 1e-10)
+
+
+def test_a_replica_remembers_in_a_closure(wrap: Wrap) -> None:
+    """N1: what is found among the module's attributes is an error that says what to write."""
+    kept: dict[Any, torch.Tensor] = {}
+    model = wrap(Remembers(lambda: kept), 2)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="Pass it to the model as an input"):
+            remembering(model, model.module, torch.randn(6, 5), 2)
+
+
+def test_a_replica_remembers_what_backward_has_freed(wrap: Wrap) -> None:
+    """N1: it is torch's error, as without a wrapper; and the model goes on."""
+
+    def steps(call: Call, root: Any) -> Any:
+        x = torch.randn(6, 5)
+        for _ in range(2):
+            remembering(call, root, x, 1)[0].backward()
+            with pytest.raises(RuntimeError, match=r"a second time|modified by an inplace"):
+                loss_of(call(x, 1)).backward()
+            root.zero_grad()
+        remembering(call, root, x, 2)[1].backward()
+        root.get().clear()
+        return []
+
+    assert_alike(wrap, Remembers(), steps, 2, 1e-10)
+
+
+def test_a_gradient_with_a_graph_of_what_a_replica_remembers(wrap: Wrap) -> None:
+    """N2: it is an error that says what to write."""
+    model = wrap(Remembers(), 2)
+    for _ in range(2):
+        x = torch.randn(6, 5, requires_grad=True)
+        loss = remembering(model, model.module, x, 2)[1]
+        with pytest.raises(RuntimeError, match="give it to this one as an input"):
+            torch.autograd.grad(loss, x, create_graph=True)
+    REMEMBERED.clear()
+
+
+@pytest.mark.usefixtures("collector_off")
+def test_forwards_that_remember_are_freed(wrap: Wrap) -> None:
+    """N10: with what refers to their graphs."""
+    model = wrap(Remembers(), 2)
+    alive = []
+    for _ in range(4):
+        remembering(model, model.module, torch.randn(6, 5, requires_grad=True), 3)[-1].backward()
+        REMEMBERED.clear()
+        alive.append(len(bucket._collectors))
+    assert alive[1:] == alive[:1] * 3
+
+
 class Meeting:
     """Lets two replicas that run at the same time give each other a tensor."""
 
@@ -428,7 +559,7 @@ def test_batch_norm_over_all_rows(wrap: Wrap, with_output: bool) -> None:
     torch.manual_seed(1)
     try:
         found = losses_of(model, model.module)
-        in_time((found.inside + (found.output if with_output else 0)).backward)
+        in_time(partial((found.inside + (found.output if with_output else 0)).backward, **KEEP))
     except RuntimeError as error:
         assert "sync_batch_norm" in str(error)  # noqa: PT017 - either is right
     else:

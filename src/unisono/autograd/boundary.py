@@ -103,12 +103,16 @@ class _Outputs(torch.autograd.Function):
 
 
 class _Replicas(torch.autograd.Function):
-    """(2) The node of the replicas: `_link_replicas(graphs, incoming, *tokens, *leaves)` returns the outputs' token."""
+    """(2) The node of the replicas: `_link_replicas(graphs, incoming, *tokens, *leaves, *earlier)`, the outputs' token.
+
+    `earlier` are the tokens of earlier forwards into whose graphs these go on.
+    """
 
     @staticmethod
     def forward(ctx: Any, graphs: ReplicaGraphs, incoming: dict[int, _Incoming], *linked: torch.Tensor) -> torch.Tensor:
-        ctx.graphs, ctx.incoming, ctx.num_leaves = graphs, incoming, len(graphs.leaves)
+        ctx.graphs, ctx.incoming = graphs, incoming
         ctx.collectors = [group.collector for group in graphs.groups]
+        ctx.num_others = len(linked) - len(ctx.collectors)
         ctx.set_materialize_grads(False)
         return torch.zeros((), dtype=torch.float32, device="cpu")
 
@@ -133,7 +137,7 @@ def _backward(ctx: Any, incoming: _Incoming) -> tuple[torch.Tensor | None, ...]:
     """Run the backward of the replicas; give the live tensors' gradients to their collectors, and return the rest."""
     graphs: ReplicaGraphs = ctx.graphs
     grads = incoming.here()
-    nothing: tuple[torch.Tensor | None, ...] = (None,) * (2 + len(ctx.collectors) + ctx.num_leaves)
+    nothing: tuple[torch.Tensor | None, ...] = (None,) * (2 + len(ctx.collectors) + ctx.num_others)
     has_grads = bool([grad for grad in grads if grad is not None])
     if graphs.released:
         if not has_grads:  # a later forward has detached the only output that it used, a buffer
@@ -148,7 +152,7 @@ def _backward(ctx: Any, incoming: _Incoming) -> tuple[torch.Tensor | None, ...]:
     higher, needed = torch.is_grad_enabled(), graphs.needed_inputs(ctx)
     # Losses that left forward in another way go through the same graphs in this backward, later.
     others_follow = graphs.buckets_will_run()
-    keep = graphs.keep or torch_private.backward_keeps_graph()
+    keep = graphs.are_needed_later or torch_private.backward_keeps_graph()
     if others_follow and not graphs.on_host and graphs.has_module_hooks():
         raise RuntimeError(_MODULE_HOOKS)
     try:
@@ -176,12 +180,12 @@ def _backward(ctx: Any, incoming: _Incoming) -> tuple[torch.Tensor | None, ...]:
         if reduction is not None:
             reduction.failed(error)
         raise
-    start = 0
+    start, num_earlier = 0, len(graphs.captured.earlier)
     for collector in ctx.collectors[:-1]:
         collector.add_of_boundary(found[start : start + len(collector.live)])
         start += len(collector.live)
     ctx.collectors[-1].add_of_boundary(of_parameters, all_reduce)
-    return (*nothing[: 2 + len(ctx.collectors)], *found[start:first])
+    return (*nothing[: 2 + len(ctx.collectors)], *found[start:first], *nothing[:num_earlier])
 
 
 def _nothing() -> None:
@@ -194,7 +198,8 @@ def join(graphs: ReplicaGraphs) -> Sequence[torch.Tensor]:
         return [each.join(each.tensors) for each in graphs.outputs]
     incoming: dict[int, _Incoming] = {}
     tokens = [group.token for group in graphs.groups]
-    token = _link_replicas(graphs, incoming, *tokens, *[leaf.live for leaf in graphs.leaves])
+    earlier = [token for _, token in graphs.captured.earlier]
+    token = _link_replicas(graphs, incoming, *tokens, *[leaf.live for leaf in graphs.leaves], *earlier)
     joined: tuple[torch.Tensor, ...] = _join_outputs(token, graphs, incoming)
     # Losses that left forward in another way lead to the replicas' graphs directly. A backward of both goes through the
     # boundary first, which then keeps these graphs.

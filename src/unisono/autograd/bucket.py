@@ -2,15 +2,17 @@
 
 caller's graph          live tensors ──► (1) LiveNode ──► token
 graph of replica i      token ──► (2) BucketNode, one a bucket ──► the replica's own tensors ──► its forward ──► outputs
+                        mark ───►
 
 (1) One node stands for the live tensors: for the module's parameters, and for the inputs of a call that need
     gradients. Its output, the token, is a 0-dim tensor on the CPU without a meaning of its own.
 (2) A replica's tensors are outputs of nodes, so torch's engine says when the gradients of a bucket are complete:
-    Python is called once a bucket and replica, not once a parameter.
+    Python is called once a bucket and replica, not once a parameter. Behind them is a mark as well, a leaf without a
+    meaning: unlike the token, only the graphs of the forward's own replicas lead to it, and what goes on from them.
 
 A `Collector` is behind both nodes. Who runs the backward says where the gradients of a bucket go:
 
-    the boundary (boundary.py)       to the sum of the backward that runs (`BucketSums`). It stops at the tokens.
+    the boundary (boundary.py)       to the sum of the backward that runs (`BucketSums`). It stops at the marks.
     the module, inside forward       they are kept until forward ends; then they are passed on to the live tensors
     the caller, for a tensor that    to the LiveNode, which runs when all of them have come. So the caller's graph sees
     left forward in another way      one gradient for each live tensor, that of the boundary included
@@ -114,6 +116,8 @@ class Collector:
         join: returns the gradient of each live tensor from contributions, which are in replica order.
 
     Attributes:
+        mark: the leaf behind its bucket nodes.
+        is_earlier: whether the graphs of a later forward lead to its bucket nodes.
         inside: has those of a backward inside forward while forward runs, else None.
         over_ranks: what sums gradients over ranks that no boundary has summed; None: there are no other ranks.
         latest: the number of the latest backward in which the LiveNode has run.
@@ -121,6 +125,8 @@ class Collector:
 
     def __init__(self, live: Sequence[torch.Tensor], join: Callable[[Sequence[Contribution]], Gradients]) -> None:
         self.live, self._join = live, join
+        self.mark = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
+        self.is_earlier = False
         self.inside: InsideForward | None = None
         self.over_ranks: OverRanks | None = None
         self.latest = -1
@@ -128,6 +134,7 @@ class Collector:
         # still to be done; and those that have come beside them.
         self._of_boundaries: dict[int, list[tuple[Gradients, AllReduce | None]]] = {}
         self._contributions: dict[int, list[Contribution]] = {}
+        _collectors[id(self)] = self
 
     def receive(self, bucket: int, replica: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Receive the gradients of a bucket of a replica. Called by torch's engine, in any of its threads."""
@@ -150,6 +157,10 @@ class Collector:
             all_reduce: sums these, and what has come beside them, over the ranks; None: there is nothing to be done.
         """
         self._of_boundaries.setdefault(torch_private.number_of_backward(), []).append((gradients, all_reduce))
+
+    def add_of_later(self, contributions: Iterable[Contribution]) -> None:
+        """Add what the boundary of a later forward has brought, for the LiveNode."""
+        self._contributions.setdefault(torch_private.number_of_backward(), []).extend(contributions)
 
     def drop(self) -> None:
         """Forget what backwards that have failed have left."""
@@ -194,6 +205,53 @@ class Collector:
                 return None
             every += sums or []
         return reduce(lambda one, other: [*map(added, one, other)], every) if every else [None] * len(self.live)
+
+
+_collectors: "weakref.WeakValueDictionary[int, Collector]" = weakref.WeakValueDictionary()
+
+
+def lead_to_others(ends: Sequence[torch.Tensor], collectors: Sequence[Collector]) -> bool:
+    """Return whether graphs lead to the bucket nodes of other forwards than the one that has `collectors`.
+
+    True, too, if they do so through the caller's graph, behind the forward's inputs. No node is seen from Python:
+    torch's engine looks, and only where other forwards' bucket nodes may exist. Not looked for are those of a forward
+    that still runs, around this one or in another thread.
+
+    Args:
+        ends: the tensors where the graphs end.
+    """
+    alive = [collector for ref in _collectors.valuerefs() if (collector := ref()) is not None]
+    marks = [each.mark for each in alive if each.inside is None and each not in collectors]
+    if not marks:
+        return False
+    roots = [end for end in ends if end.requires_grad]
+    if not roots:
+        return False
+    try:
+        root = _Look.apply(*roots)  # type: ignore[no-untyped-call]
+        torch_private.gradients([root], marks, [torch.ones_like(root)], keep=True)
+    except _LeadsToMarkError:
+        return True
+    return False
+
+
+class _LeadsToMarkError(Exception):
+    pass
+
+
+class _Look(torch.autograd.Function):
+    """A node whose backward ends at once: it tells whether torch would go on to any of the given inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, *_: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        return torch.zeros((), dtype=torch.float32, device="cpu")
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[None, ...]:
+        if any(ctx.needs_input_grad):
+            raise _LeadsToMarkError
+        return (None,) * len(ctx.needs_input_grad)
 
 
 class OverRanks(NamedTuple):
@@ -273,19 +331,20 @@ class LiveNode(torch.autograd.Function):
 class BucketNode(torch.autograd.Function):
     """(2) The node of one bucket of one replica.
 
-    `apply(token, collector, bucket, replica, make)` returns the tensors that `make` makes, as its outputs.
+    `apply(token, mark, collector, bucket, replica, make)` returns the tensors that `make` makes, as its outputs.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         token: torch.Tensor,
+        _: torch.Tensor,
         collector: Collector,
         bucket: int,
         replica: int,
         make: Callable[[], tuple[torch.Tensor, ...]],
     ) -> tuple[torch.Tensor, ...]:
-        ctx.collector, ctx.bucket, ctx.replica = collector, bucket, replica
+        ctx.token, ctx.collector, ctx.bucket, ctx.replica = token, collector, bucket, replica
         ctx.set_materialize_grads(False)
         return make()
 
@@ -293,7 +352,7 @@ class BucketNode(torch.autograd.Function):
     @uninterruptible
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:
         ctx.collector.receive(ctx.bucket, ctx.replica, grads)
-        return (None,) * 5
+        return (None,) * 6
 
 
 def own_tensors(
@@ -304,7 +363,8 @@ def own_tensors(
     Args:
         make: returns tensors that need no gradient.
     """
-    tensors: tuple[torch.Tensor, ...] = BucketNode.apply(token, collector, bucket, replica, lambda: tuple(make()))  # type: ignore[no-untyped-call]
+    of_node = token, collector.mark, collector, bucket, replica
+    tensors: tuple[torch.Tensor, ...] = BucketNode.apply(*of_node, lambda: tuple(make()))  # type: ignore[no-untyped-call]
     torch_private.run_first(tensors[0].grad_fn, FIRST)
     for place, tensor in enumerate(tensors):
         link = Link(weakref.ref(tensor), token, collector, bucket, replica, place, len(tensors))
@@ -335,7 +395,7 @@ class Link(NamedTuple):
         elif requires_grad and not parameter.requires_grad:
             # No value changes: what the graph has saved of the parameter stays valid.
             with torch.enable_grad(), torch_private.keeping_version(parameter):
-                _Relink.apply(self.token, self, parameter)  # type: ignore[no-untyped-call]
+                _Relink.apply(self.token, self.collector.mark, self, parameter)  # type: ignore[no-untyped-call]
         return parameter
 
     def pickled(self, protocol: Any) -> Any:
@@ -359,8 +419,8 @@ class _Relink(torch.autograd.Function):
     """The node of a single parameter of a bucket."""
 
     @staticmethod
-    def forward(ctx: Any, token: torch.Tensor, link: Link, parameter: torch.Tensor) -> torch.Tensor:
-        ctx.link, ctx.collector, ctx.replica = link, link.collector, link.replica
+    def forward(ctx: Any, token: torch.Tensor, _: torch.Tensor, link: Link, parameter: torch.Tensor) -> torch.Tensor:
+        ctx.token, ctx.link, ctx.collector, ctx.replica = token, link, link.collector, link.replica
         ctx.mark_dirty(parameter)
         return parameter
 
@@ -371,7 +431,7 @@ class _Relink(torch.autograd.Function):
         gradients: Gradients = [None] * link.size
         gradients[link.place] = grad
         link.collector.receive(link.bucket, link.replica, gradients)
-        return None, None, None
+        return None, None, None, None
 
 
 def is_bucket_node(node: Any) -> bool:

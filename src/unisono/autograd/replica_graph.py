@@ -13,7 +13,7 @@ The parameters are many, and go through in bulk: as one list a replica, without 
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -60,6 +60,12 @@ _REENTRANT = (
     "a backward for given inputs (torch.autograd.grad, backward(inputs=...)) reaches a reentrant activation "
     "checkpoint, which it cannot differentiate: use checkpoint(..., use_reentrant=False), or call backward() without "
     "inputs."
+)
+
+_GOES_ON = (
+    "a backward with {way} of a forward that has used what an earlier forward has kept (in a dict or an object that is "
+    "no module), without detach(). Return that tensor from the earlier forward, and give it to this one as an input; "
+    "or detach() it."
 )
 
 
@@ -204,14 +210,14 @@ class CapturedTensors(NamedTuple):
     Attributes:
         tensors: leaves that are neither the module's nor a replica's: globals, or made by forward.
         has_reentrant_checkpoint: whether a node runs a backward of its own for a checkpoint.
-        leads_to_earlier: whether a replica's graph goes on into that of an earlier forward.
+        earlier: the tokens behind other forwards' bucket nodes, where a replica's graph goes on into an earlier one's.
         are_linked: whether a replica's graph leads to another replica's tensors.
         has_batch_norm: whether a replica has normalised its rows by their statistics.
     """
 
     tensors: Sequence[torch.Tensor] = ()
     has_reentrant_checkpoint: bool = False
-    leads_to_earlier: bool = False
+    earlier: Sequence[tuple[Collector, torch.Tensor]] = ()
     are_linked: bool = False
     has_batch_norm: bool = False
 
@@ -309,6 +315,11 @@ class ReplicaGraphs:
         return self.sync_context.begin(self.parameters.live, live_node, self.parameters.plan)
 
     @property
+    def are_needed_later(self) -> bool:
+        """Whether a backward must not free the graphs, since others go on from them."""
+        return self.keep or any(group.collector.is_earlier for group in self.groups)
+
+    @property
     def on_host(self) -> bool:
         """Whether torch computes backward in the threads that call it, and in no thread of a device."""
         return _devices.all_on_host([timing.device for timing in self.timings])
@@ -326,7 +337,8 @@ class ReplicaGraphs:
         if not torch_private.backward_is_restricted() or torch_private.seen_in_backward():  # the latter: in one of ours
             return None
         nodes = _nodes(boundary)
-        live_nodes, leaves = nodes[: len(self.inputs) + 1], nodes[len(self.inputs) + 1 :]
+        first = len(self.inputs) + 1
+        live_nodes, leaves = nodes[:first], nodes[first : first + len(self.leaves)]
         needed = [self._needed(node, group) for node, group in zip(live_nodes, self.groups, strict=True)]
         of_leaves = [node is not None and torch_private.backward_reaches(node) for node in leaves]
         return [*chain.from_iterable(needed[:-1]), *of_leaves, *needed[-1]]
@@ -367,10 +379,16 @@ class ReplicaGraphs:
         # Graphs that share a tensor may share nodes, which the first replica's backward must not free.
         keep = keep or (bool(self.leaves) and not in_one_call)
         grads = self._parts_of(output_grads)
-        if needed is None and not batched:
+        # What is needed of an earlier forward's tensors comes by bucket only.
+        if (needed is None or self.captured.earlier) and not batched:
             return self._gradients_by_bucket(grads, reduction, run, keep=keep)
+        self._check_ends_here("batched gradients")
         parts = self._gradients(grads, needed, run, keep=keep)
         return [each.join_gradients(of) for each, of in zip(self.all_inputs, parts, strict=True)]
+
+    def _check_ends_here(self, way: str) -> None:
+        if self.captured.earlier:
+            raise RuntimeError(_GOES_ON.format(way=way))
 
     def _needs_one_call(self, *, in_device_thread: bool) -> bool:
         """Return whether one call has to run the backward of all replica graphs. (It has to for batched gradients.)"""
@@ -379,24 +397,21 @@ class ReplicaGraphs:
             (in_device_thread and not self.passes.have_exchanges)
             or modes_that_stay()  # which cannot follow into other threads; nor can batched gradients
             or captured.are_linked
-            or (captured.leads_to_earlier and bool(captured.tensors))
+            or bool(captured.earlier and captured.tensors)
         )
 
     def _gradients_by_bucket(
         self, grads: Sequence[Gradients], reduction: RankReduction | None, run: "_Run", *, keep: bool
     ) -> Gradients:
         """Return the gradient of each of the boundary's inputs; backward ends at the buckets, and sums them there."""
-        tokens = [group.token for group in self.groups if group.token.requires_grad]
+        earlier = [collector for collector, _ in self.captured.earlier]
+        marks = [collector.mark for collector in [*(group.collector for group in self.groups), *earlier]]
         of_inputs: list[list[Contribution]] = [[] for _ in self.inputs]
         of_leaves: list[Gradients] = [[None] * len(self.timings) for _ in self.leaves]
         leaves = dict(enumerate([leaf.tensors for leaf in self.leaves]))
 
         def compute(ends: Tensors, tensors: Tensors, end_grads: Tensors) -> Sequence[torch.Tensor | None]:
-            if not self.captured.leads_to_earlier:
-                return torch_private.gradients(ends, [*tokens, *tensors], end_grads, keep=keep)[len(tokens) :]
-            with gradients_aside(tensors):
-                torch_private.run_backward(ends, end_grads, keep=keep)
-                return [leaf.grad for leaf in tensors]
+            return torch_private.gradients(ends, [*marks, *tensors], end_grads, keep=keep)[len(marks) :]
 
         def backward_of(replicas: Sequence[int]) -> None:
             started = time.perf_counter()
@@ -410,11 +425,16 @@ class ReplicaGraphs:
             receivers: Receivers = {self.parameters.collector: sums.add}
             for group, contributions in zip(self.inputs, of_inputs, strict=True):
                 receivers[group.collector] = partial(_append, contributions)
+            of_earlier: list[list[Contribution]] = [[] for _ in earlier]
+            for collector, contributions in zip(earlier, of_earlier, strict=True):
+                receivers[collector] = partial(_append, contributions)
             with while_running(while_backward_runs):
                 run(backward_of)
             if timeline.recording:
                 timeline.mark(timeline.REDUCE)
             of_parameters = sums.end()
+        for collector, contributions in zip(earlier, of_earlier, strict=True):
+            collector.add_of_later(contributions)
         if self.leaves:  # a branch's gradients may be from its own stream
             keep_for_reader([gradient for gradient in chain.from_iterable(of_leaves) if gradient is not None])
         return [
@@ -466,7 +486,12 @@ class ReplicaGraphs:
     def differentiable_backward(
         self, output_grads: Sequence[torch.Tensor | None], needed: Sequence[bool] | None
     ) -> tuple[Self, list[BoundaryTensor | None]]:
-        """Run backward with create_graph=True; return its graphs, and the gradient of each input, None without one."""
+        """Run backward with create_graph=True; return its graphs, and the gradient of each input, None without one.
+
+        Raises:
+            RuntimeError: the graphs go on into those of an earlier forward.
+        """
+        self._check_ends_here("create_graph=True")
         self.keep = True
         incoming: list[LeafTensors] = []
         end_grads: list[Gradients] = [[] for _ in self.timings]
@@ -592,19 +617,6 @@ def pass_on(reached: Sequence[tuple[torch.Tensor, torch.Tensor]], sync_context: 
 def _nodes(node: Any) -> list[Any]:
     """Return the nodes that follow a node, one a tensor that it was given."""
     return [following for following, _ in node.next_functions]
-
-
-@contextlib.contextmanager
-def gradients_aside(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Let leaves have no `.grad` meanwhile."""
-    before = [leaf.grad for leaf in leaves]
-    for leaf in leaves:
-        leaf.grad = None
-    try:
-        yield
-    finally:
-        for leaf, grad in zip(leaves, before, strict=True):
-            leaf.grad = grad
 
 
 def any_batched(grads: Iterable[torch.Tensor | None]) -> bool:

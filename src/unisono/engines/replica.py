@@ -20,6 +20,7 @@ from unisono.autograd.bucket import (
     Collector,
     is_bucket_node,
     joined_gradients,
+    lead_to_others,
     own_tensors,
     token_of,
 )
@@ -498,7 +499,11 @@ def _is_plain_inside(parameter: torch.Tensor) -> bool:
 
 
 class GraphSearch:
-    """Searches the graphs of replicas with `look_for_live_tensors`, once per structure if nothing is found there."""
+    """Searches the graphs of replicas with `look_for_live_tensors`, once per structure if nothing is found there.
+
+    Whether they go on into those of earlier forwards depends on what forward finds where it keeps tensors, and is
+    looked for each time, by torch.
+    """
 
     def __init__(self) -> None:
         # Structures in whose graphs no captured tensor was found; what else was.
@@ -519,9 +524,11 @@ class GraphSearch:
         """
         structure = structure_of(pool, call)
         if not may_differ and structure in self._self_contained:
-            return self._self_contained[structure]
+            ends = [tensor for group in groups for tensor in group.tensors if tensor is not None]
+            if not lead_to_others(ends, collectors):
+                return self._self_contained[structure]
         captured = look_for_live_tensors(pool.blueprint, groups, where, collectors)
-        if not captured.tensors and not may_differ:
+        if not captured.tensors and not captured.earlier and not may_differ:
             if len(self._self_contained) >= _MOST_STRUCTURES:
                 self.clear()
             self._self_contained[structure] = captured
@@ -565,7 +572,8 @@ def look_for_live_tensors(
     if not groups:  # outputs without tensors
         return CapturedTensors()
     captured: dict[int, torch.Tensor] = {}
-    has_reentrant_checkpoint = leads_to_earlier = are_linked = has_batch_norm = False
+    earlier: dict[Collector, torch.Tensor] = {}
+    has_reentrant_checkpoint = are_linked = has_batch_norm = False
     histories = {tensor.grad_fn: tensor for tensor in blueprint.histories.values()}
     of_replicas = zip(where, zip(*(group.tensors for group in groups), strict=True), strict=True)
     for index, (place, outputs) in enumerate(of_replicas):
@@ -583,7 +591,8 @@ def look_for_live_tensors(
                 continue
             if is_bucket_node(reached):
                 are_linked |= reached.replica != index
-                leads_to_earlier |= reached.collector not in collectors
+                if reached.collector not in collectors:
+                    earlier[reached.collector] = reached.token
             has_reentrant_checkpoint |= is_reentrant_checkpoint(reached)
             has_batch_norm |= torch_private.is_batch_norm_in_training(reached)
             if reached in histories:
@@ -592,7 +601,7 @@ def look_for_live_tensors(
                     "forward and needs gradients. Pass it to the model as an input, compute it in forward, or "
                     "detach() it."
                 )
-    found = has_reentrant_checkpoint, leads_to_earlier, are_linked, has_batch_norm
+    found = has_reentrant_checkpoint, [*earlier.items()], are_linked, has_batch_norm
     return CapturedTensors([*captured.values()], *found)
 
 

@@ -338,6 +338,8 @@ class Forward:
         call, parameters = self._call, self._replicas.linked
         keep, collectors = carries_objects(call), [group.collector for group in self._linked]
         captured = self._model.search.captured_tensors(self._pool, call, groups, self._where, collectors, keep)
+        for collector, _ in captured.earlier:
+            collector.is_earlier = True
         if captured.has_batch_norm and self._normalises_shards():
             self._model.first_steps.say_of_functional_batch_norm()
         self._model.sum_over_ranks(parameters, call.sync_context)
@@ -354,7 +356,7 @@ class Forward:
             outputs=outputs,
             captured=captured,
             passes=self._passes,
-            keep=keep,
+            keep=keep or bool(captured.earlier),
             on_release=self._replicas.end_backward,
             sync_context=call.sync_context,
             replay=None if self._replay is None or self._is_again else self._replay.repeatable(),
