@@ -27,7 +27,7 @@ from unisono.primitives.observing_hooks import HookStates, is_the_users
 from unisono.primitives.references import INERT, TRACKED
 from unisono.primitives.shared_iterators import SharedIterator
 from unisono.runtime import torch_private
-from unisono.runtime.errors import warn_once
+from unisono.runtime.errors import warn
 from unisono.runtime.thread_pool import replica_path
 
 _MOST_NAMED = 6
@@ -85,7 +85,7 @@ class Leftovers:
         for names, message in ((self.assigned, _LOST), (self.hooks, _KEPT)):
             if names and message not in self._said:
                 self._said.add(message)
-                warn_once(message.format(model=type(model).__name__, names=listed([*names])))
+                warn(message.format(model=type(model).__name__, names=listed([*names])))
 
     def watched_by_name(
         self, replicas: Sequence[Any], live: nn.Module, shards: Sequence[Any], devices: Sequence[torch.device]
