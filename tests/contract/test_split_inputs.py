@@ -57,6 +57,15 @@ def test_an_error_names_the_inputs_and_how_they_were_split(wrap: Wrap, function,
     torch.testing.assert_close(whole(x, given), function(x, given))
 
 
+def test_weights_are_doubted_before_targets(wrap: Wrap) -> None:
+    """S18: both have one axis, and as many entries as the batch has rows; targets are integers. They were named."""
+    x, targets, weights = torch.rand(4, 4), torch.arange(4), torch.ones(4)
+    with pytest.raises(RuntimeError) as raised:
+        wrap(Fn(nn.functional.cross_entropy))(x, targets, weights)
+    (note,) = notes(raised.value)
+    assert note.endswith("such as in_dims={2: None}")
+
+
 def test_the_plain_composition_names_them_too():
     """S18, A9: a wrapper with a verb of its own."""
     with pytest.raises(RuntimeError) as raised:

@@ -218,12 +218,13 @@ class Arguments:
         """Return sets of tensors that may be split by mistake, the likeliest first: the numbers of their leaves.
 
         One tensor has the rows if several are split. It is likely to be the first; others with fewer dimensions are the
-        first to be doubted.
+        first to be doubted, and of those the ones that are no integers, as targets are.
         """
         split = self._split_numbers()
         if len(split) < 2:
             return []
-        doubted = sorted(split[1:], key=lambda number: self.leaves[number].dim())
+        tensors = self.leaves
+        doubted = sorted(split[1:], key=lambda i: (tensors[i].dim(), not tensors[i].dtype.is_floating_point))
         return [*([number] for number in doubted), split[1:], split[:1]]
 
     def described(self, numbers: Sequence[int]) -> str:
