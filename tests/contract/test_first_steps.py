@@ -120,8 +120,14 @@ def test_the_plain_composition_says_it_too(wrap: Wrap) -> None:
     assert len(said(lambda: model(x))) == 1
     assert len(said(lambda: data_parallel(norm, x, in_turn(2)))) == 1
     assert said(lambda: data_parallel(nn.BatchNorm1d(5), x, in_turn(2), sync_batch_norm=False)) == []
-    y = data_parallel(norm, x, in_turn(2), sync_batch_norm=True)
-    torch.testing.assert_close(y, norm(x))
+
+
+@at_one_place
+def test_the_function_has_the_option(wrap: Wrap) -> None:
+    """N5"""
+    norm, x = nn.BatchNorm1d(5), torch.randn(8, 5)
+    wrap(norm, sync_batch_norm=True)  # skips where no device can be named twice
+    torch.testing.assert_close(data_parallel(norm, x, in_turn(2), sync_batch_norm=True), norm(x))
 
 
 @at_one_place

@@ -435,7 +435,8 @@ def test_the_module_is_left_as_it_was(wrap: Wrap) -> None:
     A list of the module's layers led to the live ones, and a map wrote into their buffers.
     """
     norm = nn.BatchNorm1d(2)
-    model = wrap(Calls(count, norm=norm, listed=[norm], calls=nn.Buffer(torch.zeros(1)), number=0))
+    module = Calls(count, norm=norm, listed=[norm], calls=nn.Buffer(torch.zeros(1)), number=0)
+    model = wrap(module, sync_batch_norm=False)
     before = copy.deepcopy(model.module.state_dict())
     outputs = list(model.map(numbered(9, rows=3)))
     assert [(calls.item(), number) for calls, number, _ in outputs] == [(1, 1)] * 9

@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 import threading
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -918,3 +919,23 @@ def test_a_default_device_without_data() -> None:
     model = nn.Sequential(nn.Linear(5, 3), nn.LayerNorm(3))
     with torch.device("meta"):
         assert compared(model, ROWS).same
+
+
+def test_what_replicas_change_in_place_is_found() -> None:
+    """R6: a list to which they append, and an object that counts; and hooks that keep what they see are named."""
+
+    def forward(model: Any, x: torch.Tensor) -> torch.Tensor:
+        model.seen.append(x.sum())
+        model.state.calls += 1
+        return x
+
+    report = compared(Calls(forward, seen=[], state=types.SimpleNamespace(calls=0)), ROWS)
+    assert {row.name for row in report.differences} == {"seen", "state"}
+    assert report.cause is Cause.ATTRIBUTES_OF_REPLICAS
+    assert "in the order of arrival" in str(report)
+    features: dict[str, torch.Tensor] = {}
+    model = mlp()
+    model[0].register_forward_hook(lambda layer, args, output: features.update(first=output.detach()))
+    report = compared(model, ROWS)
+    assert report.same
+    assert "hooks keep what they see" in str(report)
