@@ -147,9 +147,36 @@ def test_an_array_with_an_entry_a_row_is_warned_of(array, nested):
     assert messages(lambda x, array: x, torch.ones(4, 1), given, in_dims=in_dims) == []
 
 
+class Unbound:
+    """A proxy of nothing, as of another library's context: each attribute is an error, that of a sequence, too."""
+
+    def __getattr__(self, name):
+        raise RuntimeError("unbound")
+
+
+class Unknown(Unbound):
+    shape = None
+
+    def __len__(self):
+        raise NotImplementedError
+
+    def __getitem__(self, index):
+        raise NotImplementedError
+
+
 @pytest.mark.parametrize(
     "other",
-    [numpy.ones(3), numpy.float64(2), "abcd", b"abcd", torch.Size([1] * 4), object(), nn.ModuleList([nn.ReLU()] * 4)],
+    [
+        Unbound(),
+        Unknown(),
+        numpy.ones(3),
+        numpy.float64(2),
+        "abcd",
+        b"abcd",
+        torch.Size([1] * 4),
+        object(),
+        nn.ModuleList([nn.ReLU()] * 4),
+    ],
     ids=lambda value: type(value).__name__,
 )
 def test_other_objects_are_not_warned_of(other):

@@ -334,14 +334,12 @@ def _num_entries(leaf: Any, axis: int) -> int | None:
     kind = type(leaf)
     if kind in MODES or isinstance(leaf, torch.Tensor | str | bytes | torch.Size | Mapping | torch.nn.Module):
         return None
-    shape = getattr(leaf, "shape", None)
-    if isinstance(shape, tuple) and shape:
-        return shape[axis] if -len(shape) <= axis < len(shape) else None
-    if not hasattr(kind, "__len__") or not hasattr(kind, "__getitem__"):
-        return None
     try:
-        return len(leaf)
-    except TypeError:  # an array without axes
+        shape = getattr(leaf, "shape", None)
+        if isinstance(shape, tuple) and shape:
+            return shape[axis] if -len(shape) <= axis < len(shape) else None
+        return len(leaf) if hasattr(kind, "__len__") and hasattr(kind, "__getitem__") else None
+    except Exception:  # noqa: BLE001 - an array without axes, or the code of a user's class
         return None
 
 
