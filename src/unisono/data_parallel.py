@@ -539,7 +539,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
 
 DataParallel._has_own_verbs = DataParallel
 # Of modules that were run by `data_parallel`, which makes a wrapper for each call.
-_said_of: WeakKeyDictionary[nn.Module, tuple[FirstSteps, Leftovers]] = WeakKeyDictionary()
+_said_of: WeakKeyDictionary[nn.Module, tuple[FirstSteps, Leftovers, set[str]]] = WeakKeyDictionary()
 
 
 @without_own_frames
@@ -582,8 +582,9 @@ def data_parallel(
         log_once(ways.NO_ACCELERATOR)
         return module(*inputs, **kwargs)
     wrapper = DataParallel(module, devices, output_device, dim, sync_batch_norm=sync_batch_norm, process_group=False)
-    threads = wrapper._threads
-    threads.first_steps, threads.leftovers = _said_of.setdefault(module, (threads.first_steps, threads.leftovers))
+    threads, options = wrapper._threads, wrapper._options
+    said = _said_of.setdefault(module, (threads.first_steps, threads.leftovers, options.said))
+    threads.first_steps, threads.leftovers, options.__dict__["said"] = said
     wrapper._idle_devices.say_nothing()  # a single call cannot tell a short last batch from a full one
     way = ways.on_one_device if len(devices) == 1 else ways.plain_composition
     return way(wrapper, ways.Invocation(None, inputs, kwargs))
