@@ -25,6 +25,7 @@ from unisono.options import Options, decided
 from unisono.primitives.batch_types import batch_type_of
 from unisono.primitives.checks import check_flag, check_module, check_word
 from unisono.primitives.dims import check_dim, warn_if_rows_elsewhere
+from unisono.primitives.leftovers import Leftovers
 from unisono.primitives.output_rows import ROWS
 from unisono.primitives.outputs import gathered
 from unisono.primitives.parallel_apply import parallel_apply
@@ -538,7 +539,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
 
 DataParallel._has_own_verbs = DataParallel
 # Of modules that were run by `data_parallel`, which makes a wrapper for each call.
-_first_steps: WeakKeyDictionary[nn.Module, FirstSteps] = WeakKeyDictionary()
+_said_of: WeakKeyDictionary[nn.Module, tuple[FirstSteps, Leftovers, set[str]]] = WeakKeyDictionary()
 
 
 @without_own_frames
@@ -581,7 +582,9 @@ def data_parallel(
         log_once(ways.NO_ACCELERATOR)
         return module(*inputs, **kwargs)
     wrapper = DataParallel(module, devices, output_device, dim, sync_batch_norm=sync_batch_norm, process_group=False)
-    wrapper._threads.first_steps = _first_steps.setdefault(module, wrapper._threads.first_steps)
+    threads, options = wrapper._threads, wrapper._options
+    said = _said_of.setdefault(module, (threads.first_steps, threads.leftovers, options.said))
+    threads.first_steps, threads.leftovers, options.__dict__["said"] = said
     wrapper._idle_devices.say_nothing()  # a single call cannot tell a short last batch from a full one
     way = ways.on_one_device if len(devices) == 1 else ways.plain_composition
     return way(wrapper, ways.Invocation(None, inputs, kwargs))

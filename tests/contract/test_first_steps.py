@@ -178,13 +178,19 @@ DRAWS: dict[str, tuple[Callable[[Any], float], str]] = {
     "numpy": (lambda net: float(np.random.rand()), "Numpy's generator"),
     "numpy's own": (lambda net: float(net.numpys.random()), "A generator of its own"),
     "Python's own": (lambda net: net.pythons["a"].random(), "A generator of its own"),
+    "numpy's old one": (lambda net: net.old.rand(), "A generator of its own"),
+    "of a class in a function": (lambda net: net.mine.random(), "A generator of its own"),
     "torch's own": (lambda net: float(torch.rand((), generator=net.torchs, device="cpu")), "A generator of its own"),
     "two": (lambda net: random.random() + np.random.rand(), "Python's generator (random) and numpy's generator"),
 }
 
 
 def drawing(draw: Callable[[Any], float]) -> nn.Module:
+    class Mine(random.Random):  # cannot be pickled: the step ended in that error
+        pass
+
     own = {"numpys": np.random.default_rng(0), "pythons": {"a": random.Random(0)}, "torchs": torch.Generator()}
+    own |= {"old": np.random.RandomState(0), "mine": Mine(0)}
     return Calls(lambda net, x: net.layer(x) * draw(net), layer=nn.Linear(5, 3), **own)
 
 
@@ -199,6 +205,21 @@ def test_draws_from_a_generator_that_replicas_share(wrap: Wrap, name: str, compo
     assert str(found[0].message).startswith(f"{generator} was drawn from while the replicas of Calls ran")
     if not composed:
         assert said(step(wrap(drawing(draw), 2, shares=[1, 0]), torch.randn(6, 5))) == []
+
+
+def test_a_generator_without_a_state(wrap: Wrap) -> None:
+    """N6: nothing can be seen of its draws; the step was an error."""
+
+    class Mine(random.Random):
+        def getstate(self) -> Any:
+            raise NotImplementedError
+
+    def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
+        return net.layer(x) * net.mine.random()
+
+    model = wrap(Calls(forward, layer=nn.Linear(5, 3)))
+    model.module.mine = Mine(0)
+    assert said(step(model, torch.randn(6, 5))) == []
 
 
 def test_a_generator_among_the_inputs(wrap: Wrap) -> None:

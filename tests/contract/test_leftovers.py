@@ -95,14 +95,19 @@ def test_what_forward_assigns_is_said_once(wrap: Wrap, name: str) -> None:
         model = wrap(with_attributes(assign), 3)
         # Without gradients, and in the plain composition, replicas on one device have the live parameters themselves.
         may_persist = name == "to a parameter" and way in ("without gradients", "the verbs", "map")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("unisono.runtime.errors._logged", set())
-            said = said_by(steps_of(model)[way])
+        said = said_by(steps_of(model)[way])
         assert len(said) == 1 or may_persist, way
         for warning in said:
             assert warning.filename == __file__
             assert f"forward of Calls assigns {path}:".replace("\\", "") in str(warning.message)
     assert model.module.steps == 0
+
+
+def test_another_model_is_warned_of_too(wrap: Wrap) -> None:
+    """R6: once for a model, not once for a class. A second one of the class was wrong in silence."""
+    for _ in range(2):
+        (said,) = said_by(steps_of(wrap(with_attributes(ASSIGNED["a counter"][0])))["training"])
+        assert "assigns steps" in str(said.message)
 
 
 def test_several_paths_are_in_one_warning(wrap: Wrap) -> None:

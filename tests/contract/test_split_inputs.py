@@ -57,6 +57,15 @@ def test_an_error_names_the_inputs_and_how_they_were_split(wrap: Wrap, function,
     torch.testing.assert_close(whole(x, given), function(x, given))
 
 
+def test_weights_are_doubted_before_targets(wrap: Wrap) -> None:
+    """S18: both have one axis, and as many entries as the batch has rows; targets are integers. They were named."""
+    x, targets, weights = torch.rand(4, 4), torch.arange(4), torch.ones(4)
+    with pytest.raises(RuntimeError) as raised:
+        wrap(Fn(nn.functional.cross_entropy))(x, targets, weights)
+    (note,) = notes(raised.value)
+    assert note.endswith("such as in_dims={2: None}")
+
+
 def test_the_plain_composition_names_them_too():
     """S18, A9: a wrapper with a verb of its own."""
     with pytest.raises(RuntimeError) as raised:
@@ -138,9 +147,36 @@ def test_an_array_with_an_entry_a_row_is_warned_of(array, nested):
     assert messages(lambda x, array: x, torch.ones(4, 1), given, in_dims=in_dims) == []
 
 
+class Unbound:
+    """A proxy of nothing, as of another library's context: each attribute is an error, that of a sequence, too."""
+
+    def __getattr__(self, name):
+        raise RuntimeError("unbound")
+
+
+class Unknown(Unbound):
+    shape = None
+
+    def __len__(self):
+        raise NotImplementedError
+
+    def __getitem__(self, index):
+        raise NotImplementedError
+
+
 @pytest.mark.parametrize(
     "other",
-    [numpy.ones(3), numpy.float64(2), "abcd", b"abcd", torch.Size([1] * 4), object(), nn.ModuleList([nn.ReLU()] * 4)],
+    [
+        Unbound(),
+        Unknown(),
+        numpy.ones(3),
+        numpy.float64(2),
+        "abcd",
+        b"abcd",
+        torch.Size([1] * 4),
+        object(),
+        nn.ModuleList([nn.ReLU()] * 4),
+    ],
     ids=lambda value: type(value).__name__,
 )
 def test_other_objects_are_not_warned_of(other):

@@ -166,6 +166,32 @@ def test_parameters_that_forward_writes_into(write: Any, same: bool) -> None:
         assert "call the plain module once before it is wrapped" in " ".join(str(report).split())
 
 
+def make_a_layer(net: Any, x: torch.Tensor) -> torch.Tensor:
+    if len(net.layers) < 2:
+        net.layers.append(nn.Linear(5, 5))
+    return net.layers[1](x)
+
+
+def make_a_parameter(net: Any, x: torch.Tensor) -> torch.Tensor:
+    if not hasattr(net.layers[0], "scale"):
+        net.layers[0].scale = nn.Parameter(torch.ones(5))
+    return x * net.layers[0].scale
+
+
+@pytest.mark.parametrize(
+    ("make", "where", "name"),
+    [(make_a_layer, "layers", "layers.1.weight"), (make_a_parameter, "layers.0", "layers.0.scale")],
+)
+def test_parameters_that_forward_makes(make: Any, where: str, name: str) -> None:
+    """R6: the model that is compared has none of their modules. It was a KeyError of verify's own."""
+    report = compared(calls(lambda net, x: make(net, net.layers[0](x)), nn.Linear(5, 5)), ROWS)
+    assert not report.same
+    assert (report.first_module, report.cause) == (where, Cause.ATTRIBUTES_OF_REPLICAS)
+    said = " ".join(str(report).split())
+    assert f"forward makes {name}" in said
+    assert "forward writes into" not in said
+
+
 @pytest.mark.parametrize(
     ("num_replicas", "rows", "dtype"),
     [

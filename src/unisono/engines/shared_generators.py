@@ -42,7 +42,7 @@ class GeneratorStates:
 
     def __init__(self, own: Sequence[Any]) -> None:
         self._generators = own
-        self._own = [state_of(g) if isinstance(g, torch.Generator) else pickle.dumps(g) for g in own]
+        self._own = [*map(_state, own)]
         self._python = random.getstate()
         numpy: Any = sys.modules.get("numpy")
         self._numpy = pickle.dumps(numpy.random.get_state()) if hasattr(numpy, "random") else None  # to be compared
@@ -61,3 +61,16 @@ class GeneratorStates:
             "a generator of its own": self._own == now._own,
         }
         return [generator for generator, as_before in is_as_before.items() if not as_before]
+
+
+def _state(generator: Any) -> Any:
+    """Return the state of a generator, to be compared; None if its class does not give it."""
+    if isinstance(generator, torch.Generator):
+        return state_of(generator)
+    try:
+        if isinstance(generator, random.Random):
+            return generator.getstate()
+        # numpy's: their states have arrays.
+        return pickle.dumps(generator.get_state() if hasattr(generator, "get_state") else generator.bit_generator.state)
+    except Exception:  # noqa: BLE001 - the code of a user's class
+        return None

@@ -218,12 +218,13 @@ class Arguments:
         """Return sets of tensors that may be split by mistake, the likeliest first: the numbers of their leaves.
 
         One tensor has the rows if several are split. It is likely to be the first; others with fewer dimensions are the
-        first to be doubted.
+        first to be doubted, and of those the ones that are no integers, as targets are.
         """
         split = self._split_numbers()
         if len(split) < 2:
             return []
-        doubted = sorted(split[1:], key=lambda number: self.leaves[number].dim())
+        tensors = self.leaves
+        doubted = sorted(split[1:], key=lambda i: (tensors[i].dim(), not tensors[i].dtype.is_floating_point))
         return [*([number] for number in doubted), split[1:], split[:1]]
 
     def described(self, numbers: Sequence[int]) -> str:
@@ -333,14 +334,12 @@ def _num_entries(leaf: Any, axis: int) -> int | None:
     kind = type(leaf)
     if kind in MODES or isinstance(leaf, torch.Tensor | str | bytes | torch.Size | Mapping | torch.nn.Module):
         return None
-    shape = getattr(leaf, "shape", None)
-    if isinstance(shape, tuple) and shape:
-        return shape[axis] if -len(shape) <= axis < len(shape) else None
-    if not hasattr(kind, "__len__") or not hasattr(kind, "__getitem__"):
-        return None
     try:
-        return len(leaf)
-    except TypeError:  # an array without axes
+        shape = getattr(leaf, "shape", None)
+        if isinstance(shape, tuple) and shape:
+            return shape[axis] if -len(shape) <= axis < len(shape) else None
+        return len(leaf) if hasattr(kind, "__len__") and hasattr(kind, "__getitem__") else None
+    except Exception:  # noqa: BLE001 - an array without axes, or the code of a user's class
         return None
 
 

@@ -27,16 +27,17 @@ from unisono.primitives.observing_hooks import HookStates, is_the_users
 from unisono.primitives.references import INERT, TRACKED
 from unisono.primitives.shared_iterators import SharedIterator
 from unisono.runtime import torch_private
-from unisono.runtime.errors import warn_once
+from unisono.runtime.errors import warn
 from unisono.runtime.thread_pool import replica_path
 
 _MOST_NAMED = 6
 _FIRST = 3  # forwards of the plain composition that are watched: each has new replicas
 _LOST = (
-    "forward of {model} assigns {names}: each replica does, for its own rows, and to attributes, hooks and inputs of "
-    "its own, which end with its forward. So the model has not what one device would leave there. Return the value "
-    "from forward; or make a tensor a buffer (register_buffer in __init__), of which the first replica's stays; make "
-    "layers and parameters before wrapping (one forward of the plain module does), where an optimizer finds them."
+    "forward of {model} assigns {names}: each replica does, for its own rows. Attributes and hooks of a replica, and "
+    "its parts of the inputs, end with its forward; what all share, such as a class or an object among the inputs, each "
+    "assigns. So the model has not what one device would leave there. Return the value from forward; or make a tensor "
+    "a buffer (register_buffer in __init__), of which the first replica's stays; make layers and parameters before "
+    "wrapping (one forward of the plain module does), where an optimizer finds them."
 )
 _KEPT = (
     "a hook keeps what it sees, {names}, and each replica calls it with its own rows: what it keeps by name or in an "
@@ -85,7 +86,7 @@ class Leftovers:
         for names, message in ((self.assigned, _LOST), (self.hooks, _KEPT)):
             if names and message not in self._said:
                 self._said.add(message)
-                warn_once(message.format(model=type(model).__name__, names=listed([*names])))
+                warn(message.format(model=type(model).__name__, names=listed([*names])))
 
     def watched_by_name(
         self, replicas: Sequence[Any], live: nn.Module, shards: Sequence[Any], devices: Sequence[torch.device]

@@ -76,6 +76,10 @@ _PARAMETERS = (
     "replica's updates stay, or update it outside of forward. For an initialisation from the first batch, call the "
     "plain module once before it is wrapped"
 )
+_MADE = (
+    "forward makes {names}: each replica makes its own in each step, which ends with its forward, and no optimizer "
+    "knows it. Make it in __init__; or before wrapping, with one forward of the plain module"
+)
 _ATTRIBUTES = (
     f"forward updates {{names}}, and {LOST}; what it changes in place, such as a tensor, a list to which it appends or "
     "an object, has the changes of all replicas, in the order of arrival. Update "
@@ -106,9 +110,14 @@ class Comparison:
         findings = list(self._joins())
         if self.many.error is not None and not findings:
             raise self.many.error
-        if names := [row.name for row in rows if row.differs and row.kind is Kind.PARAMETER]:
-            text = _PARAMETERS.format(names=", ".join(names))
-            findings.append(self._finding(names[0].rpartition(".")[0], Cause.PARAMETERS_OF_REPLICAS, text))
+        names = [row.name for row in rows if row.differs and row.kind is Kind.PARAMETER]
+        live = dict(self.wrapped.module.named_parameters(remove_duplicate=False))
+        if written := [name for name in names if name in live]:
+            text = _PARAMETERS.format(names=", ".join(written))
+            findings.append(self._finding(written[0].rpartition(".")[0], Cause.PARAMETERS_OF_REPLICAS, text))
+        if made := [name for name in names if name not in live]:
+            text = _MADE.format(names=", ".join(made))
+            findings.append(self._finding(self._that_has(made[0]), Cause.ATTRIBUTES_OF_REPLICAS, text))
         divergence = first_divergence(self.one.recorder, self.many.recorder, self.many.rows, self.tolerance)
         if divergence is not None:
             findings += self._submodules(*divergence)
@@ -138,6 +147,13 @@ class Comparison:
     def _submodule(self, name: str) -> nn.Module:
         modules: dict[str, nn.Module] = dict(self.wrapped.module.named_modules(remove_duplicate=False))
         return modules[name]
+
+    def _that_has(self, name: str) -> str:
+        """Return the name of the innermost module in which a parameter is, of those that the live module has."""
+        known = dict(self.wrapped.module.named_modules(remove_duplicate=False))
+        while name not in known:
+            name = name.rpartition(".")[0]
+        return name
 
     def _joins(self) -> Iterator[Finding]:
         """Yield findings about outputs whose shape is not that on one device, or that could not be joined."""
