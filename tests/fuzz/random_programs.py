@@ -1,17 +1,29 @@
 """Random programs: everything about one follows from its seed and its place."""
 
 import random
+from collections.abc import Mapping
 from typing import Any
 
 from fuzz.actions import ACTIONS
 from fuzz.blocks import FAMILIES
-from fuzz.model import INPUTS, OUTPUTS
+from fuzz.model import INPUTS, OUTPUTS, InputForm, OutputForm
 from fuzz.program import Program, Step
 
 _ERRORS_IN_PARTS = ("batch norm", "buffers", "writes_input", "torch.func")
 _ROWS = (0, 1, 2, 3, 4, 5, 6, 6, 7, 8, 11, 17)
 _WRAPS = ("model", "model", "part", "twice", "both")  # over ranks, layers around a "part" are not synchronised
 _WEIGHTS = (0, 1, 2, 3, 1.5)
+
+
+# Under a launcher each process has its own of these.
+_NOT_OF_RANKS = ("0-dim", "a parameter", "folded", "sample list")
+
+
+def _drawn_form(draw: random.Random, forms: Mapping[str, InputForm | OutputForm], place: str) -> str:
+    """Return the name of a form, seldom of one with which a message may end the program."""
+    strict = [name for name, form in forms.items() if not form.said and (place != "ranks" or name not in _NOT_OF_RANKS)]
+    said = [name for name, form in forms.items() if form.said]
+    return draw.choice(said) if place != "ranks" and draw.random() < 0.2 else draw.choice(("tensor", *strict))
 
 
 def random_program(seed: int, place: str) -> Program:
@@ -23,6 +35,8 @@ def random_program(seed: int, place: str) -> Program:
     for _ in range(draw.choice((0, 1, 1, 2, 3, 4))):
         family = draw.choice(families)
         if family in rare and draw.random() < 0.9:  # takes a hundred times as long
+            family = "linear"
+        if FAMILIES[family].said and (place == "ranks" or draw.random() < 0.5):  # a message may end the program
             family = "linear"
         blocks.append(f"{family}/{draw.choice(list(FAMILIES[family].variants))}")
     num_replicas = draw.choice((1, 2)) if place == "ranks" else draw.choice((2, 2, 2, 2, 3, 3, 5, 1))
@@ -36,8 +50,8 @@ def random_program(seed: int, place: str) -> Program:
         "num_replicas": num_replicas,
         "shares": shares,
         "wraps": draw.choice([word for word in _WRAPS if place != "ranks" or word != "part"]),
-        "inputs": draw.choice(("tensor", *INPUTS)),
-        "outputs": draw.choice([name for name in ("tensor", *OUTPUTS) if place != "ranks" or name != "0-dim"]),
+        "inputs": _drawn_form(draw, INPUTS, place),
+        "outputs": _drawn_form(draw, OUTPUTS, place),
         "optimizer": draw.choice(("SGD", "momentum", "groups", "Adam")),
         "loss": draw.choice(("sum", "mean")),
         "input_gradients": draw.random() < 0.4,
