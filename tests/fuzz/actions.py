@@ -155,7 +155,7 @@ def backward_of_a_part(side: Side, step: Step) -> None:
         side.backward(side.loss(output))
 
 
-@action(without=("ranks",))
+@action(without=("reentrant", "ranks"))
 def gradients_of_some(side: Side, step: Step) -> None:
     """torch.autograd.grad of half of the parameters, and of the inputs if they require gradients."""
     x = side.batch(step.rows, step.seed)
@@ -613,7 +613,7 @@ def _observed_kept(side: Side, kept: list[Tensor]) -> None:
     side.observe_all("kept", [tensor.detach() for tensor in kept])
 
 
-@action(without=("ranks", "compiled", "checkpoint", "reentrant"), said=(_KEPT,))
+@action(weight=0.5, without=("ranks", "compiled", "checkpoint", "reentrant"), said=(_KEPT,))
 def hooks_that_observe(side: Side, step: Step) -> None:
     """By name, in a list, or in an attribute; each once, and then again."""
     named: dict[str, Tensor] = {}
@@ -638,7 +638,7 @@ def losses_of_hooks(side: Side, step: Step) -> None:
     side.optimizer.step()
 
 
-@action(only=("inputs: tensor",), without=("ranks", "wraps: part", "wraps: both"), said=(ASSIGNED,))
+@action(weight=0.5, only=("inputs: tensor",), without=("ranks", "wraps: part", "wraps: both"), said=(ASSIGNED,))
 def attribute_of_an_input(side: Side, step: Step) -> None:
     def mark(module: nn.Module, args: Any) -> None:
         args[0].seen = len(args[0])

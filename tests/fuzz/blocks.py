@@ -461,8 +461,9 @@ class Leaves(Block):
             self.state = y.detach().mean(0)
         elif self.how == "layer":
             if self.made is None:
-                self.made = nn.Linear(WIDTH, WIDTH, bias=False, dtype=x.dtype)
-                nn.init.eye_(self.made.weight)
+                with torch.inference_mode(False):  # else it could not be trained
+                    self.made = nn.Linear(WIDTH, WIDTH, bias=False, dtype=x.dtype)
+                    nn.init.eye_(self.made.weight)
             y = self.made(y)
         return y
 
@@ -482,7 +483,7 @@ class Appends(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
-        (self.listed if self.how == "list" else self.named.setdefault("rows", [])).append(y.detach().double())
+        (self.listed if self.how == "list" else self.named.setdefault("rows", [])).append(y.detach().float())
         return y
 
     def left(self) -> list[Any]:
@@ -538,7 +539,8 @@ class WritesWeights(Block):
             elif self.how == "copy":
                 nn.init.constant_(self.linear.bias, 0.5)
             elif self.how == "data":
-                self.weight.data = self.weight.data * 0.9
+                with torch.inference_mode(False):
+                    self.weight.data = self.weight.data * 0.9
         return self.linear(x) * self.weight
 
 

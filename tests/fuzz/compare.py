@@ -72,7 +72,7 @@ def run(program: Program, timeout_s: float, rank: Rank = ONE_PROCESS, agree: Any
                 torch.compiler.reset()
         after = process_state()
         restore_process_state(before)
-        if outcome.difference is None and after != before:
+        if outcome.difference is None and not outcome.said and after != before:
             changed = [name for name in before if before[name] != after[name]]
             text = f"after the program these are not as before: {', '.join(changed)}"
             outcome = outcome._replace(difference=Difference("state of the process", text))

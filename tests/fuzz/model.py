@@ -65,7 +65,9 @@ INPUTS = {
         lambda x, _: ((x, {"numbers": iter([0.5, 2.0, 3.0])}), {}), lambda x, given: (x, sum(given["numbers"]))
     ),
     "sample list": InputForm(lambda x, _: ((SampleList(x.unbind()),), {}), lambda rows: (stacked(rows), 0)),
-    "samples": InputForm(lambda x, _: (([*x.unbind()],), {}), lambda rows: (stacked(rows), 0), said=(_SPLIT_LIST,)),
+    "samples": InputForm(
+        lambda x, _: (([*x.unbind()],), {}), lambda rows: (stacked(rows), 0), said=(_SPLIT_LIST, *_SPLIT)
+    ),
     "array": InputForm(
         lambda x, _: ((x, first_column(x).numpy()), {}),
         lambda x, array: (x, torch.from_numpy(array)[: len(x), None].to(x.dtype)),
@@ -94,8 +96,8 @@ class OutputForm(NamedTuple):
 
 # More than a batch has rows: what has that many entries is never taken for rows by accident.
 MANY = 23
-_OTHER_ROWS, _LIST = " rows, and has ", "with as many entries as each replica has rows"
-_ANOTHER_FORM = "TO BE SEEN"
+_OTHER_ROWS = (" rows, and has ", "rows it returns tensors of lengths")  # the latter: where a shard is run in parts
+_LISTS = ("with as many entries as each replica has rows", "return unisono.SampleList(entries)")
 
 
 def grouped(x: Tensor) -> Tensor:
@@ -120,10 +122,10 @@ OUTPUTS = {
     "sample list": OutputForm(lambda y, x, _: (y, SampleList(x.unbind()))),
     "folded": OutputForm(lambda y, x, _: (y.reshape(-1, 1), x)),
     "a parameter": OutputForm(lambda y, x, weight: (y, weight, {"same": weight})),
-    "state": OutputForm(lambda y, x, _: (y, {"state": x.expand(MANY, -1, -1) * 1}), said=(_OTHER_ROWS,)),
-    "groups": OutputForm(lambda y, x, _: (grouped(x), y), said=(_OTHER_ROWS,)),
-    "whole": OutputForm(lambda y, x, weight: (y, weight * 2), said=(_OTHER_ROWS,)),
-    "numbers": OutputForm(lambda y, x, _: (y, numbers_of(x)[:, 0].tolist()), said=(_LIST, _ANOTHER_FORM)),
+    "state": OutputForm(lambda y, x, _: (y, {"state": x.expand(MANY, -1, -1) * 1}), said=_OTHER_ROWS),
+    "groups": OutputForm(lambda y, x, _: (grouped(x), y), said=_OTHER_ROWS),
+    "whole": OutputForm(lambda y, x, weight: (y, weight * 2), said=_OTHER_ROWS),
+    "numbers": OutputForm(lambda y, x, _: (y, numbers_of(x)[:, 0].tolist()), said=_LISTS),
 }
 
 

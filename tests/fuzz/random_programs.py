@@ -23,7 +23,7 @@ def _drawn_form(draw: random.Random, forms: Mapping[str, InputForm | OutputForm]
     """Return the name of a form, seldom of one with which a message may end the program."""
     strict = [name for name, form in forms.items() if not form.said and (place != "ranks" or name not in _NOT_OF_RANKS)]
     said = [name for name, form in forms.items() if form.said]
-    return draw.choice(said) if place != "ranks" and draw.random() < 0.2 else draw.choice(("tensor", *strict))
+    return draw.choice(said) if place != "ranks" and draw.random() < 0.08 else draw.choice(("tensor", *strict))
 
 
 def random_program(seed: int, place: str) -> Program:
@@ -36,7 +36,8 @@ def random_program(seed: int, place: str) -> Program:
         family = draw.choice(families)
         if family in rare and draw.random() < 0.9:  # takes a hundred times as long
             family = "linear"
-        if FAMILIES[family].said and (place == "ranks" or draw.random() < 0.5):  # a message may end the program
+        is_each_rank_s = place == "ranks" and (FAMILIES[family].said or family == "lists")
+        if is_each_rank_s or (FAMILIES[family].said and draw.random() < 0.5):  # a message may end the program
             family = "linear"
         blocks.append(f"{family}/{draw.choice(list(FAMILIES[family].variants))}")
     num_replicas = draw.choice((1, 2)) if place == "ranks" else draw.choice((2, 2, 2, 2, 3, 3, 5, 1))
@@ -61,10 +62,15 @@ def random_program(seed: int, place: str) -> Program:
         "rescue": draw.random() < 0.1,
         "seed": draw.randrange(1000),
     }
+    if options["outputs"] == "numbers" and options["wraps"] in ("twice", "both"):
+        options["outputs"] = (
+            "sample list"  # a replica of one row returns one number, which is no sign of a list of rows
+        )
     traits = Program(**options).traits
     allowed = [name for name, action in ACTIONS.items() if action.suits(traits)]
     weights = [ACTIONS[name].weight for name in allowed]
-    rows = [n for n in _ROWS if n >= 2] if place == "ranks" else _ROWS
+    fewest = 8 if options["outputs"] == "numbers" else 2 if place == "ranks" else 0
+    rows = [n for n in _ROWS if n >= fewest]
     steps = [
         Step(draw.choices(allowed, weights)[0], draw.choice(rows), draw.randrange(1000))
         for _ in range(draw.choice((1, 2, 3, 5)))
