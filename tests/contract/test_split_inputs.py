@@ -89,10 +89,10 @@ PICTURES = [torch.ones(3, 8, 8) for _ in range(4)]
 )
 def test_a_list_as_the_only_input_is_warned_of(given, path):
     """S17: its tensors are split one by one, as in torch; `in_dims` says that this is meant."""
-    (message,) = messages(lambda given: torch.ones(2), given)
+    (message,) = messages(lambda given: None, given)
     assert message.startswith(f"{path} is a ")
     assert f"give unisono.SampleList({path})" in message
-    assert messages(lambda given: torch.ones(2), given, in_dims=0) == []
+    assert messages(lambda given: None, given, in_dims=0) == []
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_a_list_as_the_only_input_is_warned_of(given, path):
 )
 def test_other_lists_are_not_warned_of(inputs):
     """S17: lists that are known, or likely, to be containers."""
-    assert messages(lambda *inputs: torch.ones(2), *inputs) == []
+    assert messages(lambda *inputs: None, *inputs) == []
 
 
 def test_an_error_about_a_list_names_the_remedy(wrap: Wrap):
@@ -117,6 +117,14 @@ def test_an_error_about_a_list_names_the_remedy(wrap: Wrap):
         model([torch.ones(4, 8)] * 2)
     (note,) = notes(raised.value)
     assert note.endswith("A list with one entry a row is a unisono.SampleList")
+
+
+def test_an_error_about_a_list_of_one_row_names_the_remedy(wrap: Wrap):
+    """S17, S18: its tensor is split, as every only tensor is."""
+    with pytest.raises(RuntimeError) as raised:
+        wrap(Fn(lambda rows: torch.stack(rows) @ torch.ones(4)))([torch.ones(4)])
+    (note,) = notes(raised.value)
+    assert note.endswith("inputs[0][0] of shape (4,) along dim 0. A list with one entry a row is a unisono.SampleList")
 
 
 # ---- arrays ----------------------------------------------------------------------------------------

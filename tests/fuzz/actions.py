@@ -638,7 +638,7 @@ def losses_of_hooks(side: Side, step: Step) -> None:
     side.optimizer.step()
 
 
-@action(weight=0.5, only=("inputs: tensor",), without=("ranks", "wraps: part", "wraps: both"), said=(ASSIGNED,))
+@action(weight=2, only=("inputs: tensor",), without=("ranks", "wraps: part", "wraps: both"), said=(ASSIGNED,))
 def attribute_of_an_input(side: Side, step: Step) -> None:
     def mark(module: nn.Module, args: Any) -> None:
         args[0].seen = len(args[0])

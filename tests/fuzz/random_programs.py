@@ -9,7 +9,7 @@ from fuzz.blocks import FAMILIES
 from fuzz.model import INPUTS, OUTPUTS, InputForm, OutputForm
 from fuzz.program import Program, Step
 
-_ERRORS_IN_PARTS = ("batch norm", "buffers", "writes_input", "torch.func")
+_ERRORS_IN_PARTS = ("batch norm", "buffers", "writes_input", "torch.func", "outputs: folded")
 _ROWS = (0, 1, 2, 3, 4, 5, 6, 6, 7, 8, 11, 17)
 _WRAPS = ("model", "model", "part", "twice", "both")  # over ranks, layers around a "part" are not synchronised
 _WEIGHTS = (0, 1, 2, 3, 1.5)
@@ -37,7 +37,7 @@ def random_program(seed: int, place: str) -> Program:
         if family in rare and draw.random() < 0.9:  # takes a hundred times as long
             family = "linear"
         is_each_rank_s = place == "ranks" and (FAMILIES[family].said or family == "lists")
-        if is_each_rank_s or (FAMILIES[family].said and draw.random() < 0.5):  # a message may end the program
+        if is_each_rank_s or (FAMILIES[family].said and draw.random() < 0.6):  # a message may end the program
             family = "linear"
         blocks.append(f"{family}/{draw.choice(list(FAMILIES[family].variants))}")
     num_replicas = draw.choice((1, 2)) if place == "ranks" else draw.choice((2, 2, 2, 2, 3, 3, 5, 1))
