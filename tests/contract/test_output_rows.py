@@ -238,6 +238,17 @@ def test_lists_with_one_entry_a_row(wrap: Wrap, entries: Any, at: Any) -> None:
     assert str(again) == str(joined)  # what is said does not depend on lengths, nor how it is joined
 
 
+@at_one_place
+def test_a_list_of_one_replica_that_works_alone(wrap: Wrap) -> None:
+    """S17: its numbers become vectors of one entry, its strings stay as they are."""
+    with warned() as messages:
+        assert wrap(Fn(lambda x: ["same" for _ in x]), shares=(1, 0))(torch.ones(3)) == ["same"] * 3
+        assert messages == []
+        assert wrap(Fn(lambda x: [float(each) for each in x]), shares=(1, 0))(torch.ones(3)) == [[1.0]] * 3
+    (message,) = messages
+    assert "return unisono.SampleList(entries)" in message
+
+
 @pytest.mark.parametrize("entry", ["{}".format, lambda each: object(), lambda each: each.cpu().numpy()])
 @at_one_place
 def test_errors_inside_a_list_name_the_remedy(wrap: Wrap, entry: Any) -> None:

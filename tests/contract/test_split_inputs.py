@@ -128,6 +128,14 @@ def test_an_error_about_a_list_names_the_remedy(wrap: Wrap):
     assert note.endswith("A list with one entry a row is a unisono.SampleList")
 
 
+def test_an_error_about_a_list_of_one_row_names_the_remedy(wrap: Wrap):
+    """S17, S18: its tensor is split, as every only tensor is."""
+    with pytest.raises(RuntimeError) as raised:
+        wrap(Fn(lambda rows: torch.stack(rows) @ torch.ones(4)))([torch.ones(4)])
+    (note,) = notes(raised.value)
+    assert note.endswith("inputs[0][0] of shape (4,) along dim 0. A list with one entry a row is a unisono.SampleList")
+
+
 # ---- arrays ----------------------------------------------------------------------------------------
 
 

@@ -9,8 +9,9 @@ make fuzz OPTIONS="--place ranks --programs 10000". By hand: PYTHONPATH=tests .v
 
 A program builds a model of random blocks and does random things with it: training of every kind, copies, checkpoints,
 hooks, interrupts. Outputs, gradients, buffers, parameters and the types of errors have to be those of the plain module,
-in double precision. The same seed is the same program. A program that takes longer than the limit is ended, and counts
-as a difference, with the stacks of its threads.
+in double precision; where replicas do something else than one device, a warning or an error may name the cause instead.
+The same seed is the same program. A program that takes longer than the limit is ended, and counts as a difference, with
+the stacks of its threads.
 
 Of each difference the program is made smaller while it still differs, and printed as a script that runs. The exit
 status is 0 if there was no difference.
@@ -84,12 +85,13 @@ def hunt(place: str, options: argparse.Namespace, progress: Progress) -> int:
     task, began = f"programs in {place}", time.monotonic()
     seeds = [options.seed] if options.seed is not None else range(options.first, options.first + options.programs)
     seeds_of: dict[str, list[int]] = defaultdict(list)  # by kind of difference
-    num_programs = num_steps = num_raised = num_found = 0
+    num_programs = num_steps = num_raised = num_said = num_found = 0
     progress.begin(task, len(seeds))
     for seed, program, outcome in run_all(place, seeds, options):
         num_programs += 1
         num_steps += outcome.num_steps
         num_raised += outcome.raised
+        num_said += outcome.said
         found = outcome.difference
         if found is not None:
             num_found += 1
@@ -101,7 +103,7 @@ def hunt(place: str, options: argparse.Namespace, progress: Progress) -> int:
     seconds = time.monotonic() - began
     progress.say(
         f"{num_programs} programs in {place}, {num_steps} steps, {seconds:.0f} s: {num_found} differences"
-        f" (in {num_raised} programs both sides raised the same error)"
+        f" (in {num_raised} programs both sides raised the same error, in {num_said} a message named the cause)"
     )
     for kind, found_by in sorted(seeds_of.items(), key=lambda item: -len(item[1])):
         progress.say(f"  {len(found_by)} x {kind}: seeds {', '.join(map(str, found_by[:12]))}")

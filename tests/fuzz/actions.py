@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 from torch.utils.checkpoint import checkpoint
 
-from fuzz.blocks import WIDTH, linear
+from fuzz.blocks import ASSIGNED, WIDTH, linear
 from fuzz.model import NUM_OUTPUTS, tensors_in
 from fuzz.program import Step
 from fuzz.side import OPTIMIZERS, Side, seed_torch
@@ -38,6 +38,7 @@ class Action(NamedTuple):
     weight: float  # how often, compared with others
     only: tuple[str, ...]  # the program needs one of these traits
     without: tuple[str, ...]  # and none of these
+    said: tuple[str, ...]  # what a message says, in part, where the numbers are not those of the plain module
 
     def suits(self, traits: frozenset[str]) -> bool:
         return (not self.only or not traits.isdisjoint(self.only)) and traits.isdisjoint(self.without)
@@ -51,11 +52,12 @@ def action(
     only: tuple[str, ...] = (),
     without: tuple[str, ...] = (),
     around: Callable[[Run, Side, Step], None] | None = None,
+    said: tuple[str, ...] = (),
 ) -> Callable[[Run], Run]:
     """Register an action by its function's name, perhaps with something around it."""
 
     def register(run: Run) -> Run:
-        ACTIONS[run.__name__] = Action(functools.partial(around, run) if around else run, weight, only, without)
+        ACTIONS[run.__name__] = Action(functools.partial(around, run) if around else run, weight, only, without, said)
         return run
 
     return register
@@ -153,7 +155,7 @@ def backward_of_a_part(side: Side, step: Step) -> None:
         side.backward(side.loss(output))
 
 
-@action(without=("ranks",))
+@action(without=("reentrant", "ranks"))
 def gradients_of_some(side: Side, step: Step) -> None:
     """torch.autograd.grad of half of the parameters, and of the inputs if they require gradients."""
     x = side.batch(step.rows, step.seed)
@@ -453,13 +455,13 @@ def _cut_off(side: Side, step: Step, hook: Any, run: Callable[[], object], in_ba
 
 
 # With one replica the wrapped module runs itself: what it has written stays, as it does in the plain one.
-@action(without=("ranks", "one replica"))
+@action(without=("ranks", "one replica", "lists"))
 def failure_in_forward(side: Side, step: Step) -> None:
     hook = side.core.head.register_forward_pre_hook(_raise_for_some)
     _cut_off(side, step, hook, lambda: side.run(side.batch(step.rows, step.seed)))
 
 
-@action(weight=0.5, without=("ranks", "profile", "one replica"))
+@action(weight=0.5, without=("ranks", "profile", "one replica", "lists"))
 def interrupt(side: Side, step: Step) -> None:
     """Ctrl-C in forward or in backward."""
     in_backward = step.seed % 2 == 0
@@ -601,6 +603,50 @@ def hook_of_all_modules(side: Side, step: Step) -> None:
         side.train(step.rows, step.seed)
     finally:
         hook.remove()
+
+
+_KEPT = "a hook keeps what it sees"
+
+
+def _observed_kept(side: Side, kept: list[Tensor]) -> None:
+    side.observe("number of calls", len(kept))
+    side.observe_all("kept", [tensor.detach() for tensor in kept])
+
+
+@action(weight=0.5, without=("ranks", "compiled", "checkpoint", "reentrant"), said=(_KEPT,))
+def hooks_that_observe(side: Side, step: Step) -> None:
+    """By name, in a list, or in an attribute; each once, and then again."""
+    named: dict[str, Tensor] = {}
+    listed: list[Tensor] = []
+    keep = random.Random(step.seed).choice(
+        (lambda m, args, output: named.update(output=output), lambda m, args, output: listed.append(output))
+    )
+    with side.core.head.register_forward_hook(keep):
+        for number in range(2):
+            side.train(step.rows + number, step.seed + number)
+            _observed_kept(side, [*named.values(), *listed])
+
+
+@action(without=("ranks", "compiled", *_NOT_TWICE, "checkpoint"))
+def losses_of_hooks(side: Side, step: Step) -> None:
+    """The loss is a sum of what hooks have kept, perhaps beside a loss on the output."""
+    kept: list[Tensor] = []
+    side.optimizer.zero_grad()
+    with side.core.head.register_forward_hook(lambda m, args, output: kept.append(output.square().sum())):
+        loss = side.loss_of(step.rows, step.seed)
+    side.backward(sum(kept, loss * (step.seed % 2)))
+    side.optimizer.step()
+
+
+@action(weight=2, only=("inputs: tensor",), without=("ranks", "wraps: part", "wraps: both"), said=(ASSIGNED,))
+def attribute_of_an_input(side: Side, step: Step) -> None:
+    def mark(module: nn.Module, args: Any) -> None:
+        args[0].seen = len(args[0])
+
+    x = side.batch(step.rows, step.seed)
+    with side.core.register_forward_pre_hook(mark):
+        side.run(x)
+    side.observe("attribute of the input", getattr(x, "seen", None))
 
 
 # ---- copies and checkpoints ----------------------------------------------------------------------

@@ -10,15 +10,17 @@ Rows do not interact, but for batch norm. Traits say what a family does that mat
     scripted    is compiled by torch.jit
     compiled    is compiled by torch.compile, which takes long
     float64     computes in double precision, whatever its parameters' dtype
-    buffers     writes into its buffers
+    buffers     writes into its buffers, or leaves something else behind, in each forward
     reentrant   checkpoints in a way that allows no autograd.grad
 """
 
 import functools
+import random
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
@@ -431,6 +433,131 @@ class Remembers(Block):
         return y * (x.tanh() if self.last is None else self.last.tanh() + self.seen / max(len(y), 1))
 
 
+class Leaves(Block):
+    """Assigns to attributes in forward what one device would have afterwards: of the block, a parameter, a module."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(how)
+        self.steps = 0
+        self.last: Tensor | None = None
+        self.state: Tensor | None = None
+        self.made: nn.Linear | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if self.how == "count":
+            self.steps += 1
+        elif self.how == "flag":
+            y = y if self.steps else y * 2
+            self.steps = 1
+        elif self.how == "tensor":
+            self.last = y.detach()
+        elif self.how == "loss":
+            self.last = y.square().mean()
+        elif self.how == "of a parameter":
+            self.linear.weight.seen = y.detach().sum(0)  # type: ignore[attr-defined]
+        elif self.how == "state":
+            y = y if self.state is None else y + self.state.to(y.dtype)
+            self.state = y.detach().mean(0)
+        elif self.how == "layer":
+            if self.made is None:
+                with torch.inference_mode(False):  # else it could not be trained
+                    self.made = nn.Linear(WIDTH, WIDTH, bias=False, dtype=x.dtype)
+                    nn.init.eye_(self.made.weight)
+            y = self.made(y)
+        return y
+
+    def left(self) -> list[Any]:
+        """Return what forwards have left."""
+        of_weight = getattr(self.linear.weight, "seen", None)
+        return [self.steps, self.last, self.state, of_weight, None if self.made is None else self.made.weight.grad]
+
+
+class Appends(Block):
+    """Appends to a list or a dict, which all replicas share: in any order all that one device would have there."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(how)
+        self.listed: list[Tensor] = []
+        self.named: dict[str, list[Tensor]] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        (self.listed if self.how == "list" else self.named.setdefault("rows", [])).append(y.detach().float())
+        return y
+
+    def left(self) -> list[Any]:
+        """Return the rows, in the order of their numbers."""
+        listed = self.listed or self.named.get("rows", [])
+        rows = torch.cat(listed) if listed else torch.zeros(0, WIDTH)
+        return [rows[rows[:, 0].argsort()]]
+
+
+class HooksInForward(Block):
+    """Registers hooks in forward: for a while, or for good."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "for a while":
+            with self.linear.register_forward_hook(lambda module, args, output: output * 2):
+                return self.linear(x) + torch.tanh(self.linear(x * 0.5))
+        if self.how == "before it":
+            with self.linear.register_forward_pre_hook(_stretch_inputs):
+                return self.linear(x)
+        if self.how == "backward":
+            with self.linear.register_full_backward_pre_hook(_treble_gradients):
+                return self.linear(x)
+        if self.how == "for good":
+            self.linear.register_forward_hook(_shrink_output)
+        elif self.linear.weight.requires_grad:
+            self.linear.weight.register_hook(_double)
+        return self.linear(x)
+
+
+def _shrink_output(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output * 0.9
+
+
+class WritesWeights(Block):
+    """Writes into a parameter in forward, in one way or another."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(how)
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.is_new = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            if self.how == "decay":
+                self.weight.mul_(0.9)
+            elif self.how == "momentum":
+                self.weight.lerp_(self.linear.weight.mean(0), 0.1)
+            elif self.how == "clamp":
+                self.linear.weight.clamp_(-0.2, 0.2)
+            elif self.how == "first batch" and self.is_new and len(x):
+                self.weight.copy_(x.mean(0))
+                self.is_new = False
+            elif self.how == "copy":
+                nn.init.constant_(self.linear.bias, 0.5)
+            elif self.how == "data":
+                with torch.inference_mode(False):
+                    self.weight.data = self.weight.data * 0.9
+        return self.linear(x) * self.weight
+
+
+class DrawsElsewhere(Block):
+    """Draws from Python's generator, from numpy's, or from one of its own."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(how)
+        self.own: Any = {"own of Python": random.Random(7), "own of torch": torch.Generator().manual_seed(7)}.get(how)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "own of torch":
+            return self.linear(x) * torch.rand(1, generator=self.own).to(x.dtype)
+        draw = numpy.random.rand if self.how == "numpy" else random.random if self.own is None else self.own.random
+        return self.linear(x) * draw()
+
+
 def lazy() -> nn.Module:
     layer = nn.LazyLinear(WIDTH)
     layer(torch.zeros(1, WIDTH))
@@ -444,6 +571,11 @@ def scripted() -> Any:
 class Family(NamedTuple):
     variants: dict[str, Callable[[], nn.Module]]
     traits: tuple[str, ...] = ()
+    said: tuple[str, ...] = ()  # what a message says, in part, where the numbers are not those of the plain module
+
+
+ASSIGNED, _WRITTEN = " assigns ", "forward has written into"
+_DRAWN = "was drawn from while the replicas of"
 
 
 def _of(kind: type[nn.Module], *names: str) -> dict[str, Callable[[], nn.Module]]:
@@ -508,6 +640,22 @@ FAMILIES: dict[str, Family] = {
     "compiled": Family(_of(Compiled, "eager", "aot_eager"), ("compiled",)),
     "by row": Family({"layers": ByRow}),
     "attributes": Family({"assigned": Remembers}),
+    "left attributes": Family(
+        _of(Leaves, "count", "flag", "tensor", "loss", "of a parameter", "state", "layer"),
+        ("attributes", "buffers"),
+        (ASSIGNED,),
+    ),
+    "lists": Family(_of(Appends, "list", "dict"), ("buffers",)),
+    "hooks in forward": Family(_of(HooksInForward, "for a while", "before it", "backward")),
+    "hooks for good": Family(_of(HooksInForward, "for good", "of a parameter"), ("attributes", "buffers"), (ASSIGNED,)),
+    "written weights": Family(
+        _of(WritesWeights, "decay", "momentum", "clamp", "first batch", "copy", "data"),
+        ("attributes", "buffers"),
+        (_WRITTEN,),
+    ),
+    "drawn elsewhere": Family(
+        _of(DrawsElsewhere, "Python", "numpy", "own of Python", "own of torch"), ("buffers",), (_DRAWN,)
+    ),
 }
 
 
@@ -520,3 +668,8 @@ def make_block(name: str) -> nn.Module:
 def traits_of(name: str) -> tuple[str, ...]:
     """Return the traits of a block, by its name."""
     return FAMILIES[name.partition("/")[0]].traits
+
+
+def said_of(name: str) -> tuple[str, ...]:
+    """Return what messages say of a block, by its name."""
+    return FAMILIES[name.partition("/")[0]].said

@@ -1,4 +1,8 @@
-"""Run a program twice, with the plain module and with the wrapped one, and compare what both have shown."""
+"""Run a program twice, with the plain module and with the wrapped one, and compare what both have shown.
+
+Blocks, forms and actions in which replicas do something else than one device say what a message has to name then: other
+numbers with that message are no difference, and end the program.
+"""
 
 import contextlib
 import logging
@@ -14,8 +18,9 @@ from torch import Tensor, nn
 import unisono
 from fuzz.actions import ACTIONS
 from fuzz.model import INPUTS, OUTPUTS
-from fuzz.program import Program
+from fuzz.program import Program, Step
 from fuzz.side import ONE_PROCESS, Observed, Rank, Side
+from unisono.runtime.errors import forget_logged
 from unisono.testing import separate_memory
 
 # Of the plain side's largest number, in a tensor: rounding, some layers deep.
@@ -38,6 +43,7 @@ class Outcome(NamedTuple):
     difference: Difference | None  # None if both sides have shown the same
     num_steps: int = 0  # after which it ended: both sides can fail in the same way, or diverge
     raised: bool = False  # whether they failed
+    said: bool = False  # whether numbers differ, or the wrapped side failed, with a message that names the cause
 
 
 def run(program: Program, timeout_s: float, rank: Rank = ONE_PROCESS, agree: Any = None) -> Outcome:
@@ -53,6 +59,7 @@ def run(program: Program, timeout_s: float, rank: Rank = ONE_PROCESS, agree: Any
         return wrap(program, module, outermost, timeout_s)
 
     with quiet(), separate_memory() if program.place == "separate memory" else contextlib.nullcontext():
+        forget_logged()
         before, sides = process_state(), []
         try:
             sides.append(Side(program, rank, None))
@@ -65,7 +72,7 @@ def run(program: Program, timeout_s: float, rank: Rank = ONE_PROCESS, agree: Any
                 torch.compiler.reset()
         after = process_state()
         restore_process_state(before)
-        if outcome.difference is None and after != before:
+        if outcome.difference is None and not outcome.said and after != before:
             changed = [name for name in before if before[name] != after[name]]
             text = f"after the program these are not as before: {', '.join(changed)}"
             outcome = outcome._replace(difference=Difference("state of the process", text))
@@ -77,14 +84,19 @@ def _run_steps(program: Program, plain: Side, wrapped: Side, agree: Any) -> Outc
         for number, step in enumerate(program.steps):
             for side in (plain, wrapped):
                 side.begin_step(step.seed)
-                try:
-                    ACTIONS[step.action].run(side, step)
-                    side.end_step()
-                except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - compared below
-                    side.error = error
+                with warnings.catch_warnings(record=True) as seen:
+                    warnings.simplefilter("always")
+                    try:
+                        ACTIONS[step.action].run(side, step)
+                        side.end_step()
+                    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - compared below
+                        side.error = error
+                side.said += [str(warning.message) for warning in seen]
             found = _compared(plain, wrapped)
             if found is not None and not all(map(_is_finite, plain.observed)):
                 found = None  # the training has diverged: beyond the largest number, rounding decides
+            if found is not None and _names_the_cause(program, step, wrapped):
+                return Outcome(None, number, said=True)
             if found is not None:
                 found = Difference(found.kind, f"step {number}, {step!r}: {found.text}")
             if agree is not None:
@@ -93,6 +105,13 @@ def _run_steps(program: Program, plain: Side, wrapped: Side, agree: Any) -> Outc
             if found is not None or plain.error is not None or not is_finite:
                 return Outcome(found, number, plain.error is not None)
     return Outcome(None, len(program.steps))
+
+
+def _names_the_cause(program: Program, step: Step, wrapped: Side) -> bool:
+    """Return whether a warning, or the error, names something of the program that replicas do otherwise."""
+    error = [] if wrapped.error is None else [str(wrapped.error), *getattr(wrapped.error, "__notes__", ())]
+    messages = "\n".join([*wrapped.said, *error])
+    return any(part in messages for part in (*program.said, *ACTIONS[step.action].said))
 
 
 def _is_finite(observed: Observed) -> bool:

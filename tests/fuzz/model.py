@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fuzz.blocks import WIDTH, make_block
+from fuzz.blocks import WIDTH, make_block, numbers_of
+from unisono import SampleList
 
 NUM_OUTPUTS = 5
 
@@ -29,6 +30,19 @@ class InputForm(NamedTuple):
     pack: Callable[[Tensor, Tensor], tuple[tuple[Any, ...], dict[str, Any]]]  # the positional and keyword inputs
     unpack: Callable[..., tuple[Tensor, Any]]  # the inverse: the rows, and what is added to them
     options: Mapping[str, Any] = {}  # of the wrapper
+    said: tuple[str, ...] = ()  # what a message says, in part, where the numbers are not those of the plain module
+
+
+_WHOLE, _SPLIT_LIST = "has as many entries as the batch has rows", "and the tensors in each of them are split"
+_SPLIT = ("with different numbers of rows", "the inputs were split by rows")
+
+
+def stacked(rows: Sequence[Tensor]) -> Tensor:
+    return torch.stack([*rows]) if len(rows) else torch.zeros(0, WIDTH)
+
+
+def first_column(x: Tensor) -> Tensor:
+    return x[:, 0].detach().double().clone()
 
 
 INPUTS = {
@@ -47,29 +61,71 @@ INPUTS = {
     "dataclass": InputForm(
         lambda x, _: ((Bundle(x, {"z": x[:, :2] * 2}),), {}), lambda b: (b.first, b.second["z"].mean(1, keepdim=True))
     ),
+    "iterator": InputForm(
+        lambda x, _: ((x, {"numbers": iter([0.5, 2.0, 3.0])}), {}), lambda x, given: (x, sum(given["numbers"]))
+    ),
+    "sample list": InputForm(lambda x, _: ((SampleList(x.unbind()),), {}), lambda rows: (stacked(rows), 0)),
+    "samples": InputForm(
+        lambda x, _: (([*x.unbind()],), {}), lambda rows: (stacked(rows), 0), said=(_SPLIT_LIST, *_SPLIT)
+    ),
+    "array": InputForm(
+        lambda x, _: ((x, first_column(x).numpy()), {}),
+        lambda x, array: (x, torch.from_numpy(array)[: len(x), None].to(x.dtype)),
+        said=(_WHOLE,),
+    ),
+    "numbers": InputForm(
+        lambda x, _: ((x,), {"numbers": first_column(x).tolist()}),
+        lambda x, numbers: (x, x.new_tensor(numbers)[: len(x), None]),
+        said=(_WHOLE,),
+    ),
+    # Where it broadcasts, and has as many rows as the batch by accident, nothing can be said.
+    "with a table that is split": InputForm(
+        lambda x, table: ((x, table), {}), lambda x, table: (x, table[:, 0] @ x.new_ones(3)), said=_SPLIT
+    ),
 }
 
 
 class OutputForm(NamedTuple):
     """What the module returns."""
 
-    pack: Callable[[Tensor, Tensor], Any]  # makes it of the head's output and of the rows before
+    pack: Callable[[Tensor, Tensor, Tensor], Any]  # of the head's output, the rows before, and the head's weight
     options: Mapping[str, Any] = {}  # of the wrapper
     axis: int = 0  # of the rows, of the last tensor in it; of all others it is 0
+    said: tuple[str, ...] = ()  # as of an input form
+
+
+# More than a batch has rows: what has that many entries is never taken for rows by accident.
+MANY = 23
+_OTHER_ROWS = (" rows, and has ", "rows it returns tensors of lengths")  # the latter: where a shard is run in parts
+_LISTS = ("with as many entries as each replica has rows", "return unisono.SampleList(entries)")
+
+
+def grouped(x: Tensor) -> Tensor:
+    """Return the sums of groups of rows."""
+    return x.new_zeros(MANY, WIDTH).index_add(0, numbers_of(x)[:, 0], x)
 
 
 OUTPUTS = {
-    "tensor": OutputForm(lambda y, x: y),
-    "tuple": OutputForm(lambda y, x: (y, x, None)),
-    "dict": OutputForm(lambda y, x: {"y": y, "x": [x, (y * 2,)], "none": None}),
-    "dataclass": OutputForm(lambda y, x: Bundle(y, {"x": x, "same": y})),
-    "namedtuple": OutputForm(lambda y, x: Triple(y, x.detach(), "text")),
-    "0-dim": OutputForm(lambda y, x: {"y": y, "loss": y.square().mean()}, {"scalars": "mean"}),
-    "integers": OutputForm(lambda y, x: (y, y.argmax(1), y > 0)),
-    "column": OutputForm(lambda y, x: (x[:, 0], y[:, 0])),
-    "strided": OutputForm(lambda y, x: OrderedDict(a=y, b=y.t().contiguous().t(), c=x.unsqueeze(1).expand(-1, 2, -1))),
-    "on axis 1": OutputForm(lambda y, x: (y, x.unsqueeze(0)), {"out_dims": (0, 1)}, axis=1),
-    "narrow dtypes": OutputForm(lambda y, x: (y.float(), x.to(torch.bfloat16).detach(), y)),
+    "tensor": OutputForm(lambda y, x, _: y),
+    "tuple": OutputForm(lambda y, x, _: (y, x, None)),
+    "dict": OutputForm(lambda y, x, _: {"y": y, "x": [x, (y * 2,)], "none": None}),
+    "dataclass": OutputForm(lambda y, x, _: Bundle(y, {"x": x, "same": y})),
+    "namedtuple": OutputForm(lambda y, x, _: Triple(y, x.detach(), "text")),
+    "0-dim": OutputForm(lambda y, x, _: {"y": y, "loss": y.square().mean()}, {"scalars": "mean"}),
+    "integers": OutputForm(lambda y, x, _: (y, y.argmax(1), y > 0)),
+    "column": OutputForm(lambda y, x, _: (x[:, 0], y[:, 0])),
+    "strided": OutputForm(
+        lambda y, x, _: OrderedDict(a=y, b=y.t().contiguous().t(), c=x.unsqueeze(1).expand(-1, 2, -1))
+    ),
+    "on axis 1": OutputForm(lambda y, x, _: (y, x.unsqueeze(0)), {"out_dims": (0, 1)}, axis=1),
+    "narrow dtypes": OutputForm(lambda y, x, _: (y.float(), x.to(torch.bfloat16).detach(), y)),
+    "sample list": OutputForm(lambda y, x, _: (y, SampleList(x.unbind()))),
+    "folded": OutputForm(lambda y, x, _: (y.reshape(-1, 1), x)),
+    "a parameter": OutputForm(lambda y, x, weight: (y, weight, {"same": weight})),
+    "state": OutputForm(lambda y, x, _: (y, {"state": x.expand(MANY, -1, -1) * 1}), said=_OTHER_ROWS),
+    "groups": OutputForm(lambda y, x, _: (grouped(x), y), said=_OTHER_ROWS),
+    "whole": OutputForm(lambda y, x, weight: (y, weight * 2), said=_OTHER_ROWS),
+    "numbers": OutputForm(lambda y, x, _: (y, numbers_of(x)[:, 0].tolist()), said=_LISTS),
 }
 
 
@@ -97,7 +153,7 @@ class Model(nn.Module):
         for block in self.blocks:
             y = block(x)
             x = (x + y) * 0.5 if self.residual else y
-        return OUTPUTS[self.outputs].pack(self.head(x), x)
+        return OUTPUTS[self.outputs].pack(self.head(x), x, self.head.weight)
 
 
 class Outer(nn.Module):

@@ -6,7 +6,8 @@ The defaults of the fields are the simplest program that there is; a program is 
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from fuzz.blocks import traits_of
+from fuzz.blocks import said_of, traits_of
+from fuzz.model import INPUTS, OUTPUTS
 
 PLACES = ("one memory", "separate memory", "ranks")
 
@@ -55,6 +56,12 @@ class Program(_PrintedAsPython):
     # Words by which actions say what they cannot be done with: families and traits of the blocks, the flags that are
     # set, and the forms.
     traits: frozenset[str] = field(init=False, compare=False, repr=False)
+
+    @property
+    def said(self) -> tuple[str, ...]:
+        """What a message says, in part, where the numbers are not those of the plain module."""
+        of_blocks = [part for block in self.blocks for part in said_of(block)]
+        return *of_blocks, *INPUTS[self.inputs].said, *OUTPUTS[self.outputs].said
 
     def __post_init__(self) -> None:
         of_blocks = {trait for block in self.blocks for trait in (block.partition("/")[0], *traits_of(block))}

@@ -1,17 +1,29 @@
 """Random programs: everything about one follows from its seed and its place."""
 
 import random
+from collections.abc import Mapping
 from typing import Any
 
 from fuzz.actions import ACTIONS
 from fuzz.blocks import FAMILIES
-from fuzz.model import INPUTS, OUTPUTS
+from fuzz.model import INPUTS, OUTPUTS, InputForm, OutputForm
 from fuzz.program import Program, Step
 
-_ERRORS_IN_PARTS = ("batch norm", "buffers", "writes_input", "torch.func")
+_ERRORS_IN_PARTS = ("batch norm", "buffers", "writes_input", "torch.func", "outputs: folded")
 _ROWS = (0, 1, 2, 3, 4, 5, 6, 6, 7, 8, 11, 17)
 _WRAPS = ("model", "model", "part", "twice", "both")  # over ranks, layers around a "part" are not synchronised
 _WEIGHTS = (0, 1, 2, 3, 1.5)
+
+
+# Under a launcher each process has its own of these.
+_NOT_OF_RANKS = ("0-dim", "a parameter", "folded", "sample list")
+
+
+def _drawn_form(draw: random.Random, forms: Mapping[str, InputForm | OutputForm], place: str) -> str:
+    """Return the name of a form, seldom of one with which a message may end the program."""
+    strict = [name for name, form in forms.items() if not form.said and (place != "ranks" or name not in _NOT_OF_RANKS)]
+    said = [name for name, form in forms.items() if form.said]
+    return draw.choice(said) if place != "ranks" and draw.random() < 0.08 else draw.choice(("tensor", *strict))
 
 
 def random_program(seed: int, place: str) -> Program:
@@ -23,6 +35,9 @@ def random_program(seed: int, place: str) -> Program:
     for _ in range(draw.choice((0, 1, 1, 2, 3, 4))):
         family = draw.choice(families)
         if family in rare and draw.random() < 0.9:  # takes a hundred times as long
+            family = "linear"
+        is_each_rank_s = place == "ranks" and (FAMILIES[family].said or family == "lists")
+        if is_each_rank_s or (FAMILIES[family].said and draw.random() < 0.6):  # a message may end the program
             family = "linear"
         blocks.append(f"{family}/{draw.choice(list(FAMILIES[family].variants))}")
     num_replicas = draw.choice((1, 2)) if place == "ranks" else draw.choice((2, 2, 2, 2, 3, 3, 5, 1))
@@ -36,8 +51,8 @@ def random_program(seed: int, place: str) -> Program:
         "num_replicas": num_replicas,
         "shares": shares,
         "wraps": draw.choice([word for word in _WRAPS if place != "ranks" or word != "part"]),
-        "inputs": draw.choice(("tensor", *INPUTS)),
-        "outputs": draw.choice([name for name in ("tensor", *OUTPUTS) if place != "ranks" or name != "0-dim"]),
+        "inputs": _drawn_form(draw, INPUTS, place),
+        "outputs": _drawn_form(draw, OUTPUTS, place),
         "optimizer": draw.choice(("SGD", "momentum", "groups", "Adam")),
         "loss": draw.choice(("sum", "mean")),
         "input_gradients": draw.random() < 0.4,
@@ -47,10 +62,15 @@ def random_program(seed: int, place: str) -> Program:
         "rescue": draw.random() < 0.1,
         "seed": draw.randrange(1000),
     }
+    if options["outputs"] == "numbers" and options["wraps"] in ("twice", "both"):
+        options["outputs"] = (
+            "sample list"  # a replica of one row returns one number, which is no sign of a list of rows
+        )
     traits = Program(**options).traits
     allowed = [name for name, action in ACTIONS.items() if action.suits(traits)]
     weights = [ACTIONS[name].weight for name in allowed]
-    rows = [n for n in _ROWS if n >= 2] if place == "ranks" else _ROWS
+    fewest = 8 if options["outputs"] == "numbers" else 2 if place == "ranks" else 0
+    rows = [n for n in _ROWS if n >= fewest]
     steps = [
         Step(draw.choices(allowed, weights)[0], draw.choice(rows), draw.randrange(1000))
         for _ in range(draw.choice((1, 2, 3, 5)))

@@ -5,11 +5,12 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor, nn
 
 import unisono
-from fuzz.blocks import WIDTH
+from fuzz.blocks import WIDTH, Appends, Leaves
 from fuzz.model import INPUTS, OUTPUTS, Model, Outer, form_of, tensors_in
 from fuzz.program import Program
 
@@ -74,6 +75,7 @@ class Side:
         is_plain: whether nothing is wrapped. The plain side has the rows of all ranks.
         observed: what this step has shown so far.
         error: what this step has raised.
+        said: the messages of warnings so far.
         dtype: of the batches.
     """
 
@@ -97,6 +99,7 @@ class Side:
             self.model = wrap(self.model, True)
         self.observed: list[Observed] = []
         self.error: BaseException | None = None
+        self.said: list[str] = []
         self._inputs: list[tuple[Tensor, slice]] = []
         self.dtype = torch.float64
         self.table = torch.randn(3, WIDTH).requires_grad_(program.input_gradients)
@@ -148,6 +151,8 @@ class Side:
 
     def begin_step(self, seed: int) -> None:
         seed_torch(seed)
+        random.seed(seed)
+        numpy.random.seed(seed)
         self.observed, self._inputs, self.error = [], [], None
 
     def batch(self, rows: int, seed: int, requires_grad: bool | None = None) -> Tensor:
@@ -246,3 +251,6 @@ class Side:
             self.observe("parameter", parameter, name)
         for name, buffer in self.buffers():
             self.observe("buffer", buffer, name)
+        for path, module in self.core.named_modules():
+            for number, left in enumerate(module.left() if isinstance(module, Leaves | Appends) else ()):
+                self.observe("what forward leaves in", left, f"{path}, {number}")

@@ -15,7 +15,11 @@ LIMIT_S = 60.0
 SIZES = (7, 8, 9, 5, 1)  # shares are uneven, and the last batch leaves replicas idle
 HOOKED: tuple[str, ...] = ("linear/plain", "hooked/forward", "hooked/backward")
 TRAITS = Program(HOOKED, input_gradients=True).traits
-CASES = [(name, HOOKED) for name, action in ACTIONS.items() if action.weight >= 0.3 and action.suits(TRAITS)]
+CASES = [
+    (name, HOOKED)
+    for name, action in ACTIONS.items()
+    if action.weight >= 0.3 and action.suits(TRAITS) and not action.said
+]
 CASES += [("train", ("complex/product",))]
 
 

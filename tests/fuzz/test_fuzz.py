@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,12 +16,13 @@ from fuzz.__main__ import main
 from fuzz.actions import ACTIONS
 from fuzz.blocks import FAMILIES, WIDTH, make_block
 from fuzz.compare import Difference, Outcome
-from fuzz.model import tensors_in
+from fuzz.model import INPUTS, OUTPUTS, tensors_in
 from fuzz.program import PLACES, Program, Step
 from fuzz.random_programs import random_program
 from fuzz.servers import ProgramServer, repeat
 from fuzz.shrink import shrink
 from fuzz.side import Side
+from unisono.primitives import leftovers
 
 LIMIT_S = 120.0
 SEEDS = {"one memory": range(40), "separate memory": range(20), "ranks": range(20)}
@@ -136,6 +138,10 @@ def second_rank_off() -> None:
     plant(forward)
 
 
+def says_nothing() -> None:
+    leftovers.warn_once = lambda message: None  # type: ignore[attr-defined]
+
+
 BLOCKS = ("linear/relu", "norm/layer", "unused/parameters", "views/strided")
 STEPS = (Step(rows=6, seed=1), Step("accumulate", 7, 2), Step("freeze", 3, 3), Step("deepcopy", 8, 4))
 PROGRAM = Program(BLOCKS, STEPS, num_replicas=3, shares="even", optimizer="Adam", residual=True, seed=5)
@@ -156,6 +162,39 @@ def test_a_defect_is_found_and_made_small(prepare, kind, smallest):
         small, found = shrink(PROGRAM, found, lambda program: programs.run(program).difference, LIMIT_S)
         assert small == smallest
         assert found.kind == kind
+
+
+def test_other_numbers_are_a_difference_where_no_message_names_the_cause():
+    program = Program(("left attributes/count",), (Step(), Step()))
+    with server("one memory") as programs:
+        assert programs.run(program) == Outcome(None, 0, said=True)
+    with server("one memory", prepare=says_nothing) as programs:
+        assert found_in(programs, program).kind == "what forward leaves in"
+
+
+def test_a_message_about_something_else_names_no_cause():
+    """The block's attributes are left behind, with a warning, and the gradients are wrong."""
+    with server("one memory", prepare=one_millionth_off) as programs:
+        found = found_in(programs, Program(("attributes/assigned", "norm/layer"), (Step(rows=3),)))
+    assert found.kind == "gradient of"
+
+
+KINDS = [
+    *[Program((name,)) for name in NAMES if FAMILIES[name.partition("/")[0]].said],
+    *[Program(inputs=name) for name, form in INPUTS.items() if form.said],
+    *[Program(outputs=name) for name, form in OUTPUTS.items() if form.said],
+    *[Program(steps=(Step(name),)) for name, action in ACTIONS.items() if action.said],
+]
+
+
+@pytest.mark.parametrize("place", ["one memory", "separate memory"])
+def test_each_cause_of_other_numbers_is_named(place):
+    """R6, R9, R22, N6, S17, S18, G12: in a program that does nothing else, by the first steps."""
+    with server(place) as programs:
+        for kind in KINDS:
+            program = replace(kind, place=place, steps=kind.steps * 3, num_replicas=2)
+            outcome = programs.run(program)
+            assert outcome.said, f"{program!r}: {outcome}"
 
 
 def test_a_program_that_hangs_is_ended_with_its_stacks():

@@ -190,13 +190,15 @@ class Arguments:
                 kind, dim = type(value).__name__, self._dim
                 warn_once(_SPLIT_LIST.format(path=path, type=kind, entries=len(value), dim=dim))
 
-    def _split_lists(self) -> list[tuple[str, Any]]:
+    def _split_lists(self, fewest: int = 2) -> list[tuple[str, Any]]:
         """Return the lists in which each entry is split, if no other tensors are inputs: paths and values.
+
+        Lists of one entry are a usual form of inputs: they are among these only if `fewest` is 1.
 
         Beside a tensor such a list is known to be a container, because entries have the batch's rows.
         """
         of_inputs, of_kwargs = self._structure()
-        lists = [*split_lists(of_inputs, "inputs"), *split_lists(of_kwargs, "kwargs")]
+        lists = [*split_lists(of_inputs, "inputs", fewest), *split_lists(of_kwargs, "kwargs", fewest)]
         if sum(isinstance(leaf, torch.Tensor) for leaf in self.leaves) > sum(_num_tensors(spec) for _, spec in lists):
             return []
         return [(path, spec.value) for path, spec in lists]
@@ -235,14 +237,15 @@ class Arguments:
     def how_split(self, sizes: Sequence[int]) -> str | None:
         """Return how the inputs were split, in words, and what to write if one of them has no rows.
 
-        None: one tensor has been split, which is the batch, or none.
+        None: one tensor has been split, which is the batch, or none; but the only one in a list may be one row.
         """
         split = self._split_numbers()
-        if len(split) < 2 or len(sizes) < 2:
+        lists = self._split_lists(fewest=1 if len(split) == 1 else 2)
+        if len(sizes) < 2 or (len(split) < 2 and not lists):
             return None
         each = self.described(split)
         rows = f"{self.rows} = {' + '.join(map(str, sizes))}"
-        if self._split_lists():
+        if lists:
             return _SPLIT_ENTRIES.format(sizes=rows, each=each)
         in_dims = self.in_dims_with_whole(self.may_have_no_rows()[0])
         return _SPLIT.format(sizes=rows, each=each, in_dims=in_dims)

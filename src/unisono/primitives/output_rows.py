@@ -46,12 +46,12 @@ def warn_of_other_rows(output: pytree.Spec, leaves: Sequence[Leaf], sizes: Seque
     Args:
         output: the structure of the output.
         leaves: its leaves.
-        sizes: the replicas' rows; there are several replicas.
+        sizes: the replicas' rows. One replica's tensors are returned as they are, but its numbers become vectors.
         said: what the model has been warned of already.
     """
     unsaid = [number for number, leaf in enumerate(leaves) if leaf.entry is ... and leaf.axis is not None]
-    tensors = {number for number in unsaid if _has_other_size(leaves[number], sizes)}
-    others = {number for number in unsaid if _is_one_a_replica(leaves[number])}
+    tensors = {number for number in unsaid if len(sizes) > 1 and _has_other_size(leaves[number], sizes)}
+    others = {number for number in unsaid if _is_one_a_replica(leaves[number], len(sizes))}
     if not tensors and not others:
         return
     for path, spec, numbers in _containers(output, "output", 0):
@@ -82,12 +82,14 @@ def _has_other_size(leaf: Leaf, sizes: Sequence[int]) -> bool:
     return [tensor.shape[leaf.axis] for tensor in leaf.given] != [*sizes]
 
 
-def _is_one_a_replica(leaf: Leaf) -> bool:
+def _is_one_a_replica(leaf: Leaf, num_replicas: int) -> bool:
     """Return whether each replica has one value, which does not become one value."""
     first = leaf.given[0]
     if isinstance(first, torch.Tensor):
         return not first.dim() and leaf.scalars == "stack"
-    return isinstance(first, str | bytes) or (isinstance(first, int | float | complex) and leaf.scalars == "stack")
+    if isinstance(first, str | bytes):
+        return num_replicas > 1
+    return isinstance(first, int | float | complex) and leaf.scalars == "stack"
 
 
 def _containers(spec: pytree.Spec, path: str, start: int) -> Iterator[tuple[str, pytree.Spec, range]]:

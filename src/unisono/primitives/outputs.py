@@ -94,7 +94,7 @@ class Outputs:
         axes, paddings = rules.axes(self._spec)
         scalars = spread(rules.scalars, self._spec, "stack", "scalars")
         live = [*map(self._live_tensor, self._given)]
-        if sizes is not None and len(sizes) > 1 and rules.said is not None:
+        if sizes is not None and rules.said is not None:
             entries = spread(rules.out_dims, self._spec, ..., "out_dims")
             joined_on = [axis if found is None else None for axis, found in zip(axes, live, strict=True)]
             each = zip(self._paths, self._given, entries, joined_on, scalars, strict=True)

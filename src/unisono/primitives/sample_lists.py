@@ -95,23 +95,27 @@ def warn_of_whole_lists(inputs: Spec, name: str, leaves: Iterator[tuple[Any, int
         )
 
 
-def split_lists(inputs: Spec, name: str) -> list[tuple[str, Spec]]:
-    """Return the lists and tuples of two entries or more that are alike and have tensors, each with its path.
+def split_lists(inputs: Spec, name: str, fewest: int = 2) -> list[tuple[str, Spec]]:
+    """Return the lists and tuples of `fewest` entries or more that are alike and have tensors, each with its path.
 
     Entries are alike if they have one structure, and tensors of one number of axes and one dtype: pictures; or dicts
     with a picture. What is inside such a list is not searched.
     """
     pairs = zip(inputs.keys or (), inputs.specs, strict=True)
-    return [found for key, child in pairs for found in _split_lists(child, name + step(inputs.value, key))]
+    return [found for key, child in pairs for found in _split_lists(child, name + step(inputs.value, key), fewest)]
 
 
-def _split_lists(spec: Spec, path: str) -> Iterator[tuple[str, Spec]]:
-    are_alike = type(spec.value) in (list, tuple, deque) and len(spec.specs) > 1 and len({*map(_form, spec.specs)}) == 1
-    if are_alike and any(isinstance(leaf, torch.Tensor) and leaf.dim() for leaf in _leaves(spec.specs[0])):
+def _split_lists(spec: Spec, path: str, fewest: int) -> Iterator[tuple[str, Spec]]:
+    are_alike = type(spec.value) in (list, tuple, deque) and len({*map(_form, spec.specs)}) == 1
+    if (
+        are_alike
+        and len(spec.specs) >= fewest
+        and any(isinstance(leaf, torch.Tensor) and leaf.dim() for leaf in _leaves(spec.specs[0]))
+    ):
         yield path, spec
         return
     for key, child in zip(spec.keys or (), spec.specs, strict=True):
-        yield from _split_lists(child, path + step(spec.value, key))
+        yield from _split_lists(child, path + step(spec.value, key), fewest)
 
 
 def _form(spec: Spec) -> Any:
