@@ -168,6 +168,7 @@ def grown(model: nn.Module, step: Callable[[nn.Module, torch.Tensor], None]) -> 
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+@pytest.mark.filterwarnings("ignore:forward of Calls assigns latest")
 @pytest.mark.parametrize(("name", "step"), CASES, ids=lambda value: getattr(value, "__name__", value))
 def test_nothing_grows(collector_off: None, name: str, step: Callable[[nn.Module, torch.Tensor], None]) -> None:
     """N10: tensors, bytes, and cycles for the garbage collector beyond those that the plain module leaves."""
