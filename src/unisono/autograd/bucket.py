@@ -134,7 +134,6 @@ class Collector:
         # still to be done; and those that have come beside them.
         self._of_boundaries: dict[int, list[tuple[Gradients, AllReduce | None]]] = {}
         self._contributions: dict[int, list[Contribution]] = {}
-        _collectors[id(self)] = self
 
     def receive(self, bucket: int, replica: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Receive the gradients of a bucket of a replica. Called by torch's engine, in any of its threads."""
@@ -207,6 +206,7 @@ class Collector:
         return reduce(lambda one, other: [*map(added, one, other)], every) if every else [None] * len(self.live)
 
 
+# Those that have bucket nodes.
 _collectors: "weakref.WeakValueDictionary[int, Collector]" = weakref.WeakValueDictionary()
 
 
@@ -366,6 +366,7 @@ def own_tensors(
     of_node = token, collector.mark, collector, bucket, replica
     tensors: tuple[torch.Tensor, ...] = BucketNode.apply(*of_node, lambda: tuple(make()))  # type: ignore[no-untyped-call]
     torch_private.run_first(tensors[0].grad_fn, FIRST)
+    _collectors[id(collector)] = collector
     for place, tensor in enumerate(tensors):
         link = Link(weakref.ref(tensor), token, collector, bucket, replica, place, len(tensors))
         tensor.__dict__.update({"requires_grad_": link, "__reduce_ex__": link.pickled})
