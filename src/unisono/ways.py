@@ -487,6 +487,7 @@ def plain_composition(wrapper: Wrapper, invocation: Invocation) -> Any:
                 written.check(module, lambda tensor: Blueprint(module).name_of(tensor), in_each(len(replicas)))
             if look is not None:
                 look()
+                first_steps.has_run(structure)
             if watched is not None:
                 watched.forward_has_run(leftovers)
             output = interruptibly(wrapper.gather, outputs, here or options.output_device)

@@ -252,3 +252,20 @@ def test_draws_that_begin_in_another_mode(wrap: Wrap) -> None:
     assert said(step(model.eval(), x)) == []
     assert len(said(step(model.train(), x))) == 1
     assert said(lambda: model(torch.randn(6, 5, requires_grad=True)).sum().backward()) == []
+
+
+@pytest.mark.parametrize("composed", [False, True])
+def test_a_step_that_fails_is_not_the_first_one(wrap: Wrap, composed: bool) -> None:
+    """N6: replicas may not have come to their draws in it."""
+
+    def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
+        if x.isnan().any():
+            raise ValueError("not a number")
+        return net.layer(x) * random.random()
+
+    net = Calls(forward, layer=nn.Linear(5, 3))
+    model = Composed(net, in_turn(2)) if composed else wrap(net)
+    with pytest.raises(ValueError, match="not a number"):
+        model(torch.full((6, 5), torch.nan))
+    (found,) = said(step(model, torch.randn(6, 5)))
+    assert "was drawn from while" in str(found.message)

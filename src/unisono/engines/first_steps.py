@@ -40,12 +40,13 @@ class FirstSteps:
 
     def begins(self, structure: Hashable) -> bool:
         """Return whether a step that begins now is the first of its structure that counts."""
-        if structure in self._past or draws_off.are_off():
-            return False
+        return structure not in self._past and not draws_off.are_off()
+
+    def has_run(self, structure: Hashable) -> None:
+        """Take note that a first step's forward has run. One that fails is none: replicas may not have drawn yet."""
         if len(self._past) >= _MOST_STRUCTURES:
             self._past.clear()
         self._past.add(structure)
-        return True
 
     def look_at_batch_norm(self, root: nn.Module, *, in_one_process: bool = False) -> None:
         """Warn of a batch norm that would normalise the rows of one replica only.

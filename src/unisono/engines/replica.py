@@ -356,7 +356,7 @@ class ReplicaPool:
         live_parameters: those that need a gradient.
         has_separate_memory: whether each replica but the first has copies, as if it were on a device of its own.
         buffers: the live buffers, in lists of one kind each.
-        kinds_begun: the kinds of calls that have begun with these replicas.
+        kinds_past: the kinds of calls whose first forward with these replicas is past.
     """
 
     def __init__(self, blueprint: Blueprint, source: torch.device, leftovers: Leftovers) -> None:
@@ -364,7 +364,7 @@ class ReplicaPool:
         self.blueprint, self.source, self.has_separate_memory = blueprint, source, _devices.has_separate_memory()
         self.live_parameters = [parameter for parameter in blueprint.parameters.values() if parameter.requires_grad]
         self.buffers = torch_private.of_one_kind(blueprint.buffers.values())
-        self.kinds_begun: set[tuple[Any, ...]] = set()
+        self.kinds_past: set[tuple[Any, ...]] = set()
         self._idle: list[KeptReplicas] = []
         self._plans: dict[bool, BucketPlan] = {}
 

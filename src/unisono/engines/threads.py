@@ -279,22 +279,26 @@ class Forward:
         """Look for what `FirstSteps` looks for, if this is one; return what looks once the replicas have run."""
         call, pool, first_steps = self._call, self._pool, self._model.first_steps
         kind = call.method, call.arguments.flags, self._tracked
-        if kind in pool.kinds_begun or self._is_again or inside_replica():
+        if kind in pool.kinds_past or self._is_again or inside_replica():
             return []
-        pool.kinds_begun.add(kind)
         has_several = len(call.devices) > 1
-        if not (has_several or call.sync_context is not None) or not first_steps.begins(structure_of(pool, call)):
+        may_differ = has_several or call.sync_context is not None
+        structure = structure_of(pool, call) if may_differ else None
+        if not may_differ or not first_steps.begins(structure):
+            pool.kinds_past.add(kind)
             return []
+        ends: list[Callable[[], None]] = [partial(first_steps.has_run, structure), partial(pool.kinds_past.add, kind)]
         if self._normalises_shards():
             first_steps.look_at_batch_norm(pool.blueprint.root, in_one_process=has_several)
         if not has_several:
-            return []
+            return ends
         blueprint, each = pool.blueprint, self._replicas.each
         pairs = [pair for replica in each for pair in zip(pool.live_parameters, replica.own_parameters, strict=False)]
         pairs += [pair for replica in each for pair in replica.copied_parameters]
         return [
             first_steps.watch_generators(blueprint.root, call.arguments.leaves),
             watch_memory(pairs, blueprint.name_of, in_each(len(call.devices))),
+            *ends,
         ]
 
     def _normalises_shards(self) -> bool:
