@@ -12,7 +12,7 @@ from torch import nn
 
 from helpers.contract import Wrap, at_one_place, over_places
 from helpers.modules import Calls, Fn, PassingMode
-from unisono import SampleList
+from unisono import SampleList, data_parallel
 
 
 @contextlib.contextmanager
@@ -180,6 +180,15 @@ def test_what_is_not_warned_of(wrap: Wrap, function: Any, options: dict[str, Any
 
 
 @at_one_place
+def test_the_function_says_it_once_for_a_module(wrap: Wrap) -> None:
+    """G12: each call makes a wrapper of its own."""
+    model = wrap(Fn(lambda x: x.mean(0)))
+    with warned() as said:
+        for _ in range(3):
+            data_parallel(model.module, torch.randn(6, 4), model.device_ids)
+    assert len(said) == 1
+
+
 def test_whole_batches_are_not_joined(wrap: Wrap) -> None:
     """G12, I1: in `map` and `evaluate` an output is that of the whole batch; and one replica has all rows."""
     model = wrap(Fn(lambda x: x.sum(0)))

@@ -35,9 +35,9 @@ _FIRST = 3  # forwards of the plain composition that are watched: each has new r
 _LOST = (
     "forward of {model} assigns {names}: each replica does, for its own rows. Attributes and hooks of a replica, and "
     "its parts of the inputs, end with its forward; what all share, such as a class or an object among the inputs, "
-    "each assigns. So the model has not what one device would leave there. Return the value from forward; or make a tensor "
-    "a buffer (register_buffer in __init__), of which the first replica's stays; make layers and parameters before "
-    "wrapping (one forward of the plain module does), where an optimizer finds them."
+    "each assigns. So the model has not what one device would leave there. Return the value from forward; or make a "
+    "tensor a buffer (register_buffer in __init__), of which the first replica's stays; make layers and parameters "
+    "before wrapping (one forward of the plain module does), where an optimizer finds them."
 )
 _KEPT = (
     "a hook keeps what it sees, {names}, and each replica calls it with its own rows: what it keeps by name or in an "
