@@ -395,6 +395,38 @@ def test_losses_that_leave_forward(rank: int, options: dict) -> None:
                 raise AssertionError(name) from error
 
 
+REMEMBERED: dict[float, torch.Tensor] = {}
+
+
+class Remembers(nn.Module):
+    """Uses what the forward before has kept of each row, in a global dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden, rows = self.layer(x).tanh(), x[:, 0].tolist()
+        before = [REMEMBERED[row] for row in rows if row in REMEMBERED]
+        REMEMBERED.update(zip(rows, hidden, strict=True))
+        return hidden * 2 + torch.stack(before).square() if before else hidden
+
+
+@case()
+def test_what_a_forward_remembers_of_an_earlier_one(rank: int, options: dict) -> None:
+    """C1, C2: the earlier forward's part of the gradient is summed over the ranks, too."""
+    model, oracle = twins(lambda: Remembers().double(), loss="sum", **options)
+    for seed in range(3):
+        for with_first in (False, True):
+
+            def run(module: nn.Module, x: torch.Tensor, _: torch.Tensor, with_first: bool = with_first) -> None:
+                REMEMBERED.clear()
+                first, second = module(x), module(x)
+                (second.sum() + (first.square().sum() if with_first else 0)).backward()
+
+            compare(rank, model, oracle, run, seed)
+
+
 class NoGradient(torch.autograd.Function):
     """The identity, through which no gradient goes."""
 
