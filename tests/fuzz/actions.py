@@ -392,7 +392,15 @@ def another_thread(side: Side, step: Step) -> None:
 
 
 # Forward changes the plain module meanwhile; with the wrapper each call has replicas of its own.
-_NOT_IN_TWO_THREADS = ("buffers", "reentrant", "attributes", "normed weight", "parametrized", "compiled")
+_NOT_IN_TWO_THREADS = (
+    "buffers",
+    "hooks in forward",
+    "reentrant",
+    "attributes",
+    "normed weight",
+    "parametrized",
+    "compiled",
+)
 
 
 @action(without=("ranks", "torch.func", *_NOT_IN_TWO_THREADS))

@@ -96,7 +96,7 @@ class OutputForm(NamedTuple):
 
 # More than a batch has rows: what has that many entries is never taken for rows by accident.
 MANY = 23
-_OTHER_ROWS = (" rows, and has ", "rows it returns tensors of lengths")  # the latter: where a shard is run in parts
+_OTHER_ROWS = (" rows, and has ", "If the rows are on another axis, say so", "rows it returns tensors of lengths")
 _LISTS = (
     "with as many entries as each replica has rows",
     "return unisono.SampleList(entries)",

@@ -37,7 +37,7 @@ def random_program(seed: int, place: str) -> Program:
         if family in rare and draw.random() < 0.9:  # takes a hundred times as long
             family = "linear"
         is_each_rank_s = place == "ranks" and (FAMILIES[family].said or family == "lists")
-        if is_each_rank_s or (FAMILIES[family].said and draw.random() < 0.6):  # a message may end the program
+        if is_each_rank_s or (FAMILIES[family].said and draw.random() < 0.4):  # a message may end the program
             family = "linear"
         blocks.append(f"{family}/{draw.choice(list(FAMILIES[family].variants))}")
     num_replicas = draw.choice((1, 2)) if place == "ranks" else draw.choice((2, 2, 2, 2, 3, 3, 5, 1))
