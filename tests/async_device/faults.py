@@ -58,9 +58,7 @@ FAULTS = {
     "the gradients of inputs, or of a loss that left forward, are joined before they are computed": Fault(
         bucket, "wait_for_makers", _MAKERS
     ),
-    "a mapped output is used before its copy has ended": Fault(
-        Lane, "_compute", "lambda: outgoing.wait_copies(0)", "lambda: None"
-    ),
+    "a mapped output is used before its copy has ended": Fault(Lane, "_compute", "outgoing.wait_copies(0)"),
     "a mapped output is copied to the host before it is computed": Fault(
         CopiesToHost, "begin", "_devices.wait_stream(stream, computing)"
     ),

@@ -21,9 +21,11 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
+from helpers.as_accelerators import simulated_as_accelerators
 from helpers.modules import Calls, Composed, Fn, WithBackward
 from unisono import DataParallel, verify
 from unisono.runtime import draws_off
+from unisono.testing import simulated_accelerators
 from unisono.verification.report import Cause, Kind, Report
 
 BOTH = ("training", "eval")
@@ -939,3 +941,12 @@ def test_what_replicas_change_in_place_is_found() -> None:
     report = compared(model, ROWS)
     assert report.same
     assert "hooks keep what they see" in str(report)
+
+
+def test_batch_norm_over_all_replicas_where_there_is_one_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """N14, N5: replicas that wait for each other need one each, so they are on the CPU, as the report says."""
+    with simulated_accelerators(1), simulated_as_accelerators(monkeypatch):
+        model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).to("sim:0")
+        report = verify(model, torch.randn(8, 5), sync_batch_norm=True, show=False)
+    assert report.same
+    assert "batch norm over all replicas needs one for each" in " ".join(str(report).split())

@@ -48,6 +48,10 @@ from unisono.verification.step import Example, RecordedStep, take_step
 
 _TRIED = 16  # inputs at most, to find the one that is split and has no rows
 _NO_ACCELERATOR = "this machine has no accelerator: the replicas were on the CPU"
+_ONE_ACCELERATOR = (
+    "the replicas were on the CPU: there is one accelerator, and batch norm over all replicas needs one "
+    "for each"
+)
 _SWITCHED_OFF = "random draws have fixed values while it compares, and dropout drops nothing: {operations}"
 _BY_ALL = "all replicas write into it, in the order of arrival"
 _LOST = "each replica has its own, which ends with its forward"
@@ -99,7 +103,7 @@ def verify(
         criterion: `criterion(output, target)` returns the loss. None: a fixed random projection of all outputs
             serves as the loss, so that gradients are compared.
         device_ids: one device a replica, as in `DataParallel`. None: every accelerator, one alone counting twice; two
-            replicas on the CPU where there is none.
+            replicas on the CPU where there is none, or one and `sync_batch_norm=True`.
         output_device, dim: as in `DataParallel`.
         rtol: the largest allowed difference, relative to the largest value. None: as suits the floating types that the
             model computes in.
@@ -130,7 +134,13 @@ def verify(
     example = Example(shared(inputs), target, criterion, devices[0], gathered_on)
     rows: list[Row] = []
     findings: list[Finding] = []
-    notes = [_NO_ACCELERATOR] if wrapped is not model and not _devices.resolve(device_ids) else []
+    notes = []
+    if (
+        wrapped is not model
+        and _devices.is_cpu(devices[0])
+        and not any(map(_devices.is_cpu, _devices.resolve(device_ids)))
+    ):
+        notes.append(_ONE_ACCELERATOR if _devices.resolve(device_ids) else _NO_ACCELERATOR)
 
     random = RandomState()
     try:
@@ -198,13 +208,16 @@ def _wrap(
             )
         return model
     devices = _devices.resolve(device_ids)
+    module = copied(model)
     if device_ids is None and len(devices) == 1:
         devices = devices * 2
-    if not devices:  # a script for GPUs on a machine without any
+        if options.get("sync_batch_norm") and not _devices.computes_on_host(devices[0]):
+            devices, module = [], module.to("cpu")
+    if not devices:  # a script for GPUs on a machine without any; or batch norm would wait for ever on the only one
         devices = [torch.device("cpu")] * max(2, len(device_ids or ()))
     # With `in_dims` no input is warned of: what differs is found here.
     options = {"in_dims": dim, **options}
-    return DataParallel(copied(model), devices, output_device, dim, process_group=False, **options)
+    return DataParallel(module, devices, output_device, dim, process_group=False, **options)
 
 
 def _rows(mode: str, one: RecordedStep, many: RecordedStep, tolerance: Tolerance) -> list[Row]:
