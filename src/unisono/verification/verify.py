@@ -49,8 +49,7 @@ from unisono.verification.step import Example, RecordedStep, take_step
 _TRIED = 16  # inputs at most, to find the one that is split and has no rows
 _NO_ACCELERATOR = "this machine has no accelerator: the replicas were on the CPU"
 _ONE_ACCELERATOR = (
-    "the replicas were on the CPU: there is one accelerator, and batch norm over all replicas needs one "
-    "for each"
+    "the replicas were on the CPU: there is one accelerator, and batch norm over all replicas needs one for each"
 )
 _SWITCHED_OFF = "random draws have fixed values while it compares, and dropout drops nothing: {operations}"
 _BY_ALL = "all replicas write into it, in the order of arrival"
