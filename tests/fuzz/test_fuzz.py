@@ -139,7 +139,7 @@ def second_rank_off() -> None:
 
 
 def says_nothing() -> None:
-    leftovers.warn_once = lambda message: None  # type: ignore[attr-defined]
+    vars(leftovers)["warn"] = lambda message: None
 
 
 BLOCKS = ("linear/relu", "norm/layer", "unused/parameters", "views/strided")
