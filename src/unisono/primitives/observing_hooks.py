@@ -16,7 +16,7 @@ from torch import nn
 
 from unisono.primitives.blueprint import HOOKS
 from unisono.primitives.object_state import values_of_slots
-from unisono.primitives.references import DEEP, INERT, LARGE, TRACKED
+from unisono.primitives.references import DEEP, INERT, LARGE, TRACKED, is_set
 from unisono.runtime import torch_private
 
 _NOT_THE_USERS = {"torch", "unisono", *sys.stdlib_module_names} - {"__main__"}
@@ -145,7 +145,7 @@ def _inside(value: Any) -> list[Any]:
     if isinstance(value, types.MethodType):
         return [value.__self__, value.__func__]
     if isinstance(value, types.FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_set(cell)]
+        cells = [cell.cell_contents for cell in value.__closure__ or () if is_set(cell)]
         named = [value.__globals__.get(name) for name in sorted(_names_in(value))]
         # Of functions that it names, those in the same file.
         named = [each for each in named if getattr(each, "__globals__", value.__globals__) is value.__globals__]
@@ -174,11 +174,3 @@ def _same(now: Any, before: Any) -> bool:
     return len(now) == len(before) and all(
         one is other or (type(one) in (int, bytes) and one == other) for one, other in zip(now, before, strict=True)
     )
-
-
-def _is_set(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 - raises ValueError where the variable has not been assigned yet
-    except ValueError:
-        return False
-    return True

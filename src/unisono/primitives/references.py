@@ -162,7 +162,7 @@ def _has_as_key(function: Any, module: nn.Module) -> bool:
     with_default = code.co_varnames[: code.co_argcount][code.co_argcount - len(defaults) :]
     values = {**dict(zip(with_default, defaults, strict=True)), **(function.__kwdefaults__ or {}), **values}
     cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-    values.update((name, cell.cell_contents) for name, cell in cells if _is_set(cell))
+    values.update((name, cell.cell_contents) for name, cell in cells if is_set(cell))
     names = {name for name, value in values.items() if value is module}
     uses = [
         following.opname in _KEY_USES or following.argrepr == "[]"  # the latter: since Python 3.14
@@ -213,7 +213,7 @@ def _parts(value: Any) -> list[Any]:
     if isinstance(value, types.FunctionType):
         if value.__module__ == "torch.cuda.graphs":
             raise RuntimeError(_GRAPHED)
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_set(cell)]
+        cells = [cell.cell_contents for cell in value.__closure__ or () if is_set(cell)]
         return [*cells, value.__defaults__, value.__kwdefaults__, value.__dict__]
     if type(value) is weakref.ref:
         return [value()]
@@ -264,7 +264,7 @@ def _rebuilt_function(
 ) -> types.FunctionType:
     """Return `function` with new cells for what is replaced; other cells stay shared with the original."""
     cells = list(function.__closure__ or ())
-    to_replace = [_is_set(cell) and bool(references(cell.cell_contents)) for cell in cells]
+    to_replace = [is_set(cell) and bool(references(cell.cell_contents)) for cell in cells]
     closure = [types.CellType() if replace else cell for cell, replace in zip(cells, to_replace, strict=True)]
     rebuilt = types.FunctionType(
         function.__code__, function.__globals__, function.__name__, None, tuple(closure) if closure else None
@@ -279,9 +279,10 @@ def _rebuilt_function(
     return rebuilt
 
 
-def _is_set(cell: types.CellType) -> bool:
+def is_set(cell: types.CellType) -> bool:
+    """Return whether the variable of a closure has been assigned."""
     try:
-        cell.cell_contents  # noqa: B018 - raises ValueError where the variable has not been assigned yet
+        cell.cell_contents  # noqa: B018 - raises ValueError where it has not
     except ValueError:
         return False
     return True
