@@ -2,7 +2,7 @@
 
 Each subcommand is a module with SUMMARY, DESCRIPTION, EXAMPLES, `add_options(parser)` and `run(given)`, which returns
 the exit status. `given` has only what was on the command line. If packages must be installed, `needed(given)` names
-them, by the extra that has them.
+them.
 """
 
 import argparse
@@ -151,7 +151,7 @@ def _parse(argv: Sequence[str]) -> tuple[ModuleType | None, dict[str, Any]]:
         parser.print_help()
         return None, given
     command = _COMMANDS[name]
-    expect_installed(command.needed(given) if hasattr(command, "needed") else {})
+    expect_installed(command.needed(given) if hasattr(command, "needed") else ())
     return command, given
 
 
