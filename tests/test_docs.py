@@ -104,7 +104,7 @@ def test_the_picture_is_that_of_the_script():
 
 # Code on pages
 
-RUN = ["docs/from-data-parallel.md", "docs/from-ddp.md", "docs/from-data-parallel.zh-CN.md"]
+RUN = ["docs/save-and-resume.md", "docs/from-data-parallel.md", "docs/from-ddp.md", "docs/from-data-parallel.zh-CN.md"]
 
 
 def program_of(page):
