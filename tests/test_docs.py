@@ -102,6 +102,12 @@ def test_the_picture_is_that_of_the_script():
     assert module.PATH.read_text(encoding="utf-8") == module.picture()
 
 
+def test_the_page_of_commands_is_that_of_the_parsers() -> None:
+    """`python docs/command_line.py` writes it."""
+    module = import_file(ROOT / "docs" / "command_line.py", "docs_command_line")
+    assert module.PATH.read_text(encoding="utf-8") == module.page()
+
+
 # Code on pages
 
 RUN = ["docs/save-and-resume.md", "docs/from-data-parallel.md", "docs/from-ddp.md", "docs/from-data-parallel.zh-CN.md"]
