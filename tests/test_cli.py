@@ -194,7 +194,7 @@ def write_rows(folder: Path, num_rows: int) -> None:
 @pytest.mark.parametrize("command", ["", "train", "run", "verify", "bench", "plan", "devices", "watch"])
 def test_the_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert status_of(*command.split(), "--help") == 0
-    assert f"examples:\n  unisono {command or 'train'}" in capsys.readouterr().out
+    assert f"examples:\n  unisono {command or 'run'}" in capsys.readouterr().out
 
 
 def test_without_a_command_it_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
