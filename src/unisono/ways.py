@@ -303,7 +303,7 @@ def plan_of(wrapper: Wrapper, invocation: Invocation) -> Call:
         replica_numbers=used,
         source=here or options.devices[0],
         output_device=here or options.gather_on,
-        rules=options.rules(),
+        rules=options.rules(wrapper._threads.warnings),
         method=invocation.method,
         sync_batch_norm=options.sync_batch_norm,
         parts=options.parts,
@@ -326,7 +326,7 @@ def shards_for(wrapper: Wrapper, invocation: Invocation, devices: Sequence[torch
     if not any(sizes):  # other devices than the wrapper's: torch's rule
         sizes = split_rows(arguments.rows or 0, len(devices))
     used = [0] * len(devices) if arguments.rows is None else [size for size in sizes if size] or [0]
-    return scattered(arguments, devices[: len(used)], used)
+    return scattered(arguments, devices[: len(used)], used, wrapper._threads.warnings)
 
 
 def whole_batches(wrapper: Wrapper, method: str | None) -> Callee:
@@ -351,7 +351,7 @@ def whole_batches(wrapper: Wrapper, method: str | None) -> Callee:
         output_device=output_device,
         function=getattr(wrapper.module, method or "forward"),
         in_dims=options.in_dims,
-        rules=options.rules(),
+        rules=options.rules(wrapper._threads.warnings),
         communicator=gradient_sync.communicator if gradient_sync is not None else None,
         # With a timeout the other lanes have to be there, if the first is stuck.
         choice_for=partial(choice_for, wrapper, method) if options.timeout is None else None,
@@ -459,7 +459,9 @@ def plain_composition(wrapper: Wrapper, invocation: Invocation) -> Any:
     numbers = plan.replica_numbers if plan else range(len(options.devices))
     device_ids = [here or options.device_ids[i] for i in numbers]
     if plan:
-        shards, shard_kwargs = zip(*scattered(plan.arguments, plan.devices, plan.sizes), strict=True)
+        shards, shard_kwargs = zip(
+            *scattered(plan.arguments, plan.devices, plan.sizes, plan.rules.warnings), strict=True
+        )
     else:
         shards, shard_kwargs = interruptibly(wrapper.scatter, invocation.inputs, invocation.kwargs, device_ids)
     before, no_replicas = call_of_verbs.set(plan), live_tensors_of_verbs.set(())
@@ -479,7 +481,7 @@ def plain_composition(wrapper: Wrapper, invocation: Invocation) -> Any:
                 if options.sync_batch_norm is None:
                     first_steps.look_at_batch_norm(module, in_one_process=True)
                 look = first_steps.watch_generators(module, [*invocation.inputs, *invocation.kwargs.values()])
-            leftovers, inputs = wrapper._threads.leftovers, [*zip(shards, shard_kwargs, strict=False)]
+            leftovers, inputs = first_steps.leftovers, [*zip(shards, shard_kwargs, strict=False)]
             devices = [here or options.devices[i] for i in numbers][: len(shards)]
             watched = leftovers.watched_by_name(replicas, module, inputs, devices)
             outputs = interruptibly(wrapper.parallel_apply, calls, shards, shard_kwargs)

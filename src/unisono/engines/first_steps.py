@@ -6,7 +6,7 @@
 
 A structure is that of a model's modules and of its inputs (`structure_of` in replica.py): a steady step looks for
 nothing.
-`verify` reports both by itself, and switches draws off: then nothing is said here.
+`verify` reports both by itself.
 """
 
 from collections.abc import Callable, Hashable, Iterable
@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from unisono.engines.shared_generators import GeneratorStates, generators_among, generators_of
-from unisono.runtime import draws_off
-from unisono.runtime.errors import warn
+from unisono.primitives.leftovers import Leftovers
+from unisono.runtime.model_warnings import ModelWarnings
 
 _PER_SHARD = (
     "{layer}: each replica normalises its own rows in training, so the numbers are not those of one device. With "
@@ -32,15 +32,21 @@ _DRAWN = (
 
 
 class FirstSteps:
-    """The structures of one model whose first step is past, and what has been said of the model."""
+    """The structures of one model whose first step is past, and what was found in them.
+
+    Attributes:
+        warnings: what the model has been warned of.
+        leftovers: what forwards have left behind in replicas.
+    """
 
     def __init__(self) -> None:
+        self.warnings = ModelWarnings()
+        self.leftovers = Leftovers(self.warnings)
         self._past: set[Hashable] = set()
-        self._said: set[str] = set()
 
     def begins(self, structure: Hashable) -> bool:
         """Return whether a step that begins now is the first of its structure that counts."""
-        return structure not in self._past and not draws_off.are_off()
+        return structure not in self._past
 
     def has_run(self, structure: Hashable) -> None:
         """Take note that a first step's forward has run. One that fails is none: replicas may not have drawn yet."""
@@ -61,13 +67,12 @@ class FirstSteps:
             if in_one_process or not isinstance(module, nn.SyncBatchNorm):
                 kind = type(module).__name__
                 layer = f"layer {path!r} ({kind})" if path else kind
-                self._say("batch norm", _PER_SHARD.format(layer=layer))
+                self.warnings.give(_PER_SHARD.format(layer=layer), "batch norm")
                 return
 
     def say_of_functional_batch_norm(self) -> None:
         """Warn of a batch norm that was found in a replica's graph; `look_at_batch_norm` may have done so already."""
-        if not draws_off.are_off():
-            self._say("batch norm", _PER_SHARD.format(layer="torch.nn.functional.batch_norm"))
+        self.warnings.give(_PER_SHARD.format(layer="torch.nn.functional.batch_norm"), "batch norm")
 
     def watch_generators(self, root: nn.Module, inputs: Iterable[Any]) -> Callable[[], None]:
         """Return what warns, once the replicas have run, if a generator that they share has moved.
@@ -80,14 +85,9 @@ class FirstSteps:
         def look() -> None:
             if moved := states.moved():
                 text = _DRAWN.format(generators=" and ".join(moved), name=type(root).__name__)
-                self._say("draws", text[0].upper() + text[1:])
+                self.warnings.give(text[0].upper() + text[1:], "draws")
 
         return look
-
-    def _say(self, what: str, message: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
-            warn(message)
 
 
 def takes_statistics(module: _BatchNorm) -> bool:

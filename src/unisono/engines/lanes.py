@@ -23,6 +23,7 @@ import torch
 
 from unisono.engines.call import called
 from unisono.engines.compile_lock import CompileLock, check_cuda_graphs, kind_of
+from unisono.engines.first_steps import FirstSteps
 from unisono.engines.replica import Replica, ReplicaPool, Replicas
 from unisono.primitives import pytree
 from unisono.primitives.blueprint import Blueprint, collector_paused
@@ -78,11 +79,13 @@ class LaneOutput:
 RunBatch: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any], Any], LaneOutput]  # inputs, and a seed or None
 
 
-def open_lanes(blueprint: Blueprint, call: LaneCall, compile_lock: CompileLock, leftovers: Leftovers) -> "list[Lane]":
+def open_lanes(
+    blueprint: Blueprint, call: LaneCall, compile_lock: CompileLock, first_steps: FirstSteps
+) -> "list[Lane]":
     """Return a lane for each device of `call`, with the module as it is now; `blueprint` is the live module's.
 
     Args:
-        leftovers: takes note of what batches leave behind.
+        first_steps: of the model.
 
     Raises:
         RuntimeError: the module replays CUDA graphs.
@@ -90,13 +93,13 @@ def open_lanes(blueprint: Blueprint, call: LaneCall, compile_lock: CompileLock, 
     if blueprint.compiled:
         check_cuda_graphs(blueprint, call.devices, _CUDA_GRAPHS)
     with torch.no_grad(), collector_paused, Copies(call.devices) as copies:
-        pool = ReplicaPool(blueprint, call.source, leftovers)
+        pool = ReplicaPool(blueprint, call.source, first_steps.leftovers)
         replicas = pool.stamp_untracked(call.devices, copies)
         for i in range(len(call.devices)):
             copies.wait_copies(i)
         lock = compile_lock if blueprint.compiled else None
         turns = LaneTurns()
-        return [Lane(i, call, replica, lock, turns, leftovers) for i, replica in enumerate(replicas)]
+        return [Lane(i, call, replica, lock, turns, first_steps.leftovers) for i, replica in enumerate(replicas)]
 
 
 class Lane:

@@ -81,7 +81,7 @@ class Inputs:
                 placed = [copy if copy is None else copy.requires_grad_() for copy in placed]
             return placed
 
-        self.shards = call.arguments.split(call.sizes, place)
+        self.shards = call.arguments.split(call.sizes, place, call.rules.warnings)
 
 
 def _copied(part: torch.Tensor, replica: int, device: torch.device, copies: Copies) -> torch.Tensor:

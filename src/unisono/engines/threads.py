@@ -50,7 +50,6 @@ from unisono.engines.lanes import Lane, LaneCall, open_lanes
 from unisono.engines.replica import GraphSearch, Inputs, ReplicaPool, call_replica, carries_objects, structure_of
 from unisono.engines.rescue import Replay, run_rescued
 from unisono.primitives.blueprint import Blueprint, collector_paused, warn_of_observers
-from unisono.primitives.leftovers import Leftovers
 from unisono.primitives.outputs import Group, Outputs
 from unisono.primitives.parallel_apply import values_or_raise
 from unisono.primitives.placements import Replicate, Single
@@ -59,6 +58,7 @@ from unisono.primitives.replicate import check_device, unchanged_on_failure
 from unisono.primitives.written_parameters import in_each, watch_memory
 from unisono.runtime import timeline
 from unisono.runtime.exchange import Exchange, exchanging
+from unisono.runtime.model_warnings import ModelWarnings
 from unisono.runtime.rng import own_streams
 from unisono.runtime.stand_ins import StandIns, while_replicas_run, while_running
 from unisono.runtime.streams import Copies
@@ -94,10 +94,9 @@ class Threads:
     Attributes:
         row_limits: how many rows fit in each replica's memory, by its number, as far as rescues have shown.
         search: finds tensors in replica graphs that are not the replicas' own.
-        first_steps: looks for what is looked for in the first step of a structure.
+        first_steps: looks for what is looked for in the first steps of a structure.
         compile_lock: the model's.
         order_of_sums: that of sums over the ranks that no boundary has finished.
-        leftovers: what forwards have left behind in replicas.
     """
 
     def __init__(self) -> None:
@@ -106,7 +105,6 @@ class Threads:
         self.first_steps = FirstSteps()
         self.compile_lock = CompileLock()
         self.order_of_sums = OneOrder()
-        self.leftovers = Leftovers()
         self._pool: ReplicaPool | None = None
         self._timings: list[ReplicaTiming] = []
 
@@ -139,7 +137,7 @@ class Threads:
         Raises:
             RuntimeError: parameters or buffers that are not on `call.source`.
         """
-        return open_lanes(self.pool_for(module, call.source).blueprint, call, self.compile_lock, self.leftovers)
+        return open_lanes(self.pool_for(module, call.source).blueprint, call, self.compile_lock, self.first_steps)
 
     def pool_for(self, module: nn.Module, source: torch.device) -> ReplicaPool:
         """Return the replicas of `module` as it is now: those of the last forward, if nothing has changed."""
@@ -148,7 +146,7 @@ class Threads:
             blueprint = Blueprint(module)
             check_device(module, [*blueprint.parameters.values(), *blueprint.buffers.values()], source)
             blueprint.keep()
-            pool = ReplicaPool(blueprint, source, self.leftovers)
+            pool = ReplicaPool(blueprint, source, self.first_steps.leftovers)
             if not inside_replica():  # there, each replica of an outer module has this object
                 self._pool = pool if blueprint.is_reusable else None
         return pool
@@ -159,6 +157,11 @@ class Threads:
         if sync_context is not None:
             number, order = self.order_of_sums.next_forward(linked.token), self.order_of_sums
             linked.collector.over_ranks = OverRanks(partial(sync_context.sum, linked.live), number, order)
+
+    @property
+    def warnings(self) -> ModelWarnings:
+        """What the model has been warned of."""
+        return self.first_steps.warnings
 
     def timings(self) -> list[ReplicaTiming]:
         """Return what each replica did in the last step; an empty list before the first."""
@@ -207,7 +210,7 @@ class Forward:
         if pool.blueprint.observers:
             if self._tracked and again is None and call.sync_context is None:
                 raise OneGraphNeededError
-            warn_of_observers(pool.blueprint, call.devices)
+            warn_of_observers(pool.blueprint, call.devices, model.warnings)
         if len(call.devices) > 1:
             check_cuda_graphs(pool.blueprint, call.devices, _CUDA_GRAPHS)
         self._buffers = unchanged_on_failure(pool.buffers)
@@ -223,7 +226,7 @@ class Forward:
     def forward(self) -> Any:
         """Return the joined output."""
         looks = self._look_in_first_step()
-        leftovers, replicas, watched = self._model.leftovers, self._replicas, None
+        leftovers, replicas, watched = self._model.first_steps.leftovers, self._replicas, None
         if replicas.are_new and leftovers.looks and not self._is_again:
             watched = replicas.watched(self._inputs.shards, self._call.devices)
         with self._buffers, one_pass(self._passes.contexts) as contexts:

@@ -27,7 +27,7 @@ from unisono.primitives.observing_hooks import HookStates, is_the_users
 from unisono.primitives.references import INERT, TRACKED
 from unisono.primitives.shared_iterators import SharedIterator
 from unisono.runtime import torch_private
-from unisono.runtime.errors import warn
+from unisono.runtime.model_warnings import ModelWarnings
 from unisono.runtime.thread_pool import replica_path
 
 _MOST_NAMED = 6
@@ -57,20 +57,22 @@ class Leftovers:
         assigned: the paths of what was assigned.
         hooks: the names of hooks that keep what they see.
         has_more: whether something was found that was not said.
-        is_quiet: whether nothing is said.
+
+    Args:
+        warnings: of the model.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, warnings: ModelWarnings) -> None:
         self.assigned: dict[str, None] = {}
         self.hooks: dict[str, None] = {}
-        self.has_more = self.is_quiet = False
-        self._said: set[str] = set()
+        self.has_more = False
+        self._warnings = warnings
         self._num_verbs = 0
 
     @property
     def looks(self) -> bool:
         """Whether forwards are still looked at."""
-        return len(self._said) < 2
+        return not all(map(self._warnings.has_given, (_LOST, _KEPT)))
 
     def add(self, assigned: Iterable[str], hooks: Iterable[str] = ()) -> None:
         """Take note of the paths of what a forward has assigned, and of hooks that keep what they see."""
@@ -80,13 +82,12 @@ class Leftovers:
 
     def say(self, model: nn.Module) -> None:
         """Warn of what was found, if that was not said before."""
-        if not self.has_more or self.is_quiet or any(replica_path()):  # the latter: not in the caller's thread
+        if not self.has_more or any(replica_path()):  # the latter: not in the caller's thread
             return
         self.has_more = False
         for names, message in ((self.assigned, _LOST), (self.hooks, _KEPT)):
-            if names and message not in self._said:
-                self._said.add(message)
-                warn(message.format(model=type(model).__name__, names=listed([*names])))
+            if names and not self._warnings.has_given(message):
+                self._warnings.give(message.format(model=type(model).__name__, names=listed([*names])), message)
 
     def watched_by_name(
         self, replicas: Sequence[Any], live: nn.Module, shards: Sequence[Any], devices: Sequence[torch.device]
