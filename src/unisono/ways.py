@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from unisono.engines.call import Call, OneGraphNeededError, called
+from unisono.engines.first_steps import Look
 from unisono.engines.lanes import Lane, LaneCall
 from unisono.engines.threads import Threads
 from unisono.inference.batch_map import Callee
@@ -37,7 +38,7 @@ from unisono.primitives.placements import check_have_data
 from unisono.primitives.reassigned_buffers import buffer_registries, commit_buffers, modules_in_common
 from unisono.primitives.replicate import check_device, live_tensors_of, unchanged_on_failure
 from unisono.primitives.split_sizes import split_rows
-from unisono.primitives.written_parameters import WrittenParameters, in_each
+from unisono.primitives.written_parameters import WrittenParameters
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline, torch_private
 from unisono.runtime.errors import ReplicaTimeout, is_of_replica, log_once
@@ -474,27 +475,17 @@ def plain_composition(wrapper: Wrapper, invocation: Invocation) -> Any:
             calls: Sequence[Any] = [called(replica, invocation.method) for replica in replicas]
             if options.sync_batch_norm and len(replicas) > 1:
                 calls = run_synchronised(replicas, calls)
-            written, look = WrittenParameters.of_replicas(replicas, module), None
-            structure = "plain composition", invocation.method, *[m.training for m in module.modules()]
-            first_steps = wrapper._threads.first_steps
-            if len(replicas) > 1 and not inside_replica() and first_steps.begins(structure):
-                if options.sync_batch_norm is None:
-                    first_steps.look_at_batch_norm(module, in_one_process=True)
-                look = first_steps.watch_generators(module, [*invocation.inputs, *invocation.kwargs.values()])
-            leftovers, inputs = first_steps.leftovers, [*zip(shards, shard_kwargs, strict=False)]
+            inputs = [*zip(shards, shard_kwargs, strict=False)]
             devices = [here or options.devices[i] for i in numbers][: len(shards)]
-            watched = leftovers.watched_by_name(replicas, module, inputs, devices)
+            looks = _looks_at_composition(wrapper, invocation, replicas, inputs, devices)
+            for look in looks:
+                look.begin()
             outputs = interruptibly(wrapper.parallel_apply, calls, shards, shard_kwargs)
-            if len(replicas) > 1:
-                written.check(module, lambda tensor: Blueprint(module).name_of(tensor), in_each(len(replicas)))
-            if look is not None:
-                look()
-                first_steps.has_run(structure)
-            if watched is not None:
-                watched.forward_has_run(leftovers)
+            for look in looks:
+                look.end()
             output = interruptibly(wrapper.gather, outputs, here or options.output_device)
         commit_buffers(registries.changes(), modules, live_modules, {})
-        leftovers.say(module)
+        wrapper._threads.first_steps.leftovers.say(module)
         return output
     except _OF_SHAPES as error:
         if plan is not None:
@@ -503,6 +494,29 @@ def plain_composition(wrapper: Wrapper, invocation: Invocation) -> Any:
     finally:
         call_of_verbs.reset(before)
         live_tensors_of_verbs.reset(no_replicas)
+
+
+def _looks_at_composition(
+    wrapper: Wrapper,
+    invocation: Invocation,
+    replicas: Sequence[Any],
+    shards: Sequence[Any],
+    devices: Sequence[torch.device],
+) -> list[Look]:
+    """Return what looks at one plain composition; `devices` are the replicas'."""
+    module, first_steps = wrapper.module, wrapper._threads.first_steps
+    has_several, looks = len(replicas) > 1, list[Look]()
+    if has_several:
+        looks.append(WrittenParameters.of_replicas(replicas, module, lambda tensor: Blueprint(module).name_of(tensor)))
+    watched = first_steps.leftovers.watched_by_name(replicas, module, shards, devices)
+    if watched is not None:
+        looks.append(watched)
+    structure = "plain composition", invocation.method, *[m.training for m in module.modules()]
+    if not has_several or inside_replica() or first_steps.are_past(structure):
+        return looks
+    if wrapper._options.sync_batch_norm is None:
+        first_steps.look_at_batch_norm(module, in_one_process=True)
+    return [*looks, *first_steps.looks(structure, module, [*invocation.inputs, *invocation.kwargs.values()])]
 
 
 # The call that the plain composition runs: the verbs in it take the replicas' devices and rows from there.

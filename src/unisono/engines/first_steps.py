@@ -1,4 +1,4 @@
-"""What is looked for in the first step of each structure of a model, and said once for a model.
+"""What is looked for in the first steps of each structure of a model, and said once for a model.
 
     batch norm in training       each replica normalises its own rows, if no option says whether that is meant
     draws from a shared          Python's random numbers, numpy's, and those of generators that the model keeps are
@@ -9,8 +9,9 @@ nothing.
 `verify` reports both by itself.
 """
 
-from collections.abc import Callable, Hashable, Iterable
-from typing import Any
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, Protocol
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -31,8 +32,18 @@ _DRAWN = (
 )
 
 
+class Look(Protocol):
+    """Looks at one forward: it begins before the replicas run, and ends when all have run."""
+
+    def begin(self) -> None:
+        """Take what there is before the forward."""
+
+    def end(self) -> None:
+        """Compare; what is found is said, kept for later, or raised."""
+
+
 class FirstSteps:
-    """The structures of one model whose first step is past, and what was found in them.
+    """The first steps of each structure of one model, what was found in them, and what was said of the model.
 
     Attributes:
         warnings: what the model has been warned of.
@@ -42,17 +53,25 @@ class FirstSteps:
     def __init__(self) -> None:
         self.warnings = ModelWarnings()
         self.leftovers = Leftovers(self.warnings)
-        self._past: set[Hashable] = set()
+        self._num_past: Counter[Hashable] = Counter()
 
-    def begins(self, structure: Hashable) -> bool:
-        """Return whether a step that begins now is the first of its structure that counts."""
-        return structure not in self._past
+    def are_past(self, structure: Hashable) -> bool:
+        """Return whether the first steps of a structure have run. Those that fail do not count."""
+        return self._num_past[structure] >= _FIRST
 
-    def has_run(self, structure: Hashable) -> None:
-        """Take note that a first step's forward has run. One that fails is none: replicas may not have drawn yet."""
-        if len(self._past) >= _MOST_STRUCTURES:
-            self._past.clear()
-        self._past.add(structure)
+    def looks(self, structure: Hashable, root: nn.Module, inputs: Iterable[Any]) -> list[Look]:
+        """Return what looks at one of the first steps of a structure, in several replicas.
+
+        Args:
+            inputs: the leaves of the inputs.
+        """
+        return [_Draws(self.warnings, root, [*inputs]), self.counted(structure)]
+
+    def counted(self, structure: Hashable) -> Look:
+        """Return what counts a first step when it has run."""
+        if len(self._num_past) >= _MOST_STRUCTURES:
+            self._num_past.clear()
+        return _Counted(self._num_past, structure)
 
     def look_at_batch_norm(self, root: nn.Module, *, in_one_process: bool = False) -> None:
         """Warn of a batch norm that would normalise the rows of one replica only.
@@ -74,20 +93,37 @@ class FirstSteps:
         """Warn of a batch norm that was found in a replica's graph; `look_at_batch_norm` may have done so already."""
         self.warnings.give(_PER_SHARD.format(layer="torch.nn.functional.batch_norm"), "batch norm")
 
-    def watch_generators(self, root: nn.Module, inputs: Iterable[Any]) -> Callable[[], None]:
-        """Return what warns, once the replicas have run, if a generator that they share has moved.
 
-        Args:
-            inputs: the leaves of the inputs.
-        """
-        states = GeneratorStates([*generators_of(root), *generators_among(inputs)])
+class _Counted:
+    """Counts a step of a structure."""
 
-        def look() -> None:
-            if moved := states.moved():
-                text = _DRAWN.format(generators=" and ".join(moved), name=type(root).__name__)
-                self.warnings.give(text[0].upper() + text[1:], "draws")
+    def __init__(self, num_past: Counter[Hashable], structure: Hashable) -> None:
+        self._num_past, self._structure = num_past, structure
 
-        return look
+    def begin(self) -> None:
+        pass
+
+    def end(self) -> None:
+        self._num_past[self._structure] += 1
+
+
+class _Draws:
+    """Warns of draws from a generator that replicas share.
+
+    Args:
+        inputs: the leaves of the inputs.
+    """
+
+    def __init__(self, warnings: ModelWarnings, root: nn.Module, inputs: Sequence[Any]) -> None:
+        self._warnings, self._root, self._inputs = warnings, root, inputs
+
+    def begin(self) -> None:
+        self._states = GeneratorStates([*generators_of(self._root), *generators_among(self._inputs)])
+
+    def end(self) -> None:
+        if moved := self._states.moved():
+            text = _DRAWN.format(generators=" and ".join(moved), name=type(self._root).__name__)
+            self._warnings.give(text[0].upper() + text[1:], "draws")
 
 
 def takes_statistics(module: _BatchNorm) -> bool:
@@ -95,4 +131,5 @@ def takes_statistics(module: _BatchNorm) -> bool:
     return bool(module.training or (module.running_mean is None and module.running_var is None))
 
 
+_FIRST = 2  # steps of a structure: what the first one may leave for later ones, such as a cache, the second one leaves
 _MOST_STRUCTURES = 64

@@ -23,7 +23,7 @@ import torch
 
 from unisono.engines.call import called
 from unisono.engines.compile_lock import CompileLock, check_cuda_graphs, kind_of
-from unisono.engines.first_steps import FirstSteps
+from unisono.engines.first_steps import FirstSteps, Look
 from unisono.engines.replica import Replica, ReplicaPool, Replicas
 from unisono.primitives import pytree
 from unisono.primitives.blueprint import Blueprint, collector_paused
@@ -137,7 +137,7 @@ class Lane:
         self._compile_lock, self._turns = compile_lock, turns
         self._original = original  # its modules refer to each other only as long as it exists
         self._leftovers = leftovers
-        self._pool = ReplicaPool(Blueprint(original.modules[0]), self.device, leftovers)
+        self._pool = ReplicaPool(Blueprint(original.modules[0]), self.device, leftovers, IN_LANES)
         self._name = type(original.modules[0]).__name__
         self._replicas: Replicas | None = None  # the last batch's
         self._memory_of_buffers: set[int] = set()
@@ -223,16 +223,14 @@ class Lane:
                 copies.wait_copies(0)
             if draws is not None:
                 draws.begin(seed)
-            watched = None
+            looks: list[Look] = [replicas.written] if len(self.call.devices) > 1 else []
             if replicas.are_new and self._leftovers.looks:
-                watched = replicas.watched([(args, kwargs)], self.call.devices)
-            replicas.written.begin()
+                looks.append(replicas.watched([(args, kwargs)], self.call.devices))
+            for look in looks:
+                look.begin()
             output = interruptibly(called(replicas.roots[0], self.call.method), *args, **kwargs)
-            if len(self.call.devices) > 1:
-                blueprint = self._pool.blueprint
-                replicas.written.check(blueprint.root, blueprint.name_of, IN_LANES)
-            if watched is not None:
-                watched.forward_has_run(self._leftovers)
+            for look in looks:
+                look.end()
             replicas.are_new = False
         output = _apart_from(self._memory_of_buffers, output)
         self._replicas = replicas

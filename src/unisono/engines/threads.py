@@ -45,7 +45,7 @@ from unisono.autograd.replica_graph import (
 from unisono.distributed.gradient_sync import SyncContext
 from unisono.engines.call import Call, OneGraphNeededError
 from unisono.engines.compile_lock import CompileLock, check_cuda_graphs, compiler_prepared, kind_of
-from unisono.engines.first_steps import FirstSteps
+from unisono.engines.first_steps import FirstSteps, Look
 from unisono.engines.lanes import Lane, LaneCall, open_lanes
 from unisono.engines.replica import GraphSearch, Inputs, ReplicaPool, call_replica, carries_objects, structure_of
 from unisono.engines.rescue import Replay, run_rescued
@@ -55,7 +55,7 @@ from unisono.primitives.parallel_apply import values_or_raise
 from unisono.primitives.placements import Replicate, Single
 from unisono.primitives.reassigned_buffers import Change, histories
 from unisono.primitives.replicate import check_device, unchanged_on_failure
-from unisono.primitives.written_parameters import in_each, watch_memory
+from unisono.primitives.written_parameters import MovedParameters, in_each
 from unisono.runtime import timeline
 from unisono.runtime.exchange import Exchange, exchanging
 from unisono.runtime.model_warnings import ModelWarnings
@@ -225,14 +225,12 @@ class Forward:
 
     def forward(self) -> Any:
         """Return the joined output."""
-        looks = self._look_in_first_step()
-        leftovers, replicas, watched = self._model.first_steps.leftovers, self._replicas, None
-        if replicas.are_new and leftovers.looks and not self._is_again:
-            watched = replicas.watched(self._inputs.shards, self._call.devices)
+        looks, leftovers = self._looks(), self._model.first_steps.leftovers
         with self._buffers, one_pass(self._passes.contexts) as contexts:
             for group in self._linked:
                 group.begin_forward()
-            self._replicas.written.begin()
+            for look in looks:
+                look.begin()
             refusal = register_optimizer_step_pre_hook(partial(_refuse_step, self._pool.blueprint))
             try:
                 with while_running(_while_one_replica_runs) if len(self.timings) == 1 else nullcontext():
@@ -244,15 +242,10 @@ class Forward:
             finally:
                 refusal.remove()
                 reached = [*chain.from_iterable([group.collector.end_forward() for group in self._linked])]
-            if not self._runs_as_module:
-                blueprint = self._pool.blueprint
-                self._replicas.written.check(blueprint.root, blueprint.name_of, in_each(len(self._call.devices)))
             for look in looks:
-                look()
+                look.end()
             if timeline.recording:
                 timeline.mark(timeline.GATHER)
-            if watched is not None:
-                replicas.hooks_in_backward = watched.forward_has_run(leftovers)
             call, is_summed = self._call, self._call.sync_context is not None and self._tracked
             matched = Outputs(outputs, call.rules, call.sizes, self._replicas.live_of, is_summed=is_summed)
             del outputs
@@ -278,31 +271,31 @@ class Forward:
             leftovers.say(self._pool.blueprint.root)
         return output
 
-    def _look_in_first_step(self) -> list[Callable[[], None]]:
-        """Look for what `FirstSteps` looks for, if this is one; return what looks once the replicas have run."""
+    def _looks(self) -> list[Look]:
+        """Return what looks at this forward; in a steady step only at parameters that it writes."""
         call, pool, first_steps = self._call, self._pool, self._model.first_steps
+        looks: list[Look] = [] if self._runs_as_module else [self._replicas.written]
+        if self._is_again:
+            return looks
+        if self._replicas.are_new and first_steps.leftovers.looks:
+            looks.append(self._replicas.watched(self._inputs.shards, call.devices))
         kind = call.method, call.arguments.flags, self._tracked
-        if kind in pool.kinds_past or self._is_again or inside_replica():
-            return []
+        if kind in pool.kinds_past or inside_replica():
+            return looks
         has_several = len(call.devices) > 1
-        may_differ = has_several or call.sync_context is not None
-        structure = structure_of(pool, call) if may_differ else None
-        if not may_differ or not first_steps.begins(structure):
+        structure = structure_of(pool, call) if has_several or call.sync_context is not None else None
+        if structure is None or first_steps.are_past(structure):
             pool.kinds_past.add(kind)
-            return []
-        ends: list[Callable[[], None]] = [partial(first_steps.has_run, structure), partial(pool.kinds_past.add, kind)]
-        if self._normalises_shards():
-            first_steps.look_at_batch_norm(pool.blueprint.root, in_one_process=has_several)
-        if not has_several:
-            return ends
+            return looks
         blueprint, each = pool.blueprint, self._replicas.each
+        if self._normalises_shards():
+            first_steps.look_at_batch_norm(blueprint.root, in_one_process=has_several)
+        if not has_several:
+            return [*looks, first_steps.counted(structure)]
         pairs = [pair for replica in each for pair in zip(pool.live_parameters, replica.own_parameters, strict=False)]
         pairs += [pair for replica in each for pair in replica.copied_parameters]
-        return [
-            first_steps.watch_generators(blueprint.root, call.arguments.leaves),
-            watch_memory(pairs, blueprint.name_of, in_each(len(call.devices))),
-            *ends,
-        ]
+        looks.append(MovedParameters(pairs, blueprint.name_of, in_each(len(call.devices))))
+        return [*looks, *first_steps.looks(structure, blueprint.root, call.arguments.leaves)]
 
     def _normalises_shards(self) -> bool:
         """Return whether batch norm would see a part of the rows, no option says so, and it is this rank's to say.

@@ -105,7 +105,8 @@ class Leftovers:
         of_each = [[of_replica[path] for path in modules] for of_replica in each]
         live_modules = [*modules.values()]
         inputs = [shard for shard in shards if _is_shard(shard)]
-        return Watched(of_each, live_modules, names_of(live_modules, live), inputs, devices, Blueprint(live).observers)
+        names, observers = names_of(live_modules, live), Blueprint(live).observers
+        return Watched(self, of_each, live_modules, names, inputs, devices, observers)
 
 
 def listed(names: Sequence[str]) -> str:
@@ -182,6 +183,7 @@ class Watched:
     """What the replicas of one forward have before it: their attributes, containers, tensors and inputs.
 
     Args:
+        leftovers: of the model; takes note of what is found.
         replicas: the modules of each.
         live_modules: those of which they are replicas, with the names of these.
         shards: the replicas' positional and keyword inputs.
@@ -191,6 +193,7 @@ class Watched:
 
     def __init__(
         self,
+        leftovers: Leftovers,
         replicas: Sequence[Sequence[nn.Module]],
         live_modules: Sequence[nn.Module],
         names: Sequence[str],
@@ -198,28 +201,38 @@ class Watched:
         devices: Sequence[torch.device],
         observers: Collection[int] = (),
     ) -> None:
+        self._leftovers, self._has_several = leftovers, len(devices) > 1
         self._modules = [module for modules in replicas for module in modules]
+        self._live_modules = [*live_modules] * len(replicas)
         self._names = [*names] * len(replicas)
+        self._shards = [*shards]
         self._hook_states = partial(HookStates, self._modules, self._names, devices, observers)
-        self._hooks = self._hook_states() if len(devices) > 1 else None
-        classes = {cls for module in live_modules for cls in type(module).__mro__ if is_the_users(cls)}
+        self._in_backward: HookStates | None = None
+
+    def begin(self) -> None:
+        """Take what the replicas have: forward begins."""
+        self._hooks = self._hook_states() if self._has_several else None
+        classes = {cls for module in self._live_modules for cls in type(module).__mro__ if is_the_users(cls)}
         self._classes = {cls: dict(vars(cls)) for cls in classes}
         self._dicts = DictSnapshot(attribute_dicts_of(self._modules))
-        self._containers = [*self._own_containers([*live_modules] * len(replicas))]
+        self._containers = [*self._own_containers()]
         self._scripts = [torch_private.script_attributes(module) for module in self._modules]
         self._tensors = {id(tensor): (name, tensor) for name, tensor in self._named_tensors()}
         self._of_tensors = [*map(_attributes_of, self._tensors.values())]
-        self._shards = [*shards]
-        self._inputs = [_leaves(shard) for shard in shards]
+        self._inputs = [_leaves(shard) for shard in self._shards]
         self._of_inputs: list[list[Mapping[str, Any]]] = [
             [*map(_attributes_of, leaves.items())] for leaves in self._inputs
         ]
 
-    def forward_has_run(self, leftovers: Leftovers) -> HookStates | None:
-        """Add what is found; return the states of the hooks that backward calls, None if there are none."""
-        leftovers.add(self._assigned(), self._hooks.changed() if self._hooks is not None else ())
-        in_backward = self._hook_states(in_backward=True) if self._hooks is not None else None
-        return in_backward if in_backward else None
+    def end(self) -> None:
+        """Add what is found to the leftovers."""
+        self._leftovers.add(self._assigned(), self._hooks.changed() if self._hooks is not None else ())
+        self._in_backward = self._hook_states(in_backward=True) if self._hooks is not None else None
+
+    def backward_has_run(self) -> None:
+        """Add the hooks that have kept what they see in the backward after that forward."""
+        if self._in_backward is not None:
+            self._leftovers.add((), self._in_backward.changed())
 
     def _assigned(self) -> Iterator[str]:
         yield from assigned(self._dicts, self._modules, self._names)
@@ -244,12 +257,12 @@ class Watched:
                 yield from _added(*named, of_leaf)
             yield from (where for where, leaf in _leaves(shard).items() if leaf is not leaves.get(where, GONE))
 
-    def _own_containers(self, live_modules: Sequence[nn.Module]) -> Iterator[tuple[str, ContainerSnapshot]]:
+    def _own_containers(self) -> Iterator[tuple[str, ContainerSnapshot]]:
         """Yield the containers that a replica has in place of the live module's, because they hold layers or weights.
 
         Not of a class that says itself what its replicas do not share.
         """
-        for module, live, name in zip(self._modules, live_modules, self._names, strict=True):
+        for module, live, name in zip(self._modules, self._live_modules, self._names, strict=True):
             if not type(module)._replicate_for_data_parallel.__module__.startswith("torch."):
                 continue
             for key, value in vars(module).items():

@@ -57,9 +57,6 @@ class HookStates:
         """Return the names of the hooks that keep something else now."""
         return [said for said, state in self._states if not all(_same(self._held(each), held) for each, held in state)]
 
-    def __bool__(self) -> bool:
-        return bool(self._states)
-
     def _held(self, value: Any) -> Any:
         if isinstance(value, Mapping) and not self._by_device and any(type(key) is torch.device for key in value):
             return None
