@@ -30,13 +30,14 @@ from unisono.inference.batch_map import Callee
 from unisono.inference.lane_choice import choice_for
 from unisono.options import Options
 from unisono.primitives import pytree
-from unisono.primitives.blueprint import Blueprint
+from unisono.primitives.blueprint import Blueprint, names_of
 from unisono.primitives.inputs import Arguments, scattered
 from unisono.primitives.measured_shares import MeasuredShares, StepTime
 from unisono.primitives.outputs import LiveTensors
 from unisono.primitives.placements import check_have_data
 from unisono.primitives.reassigned_buffers import buffer_registries, commit_buffers, modules_in_common
 from unisono.primitives.replicate import check_device, live_tensors_of, unchanged_on_failure
+from unisono.primitives.shared_state import reached_by
 from unisono.primitives.split_sizes import split_rows
 from unisono.primitives.written_parameters import WrittenParameters
 from unisono.runtime import devices as _devices
@@ -516,7 +517,11 @@ def _looks_at_composition(
         return looks
     if wrapper._options.sync_batch_norm is None:
         first_steps.look_at_batch_norm(module, in_one_process=True)
-    return [*looks, *first_steps.looks(structure, module, [*invocation.inputs, *invocation.kwargs.values()])]
+    modules, live = modules_in_common(replicas, module)
+    reached = reached_by(modules, names_of(live, module), live, invocation.method)
+    leaves = [*invocation.inputs, *invocation.kwargs.values()]
+    rows = {len(each[0]) for each, _ in shards if each and isinstance(each[0], torch.Tensor) and each[0].dim()}
+    return [*looks, *first_steps.looks(structure, type(module).__name__, reached, leaves, rows, wrapper.dim)]
 
 
 # The call that the plain composition runs: the verbs in it take the replicas' devices and rows from there.

@@ -11,13 +11,15 @@ nothing.
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from unisono.engines.shared_generators import GeneratorStates, generators_among, generators_of
+from unisono.engines.shared_generators import GeneratorStates, generators_among
 from unisono.primitives.leftovers import Leftovers
+from unisono.primitives.shared_state import Reached, SharedWrites
 from unisono.runtime.model_warnings import ModelWarnings
 
 _PER_SHARD = (
@@ -59,13 +61,24 @@ class FirstSteps:
         """Return whether the first steps of a structure have run. Those that fail do not count."""
         return self._num_past[structure] >= _FIRST
 
-    def looks(self, structure: Hashable, root: nn.Module, inputs: Iterable[Any]) -> list[Look]:
+    def looks(
+        self, structure: Hashable, model: str, reached: Reached, inputs: Iterable[Any], rows: Iterable[int], axis: int
+    ) -> list[Look]:
         """Return what looks at one of the first steps of a structure, in several replicas.
 
         Args:
+            model: its name in messages.
+            reached: what its forward leads to.
             inputs: the leaves of the inputs.
+            rows: how many rows replicas have; `axis`: on which axis.
         """
-        return [_Draws(self.warnings, root, [*inputs]), self.counted(structure)]
+        writes = self.writes(reached, rows, axis, is_first=not self._num_past[structure])
+        generators = generators_among([*(place.value for place in reached.places), *inputs])
+        return [_Draws(self.warnings, model, generators), writes, self.counted(structure)]
+
+    def writes(self, reached: Reached, rows: Iterable[int], axis: int = 0, *, is_first: bool = True) -> SharedWrites:
+        """Return what looks at what forward writes into that replicas share; see there."""
+        return SharedWrites(partial(self.leftovers.add, (), ()), reached, rows, axis, is_first=is_first)
 
     def counted(self, structure: Hashable) -> Look:
         """Return what counts a first step when it has run."""
@@ -108,21 +121,17 @@ class _Counted:
 
 
 class _Draws:
-    """Warns of draws from a generator that replicas share.
+    """Warns of draws from a generator that replicas share: Python's, numpy's, or one of these."""
 
-    Args:
-        inputs: the leaves of the inputs.
-    """
-
-    def __init__(self, warnings: ModelWarnings, root: nn.Module, inputs: Sequence[Any]) -> None:
-        self._warnings, self._root, self._inputs = warnings, root, inputs
+    def __init__(self, warnings: ModelWarnings, model: str, generators: Sequence[Any]) -> None:
+        self._warnings, self._model, self._generators = warnings, model, generators
 
     def begin(self) -> None:
-        self._states = GeneratorStates([*generators_of(self._root), *generators_among(self._inputs)])
+        self._states = GeneratorStates(self._generators)
 
     def end(self) -> None:
         if moved := self._states.moved():
-            text = _DRAWN.format(generators=" and ".join(moved), name=type(self._root).__name__)
+            text = _DRAWN.format(generators=" and ".join(moved), name=self._model)
             self._warnings.give(text[0].upper() + text[1:], "draws")
 
 

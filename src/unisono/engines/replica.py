@@ -35,6 +35,7 @@ from unisono.primitives.outputs import Group
 from unisono.primitives.placements import Placement
 from unisono.primitives.reassigned_buffers import Change, buffer_registries, commit_buffers, histories
 from unisono.primitives.references import INERT
+from unisono.primitives.shared_state import Reached, reached_by
 from unisono.primitives.written_parameters import WrittenParameters, in_each
 from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
@@ -274,6 +275,13 @@ class Replicas:
             self._leftovers, modules, blueprint.modules, blueprint.names, shards, devices, blueprint.observers
         )
         return self._watched
+
+    def reached(self, method: str | None, inputs: Mapping[str, Any]) -> Reached:
+        """Return what a forward of these replicas leads to; `inputs` by path."""
+        blueprint, num_replicas = self._blueprint, len(self.each)
+        modules = [module for replica in self.each for module in replica.modules]
+        names, live = blueprint.names * num_replicas, blueprint.modules * num_replicas
+        return reached_by(modules, names, live, method, inputs)
 
     def _count_references(self) -> list[int]:
         return [*map(sys.getrefcount, self._modules)]

@@ -295,7 +295,10 @@ class Forward:
         pairs = [pair for replica in each for pair in zip(pool.live_parameters, replica.own_parameters, strict=False)]
         pairs += [pair for replica in each for pair in replica.copied_parameters]
         looks.append(MovedParameters(pairs, blueprint.name_of, in_each(len(call.devices))))
-        return [*looks, *first_steps.looks(structure, blueprint.root, call.arguments.leaves)]
+        inputs = dict(zip(call.arguments.paths(), call.arguments.leaves, strict=True))
+        reached, model = self._replicas.reached(call.method, inputs), type(blueprint.root).__name__
+        looks += first_steps.looks(structure, model, reached, inputs.values(), call.sizes, call.rules.dim)
+        return looks
 
     def _normalises_shards(self) -> bool:
         """Return whether batch norm would see a part of the rows, no option says so, and it is this rank's to say.

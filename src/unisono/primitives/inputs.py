@@ -91,7 +91,7 @@ class Arguments:
         for number, (leaf, axis, batch_type) in enumerate(zip(self.leaves, self.axes, self._batch_types, strict=True)):
             if isinstance(leaf, torch.Tensor):
                 if not can_be_placed(leaf):
-                    raise cannot_be_placed("scatter", self._paths()[number], leaf)
+                    raise cannot_be_placed("scatter", self.paths()[number], leaf)
                 if axis is None:
                     continue
                 if leaf.is_nested or (leaf.ndim and not -leaf.ndim <= axis < leaf.ndim):
@@ -102,7 +102,7 @@ class Arguments:
                 try:
                     rows = batch_type.rows(leaf)
                 except Exception as error:
-                    error.add_note(f"while {self._paths()[number]} was scattered")
+                    error.add_note(f"while {self.paths()[number]} was scattered")
                     raise
                 if rows is not None:
                     counts[number] = rows
@@ -125,13 +125,13 @@ class Arguments:
         assert self._specs is not None
         return self._specs
 
-    def _paths(self) -> list[str]:
+    def paths(self) -> list[str]:
         """Return how messages name each leaf."""
         of_inputs, of_kwargs = self._structure()
         return [*of_inputs.paths("inputs"), *of_kwargs.paths("kwargs")]
 
     def _cannot_be_split(self, number: int, leaf: torch.Tensor, axis: int) -> TypeError | ValueError:
-        path = self._paths()[number]
+        path = self.paths()[number]
         if leaf.is_nested:
             return TypeError(
                 f"cannot scatter {path}, a nested tensor: it has no axis along which it could be split. Give it padded "
@@ -141,7 +141,7 @@ class Arguments:
         return ValueError(f"cannot scatter {path} of shape {shape} along dim={axis}: it has no such axis")
 
     def _different_rows(self, counts: dict[int, int], dim: int) -> ValueError:
-        paths = self._paths()
+        paths = self.paths()
         each = _named([f"{paths[number]} has {rows}" for number, rows in counts.items()])
         [(of_most, _)] = Counter(counts.values()).most_common(1)  # if as many have others, of the first
         others = [number for number, rows in counts.items() if rows != of_most]
@@ -186,7 +186,7 @@ class Arguments:
             warn_of_whole_lists(spec, name, following, rows, warnings)
         for number, (leaf, axis) in enumerate(zip(self.leaves, self.axes, strict=True)):
             if axis is not None and self._batch_types[number] is None and _num_entries(leaf, axis) == rows > 1:
-                path, in_dims = self._paths()[number], self.in_dims_with_whole([number])
+                path, in_dims = self.paths()[number], self.in_dims_with_whole([number])
                 warnings.give(_WHOLE_ARRAY.format(path=path, type=type(leaf).__name__, in_dims=in_dims))
         if not self._axes_are_given:
             for path, value in self._split_lists():
@@ -234,7 +234,7 @@ class Arguments:
 
     def described(self, numbers: Sequence[int]) -> str:
         """Return the paths of tensors, with their shapes and the axes along which they are split."""
-        paths = self._paths()
+        paths = self.paths()
         return _named([f"{paths[i]} of shape {tuple(self.leaves[i].shape)} along dim {self.axes[i]}" for i in numbers])
 
     def how_split(self, sizes: Sequence[int]) -> str | None:
