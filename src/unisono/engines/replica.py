@@ -30,7 +30,7 @@ from unisono.engines.parts import parts_of, run_in_parts
 from unisono.primitives.batch_types import batch_type_of
 from unisono.primitives.blueprint import Blueprint, unlinked_at_deletion
 from unisono.primitives.change_tracking import ContainerSnapshot, DictSnapshot, TensorSnapshot, fill
-from unisono.primitives.leftovers import Leftovers, Watched, assigned, attribute_dicts_of
+from unisono.primitives.leftovers import Kind, Leftovers, Watched, assigned, attribute_dicts_of
 from unisono.primitives.outputs import Group
 from unisono.primitives.placements import Placement
 from unisono.primitives.reassigned_buffers import Change, buffer_registries, commit_buffers, histories
@@ -326,7 +326,7 @@ class Replicas:
         changed = not self._dicts.is_current()
         if changed and self._leftovers.looks:
             names = self._blueprint.names * len(self.each)
-            self._leftovers.add(assigned(self._dicts, self._modules, names))
+            self._leftovers.add(Kind.ASSIGNED, assigned(self._dicts, self._modules, names))
         held = self._dicts.restore() if changed else []  # undo what forward has assigned
         if held and self._count_references() != self._num_references:
             for attributes, items in held:

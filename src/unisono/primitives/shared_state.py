@@ -166,7 +166,7 @@ def _variables(function: types.FunctionType) -> Iterator[tuple[Any, Place]]:
     with_default = named[function.__code__.co_argcount - len(defaults) : function.__code__.co_argcount]
     for key, each in (*zip(with_default, defaults, strict=True), *(function.__kwdefaults__ or {}).items()):
         yield f"{key}=", Place(each, key, f" (default of {name})")
-    for code in _codes(function.__code__):
+    for code in codes_of(function.__code__):
         for key in _assigned_globals(code):
             yield f"global {key}", _global(function, key)
 
@@ -197,7 +197,7 @@ def _beyond(place: Place) -> Iterator[Place]:
 def _named_by(function: types.FunctionType) -> Iterator[Place]:
     """Yield what of its file a function names, and of files of the user's that it names."""
     variables = function.__globals__
-    for code in _codes(function.__code__):
+    for code in codes_of(function.__code__):
         loaded: set[str] | None = None
         for name in code.co_names:
             if name not in variables or type(variables[name]) in INERT - {types.ModuleType, type}:
@@ -236,11 +236,12 @@ def _assigned_globals(code: types.CodeType) -> set[str]:
     return {each.argval for each in dis.get_instructions(code) if each.opname == "STORE_GLOBAL"}
 
 
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield a code and those of the functions in it."""
     yield code
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
-            yield from _codes(const)
+            yield from codes_of(const)
 
 
 def _functions_of(cls: type) -> Iterator[Place]:
@@ -306,13 +307,13 @@ def code_of(modules: Sequence[nn.Module], method: str | None = None) -> Iterator
             places = [Place(function, f"{cls.__name__}.{name}") for function in _functions_in(each)]
             if not _is_installed(cls.__module__) and name != "__init__":
                 yield from places
-                names += [each for place in places for code in _codes(place.value.__code__) for each in code.co_names]
+                names += [each for place in places for code in codes_of(place.value.__code__) for each in code.co_names]
             else:  # packages have many functions: only those that are named
                 by_name.setdefault(name, []).extend(places)
     while names:
         for place in by_name.pop(names.pop(), ()):
             yield place
-            names += [each for code in _codes(place.value.__code__) for each in code.co_names]
+            names += [each for code in codes_of(place.value.__code__) for each in code.co_names]
 
 
 def attributes_of_modules(
@@ -490,7 +491,7 @@ def hooks_of(modules: Sequence[nn.Module], names: Sequence[str]) -> Iterator[tup
 def _registers_hooks(function: Any) -> bool:
     call = function if isinstance(function, types.FunctionType) else vars(type(function)).get("__call__")
     code = getattr(call, "__code__", None)
-    return code is not None and any("register_hook" in each.co_names for each in _codes(code))
+    return code is not None and any("register_hook" in each.co_names for each in codes_of(code))
 
 
 def _same(now: Mapping[Any, Place], before: Mapping[Any, Place]) -> bool:
