@@ -346,7 +346,7 @@ class Forward:
     def _graphs(self, groups: Sequence[Group], outputs: list[BoundaryTensor]) -> ReplicaGraphs:
         """Return the replica graphs behind the replicas' outputs, with all that their backwards need."""
         call, parameters = self._call, self._replicas.linked
-        keep, collectors = carries_objects(call), [group.collector for group in self._linked]
+        keep, collectors = carries_objects(call, self._inputs), [group.collector for group in self._linked]
         captured = self._model.search.captured_tensors(self._pool, call, groups, self._where, collectors, keep)
         for collector, _ in captured.earlier:
             collector.is_earlier = True
