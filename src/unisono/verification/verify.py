@@ -59,10 +59,6 @@ _HOOKS = (
     "hooks keep what they see, {names}, and each replica calls them with its own rows: what they keep by name is one "
     "replica's, and a list is in the order of arrival"
 )
-_SHARED = (
-    "forward writes into {names}, which all replicas share: what it writes there under a name is one replica's, and a "
-    "list is in the order of arrival"
-)
 _JUMPS = (
     "parameters and inputs that change by {nudge:.0e} of themselves move gradients by {moved:.0e} of the largest, as "
     "activations at the kink of a ReLU do: gradients cannot be compared more exactly than that (in float64 they can)"
@@ -250,6 +246,12 @@ def _rows(mode: str, one: RecordedStep, many: RecordedStep, tolerance: Tolerance
         for name, note in _changed_contents(one, many, tolerance)
         if name not in updated
     ]
+    known = tuple(row.name for row in rows if row.kind is Kind.ATTRIBUTE)
+    rows += [
+        Row(mode, Kind.ATTRIBUTE, name, difference=math.inf, note=_BY_ALL)
+        for name in many.left[Left.SHARED]
+        if name not in known and not name.startswith(tuple(f"{each}." for each in known))
+    ]
     return rows
 
 
@@ -354,8 +356,6 @@ def _notes(mode: str, one: RecordedStep, many: RecordedStep) -> Iterator[str]:
     updated = {*_updated(one, many), *(name for name in many.left[Left.ASSIGNED] if many.contents_before.get(name))}
     if filled := [name for name in many.left[Left.ASSIGNED] if name not in updated]:
         yield f"forward fills {listed(filled)}: {LOST}. If they are read after forward, return them as outputs"
-    if shared := [name for name in many.left[Left.SHARED] if name.partition(".")[0] not in many.contents]:
-        yield _SHARED.format(names=listed(shared))
     if many.left[Left.HOOKS]:
         yield _HOOKS.format(names=listed(many.left[Left.HOOKS]))
     if len(many.rows) == 1:
