@@ -126,7 +126,7 @@ class Comparison:
             findings.append(self._other(differing))
         if names := [row.name for row in rows if row.differs and row.kind is Kind.ATTRIBUTE]:
             text = _ATTRIBUTES.format(names=", ".join(names))
-            findings.append(self._finding(names[0].rpartition(".")[0], Cause.ATTRIBUTES_OF_REPLICAS, text))
+            findings.append(self._finding(self._that_has(names[0]), Cause.ATTRIBUTES_OF_REPLICAS, text))
         return findings
 
     def draws(self) -> Finding | None:
@@ -149,8 +149,9 @@ class Comparison:
         return modules[name]
 
     def _that_has(self, name: str) -> str:
-        """Return the name of the innermost module in which a parameter is, of those that the live module has."""
+        """Return the name of the innermost module in which an attribute is, of those that the live module has."""
         known = dict(self.wrapped.module.named_modules(remove_duplicate=False))
+        name = name.rpartition(".")[0]
         while name not in known:
             name = name.rpartition(".")[0]
         return name

@@ -25,6 +25,7 @@ from unisono.options import OF_OTHER_LIBRARIES
 from unisono.primitives.blueprint import check_initialized
 from unisono.primitives.checks import check_module, check_names
 from unisono.primitives.inputs import Arguments
+from unisono.primitives.leftovers import Kind as Left
 from unisono.primitives.leftovers import listed
 from unisono.primitives.object_state import same_state, same_value
 from unisono.primitives.placements import check_have_data
@@ -253,6 +254,12 @@ def _rows(mode: str, one: RecordedStep, many: RecordedStep, tolerance: Tolerance
         for name, note in _changed_contents(one, many, tolerance)
         if name not in updated
     ]
+    known = tuple(row.name for row in rows if row.kind is Kind.ATTRIBUTE)
+    rows += [
+        Row(mode, Kind.ATTRIBUTE, name, difference=math.inf, note=_BY_ALL)
+        for name in many.left[Left.SHARED]
+        if name not in known and not name.startswith(tuple(f"{each}." for each in known))
+    ]
     return rows
 
 
@@ -271,7 +278,7 @@ def _changed_contents(one: RecordedStep, many: RecordedStep, tolerance: Toleranc
             continue
         if not same_state(before, after):
             yield name, _BY_ALL
-        elif before and name in many.assigned:  # else forward fills it
+        elif before and name in many.left[Left.ASSIGNED]:  # else forward fills it
             yield name, _LOST
 
 
@@ -354,11 +361,11 @@ def _notes(mode: str, one: RecordedStep, many: RecordedStep) -> Iterator[str]:
     elif not one.gradients:
         yield f"{mode}: there are no gradients to compare: the loss needs none"
     # A cache, or values that are kept for who reads them: no difference, unless it is a number that is updated.
-    updated = {*_updated(one, many), *(name for name in many.assigned if many.contents_before.get(name))}
-    if filled := [name for name in many.assigned if name not in updated]:
+    updated = {*_updated(one, many), *(name for name in many.left[Left.ASSIGNED] if many.contents_before.get(name))}
+    if filled := [name for name in many.left[Left.ASSIGNED] if name not in updated]:
         yield f"forward fills {listed(filled)}: {LOST}. If they are read after forward, return them as outputs"
-    if many.hooks:
-        yield _HOOKS.format(names=listed(many.hooks))
+    if many.left[Left.HOOKS]:
+        yield _HOOKS.format(names=listed(many.left[Left.HOOKS]))
     if len(many.rows) == 1:
         yield "only one replica had rows: give a batch with more rows"
 
