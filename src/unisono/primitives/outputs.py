@@ -15,7 +15,7 @@ from unisono.primitives import batch_types, pytree
 from unisono.primitives.batch_types import batch_type_of
 from unisono.primitives.dims import OutputRules, Padding, spread
 from unisono.primitives.object_state import same_state, state_of
-from unisono.primitives.output_rows import Leaf, warn_of_other_rows
+from unisono.primitives.output_rows import Leaf, warn_of_0_dim, warn_of_other_rows
 from unisono.primitives.placements import (
     PaddedShard,
     Placement,
@@ -27,7 +27,6 @@ from unisono.primitives.placements import (
     cannot_be_placed,
 )
 from unisono.runtime import devices as _devices
-from unisono.runtime.errors import warn_once
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ class Outputs:
     ) -> None:
         self.groups: list[Group] = []  # the tensors that are to be joined
         self._means_over = sizes if rules.amounts is None else rules.amounts
-        self._live_of, self._is_summed = live_of, is_summed
+        self._live_of, self._is_summed, self._said = live_of, is_summed, rules.said
         self._paths, self._given = ["output"], [tuple(outputs)]
         self._is_tensor = _TENSOR.issuperset(map(type, outputs)) and not (live_of and id(outputs[0]) in live_of[0])
         if self._is_tensor and isinstance(rules.scalars, str) and (rules.out_dims is ... or _is_axis(rules.out_dims)):
@@ -97,7 +96,10 @@ class Outputs:
         if sizes is not None and rules.said is not None:
             entries = spread(rules.out_dims, self._spec, ..., "out_dims")
             joined_on = [axis if found is None else None for axis, found in zip(axes, live, strict=True)]
-            each = zip(self._paths, self._given, entries, joined_on, scalars, strict=True)
+            own = [False] * len(axes)  # which leaves have an entry of their own in `scalars`
+            if not isinstance(rules.scalars, str):
+                own = [rule is not ... for rule in spread(rules.scalars, self._spec, ..., "scalars")]
+            each = zip(self._paths, self._given, entries, joined_on, scalars, own, strict=True)
             warn_of_other_rows(self._spec, [*starmap(Leaf, each)], sizes, rules.said)
         # For each leaf a function that makes its gathered value from the joined tensors.
         self._makers = []
@@ -160,10 +162,7 @@ class Outputs:
         if first.ndim == 0:
             if rule != "stack":
                 return Group(given, WeightedSum(self._weights(path, rule, len(given))))
-            warn_once(
-                "gathering 0-dim outputs, such as a loss: they become a vector with one entry a replica. Take its mean "
-                'or sum before backward(), or have it done exactly: DataParallel(..., scalars="mean").'
-            )
+            warn_of_0_dim(self._said)
             return Group(given, Stack())
         if not -first.ndim <= axis < first.ndim:
             raise ValueError(
