@@ -426,7 +426,9 @@ def on_all_devices(wrapper: Wrapper, invocation: Invocation) -> Any:
     threads, ranks = wrapper._threads, wrapper._ranks
     module, call = wrapper._modules["module"], wrapper._plan(invocation)
     try:
-        return threads.forward(module, call) if ranks is None else ranks.forward(threads, module, call)
+        output = threads.forward(module, call) if ranks is None else ranks.forward(threads, module, call)
+        call.arguments.warn_of_split_lists(output, len(call.sizes), wrapper._options.said)
+        return output
     except OneGraphNeededError:
         pass
     except _OF_SHAPES as error:
@@ -493,6 +495,8 @@ def plain_composition(wrapper: Wrapper, invocation: Invocation) -> Any:
             output = interruptibly(wrapper.gather, outputs, here or options.output_device)
         commit_buffers(registries.changes(), modules, live_modules, {})
         leftovers.say(module)
+        if plan is not None:
+            plan.arguments.warn_of_split_lists(output, len(plan.sizes), options.said)
         return output
     except _OF_SHAPES as error:
         if plan is not None:

@@ -96,12 +96,43 @@ PICTURES = [torch.ones(3, 8, 8) for _ in range(4)]
     ],
     ids=["list", "tuple", "dicts", "nested"],
 )
-def test_a_list_as_the_only_input_is_warned_of(given, path):
+@pytest.mark.parametrize(
+    "forward", [lambda given: None, lambda given: torch.ones(4, 3), lambda given: torch.ones(()).expand(2, 2).sum()]
+)
+def test_a_list_as_the_only_input_is_warned_of(given, path, forward):
     """S17: its tensors are split one by one, as in torch; `in_dims` says that this is meant."""
-    (message,) = messages(lambda given: None, given)
+    (message,) = [each for each in messages(forward, given) if each.startswith("inputs")]  # others are of the output
     assert message.startswith(f"{path} is a ")
     assert f"give unisono.SampleList({path})" in message
-    assert messages(lambda given: None, given, in_dims=0) == []
+    assert not [each for each in messages(forward, given, in_dims=0) if each.startswith("inputs")]
+
+
+@pytest.mark.parametrize("kind", [list, tuple], ids=["list", "tuple"])
+@pytest.mark.parametrize(
+    "forward",
+    [lambda pair: (pair[0] - pair[1]).square().sum(1), lambda pair: {"y": pair[0] @ pair[1].new_ones(8, 2), "n": None}],
+)
+@pytest.mark.parametrize(
+    "make", [lambda model: unisono.DataParallel(model, ["cpu"] * 2), lambda m: Composed(m, ["cpu"] * 2)]
+)
+def test_a_list_that_the_output_shows_to_be_a_container_is_not_warned_of(kind, forward, make):
+    """S17: two batches of one kind: the output has a row for each of theirs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = make(Fn(forward))
+        model(kind([torch.ones(6, 8), torch.ones(6, 8)]))
+        model(kind([torch.ones(4, 8), torch.ones(4, 8)]))
+
+
+def test_a_list_is_warned_of_once_a_model():
+    """S17: another model may take it in another way."""
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            model = unisono.DataParallel(Fn(lambda pictures: None), ["cpu"] * 2)
+            model(PICTURES)
+            model(PICTURES)
+        assert len(seen) == 1
 
 
 @pytest.mark.parametrize(

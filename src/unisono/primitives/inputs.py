@@ -21,11 +21,12 @@ from unisono.primitives.sample_lists import (
 )
 from unisono.primitives.shared_iterators import SharedIterator, is_iterator
 from unisono.runtime import devices as _devices
-from unisono.runtime.errors import warn_once
+from unisono.runtime.errors import warn, warn_once
 
 # Makes each replica's part from a tensor and its placement.
 Place = Callable[[torch.Tensor, Placement], Sequence[Any]]
 
+ONLY_LISTS = "lists as the only input"  # of which a model has been warned
 _NAMED = 8  # inputs that a message names at most
 _WHOLE_ARRAY = (
     "{path}, of type {type}, has as many entries as the batch has rows, and is no tensor: every replica gets all of "
@@ -177,7 +178,7 @@ class Arguments:
         return [self._with_leaves([parts[index] for parts in split]) for index in range(len(sizes))]
 
     def _warn_of_lists(self, rows: int) -> None:
-        """Warn of lists and arrays that may have one entry a row, and are not split by entry."""
+        """Warn of lists and arrays that may have one entry a row, and go whole to every replica."""
         following = zip(self.leaves, self.axes, strict=True)
         for spec, name in zip(self._structure(), ("inputs", "kwargs"), strict=True):
             warn_of_whole_lists(spec, name, following, rows)
@@ -185,10 +186,28 @@ class Arguments:
             if axis is not None and self._batch_types[number] is None and _num_entries(leaf, axis) == rows > 1:
                 path, in_dims = self._paths()[number], self.in_dims_with_whole([number])
                 warn_once(_WHOLE_ARRAY.format(path=path, type=type(leaf).__name__, in_dims=in_dims))
-        if not self._axes_are_given:
-            for path, value in self._split_lists():
-                kind, dim = type(value).__name__, self._dim
-                warn_once(_SPLIT_LIST.format(path=path, type=kind, entries=len(value), dim=dim))
+
+    def warn_of_split_lists(self, output: Any, num_replicas: int, said: set[str]) -> None:
+        """Warn of a list of tensors as the only input, where the output does not show that it is a container.
+
+        A model that takes the tensors for batches returns as many rows as these have. One that takes each for a row
+        returns, in each replica, as many as the list has entries. Once a model.
+
+        Args:
+            output: the gathered one.
+            said: what the model has been warned of already.
+        """
+        if self._is_flat or num_replicas < 2 or self._axes_are_given or ONLY_LISTS in said:
+            return
+        lists = self._split_lists()
+        if not lists:
+            return
+        said.add(ONLY_LISTS)  # also where the output shows what it is
+        dim = self._dim
+        sizes = {t.shape[dim] for _, t in pytree.tensors(output) if not t.is_nested and -t.dim() <= dim < t.dim()}
+        for path, value in lists:
+            if self.rows not in sizes or num_replicas * len(value) in sizes:
+                warn(_SPLIT_LIST.format(path=path, type=type(value).__name__, entries=len(value), dim=dim))
 
     def _split_lists(self, fewest: int = 2) -> list[tuple[str, Any]]:
         """Return the lists in which each entry is split, if no other tensors are inputs: paths and values.

@@ -12,6 +12,7 @@ from unisono.data_parallel import DataParallel
 from unisono.engines.replica import leaves_and_nodes
 from unisono.engines.shared_generators import generators_of
 from unisono.primitives import pytree
+from unisono.primitives.inputs import ONLY_LISTS
 from unisono.primitives.output_rows import ALL
 from unisono.primitives.shared_iterators import iterators_anew
 from unisono.runtime import devices as _devices
@@ -133,7 +134,7 @@ def take_step(
     original: nn.Module = model if like is None else model.module  # type: ignore[assignment]
     model = copied(model)
     if isinstance(model, DataParallel):
-        model._options.said.update(ALL)  # findings say more
+        model._options.said.update(ALL | {ONLY_LISTS})  # findings say more
     module: nn.Module = model if like is None else model.module  # type: ignore[assignment]
     module.to(example.device)
     if mode == "eval":
