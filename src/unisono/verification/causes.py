@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from unisono.data_parallel import DataParallel
 from unisono.primitives import pytree
 from unisono.verification.call_recorder import RecordedCall, first_divergence, match
-from unisono.verification.compare import Tolerance, plain
+from unisono.verification.compare import Tolerance, plain, values_in
 from unisono.verification.report import Cause, Finding, Kind, Row
 from unisono.verification.step import RecordedStep
 
@@ -26,7 +26,11 @@ LOST = "what a replica assigns to its attributes is lost when its forward ends"
 # An option that was given with this value explains the difference.
 _ASKS_FOR = {Cause.PER_SHARD_BATCH_NORM: ("sync_batch_norm", False), Cause.ONE_NUMBER_A_SHARD: ("scalars", "stack")}
 _UNCERTAIN = (Cause.ROWS_INTERACT, Cause.UNKNOWN)  # repeating the step shows more about these
-_PERHAPS_SPLIT_WRONGLY = (*_UNCERTAIN, Cause.JOINED_ON_ANOTHER_AXIS)  # another way to split the inputs may
+_PERHAPS_SPLIT_WRONGLY = (
+    *_UNCERTAIN,
+    Cause.JOINED_ON_ANOTHER_AXIS,
+    Cause.VALUE_OF_A_SHARD,
+)  # another way to split the inputs may
 _DRAWN = (
     "{generators} is drawn from, or seeded, in a way that cannot be switched off. Draw with torch's functions, or "
     "outside of the model, and pass the result to it as an input"
@@ -59,7 +63,17 @@ _NO_ROWS = (
     "{output} has no rows, and each replica returns one of its own, which are joined on {axis}. A sum or mean over the "
     "rows belongs in a 0-dim output, for which scalars is the rule"
 )
-_ONE_NUMBER = "each replica returns one number for its own rows ({rows}), and their mean is not the batch's. {remedy}"
+_LIST_OF_ROWS = (
+    "{output} has {one} entries on one device, and {many} on several: the first entries of all replicas are joined, "
+    "then the second ones, and so on. If each entry belongs to a row, return unisono.SampleList(entries)"
+)
+_VALUE = (
+    "{output} is {values}: each replica has computed it from its own rows. Return what it is computed from, as a "
+    "tensor, and compute it from the gathered output, outside of the model"
+)
+_ONE_NUMBER = (
+    "each replica returns one number{at} for its own rows ({rows}), and their mean is not the batch's. {remedy}"
+)
 _SCALARS = {
     "mean": "scalars='mean' weights them",
     "sum": "scalars='sum' adds them up",
@@ -122,6 +136,10 @@ class Comparison:
         if divergence is not None:
             findings += self._submodules(*divergence)
         differing = [row for row in rows if row.differs and row.kind is not Kind.ATTRIBUTE]
+        of_values = [*self._values(differing)]
+        findings += [each for each in of_values if each.cause is Cause.LIST_OF_ROWS] or (
+            [] if findings else of_values[:1]
+        )
         if differing and not findings:
             findings.append(self._other(differing))
         if names := [row.name for row in rows if row.differs and row.kind is Kind.ATTRIBUTE]:
@@ -250,7 +268,7 @@ class Comparison:
         outputs = self.one.outputs
         for row in differing:
             if row.kind is Kind.OUTPUT and row.name in outputs and outputs[row.name].dim() == 0:
-                return self._numbers("", self._scalars_for(row.name, outputs[row.name]))
+                return self._numbers("", self._scalars_for(self.many.outputs.get(row.name), outputs[row.name]))
         if all(row.kind is Kind.BUFFER for row in differing):
             name = differing[0].name
             text = _FIRST_BUFFERS.format(name=name)
@@ -259,13 +277,30 @@ class Comparison:
             return self._finding("", Cause.UNKNOWN, "outputs and loss are the same, and the backward differs")
         return self._finding("", Cause.UNKNOWN, "no submodule that could be compared differs")
 
-    def _numbers(self, name: str, scalars: str) -> Finding:
+    def _numbers(self, name: str, scalars: str, at: str = "") -> Finding:
         rows = " + ".join(map(str, self.many.rows)) or "their own"
-        return self._finding(name, Cause.ONE_NUMBER_A_SHARD, _ONE_NUMBER.format(rows=rows, remedy=_SCALARS[scalars]))
+        text = _ONE_NUMBER.format(at=at, rows=rows, remedy=_SCALARS[scalars])
+        return self._finding(name, Cause.ONE_NUMBER_A_SHARD, text)
 
-    def _scalars_for(self, path: str, one: torch.Tensor) -> str:
-        """Return the rule of `scalars` that gives the number of one device; "" if none does."""
-        numbers = self.many.outputs.get(path)
+    def _values(self, differing: Sequence[Row]) -> Iterator[Finding]:
+        """Yield findings about values in the output that are no tensors, and differ."""
+        differ = {row.name: row.note for row in differing if row.kind is Kind.OUTPUT}
+        for path, one, many in values_in(self.one.output, self.many.output) if self.many.error is None else ():
+            if path not in differ:
+                continue
+            output = f"output{path}" if path else "the output"
+            if isinstance(one, list) and isinstance(many, list) and len(one) != len(many):
+                text = _LIST_OF_ROWS.format(output=output, one=len(one), many=len(many))
+                yield self._finding("", Cause.LIST_OF_ROWS, text)
+            elif isinstance(one, int | float) and isinstance(many, list):
+                as_tensor = torch.tensor(one, dtype=torch.float64, device="cpu")
+                scalars = self._scalars_for(torch.tensor(many, device="cpu"), as_tensor)
+                yield self._numbers("", scalars, f", {output}," if path else "")
+            else:
+                yield self._finding("", Cause.VALUE_OF_A_SHARD, _VALUE.format(output=output, values=differ[path]))
+
+    def _scalars_for(self, numbers: torch.Tensor | None, one: torch.Tensor) -> str:
+        """Return the rule of `scalars` that makes the number of one device of the replicas'; "" if none does."""
         if numbers is None or numbers.shape != (len(self.many.rows),):
             return ""
         numbers = plain(numbers).cpu().double()

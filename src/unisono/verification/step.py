@@ -120,6 +120,7 @@ def take_step(
     mode: str,
     like: RecordedStep | None = None,
     nudge: float = 0.0,
+    repeated: bool = False,
 ) -> RecordedStep:
     """Run one step of a copy of a model.
 
@@ -130,6 +131,7 @@ def take_step(
             `eval()`.
         like: the step on one device, if this is one of a wrapper.
         nudge: relative size of a random change of every parameter and every input.
+        repeated: run forward once before the step, with other copies of the inputs.
     """
     original: nn.Module = model if like is None else model.module  # type: ignore[assignment]
     model = copied(model)
@@ -141,6 +143,12 @@ def take_step(
         model.eval()
     elif not module.training:
         model.train()
+    if isinstance(model, DataParallel):
+        model._threads.leftovers.is_quiet = True  # the report says it
+    if repeated:
+        args, kwargs = example.fresh_inputs()
+        with DrawsOff(), contextlib.suppress(Exception):  # what it raises, the step raises too
+            model(*args, **kwargs)
     args, kwargs = example.fresh_inputs()
     leaves = [tensor for _, tensor in (*tensors_in(args), *tensors_in(kwargs))] + [*module.parameters()]
     if nudge:
@@ -150,8 +158,6 @@ def take_step(
     # The replicas' calls overlap: which of them has drawn cannot be seen.
     watch = (lambda: RandomState(generators).moved) if like is None else (lambda: lambda: False)
     step = RecordedStep(CallRecorder(watch), attributes_before=numbers_in(module), contents_before=contents_in(module))
-    if isinstance(model, DataParallel):
-        model._threads.leftovers.is_quiet = True  # the report says it
     off, before = DrawsOff(), RandomState(generators)
     with step.recorder.attached(module), off:
         try:
@@ -170,7 +176,8 @@ def take_step(
                 step.no_gradients = _backward(loss, leaves, may_fail=mode == "eval")
             step.gradients = {} if step.no_gradients else dict(_gradients(module, args, kwargs))
         step.loss = None if loss is None else plain(loss)
-        step.output = pytree.map_all_tensors(lambda tensor: tensor.detach().clone(), output)
+        values, spec = pytree.flatten(pytree.map_all_tensors(lambda tensor: tensor.detach().clone(), output))
+        step.output = pytree.unflatten(spec, values, rebuild_all=True)  # a list may be one to which forward appends
     step.switched_off, step.drawn_from = [*off.operations], before.moved()
     if isinstance(model, DataParallel):  # after backward, which hooks may see
         step.assigned, step.hooks = [*model._threads.leftovers.assigned], [*model._threads.leftovers.hooks]

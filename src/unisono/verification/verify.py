@@ -53,6 +53,10 @@ _ONE_ACCELERATOR = (
 )
 _SWITCHED_OFF = "random draws have fixed values while it compares, and dropout drops nothing: {operations}"
 _BY_ALL = "all replicas write into it, in the order of arrival"
+_CACHES = (
+    "forward keeps values in {names}, with other keys than on one device, such as the number of rows, and they stay: a "
+    "cache is no difference"
+)
 _LOST = "each replica has its own, which ends with its forward"
 _HOOKS = (
     "hooks keep what they see, {names}, and each replica calls them with its own rows: what they keep by name is one "
@@ -162,6 +166,8 @@ def verify(
                     moved = compare.sensitivity(one.gradients, step(wrapped.module, nudge=tolerance.rtol).gradients)
                     before, found = found, compare.allowing(found, moved)
                     notes += [_JUMPS.format(nudge=tolerance.rtol, moved=moved)] if found != before else []
+                found, caches = _with_containers_told_apart(mode, found, one, many, tolerance, step, wrapped)
+                notes += [_CACHES.format(names=listed(caches))] if caches else []
                 rows += found
                 if not any(row.differs for row in found):
                     continue
@@ -228,6 +234,8 @@ def _rows(mode: str, one: RecordedStep, many: RecordedStep, tolerance: Tolerance
     else:
         of_many = compare.joined_numbers(outputs, many.outputs)
         rows += compare.rows_of(mode, Kind.OUTPUT, outputs, of_many, tolerance)
+        values = compare.values_in(one.output, many.output)
+        rows += [compare.row_of_value(mode, *each, tolerance) for each in values]
     if one.loss is not None and many.loss is not None:
         scale = max(map(compare.largest, (one.loss, *outputs.values())))
         rows += compare.rows_of(mode, Kind.LOSS, {"": one.loss}, {"": many.loss}, tolerance, {"": scale})
@@ -251,20 +259,53 @@ def _rows(mode: str, one: RecordedStep, many: RecordedStep, tolerance: Tolerance
 def _changed_contents(one: RecordedStep, many: RecordedStep, tolerance: Tolerance) -> Iterator[tuple[str, str]]:
     """Yield the containers and objects in attributes that hold other values than on one device, and why they do."""
 
-    def same(value: Any, other: Any) -> bool:
-        if type(value) is type(other) and isinstance(value, float | complex | torch.Tensor):
-            value, other = torch.as_tensor(value), torch.as_tensor(other)
-            return value.shape == other.shape and value.dtype == other.dtype and tolerance.same(value, other)
-        return same_value(value, other)
-
     for name, after in many.contents.items():
         expected, before = one.contents.get(name, {}), many.contents_before.get(name, {})
-        if expected.keys() == after.keys() and all(same(expected[path], after[path]) for path in after):
+        if expected.keys() == after.keys() and all(
+            compare.holds_the_same(expected[path], after[path], tolerance) for path in after
+        ):
             continue
         if not same_state(before, after):
             yield name, _BY_ALL
         elif before and name in many.assigned:  # else forward fills it
             yield name, _LOST
+
+
+def _with_containers_told_apart(
+    mode: str,
+    rows: list[Row],
+    one: RecordedStep,
+    many: RecordedStep,
+    tolerance: Tolerance,
+    step: Callable[..., RecordedStep],
+    wrapped: DataParallel,
+) -> tuple[list[Row], list[str]]:
+    """Return the rows without those of caches, and with those of lists that grow in the order of arrival; and caches.
+
+    A cache holds other keys, such as another number of rows, and stays as it is when the step is repeated. A list grows
+    in each step; in one of them its order may be that of one device by accident.
+    """
+    may_be_caches, may_be_in_order = [], []
+    for name, after in many.contents.items():
+        expected, before = one.contents.get(name, {}), many.contents_before.get(name, {})
+        new, common = after.keys() - before.keys(), expected.keys() & after.keys()
+        if not all(compare.holds_the_same(expected[path], after[path], tolerance) for path in common):
+            continue
+        if expected.keys() != after.keys():
+            may_be_caches.append(name)
+        elif len(new) > 1 and not all(same_value(after[path], after[min(new)]) for path in new):
+            may_be_in_order.append(name)
+    if not may_be_caches and not may_be_in_order:
+        return rows, []
+    again = step(wrapped, like=one, repeated=True)
+
+    def is_as_before(name: str) -> bool:
+        return same_state(again.contents_before.get(name, {}), again.contents.get(name, {}))
+
+    caches = [name for name in may_be_caches if is_as_before(name)]
+    kept = [row for row in rows if row.kind is not Kind.ATTRIBUTE or row.name not in caches]
+    arrived = [name for name in may_be_in_order if not is_as_before(name)]
+    return [*kept, *(Row(mode, Kind.ATTRIBUTE, name, difference=math.inf, note=_BY_ALL) for name in arrived)], caches
 
 
 def _wrongly_split(
