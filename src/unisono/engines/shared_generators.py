@@ -13,18 +13,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from unisono.primitives.references import reachable
+from unisono.primitives.shared_state import reached_by
 from unisono.runtime.rng import state_of
 
 
 def generators_of(model: nn.Module) -> list[Any]:
     """Return the random number generators that a model may draw from, beside those that a script seeds.
 
-    They are searched where attributes of modules lead, and variables of the files that define their classes.
+    They are searched where attributes of modules and the code of their classes lead.
     """
-    files = {type(module).__module__ for module in model.modules()} & sys.modules.keys()
-    places = [*map(vars, model.modules()), *(vars(sys.modules[file]) for file in files)]
-    return generators_among(each for place in places for value in place.values() for each in reachable(value))
+    paths = dict(model.named_modules())
+    modules = [*paths.values()]
+    return generators_among(place.value for place in reached_by(modules, [*paths], modules).places)
 
 
 def generators_among(values: Iterable[Any]) -> list[Any]:

@@ -45,20 +45,20 @@ from unisono.autograd.replica_graph import (
 from unisono.distributed.gradient_sync import SyncContext
 from unisono.engines.call import Call, OneGraphNeededError
 from unisono.engines.compile_lock import CompileLock, check_cuda_graphs, compiler_prepared, kind_of
-from unisono.engines.first_steps import FirstSteps
+from unisono.engines.first_steps import FirstSteps, Look
 from unisono.engines.lanes import Lane, LaneCall, open_lanes
 from unisono.engines.replica import GraphSearch, Inputs, ReplicaPool, call_replica, carries_objects, structure_of
 from unisono.engines.rescue import Replay, run_rescued
 from unisono.primitives.blueprint import Blueprint, collector_paused, warn_of_observers
-from unisono.primitives.leftovers import Leftovers
 from unisono.primitives.outputs import Group, Outputs
 from unisono.primitives.parallel_apply import values_or_raise
 from unisono.primitives.placements import Replicate, Single
 from unisono.primitives.reassigned_buffers import Change, histories
 from unisono.primitives.replicate import check_device, unchanged_on_failure
-from unisono.primitives.written_parameters import in_each, watch_memory
+from unisono.primitives.written_parameters import MovedParameters, in_each
 from unisono.runtime import timeline
 from unisono.runtime.exchange import Exchange, exchanging
+from unisono.runtime.model_warnings import ModelWarnings
 from unisono.runtime.rng import own_streams
 from unisono.runtime.stand_ins import StandIns, while_replicas_run, while_running
 from unisono.runtime.streams import Copies
@@ -94,10 +94,9 @@ class Threads:
     Attributes:
         row_limits: how many rows fit in each replica's memory, by its number, as far as rescues have shown.
         search: finds tensors in replica graphs that are not the replicas' own.
-        first_steps: looks for what is looked for in the first step of a structure.
+        first_steps: looks for what is looked for in the first steps of a structure.
         compile_lock: the model's.
         order_of_sums: that of sums over the ranks that no boundary has finished.
-        leftovers: what forwards have left behind in replicas.
     """
 
     def __init__(self) -> None:
@@ -106,7 +105,6 @@ class Threads:
         self.first_steps = FirstSteps()
         self.compile_lock = CompileLock()
         self.order_of_sums = OneOrder()
-        self.leftovers = Leftovers()
         self._pool: ReplicaPool | None = None
         self._timings: list[ReplicaTiming] = []
 
@@ -139,7 +137,7 @@ class Threads:
         Raises:
             RuntimeError: parameters or buffers that are not on `call.source`.
         """
-        return open_lanes(self.pool_for(module, call.source).blueprint, call, self.compile_lock, self.leftovers)
+        return open_lanes(self.pool_for(module, call.source).blueprint, call, self.compile_lock, self.first_steps)
 
     def pool_for(self, module: nn.Module, source: torch.device) -> ReplicaPool:
         """Return the replicas of `module` as it is now: those of the last forward, if nothing has changed."""
@@ -148,7 +146,7 @@ class Threads:
             blueprint = Blueprint(module)
             check_device(module, [*blueprint.parameters.values(), *blueprint.buffers.values()], source)
             blueprint.keep()
-            pool = ReplicaPool(blueprint, source, self.leftovers)
+            pool = ReplicaPool(blueprint, source, self.first_steps.leftovers)
             if not inside_replica():  # there, each replica of an outer module has this object
                 self._pool = pool if blueprint.is_reusable else None
         return pool
@@ -159,6 +157,11 @@ class Threads:
         if sync_context is not None:
             number, order = self.order_of_sums.next_forward(linked.token), self.order_of_sums
             linked.collector.over_ranks = OverRanks(partial(sync_context.sum, linked.live), number, order)
+
+    @property
+    def warnings(self) -> ModelWarnings:
+        """What the model has been warned of."""
+        return self.first_steps.warnings
 
     def timings(self) -> list[ReplicaTiming]:
         """Return what each replica did in the last step; an empty list before the first."""
@@ -207,7 +210,7 @@ class Forward:
         if pool.blueprint.observers:
             if self._tracked and again is None and call.sync_context is None:
                 raise OneGraphNeededError
-            warn_of_observers(pool.blueprint, call.devices)
+            warn_of_observers(pool.blueprint, call.devices, model.warnings)
         if len(call.devices) > 1:
             check_cuda_graphs(pool.blueprint, call.devices, _CUDA_GRAPHS)
         self._buffers = unchanged_on_failure(pool.buffers)
@@ -222,14 +225,12 @@ class Forward:
 
     def forward(self) -> Any:
         """Return the joined output."""
-        looks = self._look_in_first_step()
-        leftovers, replicas, watched = self._model.leftovers, self._replicas, None
-        if replicas.are_new and leftovers.looks and not self._is_again:
-            watched = replicas.watched(self._inputs.shards, self._call.devices)
+        looks, leftovers = self._looks(), self._model.first_steps.leftovers
         with self._buffers, one_pass(self._passes.contexts) as contexts:
             for group in self._linked:
                 group.begin_forward()
-            self._replicas.written.begin()
+            for look in looks:
+                look.begin()
             refusal = register_optimizer_step_pre_hook(partial(_refuse_step, self._pool.blueprint))
             try:
                 with while_running(_while_one_replica_runs) if len(self.timings) == 1 else nullcontext():
@@ -241,15 +242,10 @@ class Forward:
             finally:
                 refusal.remove()
                 reached = [*chain.from_iterable([group.collector.end_forward() for group in self._linked])]
-            if not self._runs_as_module:
-                blueprint = self._pool.blueprint
-                self._replicas.written.check(blueprint.root, blueprint.name_of, in_each(len(self._call.devices)))
             for look in looks:
-                look()
+                look.end()
             if timeline.recording:
                 timeline.mark(timeline.GATHER)
-            if watched is not None:
-                replicas.hooks_in_backward = watched.forward_has_run(leftovers)
             call, is_summed = self._call, self._call.sync_context is not None and self._tracked
             matched = Outputs(outputs, call.rules, call.sizes, self._replicas.live_of, is_summed=is_summed)
             del outputs
@@ -275,31 +271,34 @@ class Forward:
             leftovers.say(self._pool.blueprint.root)
         return output
 
-    def _look_in_first_step(self) -> list[Callable[[], None]]:
-        """Look for what `FirstSteps` looks for, if this is one; return what looks once the replicas have run."""
+    def _looks(self) -> list[Look]:
+        """Return what looks at this forward; in a steady step only at parameters that it writes."""
         call, pool, first_steps = self._call, self._pool, self._model.first_steps
+        looks: list[Look] = [] if self._runs_as_module else [self._replicas.written]
+        if self._is_again:
+            return looks
+        if self._replicas.are_new and first_steps.leftovers.looks:
+            looks.append(self._replicas.watched(self._inputs.shards, call.devices))
         kind = call.method, call.arguments.flags, self._tracked
-        if kind in pool.kinds_past or self._is_again or inside_replica():
-            return []
+        if kind in pool.kinds_past or inside_replica():
+            return looks
         has_several = len(call.devices) > 1
-        may_differ = has_several or call.sync_context is not None
-        structure = structure_of(pool, call) if may_differ else None
-        if not may_differ or not first_steps.begins(structure):
+        structure = structure_of(pool, call) if has_several or call.sync_context is not None else None
+        if structure is None or first_steps.are_past(structure):
             pool.kinds_past.add(kind)
-            return []
-        ends: list[Callable[[], None]] = [partial(first_steps.has_run, structure), partial(pool.kinds_past.add, kind)]
-        if self._normalises_shards():
-            first_steps.look_at_batch_norm(pool.blueprint.root, in_one_process=has_several)
-        if not has_several:
-            return ends
+            return looks
         blueprint, each = pool.blueprint, self._replicas.each
+        if self._normalises_shards():
+            first_steps.look_at_batch_norm(blueprint.root, in_one_process=has_several)
+        if not has_several:
+            return [*looks, first_steps.counted(structure)]
         pairs = [pair for replica in each for pair in zip(pool.live_parameters, replica.own_parameters, strict=False)]
         pairs += [pair for replica in each for pair in replica.copied_parameters]
-        return [
-            first_steps.watch_generators(blueprint.root, call.arguments.leaves),
-            watch_memory(pairs, blueprint.name_of, in_each(len(call.devices))),
-            *ends,
-        ]
+        looks.append(MovedParameters(pairs, blueprint.name_of, in_each(len(call.devices))))
+        inputs = dict(zip(call.arguments.paths(), call.arguments.leaves, strict=True))
+        reached, model = self._replicas.reached(call.method, inputs), type(blueprint.root).__name__
+        looks += first_steps.looks(structure, model, reached, inputs.values(), call.sizes, call.rules.dim)
+        return looks
 
     def _normalises_shards(self) -> bool:
         """Return whether batch norm would see a part of the rows, no option says so, and it is this rank's to say.

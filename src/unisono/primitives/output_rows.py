@@ -19,15 +19,13 @@ import torch
 
 from unisono.primitives import pytree
 from unisono.primitives.dims import out_dims_of
-from unisono.runtime.errors import warn, warn_once
+from unisono.runtime.model_warnings import ModelWarnings
 
-# What a model has been warned of.
+# Kinds of warnings.
 ROWS = "rows of outputs"
 _LISTS = "lists in outputs"
 _NUMBERS = "numbers in outputs"
-_ZERO_DIM = "0-dim outputs"
 _SIZES = "sizes in outputs"
-ALL = frozenset({ROWS, _LISTS, _NUMBERS, _ZERO_DIM, _SIZES})
 
 _MOST_NAMED = 4
 _LIST = (
@@ -54,10 +52,6 @@ _ONE_NUMBER = (
     "same; out_dims={as_now} if the list is meant. Numbers that belong to rows are a tensor, or "
     "unisono.SampleList(entries): return one of these."
 )
-_OF_0_DIM = (
-    "gathering 0-dim outputs, such as a loss: they become a vector with one entry a replica. Take its mean or sum "
-    'before backward(), or have it done exactly: DataParallel(..., scalars="mean").'
-)
 _SIZE = (
     "{path} is {value} in each replica, which has {rows} of the batch's {total} rows, and is returned as it is. Take "
     "the size of the gathered tensor, outside of the model; or, if it has nothing to do with rows, write "
@@ -81,26 +75,19 @@ class Leaf(NamedTuple):
         return self.entry is ... and self.axis is not None
 
 
-def warn_of_0_dim(said: set[str] | None) -> None:
-    """Warn that 0-dim tensors become a vector: once a model, or, where `said` is None, once a process."""
-    if said is None:
-        warn_once(_OF_0_DIM)
-    elif _ZERO_DIM not in said:
-        said.add(_ZERO_DIM)
-        warn(_OF_0_DIM)
-
-
-def warn_of_other_rows(output: pytree.Spec, leaves: Sequence[Leaf], sizes: Sequence[int], said: set[str]) -> None:
+def warn_of_other_rows(
+    output: pytree.Spec, leaves: Sequence[Leaf], sizes: Sequence[int], warnings: ModelWarnings
+) -> None:
     """Warn of what is joined in another way than entries that belong to rows, as the module's docstring says.
 
     Args:
         output: the structure of the output.
         leaves: its leaves.
         sizes: the replicas' rows. One replica's tensors are returned as they are, but its numbers become vectors.
-        said: what the model has been warned of already.
+        warnings: of the model.
     """
     unsaid = [number for number, leaf in enumerate(leaves) if leaf.is_unsaid]
-    if not unsaid or said >= ALL:
+    if not unsaid:
         return
     others = {number for number in unsaid if len(sizes) > 1 and _has_other_size(leaves[number], sizes)}
     numbers = {number for number in unsaid if _become_a_list(leaves[number])}
@@ -110,24 +97,21 @@ def warn_of_other_rows(output: pytree.Spec, leaves: Sequence[Leaf], sizes: Seque
             continue
         if not of_list & (others | numbers) and not _would_be_another(spec, [leaves[i] for i in inside], sizes):
             continue
-        if _LISTS not in said:
-            said.add(_LISTS)
-            warn(_about_list(path, spec, output, leaves, inside, of_list & others))
+        if not warnings.has_given(_LISTS):
+            warnings.give(_about_list(path, spec, output, leaves, inside, of_list & others), _LISTS)
         others -= of_list
         numbers -= of_list
-    if others and ROWS not in said:
-        said.add(ROWS)
-        warn(_about_tensors(output, leaves, sorted(others), sizes))
-    if numbers and _NUMBERS not in said:
-        said.add(_NUMBERS)
-        warn(_about_numbers(output, leaves, sorted(numbers)))
-    if _SIZES not in said:
+    if others and not warnings.has_given(ROWS):
+        warnings.give(_about_tensors(output, leaves, sorted(others), sizes), ROWS)
+    if numbers and not warnings.has_given(_NUMBERS):
+        warnings.give(_about_numbers(output, leaves, sorted(numbers)), _NUMBERS)
+    if not warnings.has_given(_SIZES):
         of_rows = next((number for number in unsaid if _is_size_of_rows(leaves[number].given, sizes)), None)
         if of_rows is not None:
-            said.add(_SIZES)
             path, value = leaves[of_rows].path, leaves[of_rows].given[0]
             whole = _out_dims(output, leaves, {of_rows: None})
-            warn(_SIZE.format(path=path, value=value, rows=sizes[0], total=sum(sizes), whole=whole))
+            text = _SIZE.format(path=path, value=value, rows=sizes[0], total=sum(sizes), whole=whole)
+            warnings.give(text, _SIZES)
 
 
 def _has_other_size(leaf: Leaf, sizes: Sequence[int]) -> bool:

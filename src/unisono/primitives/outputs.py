@@ -15,7 +15,7 @@ from unisono.primitives import batch_types, pytree
 from unisono.primitives.batch_types import batch_type_of
 from unisono.primitives.dims import OutputRules, Padding, spread
 from unisono.primitives.object_state import same_state, state_of
-from unisono.primitives.output_rows import Leaf, warn_of_0_dim, warn_of_other_rows
+from unisono.primitives.output_rows import Leaf, warn_of_other_rows
 from unisono.primitives.placements import (
     PaddedShard,
     Placement,
@@ -43,6 +43,10 @@ class Group:
 LiveTensors: TypeAlias = Sequence[Mapping[int, torch.Tensor]]
 Maker: TypeAlias = Callable[[Sequence[Any], torch.device], Any]  # a leaf's gathered value, from the joined tensors
 
+_STACKED = (
+    "gathering 0-dim outputs, such as a loss: they become a vector with one entry a replica. Take its mean "
+    'or sum before backward(), or have it done exactly: DataParallel(..., scalars="mean").'
+)
 _DIFFERENT_LENGTHS = (
     "If the module pads its sequences (pad_packed_sequence), each replica pads to the longest of its own: give "
     "total_length=, or have the outputs padded: DataParallel(..., out_dims=unisono.pad(axis)). If the rows are on "
@@ -74,8 +78,9 @@ class Outputs:
         is_summed: bool = False,
     ) -> None:
         self.groups: list[Group] = []  # the tensors that are to be joined
+        self._warnings = rules.warnings
         self._means_over = sizes if rules.amounts is None else rules.amounts
-        self._live_of, self._is_summed, self._said = live_of, is_summed, rules.said
+        self._live_of, self._is_summed = live_of, is_summed
         self._paths, self._given = ["output"], [tuple(outputs)]
         self._is_tensor = _TENSOR.issuperset(map(type, outputs)) and not (live_of and id(outputs[0]) in live_of[0])
         if self._is_tensor and isinstance(rules.scalars, str) and (rules.out_dims is ... or _is_axis(rules.out_dims)):
@@ -93,14 +98,14 @@ class Outputs:
         axes, paddings = rules.axes(self._spec)
         scalars = spread(rules.scalars, self._spec, "stack", "scalars")
         live = [*map(self._live_tensor, self._given)]
-        if sizes is not None and rules.said is not None:
+        if sizes is not None and rules.warnings is not None:
             entries = spread(rules.out_dims, self._spec, ..., "out_dims")
             joined_on = [axis if found is None else None for axis, found in zip(axes, live, strict=True)]
             own = [False] * len(axes)  # which leaves have an entry of their own in `scalars`
             if not isinstance(rules.scalars, str):
                 own = [rule is not ... for rule in spread(rules.scalars, self._spec, ..., "scalars")]
             each = zip(self._paths, self._given, entries, joined_on, scalars, own, strict=True)
-            warn_of_other_rows(self._spec, [*starmap(Leaf, each)], sizes, rules.said)
+            warn_of_other_rows(self._spec, [*starmap(Leaf, each)], sizes, rules.warnings)
         # For each leaf a function that makes its gathered value from the joined tensors.
         self._makers = []
         try:
@@ -162,7 +167,8 @@ class Outputs:
         if first.ndim == 0:
             if rule != "stack":
                 return Group(given, WeightedSum(self._weights(path, rule, len(given))))
-            warn_of_0_dim(self._said)
+            if self._warnings is not None:
+                self._warnings.give(_STACKED)
             return Group(given, Stack())
         if not -first.ndim <= axis < first.ndim:
             raise ValueError(

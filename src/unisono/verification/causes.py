@@ -84,6 +84,10 @@ _FIRST_BUFFERS = (
     "{name} is updated in forward. Only the first replica's updates stay, and it has seen its own rows only. Nothing "
     "else differs"
 )
+_BUFFER_OF_ROWS = (
+    ". It has an entry for each row, and each replica has rows of its own, so those of the others are missing: return "
+    "it from forward, and keep the gathered one"
+)
 _PARAMETERS = (
     "forward writes into {names}, in every replica: those in the module's memory write into one tensor, and what a "
     "replica writes in memory of its own, or assigns to `.data`, is lost. Make it a buffer, of which the first "
@@ -144,7 +148,7 @@ class Comparison:
             findings.append(self._other(differing))
         if names := [row.name for row in rows if row.differs and row.kind is Kind.ATTRIBUTE]:
             text = _ATTRIBUTES.format(names=", ".join(names))
-            findings.append(self._finding(names[0].rpartition(".")[0], Cause.ATTRIBUTES_OF_REPLICAS, text))
+            findings.append(self._finding(self._that_has(names[0]), Cause.ATTRIBUTES_OF_REPLICAS, text))
         return findings
 
     def draws(self) -> Finding | None:
@@ -271,7 +275,9 @@ class Comparison:
                 return self._numbers("", self._scalars_for(self.many.outputs.get(row.name), outputs[row.name]))
         if all(row.kind is Kind.BUFFER for row in differing):
             name = differing[0].name
-            text = _FIRST_BUFFERS.format(name=name)
+            buffer, rows = self.one.buffers.get(name), sum(self.many.rows)
+            has_rows = buffer is not None and buffer.dim() and buffer.size(0) == rows and len(self.many.rows) > 1
+            text = _FIRST_BUFFERS.format(name=name) + (_BUFFER_OF_ROWS if has_rows else "")
             return self._finding(name.rpartition(".")[0], Cause.FIRST_REPLICAS_BUFFERS, text)
         if not any(row.kind in (Kind.OUTPUT, Kind.LOSS) for row in differing):
             return self._finding("", Cause.UNKNOWN, "outputs and loss are the same, and the backward differs")

@@ -1,7 +1,7 @@
 """One step: a forward and its backward from a given state, with all draws switched off, and the record of it."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +12,6 @@ from unisono.data_parallel import DataParallel
 from unisono.engines.replica import leaves_and_nodes
 from unisono.engines.shared_generators import generators_of
 from unisono.primitives import pytree
-from unisono.primitives.inputs import ONLY_LISTS
-from unisono.primitives.output_rows import ALL
 from unisono.primitives.shared_iterators import iterators_anew
 from unisono.runtime import devices as _devices
 from unisono.runtime.draws_off import DrawsOff
@@ -93,6 +91,7 @@ class RecordedStep:
     loss: torch.Tensor | None = None
     gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)  # of parameters, of inputs that need one
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # after the step
+    parameters_before: Collection[str] = ()  # their names
     written: dict[str, torch.Tensor] = field(default_factory=dict)  # after the step, the parameters that it has changed
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)  # all of them, after the step
     attributes_before: dict[str, torch.Tensor] = field(default_factory=dict)  # the numbers in attributes
@@ -101,6 +100,7 @@ class RecordedStep:
     contents: dict[str, dict[str, Any]] = field(default_factory=dict)  # after the step
     assigned: Sequence[str] = ()  # the paths of what forward has assigned in replicas
     hooks: Sequence[str] = ()  # the names of hooks that keep what they see in replicas
+    shared: Sequence[str] = ()  # the names of what replicas share and forward writes into
     rows: Sequence[int] = ()  # of each replica; one entry on one device, empty if not known
     error: ValueError | None = None  # why the replicas' outputs could not be gathered
     no_gradients: str = ""  # why the backward failed
@@ -131,24 +131,22 @@ def take_step(
             `eval()`.
         like: the step on one device, if this is one of a wrapper.
         nudge: relative size of a random change of every parameter and every input.
-        repeated: run forward once before the step, with other copies of the inputs.
+        repeated: run forward once before the step, with other copies of the inputs, which are not nudged.
     """
     original: nn.Module = model if like is None else model.module  # type: ignore[assignment]
     model = copied(model)
-    if isinstance(model, DataParallel):
-        model._options.said.update(ALL | {ONLY_LISTS})  # findings say more
     module: nn.Module = model if like is None else model.module  # type: ignore[assignment]
     module.to(example.device)
     if mode == "eval":
         model.eval()
     elif not module.training:
         model.train()
-    if isinstance(model, DataParallel):
-        model._threads.leftovers.is_quiet = True  # the report says it
     if repeated:
         args, kwargs = example.fresh_inputs()
-        with DrawsOff(), contextlib.suppress(Exception):  # what it raises, the step raises too
+        with DrawsOff(), contextlib.suppress(Exception):  # without warnings; what it raises, the step raises too
             model(*args, **kwargs)
+        if isinstance(model, DataParallel):
+            model._threads.first_steps.leftovers.shared.clear()
     args, kwargs = example.fresh_inputs()
     leaves = [tensor for _, tensor in (*tensors_in(args), *tensors_in(kwargs))] + [*module.parameters()]
     if nudge:
@@ -180,10 +178,12 @@ def take_step(
         step.output = pytree.unflatten(spec, values, rebuild_all=True)  # a list may be one to which forward appends
     step.switched_off, step.drawn_from = [*off.operations], before.moved()
     if isinstance(model, DataParallel):  # after backward, which hooks may see
-        step.assigned, step.hooks = [*model._threads.leftovers.assigned], [*model._threads.leftovers.hooks]
+        leftovers = model._threads.first_steps.leftovers
+        step.assigned, step.hooks, step.shared = [*leftovers.assigned], [*leftovers.hooks], [*leftovers.shared]
     step.attributes, step.contents = numbers_in(module), contents_in(module)
     step.parameters = {name: plain(parameter) for name, parameter in module.named_parameters()}
     before_step = {name: plain(parameter) for name, parameter in original.named_parameters()}
+    step.parameters_before = before_step.keys()
     step.written = {n: p for n, p in step.parameters.items() if n not in before_step or _differ(p, before_step[n])}
     step.buffers = {name: plain(buffer).clone() for name, buffer in module.named_buffers()}
     return step

@@ -54,8 +54,8 @@ _ONE_ACCELERATOR = (
 _SWITCHED_OFF = "random draws have fixed values while it compares, and dropout drops nothing: {operations}"
 _BY_ALL = "all replicas write into it, in the order of arrival"
 _CACHES = (
-    "forward keeps values in {names}, with other keys than on one device, such as the number of rows, and they stay: a "
-    "cache is no difference"
+    "forward keeps values in {names} that stay as they are when the step is repeated, as in a cache by the number of "
+    "rows: that is no difference"
 )
 _LOST = "each replica has its own, which ends with its forward"
 _HOOKS = (
@@ -280,12 +280,13 @@ def _with_containers_told_apart(
     step: Callable[..., RecordedStep],
     wrapped: DataParallel,
 ) -> tuple[list[Row], list[str]]:
-    """Return the rows without those of caches, and with those of lists that grow in the order of arrival; and caches.
+    """Return the rows without those of caches, and with what else all replicas write into; and the caches.
 
-    A cache holds other keys, such as another number of rows, and stays as it is when the step is repeated. A list grows
-    in each step; in one of them its order may be that of one device by accident.
+    A cache holds other keys, such as another number of rows, and stays as it is when the step is repeated with slightly
+    other numbers. What replicas write into outside of the model, as a list of the file, is no attribute; and the order
+    of arrival in a list may be that of one device by accident.
     """
-    may_be_caches, may_be_in_order = [], []
+    may_be_caches, written = [], [name for name in many.shared if _attribute_of(name, many) is None]
     for name, after in many.contents.items():
         expected, before = one.contents.get(name, {}), many.contents_before.get(name, {})
         new, common = after.keys() - before.keys(), expected.keys() & after.keys()
@@ -294,18 +295,21 @@ def _with_containers_told_apart(
         if expected.keys() != after.keys():
             may_be_caches.append(name)
         elif len(new) > 1 and not all(same_value(after[path], after[min(new)]) for path in new):
-            may_be_in_order.append(name)
-    if not may_be_caches and not may_be_in_order:
+            written += [shared for shared in many.shared if _attribute_of(shared, many) == name]
+    if not may_be_caches and not written:
         return rows, []
-    again = step(wrapped, like=one, repeated=True)
+    again = step(wrapped, like=one, nudge=tolerance.rtol, repeated=True)
+    states = [(again.contents_before.get(name, {}), again.contents.get(name, {})) for name in may_be_caches]
+    caches = [name for name, state in zip(may_be_caches, states, strict=True) if same_state(*state)]
+    rows = [row for row in rows if row.kind is not Kind.ATTRIBUTE or row.name not in caches]
+    of_all = [name for name in written if name in again.shared]
+    caches += [name for name in written if name not in again.shared]
+    return [*rows, *(Row(mode, Kind.ATTRIBUTE, name, difference=math.inf, note=_BY_ALL) for name in of_all)], caches
 
-    def is_as_before(name: str) -> bool:
-        return same_state(again.contents_before.get(name, {}), again.contents.get(name, {}))
 
-    caches = [name for name in may_be_caches if is_as_before(name)]
-    kept = [row for row in rows if row.kind is not Kind.ATTRIBUTE or row.name not in caches]
-    arrived = [name for name in may_be_in_order if not is_as_before(name)]
-    return [*kept, *(Row(mode, Kind.ATTRIBUTE, name, difference=math.inf, note=_BY_ALL) for name in arrived)], caches
+def _attribute_of(shared: str, many: RecordedStep) -> str | None:
+    """Return the attribute, of those whose contents are compared, in which something is that replicas share."""
+    return next((name for name in many.contents if shared == name or shared.startswith((f"{name}.", f"{name}["))), None)
 
 
 def _wrongly_split(
@@ -388,12 +392,18 @@ def _notes(mode: str, one: RecordedStep, many: RecordedStep) -> Iterator[str]:
         yield f"{mode}: there are no gradients to compare: the loss needs none"
     # A cache, or values that are kept for who reads them: no difference, unless it is a number that is updated.
     updated = {*_updated(one, many), *(name for name in many.assigned if many.contents_before.get(name))}
-    if filled := [name for name in many.assigned if name not in updated]:
+    # A layer or parameter that it makes is in the findings.
+    if filled := [name for name in many.assigned if name not in updated and not _is_made(name, one)]:
         yield f"forward fills {listed(filled)}: {LOST}. If they are read after forward, return them as outputs"
     if many.hooks:
         yield _HOOKS.format(names=listed(many.hooks))
     if len(many.rows) == 1:
         yield "only one replica had rows: give a batch with more rows"
+
+
+def _is_made(name: str, one: RecordedStep) -> bool:
+    """Return whether an attribute is a parameter, or a module with parameters, that forward has made."""
+    return any(each == name or each.startswith(f"{name}.") for each in one.written if each not in one.parameters_before)
 
 
 def _title(wrapped: DataParallel, many: RecordedStep) -> str:
