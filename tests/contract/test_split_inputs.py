@@ -279,6 +279,7 @@ def test_an_error_of_an_iterator_reaches_the_caller(wrap: Wrap):
         wrap(Fn(lambda x, items: x * sum(items)))(torch.ones(4, 1), broken())
 
 
+@pytest.mark.filterwarnings("ignore:forward of Fn writes into kinds")
 def test_with_one_replica_it_is_the_iterator_itself(wrap: Wrap):
     """S19, A3: its methods work; with several, attributes are those of the caller's."""
     generator = powers()

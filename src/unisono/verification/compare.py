@@ -148,7 +148,8 @@ def values_in(one: Any, many: Any, path: str = "") -> Iterator[tuple[str, Any, A
 
     Where the two have not one structure, it is the container. Tensors, also those of registered batches, are left out.
     """
-    if isinstance(one, torch.Tensor) or (batch_type_of(one) is not None and not isinstance(one, SampleList)):
+    is_tensors = isinstance(one, torch.Tensor) or (batch_type_of(one) is not None and not isinstance(one, SampleList))
+    if is_tensors or (one is None and many is None):
         return
     inside, of_many = _children(one), _children(many)
     if inside is None or of_many is None or type(one) is not type(many) or inside.keys() != of_many.keys():
@@ -169,13 +170,16 @@ def row_of_value(mode: str, path: str, one: Any, many: Any, tolerance: Tolerance
     """
     said = f"{_shown(one)} on one device, {_shown(many)} on several"
     if isinstance(one, int | float | complex) and _are_numbers(many, type(one)):
-        with contextlib.suppress(RuntimeError, OverflowError):  # an integer too large for a tensor
+        with contextlib.suppress(
+            RuntimeError, OverflowError, ValueError
+        ):  # an integer too large for a tensor has to be the same
             of_one = _as_tensor(one)
             joined = _in_one_number(of_one, _as_tensor(many))
             if joined.dim() == of_one.dim():
                 gap, scale = difference(of_one, joined), largest(of_one)
                 allowed = tolerance.allowed(of_one.dtype, scale)
                 return Row(mode, Kind.OUTPUT, path, (), scale, gap, allowed, "" if gap <= allowed else said)
+        many = many[0] if isinstance(many, list) and all(each == many[0] for each in many) else many
     is_same = type(one) is type(many) and pytree.children(one) is None and holds_the_same(one, many, tolerance)
     return Row(mode, Kind.OUTPUT, path, difference=0.0 if is_same else math.inf, note="" if is_same else said)
 

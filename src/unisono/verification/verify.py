@@ -302,9 +302,15 @@ def _with_containers_told_apart(
     states = [(again.contents_before.get(name, {}), again.contents.get(name, {})) for name in may_be_caches]
     caches = [name for name, state in zip(may_be_caches, states, strict=True) if same_state(*state)]
     rows = [row for row in rows if row.kind is not Kind.ATTRIBUTE or row.name not in caches]
-    of_all = [name for name in written if name in again.shared]
-    caches += [name for name in written if name not in again.shared]
+    of_all = [name for name in written if any(_is_inside(name, other) for other in again.shared)]
+    caches += [name for name in written if name not in of_all]
     return [*rows, *(Row(mode, Kind.ATTRIBUTE, name, difference=math.inf, note=_BY_ALL) for name in of_all)], caches
+
+
+def _is_inside(name: str, other: str) -> bool:
+    """Return whether one of two things that replicas share is in the other, or is the other."""
+    path, other_path = name.partition(" (")[0], other.partition(" (")[0]
+    return path.startswith(other_path) or other_path.startswith(path)
 
 
 def _attribute_of(shared: str, many: RecordedStep) -> str | None:
