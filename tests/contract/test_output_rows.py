@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -249,6 +250,8 @@ def test_outputs_of_transformers(wrap: Wrap) -> None:
         lambda x: [None, *[float(each) for each in x[1:, 0]]],
         lambda x: [None for _ in x],
         lambda x: (("a", "b"),) * len(x),
+        lambda x: tuple(float(each) for each in x[:, 0]),
+        lambda x: deque(float(each) for each in x[:, 0]),
         lambda x: dict.fromkeys(range(len(x)), "same"),
         lambda x: {row: float(each) for row, each in enumerate(x[:, 0])},
         lambda x: [each.sin() for each in x[:, : len(x)]] if len(x) < 4 else list(x),
@@ -318,7 +321,7 @@ def test_a_filter_of_rows(wrap: Wrap) -> None:
     [
         (len, "output is a number", {}),
         (lambda x: (x, 3), "output[1] is a number", {}),
-        (lambda x: (x, (2.0, 3)), "output[1][0], output[1][1] are numbers", {}),
+        (lambda x: (x, (2.0, 3, 4)), "output[1][0], output[1][1], output[1][2] are numbers", {}),
         (lambda x: Pair(True, x), "output.entries is a number", {}),
         (lambda x: Pair(True, x), "output.entries is a number", {"scalars": "mean"}),
         (
@@ -350,7 +353,7 @@ def test_numbers_become_a_list(wrap: Wrap, function: Any, names: str, options: A
 @at_one_place
 def test_a_list_of_which_scalars_make_one_number(wrap: Wrap, scalars: str) -> None:
     """S17: with as many entries as rows, the numbers may belong to rows."""
-    for function in (lambda x: [float(each) for each in x], list):
+    for function in (lambda x: [float(each) for each in x], lambda x: (*map(float, x),), list):
         for rows in (2, 6):
             with warned() as messages:
                 wrap(Fn(function), scalars=scalars)(torch.arange(float(rows)))

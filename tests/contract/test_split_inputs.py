@@ -186,6 +186,24 @@ def test_an_array_with_an_entry_a_row_is_warned_of(array, nested):
     assert messages(lambda x, array: x, torch.ones(4, 1), given, in_dims=in_dims) == []
 
 
+class Batch:
+    """A library's batch that is not registered."""
+
+    def __init__(self, name: str, x) -> None:
+        self.name, self.x = name, x
+
+
+@pytest.mark.parametrize("held", [torch.ones(4, 2), numpy.ones(4)], ids=["tensor", "array"])
+def test_an_object_that_holds_an_entry_a_row_is_warned_of(held):
+    """S17, S14: every replica gets all of it, as in torch."""
+    (message,) = messages(lambda x, batch: x, torch.ones(4, 1), {"batch": Batch("a", held)})
+    assert message.startswith("inputs[1]['batch'], of type Batch, holds x with as many entries")
+    assert "unisono.register_batch_type" in message
+    in_dims = ast.literal_eval(message.partition("in_dims=")[2].removesuffix("."))
+    assert messages(lambda x, batch: x, torch.ones(4, 1), {"batch": Batch("a", held)}, in_dims=in_dims) == []
+    assert messages(lambda x, batch: x, torch.ones(4, 1), Batch("a", held[:3])) == []
+
+
 class Unbound:
     """A proxy of nothing, as of another library's context: each attribute is an error, that of a sequence, too."""
 

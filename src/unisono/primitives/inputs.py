@@ -33,6 +33,11 @@ _WHOLE_ARRAY = (
     "it. If each entry belongs to a row, give a tensor (torch.from_numpy), or a unisono.SampleList; if every replica "
     "needs all: in_dims={in_dims}."
 )
+_WHOLE_OBJECT = (
+    "{path}, of type {type}, holds {held} with as many entries as the batch has rows, and is no container that is "
+    "split: every replica gets all of it. If each entry belongs to a row, say how it is split "
+    "(unisono.register_batch_type), or give its tensors one by one; if every replica needs all: in_dims={in_dims}."
+)
 _SPLIT_LIST = (
     "{path} is a {type} of {entries} entries, and the tensors in each of them are split: a {type} is a container. If "
     "each entry belongs to a row, give unisono.SampleList({path}); if each tensor has the rows of the batch: "
@@ -186,9 +191,14 @@ class Arguments:
         for spec, name in zip(self._structure(), ("inputs", "kwargs"), strict=True):
             warn_of_whole_lists(spec, name, following, rows, warnings)
         for number, (leaf, axis) in enumerate(zip(self.leaves, self.axes, strict=True)):
-            if axis is not None and self._batch_types[number] is None and _num_entries(leaf, axis) == rows > 1:
+            if axis is None or self._batch_types[number] is not None or rows < 2:
+                continue
+            has_entries = _num_entries(leaf, axis) == rows
+            held = None if has_entries else _held_by_rows(leaf, axis, rows)
+            if has_entries or held is not None:
                 path, in_dims = self.paths()[number], self.in_dims_with_whole([number])
-                warnings.give(_WHOLE_ARRAY.format(path=path, type=type(leaf).__name__, in_dims=in_dims))
+                text = _WHOLE_ARRAY if held is None else _WHOLE_OBJECT
+                warnings.give(text.format(path=path, type=type(leaf).__name__, held=held, in_dims=in_dims))
 
     def warn_of_split_lists(self, output: Any, num_replicas: int, warnings: ModelWarnings) -> None:
         """Warn of a list of tensors as the only input, where the output does not show that it is a container.
@@ -353,6 +363,17 @@ def _num_tensors(spec: pytree.Spec) -> int:
     if spec.keys is None:
         return int(isinstance(spec.value, torch.Tensor))
     return sum([_num_tensors(child) for child in spec.specs])
+
+
+def _held_by_rows(leaf: Any, axis: int, rows: int) -> str | None:
+    """Return the attribute of an object that is a tensor or an array with as many entries as rows; None: none is."""
+    if type(leaf) in MODES or isinstance(leaf, torch.Tensor | torch.nn.Module | type | Callable):
+        return None
+    try:
+        held = {name: each.shape for name, each in vars(leaf).items() if hasattr(each, "shape")}
+        return next((n for n, s in held.items() if len(s) and -len(s) <= axis < len(s) and s[axis] == rows), None)
+    except Exception:  # noqa: BLE001 - the code of a user's class
+        return None
 
 
 def _num_entries(leaf: Any, axis: int) -> int | None:

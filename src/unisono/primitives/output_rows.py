@@ -12,6 +12,7 @@ What is said of each kind of output that no option describes:
     sizes (torch.Size)       they are that of a replica's output: said where they have a replica's number of rows
 """
 
+from collections import deque
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
@@ -154,7 +155,8 @@ def _containers(spec: pytree.Spec, path: str, start: int) -> Iterator[tuple[str,
 def _may_have_entries_of_rows(spec: pytree.Spec, sizes: Sequence[int]) -> bool:
     """Return whether a container has as many like entries as each replica has rows, and may be a list of rows.
 
-    Lists are, and dicts whose keys number the rows. A tuple is one value, such as a loss and a size, but for strings.
+    Lists are, and dicts whose keys number the rows. A tuple may be one value, such as a loss and its terms, unless it
+    holds numbers and strings only.
     """
     if {len(spec.specs)} != {*sizes} or not spec.specs:
         return False
@@ -162,14 +164,14 @@ def _may_have_entries_of_rows(spec: pytree.Spec, sizes: Sequence[int]) -> bool:
     if isinstance(value, MutableMapping):
         if [*(spec.keys or ())] != [*range(len(spec.specs))]:
             return False
-    elif not isinstance(value, list) and not (type(value) is tuple and _has_strings_only(spec)):
+    elif not isinstance(value, list | deque) and not (type(value) is tuple and _has_no_tensors(spec)):
         return False
     return len({_form(child) for child in spec.specs if child.value is not None}) <= 1
 
 
-def _has_strings_only(spec: pytree.Spec) -> bool:
+def _has_no_tensors(spec: pytree.Spec) -> bool:
     values = [leaf.value for leaf in _leaves(spec) if leaf.value is not None]
-    return bool(values) and all(isinstance(value, str | bytes) for value in values)
+    return bool(values) and all(isinstance(value, str | bytes | int | float | complex) for value in values)
 
 
 def _leaves(spec: pytree.Spec) -> Iterator[pytree.Spec]:
