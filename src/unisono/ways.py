@@ -428,9 +428,7 @@ def on_all_devices(wrapper: Wrapper, invocation: Invocation) -> Any:
     threads, ranks = wrapper._threads, wrapper._ranks
     module, call = wrapper._modules["module"], wrapper._plan(invocation)
     try:
-        output = threads.forward(module, call) if ranks is None else ranks.forward(threads, module, call)
-        call.arguments.warn_of_split_lists(output, len(call.sizes), threads.warnings)
-        return output
+        return threads.forward(module, call) if ranks is None else ranks.forward(threads, module, call)
     except OneGraphNeededError:
         pass
     except _OF_SHAPES as error:
@@ -486,11 +484,11 @@ def plain_composition(wrapper: Wrapper, invocation: Invocation) -> Any:
             outputs = interruptibly(wrapper.parallel_apply, calls, shards, shard_kwargs)
             for look in looks:
                 look.end()
+            if plan is not None and len(outputs) == len(plan.sizes):
+                plan.arguments.warn_of_split_lists(outputs, plan.sizes, wrapper._threads.warnings)
             output = interruptibly(wrapper.gather, outputs, here or options.output_device)
         commit_buffers(registries.changes(), modules, live_modules, {})
         wrapper._threads.first_steps.leftovers.say(module)
-        if plan is not None:
-            plan.arguments.warn_of_split_lists(output, len(plan.sizes), wrapper._threads.warnings)
         return output
     except _OF_SHAPES as error:
         if plan is not None:

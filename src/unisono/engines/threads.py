@@ -247,6 +247,8 @@ class Forward:
             if timeline.recording:
                 timeline.mark(timeline.GATHER)
             call, is_summed = self._call, self._call.sync_context is not None and self._tracked
+            if not call.arguments.is_flat:
+                call.arguments.warn_of_split_lists(outputs, call.sizes, self._model.warnings)
             matched = Outputs(outputs, call.rules, call.sizes, self._replicas.live_of, is_summed=is_summed)
             del outputs
             if self._replay is not None:

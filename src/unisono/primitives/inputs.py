@@ -11,6 +11,7 @@ import torch
 from unisono.primitives import pytree
 from unisono.primitives.batch_types import BatchType, batch_type_of
 from unisono.primitives.dims import in_dims_of, spread_inputs
+from unisono.primitives.output_rows import ROWS
 from unisono.primitives.placements import Placement, Replicate, Shard, Single, can_be_placed, cannot_be_placed
 from unisono.primitives.references import MODES
 from unisono.primitives.sample_lists import (
@@ -59,6 +60,7 @@ class Arguments:
         rows: how many rows the call has; None if nothing has rows (no tensors, 0-dim ones, or ones that are not split).
         axes: of each leaf, the axis that holds its rows; None: it has none.
         leaves: every leaf of the inputs, positional ones first.
+        is_flat: whether each input is a leaf of a usual kind.
         flags: what can lead a forward another way: leaves that are bools, strings or None, and the others' types.
 
     Raises:
@@ -77,9 +79,9 @@ class Arguments:
     ) -> None:
         self._inputs, self._kwargs, self._dim = inputs, kwargs, dim
         self._axes_are_given = axes is not None or in_dims is not ...
-        self._is_flat = pytree.is_flat(inputs) and (not kwargs or pytree.is_flat(kwargs))
+        self.is_flat = pytree.is_flat(inputs) and (not kwargs or pytree.is_flat(kwargs))
         self._specs: tuple[pytree.Spec, pytree.Spec] | None = None
-        if self._is_flat:  # the common case, without pytree's cost
+        if self.is_flat:  # the common case, without pytree's cost
             self.leaves = [*inputs, *kwargs.values()]
             self._batch_types: list[BatchType | None] = [None] * len(self.leaves)
         else:
@@ -89,7 +91,7 @@ class Arguments:
         self.flags: Flags = tuple([each if type(each) in MODES else type(each) for each in self.leaves]), (*kwargs,)
         if axes is not None:
             self.axes = [*axes]
-        elif in_dims is ... and self._is_flat:
+        elif in_dims is ... and self.is_flat:
             self.axes = [dim] * len(self.leaves)
         else:
             self.axes = spread_inputs(in_dims, *self._structure(), dim, function)
@@ -173,13 +175,13 @@ class Arguments:
             warnings: the model's; None: nothing is said.
         """
         sizes = tuple(sizes)
-        if warnings is not None and not self._is_flat and self.rows is not None and len(sizes) > 1:
+        if warnings is not None and not self.is_flat and self.rows is not None and len(sizes) > 1:
             self._warn_of_lists(self.rows, warnings)
         split = [
             _parts(leaf, axis, batch_type, sizes, place)
             for leaf, axis, batch_type in zip(self.leaves, self.axes, self._batch_types, strict=True)
         ]
-        if self._is_flat:
+        if self.is_flat:
             num, names = len(self._inputs), list(self._kwargs)
             of_replicas = zip(*split, strict=True) if split else [()] * len(sizes)
             return [(parts[:num], dict(zip(names, parts[num:], strict=True))) for parts in of_replicas]
@@ -200,28 +202,33 @@ class Arguments:
                 text = _WHOLE_ARRAY if held is None else _WHOLE_OBJECT
                 warnings.give(text.format(path=path, type=type(leaf).__name__, held=held, in_dims=in_dims))
 
-    def warn_of_split_lists(self, output: Any, num_replicas: int, warnings: ModelWarnings) -> None:
-        """Warn of a list of tensors as the only input, where the output does not show that it is a container.
+    def warn_of_split_lists(self, outputs: Sequence[Any], sizes: Sequence[int], warnings: ModelWarnings) -> None:
+        """Warn of a list of tensors as the only input, where the outputs do not show that it is a container.
 
-        A model that takes the tensors for batches returns as many rows as these have. One that takes each for a row
-        returns, in each replica, as many as the list has entries. Once a model.
+        A module that takes the tensors for batches returns as many rows as its shards have. One that takes each for a
+        row returns as many as the list has entries. Once a model.
 
         Args:
-            output: the gathered one.
+            outputs: one a replica.
+            sizes: the replicas' rows.
             warnings: of the model.
         """
-        if self._is_flat or num_replicas < 2 or self._axes_are_given or warnings.has_given(_ONLY_LISTS):
+        if self.is_flat or len(sizes) < 2 or self._axes_are_given or warnings.has_given(_ONLY_LISTS):
             return
-        lists = self._split_lists()
+        lists, dim = self._split_lists(), self._dim
         if not lists:
             return
-        dim = self._dim
-        sizes = {t.shape[dim] for _, t in pytree.tensors(output) if not t.is_nested and -t.dim() <= dim < t.dim()}
+        found = [
+            {t.shape[dim] for _, t in pytree.tensors(output) if not t.is_nested and -t.dim() <= dim < t.dim()}
+            for output in outputs
+        ]
+        has_rows = all(size in of_replica for size, of_replica in zip(sizes, found, strict=True))
         for path, value in lists:
-            if self.rows not in sizes or num_replicas * len(value) in sizes:
+            if not has_rows or all(len(value) in of_replica for of_replica in found):
                 text = _SPLIT_LIST.format(path=path, type=type(value).__name__, entries=len(value), dim=dim)
                 warnings.give(text, _ONLY_LISTS)
-        warnings.leave_out(_ONLY_LISTS)  # also where the output shows what it is
+                warnings.leave_out(ROWS)  # such as the rows of the list, of which this warning says more
+        warnings.leave_out(_ONLY_LISTS)  # also where the outputs show what it is
 
     def _split_lists(self, fewest: int = 2) -> list[tuple[str, Any]]:
         """Return the lists in which each entry is split, if no other tensors are inputs: paths and values.
