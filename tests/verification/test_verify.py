@@ -862,14 +862,32 @@ def test_what_forward_keeps_in_attributes_is_no_difference_unless_it_is_updated(
             ([torch.randn(3, 5) for _ in range(4)],),
             "unisono.SampleList(inputs[0])",
         ),
+        (
+            lambda self, x, f: x * torch.tensor([f[row] for row in range(len(x))])[:, None],
+            (torch.randn(4, 5), {row: float(row) for row in range(4)}),
+            "unisono.SampleList(inputs[1].values())",
+        ),
     ],
-    ids=["a layer's weights", "scales", "table", "several", "list"],
+    ids=["a layer's weights", "scales", "table", "several", "list", "numbered dict"],
 )
 def test_an_input_that_is_not_split_as_meant(function: Any, inputs: Any, said: str) -> None:
     """S18: it said that rows interact, or that outputs are joined on the wrong axis."""
     report = compared(calls(function), inputs)
     assert (report.same, report.cause) == (False, Cause.SPLIT_WRONGLY)
     assert all(said in finding.text for finding in report.findings)
+
+
+@pytest.mark.parametrize("whole", [np.arange(4.0), bytes(range(4)), types.SimpleNamespace(f=torch.arange(4.0))])
+def test_an_input_that_goes_whole_and_may_have_rows(whole: Any) -> None:
+    """S17: what is no container cannot be split to see whether that helps."""
+
+    def forward(self: Any, x: torch.Tensor, whole: Any) -> torch.Tensor:
+        values = getattr(whole, "f", whole)
+        return x * torch.tensor([float(values[row]) for row in range(len(x))])[:, None]
+
+    report = compared(calls(forward), (torch.randn(4, 5), whole))
+    assert not report.same
+    assert all("Or inputs[1], which has as many entries as the batch has rows" in f.text for f in report.findings)
 
 
 def test_rows_that_interact_in_one_of_several_inputs() -> None:

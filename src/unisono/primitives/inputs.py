@@ -269,6 +269,15 @@ class Arguments:
         doubted = sorted(split[1:], key=lambda i: (tensors[i].dim(), not tensors[i].dtype.is_floating_point))
         return [*([number] for number in doubted), split[1:], split[:1]]
 
+    def whole_with_rows(self) -> list[str]:
+        """Return the paths of inputs that are no tensors, go whole to every replica, and have an entry a row."""
+        each = zip(self.paths(), self.leaves, self.axes, self._batch_types, strict=True)
+        return [
+            path
+            for path, leaf, axis, batch_type in each
+            if axis is not None and batch_type is None and self.rows is not None and _may_be_rows(leaf, axis, self.rows)
+        ]
+
     def described(self, numbers: Sequence[int]) -> str:
         """Return the paths of tensors, with their shapes and the axes along which they are split."""
         paths = self.paths()
@@ -370,6 +379,11 @@ def _num_tensors(spec: pytree.Spec) -> int:
     if spec.keys is None:
         return int(isinstance(spec.value, torch.Tensor))
     return sum([_num_tensors(child) for child in spec.specs])
+
+
+def _may_be_rows(leaf: Any, axis: int, rows: int) -> bool:
+    entries = len(leaf) if isinstance(leaf, str | bytes) else _num_entries(leaf, axis)
+    return rows > 1 and (entries == rows or _held_by_rows(leaf, axis, rows) is not None)
 
 
 def _held_by_rows(leaf: Any, axis: int, rows: int) -> str | None:

@@ -6,6 +6,7 @@ the step gives the same when it is repeated. An output that is joined on the wro
 else differs.
 """
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +25,7 @@ from unisono.verification.step import RecordedStep
 LOST = "what a replica assigns to its attributes is lost when its forward ends"
 
 # An option that was given with this value explains the difference.
+_SEQUENCES = (list, tuple, deque, dict)
 _ASKS_FOR = {Cause.PER_SHARD_BATCH_NORM: ("sync_batch_norm", False), Cause.ONE_NUMBER_A_SHARD: ("scalars", "stack")}
 _UNCERTAIN = (Cause.ROWS_INTERACT, Cause.UNKNOWN)  # repeating the step shows more about these
 _PERHAPS_SPLIT_WRONGLY = (
@@ -48,8 +50,13 @@ SPLIT_INPUT = (
     "numbers are those of one device"
 )
 SPLIT_LIST = (
-    "{input} is a list with one entry a row, and the tensors in each entry are split. As unisono.SampleList({input}) "
-    "it is split by entry, and the numbers are those of one device"
+    "{input} has one entry a row, and a {kind} is not split by entry: tensors in it are split one by one, and all else "
+    "goes whole to every replica. As unisono.SampleList({entries}) it is split by entry, and the numbers are those of "
+    "one device"
+)
+_WHOLE = (
+    ". Or {paths}, which has as many entries as the batch has rows, and goes whole to every replica, belongs to "
+    "them: then give it as a tensor or a unisono.SampleList, or say how it is split (unisono.register_batch_type)"
 )
 _LOST_AXIS = (
     "output{path} has shape {one} on one device, and {shard} in a replica with one row: its axis of rows is gone, as "
@@ -295,7 +302,7 @@ class Comparison:
             if path not in differ:
                 continue
             output = f"output{path}" if path else "the output"
-            if isinstance(one, list) and isinstance(many, list) and len(one) != len(many):
+            if type(one) is type(many) and isinstance(one, _SEQUENCES) and len(one) == sum(self.many.rows) > len(many):
                 text = _LIST_OF_ROWS.format(output=output, one=len(one), many=len(many))
                 yield self._finding("", Cause.LIST_OF_ROWS, text)
             elif isinstance(one, int | float) and isinstance(many, list):
@@ -341,3 +348,9 @@ def split_wrongly(findings: Sequence[Finding], text: str) -> list[Finding]:
     """Return the findings; the cause of those that it explains is how an input is split, which `text` says."""
     explained = _PERHAPS_SPLIT_WRONGLY
     return [replace(f, cause=Cause.SPLIT_WRONGLY, text=text) if f.cause in explained else f for f in findings]
+
+
+def with_whole_inputs(findings: Sequence[Finding], paths: Sequence[str]) -> list[Finding]:
+    """Return the findings; uncertain ones name the inputs at these paths, which go whole and may have rows."""
+    text = _WHOLE.format(paths=", ".join(paths))
+    return [replace(f, text=f.text + text) if paths and f.cause in _UNCERTAIN else f for f in findings]

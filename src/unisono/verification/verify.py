@@ -40,6 +40,7 @@ from unisono.verification.causes import (
     may_be_split_wrongly,
     nondeterministic,
     split_wrongly,
+    with_whole_inputs,
 )
 from unisono.verification.compare import Tolerance
 from unisono.verification.report import MODES, Finding, Kind, Report, Row
@@ -179,7 +180,8 @@ def verify(
                     of_mode = nondeterministic(of_mode, one, again, tolerance) if is_nondeterministic else of_mode
                 if not is_nondeterministic and may_be_split_wrongly(of_mode):
                     text = _wrongly_split(wrapped, example, one, tolerance, step)
-                    of_mode = of_mode if text is None else split_wrongly(of_mode, text)
+                    whole = _arguments(wrapped, example).whole_with_rows() if text is None else []
+                    of_mode = with_whole_inputs(of_mode, whole) if text is None else split_wrongly(of_mode, text)
                 findings += of_mode
     finally:
         random.restore()
@@ -329,8 +331,7 @@ def _wrongly_split(
 
     None: there is none. With the remedy the step gives the numbers of one device: that is tried.
     """
-    inputs, kwargs = example.fresh_inputs()
-    arguments = Arguments(inputs, kwargs, wrapped.dim, wrapped.in_dims, wrapped.module.forward)
+    arguments = _arguments(wrapped, example)
 
     def gives_the_same(model: nn.Module, example: Example) -> bool:
         try:
@@ -345,23 +346,31 @@ def _wrongly_split(
         attempt.in_dims = in_dims = arguments.in_dims_with_whole(numbers)
         if gives_the_same(attempt, example):
             return SPLIT_INPUT.format(inputs=arguments.described(numbers), in_dims=in_dims)
-    for name, inputs in _with_samples(example.inputs):
+    for name, kind, inputs in _with_samples(example.inputs):
         if gives_the_same(wrapped, replace(example, inputs=inputs)):
-            return SPLIT_LIST.format(input=name)
+            entries = f"{name}.values()" if kind == "dict" else name
+            return SPLIT_LIST.format(input=name, kind=kind, entries=entries)
     return None
 
 
-def _with_samples(inputs: Any) -> Iterator[tuple[str, Any]]:
-    """Yield inputs with a list in the place of a SampleList, each with the list's name."""
+def _arguments(wrapped: DataParallel, example: Example) -> Arguments:
+    inputs, kwargs = example.fresh_inputs()
+    return Arguments(inputs, kwargs, wrapped.dim, wrapped.in_dims, wrapped.module.forward)
+
+
+def _with_samples(inputs: Any) -> Iterator[tuple[str, str, Any]]:
+    """Yield inputs with a SampleList in the place of a list, or of a dict whose keys number its entries.
+
+    Each comes with the name of what it replaces, and the class of that.
+    """
     given = inputs if isinstance(inputs, dict) else dict(enumerate(inputs if type(inputs) is tuple else (inputs,)))
+    name = "kwargs" if isinstance(inputs, dict) else "inputs"
     for key, value in given.items():
-        if type(value) in (list, tuple):
-            with_samples = given | {key: SampleList(value)}
-            is_named = isinstance(inputs, dict)
-            yield (
-                f"{'kwargs' if is_named else 'inputs'}[{key!r}]",
-                with_samples if is_named else (*with_samples.values(),),
-            )
+        is_numbered = type(value) is dict and [*value] == [*range(len(value))]
+        if type(value) in (list, tuple) or is_numbered:
+            with_samples = given | {key: SampleList(value.values() if is_numbered else value)}
+            all_inputs = with_samples if isinstance(inputs, dict) else (*with_samples.values(),)
+            yield f"{name}[{key!r}]", type(value).__name__, all_inputs
 
 
 def _updated(one: RecordedStep, many: RecordedStep) -> dict[str, torch.Tensor]:
