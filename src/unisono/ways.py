@@ -518,12 +518,13 @@ def _looks_at_composition(
     if not has_several or inside_replica() or first_steps.are_past(structure):
         return looks
     if wrapper._options.sync_batch_norm is None:
-        first_steps.look_at_batch_norm(module, in_one_process=True)
+        replica = replicas[0] if isinstance(replicas[0], nn.Module) else module
+        looks.append(first_steps.batch_norm(replica, in_one_process=True))
     modules, live = modules_in_common(replicas, module)
     reached = reached_by(modules, names_of(live, module), live, invocation.method)
     leaves = [*invocation.inputs, *invocation.kwargs.values()]
     rows = {len(each[0]) for each, _ in shards if each and isinstance(each[0], torch.Tensor) and each[0].dim()}
-    return [*looks, *first_steps.looks(structure, type(module).__name__, reached, leaves, rows, wrapper.dim)]
+    return [*looks, *first_steps.looks(structure, reached, leaves, rows, wrapper.dim)]
 
 
 # The call that the plain composition runs: the verbs in it take the replicas' devices and rows from there.

@@ -13,7 +13,7 @@ from torch import nn
 
 import unisono
 from helpers.contract import Wrap
-from helpers.modules import Composed, Fn
+from helpers.modules import Calls, Composed, Fn
 from unisono import SampleList
 
 NOTE = "the inputs were split by rows, 4 = 2 + 2: "
@@ -262,6 +262,20 @@ def test_each_replica_gets_all_items_of_an_iterator(wrap: Wrap, made, options):
     torch.testing.assert_close(output, x * 10)
     output.sum().backward()
     torch.testing.assert_close(x.grad, torch.full_like(x, 10))
+
+
+def folded(net, x, items):
+    y = torch.sin(net.layer(x)) * torch.cos(net.layer(x))
+    y = y.relu() * torch.sigmoid(y)
+    return y.pow(2).sum(-1)
+
+
+@pytest.mark.parametrize("items", [[1.0, 2.0], [torch.ones(3)]], ids=["numbers", "tensors"])
+def test_an_iterator_beside_a_compiled_backward(wrap: Wrap, items):
+    """S19, R13: a backward that overwrites what it has read refuses to keep its graph, and needs not to."""
+    model = wrap(torch.compile(Calls(folded, layer=nn.Linear(5, 3)), backend="aot_eager"))
+    for _ in range(2):
+        model(torch.randn(6, 5), iter(items)).sum().backward()
 
 
 def test_an_iterator_that_is_used_in_turns(wrap: Wrap):

@@ -938,8 +938,11 @@ def test_a_default_device_without_data() -> None:
         assert compared(model, ROWS).same
 
 
+written: list[torch.Tensor] = []
+
+
 def test_what_replicas_change_in_place_is_found() -> None:
-    """R6: a list to which they append, and an object that counts; and hooks that keep what they see are named."""
+    """R6: lists of the model and of the file, and an object that counts; hooks that keep what they see are named."""
 
     def forward(model: Any, x: torch.Tensor) -> torch.Tensor:
         model.seen.append(x.sum())
@@ -950,6 +953,9 @@ def test_what_replicas_change_in_place_is_found() -> None:
     assert {row.name for row in report.differences} == {"seen", "state"}
     assert report.cause is Cause.ATTRIBUTES_OF_REPLICAS
     assert "in the order of arrival" in str(report)
+    report = compared(Calls(lambda model, x: (written.append(x.sum()), x)[1]), ROWS)
+    assert {row.name for row in report.differences} == {"written (global of test_verify.py)"}
+    assert report.cause is Cause.ATTRIBUTES_OF_REPLICAS
     features: dict[str, torch.Tensor] = {}
     model = mlp()
     model[0].register_forward_hook(lambda layer, args, output: features.update(first=output.detach()))

@@ -10,15 +10,15 @@ nothing.
 """
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from functools import partial
 from typing import Any, Protocol
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from unisono.engines.shared_generators import GeneratorStates, generators_among
-from unisono.primitives.leftovers import Leftovers
+from unisono.engines.shared_generators import OWN, GeneratorStates, generators_among, names_generators
+from unisono.primitives.leftovers import Kind, Leftovers
 from unisono.primitives.shared_state import Reached, SharedWrites
 from unisono.runtime.model_warnings import ModelWarnings
 
@@ -26,11 +26,6 @@ _PER_SHARD = (
     "{layer}: each replica normalises its own rows in training, so the numbers are not those of one device. With "
     "sync_batch_norm=True batch norm sees the rows of all replicas, and they are; sync_batch_norm=False says that each "
     "replica's own rows are meant."
-)
-_DRAWN = (
-    "{generators} was drawn from while the replicas of {name} ran. They share it, in the order in which they happen to "
-    "run, so runs with equal seeds may differ. Draw with torch's functions, for which each replica has a stream of its "
-    "own; or draw outside of the model, and pass the result to it as an input."
 )
 
 
@@ -62,23 +57,28 @@ class FirstSteps:
         return self._num_past[structure] >= _FIRST
 
     def looks(
-        self, structure: Hashable, model: str, reached: Reached, inputs: Iterable[Any], rows: Iterable[int], axis: int
+        self,
+        structure: Hashable,
+        reached: Reached,
+        inputs: Iterable[Any],
+        rows: Iterable[int],
+        axis: int = 0,
+        *,
+        beside_others: bool = False,
     ) -> list[Look]:
         """Return what looks at one of the first steps of a structure, in several replicas.
 
         Args:
-            model: its name in messages.
+            structure: None: its steps are not counted.
             reached: what its forward leads to.
             inputs: the leaves of the inputs.
             rows: how many rows replicas have; `axis`: on which axis.
+            beside_others: whether the caller's code runs at the same time.
         """
-        writes = self.writes(reached, rows, axis, is_first=not self._num_past[structure])
-        generators = generators_among([*(place.value for place in reached.places), *inputs])
-        return [_Draws(self.warnings, model, generators), writes, self.counted(structure)]
-
-    def writes(self, reached: Reached, rows: Iterable[int], axis: int = 0, *, is_first: bool = True) -> SharedWrites:
-        """Return what looks at what forward writes into that replicas share; see there."""
-        return SharedWrites(partial(self.leftovers.add, (), ()), reached, rows, axis, is_first=is_first)
+        is_first = structure is None or not self._num_past[structure]
+        writes = SharedWrites(partial(self.leftovers.add, Kind.SHARED), reached, rows, axis, is_first=is_first)
+        looks: list[Look] = [_Draws(self.leftovers, reached, inputs, only_these=beside_others), writes]
+        return looks if structure is None else [*looks, self.counted(structure)]
 
     def counted(self, structure: Hashable) -> Look:
         """Return what counts a first step when it has run."""
@@ -86,25 +86,13 @@ class FirstSteps:
             self._num_past.clear()
         return _Counted(self._num_past, structure)
 
-    def look_at_batch_norm(self, root: nn.Module, *, in_one_process: bool = False) -> None:
-        """Warn of a batch norm that would normalise the rows of one replica only.
-
-        Args:
-            in_one_process: whether there are several replicas in this process. Else other processes have the others,
-                which a `torch.nn.SyncBatchNorm` reaches by itself.
-        """
-        for path, module in root.named_modules():
-            if not isinstance(module, _BatchNorm) or not takes_statistics(module):
-                continue
-            if in_one_process or not isinstance(module, nn.SyncBatchNorm):
-                kind = type(module).__name__
-                layer = f"layer {path!r} ({kind})" if path else kind
-                self.warnings.give(_PER_SHARD.format(layer=layer), "batch norm")
-                return
+    def batch_norm(self, replica: nn.Module, *, in_one_process: bool = False) -> Look:
+        """Return what warns of a batch norm that normalises the rows of one replica only."""
+        return _BatchNormPerShard(self.warnings, replica, in_one_process=in_one_process)
 
     def say_of_functional_batch_norm(self) -> None:
         """Warn of a batch norm that was found in a replica's graph; `look_at_batch_norm` may have done so already."""
-        self.warnings.give(_PER_SHARD.format(layer="torch.nn.functional.batch_norm"), "batch norm")
+        self.warnings.give(_PER_SHARD.format(layer="torch.nn.functional.batch_norm"), _BATCH_NORM)
 
 
 class _Counted:
@@ -120,19 +108,53 @@ class _Counted:
         self._num_past[self._structure] += 1
 
 
-class _Draws:
-    """Warns of draws from a generator that replicas share: Python's, numpy's, or one of these."""
+class _BatchNormPerShard:
+    """Warns of a batch norm that has normalised the rows of one replica only.
 
-    def __init__(self, warnings: ModelWarnings, model: str, generators: Sequence[Any]) -> None:
-        self._warnings, self._model, self._generators = warnings, model, generators
+    Args:
+        root: a replica: forward may have switched its modes.
+        in_one_process: whether there are several replicas in this process. Else other processes have the others,
+            which a `torch.nn.SyncBatchNorm` reaches by itself.
+    """
+
+    def __init__(self, warnings: ModelWarnings, root: nn.Module, *, in_one_process: bool) -> None:
+        self._warnings, self._root, self._in_one_process = warnings, root, in_one_process
+
+    def begin(self) -> None:
+        pass
+
+    def end(self) -> None:
+        for path, module in self._root.named_modules():
+            if not isinstance(module, _BatchNorm) or not takes_statistics(module):
+                continue
+            if self._in_one_process or not isinstance(module, nn.SyncBatchNorm):
+                kind = type(module).__name__
+                self._warnings.give(_PER_SHARD.format(layer=f"layer {path!r} ({kind})" if path else kind), _BATCH_NORM)
+                return
+
+
+class _Draws:
+    """Finds draws from a generator that replicas share.
+
+    Args:
+        reached: what forward leads to.
+        inputs: the leaves of the inputs.
+        only_these: whether the caller's code may run at the same time, and draw from Python's generator or numpy's.
+    """
+
+    def __init__(self, leftovers: Leftovers, reached: Reached, inputs: Iterable[Any], *, only_these: bool) -> None:
+        self._leftovers, self._only_these = leftovers, only_these and not names_generators(reached)
+        self._generators = generators_among([*(place.value for place in reached.places), *inputs])
 
     def begin(self) -> None:
         self._states = GeneratorStates(self._generators)
 
     def end(self) -> None:
-        if moved := self._states.moved():
-            text = _DRAWN.format(generators=" and ".join(moved), name=self._model)
-            self._warnings.give(text[0].upper() + text[1:], "draws")
+        if moved := [each for each in self._states.moved() if each == OWN or not self._only_these]:
+            self._leftovers.add(Kind.DRAWS, [moved[0][0].upper() + moved[0][1:], *moved[1:]])
+
+
+_BATCH_NORM = "batch norm"
 
 
 def takes_statistics(module: _BatchNorm) -> bool:

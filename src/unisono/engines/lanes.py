@@ -260,7 +260,8 @@ class Lane:
         if has_several:
             inputs = [*args, *kwargs.values()]
             rows = [len(each) for each in inputs if isinstance(each, torch.Tensor) and each.dim()]
-            looks.append(self._first_steps.writes(replicas.reached(self.call.method, {}), rows[:1]))
+            reached = replicas.reached(self.call.method, {})
+            looks += self._first_steps.looks(None, reached, inputs, rows[:1], beside_others=True)
         return looks
 
     def _say_leftovers(self) -> None:

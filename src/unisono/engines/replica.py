@@ -27,14 +27,16 @@ from unisono.autograd.bucket import (
 from unisono.autograd.replica_graph import CapturedTensors, LinkedParameters, LinkedTensors, ReplicaGraphs
 from unisono.engines.call import Call, called
 from unisono.engines.parts import parts_of, run_in_parts
+from unisono.primitives import pytree
 from unisono.primitives.batch_types import batch_type_of
 from unisono.primitives.blueprint import Blueprint, unlinked_at_deletion
 from unisono.primitives.change_tracking import ContainerSnapshot, DictSnapshot, TensorSnapshot, fill
-from unisono.primitives.leftovers import Leftovers, Watched, assigned, attribute_dicts_of
+from unisono.primitives.leftovers import Kind, Leftovers, Watched, assigned, attribute_dicts_of
 from unisono.primitives.outputs import Group
 from unisono.primitives.placements import Placement
 from unisono.primitives.reassigned_buffers import Change, buffer_registries, commit_buffers, histories
 from unisono.primitives.references import INERT
+from unisono.primitives.shared_iterators import SharedIterator, is_iterator
 from unisono.primitives.shared_state import Reached, reached_by
 from unisono.primitives.written_parameters import WrittenParameters, in_each
 from unisono.runtime import devices as _devices
@@ -326,7 +328,7 @@ class Replicas:
         changed = not self._dicts.is_current()
         if changed and self._leftovers.looks:
             names = self._blueprint.names * len(self.each)
-            self._leftovers.add(assigned(self._dicts, self._modules, names))
+            self._leftovers.add(Kind.ASSIGNED, assigned(self._dicts, self._modules, names))
         held = self._dicts.restore() if changed else []  # undo what forward has assigned
         if held and self._count_references() != self._num_references:
             for attributes, items in held:
@@ -558,14 +560,18 @@ def structure_of(pool: "ReplicaPool", call: Call) -> tuple[Any, ...]:
     return call.method, call.arguments.flags, pool.blueprint.signature
 
 
-def carries_objects(call: Call) -> bool:
-    """Return whether the inputs hold objects of unknown classes.
+def carries_objects(call: Call, inputs: Inputs) -> bool:
+    """Return whether the inputs hold objects of unknown classes, or iterators over such.
 
     Every replica gets the same object. Through a tensor in it the replicas' graphs may share nodes, which no replica's
     backward may free.
     """
     others = [leaf for leaf in call.arguments.leaves if type(leaf) not in _CARRIES_NOTHING]
-    return bool([leaf for leaf in others if not isinstance(leaf, torch.Tensor) and batch_type_of(leaf) is None])
+    others = [leaf for leaf in others if not isinstance(leaf, torch.Tensor) and batch_type_of(leaf) is None]
+    if not others or not all(map(is_iterator, others)):
+        return bool(others)
+    of_first_replica = pytree.flatten(inputs.shards[0])[0]
+    return any(leaf.carries_objects() for leaf in of_first_replica if isinstance(leaf, SharedIterator))
 
 
 _MOST_STRUCTURES = 64

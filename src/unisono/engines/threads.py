@@ -80,6 +80,12 @@ _ASSIGNED_FLAG = (
     "a replica's parameters are no leaves: in forward, use parameter.requires_grad_(False) in the place of "
     "parameter.requires_grad = False."
 )
+_OPTIMIZER_INSIDE = (
+    "a replica's parameters are no leaves, so that no optimizer can be made of them inside forward: it would step once "
+    "in each replica. Return the loss from forward; make the optimizer, call backward and step outside."
+)
+# What is added to torch's errors, by a part of their text.
+_NOTES = {"requires_grad flags of leaf": _ASSIGNED_FLAG, "can't optimize a non-leaf Tensor": _OPTIMIZER_INSIDE}
 
 # torch warns where `.grad` of a tensor that is no leaf is read, as torch.compile does. A replica's parameters have one.
 _GRAD_OF_NO_LEAF = ("ignore", re.compile("The .grad attribute of a Tensor that is not a leaf"), UserWarning, None, 0)
@@ -235,9 +241,10 @@ class Forward:
             try:
                 with while_running(_while_one_replica_runs) if len(self.timings) == 1 else nullcontext():
                     outputs = self._run_replicas(contexts)
-            except RuntimeError as error:
-                if "requires_grad flags of leaf" in str(error):
-                    error.add_note(_ASSIGNED_FLAG)
+            except (RuntimeError, ValueError) as error:
+                for text, note in _NOTES.items():
+                    if text in str(error):
+                        error.add_note(note)
                 raise
             finally:
                 refusal.remove()
@@ -291,7 +298,7 @@ class Forward:
             return looks
         blueprint, each = pool.blueprint, self._replicas.each
         if self._normalises_shards():
-            first_steps.look_at_batch_norm(blueprint.root, in_one_process=has_several)
+            looks.append(first_steps.batch_norm(self._replicas.roots[0], in_one_process=has_several))
         if not has_several:
             return [*looks, first_steps.counted(structure)]
         if not draws_off.are_off():  # `verify` compares what is written
@@ -299,8 +306,8 @@ class Forward:
             pairs += [pair for replica in each for pair in replica.copied_parameters]
             looks.append(MovedParameters(pairs, blueprint.name_of, in_each(len(call.devices))))
         inputs = dict(zip(call.arguments.paths(), call.arguments.leaves, strict=True))
-        reached, model = self._replicas.reached(call.method, inputs), type(blueprint.root).__name__
-        looks += first_steps.looks(structure, model, reached, inputs.values(), call.sizes, call.rules.dim)
+        reached = self._replicas.reached(call.method, inputs)
+        looks += first_steps.looks(structure, reached, inputs.values(), call.sizes, call.rules.dim)
         return looks
 
     def _normalises_shards(self) -> bool:
@@ -342,7 +349,7 @@ class Forward:
     def _graphs(self, groups: Sequence[Group], outputs: list[BoundaryTensor]) -> ReplicaGraphs:
         """Return the replica graphs behind the replicas' outputs, with all that their backwards need."""
         call, parameters = self._call, self._replicas.linked
-        keep, collectors = carries_objects(call), [group.collector for group in self._linked]
+        keep, collectors = carries_objects(call, self._inputs), [group.collector for group in self._linked]
         captured = self._model.search.captured_tensors(self._pool, call, groups, self._where, collectors, keep)
         for collector, _ in captured.earlier:
             collector.is_earlier = True

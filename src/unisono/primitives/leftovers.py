@@ -12,6 +12,7 @@ warning.
 
 import types
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from enum import StrEnum
 from functools import partial
 from typing import Any
 
@@ -39,8 +40,9 @@ _ROWS_OF_ONE = (
 _LOST = (
     "forward of {model} assigns {names}: each replica does, for its own rows. Attributes and hooks of a replica, and "
     "its parts of the inputs, end with its forward. So the model has not what one device would leave there. Return the "
-    f"value from forward, and keep the gathered one. {_ROWS_OF_ONE}Make layers and parameters before wrapping (one "
-    "forward of the plain module does), where an optimizer finds them."
+    f"value from forward, and keep the gathered one. {_ROWS_OF_ONE}What the first forward "
+    "makes, layers, parameters or hooks, make before wrapping: one forward of the plain module does, and an optimizer "
+    "finds them there."
 )
 _KEPT = (
     "a hook keeps what it sees, {names}, and each replica calls it with its own rows: what it keeps by name or in an "
@@ -53,18 +55,30 @@ _SHARED = (
     "arrival, and a count is that of replicas. So there is not what one device would leave there. Return the value "
     f"from forward, and keep the gathered one. {_ROWS_OF_ONE}"
 ).strip()
+_DRAWN = (
+    "{names} was drawn from while the replicas of {model} ran. They share it, in the order in which they happen to "
+    "run, so runs with equal seeds may differ. Draw with torch's functions, for which each replica has a stream of its "
+    "own; or draw outside of the model, and pass the result to it as an input."
+)
 _OF_EVERY_MODULE = {*nn.Module().__dict__} - {"training"}
 # Of torch's own classes, the attributes that follow from others: they are assigned again where they are used.
 _DERIVED = {"_flat_weights", "_flat_weight_refs"}
 
 
+class Kind(StrEnum):
+    """Kinds of what is left behind; a model is warned of each once."""
+
+    ASSIGNED = "assigned"  # the paths of what forward assigns in replicas
+    HOOKS = "hooks"  # the names of hooks that keep what they see
+    SHARED = "shared"  # the names of what replicas share and write into
+    DRAWS = "draws"  # the names of generators that replicas share and draw from
+
+
 class Leftovers:
-    """What the forwards of one model leave behind. Each kind is said once.
+    """What the forwards of one model leave behind.
 
     Attributes:
-        assigned: the paths of what was assigned.
-        hooks: the names of hooks that keep what they see.
-        shared: the names of what replicas share and write into.
+        found: by kind, the names of what was found.
         has_more: whether something was found that was not said.
 
     Args:
@@ -72,9 +86,7 @@ class Leftovers:
     """
 
     def __init__(self, warnings: ModelWarnings) -> None:
-        self.assigned: dict[str, None] = {}
-        self.hooks: dict[str, None] = {}
-        self.shared: dict[str, None] = {}
+        self.found: dict[Kind, dict[str, None]] = {kind: {} for kind in Kind}
         self.has_more = False
         self._warnings = warnings
         self._num_verbs = 0
@@ -82,23 +94,23 @@ class Leftovers:
     @property
     def looks(self) -> bool:
         """Whether forwards are still looked at."""
-        return not all(map(self._warnings.has_given, (_LOST, _KEPT, _SHARED)))
+        return not all(map(self._warnings.has_given, Kind))
 
-    def add(self, assigned: Iterable[str] = (), hooks: Iterable[str] = (), shared: Iterable[str] = ()) -> None:
-        """Take note of what was found, by the attributes that have it."""
-        self.assigned.update(dict.fromkeys(assigned))
-        self.hooks.update(dict.fromkeys(hooks))
-        self.shared.update(dict.fromkeys(shared))
-        self.has_more = bool(self.assigned or self.hooks or self.shared)
+    def add(self, kind: Kind, names: Iterable[str]) -> None:
+        """Take note of what was found."""
+        names = dict.fromkeys(names)
+        self.found[kind].update(names)
+        self.has_more = self.has_more or bool(names)
 
     def say(self, model: nn.Module) -> None:
         """Warn of what was found, if that was not said before."""
         if not self.has_more or any(replica_path()):  # the latter: not in the caller's thread
             return
         self.has_more = False
-        for names, message in ((self.assigned, _LOST), (self.hooks, _KEPT), (self.shared, _SHARED)):
-            if names and not self._warnings.has_given(message):
-                self._warnings.give(message.format(model=type(model).__name__, names=listed([*names])), message)
+        for kind, names in self.found.items():
+            if names and not self._warnings.has_given(kind):
+                text = _MESSAGES[kind].format(model=type(model).__name__, names=listed([*names]))
+                self._warnings.give(text, kind)
 
     def watched_by_name(
         self, replicas: Sequence[Any], live: nn.Module, shards: Sequence[Any], devices: Sequence[torch.device]
@@ -118,6 +130,9 @@ class Leftovers:
         inputs = [shard for shard in shards if _is_shard(shard)]
         names, observers = names_of(live_modules, live), Blueprint(live).observers
         return Watched(self, of_each, live_modules, names, inputs, devices, observers)
+
+
+_MESSAGES = {Kind.ASSIGNED: _LOST, Kind.HOOKS: _KEPT, Kind.SHARED: _SHARED, Kind.DRAWS: _DRAWN}
 
 
 def listed(names: Sequence[str]) -> str:
@@ -218,13 +233,14 @@ class Watched:
 
     def end(self) -> None:
         """Add what is found to the leftovers."""
-        self._leftovers.add(self._assigned(), self._hooks.changed() if self._hooks is not None else ())
+        self._leftovers.add(Kind.ASSIGNED, self._assigned())
+        self._leftovers.add(Kind.HOOKS, self._hooks.changed() if self._hooks is not None else ())
         self._in_backward = self._hook_states(in_backward=True) if self._hooks is not None else None
 
     def backward_has_run(self) -> None:
         """Add the hooks that have kept what they see in the backward after that forward."""
         if self._in_backward is not None:
-            self._leftovers.add((), self._in_backward.changed())
+            self._leftovers.add(Kind.HOOKS, self._in_backward.changed())
 
     def _assigned(self) -> Iterator[str]:
         yield from assigned(self._dicts, self._modules, self._names)

@@ -13,6 +13,7 @@ place of None, is taken for a cache as long as nothing in it depends on rows (`_
 replaces it by another value, it is none. What lies in C code is not seen, as `functools.lru_cache` and files.
 """
 
+import contextlib
 import dis
 import functools
 import itertools
@@ -31,7 +32,7 @@ from torch import nn
 from unisono.primitives.blueprint import HOOKS
 from unisono.primitives.change_tracking import GONE
 from unisono.primitives.object_state import attributes_of, is_equal, state_of
-from unisono.primitives.references import INERT, LARGE, MODES, TRACKED, is_set
+from unisono.primitives.references import INERT, LARGE, MODES, PROXIES, TRACKED, is_set, referent
 from unisono.runtime import torch_private
 
 _NOT_THE_USERS = {"torch", "unisono", *sys.stdlib_module_names} - {"__main__"}
@@ -79,15 +80,22 @@ class Reached:
         while level and len(self.places) < _MOST_SEARCHED:
             below: list[Place] = []
             for place in level:
-                value = place.value
-                if (type(value) in INERT and not isinstance(value, type)) or id(value) in seen:
-                    continue
-                if isinstance(value, types.ModuleType) or (isinstance(value, type) and not is_the_users(value)):
-                    continue
-                seen.add(id(value))
-                self.places.append(place)
-                below += [*_inside_of(place).values(), *_beyond(place)]
+                with contextlib.suppress(Exception):  # objects of any class, which other threads may be changing
+                    below += self._beside(place, seen)
             level = below
+
+    def _beside(self, place: Place, seen: set[int]) -> list[Place]:
+        """Add what a place has, if that was not seen before; return what it leads to."""
+        if type(place.value) in PROXIES:
+            place = place._replace(value=referent(place.value))
+        value = place.value
+        if (type(value) in INERT and not isinstance(value, type)) or id(value) in seen:
+            return []
+        if isinstance(value, types.ModuleType) or (isinstance(value, type) and not is_the_users(value)):
+            return []
+        seen.add(id(value))
+        self.places.append(place)
+        return [*_inside_of(place).values(), *_beyond(place)]
 
     def inside(self, place: Place) -> dict[Any, Place]:
         """Return what a value holds, by key; writes into the value change it."""
@@ -166,7 +174,7 @@ def _variables(function: types.FunctionType) -> Iterator[tuple[Any, Place]]:
     with_default = named[function.__code__.co_argcount - len(defaults) : function.__code__.co_argcount]
     for key, each in (*zip(with_default, defaults, strict=True), *(function.__kwdefaults__ or {}).items()):
         yield f"{key}=", Place(each, key, f" (default of {name})")
-    for code in _codes(function.__code__):
+    for code in codes_of(function.__code__):
         for key in _assigned_globals(code):
             yield f"global {key}", _global(function, key)
 
@@ -197,7 +205,7 @@ def _beyond(place: Place) -> Iterator[Place]:
 def _named_by(function: types.FunctionType) -> Iterator[Place]:
     """Yield what of its file a function names, and of files of the user's that it names."""
     variables = function.__globals__
-    for code in _codes(function.__code__):
+    for code in codes_of(function.__code__):
         loaded: set[str] | None = None
         for name in code.co_names:
             if name not in variables or type(variables[name]) in INERT - {types.ModuleType, type}:
@@ -236,11 +244,12 @@ def _assigned_globals(code: types.CodeType) -> set[str]:
     return {each.argval for each in dis.get_instructions(code) if each.opname == "STORE_GLOBAL"}
 
 
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield a code and those of the functions in it."""
     yield code
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
-            yield from _codes(const)
+            yield from codes_of(const)
 
 
 def _functions_of(cls: type) -> Iterator[Place]:
@@ -306,13 +315,13 @@ def code_of(modules: Sequence[nn.Module], method: str | None = None) -> Iterator
             places = [Place(function, f"{cls.__name__}.{name}") for function in _functions_in(each)]
             if not _is_installed(cls.__module__) and name != "__init__":
                 yield from places
-                names += [each for place in places for code in _codes(place.value.__code__) for each in code.co_names]
+                names += [each for place in places for code in codes_of(place.value.__code__) for each in code.co_names]
             else:  # packages have many functions: only those that are named
                 by_name.setdefault(name, []).extend(places)
     while names:
         for place in by_name.pop(names.pop(), ()):
             yield place
-            names += [each for code in _codes(place.value.__code__) for each in code.co_names]
+            names += [each for code in codes_of(place.value.__code__) for each in code.co_names]
 
 
 def attributes_of_modules(
@@ -328,7 +337,7 @@ def attributes_of_modules(
     for module, name, original in zip(modules, names, modules if live is None else live, strict=True):
         for key, value in [*module.__dict__.items()]:
             is_own = type(value) in TRACKED and value is not original.__dict__.get(key, GONE)
-            if key not in _OF_EVERY_MODULE and not is_own and not isinstance(value, nn.Module):
+            if key not in _OF_EVERY_MODULE and not is_own and not issubclass(type(value), nn.Module):
                 yield Place(value, f"{name}.{key}" if name else key)
 
 
@@ -490,7 +499,7 @@ def hooks_of(modules: Sequence[nn.Module], names: Sequence[str]) -> Iterator[tup
 def _registers_hooks(function: Any) -> bool:
     call = function if isinstance(function, types.FunctionType) else vars(type(function)).get("__call__")
     code = getattr(call, "__code__", None)
-    return code is not None and any("register_hook" in each.co_names for each in _codes(code))
+    return code is not None and any("register_hook" in each.co_names for each in codes_of(code))
 
 
 def _same(now: Mapping[Any, Place], before: Mapping[Any, Place]) -> bool:

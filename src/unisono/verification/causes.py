@@ -178,8 +178,9 @@ class Comparison:
         return modules[name]
 
     def _that_has(self, name: str) -> str:
-        """Return the name of the innermost module in which a parameter is, of those that the live module has."""
+        """Return the name of the innermost module in which an attribute is, of those that the live module has."""
         known = dict(self.wrapped.module.named_modules(remove_duplicate=False))
+        name = name.rpartition(".")[0]
         while name not in known:
             name = name.rpartition(".")[0]
         return name

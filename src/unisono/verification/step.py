@@ -12,6 +12,7 @@ from unisono.data_parallel import DataParallel
 from unisono.engines.replica import leaves_and_nodes
 from unisono.engines.shared_generators import generators_of
 from unisono.primitives import pytree
+from unisono.primitives.leftovers import Kind as Left
 from unisono.primitives.shared_iterators import iterators_anew
 from unisono.runtime import devices as _devices
 from unisono.runtime.draws_off import DrawsOff
@@ -98,9 +99,7 @@ class RecordedStep:
     attributes: dict[str, torch.Tensor] = field(default_factory=dict)  # after the step
     contents_before: dict[str, dict[str, Any]] = field(default_factory=dict)  # of containers and objects in attributes
     contents: dict[str, dict[str, Any]] = field(default_factory=dict)  # after the step
-    assigned: Sequence[str] = ()  # the paths of what forward has assigned in replicas
-    hooks: Sequence[str] = ()  # the names of hooks that keep what they see in replicas
-    shared: Sequence[str] = ()  # the names of what replicas share and forward writes into
+    left: dict[Left, Sequence[str]] = field(default_factory=lambda: dict.fromkeys(Left, ()))  # behind, by forward
     rows: Sequence[int] = ()  # of each replica; one entry on one device, empty if not known
     error: ValueError | None = None  # why the replicas' outputs could not be gathered
     no_gradients: str = ""  # why the backward failed
@@ -146,7 +145,7 @@ def take_step(
         with DrawsOff(), contextlib.suppress(Exception):  # without warnings; what it raises, the step raises too
             model(*args, **kwargs)
         if isinstance(model, DataParallel):
-            model._threads.first_steps.leftovers.shared.clear()
+            model._threads.first_steps.leftovers.found[Left.SHARED].clear()
     args, kwargs = example.fresh_inputs()
     leaves = [tensor for _, tensor in (*tensors_in(args), *tensors_in(kwargs))] + [*module.parameters()]
     if nudge:
@@ -178,8 +177,7 @@ def take_step(
         step.output = pytree.unflatten(spec, values, rebuild_all=True)  # a list may be one to which forward appends
     step.switched_off, step.drawn_from = [*off.operations], before.moved()
     if isinstance(model, DataParallel):  # after backward, which hooks may see
-        leftovers = model._threads.first_steps.leftovers
-        step.assigned, step.hooks, step.shared = [*leftovers.assigned], [*leftovers.hooks], [*leftovers.shared]
+        step.left = {kind: [*names] for kind, names in model._threads.first_steps.leftovers.found.items()}
     step.attributes, step.contents = numbers_in(module), contents_in(module)
     step.parameters = {name: plain(parameter) for name, parameter in module.named_parameters()}
     before_step = {name: plain(parameter) for name, parameter in original.named_parameters()}

@@ -23,6 +23,7 @@ from unisono.data_parallel import DataParallel
 from unisono.primitives.blueprint import check_initialized
 from unisono.primitives.checks import check_module
 from unisono.primitives.inputs import Arguments
+from unisono.primitives.leftovers import Kind as Left
 from unisono.primitives.leftovers import listed
 from unisono.primitives.object_state import same_state, same_value
 from unisono.primitives.placements import check_have_data
@@ -255,6 +256,12 @@ def _rows(mode: str, one: RecordedStep, many: RecordedStep, tolerance: Tolerance
         for name, note in _changed_contents(one, many, tolerance)
         if name not in updated
     ]
+    known = tuple(row.name for row in rows if row.kind is Kind.ATTRIBUTE)
+    rows += [
+        Row(mode, Kind.ATTRIBUTE, name, difference=math.inf, note=_BY_ALL)
+        for name in many.left[Left.SHARED]
+        if name not in known and not name.startswith(tuple(f"{each}." for each in known))
+    ]
     return rows
 
 
@@ -269,7 +276,7 @@ def _changed_contents(one: RecordedStep, many: RecordedStep, tolerance: Toleranc
             continue
         if not same_state(before, after):
             yield name, _BY_ALL
-        elif before and name in many.assigned:  # else forward fills it
+        elif before and name in many.left[Left.ASSIGNED]:  # else forward fills it
             yield name, _LOST
 
 
@@ -288,7 +295,7 @@ def _with_containers_told_apart(
     other numbers. What replicas write into outside of the model, as a list of the file, is no attribute; and the order
     of arrival in a list may be that of one device by accident.
     """
-    may_be_caches, written = [], [name for name in many.shared if _attribute_of(name, many) is None]
+    may_be_caches, written = [], [name for name in many.left[Left.SHARED] if _attribute_of(name, many) is None]
     for name, after in many.contents.items():
         expected, before = one.contents.get(name, {}), many.contents_before.get(name, {})
         new, common = after.keys() - before.keys(), expected.keys() & after.keys()
@@ -297,14 +304,14 @@ def _with_containers_told_apart(
         if expected.keys() != after.keys():
             may_be_caches.append(name)
         elif len(new) > 1 and not all(same_value(after[path], after[min(new)]) for path in new):
-            written += [shared for shared in many.shared if _attribute_of(shared, many) == name]
+            written += [shared for shared in many.left[Left.SHARED] if _attribute_of(shared, many) == name]
     if not may_be_caches and not written:
         return rows, []
     again = step(wrapped, like=one, nudge=tolerance.rtol, repeated=True)
     states = [(again.contents_before.get(name, {}), again.contents.get(name, {})) for name in may_be_caches]
     caches = [name for name, state in zip(may_be_caches, states, strict=True) if same_state(*state)]
     rows = [row for row in rows if row.kind is not Kind.ATTRIBUTE or row.name not in caches]
-    of_all = [name for name in written if any(_is_inside(name, other) for other in again.shared)]
+    of_all = [name for name in written if any(_is_inside(name, other) for other in again.left[Left.SHARED])]
     caches += [name for name in written if name not in of_all]
     return [*rows, *(Row(mode, Kind.ATTRIBUTE, name, difference=math.inf, note=_BY_ALL) for name in of_all)], caches
 
@@ -406,12 +413,12 @@ def _notes(mode: str, one: RecordedStep, many: RecordedStep) -> Iterator[str]:
     elif not one.gradients:
         yield f"{mode}: there are no gradients to compare: the loss needs none"
     # A cache, or values that are kept for who reads them: no difference, unless it is a number that is updated.
-    updated = {*_updated(one, many), *(name for name in many.assigned if many.contents_before.get(name))}
+    updated = {*_updated(one, many), *(name for name in many.left[Left.ASSIGNED] if many.contents_before.get(name))}
     # A layer or parameter that it makes is in the findings.
-    if filled := [name for name in many.assigned if name not in updated and not _is_made(name, one)]:
+    if filled := [name for name in many.left[Left.ASSIGNED] if name not in updated and not _is_made(name, one)]:
         yield f"forward fills {listed(filled)}: {LOST}. If they are read after forward, return them as outputs"
-    if many.hooks:
-        yield _HOOKS.format(names=listed(many.hooks))
+    if many.left[Left.HOOKS]:
+        yield _HOOKS.format(names=listed(many.left[Left.HOOKS]))
     if len(many.rows) == 1:
         yield "only one replica had rows: give a batch with more rows"
 
