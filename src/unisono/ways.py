@@ -484,6 +484,8 @@ def plain_composition(wrapper: Wrapper, invocation: Invocation) -> Any:
             outputs = interruptibly(wrapper.parallel_apply, calls, shards, shard_kwargs)
             for look in looks:
                 look.end()
+            if plan is not None and len(outputs) == len(plan.sizes):
+                plan.arguments.warn_of_split_lists(outputs, plan.sizes, wrapper._threads.warnings)
             output = interruptibly(wrapper.gather, outputs, here or options.output_device)
         commit_buffers(registries.changes(), modules, live_modules, {})
         wrapper._threads.first_steps.leftovers.say(module)

@@ -56,7 +56,7 @@ from unisono.primitives.placements import Replicate, Single
 from unisono.primitives.reassigned_buffers import Change, histories
 from unisono.primitives.replicate import check_device, unchanged_on_failure
 from unisono.primitives.written_parameters import MovedParameters, in_each
-from unisono.runtime import timeline
+from unisono.runtime import draws_off, timeline
 from unisono.runtime.exchange import Exchange, exchanging
 from unisono.runtime.model_warnings import ModelWarnings
 from unisono.runtime.rng import own_streams
@@ -254,6 +254,8 @@ class Forward:
             if timeline.recording:
                 timeline.mark(timeline.GATHER)
             call, is_summed = self._call, self._call.sync_context is not None and self._tracked
+            if not call.arguments.is_flat:
+                call.arguments.warn_of_split_lists(outputs, call.sizes, self._model.warnings)
             matched = Outputs(outputs, call.rules, call.sizes, self._replicas.live_of, is_summed=is_summed)
             del outputs
             if self._replay is not None:
@@ -299,9 +301,10 @@ class Forward:
             looks.append(first_steps.batch_norm(self._replicas.roots[0], in_one_process=has_several))
         if not has_several:
             return [*looks, first_steps.counted(structure)]
-        pairs = [pair for replica in each for pair in zip(pool.live_parameters, replica.own_parameters, strict=False)]
-        pairs += [pair for replica in each for pair in replica.copied_parameters]
-        looks.append(MovedParameters(pairs, blueprint.name_of, in_each(len(call.devices))))
+        if not draws_off.are_off():  # `verify` compares what is written
+            pairs = [pair for r in each for pair in zip(pool.live_parameters, r.own_parameters, strict=False)]
+            pairs += [pair for replica in each for pair in replica.copied_parameters]
+            looks.append(MovedParameters(pairs, blueprint.name_of, in_each(len(call.devices))))
         inputs = dict(zip(call.arguments.paths(), call.arguments.leaves, strict=True))
         reached = self._replicas.reached(call.method, inputs)
         looks += first_steps.looks(structure, reached, inputs.values(), call.sizes, call.rules.dim)
