@@ -443,7 +443,7 @@ def _note_split(error: Exception, call: Call) -> None:
     may_follow = is_of_replica(error) or str(error).startswith("cannot gather")
     if not may_follow or _devices.is_out_of_memory(error) or isinstance(error, ReplicaTimeout):
         return
-    if note := call.arguments.how_split(call.sizes):
+    if note := call.arguments.how_split(call.sizes_of_runs):
         error.add_note(note)
 
 

@@ -207,6 +207,22 @@ def test_draws_from_a_generator_that_replicas_share(wrap: Wrap, name: str, compo
         assert said(step(wrap(drawing(draw), 2, shares=[1, 0]), torch.randn(6, 5))) == []
 
 
+def test_draws_after_a_step_of_one_replica(wrap: Wrap) -> None:
+    """N6: a batch of one row was the first step of its structure, so larger ones were looked at by none."""
+    model = wrap(drawing(lambda net: random.random()), 2)
+    assert said(step(model, torch.randn(1, 5))) == []
+    assert len(said(step(model, torch.randn(6, 5)))) == 1
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_draws_in_parts(wrap: Wrap, replicas: int) -> None:
+    """N6, N13: each part draws, and once more in backward; one replica does so in silence."""
+    model = wrap(drawing(lambda net: random.random()), replicas, parts=2)
+    assert said(step(model, torch.randn(1, 5))) == []
+    (found,) = said(step(model, torch.randn(6, 5)))
+    assert "(random) was drawn from while Calls ran in parts (parts=2): each part draws" in str(found.message)
+
+
 def test_a_generator_without_a_state(wrap: Wrap) -> None:
     """N6: nothing can be seen of its draws; the step was an error."""
 

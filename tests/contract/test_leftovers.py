@@ -137,6 +137,24 @@ def test_parts(wrap: Wrap) -> None:
     assert "assigns steps:" in str(said.message)
 
 
+TO_INPUTS: dict[str, tuple[Callable[[Any], object], str]] = {
+    "an attribute": (lambda batch: setattr(batch["x"], "scale", 2.0), "inputs[0]['x'].scale"),
+    "an entry": (lambda batch: batch.update(seen=batch["x"].detach()), "inputs[0]['seen']"),
+}
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("name", TO_INPUTS)
+def test_what_forward_assigns_to_the_inputs_of_a_part(wrap: Wrap, replicas: int, name: str) -> None:
+    """R6, N13: inputs of a part are a part of the shard, and end with it. It was lost in silence."""
+    assign, path = TO_INPUTS[name]
+    forward = Calls(lambda m, batch: (assign(batch), m.layer(batch["x"]))[1], layer=nn.Linear(4, 4))
+    model = wrap(forward, replicas, parts=2)
+    (said,) = said_by(lambda: model({"x": torch.randn(7, 4)}).sum().backward())
+    assert f"forward of Calls assigns {path}:" in str(said.message)
+    assert said.filename == __file__
+
+
 def test_a_wrapper_inside_says_its_own(wrap: Wrap) -> None:
     """R6, A10"""
     inner = wrap(with_attributes(ASSIGNED["a counter"][0]))
@@ -314,6 +332,34 @@ def test_a_hook_of_every_module_that_keeps_what_it_sees_is_said_once(wrap: Wrap)
     with nn.modules.module.register_module_forward_hook(lambda layer, args, output: found.append(output)):
         (said,) = said_by(steps_of(model)["training"])
     assert "of every module, and each replica" in str(said.message)
+
+
+@pytest.mark.parametrize("shares", [[1], [0, 1]], ids=str)
+def test_hooks_of_one_replica_that_runs_in_parts(wrap: Wrap, shares: list[int]) -> None:
+    """R9, N13: they are called with the rows of each part. They kept some of the rows, in silence."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    model[0].register_forward_hook(Extractor().keep)
+    wrapped = wrap(model, len(shares), shares=shares, parts=2)
+    assert said_by(lambda: wrapped(torch.randn(1, 4))) == []
+    wrapped.refresh()
+    (said,) = said_by(steps_of(wrapped)["training"])
+    assert "a hook keeps what it sees" in str(said.message)
+
+
+def test_a_hook_that_observes_its_module_in_parts(wrap: Wrap) -> None:
+    """R9, N13: without gradients; else replicas run whole."""
+    model, seen = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), {}
+    first = model[0]
+
+    def keep(layer: nn.Module, args: Any, output: torch.Tensor) -> None:
+        seen[first] = output
+
+    first.register_forward_hook(keep)
+    wrapped, x = wrap(model, 1, parts=2), torch.randn(6, 4)
+    with torch.no_grad(), pytest.warns(UserWarning, match="several replicas, or parts of a batch, on one device"):
+        wrapped(x)
+    wrapped(x)
+    assert len(seen[first]) == 6
 
 
 def test_hooks_that_keep_nothing_are_not_said(wrap: Wrap) -> None:

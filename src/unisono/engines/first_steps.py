@@ -29,6 +29,11 @@ _DRAWN = (
     "run, so runs with equal seeds may differ. Draw with torch's functions, for which each replica has a stream of its "
     "own; or draw outside of the model, and pass the result to it as an input."
 )
+_DRAWN_IN_PARTS = (
+    "{generators} was drawn from while {name} ran in parts (parts={parts}): each part draws, and draws other numbers "
+    "where it is computed once more in backward. Draw with torch's functions, whose numbers are then the same; or draw "
+    "outside of the model, and pass the result to it as an input."
+)
 
 
 class FirstSteps:
@@ -69,17 +74,19 @@ class FirstSteps:
         if not draws_off.are_off():
             self._say("batch norm", _PER_SHARD.format(layer="torch.nn.functional.batch_norm"))
 
-    def watch_generators(self, root: nn.Module, inputs: Iterable[Any]) -> Callable[[], None]:
+    def watch_generators(self, root: nn.Module, inputs: Iterable[Any], parts: int = 1) -> Callable[[], None]:
         """Return what warns, once the replicas have run, if a generator that they share has moved.
 
         Args:
             inputs: the leaves of the inputs.
+            parts: in how many of them each replica runs its rows.
         """
         states = GeneratorStates([*generators_of(root), *generators_among(inputs)])
 
         def look() -> None:
             if moved := states.moved():
-                text = _DRAWN.format(generators=" and ".join(moved), name=type(root).__name__)
+                message = _DRAWN if parts == 1 else _DRAWN_IN_PARTS
+                text = message.format(generators=" and ".join(moved), name=type(root).__name__, parts=parts)
                 self._say("draws", text[0].upper() + text[1:])
 
         return look

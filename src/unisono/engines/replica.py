@@ -51,11 +51,13 @@ class Inputs:
     Attributes:
         shards: (positional, keyword) inputs, one a replica, on its device.
         linked: the caller's tensors that need a gradient, with the replicas' parts of them.
+        assigned_in_parts: the paths of what forward has assigned to those of a part of a shard.
     """
 
     def __init__(self, call: Call, tracked: bool, copies: Copies) -> None:
         num_replicas = len(call.devices)
         self.linked: list[LinkedTensors] = []
+        self.assigned_in_parts: dict[str, None] = {}
         all_on_cpu = _devices.are_cpu(call.devices)
 
         def place(tensor: torch.Tensor, placement: Placement) -> list[torch.Tensor | None]:
@@ -109,7 +111,8 @@ def call_replica(
     if parts is None:
         output = called(root, call.method)(*args, **kwargs)
     else:
-        output = run_in_parts(root, called(root, call.method), args, kwargs, parts, call.devices[index])
+        function, assigned = called(root, call.method), inputs.assigned_in_parts
+        output = run_in_parts(root, function, args, kwargs, parts, call.devices[index], assigned)
     if call.is_timed:
         _devices.queued_work(call.devices[index])(True)
     timings[index].forward_s = time.perf_counter() - started
@@ -267,7 +270,7 @@ class Replicas:
     def watched(
         self, shards: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], devices: Sequence[torch.device]
     ) -> Watched:
-        """Return what finds what the forward that begins leaves behind; other replicas on `devices` run, too."""
+        """Return what finds what the forward that begins leaves behind; the module runs on `devices`."""
         blueprint, modules = self._blueprint, [replica.modules for replica in self.each]
         return Watched(modules, blueprint.modules, blueprint.names, shards, devices, blueprint.observers)
 

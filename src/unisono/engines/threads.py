@@ -207,7 +207,7 @@ class Forward:
         if pool.blueprint.observers:
             if self._tracked and again is None and call.sync_context is None:
                 raise OneGraphNeededError
-            warn_of_observers(pool.blueprint, call.devices)
+            warn_of_observers(pool.blueprint, call.devices_of_runs)
         if len(call.devices) > 1:
             check_cuda_graphs(pool.blueprint, call.devices, _CUDA_GRAPHS)
         self._buffers = unchanged_on_failure(pool.buffers)
@@ -225,7 +225,7 @@ class Forward:
         looks = self._look_in_first_step()
         leftovers, replicas, watched = self._model.leftovers, self._replicas, None
         if replicas.are_new and leftovers.looks and not self._is_again:
-            watched = replicas.watched(self._inputs.shards, self._call.devices)
+            watched = replicas.watched(self._inputs.shards, self._call.devices_of_runs)
         with self._buffers, one_pass(self._passes.contexts) as contexts:
             for group in self._linked:
                 group.begin_forward()
@@ -250,6 +250,8 @@ class Forward:
                 timeline.mark(timeline.GATHER)
             if watched is not None:
                 replicas.hooks_in_backward = watched.forward_has_run(leftovers)
+            if self._inputs.assigned_in_parts:
+                leftovers.add(self._inputs.assigned_in_parts)
             call, is_summed = self._call, self._call.sync_context is not None and self._tracked
             matched = Outputs(outputs, call.rules, call.sizes, self._replicas.live_of, is_summed=is_summed)
             del outputs
@@ -278,25 +280,25 @@ class Forward:
     def _look_in_first_step(self) -> list[Callable[[], None]]:
         """Look for what `FirstSteps` looks for, if this is one; return what looks once the replicas have run."""
         call, pool, first_steps = self._call, self._pool, self._model.first_steps
-        kind = call.method, call.arguments.flags, self._tracked
+        has_several = len(call.devices) > 1 or (call.parts > 1 and call.sizes[0] > 1)  # runs of the module
+        kind = call.method, call.arguments.flags, self._tracked, has_several
         if kind in pool.kinds_past or self._is_again or inside_replica():
             return []
-        has_several = len(call.devices) > 1
         may_differ = has_several or call.sync_context is not None
-        structure = structure_of(pool, call) if may_differ else None
+        structure = (has_several, *structure_of(pool, call)) if may_differ else None
         if not may_differ or not first_steps.begins(structure):
             pool.kinds_past.add(kind)
             return []
         ends: list[Callable[[], None]] = [partial(first_steps.has_run, structure), partial(pool.kinds_past.add, kind)]
         if self._normalises_shards():
-            first_steps.look_at_batch_norm(pool.blueprint.root, in_one_process=has_several)
+            first_steps.look_at_batch_norm(pool.blueprint.root, in_one_process=len(call.devices) > 1)
         if not has_several:
             return ends
         blueprint, each = pool.blueprint, self._replicas.each
         pairs = [pair for replica in each for pair in zip(pool.live_parameters, replica.own_parameters, strict=False)]
         pairs += [pair for replica in each for pair in replica.copied_parameters]
         return [
-            first_steps.watch_generators(blueprint.root, call.arguments.leaves),
+            first_steps.watch_generators(blueprint.root, call.arguments.leaves, call.parts),
             watch_memory(pairs, blueprint.name_of, in_each(len(call.devices))),
             *ends,
         ]

@@ -39,9 +39,9 @@ _OWN_ATTRIBUTES = list(nn.Module().__dict__)
 _FIRST_OWN, _LAST_OWN = _OWN_ATTRIBUTES[0], _OWN_ATTRIBUTES[-1]
 _NUM_BEFORE_LAST = len(_OWN_ATTRIBUTES) - 1
 _INDISTINCT = (
-    "the hook {hook} refers to the module that it is registered for ({module}), and several replicas on one device "
-    "({devices}) call it: what it keeps by module, or by device, may be that of one replica only. Use it with the "
-    "plain module, model.module, or with replicas on devices of their own."
+    "the hook {hook} refers to the module that it is registered for ({module}), and several replicas, or parts of a "
+    "batch, on one device ({devices}) call it: what it keeps by module, or by device, may be that of one of them only. "
+    "Use it with the plain module, model.module, or with replicas on devices of their own."
 )
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 _UNINITIALIZED = {nn.UninitializedParameter, nn.UninitializedBuffer}

@@ -40,9 +40,9 @@ _LOST = (
     "before wrapping (one forward of the plain module does), where an optimizer finds them."
 )
 _KEPT = (
-    "a hook keeps what it sees, {names}, and each replica calls it with its own rows: what it keeps by name or in an "
-    "attribute is one replica's, and a list is in the order of arrival. Return what it sees from forward of {model}; "
-    "or use the hook with the plain module, model.module."
+    "a hook keeps what it sees, {names}, and each replica calls it with its own rows, or with those of one of its "
+    "parts: what it keeps by name or in an attribute is one replica's, and a list is in the order of arrival. Return "
+    "what it sees from forward of {model}; or use the hook with the plain module, model.module."
 )
 _OF_EVERY_MODULE = {*nn.Module().__dict__} - {"training"}
 # Of torch's own classes, the attributes that follow from others: they are assigned again where they are used.
@@ -184,7 +184,7 @@ class Watched:
         replicas: the modules of each.
         live_modules: those of which they are replicas, with the names of these.
         shards: the replicas' positional and keyword inputs.
-        devices: the replicas'.
+        devices: of each run of the module; a replica that runs in parts has several.
         observers: ids of hooks that are known to keep what they see.
     """
 
@@ -208,11 +208,7 @@ class Watched:
         self._scripts = [torch_private.script_attributes(module) for module in self._modules]
         self._tensors = {id(tensor): (name, tensor) for name, tensor in self._named_tensors()}
         self._of_tensors = [*map(_attributes_of, self._tensors.values())]
-        self._shards = [*shards]
-        self._inputs = [_leaves(shard) for shard in shards]
-        self._of_inputs: list[list[Mapping[str, Any]]] = [
-            [*map(_attributes_of, leaves.items())] for leaves in self._inputs
-        ]
+        self._inputs = WatchedInputs(shards)
 
     def forward_has_run(self, leftovers: Leftovers) -> HookStates | None:
         """Add what is found; return the states of the hooks that backward calls, None if there are none."""
@@ -238,10 +234,7 @@ class Watched:
             yield from _added(name, tensor, of_tensor)
             if tensor.grad_fn is not None and torch_private.num_hooks([tensor]):  # a leaf is the caller's
                 yield f"{name} (a hook)"
-        for shard, leaves, attributes in zip(self._shards, self._inputs, self._of_inputs, strict=True):
-            for named, of_leaf in zip(leaves.items(), attributes, strict=True):
-                yield from _added(*named, of_leaf)
-            yield from (where for where, leaf in _leaves(shard).items() if leaf is not leaves.get(where, GONE))
+        yield from self._inputs.assigned()
 
     def _own_containers(self, live_modules: Sequence[nn.Module]) -> Iterator[tuple[str, ContainerSnapshot]]:
         """Yield the containers that a replica has in place of the live module's, because they hold layers or weights.
@@ -261,6 +254,22 @@ class Watched:
             for key, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None:
                     yield _path(name, key), tensor
+
+
+class WatchedInputs:
+    """What some inputs, positional and keyword ones, hold before forward runs with them."""
+
+    def __init__(self, shards: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
+        self._shards = [*shards]
+        self._leaves = [_leaves(shard) for shard in shards]
+        self._attributes = [[*map(_attributes_of, leaves.items())] for leaves in self._leaves]
+
+    def assigned(self) -> Iterator[str]:
+        """Yield the path of each attribute of an input, and entry of a container, that was assigned since."""
+        for shard, leaves, attributes in zip(self._shards, self._leaves, self._attributes, strict=True):
+            for named, of_leaf in zip(leaves.items(), attributes, strict=True):
+                yield from _added(*named, of_leaf)
+            yield from (where for where, leaf in _leaves(shard).items() if leaf is not leaves.get(where, GONE))
 
 
 def _is_shard(shard: Any) -> bool:
