@@ -203,6 +203,44 @@ def test_where_nothing_is_lost_nothing_is_said(wrap: Wrap, name: str) -> None:
         assert not [str(each.message) for each in said_by(step) if "assigns" in str(each.message)], way
 
 
+def test_an_entry_that_forward_takes_out_of_a_list_is_said(wrap: Wrap) -> None:
+    """R6: a list without tensors is one for all replicas, so each found another entry, in silence."""
+    model = wrap(Calls(lambda m, x, scales: m.layer(x) * scales.pop(), layer=nn.Linear(4, 4)))
+    (said,) = said_by(lambda: model(torch.randn(6, 4), [2.0, 3.0, 5.0]))
+    assert "forward of Calls assigns inputs[1]" in str(said.message)
+
+
+# Attributes that the caller has assigned
+
+
+def scaled(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.layer(x) * getattr(x, "scale", 1) * getattr(m.mean, "scale", 1) * getattr(m.table, "scale", 1)
+
+
+def steps_with_attributes(model: Any) -> dict[str, Callable[[torch.Tensor], Any]]:
+    return {
+        "training": model,
+        "without gradients": torch.no_grad()(model),
+        "map": lambda x: next(iter(model.map([x]))),
+        "the verbs": lambda x: data_parallel(model.module, x, model.device_ids),
+    }
+
+
+@pytest.mark.parametrize("options", [{}, {"parts": 2}, {"rescue": True}], ids=str)
+def test_attributes_of_tensors_are_those_of_the_callers(wrap: Wrap, options: dict[str, Any]) -> None:
+    """R6: of inputs, and of buffers and tensors of the module; parameters had theirs. Replicas did without."""
+    net = Calls(scaled, layer=nn.Linear(4, 4), mean=nn.Buffer(torch.zeros(4)))
+    net.table = torch.zeros(4)
+    plain, model = twins(wrap, net, 3, **options)
+    for way, step in steps_with_attributes(model).items():
+        for scale in (2.0, 3.0):
+            x = torch.randn(7, 4)
+            x.scale = scale
+            for each in (plain, model.module):
+                each.mean.scale, each.table.scale = scale + 1, scale + 2
+            torch.testing.assert_close(step(x), plain(x), msg=way)
+
+
 # Hooks that forward registers
 
 

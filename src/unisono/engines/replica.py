@@ -36,6 +36,7 @@ from unisono.primitives.outputs import Group
 from unisono.primitives.placements import Placement
 from unisono.primitives.reassigned_buffers import Change, buffer_registries, commit_buffers, histories
 from unisono.primitives.references import INERT
+from unisono.primitives.tensor_attributes import carry_attributes
 from unisono.primitives.written_parameters import WrittenParameters
 from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
@@ -81,6 +82,8 @@ class Inputs:
                 placed = [None if p is None else _copied(p, i, call.devices[i], copies) for i, p in enumerate(parts)]
             if tensor.requires_grad and not tracked:  # a module may switch gradients on for what it does inside
                 placed = [copy if copy is None else copy.requires_grad_() for copy in placed]
+            if tensor.__dict__:
+                carry_attributes(tensor, placed)
             return placed
 
         self.shards = call.arguments.split(call.sizes, place)
@@ -491,8 +494,6 @@ def own_parameter(parameter: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
         own = data.detach().as_subclass(type(parameter))
     else:  # a parameter; or one of a subclass of Tensor, which detach() keeps
         own = nn.Parameter(data.detach(), requires_grad=False)
-    for name, value in parameter.__dict__.items():
-        own.__dict__.setdefault(name, value)
     return own
 
 

@@ -20,6 +20,7 @@ from unisono.primitives.sample_lists import (
     with_entries,
 )
 from unisono.primitives.shared_iterators import SharedIterator, is_iterator
+from unisono.primitives.tensor_attributes import carry_attributes
 from unisono.runtime import devices as _devices
 from unisono.runtime.errors import warn_once
 
@@ -356,7 +357,9 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    carry_attributes(tensor, [copy])
+    return copy
 
 
 def _parts(
@@ -391,6 +394,8 @@ def scattered(
 
     def place(tensor: torch.Tensor, placement: Placement) -> list[Any]:
         parts = [placement.part(tensor, i) for i in range(len(devices))]
-        return [p if p is None else _devices.copied_to(p, device) for p, device in zip(parts, devices, strict=True)]
+        placed = [p if p is None else _devices.copied_to(p, device) for p, device in zip(parts, devices, strict=True)]
+        carry_attributes(tensor, placed)
+        return placed
 
     return arguments.split(sizes, place)

@@ -265,11 +265,13 @@ class WatchedInputs:
         self._attributes = [[*map(_attributes_of, leaves.items())] for leaves in self._leaves]
 
     def assigned(self) -> Iterator[str]:
-        """Yield the path of each attribute of an input, and entry of a container, that was assigned since."""
+        """Yield the path of each attribute and each entry of the inputs that was assigned or removed since."""
         for shard, leaves, attributes in zip(self._shards, self._leaves, self._attributes, strict=True):
             for named, of_leaf in zip(leaves.items(), attributes, strict=True):
                 yield from _added(*named, of_leaf)
-            yield from (where for where, leaf in _leaves(shard).items() if leaf is not leaves.get(where, GONE))
+            now = _leaves(shard)
+            yield from (where for where, leaf in now.items() if leaf is not leaves.get(where, GONE))
+            yield from leaves.keys() - now.keys()
 
 
 def _is_shard(shard: Any) -> bool:
