@@ -352,14 +352,21 @@ def test_a_hook_that_keeps_what_it_sees_is_said_once(wrap: Wrap, name: str) -> N
     assert said.filename == __file__
 
 
-def test_a_hook_that_keeps_gradients_is_said_once(wrap: Wrap) -> None:
-    """R9: after the first backward."""
+@pytest.mark.parametrize("way", ["once", "graphs are kept", "of higher order", "an object among the inputs"])
+def test_a_hook_that_keeps_gradients_is_said_once(wrap: Wrap, way: str) -> None:
+    """R9: after the first backward; also of one that does not free the graphs, which nothing was said of."""
     found: list[Any] = []
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    model[0].register_full_backward_hook(lambda layer, inputs, outputs: found.append(outputs))
-    model = wrap(model)
-    x = torch.randn(6, 4, requires_grad=True)
-    (said,) = said_by(lambda: model(x).sum().backward())
+    layer = nn.Linear(4, 4)
+    layer.register_full_backward_hook(lambda layer, inputs, outputs: found.append(outputs))
+    model = wrap(Calls(lambda m, x, given: m.layer(x).tanh(), layer=layer))
+    options = {"graphs are kept": {"retain_graph": True}, "of higher order": {"create_graph": True}}.get(way, {})
+
+    def step() -> None:
+        x = torch.randn(6, 4, requires_grad=True)
+        loss = model(x, object() if "object" in way else None).sum()
+        torch.autograd.grad(loss, [x, *model.parameters()], **options)
+
+    (said,) = said_by(step)
     assert "a hook keeps what it sees" in str(said.message)
 
 

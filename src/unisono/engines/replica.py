@@ -303,10 +303,15 @@ class Replicas:
         """
         kept, returns_to = self._kept, self._returns_to
         self._kept = self._returns_to = None
+        self._keep(kept, returns_to)
+
+    def backward_has_run(self) -> None:
+        """Say what hooks keep that a backward has called."""
         if self.hooks_in_backward is not None:
             self._leftovers.add((), self.hooks_in_backward.changed())
             self.hooks_in_backward = None
-        self._keep(kept, returns_to)
+        if self._leftovers.has_more:
+            self._leftovers.say(self._blueprint.root)
 
     def end_backward(self) -> None:
         """Give them back after a backward; say what they were left with."""

@@ -364,6 +364,7 @@ class Forward:
             passes=self._passes,
             keep=keep or bool(captured.earlier),
             on_release=self._replicas.end_backward,
+            on_backward=None if self._replicas.hooks_in_backward is None else self._replicas.backward_has_run,
             sync_context=call.sync_context,
             replay=None if self._replay is None or self._is_again else self._replay.repeatable(),
             step=self._step,
