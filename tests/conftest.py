@@ -47,6 +47,7 @@ if QUEUED:
 from helpers.rows import find_tests_by_row, rows_named, rows_of_behaviour  # noqa: E402
 from unisono import testing  # noqa: E402
 from unisono.runtime import errors  # noqa: E402
+from unisono.runtime.model_warnings import of_process  # noqa: E402
 
 # A shell that runs a script starts what goes to the background with Ctrl-C ignored, and unisono leaves an ignored
 # signal ignored. Tests that send themselves one expect it to act.
@@ -105,8 +106,9 @@ def _ignore_older_objects() -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_logged_yet() -> None:
-    """Let each test see the messages that are logged once in a process."""
+    """Let each test see the messages that are given once in a process."""
     errors.forget_logged()
+    of_process.forget()
 
 
 @pytest.fixture(autouse=QUEUED)

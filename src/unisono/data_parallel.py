@@ -25,7 +25,6 @@ from unisono.options import Options, decided
 from unisono.primitives.batch_types import batch_type_of
 from unisono.primitives.checks import check_flag, check_module, check_word
 from unisono.primitives.dims import check_dim, warn_if_rows_elsewhere
-from unisono.primitives.leftovers import Leftovers
 from unisono.primitives.output_rows import ROWS
 from unisono.primitives.outputs import gathered
 from unisono.primitives.parallel_apply import parallel_apply
@@ -181,7 +180,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         if len(devices) > 1:
             warn_if_unequal(devices)
             if warn_if_rows_elsewhere(module, dim, out_dims):
-                self._options.said.add(ROWS)
+                self._threads.warnings.leave_out(ROWS)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "module":
@@ -382,7 +381,9 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         torch.Size([30, 2])
         """
         call = ways.call_of_verbs.get()
-        rules, sizes = (call.rules, call.sizes) if call is not None else (self._options.rules(), None)
+        rules, sizes = (
+            (call.rules, call.sizes) if call is not None else (self._options.rules(self._threads.warnings), None)
+        )
         live_of = ways.live_tensors_of_verbs.get()
         live_of = live_of if len(live_of) == len(outputs) else ()
         return gathered(outputs, _devices.resolve_output(output_device, ()), rules, sizes, live_of)
@@ -539,7 +540,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
 
 DataParallel._has_own_verbs = DataParallel
 # Of modules that were run by `data_parallel`, which makes a wrapper for each call.
-_said_of: WeakKeyDictionary[nn.Module, tuple[FirstSteps, Leftovers, set[str]]] = WeakKeyDictionary()
+_first_steps_of: WeakKeyDictionary[nn.Module, FirstSteps] = WeakKeyDictionary()
 
 
 @without_own_frames
@@ -582,9 +583,8 @@ def data_parallel(
         log_once(ways.NO_ACCELERATOR)
         return module(*inputs, **kwargs)
     wrapper = DataParallel(module, devices, output_device, dim, sync_batch_norm=sync_batch_norm, process_group=False)
-    threads, options = wrapper._threads, wrapper._options
-    said = _said_of.setdefault(module, (threads.first_steps, threads.leftovers, options.said))
-    threads.first_steps, threads.leftovers, options.__dict__["said"] = said
+    threads = wrapper._threads
+    threads.first_steps = _first_steps_of.setdefault(module, threads.first_steps)
     wrapper._idle_devices.say_nothing()  # a single call cannot tell a short last batch from a full one
     way = ways.on_one_device if len(devices) == 1 else ways.plain_composition
     return way(wrapper, ways.Invocation(None, inputs, kwargs))

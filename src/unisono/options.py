@@ -10,6 +10,7 @@ from unisono.primitives.dims import OutputRules, check_dim, check_dims, check_sc
 from unisono.primitives.measured_shares import MeasuredShares
 from unisono.primitives.split_sizes import MEASURED, Shares, check_parts, check_shares, split_rows
 from unisono.runtime import devices as _devices
+from unisono.runtime.model_warnings import ModelWarnings
 
 _SHARED_ACCELERATOR = (
     "sync_batch_norm=True with device_ids={}: expected each accelerator once. Replicas wait for each other in the "
@@ -61,10 +62,9 @@ class Options:
     in_dims: Any
     out_dims: Any
     sync_batch_norm: bool | None  # None: not said, so each replica normalises its own rows, with a warning
-    said: set[str]  # what the caller has been warned of, once a model
 
     def __init__(self, devices: Sequence[torch.device], **options: Any) -> None:
-        self.__dict__.update(devices=[*devices], device_ids=[*map(_devices.public_id, devices)], said=set())
+        self.__dict__.update(devices=[*devices], device_ids=[*map(_devices.public_id, devices)])
         accelerators = [device for device in dict.fromkeys(devices) if not _devices.computes_on_host(device)]
         self.__dict__["accelerators"] = accelerators
         for name, value in options.items():
@@ -73,9 +73,9 @@ class Options:
     def __setattr__(self, name: str, value: Any) -> None:
         self.__dict__[name] = _CHECKS[name](self, name, value)
 
-    def rules(self) -> OutputRules:
-        """Return how outputs are joined."""
-        return OutputRules(self.dim, self.out_dims, self.scalars, said=self.said)
+    def rules(self, warnings: ModelWarnings | None = None) -> OutputRules:
+        """Return how outputs are joined; `warnings` are the model's."""
+        return OutputRules(self.dim, self.out_dims, self.scalars, warnings=warnings)
 
     @property
     def shares(self) -> Shares:

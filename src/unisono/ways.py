@@ -23,21 +23,23 @@ import torch
 from torch import nn
 
 from unisono.engines.call import Call, OneGraphNeededError, called
+from unisono.engines.first_steps import Look
 from unisono.engines.lanes import Lane, LaneCall
 from unisono.engines.threads import Threads
 from unisono.inference.batch_map import Callee
 from unisono.inference.lane_choice import choice_for
 from unisono.options import Options
 from unisono.primitives import pytree
-from unisono.primitives.blueprint import Blueprint
+from unisono.primitives.blueprint import Blueprint, names_of
 from unisono.primitives.inputs import Arguments, scattered
 from unisono.primitives.measured_shares import MeasuredShares, StepTime
 from unisono.primitives.outputs import LiveTensors
 from unisono.primitives.placements import check_have_data
 from unisono.primitives.reassigned_buffers import buffer_registries, commit_buffers, modules_in_common
 from unisono.primitives.replicate import check_device, live_tensors_of, unchanged_on_failure
+from unisono.primitives.shared_state import reached_by
 from unisono.primitives.split_sizes import split_rows
-from unisono.primitives.written_parameters import WrittenParameters, in_each
+from unisono.primitives.written_parameters import WrittenParameters
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline, torch_private
 from unisono.runtime.errors import ReplicaTimeout, is_of_replica, log_once
@@ -303,7 +305,7 @@ def plan_of(wrapper: Wrapper, invocation: Invocation) -> Call:
         replica_numbers=used,
         source=here or options.devices[0],
         output_device=here or options.gather_on,
-        rules=options.rules(),
+        rules=options.rules(wrapper._threads.warnings),
         method=invocation.method,
         sync_batch_norm=options.sync_batch_norm,
         parts=options.parts,
@@ -326,7 +328,7 @@ def shards_for(wrapper: Wrapper, invocation: Invocation, devices: Sequence[torch
     if not any(sizes):  # other devices than the wrapper's: torch's rule
         sizes = split_rows(arguments.rows or 0, len(devices))
     used = [0] * len(devices) if arguments.rows is None else [size for size in sizes if size] or [0]
-    return scattered(arguments, devices[: len(used)], used)
+    return scattered(arguments, devices[: len(used)], used, wrapper._threads.warnings)
 
 
 def whole_batches(wrapper: Wrapper, method: str | None) -> Callee:
@@ -351,7 +353,7 @@ def whole_batches(wrapper: Wrapper, method: str | None) -> Callee:
         output_device=output_device,
         function=getattr(wrapper.module, method or "forward"),
         in_dims=options.in_dims,
-        rules=options.rules(),
+        rules=options.rules(wrapper._threads.warnings),
         communicator=gradient_sync.communicator if gradient_sync is not None else None,
         # With a timeout the other lanes have to be there, if the first is stuck.
         choice_for=partial(choice_for, wrapper, method) if options.timeout is None else None,
@@ -459,7 +461,9 @@ def plain_composition(wrapper: Wrapper, invocation: Invocation) -> Any:
     numbers = plan.replica_numbers if plan else range(len(options.devices))
     device_ids = [here or options.device_ids[i] for i in numbers]
     if plan:
-        shards, shard_kwargs = zip(*scattered(plan.arguments, plan.devices, plan.sizes), strict=True)
+        shards, shard_kwargs = zip(
+            *scattered(plan.arguments, plan.devices, plan.sizes, plan.rules.warnings), strict=True
+        )
     else:
         shards, shard_kwargs = interruptibly(wrapper.scatter, invocation.inputs, invocation.kwargs, device_ids)
     before, no_replicas = call_of_verbs.set(plan), live_tensors_of_verbs.set(())
@@ -472,27 +476,17 @@ def plain_composition(wrapper: Wrapper, invocation: Invocation) -> Any:
             calls: Sequence[Any] = [called(replica, invocation.method) for replica in replicas]
             if options.sync_batch_norm and len(replicas) > 1:
                 calls = run_synchronised(replicas, calls)
-            written, look = WrittenParameters.of_replicas(replicas, module), None
-            structure = "plain composition", invocation.method, *[m.training for m in module.modules()]
-            first_steps = wrapper._threads.first_steps
-            if len(replicas) > 1 and not inside_replica() and first_steps.begins(structure):
-                if options.sync_batch_norm is None:
-                    first_steps.look_at_batch_norm(module, in_one_process=True)
-                look = first_steps.watch_generators(module, [*invocation.inputs, *invocation.kwargs.values()])
-            leftovers, inputs = wrapper._threads.leftovers, [*zip(shards, shard_kwargs, strict=False)]
+            inputs = [*zip(shards, shard_kwargs, strict=False)]
             devices = [here or options.devices[i] for i in numbers][: len(shards)]
-            watched = leftovers.watched_by_name(replicas, module, inputs, devices)
+            looks = _looks_at_composition(wrapper, invocation, replicas, inputs, devices)
+            for look in looks:
+                look.begin()
             outputs = interruptibly(wrapper.parallel_apply, calls, shards, shard_kwargs)
-            if len(replicas) > 1:
-                written.check(module, lambda tensor: Blueprint(module).name_of(tensor), in_each(len(replicas)))
-            if look is not None:
-                look()
-                first_steps.has_run(structure)
-            if watched is not None:
-                watched.forward_has_run(leftovers)
+            for look in looks:
+                look.end()
             output = interruptibly(wrapper.gather, outputs, here or options.output_device)
         commit_buffers(registries.changes(), modules, live_modules, {})
-        leftovers.say(module)
+        wrapper._threads.first_steps.leftovers.say(module)
         return output
     except _OF_SHAPES as error:
         if plan is not None:
@@ -501,6 +495,34 @@ def plain_composition(wrapper: Wrapper, invocation: Invocation) -> Any:
     finally:
         call_of_verbs.reset(before)
         live_tensors_of_verbs.reset(no_replicas)
+
+
+def _looks_at_composition(
+    wrapper: Wrapper,
+    invocation: Invocation,
+    replicas: Sequence[Any],
+    shards: Sequence[Any],
+    devices: Sequence[torch.device],
+) -> list[Look]:
+    """Return what looks at one plain composition; `devices` are the replicas'."""
+    module, first_steps = wrapper.module, wrapper._threads.first_steps
+    has_several, looks = len(replicas) > 1, list[Look]()
+    if has_several:
+        looks.append(WrittenParameters.of_replicas(replicas, module, lambda tensor: Blueprint(module).name_of(tensor)))
+    watched = first_steps.leftovers.watched_by_name(replicas, module, shards, devices)
+    if watched is not None:
+        looks.append(watched)
+    structure = "plain composition", invocation.method, *[m.training for m in module.modules()]
+    if not has_several or inside_replica() or first_steps.are_past(structure):
+        return looks
+    if wrapper._options.sync_batch_norm is None:
+        replica = replicas[0] if isinstance(replicas[0], nn.Module) else module
+        looks.append(first_steps.batch_norm(replica, in_one_process=True))
+    modules, live = modules_in_common(replicas, module)
+    reached = reached_by(modules, names_of(live, module), live, invocation.method)
+    leaves = [*invocation.inputs, *invocation.kwargs.values()]
+    rows = {len(each[0]) for each, _ in shards if each and isinstance(each[0], torch.Tensor) and each[0].dim()}
+    return [*looks, *first_steps.looks(structure, reached, leaves, rows, wrapper.dim)]
 
 
 # The call that the plain composition runs: the verbs in it take the replicas' devices and rows from there.

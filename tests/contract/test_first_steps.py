@@ -220,7 +220,7 @@ def test_draws_in_parts(wrap: Wrap, replicas: int) -> None:
     model = wrap(drawing(lambda net: random.random()), replicas, parts=2)
     assert said(step(model, torch.randn(1, 5))) == []
     (found,) = said(step(model, torch.randn(6, 5)))
-    assert "(random) was drawn from while Calls ran in parts (parts=2): each part draws" in str(found.message)
+    assert "(random) was drawn from while the replicas of Calls ran, or parts of a batch." in str(found.message)
 
 
 def test_a_generator_without_a_state(wrap: Wrap) -> None:

@@ -4,8 +4,12 @@ The oracle of the hooks is the plain module; of the warnings, that the plain mod
 """
 
 import functools
+import itertools
+import types
 import warnings
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
+from helpers import shared_values
 from helpers.comparisons import assert_alike, assert_same, one_step, twins
 from helpers.contract import Wrap
 from helpers.losses import loss_of
@@ -32,8 +37,8 @@ def said_by(call: Callable[[], object]) -> list[warnings.WarningMessage]:
     return [*said]
 
 
-def steps_of(model: Any) -> dict[str, Callable[[], object]]:
-    x = torch.randn(7, 4)
+def steps_of(model: Any, rows: int = 7) -> dict[str, Callable[[], object]]:
+    x = torch.randn(rows, 4)
     return {
         "training": lambda: model(x).sum().backward(),
         "without gradients": torch.no_grad()(lambda: model(x)),
@@ -76,7 +81,6 @@ ASSIGNED: dict[str, tuple[Forward, str]] = {
     "a mode": (lambda m, x: m.layer.eval(), "layer.training"),
     "into a dict with a layer": (lambda m, x: m.table.update(rows=len(x)), "table"),
     "deleted": (lambda m, x: delattr(m, "steps"), "steps"),
-    "to its class": (lambda m, x: setattr(type(m.square), "total", type(m.square).total + 1), "Square.total"),
     "a hook that stays": (lambda m, x: m.layer.register_forward_hook(lambda *_: None), r"layer \(a hook\)"),
 }
 
@@ -118,14 +122,13 @@ def test_several_paths_are_in_one_warning(wrap: Wrap) -> None:
 
 
 def late(module: Any, x: torch.Tensor) -> None:
-    if module.counts[0] > 4:  # as after a warm-up: a list, which replicas share
+    if next(module.calls) > 4:  # as after a warm-up
         module.late = x
-    module.counts[0] += 1
 
 
 def test_what_a_later_step_assigns_is_said(wrap: Wrap) -> None:
     """R6: replicas that have run before are compared where they are given back."""
-    model = wrap(assigning(late, counts=[0]))
+    model = wrap(assigning(late, calls=iter(range(100))))
     said = said_by(steps_of(model)["training"])
     assert [str(each.message).split(":")[0] for each in said] == ["forward of Calls assigns late"]
 
@@ -201,6 +204,156 @@ def test_where_nothing_is_lost_nothing_is_said(wrap: Wrap, name: str) -> None:
     """R6"""
     for way, step in steps_of(wrap(KEPT[name](), sync_batch_norm=False)).items():
         assert not [str(each.message) for each in said_by(step) if "assigns" in str(each.message)], way
+
+
+# What replicas share and write into
+
+
+kept_by_name: dict[str, Any] = {}
+number_of_calls = 0
+masks: dict[Any, torch.Tensor] = {}
+lazy: torch.Tensor | None = None
+was_told = False
+
+
+class Meter:
+    total = 0.0
+    __slots__ = ("values",)
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def update(self, x: torch.Tensor) -> None:
+        self.values.append(float(x.sum()))
+
+
+def count_calls(module: Any, x: torch.Tensor) -> None:
+    global number_of_calls  # noqa: PLW0603
+    number_of_calls += 1
+
+
+def count_in_class() -> None:
+    Meter.total += 1.0
+
+
+def count_around() -> Forward:
+    rows = 0
+
+    def count(module: Any, x: torch.Tensor) -> None:
+        nonlocal rows
+        rows += len(x)
+
+    return count
+
+
+# What forward writes into, and its name in the warning.
+SHARED: dict[str, tuple[Forward, str]] = {
+    "a global by name": (lambda m, x: kept_by_name.__setitem__("y", m.layer(x)), "kept_by_name (global of {file})"),
+    "without a history": (lambda m, x: kept_by_name.__setitem__("x", x), "kept_by_name (global of {file})"),
+    "a mean": (lambda m, x: kept_by_name.__setitem__("mean", float(x.mean())), "kept_by_name (global of {file})"),
+    "a global counter": (count_calls, "number_of_calls (global of {file})"),
+    "by a function": (lambda m, x: add_to_kept(x), "kept (global of {file})"),
+    "in another file": (lambda m, x: shared_values.add(x), "values (global of shared_values.py)"),
+    "in another file, by its name": (
+        lambda m, x: shared_values.values.append(x),
+        "values (global of shared_values.py)",
+    ),
+    "a class, by a function": (lambda m, x: count_in_class(), "Meter.total"),
+    "its class": (lambda m, x: setattr(type(m.square), "total", type(m.square).total + 1), "Square.total"),
+    "a closure": (count_around(), "rows (variable around count)"),
+    "a default": (lambda m, x, found=[]: found.append(1), "found (default of <lambda>)"),
+    "a list of the module": (lambda m, x: m.square.seen.append(x), "square.seen"),
+    "a dict of the module": (lambda m, x: m.stats.__setitem__("n", m.stats["n"] + len(x)), "stats"),
+    "an object of the module": (lambda m, x: m.meter.update(x), "meter.values"),
+    "a deque": (lambda m, x: m.last.append(x), "last"),
+    "a set": (lambda m, x: m.lengths.add(len(x)), "lengths"),
+    "an array": (lambda m, x: m.sums.__setitem__(0, float(x.detach().sum())), "sums"),
+    "a tensor that is no buffer": (lambda m, x: m.mean.copy_(x.detach().mean(0)), "mean"),
+    "what a counter counts": (lambda m, x: next(m.numbers), "numbers"),
+}
+
+
+def with_shared(write: Forward) -> Any:
+    model = assigning(write, stats={"n": 0}, meter=Meter(), last=deque(maxlen=2), lengths=set(), sums=np.zeros(3))
+    model.square, model.mean, model.numbers, model.cache = Square(4, 4), torch.zeros(4), itertools.count(), {}
+    model.square.seen = []
+    return model
+
+
+@pytest.fixture
+def files_as_before() -> Iterator[None]:
+    """What forward has written into variables of files is gone afterwards."""
+    yield
+    for each in (kept, kept_by_name, shared_values.values, masks):
+        each.clear()
+    globals().update(number_of_calls=0, lazy=None, was_told=False)
+    Square.total, Meter.total = 1000, 0.0
+
+
+@pytest.mark.usefixtures("files_as_before")
+@pytest.mark.parametrize("name", SHARED)
+def test_what_forward_writes_into_is_said_once(wrap: Wrap, name: str) -> None:
+    """R6: in each way in which replicas run. It was one replica's, or in the order of arrival, in silence."""
+    write, path = SHARED[name]
+    for way in ("training", "without gradients", "map", "the verbs"):
+        kept_by_name.clear()
+        found = said_by(steps_of(wrap(with_shared(write), 3), 9)[way])
+        assert [each.filename for each in found] == [__file__], way
+        expected = f"forward of Calls writes into {path.format(file=Path(__file__).name)}, which all replicas share:"
+        assert str(found[0].message).startswith(expected), way
+
+
+@pytest.mark.usefixtures("files_as_before")
+def test_it_is_said_in_the_first_step_and_of_several_replicas(wrap: Wrap) -> None:
+    """R6"""
+    write, _ = SHARED["a list of the module"]
+    with pytest.warns(UserWarning, match="writes into square.seen, which all"):
+        wrap(with_shared(write))(torch.randn(6, 4))
+    assert said_by(steps_of(wrap(with_shared(write), 2, shares=[1, 0]))["training"]) == []
+
+
+def lazy_mask(module: Any, x: torch.Tensor) -> None:
+    global lazy, was_told  # noqa: PLW0603
+    was_told = True
+    if lazy is None:
+        lazy = torch.ones(7, 7)
+
+
+@functools.lru_cache
+def positions(length: int) -> torch.Tensor:
+    return torch.arange(length)
+
+
+# Caches, of which nothing depends on rows, and flags.
+CACHES: dict[str, Forward] = {
+    "by size and device": lambda m, x: masks.setdefault((x.shape[1], x.device), torch.ones(4, device=x.device)),
+    "by number of rows": lambda m, x: m.cache.setdefault(len(x), torch.ones(len(x), 1)),
+    "by name": lambda m, x: m.cache.setdefault("frequencies", torch.arange(5.0)),
+    "an object": lambda m, x: m.cache.setdefault("tokens", types.SimpleNamespace(size=4, names=["a"])),
+    "a global": lazy_mask,
+    "lru_cache": lambda m, x: positions(x.shape[1]),
+    "what was said once": lambda m, x: m.lengths.add("a message"),
+    "read only": lambda m, x: (kept_by_name.get("y"), m.stats["n"], m.meter.values, Meter.total, number_of_calls),
+    "the same again": lambda m, x: m.stats.__setitem__("n", 0),
+}
+
+
+@pytest.mark.usefixtures("files_as_before")
+@pytest.mark.parametrize("name", CACHES)
+def test_a_cache_is_not_said(wrap: Wrap, name: str) -> None:
+    """R6: what holds nothing that depends on rows is the same in all replicas."""
+    for way, step in steps_of(wrap(with_shared(CACHES[name]))).items():
+        assert [str(each.message) for each in said_by(step)] == [], way
+
+
+def test_what_is_written_anew_in_the_second_step_is_no_cache(wrap: Wrap) -> None:
+    """R6: an entry without rows or a history, such as a sum over the rows."""
+    model = wrap(with_shared(lambda m, x: m.cache.__setitem__("sums", x.detach().sum(0))))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.randn(6, 4))
+    with pytest.warns(UserWarning, match="writes into cache, which all"):
+        model(torch.randn(6, 4))
 
 
 def test_an_entry_that_forward_takes_out_of_a_list_is_said(wrap: Wrap) -> None:

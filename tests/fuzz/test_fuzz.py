@@ -22,7 +22,7 @@ from fuzz.random_programs import random_program
 from fuzz.servers import ProgramServer, repeat
 from fuzz.shrink import shrink
 from fuzz.side import Side
-from unisono.primitives import leftovers
+from unisono.runtime import model_warnings
 
 LIMIT_S = 120.0
 SEEDS = {"one memory": range(40), "separate memory": range(20), "ranks": range(20)}
@@ -139,7 +139,7 @@ def second_rank_off() -> None:
 
 
 def says_nothing() -> None:
-    vars(leftovers)["warn"] = lambda message: None
+    vars(model_warnings)["warn"] = lambda message: None
 
 
 BLOCKS = ("linear/relu", "norm/layer", "unused/parameters", "views/strided")

@@ -164,7 +164,7 @@ class Ranks:
         if len(self._devices) > 1:
             log_once(_RUNS_WHOLE)
         run = self._with_own_parameters(threads, module, call.method, sync_context)
-        [shard] = scattered(call.arguments, call.devices[:1], [call.arguments.rows or 0])
+        [shard] = scattered(call.arguments, call.devices[:1], [call.arguments.rows or 0], call.rules.warnings)
         # As a replica, so that a wrapper inside the module runs its own replicas one after the other.
         args, kwargs = shard
         [output] = values_or_raise(run_together([lambda: run(*args, **kwargs)], call.devices[:1]), call.where()[:1])

@@ -1,4 +1,4 @@
-"""What is looked for in the first step of each structure of a model, and said once for a model.
+"""What is looked for in the first steps of each structure of a model, and said once for a model.
 
     batch norm in training       each replica normalises its own rows, if no option says whether that is meant
     draws from a shared          Python's random numbers, numpy's, and those of generators that the model keeps are
@@ -6,95 +6,155 @@
 
 A structure is that of a model's modules and of its inputs (`structure_of` in replica.py): a steady step looks for
 nothing.
-`verify` reports both by itself, and switches draws off: then nothing is said here.
+`verify` reports both by itself.
 """
 
-from collections.abc import Callable, Hashable, Iterable
-from typing import Any
+from collections import Counter
+from collections.abc import Hashable, Iterable
+from functools import partial
+from typing import Any, Protocol
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from unisono.engines.shared_generators import GeneratorStates, generators_among, generators_of
-from unisono.runtime import draws_off
-from unisono.runtime.errors import warn
+from unisono.engines.shared_generators import OWN, GeneratorStates, generators_among, names_generators
+from unisono.primitives.leftovers import Kind, Leftovers
+from unisono.primitives.shared_state import Reached, SharedWrites
+from unisono.runtime.model_warnings import ModelWarnings
 
 _PER_SHARD = (
     "{layer}: each replica normalises its own rows in training, so the numbers are not those of one device. With "
     "sync_batch_norm=True batch norm sees the rows of all replicas, and they are; sync_batch_norm=False says that each "
     "replica's own rows are meant."
 )
-_DRAWN = (
-    "{generators} was drawn from while the replicas of {name} ran. They share it, in the order in which they happen to "
-    "run, so runs with equal seeds may differ. Draw with torch's functions, for which each replica has a stream of its "
-    "own; or draw outside of the model, and pass the result to it as an input."
-)
-_DRAWN_IN_PARTS = (
-    "{generators} was drawn from while {name} ran in parts (parts={parts}): each part draws, and draws other numbers "
-    "where it is computed once more in backward. Draw with torch's functions, whose numbers are then the same; or draw "
-    "outside of the model, and pass the result to it as an input."
-)
+
+
+class Look(Protocol):
+    """Looks at one forward: it begins before the replicas run, and ends when all have run."""
+
+    def begin(self) -> None:
+        """Take what there is before the forward."""
+
+    def end(self) -> None:
+        """Compare; what is found is said, kept for later, or raised."""
 
 
 class FirstSteps:
-    """The structures of one model whose first step is past, and what has been said of the model."""
+    """The first steps of each structure of one model, what was found in them, and what was said of the model.
+
+    Attributes:
+        warnings: what the model has been warned of.
+        leftovers: what forwards have left behind in replicas.
+    """
 
     def __init__(self) -> None:
-        self._past: set[Hashable] = set()
-        self._said: set[str] = set()
+        self.warnings = ModelWarnings()
+        self.leftovers = Leftovers(self.warnings)
+        self._num_past: Counter[Hashable] = Counter()
 
-    def begins(self, structure: Hashable) -> bool:
-        """Return whether a step that begins now is the first of its structure that counts."""
-        return structure not in self._past and not draws_off.are_off()
+    def are_past(self, structure: Hashable) -> bool:
+        """Return whether the first steps of a structure have run. Those that fail do not count."""
+        return self._num_past[structure] >= _FIRST
 
-    def has_run(self, structure: Hashable) -> None:
-        """Take note that a first step's forward has run. One that fails is none: replicas may not have drawn yet."""
-        if len(self._past) >= _MOST_STRUCTURES:
-            self._past.clear()
-        self._past.add(structure)
-
-    def look_at_batch_norm(self, root: nn.Module, *, in_one_process: bool = False) -> None:
-        """Warn of a batch norm that would normalise the rows of one replica only.
+    def looks(
+        self,
+        structure: Hashable,
+        reached: Reached,
+        inputs: Iterable[Any],
+        rows: Iterable[int],
+        axis: int = 0,
+        *,
+        beside_others: bool = False,
+    ) -> list[Look]:
+        """Return what looks at one of the first steps of a structure, in several replicas.
 
         Args:
-            in_one_process: whether there are several replicas in this process. Else other processes have the others,
-                which a `torch.nn.SyncBatchNorm` reaches by itself.
+            structure: None: its steps are not counted.
+            reached: what its forward leads to.
+            inputs: the leaves of the inputs.
+            rows: how many rows replicas have; `axis`: on which axis.
+            beside_others: whether the caller's code runs at the same time.
         """
-        for path, module in root.named_modules():
-            if not isinstance(module, _BatchNorm) or not takes_statistics(module):
-                continue
-            if in_one_process or not isinstance(module, nn.SyncBatchNorm):
-                kind = type(module).__name__
-                layer = f"layer {path!r} ({kind})" if path else kind
-                self._say("batch norm", _PER_SHARD.format(layer=layer))
-                return
+        is_first = structure is None or not self._num_past[structure]
+        writes = SharedWrites(partial(self.leftovers.add, Kind.SHARED), reached, rows, axis, is_first=is_first)
+        looks: list[Look] = [_Draws(self.leftovers, reached, inputs, only_these=beside_others), writes]
+        return looks if structure is None else [*looks, self.counted(structure)]
+
+    def counted(self, structure: Hashable) -> Look:
+        """Return what counts a first step when it has run."""
+        if len(self._num_past) >= _MOST_STRUCTURES:
+            self._num_past.clear()
+        return _Counted(self._num_past, structure)
+
+    def batch_norm(self, replica: nn.Module, *, in_one_process: bool = False) -> Look:
+        """Return what warns of a batch norm that normalises the rows of one replica only."""
+        return _BatchNormPerShard(self.warnings, replica, in_one_process=in_one_process)
 
     def say_of_functional_batch_norm(self) -> None:
         """Warn of a batch norm that was found in a replica's graph; `look_at_batch_norm` may have done so already."""
-        if not draws_off.are_off():
-            self._say("batch norm", _PER_SHARD.format(layer="torch.nn.functional.batch_norm"))
+        self.warnings.give(_PER_SHARD.format(layer="torch.nn.functional.batch_norm"), _BATCH_NORM)
 
-    def watch_generators(self, root: nn.Module, inputs: Iterable[Any], parts: int = 1) -> Callable[[], None]:
-        """Return what warns, once the replicas have run, if a generator that they share has moved.
 
-        Args:
-            inputs: the leaves of the inputs.
-            parts: in how many of them each replica runs its rows.
-        """
-        states = GeneratorStates([*generators_of(root), *generators_among(inputs)])
+class _Counted:
+    """Counts a step of a structure."""
 
-        def look() -> None:
-            if moved := states.moved():
-                message = _DRAWN if parts == 1 else _DRAWN_IN_PARTS
-                text = message.format(generators=" and ".join(moved), name=type(root).__name__, parts=parts)
-                self._say("draws", text[0].upper() + text[1:])
+    def __init__(self, num_past: Counter[Hashable], structure: Hashable) -> None:
+        self._num_past, self._structure = num_past, structure
 
-        return look
+    def begin(self) -> None:
+        pass
 
-    def _say(self, what: str, message: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
-            warn(message)
+    def end(self) -> None:
+        self._num_past[self._structure] += 1
+
+
+class _BatchNormPerShard:
+    """Warns of a batch norm that has normalised the rows of one replica only.
+
+    Args:
+        root: a replica: forward may have switched its modes.
+        in_one_process: whether there are several replicas in this process. Else other processes have the others,
+            which a `torch.nn.SyncBatchNorm` reaches by itself.
+    """
+
+    def __init__(self, warnings: ModelWarnings, root: nn.Module, *, in_one_process: bool) -> None:
+        self._warnings, self._root, self._in_one_process = warnings, root, in_one_process
+
+    def begin(self) -> None:
+        pass
+
+    def end(self) -> None:
+        for path, module in self._root.named_modules():
+            if not isinstance(module, _BatchNorm) or not takes_statistics(module):
+                continue
+            if self._in_one_process or not isinstance(module, nn.SyncBatchNorm):
+                kind = type(module).__name__
+                self._warnings.give(_PER_SHARD.format(layer=f"layer {path!r} ({kind})" if path else kind), _BATCH_NORM)
+                return
+
+
+class _Draws:
+    """Finds draws from a generator that replicas share.
+
+    Args:
+        reached: what forward leads to.
+        inputs: the leaves of the inputs.
+        only_these: whether the caller's code may run at the same time, and draw from Python's generator or numpy's.
+    """
+
+    def __init__(self, leftovers: Leftovers, reached: Reached, inputs: Iterable[Any], *, only_these: bool) -> None:
+        self._leftovers, self._only_these = leftovers, only_these and not names_generators(reached)
+        self._generators = generators_among([*(place.value for place in reached.places), *inputs])
+
+    def begin(self) -> None:
+        self._states = GeneratorStates(self._generators)
+
+    def end(self) -> None:
+        if moved := [each for each in self._states.moved() if each == OWN or not self._only_these]:
+            self._leftovers.add(Kind.DRAWS, [moved[0][0].upper() + moved[0][1:], *moved[1:]])
+
+
+_BATCH_NORM = "batch norm"
 
 
 def takes_statistics(module: _BatchNorm) -> bool:
@@ -102,4 +162,5 @@ def takes_statistics(module: _BatchNorm) -> bool:
     return bool(module.training or (module.running_mean is None and module.running_var is None))
 
 
+_FIRST = 2  # steps of a structure: what the first one may leave for later ones, such as a cache, the second one leaves
 _MOST_STRUCTURES = 64

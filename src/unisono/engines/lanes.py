@@ -23,10 +23,10 @@ import torch
 
 from unisono.engines.call import called
 from unisono.engines.compile_lock import CompileLock, check_cuda_graphs, kind_of
+from unisono.engines.first_steps import FirstSteps, Look
 from unisono.engines.replica import Replica, ReplicaPool, Replicas
 from unisono.primitives import pytree
 from unisono.primitives.blueprint import Blueprint, collector_paused
-from unisono.primitives.leftovers import Leftovers
 from unisono.primitives.references import INERT
 from unisono.primitives.tensor_attributes import carry_attributes
 from unisono.primitives.written_parameters import IN_LANES
@@ -79,11 +79,13 @@ class LaneOutput:
 RunBatch: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any], Any], LaneOutput]  # inputs, and a seed or None
 
 
-def open_lanes(blueprint: Blueprint, call: LaneCall, compile_lock: CompileLock, leftovers: Leftovers) -> "list[Lane]":
+def open_lanes(
+    blueprint: Blueprint, call: LaneCall, compile_lock: CompileLock, first_steps: FirstSteps
+) -> "list[Lane]":
     """Return a lane for each device of `call`, with the module as it is now; `blueprint` is the live module's.
 
     Args:
-        leftovers: takes note of what batches leave behind.
+        first_steps: of the model.
 
     Raises:
         RuntimeError: the module replays CUDA graphs.
@@ -91,13 +93,13 @@ def open_lanes(blueprint: Blueprint, call: LaneCall, compile_lock: CompileLock, 
     if blueprint.compiled:
         check_cuda_graphs(blueprint, call.devices, _CUDA_GRAPHS)
     with torch.no_grad(), collector_paused, Copies(call.devices) as copies:
-        pool = ReplicaPool(blueprint, call.source, leftovers)
+        pool = ReplicaPool(blueprint, call.source, first_steps.leftovers)
         replicas = pool.stamp_untracked(call.devices, copies)
         for i in range(len(call.devices)):
             copies.wait_copies(i)
         lock = compile_lock if blueprint.compiled else None
         turns = LaneTurns()
-        return [Lane(i, call, replica, lock, turns, leftovers) for i, replica in enumerate(replicas)]
+        return [Lane(i, call, replica, lock, turns, first_steps) for i, replica in enumerate(replicas)]
 
 
 class Lane:
@@ -111,7 +113,7 @@ class Lane:
         original: the module as it was when lanes were opened, on the lane's device; a batch has a replica of it.
         compile_lock: None if nothing is compiled.
         turns: of all lanes.
-        leftovers: takes note of what batches leave behind; the caller's thread says it.
+        first_steps: of the model; the caller's thread says what batches leave behind.
 
     Attributes:
         name: in messages.
@@ -127,15 +129,15 @@ class Lane:
         original: Replica,
         compile_lock: CompileLock | None,
         turns: LaneTurns,
-        leftovers: Leftovers,
+        first_steps: FirstSteps,
     ) -> None:
         self.call, self.number, self.device = call, number, call.devices[number]
         self.name = f"replica {number} on {self.device}"
         self.left_unchanged = self.inputs_unchanged = False
         self._compile_lock, self._turns = compile_lock, turns
         self._original = original  # its modules refer to each other only as long as it exists
-        self._leftovers = leftovers
-        self._pool = ReplicaPool(Blueprint(original.modules[0]), self.device, leftovers)
+        self._first_steps = first_steps
+        self._pool = ReplicaPool(Blueprint(original.modules[0]), self.device, first_steps.leftovers, IN_LANES)
         self._name = type(original.modules[0]).__name__
         self._replicas: Replicas | None = None  # the last batch's
         self._memory_of_buffers: set[int] = set()
@@ -221,16 +223,12 @@ class Lane:
                 copies.wait_copies(0)
             if draws is not None:
                 draws.begin(seed)
-            watched = None
-            if replicas.are_new and self._leftovers.looks:
-                watched = replicas.watched([(args, kwargs)], self.call.devices)
-            replicas.written.begin()
+            looks = self._looks(replicas, args, kwargs)
+            for look in looks:
+                look.begin()
             output = interruptibly(called(replicas.roots[0], self.call.method), *args, **kwargs)
-            if len(self.call.devices) > 1:
-                blueprint = self._pool.blueprint
-                replicas.written.check(blueprint.root, blueprint.name_of, IN_LANES)
-            if watched is not None:
-                watched.forward_has_run(self._leftovers)
+            for look in looks:
+                look.end()
             replicas.are_new = False
         output = _apart_from(self._memory_of_buffers, output)
         self._replicas = replicas
@@ -253,9 +251,23 @@ class Lane:
 
         return LaneOutput(value, drew, wait)
 
+    def _looks(self, replicas: Replicas, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Look]:
+        """Return what looks at this batch; from the second one on only at parameters that it writes."""
+        devices, has_several = self.call.devices, len(self.call.devices) > 1
+        looks: list[Look] = [replicas.written] if has_several else []
+        if not replicas.are_new or not self._first_steps.leftovers.looks:
+            return looks
+        looks.append(replicas.watched([(args, kwargs)], devices))
+        if has_several:
+            inputs = [*args, *kwargs.values()]
+            rows = [len(each) for each in inputs if isinstance(each, torch.Tensor) and each.dim()]
+            reached = replicas.reached(self.call.method, {})
+            looks += self._first_steps.looks(None, reached, inputs, rows[:1], beside_others=True)
+        return looks
+
     def _say_leftovers(self) -> None:
-        if self._leftovers.has_more:
-            self._leftovers.say(self._original.modules[0])
+        if self._first_steps.leftovers.has_more:
+            self._first_steps.leftovers.say(self._original.modules[0])
 
     def _taken(self, copies: Copies) -> Replicas:
         with collector_paused:

@@ -106,7 +106,7 @@ def run_in_parts(
     if changed := [name for name, state in _written(root).items() if state != buffers.get(name)]:
         raise RuntimeError(_NO_SHARD_IN_PARTS.format(reason=f"its forward changes the buffer {changed[0]!r}"))
     live = {id(tensor): tensor for tensor in chain(root.parameters(), root.buffers())}
-    rules = replace(parts.rules, said=None)  # what is not by rows is an error
+    rules = replace(parts.rules, warnings=None)  # what is not by rows is an error
     matched = Outputs(outputs, rules, parts.sizes, [live] * len(parts.sizes))
     output = matched.put_together([group.placement.join(group.tensors) for group in matched.groups], device)
     if reason := _not_by_rows(matched.groups, parts.sizes) or _other_structure(output, outputs[0]):

@@ -8,7 +8,7 @@ Copies to other devices may still be in flight when these objects exist: see `st
 
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,14 +30,14 @@ from unisono.engines.parts import parts_of, run_in_parts
 from unisono.primitives.batch_types import batch_type_of
 from unisono.primitives.blueprint import Blueprint, unlinked_at_deletion
 from unisono.primitives.change_tracking import ContainerSnapshot, DictSnapshot, TensorSnapshot, fill
-from unisono.primitives.leftovers import Leftovers, Watched, assigned, attribute_dicts_of
-from unisono.primitives.observing_hooks import HookStates
+from unisono.primitives.leftovers import Kind, Leftovers, Watched, assigned, attribute_dicts_of
 from unisono.primitives.outputs import Group
 from unisono.primitives.placements import Placement
 from unisono.primitives.reassigned_buffers import Change, buffer_registries, commit_buffers, histories
 from unisono.primitives.references import INERT
+from unisono.primitives.shared_state import Reached, reached_by
 from unisono.primitives.tensor_attributes import carry_attributes
-from unisono.primitives.written_parameters import WrittenParameters
+from unisono.primitives.written_parameters import WrittenParameters, in_each
 from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
 from unisono.runtime.buckets import BUCKET_BYTES, SHARED_BUCKET_BYTES, BucketPlan
@@ -86,7 +86,7 @@ class Inputs:
                 carry_attributes(tensor, placed)
             return placed
 
-        self.shards = call.arguments.split(call.sizes, place)
+        self.shards = call.arguments.split(call.sizes, place, call.rules.warnings)
 
 
 def _copied(part: torch.Tensor, replica: int, device: torch.device, copies: Copies) -> torch.Tensor:
@@ -194,32 +194,31 @@ class Replicas:
     Args:
         each: one a device.
         linked: the live parameters that need a gradient, with the replicas' own.
-        live: all live parameters.
         kept: has their memory on other devices.
         kind: of the forwards that they fit.
         returns_to: where to put them when they are given back; None: nowhere.
         leftovers: takes note of what forwards leave behind in them.
         blueprint: the live module's.
+        times: how often forward writes into a parameter (see `WrittenParameters`).
 
     Attributes:
         written: finds the parameters that forward writes into.
         are_new: whether their first forward has not run yet.
-        hooks_in_backward: what hooks have kept that are called in the backward of that forward; None: there are none.
     """
 
     def __init__(
         self,
         each: Sequence[Replica],
         linked: LinkedParameters,
-        live: Iterable[torch.Tensor],
         kept: "KeptReplicas",
         kind: tuple[Any, ...],
         returns_to: "list[KeptReplicas] | None",
         leftovers: Leftovers,
         blueprint: Blueprint,
+        times: str,
     ) -> None:
         self._leftovers, self._blueprint = leftovers, blueprint
-        self.hooks_in_backward: HookStates | None = None
+        self._watched: Watched | None = None
         self.each, self.linked, self.kind = each, linked, kind
         self.roots = [replica.modules[0] for replica in each]
         self.live_of = [replica.live_of for replica in each]
@@ -231,7 +230,10 @@ class Replicas:
         own_buffers = torch_private.of_one_kind([own for replica in here for own in replica.own_buffers])
         live_buffers = torch_private.of_one_kind([live for replica in here for live in replica.live_buffers])
         self._buffers = [*zip(own_buffers, live_buffers, strict=True)]
-        self.written = WrittenParameters([*live], [pair for replica in each for pair in replica.copied_parameters])
+        copies = [pair for replica in each for pair in replica.copied_parameters]
+        self.written = WrittenParameters(
+            blueprint.root, blueprint.parameters.values(), copies, blueprint.name_of, times
+        )
         if returns_to is None:
             return
         self._modules = [module for replica in each for module in replica.modules]
@@ -275,7 +277,17 @@ class Replicas:
     ) -> Watched:
         """Return what finds what the forward that begins leaves behind; the module runs on `devices`."""
         blueprint, modules = self._blueprint, [replica.modules for replica in self.each]
-        return Watched(modules, blueprint.modules, blueprint.names, shards, devices, blueprint.observers)
+        self._watched = Watched(
+            self._leftovers, modules, blueprint.modules, blueprint.names, shards, devices, blueprint.observers
+        )
+        return self._watched
+
+    def reached(self, method: str | None, inputs: Mapping[str, Any]) -> Reached:
+        """Return what a forward of these replicas leads to; `inputs` by path."""
+        blueprint, num_replicas = self._blueprint, len(self.each)
+        modules = [module for replica in self.each for module in replica.modules]
+        names, live = blueprint.names * num_replicas, blueprint.modules * num_replicas
+        return reached_by(modules, names, live, method, inputs)
 
     def _count_references(self) -> list[int]:
         return [*map(sys.getrefcount, self._modules)]
@@ -303,13 +315,21 @@ class Replicas:
         """
         kept, returns_to = self._kept, self._returns_to
         self._kept = self._returns_to = None
+        if self._watched is not None:
+            self._watched.backward_has_run()
+            self._watched = None
         self._keep(kept, returns_to)
 
+    @property
+    def are_watched(self) -> bool:
+        """Whether what hooks keep in backward is looked at."""
+        return self._watched is not None
+
     def backward_has_run(self) -> None:
-        """Say what hooks keep that a backward has called."""
-        if self.hooks_in_backward is not None:
-            self._leftovers.add((), self.hooks_in_backward.changed())
-            self.hooks_in_backward = None
+        """Say what hooks keep that a backward has called, which may not have freed the graphs."""
+        if self._watched is not None:
+            self._watched.backward_has_run()
+            self._watched = None
         if self._leftovers.has_more:
             self._leftovers.say(self._blueprint.root)
 
@@ -325,7 +345,7 @@ class Replicas:
         changed = not self._dicts.is_current()
         if changed and self._leftovers.looks:
             names = self._blueprint.names * len(self.each)
-            self._leftovers.add(assigned(self._dicts, self._modules, names))
+            self._leftovers.add(Kind.ASSIGNED, assigned(self._dicts, self._modules, names))
         held = self._dicts.restore() if changed else []  # undo what forward has assigned
         if held and self._count_references() != self._num_references:
             for attributes, items in held:
@@ -361,6 +381,9 @@ class ReplicaPool:
     Overlapping forwards have replicas of their own. What forward changed in a replica is undone when it is given back;
     a replica that cannot be as it was is dropped.
 
+    Args:
+        times: how often forward writes into a parameter (see `WrittenParameters`); "": once in each replica.
+
     Attributes:
         source: the live module's device.
         leftovers: takes note of what forwards leave behind in the replicas.
@@ -370,8 +393,8 @@ class ReplicaPool:
         kinds_past: the kinds of calls whose first forward with these replicas is past.
     """
 
-    def __init__(self, blueprint: Blueprint, source: torch.device, leftovers: Leftovers) -> None:
-        self.leftovers = leftovers
+    def __init__(self, blueprint: Blueprint, source: torch.device, leftovers: Leftovers, times: str = "") -> None:
+        self.leftovers, self._times = leftovers, times
         self.blueprint, self.source, self.has_separate_memory = blueprint, source, _devices.has_separate_memory()
         self.live_parameters = [parameter for parameter in blueprint.parameters.values() if parameter.requires_grad]
         self.buffers = torch_private.of_one_kind(blueprint.buffers.values())
@@ -407,9 +430,8 @@ class ReplicaPool:
             return replicas
         each, linked = self._stamp(kept.broadcast, devices, tracked, copies, with_live_buffers, plan)
         returns_to = self._idle if self.blueprint.is_reusable else None
-        return Replicas(
-            each, linked, self.blueprint.parameters.values(), kept, kind, returns_to, self.leftovers, self.blueprint
-        )
+        times = self._times or in_each(len(devices))
+        return Replicas(each, linked, kept, kind, returns_to, self.leftovers, self.blueprint, times)
 
     def _take_kept(self, devices: Sequence[torch.device], kind: tuple[Any, ...]) -> KeptReplicas:
         """Return what is kept for these devices and is not in use, best with replicas of this kind; or a new one."""

@@ -7,34 +7,55 @@ run. A generator that has moved while replicas ran is all that can be seen of it
 import pickle
 import random
 import sys
+import types
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from unisono.primitives.references import reachable
+from unisono.primitives.shared_state import Reached, codes_of, reached_by
 from unisono.runtime.rng import state_of
+
+OWN = "a generator of its own"
 
 
 def generators_of(model: nn.Module) -> list[Any]:
     """Return the random number generators that a model may draw from, beside those that a script seeds.
 
-    They are searched where attributes of modules lead, and variables of the files that define their classes.
+    They are searched where attributes of modules and the code of their classes lead.
     """
-    files = {type(module).__module__ for module in model.modules()} & sys.modules.keys()
-    places = [*map(vars, model.modules()), *(vars(sys.modules[file]) for file in files)]
-    return generators_among(each for place in places for value in place.values() for each in reachable(value))
+    paths = dict(model.named_modules())
+    modules = [*paths.values()]
+    return generators_among(place.value for place in reached_by(modules, [*paths], modules).places)
 
 
 def generators_among(values: Iterable[Any]) -> list[Any]:
     """Return the random number generators among some values, each once, without those that a script seeds."""
     numpy: Any = sys.modules.get("numpy")
     of_numpy = (numpy.random.Generator, numpy.random.RandomState) if hasattr(numpy, "random") else ()
-    of_process = (random.random.__self__, numpy.random.rand.__self__ if of_numpy else None)  # type: ignore[attr-defined]
+    of_process = _of_process()
     found = {id(each): each for each in values if issubclass(type(each), (torch.Generator, random.Random, *of_numpy))}
     # One of the system has no state.
     return [each for each in found.values() if each not in of_process and not isinstance(each, random.SystemRandom)]
+
+
+def names_generators(reached: Reached) -> bool:
+    """Return whether code that a forward leads to may draw from Python's generator or numpy's, by the names in it."""
+    functions = [place.value for place in reached.places if isinstance(place.value, types.FunctionType)]
+    return any(
+        name == "random" or getattr(function.__globals__.get(name), "__self__", None) in _of_process()
+        for function in functions
+        for code in codes_of(function.__code__)
+        for name in code.co_names
+    )
+
+
+def _of_process() -> list[Any]:
+    """Return Python's generator and numpy's."""
+    numpy: Any = sys.modules.get("numpy")
+    of_numpy = [numpy.random.rand.__self__] if hasattr(numpy, "random") else []
+    return [random.random.__self__, *of_numpy]  # type: ignore[attr-defined]
 
 
 class GeneratorStates:
@@ -58,7 +79,7 @@ class GeneratorStates:
         is_as_before = {
             "Python's generator (random)": self._python == now._python,
             "numpy's generator": self._numpy == now._numpy,
-            "a generator of its own": self._own == now._own,
+            OWN: self._own == now._own,
         }
         return [generator for generator, as_before in is_as_before.items() if not as_before]
 

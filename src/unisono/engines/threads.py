@@ -45,20 +45,21 @@ from unisono.autograd.replica_graph import (
 from unisono.distributed.gradient_sync import SyncContext
 from unisono.engines.call import Call, OneGraphNeededError
 from unisono.engines.compile_lock import CompileLock, check_cuda_graphs, compiler_prepared, kind_of
-from unisono.engines.first_steps import FirstSteps
+from unisono.engines.first_steps import FirstSteps, Look
 from unisono.engines.lanes import Lane, LaneCall, open_lanes
 from unisono.engines.replica import GraphSearch, Inputs, ReplicaPool, call_replica, carries_objects, structure_of
 from unisono.engines.rescue import Replay, run_rescued
 from unisono.primitives.blueprint import Blueprint, collector_paused, warn_of_observers
-from unisono.primitives.leftovers import Leftovers
+from unisono.primitives.leftovers import Kind
 from unisono.primitives.outputs import Group, Outputs
 from unisono.primitives.parallel_apply import values_or_raise
 from unisono.primitives.placements import Replicate, Single
 from unisono.primitives.reassigned_buffers import Change, histories
 from unisono.primitives.replicate import check_device, unchanged_on_failure
-from unisono.primitives.written_parameters import in_each, watch_memory
+from unisono.primitives.written_parameters import MovedParameters, in_each
 from unisono.runtime import timeline
 from unisono.runtime.exchange import Exchange, exchanging
+from unisono.runtime.model_warnings import ModelWarnings
 from unisono.runtime.rng import own_streams
 from unisono.runtime.stand_ins import StandIns, while_replicas_run, while_running
 from unisono.runtime.streams import Copies
@@ -80,6 +81,12 @@ _ASSIGNED_FLAG = (
     "a replica's parameters are no leaves: in forward, use parameter.requires_grad_(False) in the place of "
     "parameter.requires_grad = False."
 )
+_OPTIMIZER_INSIDE = (
+    "a replica's parameters are no leaves, so that no optimizer can be made of them inside forward: it would step once "
+    "in each replica. Return the loss from forward; make the optimizer, call backward and step outside."
+)
+# What is added to torch's errors, by a part of their text.
+_NOTES = {"requires_grad flags of leaf": _ASSIGNED_FLAG, "can't optimize a non-leaf Tensor": _OPTIMIZER_INSIDE}
 
 # torch warns where `.grad` of a tensor that is no leaf is read, as torch.compile does. A replica's parameters have one.
 _GRAD_OF_NO_LEAF = ("ignore", re.compile("The .grad attribute of a Tensor that is not a leaf"), UserWarning, None, 0)
@@ -94,10 +101,9 @@ class Threads:
     Attributes:
         row_limits: how many rows fit in each replica's memory, by its number, as far as rescues have shown.
         search: finds tensors in replica graphs that are not the replicas' own.
-        first_steps: looks for what is looked for in the first step of a structure.
+        first_steps: looks for what is looked for in the first steps of a structure.
         compile_lock: the model's.
         order_of_sums: that of sums over the ranks that no boundary has finished.
-        leftovers: what forwards have left behind in replicas.
     """
 
     def __init__(self) -> None:
@@ -106,7 +112,6 @@ class Threads:
         self.first_steps = FirstSteps()
         self.compile_lock = CompileLock()
         self.order_of_sums = OneOrder()
-        self.leftovers = Leftovers()
         self._pool: ReplicaPool | None = None
         self._timings: list[ReplicaTiming] = []
 
@@ -139,7 +144,7 @@ class Threads:
         Raises:
             RuntimeError: parameters or buffers that are not on `call.source`.
         """
-        return open_lanes(self.pool_for(module, call.source).blueprint, call, self.compile_lock, self.leftovers)
+        return open_lanes(self.pool_for(module, call.source).blueprint, call, self.compile_lock, self.first_steps)
 
     def pool_for(self, module: nn.Module, source: torch.device) -> ReplicaPool:
         """Return the replicas of `module` as it is now: those of the last forward, if nothing has changed."""
@@ -148,7 +153,7 @@ class Threads:
             blueprint = Blueprint(module)
             check_device(module, [*blueprint.parameters.values(), *blueprint.buffers.values()], source)
             blueprint.keep()
-            pool = ReplicaPool(blueprint, source, self.leftovers)
+            pool = ReplicaPool(blueprint, source, self.first_steps.leftovers)
             if not inside_replica():  # there, each replica of an outer module has this object
                 self._pool = pool if blueprint.is_reusable else None
         return pool
@@ -159,6 +164,11 @@ class Threads:
         if sync_context is not None:
             number, order = self.order_of_sums.next_forward(linked.token), self.order_of_sums
             linked.collector.over_ranks = OverRanks(partial(sync_context.sum, linked.live), number, order)
+
+    @property
+    def warnings(self) -> ModelWarnings:
+        """What the model has been warned of."""
+        return self.first_steps.warnings
 
     def timings(self) -> list[ReplicaTiming]:
         """Return what each replica did in the last step; an empty list before the first."""
@@ -207,7 +217,7 @@ class Forward:
         if pool.blueprint.observers:
             if self._tracked and again is None and call.sync_context is None:
                 raise OneGraphNeededError
-            warn_of_observers(pool.blueprint, call.devices_of_runs)
+            warn_of_observers(pool.blueprint, call.devices_of_runs, model.warnings)
         if len(call.devices) > 1:
             check_cuda_graphs(pool.blueprint, call.devices, _CUDA_GRAPHS)
         self._buffers = unchanged_on_failure(pool.buffers)
@@ -222,36 +232,30 @@ class Forward:
 
     def forward(self) -> Any:
         """Return the joined output."""
-        looks = self._look_in_first_step()
-        leftovers, replicas, watched = self._model.leftovers, self._replicas, None
-        if replicas.are_new and leftovers.looks and not self._is_again:
-            watched = replicas.watched(self._inputs.shards, self._call.devices_of_runs)
+        looks, leftovers = self._looks(), self._model.first_steps.leftovers
         with self._buffers, one_pass(self._passes.contexts) as contexts:
             for group in self._linked:
                 group.begin_forward()
-            self._replicas.written.begin()
+            for look in looks:
+                look.begin()
             refusal = register_optimizer_step_pre_hook(partial(_refuse_step, self._pool.blueprint))
             try:
                 with while_running(_while_one_replica_runs) if len(self.timings) == 1 else nullcontext():
                     outputs = self._run_replicas(contexts)
-            except RuntimeError as error:
-                if "requires_grad flags of leaf" in str(error):
-                    error.add_note(_ASSIGNED_FLAG)
+            except (RuntimeError, ValueError) as error:
+                for text, note in _NOTES.items():
+                    if text in str(error):
+                        error.add_note(note)
                 raise
             finally:
                 refusal.remove()
                 reached = [*chain.from_iterable([group.collector.end_forward() for group in self._linked])]
-            if not self._runs_as_module:
-                blueprint = self._pool.blueprint
-                self._replicas.written.check(blueprint.root, blueprint.name_of, in_each(len(self._call.devices)))
             for look in looks:
-                look()
+                look.end()
+            if self._inputs.assigned_in_parts:
+                leftovers.add(Kind.ASSIGNED, self._inputs.assigned_in_parts)
             if timeline.recording:
                 timeline.mark(timeline.GATHER)
-            if watched is not None:
-                replicas.hooks_in_backward = watched.forward_has_run(leftovers)
-            if self._inputs.assigned_in_parts:
-                leftovers.add(self._inputs.assigned_in_parts)
             call, is_summed = self._call, self._call.sync_context is not None and self._tracked
             matched = Outputs(outputs, call.rules, call.sizes, self._replicas.live_of, is_summed=is_summed)
             del outputs
@@ -277,31 +281,35 @@ class Forward:
             leftovers.say(self._pool.blueprint.root)
         return output
 
-    def _look_in_first_step(self) -> list[Callable[[], None]]:
-        """Look for what `FirstSteps` looks for, if this is one; return what looks once the replicas have run."""
+    def _looks(self) -> list[Look]:
+        """Return what looks at this forward; in a steady step only at parameters that it writes."""
         call, pool, first_steps = self._call, self._pool, self._model.first_steps
+        looks: list[Look] = [] if self._runs_as_module else [self._replicas.written]
+        if self._is_again:
+            return looks
+        if self._replicas.are_new and first_steps.leftovers.looks:
+            looks.append(self._replicas.watched(self._inputs.shards, call.devices_of_runs))
         has_several = len(call.devices) > 1 or (call.parts > 1 and call.sizes[0] > 1)  # runs of the module
         kind = call.method, call.arguments.flags, self._tracked, has_several
-        if kind in pool.kinds_past or self._is_again or inside_replica():
-            return []
+        if kind in pool.kinds_past or inside_replica():
+            return looks
         may_differ = has_several or call.sync_context is not None
         structure = (has_several, *structure_of(pool, call)) if may_differ else None
-        if not may_differ or not first_steps.begins(structure):
+        if structure is None or first_steps.are_past(structure):
             pool.kinds_past.add(kind)
-            return []
-        ends: list[Callable[[], None]] = [partial(first_steps.has_run, structure), partial(pool.kinds_past.add, kind)]
-        if self._normalises_shards():
-            first_steps.look_at_batch_norm(pool.blueprint.root, in_one_process=len(call.devices) > 1)
-        if not has_several:
-            return ends
+            return looks
         blueprint, each = pool.blueprint, self._replicas.each
+        if self._normalises_shards():
+            looks.append(first_steps.batch_norm(self._replicas.roots[0], in_one_process=len(call.devices) > 1))
+        if not has_several:
+            return [*looks, first_steps.counted(structure)]
         pairs = [pair for replica in each for pair in zip(pool.live_parameters, replica.own_parameters, strict=False)]
         pairs += [pair for replica in each for pair in replica.copied_parameters]
-        return [
-            first_steps.watch_generators(blueprint.root, call.arguments.leaves, call.parts),
-            watch_memory(pairs, blueprint.name_of, in_each(len(call.devices))),
-            *ends,
-        ]
+        looks.append(MovedParameters(pairs, blueprint.name_of, in_each(len(call.devices))))
+        inputs = dict(zip(call.arguments.paths(), call.arguments.leaves, strict=True))
+        reached = self._replicas.reached(call.method, inputs)
+        looks += first_steps.looks(structure, reached, inputs.values(), call.sizes_of_runs, call.rules.dim)
+        return looks
 
     def _normalises_shards(self) -> bool:
         """Return whether batch norm would see a part of the rows, no option says so, and it is this rank's to say.
@@ -364,7 +372,7 @@ class Forward:
             passes=self._passes,
             keep=keep or bool(captured.earlier),
             on_release=self._replicas.end_backward,
-            on_backward=None if self._replicas.hooks_in_backward is None else self._replicas.backward_has_run,
+            on_backward=self._replicas.backward_has_run if self._replicas.are_watched else None,
             sync_context=call.sync_context,
             replay=None if self._replay is None or self._is_again else self._replay.repeatable(),
             step=self._step,

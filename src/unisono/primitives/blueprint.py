@@ -31,9 +31,9 @@ from unisono.primitives.tensor_attributes import carry_attributes
 from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
 from unisono.runtime.buckets import is_plain
-from unisono.runtime.errors import warn_once
 from unisono.runtime.forks import in_forked_child
 from unisono.runtime.interrupts import at_deletion
+from unisono.runtime.model_warnings import ModelWarnings
 
 # What nn.Module itself keeps in `__dict__`, in the order in which its __init__ puts it there.
 _OWN_ATTRIBUTES = list(nn.Module().__dict__)
@@ -402,12 +402,12 @@ class Blueprint:
             torch_private.set_script_attribute(own[key], name, rebind(value, own, memo))
 
 
-def warn_of_observers(blueprint: Blueprint, devices: Sequence[torch.device]) -> None:
+def warn_of_observers(blueprint: Blueprint, devices: Sequence[torch.device], warnings: ModelWarnings) -> None:
     """Warn if a hook that observes its module cannot tell replicas apart, because they are on one device."""
     if len(set(devices)) < len(devices):
         for module, hook in blueprint.observers.values():
             name = next((name for name, other in blueprint.root.named_modules() if other is module), "")
-            warn_once(
+            warnings.give(
                 _INDISTINCT.format(
                     hook=getattr(hook, "__qualname__", type(hook).__name__),
                     module=f"{name!r}, a {type(module).__name__}" if name else type(module).__name__,

@@ -15,6 +15,7 @@ from torch import nn
 
 from unisono.primitives import pytree
 from unisono.runtime.errors import warn
+from unisono.runtime.model_warnings import ModelWarnings
 
 _SCALAR_RULES = ("stack", "mean", "sum")
 _DIM_1 = (
@@ -78,8 +79,7 @@ class OutputRules:
     out_dims: Any = ...  # `...` (left out), or axes, None and `Padding`s, nested like the output
     scalars: Any = "stack"  # "stack", "mean", "sum" or "mean:name", or these nested like the output
     amounts: Sequence[float] | None = None  # over how much each replica's "mean" is; None: over its rows
-    # What the model has been warned of (output_rows.py); None: there are no warnings.
-    said: set[str] | None = field(default=None, compare=False)
+    warnings: ModelWarnings | None = field(default=None, compare=False)  # the model's; None: nothing is said
 
     def axes(self, output: pytree.Spec) -> tuple[list[int | None], list[Padding | None]]:
         """Return for every leaf of an output the axis of its rows, None for a whole one, and how it is padded."""

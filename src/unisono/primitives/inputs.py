@@ -22,7 +22,7 @@ from unisono.primitives.sample_lists import (
 from unisono.primitives.shared_iterators import SharedIterator, is_iterator
 from unisono.primitives.tensor_attributes import carry_attributes
 from unisono.runtime import devices as _devices
-from unisono.runtime.errors import warn_once
+from unisono.runtime.model_warnings import ModelWarnings
 
 # Makes each replica's part from a tensor and its placement.
 Place = Callable[[torch.Tensor, Placement], Sequence[Any]]
@@ -92,7 +92,7 @@ class Arguments:
         for number, (leaf, axis, batch_type) in enumerate(zip(self.leaves, self.axes, self._batch_types, strict=True)):
             if isinstance(leaf, torch.Tensor):
                 if not can_be_placed(leaf):
-                    raise cannot_be_placed("scatter", self._paths()[number], leaf)
+                    raise cannot_be_placed("scatter", self.paths()[number], leaf)
                 if axis is None:
                     continue
                 if leaf.is_nested or (leaf.ndim and not -leaf.ndim <= axis < leaf.ndim):
@@ -103,7 +103,7 @@ class Arguments:
                 try:
                     rows = batch_type.rows(leaf)
                 except Exception as error:
-                    error.add_note(f"while {self._paths()[number]} was scattered")
+                    error.add_note(f"while {self.paths()[number]} was scattered")
                     raise
                 if rows is not None:
                     counts[number] = rows
@@ -126,13 +126,13 @@ class Arguments:
         assert self._specs is not None
         return self._specs
 
-    def _paths(self) -> list[str]:
+    def paths(self) -> list[str]:
         """Return how messages name each leaf."""
         of_inputs, of_kwargs = self._structure()
         return [*of_inputs.paths("inputs"), *of_kwargs.paths("kwargs")]
 
     def _cannot_be_split(self, number: int, leaf: torch.Tensor, axis: int) -> TypeError | ValueError:
-        path = self._paths()[number]
+        path = self.paths()[number]
         if leaf.is_nested:
             return TypeError(
                 f"cannot scatter {path}, a nested tensor: it has no axis along which it could be split. Give it padded "
@@ -142,7 +142,7 @@ class Arguments:
         return ValueError(f"cannot scatter {path} of shape {shape} along dim={axis}: it has no such axis")
 
     def _different_rows(self, counts: dict[int, int], dim: int) -> ValueError:
-        paths = self._paths()
+        paths = self.paths()
         each = _named([f"{paths[number]} has {rows}" for number, rows in counts.items()])
         [(of_most, _)] = Counter(counts.values()).most_common(1)  # if as many have others, of the first
         others = [number for number, rows in counts.items() if rows != of_most]
@@ -157,16 +157,19 @@ class Arguments:
             "unisono.SampleList."
         )
 
-    def split(self, sizes: Sequence[int], place: Place) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    def split(
+        self, sizes: Sequence[int], place: Place, warnings: ModelWarnings | None = None
+    ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Return each replica's positional and keyword inputs: `sizes[i]` rows for replica i; other values unchanged.
 
         Args:
             sizes: one a replica that has a share.
             place: makes each replica's part from a tensor and its placement.
+            warnings: the model's; None: nothing is said.
         """
         sizes = tuple(sizes)
-        if not self._is_flat and self.rows is not None and len(sizes) > 1:
-            self._warn_of_lists(self.rows)
+        if warnings is not None and not self._is_flat and self.rows is not None and len(sizes) > 1:
+            self._warn_of_lists(self.rows, warnings)
         split = [
             _parts(leaf, axis, batch_type, sizes, place)
             for leaf, axis, batch_type in zip(self.leaves, self.axes, self._batch_types, strict=True)
@@ -177,19 +180,19 @@ class Arguments:
             return [(parts[:num], dict(zip(names, parts[num:], strict=True))) for parts in of_replicas]
         return [self._with_leaves([parts[index] for parts in split]) for index in range(len(sizes))]
 
-    def _warn_of_lists(self, rows: int) -> None:
+    def _warn_of_lists(self, rows: int, warnings: ModelWarnings) -> None:
         """Warn of lists and arrays that may have one entry a row, and are not split by entry."""
         following = zip(self.leaves, self.axes, strict=True)
         for spec, name in zip(self._structure(), ("inputs", "kwargs"), strict=True):
-            warn_of_whole_lists(spec, name, following, rows)
+            warn_of_whole_lists(spec, name, following, rows, warnings)
         for number, (leaf, axis) in enumerate(zip(self.leaves, self.axes, strict=True)):
             if axis is not None and self._batch_types[number] is None and _num_entries(leaf, axis) == rows > 1:
-                path, in_dims = self._paths()[number], self.in_dims_with_whole([number])
-                warn_once(_WHOLE_ARRAY.format(path=path, type=type(leaf).__name__, in_dims=in_dims))
+                path, in_dims = self.paths()[number], self.in_dims_with_whole([number])
+                warnings.give(_WHOLE_ARRAY.format(path=path, type=type(leaf).__name__, in_dims=in_dims))
         if not self._axes_are_given:
             for path, value in self._split_lists():
                 kind, dim = type(value).__name__, self._dim
-                warn_once(_SPLIT_LIST.format(path=path, type=kind, entries=len(value), dim=dim))
+                warnings.give(_SPLIT_LIST.format(path=path, type=kind, entries=len(value), dim=dim))
 
     def _split_lists(self, fewest: int = 2) -> list[tuple[str, Any]]:
         """Return the lists in which each entry is split, if no other tensors are inputs: paths and values.
@@ -232,7 +235,7 @@ class Arguments:
 
     def described(self, numbers: Sequence[int]) -> str:
         """Return the paths of tensors, with their shapes and the axes along which they are split."""
-        paths = self._paths()
+        paths = self.paths()
         return _named([f"{paths[i]} of shape {tuple(self.leaves[i].shape)} along dim {self.axes[i]}" for i in numbers])
 
     def how_split(self, sizes: Sequence[int]) -> str | None:
@@ -385,11 +388,17 @@ def _placed(shard: Any, index: int, place: Place) -> Any:
 
 
 def scattered(
-    arguments: Arguments, devices: Sequence[torch.device], sizes: Sequence[int]
+    arguments: Arguments,
+    devices: Sequence[torch.device],
+    sizes: Sequence[int],
+    warnings: ModelWarnings | None = None,
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Return the (positional, keyword) inputs of each device: `sizes[i]` rows, copied there; differentiable.
 
     They are copies even where the device is the same, so that a module that writes into its input writes into its own.
+
+    Args:
+        warnings: as in `Arguments.split`.
     """
 
     def place(tensor: torch.Tensor, placement: Placement) -> list[Any]:
@@ -398,4 +407,4 @@ def scattered(
         carry_attributes(tensor, placed)
         return placed
 
-    return arguments.split(sizes, place)
+    return arguments.split(sizes, place, warnings)

@@ -6,12 +6,13 @@ comparison of the dicts that hold it, before and after. It is not put into the l
 all replicas may be half of the count, and a flag without the weights for which it stands is worse than neither.
 Replicas that have run before are compared where they are given back; new ones after their first forward, with more.
 
-Not found: what replicas change in place in a list, dict or object that they share. There the plain module's is written
-by all of them, in the order of arrival; `unisono.verify` finds it.
+What replicas share and write into is found in the first steps of a structure (shared_state.py), and said in another
+warning.
 """
 
 import types
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from enum import StrEnum
 from functools import partial
 from typing import Any
 
@@ -22,71 +23,95 @@ from unisono.primitives import pytree
 from unisono.primitives.batch_types import batch_type_of
 from unisono.primitives.blueprint import HOOKS, STAMPED, Blueprint, names_of
 from unisono.primitives.change_tracking import GONE, ContainerSnapshot, DictSnapshot
-from unisono.primitives.object_state import same_state, same_value, state_of
-from unisono.primitives.observing_hooks import HookStates, is_the_users
-from unisono.primitives.references import INERT, TRACKED
+from unisono.primitives.object_state import is_equal
+from unisono.primitives.references import TRACKED
 from unisono.primitives.shared_iterators import SharedIterator
+from unisono.primitives.shared_state import HookWrites
 from unisono.runtime import torch_private
-from unisono.runtime.errors import warn
+from unisono.runtime.model_warnings import ModelWarnings
 from unisono.runtime.thread_pool import replica_path
 
 _MOST_NAMED = 6
 _FIRST = 3  # forwards of the plain composition that are watched: each has new replicas
+_ROWS_OF_ONE = (
+    "A buffer (register_buffer in __init__) fits what does not depend on the rows: the first replica's stays, which "
+    "has seen its own rows only. "
+)
 _LOST = (
     "forward of {model} assigns {names}: each replica does, for its own rows. Attributes and hooks of a replica, and "
-    "its parts of the inputs, end with its forward; what all share, such as a class or an object among the inputs, "
-    "each assigns. So the model has not what one device would leave there. Return the value from forward; or make a "
-    "tensor a buffer (register_buffer in __init__), of which the first replica's stays; make layers and parameters "
-    "before wrapping (one forward of the plain module does), where an optimizer finds them."
+    "its parts of the inputs, end with its forward. So the model has not what one device would leave there. Return the "
+    f"value from forward, and keep the gathered one. {_ROWS_OF_ONE}What the first forward "
+    "makes, layers, parameters or hooks, make before wrapping: one forward of the plain module does, and an optimizer "
+    "finds them there."
 )
 _KEPT = (
     "a hook keeps what it sees, {names}, and each replica calls it with its own rows, or with those of one of its "
     "parts: what it keeps by name or in an attribute is one replica's, and a list is in the order of arrival. Return "
     "what it sees from forward of {model}; or use the hook with the plain module, model.module."
 )
+_SHARED = (
+    "forward of {model} writes into {names}, which all replicas share: each writes what it has of its own rows, in the "
+    "order in which replicas happen to run. What is written under a name is one replica's, a list is in the order of "
+    "arrival, and a count is that of replicas. So there is not what one device would leave there. Return the value "
+    f"from forward, and keep the gathered one. {_ROWS_OF_ONE}"
+).strip()
+_DRAWN = (
+    "{names} was drawn from while the replicas of {model} ran, or parts of a batch. They share it, in the order in "
+    "which they happen to run, and a part draws other numbers where it is computed once more in backward. So runs with "
+    "equal seeds may differ. Draw with torch's functions, for which each replica has a stream of its own; or draw "
+    "outside of the model, and pass the result to it as an input."
+)
 _OF_EVERY_MODULE = {*nn.Module().__dict__} - {"training"}
 # Of torch's own classes, the attributes that follow from others: they are assigned again where they are used.
 _DERIVED = {"_flat_weights", "_flat_weight_refs"}
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, type)
+
+
+class Kind(StrEnum):
+    """Kinds of what is left behind; a model is warned of each once."""
+
+    ASSIGNED = "assigned"  # the paths of what forward assigns in replicas
+    HOOKS = "hooks"  # the names of hooks that keep what they see
+    SHARED = "shared"  # the names of what replicas share and write into
+    DRAWS = "draws"  # the names of generators that replicas share and draw from
 
 
 class Leftovers:
-    """What the forwards of one model leave behind. Each kind is said once.
+    """What the forwards of one model leave behind.
 
     Attributes:
-        assigned: the paths of what was assigned.
-        hooks: the names of hooks that keep what they see.
+        found: by kind, the names of what was found.
         has_more: whether something was found that was not said.
-        is_quiet: whether nothing is said.
+
+    Args:
+        warnings: of the model.
     """
 
-    def __init__(self) -> None:
-        self.assigned: dict[str, None] = {}
-        self.hooks: dict[str, None] = {}
-        self.has_more = self.is_quiet = False
-        self._said: set[str] = set()
+    def __init__(self, warnings: ModelWarnings) -> None:
+        self.found: dict[Kind, dict[str, None]] = {kind: {} for kind in Kind}
+        self.has_more = False
+        self._warnings = warnings
         self._num_verbs = 0
 
     @property
     def looks(self) -> bool:
         """Whether forwards are still looked at."""
-        return len(self._said) < 2
+        return not all(map(self._warnings.has_given, Kind))
 
-    def add(self, assigned: Iterable[str], hooks: Iterable[str] = ()) -> None:
-        """Take note of the paths of what a forward has assigned, and of hooks that keep what they see."""
-        self.assigned.update(dict.fromkeys(assigned))
-        self.hooks.update(dict.fromkeys(hooks))
-        self.has_more = bool(self.assigned or self.hooks)
+    def add(self, kind: Kind, names: Iterable[str]) -> None:
+        """Take note of what was found."""
+        names = dict.fromkeys(names)
+        self.found[kind].update(names)
+        self.has_more = self.has_more or bool(names)
 
     def say(self, model: nn.Module) -> None:
         """Warn of what was found, if that was not said before."""
-        if not self.has_more or self.is_quiet or any(replica_path()):  # the latter: not in the caller's thread
+        if not self.has_more or any(replica_path()):  # the latter: not in the caller's thread
             return
         self.has_more = False
-        for names, message in ((self.assigned, _LOST), (self.hooks, _KEPT)):
-            if names and message not in self._said:
-                self._said.add(message)
-                warn(message.format(model=type(model).__name__, names=listed([*names])))
+        for kind, names in self.found.items():
+            if names and not self._warnings.has_given(kind):
+                text = _MESSAGES[kind].format(model=type(model).__name__, names=listed([*names]))
+                self._warnings.give(text, kind)
 
     def watched_by_name(
         self, replicas: Sequence[Any], live: nn.Module, shards: Sequence[Any], devices: Sequence[torch.device]
@@ -104,7 +129,11 @@ class Leftovers:
         of_each = [[of_replica[path] for path in modules] for of_replica in each]
         live_modules = [*modules.values()]
         inputs = [shard for shard in shards if _is_shard(shard)]
-        return Watched(of_each, live_modules, names_of(live_modules, live), inputs, devices, Blueprint(live).observers)
+        names, observers = names_of(live_modules, live), Blueprint(live).observers
+        return Watched(self, of_each, live_modules, names, inputs, devices, observers)
+
+
+_MESSAGES = {Kind.ASSIGNED: _LOST, Kind.HOOKS: _KEPT, Kind.SHARED: _SHARED, Kind.DRAWS: _DRAWN}
 
 
 def listed(names: Sequence[str]) -> str:
@@ -160,27 +189,11 @@ def _is_kept(module: nn.Module, key: str, before: Any, now: Any) -> bool:
     return any(key in vars(hook).values() for hook in hooks)
 
 
-def is_equal(before: Any, now: Any) -> bool:
-    """Return whether two values hold the same, as far as that can be told."""
-    if type(before) is not type(now):
-        return False
-    try:
-        if isinstance(now, _FUNCTIONS) or type(now) in INERT:
-            return bool(before == now)
-        if isinstance(now, torch.Tensor):
-            return before.requires_grad == now.requires_grad and same_value(before, now)
-        if isinstance(now, tuple | list | dict | set) and not len(before) and not len(now):
-            return True
-        state = state_of(now)
-        return bool(state) and same_state(state_of(before), state)
-    except Exception:  # noqa: BLE001 - objects of any class
-        return False
-
-
 class Watched:
     """What the replicas of one forward have before it: their attributes, containers, tensors and inputs.
 
     Args:
+        leftovers: of the model; takes note of what is found.
         replicas: the modules of each.
         live_modules: those of which they are replicas, with the names of these.
         shards: the replicas' positional and keyword inputs.
@@ -190,6 +203,7 @@ class Watched:
 
     def __init__(
         self,
+        leftovers: Leftovers,
         replicas: Sequence[Sequence[nn.Module]],
         live_modules: Sequence[nn.Module],
         names: Sequence[str],
@@ -197,32 +211,38 @@ class Watched:
         devices: Sequence[torch.device],
         observers: Collection[int] = (),
     ) -> None:
+        self._leftovers, self._has_several = leftovers, len(devices) > 1
         self._modules = [module for modules in replicas for module in modules]
+        self._live_modules = [*live_modules] * len(replicas)
         self._names = [*names] * len(replicas)
-        self._hook_states = partial(HookStates, self._modules, self._names, devices, observers)
-        self._hooks = self._hook_states() if len(devices) > 1 else None
-        classes = {cls for module in live_modules for cls in type(module).__mro__ if is_the_users(cls)}
-        self._classes = {cls: dict(vars(cls)) for cls in classes}
+        self._shards = [*shards]
+        self._hook_states = partial(HookWrites, self._modules, self._names, devices, observers)
+        self._in_backward: HookWrites | None = None
+
+    def begin(self) -> None:
+        """Take what the replicas have: forward begins."""
+        self._hooks = self._hook_states() if self._has_several else None
         self._dicts = DictSnapshot(attribute_dicts_of(self._modules))
-        self._containers = [*self._own_containers([*live_modules] * len(replicas))]
+        self._containers = [*self._own_containers()]
         self._scripts = [torch_private.script_attributes(module) for module in self._modules]
         self._tensors = {id(tensor): (name, tensor) for name, tensor in self._named_tensors()}
         self._of_tensors = [*map(_attributes_of, self._tensors.values())]
-        self._inputs = WatchedInputs(shards)
+        self._num_hooks = [torch_private.num_hooks([tensor]) for _, tensor in self._tensors.values()]
+        self._inputs = WatchedInputs(self._shards)
 
-    def forward_has_run(self, leftovers: Leftovers) -> HookStates | None:
-        """Add what is found; return the states of the hooks that backward calls, None if there are none."""
-        leftovers.add(self._assigned(), self._hooks.changed() if self._hooks is not None else ())
-        in_backward = self._hook_states(in_backward=True) if self._hooks is not None else None
-        return in_backward if in_backward else None
+    def end(self) -> None:
+        """Add what is found to the leftovers."""
+        self._leftovers.add(Kind.ASSIGNED, self._assigned())
+        self._leftovers.add(Kind.HOOKS, self._hooks.changed() if self._hooks is not None else ())
+        self._in_backward = self._hook_states(in_backward=True) if self._hooks is not None else None
+
+    def backward_has_run(self) -> None:
+        """Add the hooks that have kept what they see in the backward after that forward."""
+        if self._in_backward is not None:
+            self._leftovers.add(Kind.HOOKS, self._in_backward.changed())
 
     def _assigned(self) -> Iterator[str]:
         yield from assigned(self._dicts, self._modules, self._names)
-        for cls, values in self._classes.items():  # which replicas share
-            for key, value in [*vars(cls).items()]:
-                before = values.get(key, GONE)
-                if value is not before and not key.startswith("__") and not is_equal(before, value):
-                    yield f"{cls.__name__}.{key}"
         for attribute, container in self._containers:
             if not container.is_current():
                 yield attribute
@@ -230,18 +250,19 @@ class Watched:
             for key, value in torch_private.script_attributes(module).items() if values else ():
                 if not is_equal(values.get(key, GONE), value):
                     yield _path(path, key)
-        for (name, tensor), of_tensor in zip(self._tensors.values(), self._of_tensors, strict=True):
+        of_tensors = zip(self._tensors.values(), self._of_tensors, self._num_hooks, strict=True)
+        for (name, tensor), of_tensor, num_hooks in of_tensors:
             yield from _added(name, tensor, of_tensor)
-            if tensor.grad_fn is not None and torch_private.num_hooks([tensor]):  # a leaf is the caller's
+            if torch_private.num_hooks([tensor]) > num_hooks:
                 yield f"{name} (a hook)"
         yield from self._inputs.assigned()
 
-    def _own_containers(self, live_modules: Sequence[nn.Module]) -> Iterator[tuple[str, ContainerSnapshot]]:
+    def _own_containers(self) -> Iterator[tuple[str, ContainerSnapshot]]:
         """Yield the containers that a replica has in place of the live module's, because they hold layers or weights.
 
         Not of a class that says itself what its replicas do not share.
         """
-        for module, live, name in zip(self._modules, live_modules, self._names, strict=True):
+        for module, live, name in zip(self._modules, self._live_modules, self._names, strict=True):
             if not type(module)._replicate_for_data_parallel.__module__.startswith("torch."):
                 continue
             for key, value in vars(module).items():

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 _HOLDS_NOTHING = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, types.NoneType)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, type)
+_PLAIN = (range, slice, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, types.NoneType)
 _VALUES = (bool, int, float, complex, str, bytes)
 
 
@@ -46,6 +48,23 @@ def same_value(one: Any, other: Any) -> bool:
         return False
 
 
+def is_equal(before: Any, now: Any) -> bool:
+    """Return whether two values hold the same, as far as that can be told."""
+    if type(before) is not type(now):
+        return False
+    try:
+        if isinstance(now, (*_FUNCTIONS, *_PLAIN)):
+            return bool(before == now)
+        if isinstance(now, torch.Tensor):
+            return before.requires_grad == now.requires_grad and same_value(before, now)
+        if isinstance(now, tuple | list | dict | set) and not len(before) and not len(now):
+            return True
+        state = state_of(now)
+        return bool(state) and same_state(state_of(before), state)
+    except Exception:  # noqa: BLE001 - objects of any class
+        return False
+
+
 def _held(value: Any, path: str, seen: set[int], nothing: tuple[type, ...]) -> Iterator[tuple[str, Any]]:
     if isinstance(value, nothing):
         return
@@ -71,17 +90,16 @@ def _inside(value: Any) -> dict[str, Any] | None:
         inside = {f"[{number}]": child for number, child in enumerate(value)}
     else:
         inside = {}
-    slots = [name for name in _slot_names(type(value)) if hasattr(value, name)]
-    inside.update((f".{name}", child) for name, child in getattr(value, "__dict__", {}).items())
-    inside.update((f".{name}", getattr(value, name)) for name in slots)
+    inside.update((f".{name}", child) for name, child in attributes_of(value).items())
     if not inside and not isinstance(value, Mapping | list | tuple | deque) and not hasattr(value, "__dict__"):
         return None  # a set, or an object of C code
     return inside
 
 
-def values_of_slots(value: object) -> list[Any]:
-    """Return what an object has in the slots of its class."""
-    return [getattr(value, name) for name in _slot_names(type(value)) if hasattr(value, name)]
+def attributes_of(value: object) -> dict[str, Any]:
+    """Return what an object has in its `__dict__`, and in the slots of its class."""
+    slots = [name for name in _slot_names(type(value)) if hasattr(value, name)]
+    return {**getattr(value, "__dict__", {}), **{name: getattr(value, name) for name in slots}}
 
 
 def _slot_names(cls: type) -> Iterator[str]:

@@ -11,9 +11,9 @@ import torch
 
 from unisono.primitives import pytree
 from unisono.primitives.dims import out_dims_of
-from unisono.runtime.errors import warn
+from unisono.runtime.model_warnings import ModelWarnings
 
-# What a model has been warned of.
+# Kinds of warnings.
 ROWS = "rows of outputs"
 _LISTS = "lists in outputs"
 
@@ -40,14 +40,16 @@ class Leaf(NamedTuple):
     scalars: str  # the rule for 0-dim tensors and numbers
 
 
-def warn_of_other_rows(output: pytree.Spec, leaves: Sequence[Leaf], sizes: Sequence[int], said: set[str]) -> None:
+def warn_of_other_rows(
+    output: pytree.Spec, leaves: Sequence[Leaf], sizes: Sequence[int], warnings: ModelWarnings
+) -> None:
     """Warn of lists whose entries may belong to rows, and of tensors with another size than their replica's rows.
 
     Args:
         output: the structure of the output.
         leaves: its leaves.
         sizes: the replicas' rows. One replica's tensors are returned as they are, but its numbers become vectors.
-        said: what the model has been warned of already.
+        warnings: of the model.
     """
     unsaid = [number for number, leaf in enumerate(leaves) if leaf.entry is ... and leaf.axis is not None]
     tensors = {number for number in unsaid if len(sizes) > 1 and _has_other_size(leaves[number], sizes)}
@@ -60,13 +62,11 @@ def warn_of_other_rows(output: pytree.Spec, leaves: Sequence[Leaf], sizes: Seque
             continue
         tensors -= inside
         others -= inside
-        if _LISTS not in said:
-            said.add(_LISTS)
+        if not warnings.has_given(_LISTS):
             as_now = _out_dims(output, leaves, {number: leaves[number].axis for number in numbers})
-            warn(_LIST.format(path=path, kind=type(spec.value).__name__, as_now=as_now))
-    if tensors and ROWS not in said:
-        said.add(ROWS)
-        warn(_about_tensors(output, leaves, sorted(tensors), sizes))
+            warnings.give(_LIST.format(path=path, kind=type(spec.value).__name__, as_now=as_now), _LISTS)
+    if tensors and not warnings.has_given(ROWS):
+        warnings.give(_about_tensors(output, leaves, sorted(tensors), sizes), ROWS)
 
 
 def _has_other_size(leaf: Leaf, sizes: Sequence[int]) -> bool:

@@ -27,7 +27,6 @@ from unisono.primitives.placements import (
     cannot_be_placed,
 )
 from unisono.runtime import devices as _devices
-from unisono.runtime.errors import warn_once
 
 
 @dataclass(frozen=True)
@@ -44,6 +43,10 @@ class Group:
 LiveTensors: TypeAlias = Sequence[Mapping[int, torch.Tensor]]
 Maker: TypeAlias = Callable[[Sequence[Any], torch.device], Any]  # a leaf's gathered value, from the joined tensors
 
+_STACKED = (
+    "gathering 0-dim outputs, such as a loss: they become a vector with one entry a replica. Take its mean "
+    'or sum before backward(), or have it done exactly: DataParallel(..., scalars="mean").'
+)
 _DIFFERENT_LENGTHS = (
     "If the module pads its sequences (pad_packed_sequence), each replica pads to the longest of its own: give "
     "total_length=, or have the outputs padded: DataParallel(..., out_dims=unisono.pad(axis)). If the rows are on "
@@ -75,6 +78,7 @@ class Outputs:
         is_summed: bool = False,
     ) -> None:
         self.groups: list[Group] = []  # the tensors that are to be joined
+        self._warnings = rules.warnings
         self._means_over = sizes if rules.amounts is None else rules.amounts
         self._live_of, self._is_summed = live_of, is_summed
         self._paths, self._given = ["output"], [tuple(outputs)]
@@ -94,11 +98,11 @@ class Outputs:
         axes, paddings = rules.axes(self._spec)
         scalars = spread(rules.scalars, self._spec, "stack", "scalars")
         live = [*map(self._live_tensor, self._given)]
-        if sizes is not None and rules.said is not None:
+        if sizes is not None and rules.warnings is not None:
             entries = spread(rules.out_dims, self._spec, ..., "out_dims")
             joined_on = [axis if found is None else None for axis, found in zip(axes, live, strict=True)]
             each = zip(self._paths, self._given, entries, joined_on, scalars, strict=True)
-            warn_of_other_rows(self._spec, [*starmap(Leaf, each)], sizes, rules.said)
+            warn_of_other_rows(self._spec, [*starmap(Leaf, each)], sizes, rules.warnings)
         # For each leaf a function that makes its gathered value from the joined tensors.
         self._makers = []
         try:
@@ -160,10 +164,8 @@ class Outputs:
         if first.ndim == 0:
             if rule != "stack":
                 return Group(given, WeightedSum(self._weights(path, rule, len(given))))
-            warn_once(
-                "gathering 0-dim outputs, such as a loss: they become a vector with one entry a replica. Take its mean "
-                'or sum before backward(), or have it done exactly: DataParallel(..., scalars="mean").'
-            )
+            if self._warnings is not None:
+                self._warnings.give(_STACKED)
             return Group(given, Stack())
         if not -first.ndim <= axis < first.ndim:
             raise ValueError(

@@ -11,6 +11,7 @@ from unisono.primitives.checks import check_module
 from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
 from unisono.runtime.devices import DeviceLike
+from unisono.runtime.model_warnings import of_process
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -58,7 +59,7 @@ def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -
                 tensors[key] = _devices.copy_to(constant, device)
             (root, *_), _ = blueprint.stamp(tensors)
             replicas.append(root)
-        warn_of_observers(blueprint, targets)
+        warn_of_observers(blueprint, targets, of_process)
     return replicas  # type: ignore[return-value]
 
 

@@ -14,7 +14,7 @@ import torch
 
 from unisono.primitives.batch_types import batch_type_of, register_batch_type
 from unisono.primitives.pytree import Spec, step
-from unisono.runtime.errors import warn_once
+from unisono.runtime.model_warnings import ModelWarnings
 
 T = TypeVar("T")
 
@@ -64,7 +64,9 @@ def _join(parts: Sequence[SampleList[Any]]) -> SampleList[Any]:
 register_batch_type(SampleList, scatter=_split, gather=_join)
 
 
-def warn_of_whole_lists(inputs: Spec, name: str, leaves: Iterator[tuple[Any, int | None]], rows: int) -> None:
+def warn_of_whole_lists(
+    inputs: Spec, name: str, leaves: Iterator[tuple[Any, int | None]], rows: int, warnings: ModelWarnings
+) -> None:
     """Warn of an input that is a list without tensors and has as many entries as the batch has rows: it is not split.
 
     A tuple of numbers counts as one value, such as a size.
@@ -73,6 +75,7 @@ def warn_of_whole_lists(inputs: Spec, name: str, leaves: Iterator[tuple[Any, int
         inputs, name: the structure of the positional or the keyword inputs, and what messages call it.
         leaves: its leaves, each with the axis of its rows; None: every replica gets it on purpose.
         rows: of the batch.
+        warnings: of the model.
     """
 
     def stays(leaf: Any, axis: int | None) -> bool:  # it is split, or whole on purpose
@@ -88,7 +91,7 @@ def warn_of_whole_lists(inputs: Spec, name: str, leaves: Iterator[tuple[Any, int
         in_dims: Any = None
         for key in reversed(keys):
             in_dims = {key: in_dims}
-        warn_once(
+        warnings.give(
             f"{_path(inputs, name, keys)} has as many entries as the batch has rows, and no tensors: every replica "
             "gets all of them. If each belongs to a row, give a unisono.SampleList; if every replica needs all: "
             f"in_dims={in_dims}."

@@ -13,6 +13,7 @@ from unisono.primitives.outputs import gathered
 from unisono.primitives.split_sizes import split_rows
 from unisono.runtime import devices as _devices
 from unisono.runtime.devices import DeviceLike
+from unisono.runtime.model_warnings import of_process
 
 
 def check_kwargs(kwargs: object, argument: str) -> dict[str, Any]:
@@ -73,9 +74,11 @@ def _scatter_call(
         raise ValueError("no devices to scatter to: expected at least one")
     arguments = Arguments(inputs, kwargs, dim, dim)
     if arguments.rows is None:  # nothing to split: every device gets the same
-        return scattered(arguments, devices, [0] * len(devices))
+        return scattered(arguments, devices, [0] * len(devices), of_process)
     sizes = [size for size in split_rows(arguments.rows, len(devices)) if size] or [0]
-    return scattered(arguments, devices[: len(sizes)], sizes)  # by torch's rule the last devices may get no rows
+    return scattered(
+        arguments, devices[: len(sizes)], sizes, of_process
+    )  # by torch's rule the last devices may get no rows
 
 
 def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> Any:
@@ -107,4 +110,4 @@ def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> A
     if target_device is None:
         raise TypeError("target_device is None: expected an int, a string or a torch.device")
     device = _devices.resolve_output(target_device, ())
-    return gathered(outputs, device, OutputRules(dim))
+    return gathered(outputs, device, OutputRules(dim, warnings=of_process))

@@ -29,6 +29,7 @@ _WRITTEN = (
 )
 IN_LANES = "in several replicas at once, where one device would have done so in one batch after the other"
 
+NameOf: TypeAlias = Callable[[torch.Tensor], str]
 Copy: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # a live parameter, and a replica's in memory of its own
 
 
@@ -38,24 +39,31 @@ def in_each(num_replicas: int) -> str:
     return f"once in each of {each}, where one device would have done so once"
 
 
-def watch_memory(pairs: Iterable[Copy], name_of: Callable[[torch.Tensor], str], times: str) -> Callable[[], None]:
-    """Return what raises RuntimeError, once replicas have run, if parameters of theirs have other memory and values.
+class MovedParameters:
+    """Finds parameters of replicas that have other memory and values after a forward.
 
     Other memory alone is right: layers of RNNs put their weights into one piece (`flatten_parameters`).
 
     Args:
         pairs: live parameters, each with a replica's own.
-        name_of, times: as in `WrittenParameters.check`.
+        name_of, times: as in `WrittenParameters`.
     """
-    watched = [(live, own, own.data_ptr()) for live, own in pairs if is_plain(live) and is_plain(own)]
 
-    def look() -> None:
-        moved = [(live, own) for live, own, address in watched if own.data_ptr() != address]
-        names = dict.fromkeys([name_of(live) for live, own in moved if not _are_same(live, own)])
+    def __init__(self, pairs: Iterable[Copy], name_of: NameOf, times: str) -> None:
+        self._pairs = [pair for pair in pairs if all(map(is_plain, pair))]
+        self._name_of, self._times = name_of, times
+
+    def begin(self) -> None:
+        """Take the addresses as they are: forward begins."""
+        self._addresses = [own.data_ptr() for _, own in self._pairs]
+
+    def end(self) -> None:
+        """Raise RuntimeError if forward has assigned the `.data` of a parameter since."""
+        pairs = zip(self._pairs, self._addresses, strict=True)
+        moved = [(live, own) for (live, own), address in pairs if own.data_ptr() != address]
+        names = dict.fromkeys([self._name_of(live) for live, own in moved if not _are_same(live, own)])
         if names:
-            raise RuntimeError(_WRITTEN.format(names=", ".join(names), times=times))
-
-    return look
+            raise RuntimeError(_WRITTEN.format(names=", ".join(names), times=self._times))
 
 
 def _are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -66,46 +74,46 @@ class WrittenParameters:
     """Finds parameters that the replicas of one forward write into.
 
     Args:
-        live: the module's parameters.
+        root: the live module.
+        live: its parameters.
         copies: those of replicas that are in memory of their own.
+        name_of: what messages call a parameter.
+        times: how often forward writes, in words: `in_each` or `IN_LANES`.
     """
 
-    def __init__(self, live: Sequence[torch.Tensor], copies: Sequence[Copy]) -> None:
+    def __init__(
+        self, root: nn.Module, live: Iterable[torch.Tensor], copies: Iterable[Copy], name_of: NameOf, times: str
+    ) -> None:
+        self._root, self._name_of, self._times = root, name_of, times
         pairs = [(None, tensor) for tensor in live] + [*copies]
         self._watched = [(of, tensor) for of, tensor in pairs if not tensor.is_inference()]
         self._tensors = [tensor for _, tensor in self._watched]
-        self.begin()
 
     @classmethod
-    def of_replicas(cls, replicas: Sequence[Any], root: nn.Module) -> Self:
+    def of_replicas(cls, replicas: Sequence[Any], root: nn.Module, name_of: NameOf) -> Self:
         """Return what finds them in any replicas of `root`; parameters that have its parameters' names are copies."""
         live = dict(root.named_parameters())
         found = [pair for each in replicas if isinstance(each, nn.Module) for pair in each.named_parameters()]
-        return cls([*live.values()], [(live[name], p) for name, p in found if name in live and p is not live[name]])
+        copies = [(live[name], p) for name, p in found if name in live and p is not live[name]]
+        return cls(root, live.values(), copies, name_of, in_each(len(replicas)))
 
     def begin(self) -> None:
         """Take the counters as they are: forward begins."""
         self._versions = [*map(_version, self._tensors)]
         self._shortened = dict(shortened_rows)
 
-    def check(self, root: nn.Module, name_of: Callable[[torch.Tensor], str], times: str) -> None:
-        """Raise RuntimeError if forward has written into a parameter since `begin`.
-
-        Args:
-            root: the live module.
-            name_of: what messages call one of its parameters.
-            times: how often it has written, in words: `in_each` or `IN_LANES`.
-        """
+    def end(self) -> None:
+        """Raise RuntimeError if forward has written into a parameter since."""
         if [*map(_version, self._tensors)] != self._versions:
-            names = [*dict.fromkeys(map(name_of, self._written(root)))]
+            names = [*dict.fromkeys(map(self._name_of, self._written()))]
             if names:
-                raise RuntimeError(_WRITTEN.format(names=", ".join(names), times=times))
+                raise RuntimeError(_WRITTEN.format(names=", ".join(names), times=self._times))
 
-    def _written(self, root: nn.Module) -> Iterator[torch.Tensor]:
+    def _written(self) -> Iterator[torch.Tensor]:
         """Yield live parameters that were written into, here or in a copy; apply what copies have shortened."""
         shorten = {
             id(module.weight): module.norm_type
-            for module in root.modules()
+            for module in self._root.modules()
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
         }
         for (live, tensor), before in zip(self._watched, self._versions, strict=True):

@@ -1,4 +1,4 @@
-"""Messages that are given once a process, and the one place where context is added to an exception.
+"""Messages of a log that are given once a process, and the one place where context is added to an exception.
 
 unisono raises the types that torch raises in the same place (`ValueError`, `TypeError`, `RuntimeError`), so that
 programs written for `torch.nn.DataParallel` catch what they caught before. An exception from a user's module stays
@@ -117,12 +117,6 @@ def log_once(message: str) -> None:
     """Log `message` as a warning, the first time only in this process."""
     if _first_time(message):
         log.warning(message)
-
-
-def warn_once(message: str) -> None:
-    """Issue `message` as a `UserWarning` about the user's line, the first time only in this process."""
-    if _first_time(message):
-        warn(message)
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:

@@ -12,7 +12,7 @@ from unisono.data_parallel import DataParallel
 from unisono.engines.replica import leaves_and_nodes
 from unisono.engines.shared_generators import generators_of
 from unisono.primitives import pytree
-from unisono.primitives.output_rows import ROWS
+from unisono.primitives.leftovers import Kind as Left
 from unisono.primitives.shared_iterators import iterators_anew
 from unisono.runtime import devices as _devices
 from unisono.runtime.draws_off import DrawsOff
@@ -98,8 +98,7 @@ class RecordedStep:
     attributes: dict[str, torch.Tensor] = field(default_factory=dict)  # after the step
     contents_before: dict[str, dict[str, Any]] = field(default_factory=dict)  # of containers and objects in attributes
     contents: dict[str, dict[str, Any]] = field(default_factory=dict)  # after the step
-    assigned: Sequence[str] = ()  # the paths of what forward has assigned in replicas
-    hooks: Sequence[str] = ()  # the names of hooks that keep what they see in replicas
+    left: dict[Left, Sequence[str]] = field(default_factory=lambda: dict.fromkeys(Left, ()))  # behind, by forward
     rows: Sequence[int] = ()  # of each replica; one entry on one device, empty if not known
     error: ValueError | None = None  # why the replicas' outputs could not be gathered
     no_gradients: str = ""  # why the backward failed
@@ -132,8 +131,6 @@ def take_step(
     """
     original: nn.Module = model if like is None else model.module  # type: ignore[assignment]
     model = copied(model)
-    if isinstance(model, DataParallel):
-        model._options.said.add(ROWS)  # findings say more
     module: nn.Module = model if like is None else model.module  # type: ignore[assignment]
     module.to(example.device)
     if mode == "eval":
@@ -149,8 +146,6 @@ def take_step(
     # The replicas' calls overlap: which of them has drawn cannot be seen.
     watch = (lambda: RandomState(generators).moved) if like is None else (lambda: lambda: False)
     step = RecordedStep(CallRecorder(watch), attributes_before=numbers_in(module), contents_before=contents_in(module))
-    if isinstance(model, DataParallel):
-        model._threads.leftovers.is_quiet = True  # the report says it
     off, before = DrawsOff(), RandomState(generators)
     with step.recorder.attached(module), off:
         try:
@@ -172,7 +167,7 @@ def take_step(
         step.output = pytree.map_all_tensors(lambda tensor: tensor.detach().clone(), output)
     step.switched_off, step.drawn_from = [*off.operations], before.moved()
     if isinstance(model, DataParallel):  # after backward, which hooks may see
-        step.assigned, step.hooks = [*model._threads.leftovers.assigned], [*model._threads.leftovers.hooks]
+        step.left = {kind: [*names] for kind, names in model._threads.first_steps.leftovers.found.items()}
     step.attributes, step.contents = numbers_in(module), contents_in(module)
     step.parameters = {name: plain(parameter) for name, parameter in module.named_parameters()}
     before_step = {name: plain(parameter) for name, parameter in original.named_parameters()}

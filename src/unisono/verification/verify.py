@@ -23,6 +23,7 @@ from unisono.data_parallel import DataParallel
 from unisono.primitives.blueprint import check_initialized
 from unisono.primitives.checks import check_module
 from unisono.primitives.inputs import Arguments
+from unisono.primitives.leftovers import Kind as Left
 from unisono.primitives.leftovers import listed
 from unisono.primitives.object_state import same_state, same_value
 from unisono.primitives.placements import check_have_data
@@ -57,6 +58,10 @@ _LOST = "each replica has its own, which ends with its forward"
 _HOOKS = (
     "hooks keep what they see, {names}, and each replica calls them with its own rows: what they keep by name is one "
     "replica's, and a list is in the order of arrival"
+)
+_SHARED = (
+    "forward writes into {names}, which all replicas share: what it writes there under a name is one replica's, and a "
+    "list is in the order of arrival"
 )
 _JUMPS = (
     "parameters and inputs that change by {nudge:.0e} of themselves move gradients by {moved:.0e} of the largest, as "
@@ -263,7 +268,7 @@ def _changed_contents(one: RecordedStep, many: RecordedStep, tolerance: Toleranc
             continue
         if not same_state(before, after):
             yield name, _BY_ALL
-        elif before and name in many.assigned:  # else forward fills it
+        elif before and name in many.left[Left.ASSIGNED]:  # else forward fills it
             yield name, _LOST
 
 
@@ -346,11 +351,13 @@ def _notes(mode: str, one: RecordedStep, many: RecordedStep) -> Iterator[str]:
     elif not one.gradients:
         yield f"{mode}: there are no gradients to compare: the loss needs none"
     # A cache, or values that are kept for who reads them: no difference, unless it is a number that is updated.
-    updated = {*_updated(one, many), *(name for name in many.assigned if many.contents_before.get(name))}
-    if filled := [name for name in many.assigned if name not in updated]:
+    updated = {*_updated(one, many), *(name for name in many.left[Left.ASSIGNED] if many.contents_before.get(name))}
+    if filled := [name for name in many.left[Left.ASSIGNED] if name not in updated]:
         yield f"forward fills {listed(filled)}: {LOST}. If they are read after forward, return them as outputs"
-    if many.hooks:
-        yield _HOOKS.format(names=listed(many.hooks))
+    if shared := [name for name in many.left[Left.SHARED] if name.partition(".")[0] not in many.contents]:
+        yield _SHARED.format(names=listed(shared))
+    if many.left[Left.HOOKS]:
+        yield _HOOKS.format(names=listed(many.left[Left.HOOKS]))
     if len(many.rows) == 1:
         yield "only one replica had rows: give a batch with more rows"
 
