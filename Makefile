@@ -140,7 +140,7 @@ DOCS = .venv-docs
 docs: $(DOCS)/.ready  ## build the documentation site in site/; a link that leads nowhere is an error
 	$(DOCS)/bin/python docs/site.py
 	$(DOCS)/bin/zensical build --clean --strict
-	@echo "see site/index.html"
+	@echo "see site/index.html; with search: $(PYTHON) -m http.server -d site"
 
 $(DOCS)/.ready: constraints.txt
 	$(PYTHON) -m venv $(DOCS)

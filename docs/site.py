@@ -44,6 +44,8 @@ PLACES = {
 _LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\]\()([^()\s]+)(\))")
 _FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 _ROW = re.compile(r"^\| ([A-Z]\d+) \| (.*) \|$")
+# Sources and single cases would come before the guides, because they are most of the text.
+_NOT_SEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
 _LANGUAGES = {".py": "python", ".toml": "toml", ".json": "json", ".ini": "ini", ".txt": "text", "": "text"}
 
 
@@ -179,7 +181,8 @@ class Site:
         shutil.rmtree(folder, ignore_errors=True)
         for path, text in self.pages.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            (folder / path).write_text(text, encoding="utf-8")
+            hidden = _NOT_SEARCHED if path.startswith(("source/", "behaviour/")) else ""
+            (folder / path).write_text(hidden + text, encoding="utf-8")
         for path, source in self.files.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, folder / path)

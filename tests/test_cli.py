@@ -112,22 +112,21 @@ def test_a_loss_that_is_no_number_is_a_failure_of_the_run(capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(
-    ("command", "package", "extra"),
+    ("command", "package", "installed_as"),
     [
-        (SMALL, "matplotlib", "train"),
-        (SMALL, "sklearn", "train"),
-        ([*SMALL, "--data", "fashion-mnist"], "pooch", "train"),
-        (["bench"], "psutil", "bench"),
-        (["watch", "--once"], "rich", "watch"),
+        (SMALL, "matplotlib", "matplotlib"),
+        (SMALL, "sklearn", "scikit-learn"),
+        ([*SMALL, "--data", "fashion-mnist"], "pooch", "pooch"),
+        (["bench"], "psutil", "psutil"),
+        (["watch", "--once"], "rich", "rich"),
     ],
 )
 def test_missing_packages_are_named_with_the_remedy(
-    command: list[str], package: str, extra: str, without_package: Any, capsys: pytest.CaptureFixture[str]
+    command: list[str], package: str, installed_as: str, without_package: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also from a checkout, where no index has unisono."""
+    """By their own names, which any index has."""
     without_package(package)
-    remedy = f"pip install 'unisono[{extra}]' (in a checkout: pip install '.[{extra}]')"
-    assert_misused(command, f"{package} not installed: {remedy}", capsys)
+    assert_misused(command, f"{installed_as} not installed: pip install {installed_as}", capsys)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell's way to close them")
@@ -195,7 +194,7 @@ def write_rows(folder: Path, num_rows: int) -> None:
 @pytest.mark.parametrize("command", ["", "train", "run", "verify", "bench", "plan", "devices", "watch"])
 def test_the_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert status_of(*command.split(), "--help") == 0
-    assert f"examples:\n  unisono {command or 'train'}" in capsys.readouterr().out
+    assert f"examples:\n  unisono {command or 'run'}" in capsys.readouterr().out
 
 
 def test_without_a_command_it_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:

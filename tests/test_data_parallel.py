@@ -19,6 +19,7 @@ from torch import nn
 
 from helpers.modules import Calls, Composed, Fn
 from unisono import DataParallel, data_parallel, gather, verify
+from unisono.data_parallel import ARGUMENTS
 
 CPU = torch.device("cpu")
 SIM = [f"sim:{i}" for i in range(4)]  # of the fixture `sim`
@@ -74,7 +75,27 @@ def test_signature():
     theirs = [name for name in inspect.signature(nn.DataParallel.__init__).parameters if name != "self"]
     assert list(ours)[:4] == theirs == ["module", "device_ids", "output_device", "dim"]
     assert [ours[name].default for name in theirs[1:]] == [None, None, 0]
-    assert {p.name for p in ours.values() if p.kind is p.KEYWORD_ONLY} == set(ours) - set(theirs)
+    assert {p.name for p in ours.values() if p.kind is p.KEYWORD_ONLY} == {*ours} - {*theirs, "unknown"}
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("share", "did you mean shares?"),
+        ("devices", "did you mean device_ids?"),
+        ("sync_bn", "did you mean sync_batch_norm?"),
+        ("find_unused_parameters", "leave it out"),
+        ("mixed_precision", r"write torch\.autocast"),
+        ("colour", r"it has .*device_ids"),
+    ],
+)
+def test_unknown_arguments_name_the_line_to_write(name: str, says: str) -> None:
+    """A1: also those of other libraries, and in verify, which takes the options."""
+    model: Any = nn.Linear(5, 2)
+    with pytest.raises(TypeError, match=f"DataParallel has no argument '{name}'; {says}"):
+        DataParallel(model, **{name: True})
+    with pytest.raises(TypeError, match=f"verify has no argument '{name}'; {says}"):
+        verify(model, torch.ones(4, 5), **{name: True})
 
 
 @pytest.mark.parametrize(
@@ -557,7 +578,7 @@ def test_its_text_names_the_devices():
 
 def test_every_option_is_checked_when_it_is_assigned():
     """A13: one that is added later must not be accepted in silence."""
-    assert inspect.signature(DataParallel).parameters.keys() <= {"module", *DataParallel._option_names}
+    assert {*ARGUMENTS} <= {"module", *DataParallel._option_names}
 
 
 def test_the_module_of_several_processes_cannot_be_replaced(monkeypatch):

@@ -27,6 +27,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 # module's, and end in an error where these differ.
 CHECKS = {
     "first_steps.py": ([], "same: 12 comparisons, in training and eval"),
+    "same_numbers.py": ([], r"state of an LSTM: \(1, 8, 4\); \(4, 2, 4\) by torch's rule, \(1, 8, 4\) with out_dims=1"),
     "transcript.py": (["--devices", "8"], r"Outside: input \[10, 5\] output \[10, 2\]"),
     "middle_block.py": ([], "Output and gradients: as without the wrapper"),
     "sequences.py": ([], r"Packed: \[17, 4\] in 6 steps, as without the wrapper"),

@@ -2,7 +2,7 @@
 
 Each subcommand is a module with SUMMARY, DESCRIPTION, EXAMPLES, `add_options(parser)` and `run(given)`, which returns
 the exit status. `given` has only what was on the command line. If packages must be installed, `needed(given)` names
-them, by the extra that has them.
+them.
 """
 
 import argparse
@@ -31,13 +31,13 @@ _ASK_THE_SYSTEM = ("bench", "devices", "watch")
 _STOPPED = 128  # plus the number of the signal, as shells have it
 
 _COMMANDS: dict[str, ModuleType] = {
-    "train": train,
     "run": run,
     "verify": verify,
-    "bench": bench,
-    "plan": plan,
     "devices": devices,
     "watch": watch,
+    "bench": bench,
+    "plan": plan,
+    "train": train,
 }
 
 _DESCRIPTION = """\
@@ -50,14 +50,14 @@ In your own script it is one line:
 
 _EXAMPLES = """\
 examples:
-  unisono train                 train ResNet-18 on handwritten digits, on every device
-  unisono train --help          say what else it can do
   unisono run train.py          run a script of yours with unisono in the place of torch.nn.DataParallel
   unisono verify train:build    compare a model of yours on one device and on several
-  unisono bench train:build     say how many replicas are fastest for it here
-  unisono plan train:build      say how far it will scale, up to 1,024 devices
   unisono devices               say what this machine has, and which devices are free
   unisono watch                 show their load, memory and processes, live
+  unisono bench train:build     say how many replicas are fastest for it here
+  unisono plan train:build      say how far it will scale, up to 1,024 devices
+  unisono train                 train ResNet-18 on handwritten digits, on every device
+  unisono train --help          say what else it can do
 """
 
 
@@ -129,29 +129,34 @@ def _escape_what_cannot_be_encoded() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def _parse(argv: Sequence[str]) -> tuple[ModuleType | None, dict[str, Any]]:
-    """Return the subcommand and its arguments; without a subcommand, print the help and return None.
-
-    Raises:
-        OptionError: the arguments cannot be understood, or a package is not installed.
-    """
+def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """Return the parser of `unisono`, and those of its commands by name."""
     parser = _Parser(prog="unisono", **_texts(_DESCRIPTION, _EXAMPLES))
     parser.add_argument("--version", action="version", version=f"unisono {__version__}")
     subparsers = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
     for name, module in _COMMANDS.items():
         texts = _texts(module.DESCRIPTION, module.EXAMPLES)
         module.add_options(subparsers.add_parser(name, help=module.SUMMARY, **texts))
+    return parser, dict(subparsers.choices)
 
+
+def _parse(argv: Sequence[str]) -> tuple[ModuleType | None, dict[str, Any]]:
+    """Return the subcommand and its arguments; without a subcommand, print the help and return None.
+
+    Raises:
+        OptionError: the arguments cannot be understood, or a package is not installed.
+    """
+    parser, of_commands = parsers()
     arguments, unknown = parser.parse_known_args(argv)
     given = vars(arguments)
     name = given.pop("command")
     if unknown:
-        (subparsers.choices[name] if name else parser).error(f"there is no option {unknown[0]}")
+        (of_commands[name] if name else parser).error(f"there is no option {unknown[0]}")
     if name is None:
         parser.print_help()
         return None, given
     command = _COMMANDS[name]
-    expect_installed(command.needed(given) if hasattr(command, "needed") else {})
+    expect_installed(command.needed(given) if hasattr(command, "needed") else ())
     return command, given
 
 

@@ -4,8 +4,9 @@ ways.py decides how a call is run: by replicas in threads, by the plain composit
 """
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Never
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,9 +22,9 @@ from unisono.engines.distributed import Ranks
 from unisono.engines.first_steps import FirstSteps
 from unisono.engines.threads import Threads
 from unisono.inference.map_and_evaluate import evaluate_batches, map_batches
-from unisono.options import Options, decided
+from unisono.options import OF_OTHER_LIBRARIES, Options, decided
 from unisono.primitives.batch_types import batch_type_of
-from unisono.primitives.checks import check_flag, check_module, check_word
+from unisono.primitives.checks import check_flag, check_module, check_names, check_word
 from unisono.primitives.dims import check_dim, warn_if_rows_elsewhere
 from unisono.primitives.output_rows import ROWS
 from unisono.primitives.outputs import gathered
@@ -142,7 +143,9 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         sync_batch_norm: bool | None = None,
         process_group: Any = None,
         loss: str = "mean",
+        **unknown: Never,
     ) -> None:
+        check_names(unknown, ARGUMENTS, "DataParallel", OF_OTHER_LIBRARIES)
         nn.Module.__init__(self)  # not that of torch.nn.DataParallel, which knows GPUs only
         check_module(module, "module")
         check_word(("mean", "sum"), loss, "loss")
@@ -539,6 +542,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
 
 
 DataParallel._has_own_verbs = DataParallel
+ARGUMENTS = [name for name, p in inspect.signature(DataParallel).parameters.items() if p.kind is not p.VAR_KEYWORD]
 # Of modules that were run by `data_parallel`, which makes a wrapper for each call.
 _first_steps_of: WeakKeyDictionary[nn.Module, FirstSteps] = WeakKeyDictionary()
 

@@ -17,6 +17,23 @@ _SHARED_ACCELERATOR = (
     "backward of batch norm, and torch runs all backwards of one accelerator in one thread, where the second would "
     "never begin. Name each accelerator once, or leave sync_batch_norm=False."
 )
+# What to say of arguments that DistributedDataParallel, Accelerate and Lightning have.
+OF_OTHER_LIBRARIES = {
+    **dict.fromkeys(("devices", "device", "gpus", "gpu_ids", "devices_ids", "ids"), "device_ids"),
+    **dict.fromkeys(("sync_bn", "sync_batchnorm", "convert_sync_batchnorm"), "sync_batch_norm"),
+    **dict.fromkeys(("batch_dim", "axis", "batch_axis"), "dim"),
+    **dict.fromkeys(
+        ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "bucket_cap_mb", "check_reduction"),
+        "leave it out: parameters that a step does not use need no option here, and buckets choose their own size",
+    ),
+    **dict.fromkeys(
+        ("broadcast_buffers", "forward_sync_buffers", "init_sync"),
+        "leave it out: parameters and buffers begin as the module's, or as those of rank 0 under a launcher",
+    ),
+    **dict.fromkeys(("device_mesh", "mesh"), "process_group"),
+    **dict.fromkeys(("mixed_precision", "precision"), "write torch.autocast around forward, as without a wrapper"),
+    "gradient_accumulation_steps": "call backward as often before optimizer.step(), as without a wrapper",
+}
 _MAX_TIMEOUT_S = 2_000_000  # a longer wait overflows in systems that count milliseconds in 32 bits
 
 

@@ -103,7 +103,7 @@ def test_without_matplotlib_the_picture_is_left_out(
     assert run("own:build") == 0
     out = capsys.readouterr().out
     assert "is fastest here" in out
-    assert out.splitlines()[-1].startswith("no picture: matplotlib not installed: pip install 'unisono[bench]'")
+    assert out.splitlines()[-1].startswith("no picture: matplotlib not installed: pip install matplotlib")
     assert "results.png" not in Path("runs/bench/results.md").read_text()
     assert sorted(os.listdir("runs/bench")) == ["results.json", "results.md"]
 

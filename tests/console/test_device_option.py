@@ -31,6 +31,11 @@ def test_without_accelerators(no_accelerators: None, text: str, replicas: int, a
         ("1", None, ["cuda:0"]),
         ("2", None, ["cuda:0", "cuda:1"]),
         ("cuda:1,cuda:0", None, ["cuda:1", "cuda:0"]),
+        ("0,1", None, ["cuda:0", "cuda:1"]),
+        ("3, 1", None, ["cuda:3", "cuda:1"]),
+        ("2,", None, ["cuda:2"]),
+        ("1,cuda:1", None, ["cuda:1", "cuda:1"]),
+        ("1*2", None, ["cuda:1", "cuda:1"]),
         ("cuda:0*3", None, ["cuda:0"] * 3),
         ("cpu*2", None, ["cpu", "cpu"]),
         ("auto", "0", ["cuda:0"]),
@@ -54,12 +59,13 @@ def test_each_of_several_processes_has_its_own_accelerators(
     ("text", "among_several", "message"),
     [
         ("3", False, r"--devices 3: there are only 2 \(cuda:0, cuda:1\); 'cuda:0\*3' puts 3"),
-        ("cuda:7", False, "no accelerator 7"),
+        ("cuda:7", False, "--devices cuda:7: there is no accelerator 7"),
+        ("0,2", False, "--devices 0,2: there is no accelerator 2"),
         ("cpu,cuda:0", False, "one kind"),
         ("auto", True, "LOCAL_RANK=2, and this machine has 2 accelerators"),
         ("1", True, "--devices 1 for each of 3 processes"),
         *((text, False, "--devices") for text in ("", "0", "-1", "two", "gpu", "cpu*", "cpu*0", "cpu*x", "*2")),
-        *((text, False, "--devices") for text in ("cpu,,cpu", "meta", "1.5", "12345")),
+        *((text, False, "--devices") for text in ("cpu,,cpu", ",", "0,,", "meta", "1.5", "12345")),
     ],
 )
 def test_what_the_machine_does_not_have(
@@ -69,3 +75,8 @@ def test_what_the_machine_does_not_have(
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(OptionError, match=message):
         choose_devices(text, among_several=among_several)
+
+
+def test_an_accelerator_where_there_is_none(no_accelerators: None) -> None:
+    with pytest.raises(OptionError, match=r"--devices 0,1: there is no accelerator 0.*--devices 'cpu\*2' takes two"):
+        choose_devices("0,1")

@@ -115,7 +115,7 @@ def test_gpus_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """M9: it says why, and what helps."""
     install(monkeypatch, None)
     monkeypatch.setattr(devices, "accelerators", lambda: [torch.device("cuda:0")])
-    assert watched()[0].startswith("GPUs are not shown: nvidia-ml-py not installed: pip install 'unisono[watch]'")
+    assert watched()[0].startswith("GPUs are not shown: nvidia-ml-py not installed: pip install nvidia-ml-py")
 
 
 def test_lines_wrap_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

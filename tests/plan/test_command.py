@@ -89,7 +89,7 @@ def test_without_matplotlib_the_picture_is_left_out(without_package: Any, capsys
     without_package("matplotlib")
     assert run(*STEP) == 0
     *_, last = capsys.readouterr().out.splitlines()
-    assert last.startswith("no picture: matplotlib not installed: pip install 'unisono[bench]' (in a checkout: ")
+    assert last.startswith("no picture: matplotlib not installed: pip install matplotlib")
     assert last.endswith("; the table is in runs/plan/plan.md")
     assert "plan.png" not in Path("runs/plan/plan.md").read_text()
     assert [path.name for path in Path("runs/plan").iterdir()] == ["plan.md"]

@@ -95,12 +95,12 @@ def test_a_full_disk_is_known_at_once(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_missing_tensorboard_is_named_with_the_extra(monkeypatch, capsys):
+def test_a_missing_tensorboard_is_named_with_the_remedy(monkeypatch, capsys):
     """T8: before anything is loaded or written; a folder of that name, such as a run's own, is no package."""
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: found if name == "tensorboard" else find_spec(name))
     found = None
-    error = "tensorboard not installed: pip install 'unisono[tensorboard]'"
+    error = "tensorboard not installed: pip install tensorboard"
     assert assert_misused([*TRAIN, "--tensorboard"], error, capsys) == ""
     found = importlib.machinery.ModuleSpec("tensorboard", None, is_package=True)
     assert assert_misused([*TRAIN, "--tensorboard"], error, capsys) == ""

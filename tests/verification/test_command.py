@@ -148,7 +148,10 @@ def test_the_report_and_the_status(
         (["theirs:fails"], "theirs:fails raised KeyError: 'as asked' ("),
         (["theirs:three"], "returned a tuple of 3: expected (model, inputs)"),
         (["theirs:nothing"], "returned a value of type NoneType: expected (model, inputs)"),
-        (["theirs:unknown"], "returned a dict with 'colour' in it; known are model, inputs, target, criterion"),
+        (
+            ["theirs:unknown"],
+            "returned: unisono.verify has no argument 'colour'; it has model, inputs, target, criterion",
+        ),
         (["theirs:without_inputs"], "returned a dict without 'inputs'"),
         *(
             ([*arguments], f"{arguments[0]}: nothing was compared, because one device had all rows")

@@ -91,3 +91,12 @@ def test_of_hundreds_of_rows_the_worst_are_shown_and_the_others_counted(differin
     assert [line.split()[2] for line in lines[:-1]] == [f"p{199 - i}" for i in range(shown)]
     counted = "all the same" if differing <= 6 else f"{differing - 6} of which differ"
     assert lines[-1] == f"  {200 - shown} more gradients, {counted}"
+
+
+def test_its_repr_is_one_line() -> None:
+    """For the last line of a cell in a notebook: the table has been printed."""
+    assert repr(report(SAME)) == "Report(same: 1 comparisons, in training)"
+    both = report(SAME, DIFFERS, LOST, findings=(EXPECTED, FOUND))
+    assert repr(both) == "Report(differs: 2 of 3 comparisons, in training and eval; first at linear (Linear))"
+    own = "; first at the model itself (Net))"
+    assert repr(report(LOST, findings=(EXPECTED,))) == f"Report(differs, as expected: 1 of 1 comparisons, in eval{own}"

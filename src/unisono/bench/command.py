@@ -73,9 +73,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--output", type=folder, metavar="DIR", help="the folder for the results (default: runs/bench)")
 
 
-def needed(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Return the package that must be installed, by the extra that has it."""
-    return {"bench": ("psutil",)}
+def needed(given: dict[str, Any]) -> tuple[str, ...]:
+    """Return the package that must be installed."""
+    return ("psutil",)
 
 
 def run(given: dict[str, Any]) -> int:

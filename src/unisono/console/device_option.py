@@ -11,7 +11,7 @@ from unisono.distributed import environment
 from unisono.runtime import devices
 
 _MAX_REPLICAS, _LONGEST = 1024, 1000
-_FORMS = "auto, a count, or devices such as cpu,cpu or 'cpu*8' or cuda:0,cuda:1"
+_FORMS = "auto, a count, or devices such as 0,1 or cuda:0,cuda:1 or cpu,cpu or 'cpu*8'"
 
 
 def choose_devices(text: str, *, among_several: bool = False) -> list[torch.device]:
@@ -19,6 +19,7 @@ def choose_devices(text: str, *, among_several: bool = False) -> list[torch.devi
 
     auto       every accelerator; two CPU replicas where there is none
     3          the first three accelerators; three CPU replicas where there is none
+    0,1        accelerators 0 and 1, as in device_ids=[0, 1]; 0, with a comma, is accelerator 0 alone
     cpu,cpu    these devices
     'cpu*8'    this device, eight times
 
@@ -37,7 +38,7 @@ def choose_devices(text: str, *, among_several: bool = False) -> list[torch.devi
         raise OptionError(f"--devices {text:.80}: more than any machine has; expected {_FORMS}")
     if text.isdecimal():
         return _take(int(text), present, int(os.environ.get("LOCAL_RANK", "0")) if among_several else 0)
-    named = [device for part in text.split(",") for device in _repeated(part.strip(), text)]
+    named = [device for part in text.removesuffix(",").split(",") for device in _repeated(part.strip(), text)]
     if not devices.are_one_kind(named):
         raise OptionError(f"--devices {text}: replicas must all be on one kind of device")
     return named
@@ -65,13 +66,15 @@ def _repeated(part: str, text: str) -> list[torch.device]:
     if not name or (star and not (times.isdecimal() and int(times) > 0)):
         raise OptionError(f"--devices {text}: expected {_FORMS}")
     try:
-        torch.device(name)
+        if not name.isdecimal():
+            torch.device(name)
     except (RuntimeError, ImportError):  # torch's message lists every kind of device that it knows
         raise OptionError(f"--devices {text}: {name} is no device; expected {_FORMS}") from None
     try:
-        device = devices.resolve_one(name, "--devices")
+        device = devices.resolve_one(int(name) if name.isdecimal() else name, f"--devices {text}")
     except ValueError as error:
-        raise OptionError(str(error)) from error
+        remedy = "" if devices.accelerators() else "; --devices 'cpu*2' takes two replicas on the CPU"
+        raise OptionError(f"{error}{remedy}") from error
     return [device] * (int(times) if star else 1)
 
 

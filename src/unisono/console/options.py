@@ -4,7 +4,7 @@ import argparse
 import ast
 import importlib.util
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from unisono.primitives.dims import check_dims, check_scalars
 from unisono.primitives.split_sizes import RULES, check_shares
 
 TARGET = "package.module:build"
+_ON_THE_INDEX = {"sklearn": "scikit-learn"}  # packages that are installed by another name than they are imported
 OF_WRAPPERS = ("shares", "in_dims", "out_dims", "scalars", "sync_batch_norm")
 
 
@@ -137,18 +138,20 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def expect_installed(packages: Mapping[str, Sequence[str]]) -> None:
-    """Raise an OptionError if some of these packages, by the extra of unisono that has them, are not installed."""
-    missing = {extra: [name for name in names if not is_installed(name)] for extra, names in packages.items()}
-    if extras := [extra for extra, names in missing.items() if names]:
-        raise OptionError(not_installed(",".join(extras), *(name for names in missing.values() for name in names)))
+def expect_installed(packages: Iterable[str]) -> None:
+    """Raise an OptionError if some of these packages, named as they are imported, are not installed."""
+    if missing := [name for name in packages if not is_installed(name)]:
+        raise OptionError(not_installed(*missing))
 
 
-def not_installed(extra: str, *packages: str) -> str:
-    """Return in words that packages are not installed, and how the extra that has them is; from a checkout, too."""
-    return (
-        f"{', '.join(packages)} not installed: pip install 'unisono[{extra}]' (in a checkout: pip install '.[{extra}]')"
-    )
+def not_installed(*packages: str) -> str:
+    """Return in words that packages are not installed, and the line that installs them.
+
+    >>> not_installed("rich", "sklearn")
+    'rich, scikit-learn not installed: pip install rich scikit-learn'
+    """
+    names = [_ON_THE_INDEX.get(name, name) for name in packages]
+    return f"{', '.join(names)} not installed: pip install {' '.join(names)}"
 
 
 def is_installed(package: str) -> bool:
@@ -159,4 +162,4 @@ def is_installed(package: str) -> bool:
 
 def why_no_picture() -> str:
     """Return why no picture can be drawn, with the remedy; "" if one can."""
-    return "" if is_installed("matplotlib") else f"no picture: {not_installed('bench', 'matplotlib')}"
+    return "" if is_installed("matplotlib") else f"no picture: {not_installed('matplotlib')}"

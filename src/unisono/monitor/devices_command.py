@@ -18,7 +18,7 @@ whether it is free now; what CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER do to th
 measured where both are free; the shares that balance unequal ones; cores, threads, cgroup limits, memory and NUMA nodes
 of the CPU.
 
-Load, processes and hidden GPUs are the driver's figures, and need nvidia-ml-py (pip install 'unisono[watch]').
+Load, processes and hidden GPUs are the driver's figures, and need nvidia-ml-py (pip install nvidia-ml-py).
 """
 
 EXAMPLES = """\

@@ -45,7 +45,7 @@ class GpuReader:
         self._handles: list[Any] = []
         self._library: Any = None
         if not is_installed("pynvml"):
-            self.problem = not_installed("watch", "nvidia-ml-py")
+            self.problem = not_installed("nvidia-ml-py")
             return
         import pynvml
 

@@ -45,9 +45,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--every", type=number(float, 0.1, 3600), metavar="S", help=every)
 
 
-def needed(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Return the packages that must be installed, by the extra that has them."""
-    return {"watch": ("psutil", "rich")}
+def needed(given: dict[str, Any]) -> tuple[str, ...]:
+    """Return the packages that must be installed."""
+    return "psutil", "rich"
 
 
 def run(given: dict[str, Any]) -> int:

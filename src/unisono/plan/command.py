@@ -80,9 +80,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--output", type=folder, metavar="DIR", help="the folder for them (default: runs/plan)")
 
 
-def needed(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Return the packages that must be installed, by the extra that has them."""
-    return {"bench": ("psutil",)} if "target" in given else {}
+def needed(given: dict[str, Any]) -> tuple[str, ...]:
+    """Return the packages that must be installed."""
+    return ("psutil",) if "target" in given else ()
 
 
 def run(given: dict[str, Any]) -> int:

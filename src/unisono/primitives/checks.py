@@ -1,6 +1,7 @@
-"""Arguments that are modules, or one of a few values."""
+"""Arguments that are modules, or one of a few values; names of arguments that are not known."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 
 from torch import nn
 
@@ -23,3 +24,24 @@ def check_word(words: Sequence[str], value: object, argument: str) -> None:
     if not isinstance(value, str) or value not in words:
         wrong = ValueError if isinstance(value, str) else TypeError
         raise wrong(f"{argument}={value!r}: expected one of {list(words)}")
+
+
+def check_names(given: Iterable[str], known: Collection[str], function: str, advice: Mapping[str, str]) -> None:
+    """Raise TypeError if one of the given keyword arguments is none of `known`.
+
+    >>> check_names(["share"], ["shares", "dim"], "DataParallel", {})
+    Traceback (most recent call last):
+    ...
+    TypeError: DataParallel has no argument 'share'; did you mean shares?
+
+    Args:
+        function: whose arguments they are.
+        advice: what to say of a name that other libraries have; the name of an argument of ours if that is meant.
+    """
+    for name in given:
+        if name in known:
+            continue
+        meant = advice.get(name) or next(iter(get_close_matches(name, known, 1)), "")
+        if meant in known:
+            meant = f"did you mean {meant}?"
+        raise TypeError(f"{function} has no argument {name!r}; {meant or 'it has ' + ', '.join(known)}")

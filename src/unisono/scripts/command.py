@@ -64,7 +64,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--devices",
         metavar="WHICH",
         help="those of every wrapper, whatever the script names. auto: every accelerator, or two CPU replicas without "
-        "one; a count; or by name: cpu,cpu, 'cpu*8', cuda:0,cuda:1 (default: the script's own)",
+        "one; a count; or by name: 0,1, cuda:0,cuda:1, cpu,cpu, 'cpu*8' (default: the script's own)",
     )
     add_options_of_wrappers(parser)
     parser.add_argument(

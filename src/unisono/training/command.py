@@ -99,10 +99,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def needed(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Return the packages that must be installed, by the extra that has them."""
-    packages = {"train": ("matplotlib", "numpy", "psutil", "rich", "safetensors")}
-    return packages | ({"tensorboard": ("tensorboard",)} if "tensorboard" in given else {})
+def needed(given: dict[str, Any]) -> tuple[str, ...]:
+    """Return the packages that must be installed."""
+    packages = ("matplotlib", "numpy", "psutil", "rich", "safetensors")
+    return (*packages, "tensorboard") if "tensorboard" in given else packages
 
 
 def run(given: dict[str, Any], ranks: Ranks = ALONE) -> int:

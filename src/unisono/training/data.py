@@ -111,7 +111,7 @@ def known(source: str) -> str:
         CommandError: there is neither, or the package that loads it is not installed.
     """
     if source in _PACKAGES:
-        expect_installed({"train": [_PACKAGES[source]]})
+        expect_installed([_PACKAGES[source]])
         return source
     folder = os.path.abspath(os.path.expanduser(source))
     if not os.path.isdir(folder):

@@ -55,7 +55,7 @@ class Options:
         "auto",
         WHERE,
         "auto: every accelerator, or two CPU replicas without one; a count: so many accelerators, or CPU replicas "
-        "without one; or by name: cpu,cpu, 'cpu*8', cuda:0,cuda:1",
+        "without one; or by name: 0,1, cuda:0,cuda:1, cpu,cpu, 'cpu*8'",
         metavar="WHICH",
     )
     batch_size: int = _option(128, HOW, "rows of one step, over all devices", metavar="ROWS")

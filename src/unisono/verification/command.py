@@ -52,7 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--devices",
         metavar="WHICH",
         help="auto: every accelerator (one alone counts twice), or two CPU replicas without one; a count: so many "
-        "accelerators, or CPU replicas without one; or by name: cpu,cpu, 'cpu*8', cuda:0,cuda:1 (default: auto)",
+        "accelerators, or CPU replicas without one; or by name: 0,1, cuda:0,cuda:1, cpu,cpu, 'cpu*8' (default: auto)",
     )
     add_options_of_wrappers(parser)
 

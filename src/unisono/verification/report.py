@@ -145,6 +145,11 @@ class Report:
     def __str__(self) -> str:
         return "\n".join([self.title, "", *self._table(), "", *self._conclusion()])
 
+    def __repr__(self) -> str:
+        first = self._main
+        where = "" if first is None else f"; first at {first.module or 'the model itself'} ({first.module_class})"
+        return f"Report({'; '.join(self._verdict())}{where})"
+
     def _table(self) -> Iterator[str]:
         """Yield the lines of the table: of each kind the worst rows."""
         names = max((len(_name(row)) for row in self.rows), default=0)
@@ -173,6 +178,9 @@ class Report:
         said = [str(replace(finding, mode=" and ".join(modes))) for finding, modes in together.items()]
         for paragraph in (*said, *self.notes):
             yield from textwrap.wrap(paragraph, _WIDTH)
+        yield from self._verdict()
+
+    def _verdict(self) -> Iterator[str]:
         if self.differences:
             counted = f"{len(self.differences)} of {len(self.rows)} comparisons, in {_modes(self.differences)}"
             yield f"differs{', as expected' if self.explained else ''}: {counted}"

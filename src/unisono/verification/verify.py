@@ -10,6 +10,7 @@ value. A draw that this does not reach moves a random state. Then the mode is no
 """
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -19,9 +20,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from unisono.data_parallel import DataParallel
+from unisono.data_parallel import ARGUMENTS, DataParallel
+from unisono.options import OF_OTHER_LIBRARIES
 from unisono.primitives.blueprint import check_initialized
-from unisono.primitives.checks import check_module
+from unisono.primitives.checks import check_module, check_names
 from unisono.primitives.inputs import Arguments
 from unisono.primitives.leftovers import Kind as Left
 from unisono.primitives.leftovers import listed
@@ -124,6 +126,7 @@ def verify(
         TypeError, ValueError: arguments that cannot be used.
         Exception: any error that the model raised, on one device or in a replica.
     """
+    check_names(options, VERIFY_ARGUMENTS, "verify", OF_OTHER_LIBRARIES)
     wrapped = _wrap(model, device_ids, output_device, dim, options)
     if target is not None and criterion is None:
         raise ValueError("target without criterion: give a criterion(output, target) that returns the loss")
@@ -187,6 +190,11 @@ def verify(
     if show:
         print(report)
     return report
+
+
+_OWN = [name for name in inspect.signature(verify).parameters if name != "options"]
+VERIFY_ARGUMENTS = [*dict.fromkeys([*_OWN, *ARGUMENTS[1:]])]  # all but the module: those of the wrapper, too
+VERIFY_ARGUMENTS.remove("process_group")  # it compares within one process
 
 
 def _wrap(
