@@ -214,6 +214,12 @@ def test_draws_after_a_step_of_one_replica(wrap: Wrap) -> None:
     assert len(said(step(model, torch.randn(6, 5)))) == 1
 
 
+def test_draws_of_a_part_that_is_wrapped(wrap: Wrap) -> None:
+    """N6, A10: one replica of the whole has several of the part, which drew in silence."""
+    model = wrap(nn.Sequential(nn.Linear(5, 5), wrap(drawing(lambda net: random.random()), 2)), 2, shares=[0, 1])
+    assert len(said(step(model, torch.randn(6, 5)))) == 1
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_draws_in_parts(wrap: Wrap, replicas: int) -> None:
     """N6, N13: each part draws, and once more in backward; one replica does so in silence."""

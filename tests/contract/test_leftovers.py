@@ -3,6 +3,7 @@
 The oracle of the hooks is the plain module; of the warnings, that the plain module would have kept what they name.
 """
 
+import contextlib
 import functools
 import itertools
 import types
@@ -437,6 +438,17 @@ def test_hooks_of_the_caller_stay_where_forward_registers_others(wrap: Wrap) -> 
     assert not model.module.layer._forward_hooks
 
 
+@pytest.mark.parametrize("way", ["threads", "the verbs"])
+def test_a_hook_of_a_parameter_that_forward_leaves_is_said(wrap: Wrap, way: str) -> None:
+    """R9: by the verbs, replicas on one device have the live parameters, on which each left one, in silence."""
+    model = wrap(assigning(lambda m, x: m.weight.register_hook(lambda grad: grad * 2)))
+    mode = torch.autograd.graph.save_on_cpu if way == "the verbs" else contextlib.nullcontext
+    with mode(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        model(torch.randn(6, 4))
+    assert "forward of Calls assigns weight (a hook):" in str(said[0].message)
+
+
 # Hooks that observe
 
 
@@ -505,7 +517,10 @@ def test_a_hook_that_keeps_what_it_sees_is_said_once(wrap: Wrap, name: str) -> N
     assert said.filename == __file__
 
 
-@pytest.mark.parametrize("way", ["once", "graphs are kept", "of higher order", "an object among the inputs"])
+@pytest.mark.parametrize(
+    "way",
+    ["once", "graphs are kept", "of higher order", "an object among the inputs", "the verbs", "a loss that leaves"],
+)
 def test_a_hook_that_keeps_gradients_is_said_once(wrap: Wrap, way: str) -> None:
     """R9: after the first backward; also of one that does not free the graphs, which nothing was said of."""
     found: list[Any] = []
@@ -514,10 +529,16 @@ def test_a_hook_that_keeps_gradients_is_said_once(wrap: Wrap, way: str) -> None:
     model = wrap(Calls(lambda m, x, given: m.layer(x).tanh(), layer=layer))
     options = {"graphs are kept": {"retain_graph": True}, "of higher order": {"create_graph": True}}.get(way, {})
 
+    losses: list[torch.Tensor] = []
+    if way == "a loss that leaves":
+        layer.register_forward_pre_hook(lambda layer, args: losses.append(args[0].square().sum()))
+
     def step() -> None:
         x = torch.randn(6, 4, requires_grad=True)
-        loss = model(x, object() if "object" in way else None).sum()
-        torch.autograd.grad(loss, [x, *model.parameters()], **options)
+        losses.clear()
+        with torch.autograd.graph.save_on_cpu() if way == "the verbs" else contextlib.nullcontext():
+            loss = model(x, object() if "object" in way else None).sum()
+        torch.autograd.grad(sum(losses, loss), [x, *model.parameters()], **options)
 
     (said,) = said_by(step)
     assert "a hook keeps what it sees" in str(said.message)

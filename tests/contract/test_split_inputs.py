@@ -66,6 +66,13 @@ def test_an_error_in_parts_names_them_too(wrap: Wrap, replicas: int, sizes: str)
     assert note.startswith(f"the inputs were split by rows, {sizes}: inputs[0] of shape (4, 4) along dim 0, inputs[1]")
 
 
+def test_a_list_beside_rows_in_parts(wrap: Wrap) -> None:
+    """S17, N13: one replica gives each part all of it, too."""
+    model = wrap(Fn(lambda x, factors: x * x.new_tensor(factors)[: len(x), None]), 1, parts=2)
+    with pytest.warns(UserWarning, match="has as many entries as the batch has rows"):
+        model(torch.rand(4, 4), [1.0, 2.0, 3.0, 4.0])
+
+
 def test_weights_are_doubted_before_targets(wrap: Wrap) -> None:
     """S18: both have one axis, and as many entries as the batch has rows; targets are integers. They were named."""
     x, targets, weights = torch.rand(4, 4), torch.arange(4), torch.ones(4)

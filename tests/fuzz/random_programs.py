@@ -78,6 +78,8 @@ def random_program(seed: int, place: str) -> Program:
         Step(draw.choices(allowed, weights)[0], draw.choice(rows), draw.randrange(1000))
         for _ in range(draw.choice((1, 2, 3, 5)))
     ]
-    can_have_parts = traits.isdisjoint(_ERRORS_IN_PARTS)
+    # A replica after the other in one part: what the later one differentiates runs the part, and its hooks, once more.
+    runs_twice = "inner gradient" in traits and options["wraps"] in ("twice", "both")
+    can_have_parts = traits.isdisjoint(_ERRORS_IN_PARTS) and not runs_twice
     parts = draw.choice((1, 1, 1, 2, 3)) if can_have_parts else 1
     return Program(steps=tuple(steps), parts=parts, **options)

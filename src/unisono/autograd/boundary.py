@@ -181,7 +181,7 @@ def _backward(ctx: Any, incoming: _Incoming) -> tuple[torch.Tensor | None, ...]:
         if reduction is not None:
             reduction.failed(error)
         raise
-    if on_backward is not None:
+    if on_backward is not None and not torch_private.call_at_end_of_backward(on_backward):
         on_backward()
     start, num_earlier = 0, len(graphs.captured.earlier)
     for collector in ctx.collectors[:-1]:

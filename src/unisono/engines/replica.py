@@ -86,7 +86,7 @@ class Inputs:
                 carry_attributes(tensor, placed)
             return placed
 
-        self.shards = call.arguments.split(call.sizes, place, call.rules.warnings)
+        self.shards = call.arguments.split(call.sizes, place, call.rules.warnings, in_parts=call.parts > 1)
 
 
 def _copied(part: torch.Tensor, replica: int, device: torch.device, copies: Copies) -> torch.Tensor:
@@ -321,9 +321,9 @@ class Replicas:
         self._keep(kept, returns_to)
 
     @property
-    def are_watched(self) -> bool:
+    def looks_at_backward(self) -> bool:
         """Whether what hooks keep in backward is looked at."""
-        return self._watched is not None
+        return self._watched is not None and self._watched.looks_at_backward
 
     def backward_has_run(self) -> None:
         """Say what hooks keep that a backward has called, which may not have freed the graphs."""
@@ -388,6 +388,7 @@ class ReplicaPool:
         source: the live module's device.
         leftovers: takes note of what forwards leave behind in the replicas.
         live_parameters: those that need a gradient.
+        has_wrappers: whether a part of the module is wrapped, and has replicas of its own.
         has_separate_memory: whether each replica but the first has copies, as if it were on a device of its own.
         buffers: the live buffers, in lists of one kind each.
         kinds_past: the kinds of calls whose first forward with these replicas is past.
@@ -396,6 +397,7 @@ class ReplicaPool:
     def __init__(self, blueprint: Blueprint, source: torch.device, leftovers: Leftovers, times: str = "") -> None:
         self.leftovers, self._times = leftovers, times
         self.blueprint, self.source, self.has_separate_memory = blueprint, source, _devices.has_separate_memory()
+        self.has_wrappers = any(isinstance(module, nn.DataParallel) for module in blueprint.modules)
         self.live_parameters = [parameter for parameter in blueprint.parameters.values() if parameter.requires_grad]
         self.buffers = torch_private.of_one_kind(blueprint.buffers.values())
         self.kinds_past: set[tuple[Any, ...]] = set()

@@ -289,7 +289,8 @@ class Forward:
             return looks
         if self._replicas.are_new and first_steps.leftovers.looks:
             looks.append(self._replicas.watched(self._inputs.shards, call.devices_of_runs))
-        has_several = len(call.devices) > 1 or (call.parts > 1 and call.sizes[0] > 1)  # runs of the module
+        # Runs of the module, or of a part of it.
+        has_several = len(call.devices) > 1 or (call.parts > 1 and call.sizes[0] > 1) or pool.has_wrappers
         kind = call.method, call.arguments.flags, self._tracked, has_several
         if kind in pool.kinds_past or inside_replica():
             return looks
@@ -372,7 +373,7 @@ class Forward:
             passes=self._passes,
             keep=keep or bool(captured.earlier),
             on_release=self._replicas.end_backward,
-            on_backward=self._replicas.backward_has_run if self._replicas.are_watched else None,
+            on_backward=self._replicas.backward_has_run if self._replicas.looks_at_backward else None,
             sync_context=call.sync_context,
             replay=None if self._replay is None or self._is_again else self._replay.repeatable(),
             step=self._step,

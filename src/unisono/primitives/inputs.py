@@ -158,7 +158,7 @@ class Arguments:
         )
 
     def split(
-        self, sizes: Sequence[int], place: Place, warnings: ModelWarnings | None = None
+        self, sizes: Sequence[int], place: Place, warnings: ModelWarnings | None = None, *, in_parts: bool = False
     ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Return each replica's positional and keyword inputs: `sizes[i]` rows for replica i; other values unchanged.
 
@@ -166,9 +166,10 @@ class Arguments:
             sizes: one a replica that has a share.
             place: makes each replica's part from a tensor and its placement.
             warnings: the model's; None: nothing is said.
+            in_parts: whether a replica runs its rows in parts.
         """
         sizes = tuple(sizes)
-        if warnings is not None and not self._is_flat and self.rows is not None and len(sizes) > 1:
+        if warnings is not None and not self._is_flat and self.rows is not None and (len(sizes) > 1 or in_parts):
             self._warn_of_lists(self.rows, warnings)
         split = [
             _parts(leaf, axis, batch_type, sizes, place)

@@ -240,6 +240,12 @@ class Watched:
         """Add the hooks that have kept what they see in the backward after that forward."""
         if self._in_backward is not None:
             self._leftovers.add(Kind.HOOKS, self._in_backward.changed())
+            self._in_backward = None
+
+    @property
+    def looks_at_backward(self) -> bool:
+        """Whether there are hooks that the backward after that forward calls."""
+        return bool(self._in_backward)
 
     def _assigned(self) -> Iterator[str]:
         yield from assigned(self._dicts, self._modules, self._names)

@@ -473,6 +473,9 @@ class HookWrites:
             )
         ]
 
+    def __bool__(self) -> bool:
+        return bool(self._states)
+
     def _is_by_device(self, value: Any) -> bool:
         return isinstance(value, Mapping) and not self._by_device and any(type(key) is torch.device for key in value)
 
