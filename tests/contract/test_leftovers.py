@@ -364,6 +364,31 @@ def test_an_entry_that_forward_takes_out_of_a_list_is_said(wrap: Wrap) -> None:
     assert "forward of Calls assigns inputs[1]" in str(said.message)
 
 
+@pytest.mark.parametrize("entry", [len, torch.Tensor.detach], ids=["numbers", "tensors"])
+def test_a_list_beside_a_layer_in_a_dict_keeps_what_forward_appends(wrap: Wrap, entry: Any) -> None:
+    """R6: replicas have a dict of their own, and share the list in it. It lost numbers in each second step."""
+
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        y = m.table["layer"](x)
+        m.table["seen"].append(entry(y))
+        return y
+
+    layer = nn.Linear(4, 4)
+    model = wrap(Calls(forward, layer=layer))
+    model.module.table = {"layer": layer, "seen": []}
+    (said,) = said_by(lambda: model(torch.randn(6, 4)).sum().backward())
+    assert "writes into table['seen']" in str(said.message)
+    assert len(model.module.table["seen"]) == 2 * 3
+
+
+def test_a_list_of_tensors_keeps_what_a_map_appends(wrap: Wrap) -> None:
+    """R6: after a step had put tensors there, lanes put back what they had found: most batches' were lost."""
+    model = wrap(Calls(lambda m, x: (m.seen.append(x.detach()), m.layer(x))[1], layer=nn.Linear(4, 4), seen=[]))
+    said_by(lambda: model(torch.randn(6, 4)))
+    list(model.map([torch.randn(6, 4) for _ in range(5)]))
+    assert sum(map(len, model.module.seen)) == 6 * (3 + 5)
+
+
 # Attributes that the caller has assigned
 
 

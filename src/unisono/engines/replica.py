@@ -133,7 +133,7 @@ class Replica:
 
     Attributes:
         modules: its modules, the root first.
-        rebound: the values of attributes that refer to its own modules and tensors.
+        rebound: the values of attributes that refer to its own modules and tensors, each with the live module's.
         registries: its buffers as it was made.
         copied_parameters: live parameters, each with the replica's own that is in memory of its own.
         own_buffers, live_buffers: its own buffers, and the live ones that they are copies of.
@@ -167,7 +167,7 @@ class Replica:
         self.modules, links = blueprint.stamp(tensors)
         self.registries = buffer_registries(self.modules)
         self._unlinked = unlinked_at_deletion(links)
-        self.rebound = [module.__dict__[name] for module, name, _ in links]
+        self.rebound = [(module.__dict__[name], live) for module, name, live in links]
 
     def commit_buffers(self, pool: "ReplicaPool", changes: Sequence[Change], joined: Sequence[torch.Tensor]) -> None:
         """Give the live module this replica's buffers, after a forward that has succeeded.
@@ -238,7 +238,9 @@ class Replicas:
             return
         self._modules = [module for replica in each for module in replica.modules]
         self._dicts = DictSnapshot(attribute_dicts_of(self._modules))
-        self._rebound = ContainerSnapshot([value for replica in each for value in replica.rebound])
+        rebound = [pair for replica in each for pair in replica.rebound]
+        # What is inside, and refers to nothing of the replica's, is the live module's: what forward writes there stays.
+        self._rebound = ContainerSnapshot([own for own, _ in rebound], [live for _, live in rebound])
         self._classes = [*map(type, self._modules)]
         self._tensors = TensorSnapshot([tensor for replica in each for tensor in replica.tensors])
         self._num_references = self._count_references()

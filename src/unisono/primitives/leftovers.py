@@ -274,7 +274,7 @@ class Watched:
             for key, value in vars(module).items():
                 is_own = type(value) in TRACKED and value is not live.__dict__.get(key, GONE)
                 if is_own and key not in _OF_EVERY_MODULE and key not in _DERIVED:
-                    yield _path(name, key), ContainerSnapshot([value])
+                    yield _path(name, key), ContainerSnapshot([value], [live.__dict__.get(key)])
 
     def _named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for module, name in zip(self._modules, self._names, strict=True):
