@@ -32,6 +32,7 @@ from unisono.options import Options
 from unisono.primitives import pytree
 from unisono.primitives.blueprint import Blueprint, names_of
 from unisono.primitives.inputs import Arguments, scattered
+from unisono.primitives.leftovers import Watched
 from unisono.primitives.measured_shares import MeasuredShares, StepTime
 from unisono.primitives.outputs import LiveTensors
 from unisono.primitives.placements import check_have_data
@@ -445,7 +446,7 @@ def _note_split(error: Exception, call: Call) -> None:
     may_follow = is_of_replica(error) or str(error).startswith("cannot gather")
     if not may_follow or _devices.is_out_of_memory(error) or isinstance(error, ReplicaTimeout):
         return
-    if note := call.arguments.how_split(call.sizes):
+    if note := call.arguments.how_split(call.sizes_of_runs):
         error.add_note(note)
 
 
@@ -488,7 +489,11 @@ def plain_composition(wrapper: Wrapper, invocation: Invocation) -> Any:
                 plan.arguments.warn_of_split_lists(outputs, plan.sizes, wrapper._threads.warnings)
             output = interruptibly(wrapper.gather, outputs, here or options.output_device)
         commit_buffers(registries.changes(), modules, live_modules, {})
-        wrapper._threads.first_steps.leftovers.say(module)
+        leftovers = wrapper._threads.first_steps.leftovers
+        leftovers.say(module)
+        for look in looks:
+            if isinstance(look, Watched) and look.looks_at_backward:
+                _look_at_backward(look, output, partial(leftovers.say, module))
         return output
     except _OF_SHAPES as error:
         if plan is not None:
@@ -525,6 +530,22 @@ def _looks_at_composition(
     leaves = [*invocation.inputs, *invocation.kwargs.values()]
     rows = {len(each[0]) for each, _ in shards if each and isinstance(each[0], torch.Tensor) and each[0].dim()}
     return [*looks, *first_steps.looks(structure, reached, leaves, rows, wrapper.dim)]
+
+
+def _look_at_backward(watched: Watched, output: Any, say: Callable[[], None]) -> None:
+    """Have `watched` look, when a backward of the output has ended, at what hooks have kept in it; then `say` it."""
+
+    def end() -> None:
+        watched.backward_has_run()
+        say()
+
+    def begin(grads: Any) -> None:
+        if watched.looks_at_backward and not torch_private.call_at_end_of_backward(end):
+            end()
+
+    nodes = {id(tensor.grad_fn): tensor.grad_fn for _, tensor in pytree.tensors(output) if tensor.grad_fn is not None}
+    for node in nodes.values():
+        node.register_prehook(begin)
 
 
 # The call that the plain composition runs: the verbs in it take the replicas' devices and rows from there.

@@ -258,6 +258,28 @@ def test_a_map_says_it_too(wrap: Wrap, name: str) -> None:
     assert said(lambda: list(silent.map(batches())), 1) == []
 
 
+def test_draws_after_a_step_of_one_replica(wrap: Wrap) -> None:
+    """N6: a batch of one row was the first step of its structure, so larger ones were looked at by none."""
+    model = wrap(drawing(lambda net: random.random()), 2)
+    assert said(step(model, torch.randn(1, 5))) == []
+    assert len(said(step(model, torch.randn(6, 5)))) == 1
+
+
+def test_draws_of_a_part_that_is_wrapped(wrap: Wrap) -> None:
+    """N6, A10: one replica of the whole has several of the part, which drew in silence."""
+    model = wrap(nn.Sequential(nn.Linear(5, 5), wrap(drawing(lambda net: random.random()), 2)), 2, shares=[0, 1])
+    assert len(said(step(model, torch.randn(6, 5)))) == 1
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_draws_in_parts(wrap: Wrap, replicas: int) -> None:
+    """N6, N13: each part draws, and once more in backward; one replica does so in silence."""
+    model = wrap(drawing(lambda net: random.random()), replicas, parts=2)
+    assert said(step(model, torch.randn(1, 5))) == []
+    (found,) = said(step(model, torch.randn(6, 5)))
+    assert "(random) was drawn from while the replicas of Calls ran, or parts of a batch." in str(found.message)
+
+
 def test_a_generator_without_a_state(wrap: Wrap) -> None:
     """N6: nothing can be seen of its draws; the step was an error."""
 

@@ -3,6 +3,7 @@
 The oracle of the hooks is the plain module; of the warnings, that the plain module would have kept what they name.
 """
 
+import contextlib
 import functools
 import itertools
 import types
@@ -138,6 +139,24 @@ def test_parts(wrap: Wrap) -> None:
     model = wrap(with_attributes(ASSIGNED["a counter"][0]), parts=2)
     (said,) = said_by(steps_of(model)["training"])
     assert "assigns steps:" in str(said.message)
+
+
+TO_INPUTS: dict[str, tuple[Callable[[Any], object], str]] = {
+    "an attribute": (lambda batch: setattr(batch["x"], "scale", 2.0), "inputs[0]['x'].scale"),
+    "an entry": (lambda batch: batch.update(seen=batch["x"].detach()), "inputs[0]['seen']"),
+}
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("name", TO_INPUTS)
+def test_what_forward_assigns_to_the_inputs_of_a_part(wrap: Wrap, replicas: int, name: str) -> None:
+    """R6, N13: inputs of a part are a part of the shard, and end with it. It was lost in silence."""
+    assign, path = TO_INPUTS[name]
+    forward = Calls(lambda m, batch: (assign(batch), m.layer(batch["x"]))[1], layer=nn.Linear(4, 4))
+    model = wrap(forward, replicas, parts=2)
+    (said,) = said_by(lambda: model({"x": torch.randn(7, 4)}).sum().backward())
+    assert f"forward of Calls assigns {path}:" in str(said.message)
+    assert said.filename == __file__
 
 
 def test_a_wrapper_inside_says_its_own(wrap: Wrap) -> None:
@@ -364,6 +383,69 @@ def test_what_is_written_anew_in_the_second_step_is_no_cache(wrap: Wrap) -> None
         model(torch.randn(6, 4))
 
 
+def test_an_entry_that_forward_takes_out_of_a_list_is_said(wrap: Wrap) -> None:
+    """R6: a list without tensors is one for all replicas, so each found another entry, in silence."""
+    model = wrap(Calls(lambda m, x, scales: m.layer(x) * scales.pop(), layer=nn.Linear(4, 4)))
+    (said,) = said_by(lambda: model(torch.randn(6, 4), [2.0, 3.0, 5.0]))
+    assert "forward of Calls assigns inputs[1]" in str(said.message)
+
+
+@pytest.mark.parametrize("entry", [len, torch.Tensor.detach], ids=["numbers", "tensors"])
+def test_a_list_beside_a_layer_in_a_dict_keeps_what_forward_appends(wrap: Wrap, entry: Any) -> None:
+    """R6: replicas have a dict of their own, and share the list in it. It lost numbers in each second step."""
+
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        y = m.table["layer"](x)
+        m.table["seen"].append(entry(y))
+        return y
+
+    layer = nn.Linear(4, 4)
+    model = wrap(Calls(forward, layer=layer))
+    model.module.table = {"layer": layer, "seen": []}
+    (said,) = said_by(lambda: model(torch.randn(6, 4)).sum().backward())
+    assert "writes into table['seen']" in str(said.message)
+    assert len(model.module.table["seen"]) == 2 * 3
+
+
+def test_a_list_of_tensors_keeps_what_a_map_appends(wrap: Wrap) -> None:
+    """R6: after a step had put tensors there, lanes put back what they had found: most batches' were lost."""
+    model = wrap(Calls(lambda m, x: (m.seen.append(x.detach()), m.layer(x))[1], layer=nn.Linear(4, 4), seen=[]))
+    said_by(lambda: model(torch.randn(6, 4)))
+    list(model.map([torch.randn(6, 4) for _ in range(5)]))
+    assert sum(map(len, model.module.seen)) == 6 * (3 + 5)
+
+
+# Attributes that the caller has assigned
+
+
+def scaled(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.layer(x) * getattr(x, "scale", 1) * getattr(m.mean, "scale", 1) * getattr(m.table, "scale", 1)
+
+
+def steps_with_attributes(model: Any) -> dict[str, Callable[[torch.Tensor], Any]]:
+    return {
+        "training": model,
+        "without gradients": torch.no_grad()(model),
+        "map": lambda x: next(iter(model.map([x]))),
+        "the verbs": lambda x: data_parallel(model.module, x, model.device_ids),
+    }
+
+
+@pytest.mark.parametrize("options", [{}, {"parts": 2}, {"rescue": True}], ids=str)
+def test_attributes_of_tensors_are_those_of_the_callers(wrap: Wrap, options: dict[str, Any]) -> None:
+    """R6: of inputs, and of buffers and tensors of the module; parameters had theirs. Replicas did without."""
+    net = Calls(scaled, layer=nn.Linear(4, 4), mean=nn.Buffer(torch.zeros(4)))
+    net.table = torch.zeros(4)
+    plain, model = twins(wrap, net, 3, **options)
+    for way, step in steps_with_attributes(model).items():
+        for scale in (2.0, 3.0):
+            x = torch.randn(7, 4)
+            x.scale = scale
+            for each in (plain, model.module):
+                each.mean.scale, each.table.scale = scale + 1, scale + 2
+            torch.testing.assert_close(step(x), plain(x), msg=way)
+
+
 # Hooks that forward registers
 
 
@@ -405,6 +487,17 @@ def test_hooks_of_the_caller_stay_where_forward_registers_others(wrap: Wrap) -> 
         handle.remove()
     assert_same(model(x), plain(x))
     assert not model.module.layer._forward_hooks
+
+
+@pytest.mark.parametrize("way", ["threads", "the verbs"])
+def test_a_hook_of_a_parameter_that_forward_leaves_is_said(wrap: Wrap, way: str) -> None:
+    """R9: by the verbs, replicas on one device have the live parameters, on which each left one, in silence."""
+    model = wrap(assigning(lambda m, x: m.weight.register_hook(lambda grad: grad * 2)))
+    mode = torch.autograd.graph.save_on_cpu if way == "the verbs" else contextlib.nullcontext
+    with mode(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        model(torch.randn(6, 4))
+    assert "forward of Calls assigns weight (a hook):" in str(said[0].message)
 
 
 # Hooks that observe
@@ -475,14 +568,30 @@ def test_a_hook_that_keeps_what_it_sees_is_said_once(wrap: Wrap, name: str) -> N
     assert said.filename == __file__
 
 
-def test_a_hook_that_keeps_gradients_is_said_once(wrap: Wrap) -> None:
-    """R9: after the first backward."""
+@pytest.mark.parametrize(
+    "way",
+    ["once", "graphs are kept", "of higher order", "an object among the inputs", "the verbs", "a loss that leaves"],
+)
+def test_a_hook_that_keeps_gradients_is_said_once(wrap: Wrap, way: str) -> None:
+    """R9: after the first backward; also of one that does not free the graphs, which nothing was said of."""
     found: list[Any] = []
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    model[0].register_full_backward_hook(lambda layer, inputs, outputs: found.append(outputs))
-    model = wrap(model)
-    x = torch.randn(6, 4, requires_grad=True)
-    (said,) = said_by(lambda: model(x).sum().backward())
+    layer = nn.Linear(4, 4)
+    layer.register_full_backward_hook(lambda layer, inputs, outputs: found.append(outputs))
+    model = wrap(Calls(lambda m, x, given: m.layer(x).tanh(), layer=layer))
+    options = {"graphs are kept": {"retain_graph": True}, "of higher order": {"create_graph": True}}.get(way, {})
+
+    losses: list[torch.Tensor] = []
+    if way == "a loss that leaves":
+        layer.register_forward_pre_hook(lambda layer, args: losses.append(args[0].square().sum()))
+
+    def step() -> None:
+        x = torch.randn(6, 4, requires_grad=True)
+        losses.clear()
+        with torch.autograd.graph.save_on_cpu() if way == "the verbs" else contextlib.nullcontext():
+            loss = model(x, object() if "object" in way else None).sum()
+        torch.autograd.grad(sum(losses, loss), [x, *model.parameters()], **options)
+
+    (said,) = said_by(step)
     assert "a hook keeps what it sees" in str(said.message)
 
 
@@ -493,6 +602,34 @@ def test_a_hook_of_every_module_that_keeps_what_it_sees_is_said_once(wrap: Wrap)
     with nn.modules.module.register_module_forward_hook(lambda layer, args, output: found.append(output)):
         (said,) = said_by(steps_of(model)["training"])
     assert "of every module, and each replica" in str(said.message)
+
+
+@pytest.mark.parametrize("shares", [[1], [0, 1]], ids=str)
+def test_hooks_of_one_replica_that_runs_in_parts(wrap: Wrap, shares: list[int]) -> None:
+    """R9, N13: they are called with the rows of each part. They kept some of the rows, in silence."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    model[0].register_forward_hook(Extractor().keep)
+    wrapped = wrap(model, len(shares), shares=shares, parts=2)
+    assert said_by(lambda: wrapped(torch.randn(1, 4))) == []
+    wrapped.refresh()
+    (said,) = said_by(steps_of(wrapped)["training"])
+    assert "a hook keeps what it sees" in str(said.message)
+
+
+def test_a_hook_that_observes_its_module_in_parts(wrap: Wrap) -> None:
+    """R9, N13: without gradients; else replicas run whole."""
+    model, seen = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), {}
+    first = model[0]
+
+    def keep(layer: nn.Module, args: Any, output: torch.Tensor) -> None:
+        seen[first] = output
+
+    first.register_forward_hook(keep)
+    wrapped, x = wrap(model, 1, parts=2), torch.randn(6, 4)
+    with torch.no_grad(), pytest.warns(UserWarning, match="several replicas, or parts of a batch, on one device"):
+        wrapped(x)
+    wrapped(x)
+    assert len(seen[first]) == 6
 
 
 def test_hooks_that_keep_nothing_are_not_said(wrap: Wrap) -> None:

@@ -57,6 +57,22 @@ def test_an_error_names_the_inputs_and_how_they_were_split(wrap: Wrap, function,
     torch.testing.assert_close(whole(x, given), function(x, given))
 
 
+@pytest.mark.parametrize(("replicas", "sizes"), [(1, "4 = 2 + 2"), (2, "4 = 1 + 1 + 1 + 1")])
+def test_an_error_in_parts_names_them_too(wrap: Wrap, replicas: int, sizes: str) -> None:
+    """S18, N13: how each replica's rows were split is said, too. With one replica, nothing was."""
+    with pytest.raises(RuntimeError) as raised:
+        wrap(Fn(lambda x, w: x @ w), replicas, parts=2)(torch.rand(4, 4), torch.ones(4, 4))
+    (note,) = [note for note in raised.value.__notes__ if note.startswith("the inputs were split")]
+    assert note.startswith(f"the inputs were split by rows, {sizes}: inputs[0] of shape (4, 4) along dim 0, inputs[1]")
+
+
+def test_a_list_beside_rows_in_parts(wrap: Wrap) -> None:
+    """S17, N13: one replica gives each part all of it, too."""
+    model = wrap(Fn(lambda x, factors: x * x.new_tensor(factors)[: len(x), None]), 1, parts=2)
+    with pytest.warns(UserWarning, match="has as many entries as the batch has rows"):
+        model(torch.rand(4, 4), [1.0, 2.0, 3.0, 4.0])
+
+
 def test_weights_are_doubted_before_targets(wrap: Wrap) -> None:
     """S18: both have one axis, and as many entries as the batch has rows; targets are integers. They were named."""
     x, targets, weights = torch.rand(4, 4), torch.arange(4), torch.ones(4)

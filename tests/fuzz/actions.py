@@ -136,7 +136,7 @@ def backward_twice(side: Side, step: Step) -> None:
     side.backward(loss * 2)
 
 
-@training()
+@training(without=("batch norm, sample list",))
 def backward_of_each_output(side: Side, step: Step) -> None:
     outputs = floats_in(side.forward(step.rows, step.seed))
     for number, output in enumerate(outputs, 1):
@@ -619,23 +619,35 @@ def hook_of_all_modules(side: Side, step: Step) -> None:
 _KEPT = "a hook keeps what it sees"
 
 
-def _observed_kept(side: Side, kept: list[Tensor]) -> None:
-    side.observe("number of calls", len(kept))
-    side.observe_all("kept", [tensor.detach() for tensor in kept])
+class _Keeps:
+    """A hook that keeps outputs of a layer, or its gradients, in one of several places."""
+
+    def __init__(self, how: str) -> None:
+        self.how, self.kept, self.last, self.calls = how, {}, None, 0
+
+    def __call__(self, module: nn.Module, *args: Any) -> None:
+        seen = (args[-1][0] if isinstance(args[-1], tuple) else args[-1]).detach()
+        if self.how == "counter":
+            self.calls += 1
+        elif self.how == "attribute":
+            self.last = seen
+        else:
+            self.kept[{"name": "output", "id": id(module), "list": len(self.kept)}[self.how]] = seen
+
+    def left(self) -> list[Any]:
+        return [self.calls, self.last, *self.kept.values()]
 
 
 @action(weight=0.5, without=("ranks", "compiled", "checkpoint", "reentrant"), said=(_KEPT,))
 def hooks_that_observe(side: Side, step: Step) -> None:
-    """By name, in a list, or in an attribute; each once, and then again."""
-    named: dict[str, Tensor] = {}
-    listed: list[Tensor] = []
-    keep = random.Random(step.seed).choice(
-        (lambda m, args, output: named.update(output=output), lambda m, args, output: listed.append(output))
-    )
-    with side.core.head.register_forward_hook(keep):
+    """By name, by id, in a list, or in an attribute; each once, and then again."""
+    draw = random.Random(step.seed)
+    keep, head = _Keeps(draw.choice(("name", "id", "list", "attribute", "counter"))), side.core.head
+    with draw.choice((head.register_forward_hook, head.register_full_backward_hook))(keep):
         for number in range(2):
             side.train(step.rows + number, step.seed + number)
-            _observed_kept(side, [*named.values(), *listed])
+            side.observe("number of things kept", len(keep.left()))
+            side.observe_all("kept", keep.left())
 
 
 @action(without=("ranks", "compiled", *_NOT_TWICE, "checkpoint"))
@@ -658,6 +670,27 @@ def attribute_of_an_input(side: Side, step: Step) -> None:
     with side.core.register_forward_pre_hook(mark):
         side.run(x)
     side.observe("attribute of the input", getattr(x, "seen", None))
+
+
+@action(weight=2, only=("inputs: nested",), without=("ranks", "wraps: part", "wraps: both"), said=(ASSIGNED,))
+def entry_of_an_input(side: Side, step: Step) -> None:
+    """Forward puts an entry into a container among its inputs, or takes one out of it."""
+    given: list[dict[str, Any]] = []
+    puts = step.seed % 2 == 0
+
+    def change(module: nn.Module, args: Any) -> None:
+        if puts:
+            args[0]["seen"] = args[0]["pair"][1][0].detach()
+        else:
+            args[0].pop("text")
+
+    def run(batch: dict[str, Any]) -> Any:
+        given.append(batch)
+        return side.model(batch)
+
+    with side.core.register_forward_pre_hook(change):
+        side.run(side.batch(step.rows, step.seed), run)
+    side.observe("entries of the input", [*given[0]])
 
 
 # ---- copies and checkpoints ----------------------------------------------------------------------
@@ -767,7 +800,7 @@ def call_by_name(side: Side, step: Step) -> None:
 _BATCHES_OF_TENSORS = ("wraps: part", "wraps: both", "writes_input", "ranks")
 
 
-@action(only=("inputs: tensor",), without=_BATCHES_OF_TENSORS)
+@action(weight=3, only=("inputs: tensor",), without=_BATCHES_OF_TENSORS)
 def map_batches(side: Side, step: Step) -> None:
     was_training = side.model.training
     side.model.eval()
@@ -779,7 +812,7 @@ def map_batches(side: Side, step: Step) -> None:
     side.model.train(was_training)
 
 
-@action(only=("inputs: tensor",), without=(*_BATCHES_OF_TENSORS, "outputs: column", "outputs: narrow dtypes"))
+@action(weight=3, only=("inputs: tensor",), without=(*_BATCHES_OF_TENSORS, "outputs: column", "outputs: narrow dtypes"))
 def evaluate(side: Side, step: Step) -> None:
     def metric(output: Any, target: Tensor) -> float:
         return float((next(tensors_in(output)).sum(1) - target).square().mean())

@@ -325,8 +325,10 @@ class Modes(Block):
             return self.linear(x.detach()) + x
         before = torch.is_grad_enabled()
         torch.set_grad_enabled(False)
-        y = self.linear(x) * 2
-        torch.set_grad_enabled(before)
+        try:
+            y = self.linear(x) * 2
+        finally:
+            torch.set_grad_enabled(before)
         return y + self.linear(x)
 
 
@@ -431,6 +433,22 @@ class Remembers(Block):
         self.last, self.seen = x, len(x)
         y = self.linear(x)
         return y * (x.tanh() if self.last is None else self.last.tanh() + self.seen / max(len(y), 1))
+
+
+class ReadsAttributes(Block):
+    """Reads attributes that are the program's, of a weight, a buffer or a plain tensor, and others in each forward."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(how)
+        self.register_buffer("buffer", torch.ones(WIDTH))
+        self.tensor = torch.ones(WIDTH)
+        named = {"of a weight": self.linear.weight, "of a buffer": self.buffer, "of a tensor": self.tensor}
+        named[how].scale = 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        for tensor in (self.linear.weight, self.buffer, self.tensor):
+            x = x * getattr(tensor, "scale", 1.0)
+        return self.linear(x)
 
 
 class Leaves(Block):
@@ -575,7 +593,7 @@ class Family(NamedTuple):
 
 
 ASSIGNED, _WRITTEN = " assigns ", "forward has written into"
-_DRAWN = "was drawn from while the replicas of"
+_DRAWN = "was drawn from while "
 
 
 def _of(kind: type[nn.Module], *names: str) -> dict[str, Callable[[], nn.Module]]:
@@ -640,6 +658,7 @@ FAMILIES: dict[str, Family] = {
     "compiled": Family(_of(Compiled, "eager", "aot_eager"), ("compiled",)),
     "by row": Family({"layers": ByRow}),
     "attributes": Family({"assigned": Remembers}),
+    "read attributes": Family(_of(ReadsAttributes, "of a weight", "of a buffer", "of a tensor")),
     "left attributes": Family(
         _of(Leaves, "count", "flag", "tensor", "loss", "of a parameter", "state", "layer"),
         ("attributes", "buffers"),

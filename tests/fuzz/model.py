@@ -37,6 +37,11 @@ _WHOLE, _SPLIT_LIST = "has as many entries as the batch has rows", "and the tens
 _SPLIT = ("with different numbers of rows", "the inputs were split by rows")
 
 
+def marked(x: Tensor) -> Tensor:
+    x.shift = 0.75  # type: ignore[attr-defined]
+    return x
+
+
 def stacked(rows: Sequence[Tensor]) -> Tensor:
     return torch.stack([*rows]) if len(rows) else torch.zeros(0, WIDTH)
 
@@ -64,6 +69,11 @@ INPUTS = {
     "iterator": InputForm(
         lambda x, _: ((x, {"numbers": iter([0.5, 2.0, 3.0])}), {}), lambda x, given: (x, sum(given["numbers"]))
     ),
+    "generator": InputForm(
+        lambda x, _: ((x, zip((n * 0.5 for n in range(3)), [1.0, 2.0, 3.0], strict=True)), {}),
+        lambda x, pairs: (x, sum(one * other for one, other in pairs)),
+    ),
+    "with an attribute": InputForm(lambda x, _: ((marked(x),), {}), lambda x: (x, getattr(x, "shift", 0.0))),
     "sample list": InputForm(lambda x, _: ((SampleList(x.unbind()),), {}), lambda rows: (stacked(rows), 0)),
     "samples": InputForm(
         lambda x, _: (([*x.unbind()],), {}), lambda rows: (stacked(rows), 0), said=(_SPLIT_LIST, *_SPLIT)
@@ -116,6 +126,7 @@ OUTPUTS = {
     "dataclass": OutputForm(lambda y, x, _: Bundle(y, {"x": x, "same": y})),
     "namedtuple": OutputForm(lambda y, x, _: Triple(y, x.detach(), "text")),
     "0-dim": OutputForm(lambda y, x, _: {"y": y, "loss": y.square().mean()}, {"scalars": "mean"}),
+    "number": OutputForm(lambda y, x, _: {"y": y, "rows": float(len(y)), "text": "a"}, {"scalars": "sum"}),
     "integers": OutputForm(lambda y, x, _: (y, y.argmax(1), y > 0)),
     "column": OutputForm(lambda y, x, _: (x[:, 0], y[:, 0])),
     "strided": OutputForm(

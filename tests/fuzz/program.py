@@ -72,6 +72,8 @@ class Program(_PrintedAsPython):
             "ranks": self.place == "ranks",
             "buffers of ranks": self.place == "ranks" and has_buffers,
             "one replica": self.num_replicas == 1,
+            # Each entry is an output, which only one replica's rows have to do with: row N5 of docs/behaviour.md.
+            "batch norm, sample list": "batch norm" in of_blocks and self.outputs == "sample list",
         }
         words = {word for word, is_so in more.items() if is_so}
         object.__setattr__(self, "traits", frozenset(of_blocks | flags | forms | words))

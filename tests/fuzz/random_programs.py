@@ -16,7 +16,7 @@ _WEIGHTS = (0, 1, 2, 3, 1.5)
 
 
 # Under a launcher each process has its own of these.
-_NOT_OF_RANKS = ("0-dim", "a parameter", "folded", "sample list")
+_NOT_OF_RANKS = ("0-dim", "number", "a parameter", "folded", "sample list")
 
 
 def _drawn_form(draw: random.Random, forms: Mapping[str, InputForm | OutputForm], place: str) -> str:
@@ -67,6 +67,9 @@ def random_program(seed: int, place: str) -> Program:
             "sample list"  # a replica of one row returns one number, which is no sign of a list of rows
         )
     traits = Program(**options).traits
+    if "compiled" in traits and options["inputs"] in ("iterator", "generator"):
+        options["inputs"] = "tensor"  # torch raises where graphs with donated buffers are kept, and says what to set
+        traits = Program(**options).traits
     allowed = [name for name, action in ACTIONS.items() if action.suits(traits)]
     weights = [ACTIONS[name].weight for name in allowed]
     fewest = 8 if options["outputs"] == "numbers" else 2 if place == "ranks" else 0
@@ -75,6 +78,8 @@ def random_program(seed: int, place: str) -> Program:
         Step(draw.choices(allowed, weights)[0], draw.choice(rows), draw.randrange(1000))
         for _ in range(draw.choice((1, 2, 3, 5)))
     ]
-    can_have_parts = traits.isdisjoint(_ERRORS_IN_PARTS)
+    # A replica after the other in one part: what the later one differentiates runs the part, and its hooks, once more.
+    runs_twice = "inner gradient" in traits and options["wraps"] in ("twice", "both")
+    can_have_parts = traits.isdisjoint(_ERRORS_IN_PARTS) and not runs_twice
     parts = draw.choice((1, 1, 1, 2, 3)) if can_have_parts else 1
     return Program(steps=tuple(steps), parts=parts, **options)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import unisono
 from fuzz.__main__ import main
-from fuzz.actions import ACTIONS
+from fuzz.actions import ACTIONS, Action
 from fuzz.blocks import FAMILIES, WIDTH, make_block
 from fuzz.compare import Difference, Outcome
 from fuzz.model import INPUTS, OUTPUTS, tensors_in
@@ -179,11 +179,16 @@ def test_a_message_about_something_else_names_no_cause():
     assert found.kind == "gradient of"
 
 
+def inputs_for(action: Action) -> str:
+    """Return the name of a form of the inputs with which an action can be done."""
+    return next((name for name in INPUTS if f"inputs: {name}" in action.only), "tensor")
+
+
 KINDS = [
     *[Program((name,)) for name in NAMES if FAMILIES[name.partition("/")[0]].said],
     *[Program(inputs=name) for name, form in INPUTS.items() if form.said],
     *[Program(outputs=name) for name, form in OUTPUTS.items() if form.said],
-    *[Program(steps=(Step(name),)) for name, action in ACTIONS.items() if action.said],
+    *[Program(steps=(Step(name),), inputs=inputs_for(action)) for name, action in ACTIONS.items() if action.said],
 ]
 
 
@@ -246,7 +251,7 @@ def test_a_program_is_repeated_in_this_process(capsys):
 
 
 def test_every_action_and_every_block_is_drawn():
-    programs = [random_program(seed, place) for place in PLACES for seed in range(600)]
+    programs = [random_program(seed, place) for place in PLACES for seed in range(900)]
     actions = {step.action for program in programs for step in program.steps}
     assert actions >= {name for name, action in ACTIONS.items() if action.weight >= 0.3}
     blocks = {block for program in programs for block in program.blocks}

@@ -153,6 +153,7 @@ def _backward(ctx: Any, incoming: _Incoming) -> tuple[torch.Tensor | None, ...]:
     # Losses that left forward in another way go through the same graphs in this backward, later.
     others_follow = graphs.buckets_will_run()
     keep = graphs.are_needed_later or torch_private.backward_keeps_graph()
+    on_backward, graphs.on_backward = graphs.on_backward, None
     if others_follow and not graphs.on_host and graphs.has_module_hooks():
         raise RuntimeError(_MODULE_HOOKS)
     try:
@@ -180,6 +181,8 @@ def _backward(ctx: Any, incoming: _Incoming) -> tuple[torch.Tensor | None, ...]:
         if reduction is not None:
             reduction.failed(error)
         raise
+    if on_backward is not None and not torch_private.call_at_end_of_backward(on_backward):
+        on_backward()
     start, num_earlier = 0, len(graphs.captured.earlier)
     for collector in ctx.collectors[:-1]:
         collector.add_of_boundary(found[start : start + len(collector.live)])

@@ -259,6 +259,8 @@ class ReplicaGraphs:
     keep: bool  # whether graphs of a higher order share nodes with these, so that a backward must not free them
     # Called when a backward has freed the graphs; keeps alive what they need.
     on_release: Callable[[], object]
+    # Called when the first backward has run, whether or not it has freed the graphs; None: nothing is.
+    on_backward: Callable[[], object] | None
     # What these graphs count for when several processes sum the parameters' gradients; None: they do not.
     sync_context: SyncContext | None
     replay: "Repeater | None"  # runs a backward of these graphs, again after a failure; None: a failure is final
@@ -280,7 +282,7 @@ class ReplicaGraphs:
 
     def drop(self) -> None:
         """Drop what refers to the replica graphs."""
-        self.on_release = lambda: None
+        self.on_release, self.on_backward = lambda: None, None
         self.inputs, self.leaves, self.outputs, self.passes, self.roots = [], [], [], _NO_PASSES, ()
         self.parameters = self.parameters._replace(own=(), nodes=())
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from unisono.primitives.dims import OutputRules
 from unisono.primitives.inputs import Arguments
+from unisono.primitives.split_sizes import split_rows
 from unisono.runtime.errors import ReplicaNames
 
 
@@ -38,6 +39,19 @@ class Call:
     cross_process: Any = None
     # Whether a replica on an accelerator waits for its forward's end, so that `forward_s` is all of it.
     is_timed: bool = False
+
+    @property
+    def sizes_of_runs(self) -> list[int]:
+        """The number of rows of each run of the module: a replica that runs its shard in parts has several."""
+        if self.parts == 1:
+            return [*self.sizes]
+        return [rows for size in self.sizes for rows in split_rows(size, max(1, min(self.parts, size)), "even")]
+
+    @property
+    def devices_of_runs(self) -> list[torch.device]:
+        """The device of each run of the module."""
+        of_replicas = zip(self.devices, self.sizes, strict=True)
+        return [device for device, size in of_replicas for _ in range(max(1, min(self.parts, size)))]
 
     def where(self) -> ReplicaNames:
         """Return each replica's name in messages: its number, its device and its rows."""

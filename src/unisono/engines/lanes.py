@@ -28,6 +28,7 @@ from unisono.engines.replica import Replica, ReplicaPool, Replicas
 from unisono.primitives import pytree
 from unisono.primitives.blueprint import Blueprint, collector_paused
 from unisono.primitives.references import INERT
+from unisono.primitives.tensor_attributes import carry_attributes
 from unisono.primitives.written_parameters import IN_LANES
 from unisono.runtime import devices as _devices
 from unisono.runtime.buckets import is_plain
@@ -300,6 +301,7 @@ def _on_device(value: Any, device: torch.device, copy: Callable[[torch.Tensor], 
         if _devices.same_device(tensor.device, device):
             return tensor
         copied = copy(tensor.detach())
+        carry_attributes(tensor, [copied])
         # Also without grad mode: the module may switch it on inside.
         return copied.requires_grad_() if tensor.requires_grad else copied
 

@@ -18,6 +18,7 @@ from unisono.primitives import pytree
 from unisono.primitives.change_tracking import fill, restore
 from unisono.primitives.dims import OutputRules
 from unisono.primitives.inputs import Arguments, scattered
+from unisono.primitives.leftovers import WatchedInputs
 from unisono.primitives.outputs import Group, Outputs
 from unisono.primitives.placements import PaddedShard, Shard, Stack
 from unisono.primitives.shared_iterators import iterators_anew
@@ -82,8 +83,12 @@ def run_in_parts(
     kwargs: dict[str, Any],
     parts: Parts,
     device: torch.device,
+    assigned: dict[str, None],
 ) -> Any:
     """Call a replica's function with its shard in parts, one after the other; return the joined output.
+
+    Args:
+        assigned: takes the paths of what forward assigns to the inputs of a part, which end with it.
 
     Raises:
         RuntimeError: it writes buffers, or its outputs are not those of the whole shard: it cannot be run in parts.
@@ -91,12 +96,13 @@ def run_in_parts(
     function, assign_as_last_part = _with_attributes_of_now(root, function)
     arguments = Arguments(args, kwargs, parts.rules.dim, axes=parts.axes)
     shards = scattered(arguments, [device] * len(parts.sizes), parts.sizes)
-    buffers = _written(root)
+    buffers, watched = _written(root), WatchedInputs(shards)
     if not torch.is_grad_enabled():
         outputs = [function(*args, **kwargs) for args, kwargs in shards]
     else:
         outputs = [checkpoint(function, *args, use_reentrant=False, **kwargs) for args, kwargs in shards]
     assign_as_last_part()
+    assigned.update(dict.fromkeys(watched.assigned()))
     if changed := [name for name, state in _written(root).items() if state != buffers.get(name)]:
         raise RuntimeError(_NO_SHARD_IN_PARTS.format(reason=f"its forward changes the buffer {changed[0]!r}"))
     live = {id(tensor): tensor for tensor in chain(root.parameters(), root.buffers())}

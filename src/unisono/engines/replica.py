@@ -38,6 +38,7 @@ from unisono.primitives.reassigned_buffers import Change, buffer_registries, com
 from unisono.primitives.references import INERT
 from unisono.primitives.shared_iterators import SharedIterator, is_iterator
 from unisono.primitives.shared_state import Reached, reached_by
+from unisono.primitives.tensor_attributes import carry_attributes
 from unisono.primitives.written_parameters import WrittenParameters, in_each
 from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
@@ -53,11 +54,13 @@ class Inputs:
     Attributes:
         shards: (positional, keyword) inputs, one a replica, on its device.
         linked: the caller's tensors that need a gradient, with the replicas' parts of them.
+        assigned_in_parts: the paths of what forward has assigned to those of a part of a shard.
     """
 
     def __init__(self, call: Call, tracked: bool, copies: Copies) -> None:
         num_replicas = len(call.devices)
         self.linked: list[LinkedTensors] = []
+        self.assigned_in_parts: dict[str, None] = {}
         all_on_cpu = _devices.are_cpu(call.devices)
 
         def place(tensor: torch.Tensor, placement: Placement) -> list[torch.Tensor | None]:
@@ -81,9 +84,11 @@ class Inputs:
                 placed = [None if p is None else _copied(p, i, call.devices[i], copies) for i, p in enumerate(parts)]
             if tensor.requires_grad and not tracked:  # a module may switch gradients on for what it does inside
                 placed = [copy if copy is None else copy.requires_grad_() for copy in placed]
+            if tensor.__dict__:
+                carry_attributes(tensor, placed)
             return placed
 
-        self.shards = call.arguments.split(call.sizes, place, call.rules.warnings)
+        self.shards = call.arguments.split(call.sizes, place, call.rules.warnings, in_parts=call.parts > 1)
 
 
 def _copied(part: torch.Tensor, replica: int, device: torch.device, copies: Copies) -> torch.Tensor:
@@ -111,7 +116,8 @@ def call_replica(
     if parts is None:
         output = called(root, call.method)(*args, **kwargs)
     else:
-        output = run_in_parts(root, called(root, call.method), args, kwargs, parts, call.devices[index])
+        function, assigned = called(root, call.method), inputs.assigned_in_parts
+        output = run_in_parts(root, function, args, kwargs, parts, call.devices[index], assigned)
     if call.is_timed:
         _devices.queued_work(call.devices[index])(True)
     timings[index].forward_s = time.perf_counter() - started
@@ -129,7 +135,7 @@ class Replica:
 
     Attributes:
         modules: its modules, the root first.
-        rebound: the values of attributes that refer to its own modules and tensors.
+        rebound: the values of attributes that refer to its own modules and tensors, each with the live module's.
         registries: its buffers as it was made.
         copied_parameters: live parameters, each with the replica's own that is in memory of its own.
         own_buffers, live_buffers: its own buffers, and the live ones that they are copies of.
@@ -163,7 +169,7 @@ class Replica:
         self.modules, links = blueprint.stamp(tensors)
         self.registries = buffer_registries(self.modules)
         self._unlinked = unlinked_at_deletion(links)
-        self.rebound = [module.__dict__[name] for module, name, _ in links]
+        self.rebound = [(module.__dict__[name], live) for module, name, live in links]
 
     def commit_buffers(self, pool: "ReplicaPool", changes: Sequence[Change], joined: Sequence[torch.Tensor]) -> None:
         """Give the live module this replica's buffers, after a forward that has succeeded.
@@ -234,7 +240,9 @@ class Replicas:
             return
         self._modules = [module for replica in each for module in replica.modules]
         self._dicts = DictSnapshot(attribute_dicts_of(self._modules))
-        self._rebound = ContainerSnapshot([value for replica in each for value in replica.rebound])
+        rebound = [pair for replica in each for pair in replica.rebound]
+        # What is inside, and refers to nothing of the replica's, is the live module's: what forward writes there stays.
+        self._rebound = ContainerSnapshot([own for own, _ in rebound], [live for _, live in rebound])
         self._classes = [*map(type, self._modules)]
         self._tensors = TensorSnapshot([tensor for replica in each for tensor in replica.tensors])
         self._num_references = self._count_references()
@@ -271,7 +279,7 @@ class Replicas:
     def watched(
         self, shards: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], devices: Sequence[torch.device]
     ) -> Watched:
-        """Return what finds what the forward that begins leaves behind; other replicas on `devices` run, too."""
+        """Return what finds what the forward that begins leaves behind; the module runs on `devices`."""
         blueprint, modules = self._blueprint, [replica.modules for replica in self.each]
         self._watched = Watched(
             self._leftovers, modules, blueprint.modules, blueprint.names, shards, devices, blueprint.observers
@@ -315,6 +323,19 @@ class Replicas:
             self._watched.backward_has_run()
             self._watched = None
         self._keep(kept, returns_to)
+
+    @property
+    def looks_at_backward(self) -> bool:
+        """Whether what hooks keep in backward is looked at."""
+        return self._watched is not None and self._watched.looks_at_backward
+
+    def backward_has_run(self) -> None:
+        """Say what hooks keep that a backward has called, which may not have freed the graphs."""
+        if self._watched is not None:
+            self._watched.backward_has_run()
+            self._watched = None
+        if self._leftovers.has_more:
+            self._leftovers.say(self._blueprint.root)
 
     def end_backward(self) -> None:
         """Give them back after a backward; say what they were left with."""
@@ -371,6 +392,7 @@ class ReplicaPool:
         source: the live module's device.
         leftovers: takes note of what forwards leave behind in the replicas.
         live_parameters: those that need a gradient.
+        has_wrappers: whether a part of the module is wrapped, and has replicas of its own.
         has_separate_memory: whether each replica but the first has copies, as if it were on a device of its own.
         buffers: the live buffers, in lists of one kind each.
         kinds_past: the kinds of calls whose first forward with these replicas is past.
@@ -379,6 +401,7 @@ class ReplicaPool:
     def __init__(self, blueprint: Blueprint, source: torch.device, leftovers: Leftovers, times: str = "") -> None:
         self.leftovers, self._times = leftovers, times
         self.blueprint, self.source, self.has_separate_memory = blueprint, source, _devices.has_separate_memory()
+        self.has_wrappers = any(isinstance(module, nn.DataParallel) for module in blueprint.modules)
         self.live_parameters = [parameter for parameter in blueprint.parameters.values() if parameter.requires_grad]
         self.buffers = torch_private.of_one_kind(blueprint.buffers.values())
         self.kinds_past: set[tuple[Any, ...]] = set()
@@ -504,8 +527,6 @@ def own_parameter(parameter: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
         own = data.detach().as_subclass(type(parameter))
     else:  # a parameter; or one of a subclass of Tensor, which detach() keeps
         own = nn.Parameter(data.detach(), requires_grad=False)
-    for name, value in parameter.__dict__.items():
-        own.__dict__.setdefault(name, value)
     return own
 
 

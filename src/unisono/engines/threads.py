@@ -50,6 +50,7 @@ from unisono.engines.lanes import Lane, LaneCall, open_lanes
 from unisono.engines.replica import GraphSearch, Inputs, ReplicaPool, call_replica, carries_objects, structure_of
 from unisono.engines.rescue import Replay, run_rescued
 from unisono.primitives.blueprint import Blueprint, collector_paused, warn_of_observers
+from unisono.primitives.leftovers import Kind
 from unisono.primitives.outputs import Group, Outputs
 from unisono.primitives.parallel_apply import values_or_raise
 from unisono.primitives.placements import Replicate, Single
@@ -216,7 +217,7 @@ class Forward:
         if pool.blueprint.observers:
             if self._tracked and again is None and call.sync_context is None:
                 raise OneGraphNeededError
-            warn_of_observers(pool.blueprint, call.devices, model.warnings)
+            warn_of_observers(pool.blueprint, call.devices_of_runs, model.warnings)
         if len(call.devices) > 1:
             check_cuda_graphs(pool.blueprint, call.devices, _CUDA_GRAPHS)
         self._buffers = unchanged_on_failure(pool.buffers)
@@ -251,6 +252,8 @@ class Forward:
                 reached = [*chain.from_iterable([group.collector.end_forward() for group in self._linked])]
             for look in looks:
                 look.end()
+            if self._inputs.assigned_in_parts:
+                leftovers.add(Kind.ASSIGNED, self._inputs.assigned_in_parts)
             if timeline.recording:
                 timeline.mark(timeline.GATHER)
             call, is_summed = self._call, self._call.sync_context is not None and self._tracked
@@ -287,18 +290,20 @@ class Forward:
         if self._is_again:
             return looks
         if self._replicas.are_new and first_steps.leftovers.looks:
-            looks.append(self._replicas.watched(self._inputs.shards, call.devices))
-        kind = call.method, call.arguments.flags, self._tracked
+            looks.append(self._replicas.watched(self._inputs.shards, call.devices_of_runs))
+        # Runs of the module, or of a part of it.
+        has_several = len(call.devices) > 1 or (call.parts > 1 and call.sizes[0] > 1) or pool.has_wrappers
+        kind = call.method, call.arguments.flags, self._tracked, has_several
         if kind in pool.kinds_past or inside_replica():
             return looks
-        has_several = len(call.devices) > 1
-        structure = structure_of(pool, call) if has_several or call.sync_context is not None else None
+        may_differ = has_several or call.sync_context is not None
+        structure = (has_several, *structure_of(pool, call)) if may_differ else None
         if structure is None or first_steps.are_past(structure):
             pool.kinds_past.add(kind)
             return looks
         blueprint, each = pool.blueprint, self._replicas.each
         if self._normalises_shards():
-            looks.append(first_steps.batch_norm(self._replicas.roots[0], in_one_process=has_several))
+            looks.append(first_steps.batch_norm(self._replicas.roots[0], in_one_process=len(call.devices) > 1))
         if not has_several:
             return [*looks, first_steps.counted(structure)]
         if not draws_off.are_off():  # `verify` compares what is written
@@ -307,7 +312,7 @@ class Forward:
             looks.append(MovedParameters(pairs, blueprint.name_of, in_each(len(call.devices))))
         inputs = dict(zip(call.arguments.paths(), call.arguments.leaves, strict=True))
         reached = self._replicas.reached(call.method, inputs)
-        looks += first_steps.looks(structure, reached, inputs.values(), call.sizes, call.rules.dim)
+        looks += first_steps.looks(structure, reached, inputs.values(), call.sizes_of_runs, call.rules.dim)
         return looks
 
     def _normalises_shards(self) -> bool:
@@ -371,6 +376,7 @@ class Forward:
             passes=self._passes,
             keep=keep or bool(captured.earlier),
             on_release=self._replicas.end_backward,
+            on_backward=self._replicas.backward_has_run if self._replicas.looks_at_backward else None,
             sync_context=call.sync_context,
             replay=None if self._replay is None or self._is_again else self._replay.repeatable(),
             step=self._step,

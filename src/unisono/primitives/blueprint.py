@@ -27,6 +27,7 @@ from torch import nn
 
 from unisono.primitives.change_tracking import ChangeTracker, TensorSnapshot, attribute_dicts
 from unisono.primitives.references import MODES, is_inert, may_refer_later, observes, rebind, references
+from unisono.primitives.tensor_attributes import carry_attributes
 from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
 from unisono.runtime.buckets import is_plain
@@ -39,9 +40,9 @@ _OWN_ATTRIBUTES = list(nn.Module().__dict__)
 _FIRST_OWN, _LAST_OWN = _OWN_ATTRIBUTES[0], _OWN_ATTRIBUTES[-1]
 _NUM_BEFORE_LAST = len(_OWN_ATTRIBUTES) - 1
 _INDISTINCT = (
-    "the hook {hook} refers to the module that it is registered for ({module}), and several replicas on one device "
-    "({devices}) call it: what it keeps by module, or by device, may be that of one replica only. Use it with the "
-    "plain module, model.module, or with replicas on devices of their own."
+    "the hook {hook} refers to the module that it is registered for ({module}), and several replicas, or parts of a "
+    "batch, on one device ({devices}) call it: what it keeps by module, or by device, may be that of one of them only. "
+    "Use it with the plain module, model.module, or with replicas on devices of their own."
 )
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 _UNINITIALIZED = {nn.UninitializedParameter, nn.UninitializedBuffer}
@@ -261,12 +262,15 @@ class Blueprint:
     def stamp(self, tensors: Mapping[int, torch.Tensor]) -> tuple[list[nn.Module], list["Link"]]:
         """Return the modules of a new replica, the root first; it has `tensors[id(t)]` for the live module's tensor t.
 
-        Where `tensors` has nothing, the replica has the live tensor itself. Also returns the attributes by which it may
-        refer to itself.
+        Where `tensors` has nothing, the replica has the live tensor itself; the others get its attributes. Also returns
+        the attributes by which the replica may refer to itself.
         """
         replicas: list[Any] = [*map(_new, map(type, self.modules))]
         own: dict[int, Any] = dict(zip(map(id, self.modules), replicas, strict=True))
         own.update(tensors)
+        for live in self.tensors:
+            if live.__dict__ and id(live) in tensors:
+                carry_attributes(live, [tensors[id(live)]])
         parameters_differ = not tensors.keys().isdisjoint(self.parameters)
         buffers_differ = parameters_differ or not tensors.keys().isdisjoint(self.buffers)
         for module, replica in zip(self.modules, replicas, strict=True):

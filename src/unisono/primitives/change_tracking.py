@@ -137,11 +137,18 @@ class TensorSnapshot:
 
 
 class ContainerSnapshot:
-    """What some values, and the plain containers that they lead to, hold at one moment."""
+    """What some values, and the plain containers that they lead to, hold at one moment.
 
-    def __init__(self, values: Iterable[Any]) -> None:
+    Args:
+        shared: values whose containers are left out.
+    """
+
+    def __init__(self, values: Iterable[Any], shared: Iterable[Any] = ()) -> None:
         self._containers: list[Any] = []
         seen: set[int] = set()
+        for value in shared:
+            self._find(value, seen, 0)
+        self._containers.clear()
         for value in values:
             self._find(value, seen, 0)
         self.take()

@@ -21,6 +21,7 @@ from unisono.primitives.sample_lists import (
     with_entries,
 )
 from unisono.primitives.shared_iterators import SharedIterator, is_iterator
+from unisono.primitives.tensor_attributes import carry_attributes
 from unisono.runtime import devices as _devices
 from unisono.runtime.model_warnings import ModelWarnings
 
@@ -165,7 +166,7 @@ class Arguments:
         )
 
     def split(
-        self, sizes: Sequence[int], place: Place, warnings: ModelWarnings | None = None
+        self, sizes: Sequence[int], place: Place, warnings: ModelWarnings | None = None, *, in_parts: bool = False
     ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Return each replica's positional and keyword inputs: `sizes[i]` rows for replica i; other values unchanged.
 
@@ -173,9 +174,10 @@ class Arguments:
             sizes: one a replica that has a share.
             place: makes each replica's part from a tensor and its placement.
             warnings: the model's; None: nothing is said.
+            in_parts: whether a replica runs its rows in parts.
         """
         sizes = tuple(sizes)
-        if warnings is not None and not self.is_flat and self.rows is not None and len(sizes) > 1:
+        if warnings is not None and not self.is_flat and self.rows is not None and (len(sizes) > 1 or in_parts):
             self._warn_of_lists(self.rows, warnings)
         split = [
             _parts(leaf, axis, batch_type, sizes, place)
@@ -421,7 +423,9 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    carry_attributes(tensor, [copy])
+    return copy
 
 
 def _parts(
@@ -462,6 +466,8 @@ def scattered(
 
     def place(tensor: torch.Tensor, placement: Placement) -> list[Any]:
         parts = [placement.part(tensor, i) for i in range(len(devices))]
-        return [p if p is None else _devices.copied_to(p, device) for p, device in zip(parts, devices, strict=True)]
+        placed = [p if p is None else _devices.copied_to(p, device) for p, device in zip(parts, devices, strict=True)]
+        carry_attributes(tensor, placed)
+        return placed
 
     return arguments.split(sizes, place, warnings)

@@ -45,9 +45,9 @@ _LOST = (
     "finds them there."
 )
 _KEPT = (
-    "a hook keeps what it sees, {names}, and each replica calls it with its own rows: what it keeps by name or in an "
-    "attribute is one replica's, and a list is in the order of arrival. Return what it sees from forward of {model}; "
-    "or use the hook with the plain module, model.module."
+    "a hook keeps what it sees, {names}, and each replica calls it with its own rows, or with those of one of its "
+    "parts: what it keeps by name or in an attribute is one replica's, and a list is in the order of arrival. Return "
+    "what it sees from forward of {model}; or use the hook with the plain module, model.module."
 )
 _SHARED = (
     "forward of {model} writes into {names}, which all replicas share: each writes what it has of its own rows, in the "
@@ -56,9 +56,10 @@ _SHARED = (
     f"from forward, and keep the gathered one. {_ROWS_OF_ONE}"
 ).strip()
 _DRAWN = (
-    "{names} was drawn from while the replicas of {model} ran. They share it, in the order in which they happen to "
-    "run, so runs with equal seeds may differ. Draw with torch's functions, for which each replica has a stream of its "
-    "own; or draw outside of the model, and pass the result to it as an input."
+    "{names} was drawn from while the replicas of {model} ran, or parts of a batch. They share it, in the order in "
+    "which they happen to run, and a part draws other numbers where it is computed once more in backward. So runs with "
+    "equal seeds may differ. Draw with torch's functions, for which each replica has a stream of its own; or draw "
+    "outside of the model, and pass the result to it as an input."
 )
 _OF_EVERY_MODULE = {*nn.Module().__dict__} - {"training"}
 # Of torch's own classes, the attributes that follow from others: they are assigned again where they are used.
@@ -196,7 +197,7 @@ class Watched:
         replicas: the modules of each.
         live_modules: those of which they are replicas, with the names of these.
         shards: the replicas' positional and keyword inputs.
-        devices: the replicas'.
+        devices: of each run of the module; a replica that runs in parts has several.
         observers: ids of hooks that are known to keep what they see.
     """
 
@@ -226,10 +227,8 @@ class Watched:
         self._scripts = [torch_private.script_attributes(module) for module in self._modules]
         self._tensors = {id(tensor): (name, tensor) for name, tensor in self._named_tensors()}
         self._of_tensors = [*map(_attributes_of, self._tensors.values())]
-        self._inputs = [_leaves(shard) for shard in self._shards]
-        self._of_inputs: list[list[Mapping[str, Any]]] = [
-            [*map(_attributes_of, leaves.items())] for leaves in self._inputs
-        ]
+        self._num_hooks = [torch_private.num_hooks([tensor]) for _, tensor in self._tensors.values()]
+        self._inputs = WatchedInputs(self._shards)
 
     def end(self) -> None:
         """Add what is found to the leftovers."""
@@ -241,6 +240,12 @@ class Watched:
         """Add the hooks that have kept what they see in the backward after that forward."""
         if self._in_backward is not None:
             self._leftovers.add(Kind.HOOKS, self._in_backward.changed())
+            self._in_backward = None
+
+    @property
+    def looks_at_backward(self) -> bool:
+        """Whether there are hooks that the backward after that forward calls."""
+        return bool(self._in_backward)
 
     def _assigned(self) -> Iterator[str]:
         yield from assigned(self._dicts, self._modules, self._names)
@@ -251,14 +256,12 @@ class Watched:
             for key, value in torch_private.script_attributes(module).items() if values else ():
                 if not is_equal(values.get(key, GONE), value):
                     yield _path(path, key)
-        for (name, tensor), of_tensor in zip(self._tensors.values(), self._of_tensors, strict=True):
+        of_tensors = zip(self._tensors.values(), self._of_tensors, self._num_hooks, strict=True)
+        for (name, tensor), of_tensor, num_hooks in of_tensors:
             yield from _added(name, tensor, of_tensor)
-            if tensor.grad_fn is not None and torch_private.num_hooks([tensor]):  # a leaf is the caller's
+            if torch_private.num_hooks([tensor]) > num_hooks:
                 yield f"{name} (a hook)"
-        for shard, leaves, attributes in zip(self._shards, self._inputs, self._of_inputs, strict=True):
-            for named, of_leaf in zip(leaves.items(), attributes, strict=True):
-                yield from _added(*named, of_leaf)
-            yield from (where for where, leaf in _leaves(shard).items() if leaf is not leaves.get(where, GONE))
+        yield from self._inputs.assigned()
 
     def _own_containers(self) -> Iterator[tuple[str, ContainerSnapshot]]:
         """Yield the containers that a replica has in place of the live module's, because they hold layers or weights.
@@ -271,13 +274,31 @@ class Watched:
             for key, value in vars(module).items():
                 is_own = type(value) in TRACKED and value is not live.__dict__.get(key, GONE)
                 if is_own and key not in _OF_EVERY_MODULE and key not in _DERIVED:
-                    yield _path(name, key), ContainerSnapshot([value])
+                    yield _path(name, key), ContainerSnapshot([value], [live.__dict__.get(key)])
 
     def _named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for module, name in zip(self._modules, self._names, strict=True):
             for key, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None:
                     yield _path(name, key), tensor
+
+
+class WatchedInputs:
+    """What some inputs, positional and keyword ones, hold before forward runs with them."""
+
+    def __init__(self, shards: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
+        self._shards = [*shards]
+        self._leaves = [_leaves(shard) for shard in shards]
+        self._attributes = [[*map(_attributes_of, leaves.items())] for leaves in self._leaves]
+
+    def assigned(self) -> Iterator[str]:
+        """Yield the path of each attribute and each entry of the inputs that was assigned or removed since."""
+        for shard, leaves, attributes in zip(self._shards, self._leaves, self._attributes, strict=True):
+            for named, of_leaf in zip(leaves.items(), attributes, strict=True):
+                yield from _added(*named, of_leaf)
+            now = _leaves(shard)
+            yield from (where for where, leaf in now.items() if leaf is not leaves.get(where, GONE))
+            yield from leaves.keys() - now.keys()
 
 
 def _is_shard(shard: Any) -> bool:

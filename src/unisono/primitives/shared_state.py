@@ -331,14 +331,16 @@ def attributes_of_modules(
 
     Args:
         names: of the modules.
-        live: the modules of which they are replicas: containers that these do not have are a replica's own.
+        live: the modules of which they are replicas: containers that these do not have are a replica's own, but what is
+            inside may be shared.
     """
     modules = [*modules]
     for module, name, original in zip(modules, names, modules if live is None else live, strict=True):
         for key, value in [*module.__dict__.items()]:
             is_own = type(value) in TRACKED and value is not original.__dict__.get(key, GONE)
-            if key not in _OF_EVERY_MODULE and not is_own and not issubclass(type(value), nn.Module):
-                yield Place(value, f"{name}.{key}" if name else key)
+            shared = original.__dict__.get(key) if is_own else value
+            if key not in _OF_EVERY_MODULE and not issubclass(type(value), nn.Module):
+                yield Place(shared, f"{name}.{key}" if name else key)
 
 
 def reached_by(
@@ -480,6 +482,9 @@ class HookWrites:
                 for place, state in zip(reached.places, states, strict=True)
             )
         ]
+
+    def __bool__(self) -> bool:
+        return bool(self._states)
 
     def _is_by_device(self, value: Any) -> bool:
         return isinstance(value, Mapping) and not self._by_device and any(type(key) is torch.device for key in value)
