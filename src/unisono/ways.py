@@ -140,6 +140,9 @@ def run(wrapper: Wrapper, invocation: Invocation) -> Any:
     ranks = wrapper._ranks
     in_ranks = ranks is not None and ranks.take_part(wrapper._modules["module"])
     if not in_ranks and (_is_alone(options, invocation, is_compiling) or _runs_whole(options)):
+        if ranks is not None and not is_compiling:
+            run_alone = partial(on_one_device, wrapper, invocation)
+            return ranks.look_for_writes(wrapper._threads, wrapper.module, invocation.method, run_alone)
         return on_one_device(wrapper, invocation)
     if is_compiling:  # the wrapper, or a model around it: replicas stay out of its graph
         return torch.compiler.disable(_run_uncompiled)(wrapper, invocation, in_ranks)  # type: ignore[no-untyped-call]
@@ -343,7 +346,8 @@ def whole_batches(wrapper: Wrapper, method: str | None) -> Callee:
     output_device = options.gather_on if options.devices and not here else devices[0]
 
     def open_lanes(devices: Sequence[torch.device]) -> list[Lane]:
-        return wrapper._threads.open_lanes(wrapper.module, LaneCall(devices, devices[0], output_device, method))
+        call = LaneCall(devices, devices[0], output_device, method, in_ranks=gradient_sync is not None)
+        return wrapper._threads.open_lanes(wrapper.module, call)
 
     return Callee(
         open_lanes=open_lanes,
@@ -476,6 +480,7 @@ def plain_composition(wrapper: Wrapper, invocation: Invocation) -> Any:
             structure = "plain composition", invocation.method, *[m.training for m in module.modules()]
             first_steps = wrapper._threads.first_steps
             if len(replicas) > 1 and not inside_replica() and first_steps.begins(structure):
+                written.begin(with_values=True)
                 if options.sync_batch_norm is None:
                     first_steps.look_at_batch_norm(module, in_one_process=True)
                 look = first_steps.watch_generators(module, [*invocation.inputs, *invocation.kwargs.values()])

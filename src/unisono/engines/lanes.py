@@ -54,6 +54,13 @@ class LaneCall:
     source: torch.device
     output_device: torch.device
     method: str | None = None
+    in_ranks: bool = False  # whether other processes have lanes for other batches
+    is_first: bool = False  # whether no lanes before had this structure
+
+    @property
+    def has_others(self) -> bool:
+        """Whether other lanes have other batches."""
+        return len(self.devices) > 1 or self.in_ranks
 
 
 @dataclass
@@ -223,9 +230,10 @@ class Lane:
             watched = None
             if replicas.are_new and self._leftovers.looks:
                 watched = replicas.watched([(args, kwargs)], self.call.devices)
-            replicas.written.begin()
+            looks = self.call.has_others
+            replicas.written.begin(with_values=replicas.are_new and self.call.is_first and looks)
             output = interruptibly(called(replicas.roots[0], self.call.method), *args, **kwargs)
-            if len(self.call.devices) > 1:
+            if looks:
                 blueprint = self._pool.blueprint
                 replicas.written.check(blueprint.root, blueprint.name_of, IN_LANES)
             if watched is not None:

@@ -225,7 +225,12 @@ class Replicas:
         own_buffers = torch_private.of_one_kind([own for replica in here for own in replica.own_buffers])
         live_buffers = torch_private.of_one_kind([live for replica in here for live in replica.live_buffers])
         self._buffers = [*zip(own_buffers, live_buffers, strict=True)]
-        self.written = WrittenParameters([*live], [pair for replica in each for pair in replica.copied_parameters])
+        copies = [pair for replica in each for pair in replica.copied_parameters]
+        in_memory_of_module = [
+            tensors for replica, tensors in zip(each, linked.own, strict=True) if not replica.is_remote
+        ]
+        own = [pair for tensors in in_memory_of_module for pair in zip(linked.live, tensors, strict=True)]
+        self.written = WrittenParameters([*live], copies, own)
         if returns_to is None:
             return
         self._modules = [module for replica in each for module in replica.modules]

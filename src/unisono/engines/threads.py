@@ -23,6 +23,7 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -56,7 +57,7 @@ from unisono.primitives.parallel_apply import values_or_raise
 from unisono.primitives.placements import Replicate, Single
 from unisono.primitives.reassigned_buffers import Change, histories
 from unisono.primitives.replicate import check_device, unchanged_on_failure
-from unisono.primitives.written_parameters import in_each, watch_memory
+from unisono.primitives.written_parameters import in_each
 from unisono.runtime import timeline
 from unisono.runtime.exchange import Exchange, exchanging
 from unisono.runtime.rng import own_streams
@@ -139,7 +140,12 @@ class Threads:
         Raises:
             RuntimeError: parameters or buffers that are not on `call.source`.
         """
-        return open_lanes(self.pool_for(module, call.source).blueprint, call, self.compile_lock, self.leftovers)
+        blueprint = self.pool_for(module, call.source).blueprint
+        structure = "lanes", call.method, blueprint.signature
+        if self.first_steps.begins(structure):
+            self.first_steps.has_run(structure)
+            call = replace(call, is_first=True)
+        return open_lanes(blueprint, call, self.compile_lock, self.leftovers)
 
     def pool_for(self, module: nn.Module, source: torch.device) -> ReplicaPool:
         """Return the replicas of `module` as it is now: those of the last forward, if nothing has changed."""
@@ -229,7 +235,7 @@ class Forward:
         with self._buffers, one_pass(self._passes.contexts) as contexts:
             for group in self._linked:
                 group.begin_forward()
-            self._replicas.written.begin()
+            replicas.written.begin(with_values=bool(looks))
             refusal = register_optimizer_step_pre_hook(partial(_refuse_step, self._pool.blueprint))
             try:
                 with while_running(_while_one_replica_runs) if len(self.timings) == 1 else nullcontext():
@@ -241,9 +247,7 @@ class Forward:
             finally:
                 refusal.remove()
                 reached = [*chain.from_iterable([group.collector.end_forward() for group in self._linked])]
-            if not self._runs_as_module:
-                blueprint = self._pool.blueprint
-                self._replicas.written.check(blueprint.root, blueprint.name_of, in_each(len(self._call.devices)))
+            self._check_parameters()
             for look in looks:
                 look()
             if timeline.recording:
@@ -279,10 +283,13 @@ class Forward:
         """Look for what `FirstSteps` looks for, if this is one; return what looks once the replicas have run."""
         call, pool, first_steps = self._call, self._pool, self._model.first_steps
         kind = call.method, call.arguments.flags, self._tracked
-        if kind in pool.kinds_past or self._is_again or inside_replica():
+        if kind in pool.kinds_past or self._is_again:
             return []
+        if inside_replica():  # the pool is for one step, and each outer replica has such objects
+            structure: Any = *kind, pool.blueprint.root.training
+            return [partial(first_steps.has_run, structure)] if first_steps.begins(structure) else []
         has_several = len(call.devices) > 1
-        may_differ = has_several or call.sync_context is not None
+        may_differ = not self._runs_as_module or call.sync_context is not None
         structure = structure_of(pool, call) if may_differ else None
         if not may_differ or not first_steps.begins(structure):
             pool.kinds_past.add(kind)
@@ -292,14 +299,18 @@ class Forward:
             first_steps.look_at_batch_norm(pool.blueprint.root, in_one_process=has_several)
         if not has_several:
             return ends
-        blueprint, each = pool.blueprint, self._replicas.each
-        pairs = [pair for replica in each for pair in zip(pool.live_parameters, replica.own_parameters, strict=False)]
-        pairs += [pair for replica in each for pair in replica.copied_parameters]
-        return [
-            first_steps.watch_generators(blueprint.root, call.arguments.leaves),
-            watch_memory(pairs, blueprint.name_of, in_each(len(call.devices))),
-            *ends,
-        ]
+        return [first_steps.watch_generators(pool.blueprint.root, call.arguments.leaves), *ends]
+
+    def _check_parameters(self) -> None:
+        """Raise RuntimeError if replicas have written into parameters; ranks compare what one replica has written."""
+        written, blueprint, sync_context = self._replicas.written, self._pool.blueprint, self._call.sync_context
+        of_module = blueprint.root, blueprint.name_of
+        if not self._runs_as_module:
+            changed = written.check(*of_module, in_each(len(self._call.devices)))
+        elif sync_context is not None:
+            changed = written.in_one_replica(*of_module)
+        if sync_context is not None and changed:
+            sync_context.gradient_sync.note_written(changed)
 
     def _normalises_shards(self) -> bool:
         """Return whether batch norm would see a part of the rows, no option says so, and it is this rank's to say.
