@@ -48,7 +48,8 @@ OnReady: TypeAlias = Callable[[int, Sequence[torch.Tensor | None] | torch.Tensor
 # Added to the sequence numbers of nodes that torch's engine runs as soon as they are ready, those of the last forward
 # first. A LiveNode comes before the next forward's boundary, whose gradients would need memory beside its own.
 FIRST = 1 << 62
-_BEFORE_ALL = FIRST + (1 << 61)
+BOUNDARIES = FIRST + (1 << 61)  # boundaries have numbers below it, and above those of all other nodes
+_BEFORE_ALL = BOUNDARIES
 
 
 # ---- nodes ----------------------------------------------------------------------------------------
