@@ -33,7 +33,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from unisono.autograd.boundary import join
-from unisono.autograd.bucket import OneOrder, OverRanks
+from unisono.autograd.bucket import OverRanks, order_of_sums
 from unisono.autograd.replica_graph import (
     BoundaryTensor,
     LeafTensors,
@@ -97,7 +97,6 @@ class Threads:
         search: finds tensors in replica graphs that are not the replicas' own.
         first_steps: looks for what is looked for in the first step of a structure.
         compile_lock: the model's.
-        order_of_sums: that of sums over the ranks that no boundary has finished.
         leftovers: what forwards have left behind in replicas.
     """
 
@@ -106,7 +105,6 @@ class Threads:
         self.search = GraphSearch()
         self.first_steps = FirstSteps()
         self.compile_lock = CompileLock()
-        self.order_of_sums = OneOrder()
         self.leftovers = Leftovers()
         self._pool: ReplicaPool | None = None
         self._timings: list[ReplicaTiming] = []
@@ -163,8 +161,8 @@ class Threads:
         """Have the gradients that come to the live parameters beside a boundary summed over the ranks, if there are."""
         linked.collector.over_ranks = None
         if sync_context is not None:
-            number, order = self.order_of_sums.next_forward(linked.token), self.order_of_sums
-            linked.collector.over_ranks = OverRanks(partial(sync_context.sum, linked.live), number, order)
+            number = order_of_sums.next_forward(linked.token)
+            linked.collector.over_ranks = OverRanks(partial(sync_context.sum, linked.live), number)
 
     def timings(self) -> list[ReplicaTiming]:
         """Return what each replica did in the last step; an empty list before the first."""

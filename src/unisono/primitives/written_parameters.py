@@ -7,8 +7,8 @@ counter sees a write through `.data`, through numpy, or into an inference tensor
 parameter other memory. In the first step of a structure a fingerprint of the values is taken before forward and after;
 `verify` compares the parameters after any step.
 
-Under a launcher one replica a rank writes as the module does, for the rows of its rank. The ranks compare what they have
-written with the gradients of the next backward (distributed/consistency.py): the same everywhere is right.
+Under a launcher one replica a rank writes as the module does, for the rows of its rank. The ranks compare what they
+have written with the gradients of the next backward (distributed/consistency.py): the same everywhere is right.
 
 The exception is `max_norm` of an embedding, which shortens rows that are too long: replicas shorten a row to the same
 values, however often. Rows that a copy has shortened are shortened in the live weights, too.
@@ -203,8 +203,10 @@ def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     entries = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     flat = entries.resolve_neg().reshape(-1)
     flat = flat.view(_INTEGERS[flat.itemsize])
-    factors = torch.arange(1, 2 * min(_AT_ONCE, flat.numel()), 2, dtype=torch.int64, device=flat.device) * _ODD
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for piece in torch.split(flat, _AT_ONCE) if flat.numel() else ():
+    if not flat.numel():
+        return total
+    factors = torch.arange(1, 2 * min(_AT_ONCE, flat.numel()), 2, dtype=torch.int64, device=flat.device) * _ODD
+    for piece in torch.split(flat, _AT_ONCE):
         total = total * _ODD + (piece.to(torch.int64) * factors[: piece.numel()]).sum()
     return total
