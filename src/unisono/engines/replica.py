@@ -233,8 +233,12 @@ class Replicas:
         live_buffers = torch_private.of_one_kind([live for replica in here for live in replica.live_buffers])
         self._buffers = [*zip(own_buffers, live_buffers, strict=True)]
         copies = [pair for replica in each for pair in replica.copied_parameters]
+        in_memory_of_module = [
+            tensors for replica, tensors in zip(each, linked.own, strict=True) if not replica.is_remote
+        ]
+        own = [pair for tensors in in_memory_of_module for pair in zip(linked.live, tensors, strict=True)]
         self.written = WrittenParameters(
-            blueprint.root, blueprint.parameters.values(), copies, blueprint.name_of, times
+            blueprint.root, [*blueprint.parameters.values()], copies, own, blueprint.name_of, times
         )
         if returns_to is None:
             return
