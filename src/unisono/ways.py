@@ -40,7 +40,7 @@ from unisono.primitives.reassigned_buffers import buffer_registries, commit_buff
 from unisono.primitives.replicate import check_device, live_tensors_of, unchanged_on_failure
 from unisono.primitives.shared_state import reached_by
 from unisono.primitives.split_sizes import split_rows
-from unisono.primitives.written_parameters import WrittenParameters
+from unisono.primitives.written_parameters import LookAtParameters, WrittenParameters
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline, torch_private
 from unisono.runtime.errors import ReplicaTimeout, is_of_replica, log_once
@@ -522,7 +522,7 @@ def _looks_at_composition(
     is_first = has_several and not inside_replica() and not first_steps.are_past(structure)
     if has_several:
         written = WrittenParameters.of_replicas(replicas, module, lambda tensor: Blueprint(module).name_of(tensor))
-        looks.append(written.look(with_values=is_first))
+        looks.append(LookAtParameters(written, with_values=is_first))
     watched = first_steps.leftovers.watched_by_name(replicas, module, shards, devices)
     if watched is not None:
         looks.append(watched)

@@ -31,7 +31,7 @@ from unisono.primitives.inputs import scattered
 from unisono.primitives.outputs import without_rows
 from unisono.primitives.parallel_apply import values_or_raise
 from unisono.primitives.replicate import write_values
-from unisono.primitives.written_parameters import WrittenParameters
+from unisono.primitives.written_parameters import LookAtParameters, WrittenParameters
 from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
 from unisono.runtime.errors import log_once
@@ -145,7 +145,7 @@ class Ranks:
         gradient_sync = self.gradient_sync(module)
         written = WrittenParameters.of_replicas([module], module, lambda tensor: Blueprint(module).name_of(tensor))
         note = None if gradient_sync is None else gradient_sync.note_written
-        look = written.look(note, with_values=with_values, writes_as_module=True)
+        look = LookAtParameters(written, note, with_values, writes_as_module=True)
         look.begin()
         output = call()
         look.end()
