@@ -20,7 +20,7 @@ _INSTEAD = {
     "`for batch in model.batches(loader)` takes the same number of steps in every process, and a process without rows "
     "takes part without counting",
     "process_group": "a DataParallel does not show its process group. If it is asked for by "
-    "ZeroRedundancyOptimizer(overlap_with_ddp=True): that steps inside the reducer of DistributedDataParallel, which is not here. "
+    "ZeroRedundancyOptimizer(overlap_with_ddp=True): that steps inside the reducer of DistributedDataParallel. "
     "ZeroRedundancyOptimizer(model.parameters(), ...) without it works: call its step() after backward",
 }
 

@@ -348,9 +348,19 @@ def test_the_others_learn_that_one_has_ended(where):
     assert any("rank 1 has ended while this one was at summing gradients over the processes" in line for line in found)
 
 
+def net_of(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return module.net(x)
+
+
+def fails_on_three_rows(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    if len(x) == 3:
+        raise TroubleError("no such file")
+    return module.net(x)
+
+
 def lives_on(rank: int, folder: str) -> None:
     process_group._PATIENCE_S = 0.5
-    model = wrapped(Calls(lambda x: fail(x) if rank == 1 and len(x) == 3 else x))
+    model = wrapped(Calls(fails_on_three_rows if rank == 1 else net_of, net=net()))
     if rank == 1:
         with pytest.raises(TroubleError):
             model(ROWS)
@@ -360,10 +370,6 @@ def lives_on(rank: int, folder: str) -> None:
         step(model)
     finally:
         Path(folder, "raised").touch()
-
-
-def fail(_: torch.Tensor) -> torch.Tensor:
-    raise TroubleError("no such file")
 
 
 def test_a_rank_that_has_raised_and_lives_on(tmp_path):
@@ -376,7 +382,7 @@ def test_a_rank_that_has_raised_and_lives_on(tmp_path):
 
 def goes_on(rank: int) -> None:
     process_group._PATIENCE_S = 0.5
-    model = wrapped(Calls(lambda x: fail(x) if rank == 1 and len(x) == 3 else x))
+    model = wrapped(Calls(fails_on_three_rows if rank == 1 else net_of, net=net()))
     for _ in range(2):
         if rank == 1:
             with pytest.raises(TroubleError):
@@ -462,7 +468,7 @@ def num_open():
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counted in /proc")
 def test_the_groups_end_before_the_interpreter():
-    """With a group made by hand and not destroyed. gloo's threads freed tensors when the interpreter had ended: aborts."""
+    """With a group made by hand and not destroyed: gloo's threads freed tensors too late, an abort."""
     body = """
     import atexit
     step()

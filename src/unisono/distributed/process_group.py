@@ -519,8 +519,8 @@ class Communicator:
         rank, _, reason = raised.partition("\n")
         if rank and int(rank) != self.rank:
             raise self._failure(
-                f"rank {rank} has raised an exception and not gone on for {_PATIENCE_S:g} s, while this one was at {doing}. "
-                f"Rank {rank} says: {reason}"
+                f"rank {rank} has raised an exception and not gone on for {_PATIENCE_S:g} s, while this one was at "
+                f"{doing}. Rank {rank} says: {reason}"
             )
 
     def abort(self, error: BaseException) -> None:
