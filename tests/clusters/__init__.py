@@ -7,6 +7,6 @@
     report.py        the table and the log
     slurm.py, ...    one launcher each: what it needs, and what is run
 
-`python -m clusters` needs an environment of its own, which `make clusters` sets up. `test_clusters.py` needs none of the
-launchers: `make test` runs it.
+`python -m clusters` needs an environment of its own, which `make clusters` sets up. `test_clusters.py` needs none of
+the launchers: `make test` runs it.
 """

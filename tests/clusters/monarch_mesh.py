@@ -25,7 +25,7 @@ class _Checks:
         ended = self.site.run("python", "train.py", env=env, limit_s=100)
         if not ended.status:
             raise CheckError("status 0, expected an error")
-        return f"the call raises, status {ended.status}"
+        return f"the call raises: all have ended {uneven_rows.seconds_since_kill(kept)}, with status {ended.status}"
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ class _Checks:
         ended = self.site.run("sh", "-c", page.block("MPI").strip(), env=env, limit_s=100)
         if not ended.status or self.site.processes(OMPI_COMM_WORLD_SIZE="2"):
             raise CheckError(f"status {ended.status}, and processes are left")
-        return f"mpirun ends the others, with status {ended.status}"
+        return f"mpirun has ended the others {uneven_rows.seconds_since_kill(kept)}, with status {ended.status}"
 
 
 @contextlib.contextmanager

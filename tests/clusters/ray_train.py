@@ -34,7 +34,7 @@ class _Checks:
         ended = self.site.run("python", script, env=env)
         if not ended.status:
             raise CheckError("status 0, expected that fit() raises")
-        return "fit() raises, the others end with their workers"
+        return f"fit() raises: all have ended {uneven_rows.seconds_since_kill(kept)}"
 
     def command(self) -> str:
         self._run_script("command", self._command("undisturbed"))

@@ -6,6 +6,7 @@ that have the mark, so no daemon outlives its checks, also after Ctrl-C.
 
 import contextlib
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -26,7 +27,9 @@ from clusters.page import ROOT
 SYSTEM_PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"  # daemons are in the latter
 _MARK = "UNISONO_CLUSTERS"
 _POLL_S = 0.1
-_SHOWN = 150  # lines of an output in the log
+_SHOWN = 150  # lines of an output in the log, without repetitions
+_COLOUR = re.compile(r"\x1b\[\d*m")
+_STACK_IN_C = re.compile(r"\bframe #\d+: ")
 # What a launcher around this program may have set would be inherited.
 _FOREIGN = ("SLURM", "SBATCH", "OMPI_", "PMI", "PMIX_", "RAY_", "TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_", "MASTER_")
 _FOREIGN_NAMES = ("RANK", "WORLD_SIZE")
@@ -73,6 +76,7 @@ class Site:
             "PATH": f"{programs}:{SYSTEM_PATH}",
             "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}",
             "PYTHONUNBUFFERED": "1",
+            "TMPDIR": str(self.folder),
         }
 
     # ---- files -----------------------------------------------------------------------------------
@@ -186,6 +190,9 @@ class Site:
         return found
 
     def _note(self, lines: Sequence[str]) -> None:
+        lines = [_COLOUR.sub("", line) for line in lines]
+        lines = [line for line in lines if not _STACK_IN_C.search(line)]
+        lines = [line for line, before in zip(lines, ["", *lines], strict=False) if line != before]
         if len(lines) > _SHOWN:
             cut = len(lines) - _SHOWN
             lines = [*lines[: _SHOWN // 2], f"[... {cut} lines ...]", *lines[-(_SHOWN // 2) :]]

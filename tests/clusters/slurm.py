@@ -248,7 +248,7 @@ class _Checks:
         job = self.cluster.submit(
             self.site.folder / "killed-task.sh", f"--export=ALL,UNISONO_CLUSTERS_KEEP={kept},UNISONO_CLUSTERS_KILL=1"
         )
-        return uneven_rows.others_ended(job.wait("FAILED", limit_s=100))
+        return uneven_rows.others_ended(kept, job.wait("FAILED", limit_s=100))
 
     def _tasks_script(self, name: str) -> Path:
         changes = {"--ntasks-per-node=4": "--ntasks-per-node=2", "python train.py": f"python {self.train_py}"}

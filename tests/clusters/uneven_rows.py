@@ -7,6 +7,7 @@ that UNISONO_CLUSTERS_KILL names kills itself in its third step.
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,6 +47,7 @@ class _Loader:
         rank, _ = _rank_and_world_size()
         for step, batch in enumerate(batches_of(rank)):
             if step == _KILLED_IN and os.environ.get("UNISONO_CLUSTERS_KILL") == str(rank):
+                (_folder() / "killed").touch()
                 os.kill(os.getpid(), signal.SIGKILL)
             yield batch
 
@@ -57,7 +59,11 @@ def keep(model: nn.Module) -> None:
     """Write the weights of this rank where `largest_difference` finds them."""
     rank, world_size = _rank_and_world_size()
     weights = [parameter.detach() for parameter in model.parameters()]
-    torch.save(weights, Path(os.environ["UNISONO_CLUSTERS_KEEP"]) / f"{rank} of {world_size}, {os.getpid()}.pt")
+    torch.save(weights, _folder() / f"{rank} of {world_size}, {os.getpid()}.pt")
+
+
+def _folder() -> Path:
+    return Path(os.environ["UNISONO_CLUSTERS_KEEP"])
 
 
 def _rank_and_world_size() -> tuple[int, int]:
@@ -75,12 +81,20 @@ def compared(folder: Path, world_size: int) -> str:
     return words
 
 
-def others_ended(output: str) -> str:
+def seconds_since_kill(folder: Path) -> str:
+    """Return how long ago the rank was killed; fail if it was not, or if another rank has come to its end."""
+    if not (folder / "killed").exists() or list(folder.glob("*.pt")):
+        raise AssertionError("a rank was to be killed in its third step, and the others were to end with an error")
+    return f"{time.time() - (folder / 'killed').stat().st_mtime:.0f} s after it"
+
+
+def others_ended(folder: Path, output: str) -> str:
     """Return in words how the ranks beside rank 1, which was killed, have ended, from what they have printed."""
+    seconds = seconds_since_kill(folder)
     named = re.findall(r"rank 1 has (?:ended|failed)[^\n]*", output)
     if not named:
         raise AssertionError(f"no rank says that rank 1 has ended: {' '.join(output.split())[-200:]}")
-    return f'the others end: "{named[0][:90].strip()}"'
+    return f'the others have ended {seconds}: "{named[0][:90].strip()}"'
 
 
 def largest_difference(folder: Path, world_size: int) -> float:
