@@ -9,7 +9,7 @@ from clusters.part import Check, Part
 from clusters.site import CheckError, Site
 
 # More processes than cores; and root, as in a container.
-_ALLOWED = {
+ALLOWED = {
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -24,13 +24,13 @@ class _Checks:
     def numbers(self) -> str:
         kept = self.site.new_folder("numbers")
         command = page.changed(page.block("MPI").strip(), {"-n 2": "-n 3"})
-        self.site.expect("sh", "-c", command, env={"UNISONO_CLUSTERS_KEEP": str(kept), **_ALLOWED})
+        self.site.expect("sh", "-c", command, env={"UNISONO_CLUSTERS_KEEP": str(kept), **ALLOWED})
         return uneven_rows.compared(kept, 3)
 
     def killed(self) -> str:
         """mpirun itself ends the other processes when one is killed."""
         kept = self.site.new_folder("killed")
-        env = {"UNISONO_CLUSTERS_KEEP": str(kept), "UNISONO_CLUSTERS_KILL": "1", **_ALLOWED}
+        env = {"UNISONO_CLUSTERS_KEEP": str(kept), "UNISONO_CLUSTERS_KILL": "1", **ALLOWED}
         ended = self.site.run("sh", "-c", page.block("MPI").strip(), env=env, limit_s=100)
         if not ended.status or self.site.processes(OMPI_COMM_WORLD_SIZE="2"):
             raise CheckError(f"status {ended.status}, and processes are left")

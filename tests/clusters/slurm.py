@@ -15,7 +15,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from clusters import page, trainings, uneven_rows
+from clusters import mpi, page, trainings, uneven_rows
 from clusters.part import Check, Part
 from clusters.site import SYSTEM_PATH, CheckError, Site, free_port
 
@@ -254,12 +254,39 @@ class _Checks:
         changes = {"--ntasks-per-node=4": "--ntasks-per-node=2", "python train.py": f"python {self.train_py}"}
         return self.site.write(f"{name}.sh", page.changed(page.block("Slurm", 1), changes))
 
-    def numbers_by_hand(self) -> str:
-        """The batch script has an allocation of two tasks and runs python without srun: it must not wait."""
+    def requeued_tasks(self) -> str:
+        command = page.changed(page.block("Slurm", 2).strip(), {"/shared/": f"{self.shared}/"})
+        changes = {"--ntasks-per-node=4": "--ntasks-per-node=2", "srun python train.py": command}
+        text = page.changed(page.block("Slurm", 1), changes).rstrip() + f" {trainings.OPTIONS}\n"
+        job = self.cluster.submit(self.site.write("requeued-tasks.sh", text))
+        job.wait_until_begun()
+        self.site.expect("scontrol", "requeue", job.number)
+        return self._went_on(job, job.wait("COMPLETED"), "the same job number")
+
+    def numbers_of_mpi(self) -> str:
+        kept = self.site.new_folder("mpi")
+        first, second = _NODES
+        changes = {"first-machine": first, "second-machine": second, ":4": ":2", "29500": str(free_port())}
+        command = page.changed(page.block("MPI", 1), changes)
+        command = command.replace("train.py", str(self.train_py))
+        # The two nodes are one machine, where Open MPI refuses the loopback device.
+        allowed = {**mpi.ALLOWED, "OMPI_MCA_btl_tcp_if_include": "lo", "OMPI_MCA_oob_tcp_if_include": "lo"}
+        exports = "".join(f"export {name}={value}\n" for name, value in allowed.items())
+        head = "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=2\n"
+        job = self.cluster.submit(
+            self.site.write("mpi.sh", f"{head}{exports}{command}"), f"--export=ALL,UNISONO_CLUSTERS_KEEP={kept}"
+        )
+        job.wait("COMPLETED")
+        return uneven_rows.compared(kept, 4)
+
+    def numbers_without_srun(self) -> str:
+        """The batch script has four tasks and runs python without srun: it must not wait for three others."""
         kept = self.site.new_folder("without-srun")
         script = self.site.write("without-srun.sh", f"#!/bin/bash\n#SBATCH --ntasks=4\npython {self.train_py}\n")
-        self.cluster.submit(script, f"--export=ALL,UNISONO_CLUSTERS_KEEP={kept}").wait("COMPLETED", limit_s=60)
-        return f"waits for no one; {uneven_rows.compared(kept, 1)}"
+        text = self.cluster.submit(script, f"--export=ALL,UNISONO_CLUSTERS_KEEP={kept}").wait("COMPLETED", limit_s=120)
+        if "this one trains alone" not in text:
+            raise CheckError("it does not say that it trains alone")
+        return f"trains alone, and says so; {uneven_rows.compared(kept, 1)}"
 
 
 @contextlib.contextmanager
@@ -267,6 +294,7 @@ def _open(site: Site) -> Iterator[Sequence[Check]]:
     cluster = Cluster(site)
     cluster.start()
     checks = _Checks(cluster)
+    has_mpi = mpi.PART.why_not() is None
     yield [
         Check("torchrun on 2 nodes, 4 ranks with uneven rows, against one device", checks.numbers),
         Check("torchrun on 2 nodes, `unisono train`", checks.undisturbed),
@@ -278,7 +306,9 @@ def _open(site: Site) -> Iterator[Sequence[Check]]:
             "`srun python train.py`, 4 tasks on 2 nodes with uneven rows, against one device", checks.numbers_of_tasks
         ),
         Check("`srun python train.py`, a task is killed", checks.killed_task),
-        Check("`python train.py` in a batch script, without srun", checks.numbers_by_hand),
+        Check("`srun python -m unisono train`, `scontrol requeue`", checks.requeued_tasks),
+        Check("`python train.py` in a batch script, without srun", checks.numbers_without_srun),
+        *([Check("`mpirun` in a job, 4 ranks on 2 nodes with uneven rows", checks.numbers_of_mpi)] if has_mpi else []),
     ]
 
 

@@ -28,6 +28,8 @@ def test_the_page_has_the_code_that_is_run() -> None:
     for number, line in ((0, "srun torchrun"), (1, "srun python train.py")):
         assert line in page.block("Slurm", number)
         assert page.block("Slurm", number).startswith("#!/bin/bash\n#SBATCH")
+    assert page.block("Slurm", 2).startswith("srun python -m unisono train --data /shared/")
+    assert page.block("MPI", 1).startswith("mpirun -host first-machine:4,second-machine:4 ")
     for heading, begin in (("MPI", "mpirun"), ("One machine", "torchrun"), ("When a process dies", "torchrun")):
         assert page.block(heading).startswith(begin)
     with pytest.raises(AssertionError, match="no longer has 'nowhere'"):
