@@ -64,12 +64,13 @@ _NOT_IN_GROUP = -100  # torch.distributed.GroupMember.NON_GROUP_MEMBER
 distributed: Any = torch.distributed
 
 
-def communicator_for(process_group: Any = None) -> "Communicator | None":
+def communicator_for(process_group: Any = None, timeout_s: float | None = None) -> "Communicator | None":
     """Return the communicator of some processes; None if this process is alone.
 
     Args:
         process_group: the processes. None: all that the launcher has started, or that are in the default process
             group; if there is neither, this process is alone. False: it is alone in any case.
+        timeout_s: that of the default process group, if this makes it; None: torch's.
 
     Raises:
         TypeError: `process_group` is none of these.
@@ -79,7 +80,7 @@ def communicator_for(process_group: Any = None) -> "Communicator | None":
     if process_group is False:
         return None
     if process_group is None:
-        if not start_default_group():
+        if not start_default_group(timeout_s):
             return None
         process_group = distributed.group.WORLD
     elif type(process_group) is int and process_group == _NOT_IN_GROUP:

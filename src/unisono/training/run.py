@@ -23,6 +23,7 @@ from unisono.console.errors import DivergedError, FolderError, Interrupted
 from unisono.console.files import replaced
 from unisono.console.progress import Progress
 from unisono.data_parallel import DataParallel
+from unisono.distributed import environment
 from unisono.profiling.profile import Profile
 from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
@@ -341,7 +342,7 @@ def has_room_for(device: torch.device, num_bytes: int) -> bool:
 
 def _load(options: Options, progress: Progress, ranks: Ranks) -> data.Dataset:
     """Load the data: in the first process of each machine, so that each file is downloaded once; then in the others."""
-    is_first_of_its_host = os.environ.get("LOCAL_RANK", "0") == "0"
+    is_first_of_its_host = not environment.local_rank()
     loaded = ranks.together(lambda: data.load(options.data, progress) if is_first_of_its_host else None)
     return ranks.together(lambda: loaded or data.load(options.data, progress))
 
