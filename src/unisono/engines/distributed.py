@@ -19,7 +19,7 @@ from torch import nn
 from torch.func import functional_call
 
 from unisono.autograd.bucket import FIRST
-from unisono.distributed.gradient_sync import GradientSync, SyncContext, UnboundGradientSync
+from unisono.distributed.gradient_sync import SENT_TWICE, GradientSync, SyncContext, UnboundGradientSync
 from unisono.engines.call import Call
 from unisono.engines.replica import is_reentrant_checkpoint, leaves_and_nodes, link_parameters
 from unisono.engines.threads import Threads
@@ -31,7 +31,7 @@ from unisono.primitives.parallel_apply import values_or_raise
 from unisono.primitives.replicate import write_values
 from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
-from unisono.runtime.errors import log_once
+from unisono.runtime.errors import log_once, warn_once
 from unisono.runtime.thread_pool import inside_replica, run_together
 from unisono.runtime.thread_state import modes_that_stay
 from unisono.sync_batch_norm.across_processes import CrossProcessAllGather
@@ -95,6 +95,15 @@ class Ranks:
         gradient_sync = self._active(module)
         if gradient_sync is None:
             return threads.forward(module, call)
+        if torch_private.runs_in_ddp():
+            warn_once(SENT_TWICE)
+        try:
+            return self._forward(threads, gradient_sync, module, call)
+        except BaseException as error:
+            gradient_sync.communicator.publish_exception(error)
+            raise
+
+    def _forward(self, threads: Threads, gradient_sync: GradientSync, module: nn.Module, call: Call) -> Any:
         if call.arguments.rows == 0:
             return self._run_on_stand_in(threads, gradient_sync, module, call)
         output = self._run(threads, module, call, gradient_sync.sync_context(module, call.arguments.rows))
