@@ -511,16 +511,18 @@ def _looks_at_composition(
 ) -> list[Look]:
     """Return what looks at one plain composition; `devices` are the replicas'."""
     module, first_steps = wrapper.module, wrapper._threads.first_steps
-    has_several, looks = len(replicas) > 1, list[Look]()
-    if has_several:
+    looks = list[Look]()
+    if len(replicas) > 1:
         looks.append(WrittenParameters.of_replicas(replicas, module, lambda tensor: Blueprint(module).name_of(tensor)))
     watched = first_steps.leftovers.watched_by_name(replicas, module, shards, devices)
     if watched is not None:
         looks.append(watched)
-    structure = "plain composition", invocation.method, *[m.training for m in module.modules()]
+    # Of the module, or of a part of it.
+    has_several = len(replicas) > 1 or any(isinstance(part, nn.DataParallel) for part in module.modules())
+    structure = "plain composition", has_several, invocation.method, *[m.training for m in module.modules()]
     if not has_several or inside_replica() or first_steps.are_past(structure):
         return looks
-    if wrapper._options.sync_batch_norm is None:
+    if wrapper._options.sync_batch_norm is None and len(replicas) > 1:
         replica = replicas[0] if isinstance(replicas[0], nn.Module) else module
         looks.append(first_steps.batch_norm(replica, in_one_process=True))
     modules, live = modules_in_common(replicas, module)
