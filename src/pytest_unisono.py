@@ -12,7 +12,6 @@ Without the option nothing is imported but this file: it is a module of its own,
 """
 
 import contextlib
-import inspect
 import weakref
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from unisono import DataParallel
+    from unisono.verification.first_call import FirstCall
 
 _NAME = "unisono-simulated-devices"  # of the plugin while the option is given
 _PROPERTY = "unisono"  # of a test's report: what the comparison of each of its wrappers said
@@ -82,7 +82,7 @@ class _SimulatedDevices:
 
         self._count = count
         # Of the running test, by the wrapper's id.
-        self._first_calls: dict[int, tuple[DataParallel, _Inputs]] | None = None
+        self._first_calls: dict[int, tuple[DataParallel, FirstCall]] | None = None
         opened = contextlib.ExitStack()
         config.add_cleanup(opened.close)
         try:
@@ -100,8 +100,9 @@ class _SimulatedDevices:
     def _recording(self) -> Iterator[None]:
         """Keep the inputs of each wrapper's first call in a test that raised no error."""
         from unisono.data_parallel import DataParallel
-        from unisono.primitives.shared_iterators import iterators_anew, shared
+        from unisono.primitives.shared_iterators import shared
         from unisono.runtime.thread_pool import inside_replica
+        from unisono.verification.first_call import FirstCall
 
         forward = DataParallel.forward
         plugin = weakref.proxy(self)
@@ -111,8 +112,7 @@ class _SimulatedDevices:
             if calls is None or id(model) in calls or len(model.devices) < 2 or inside_replica():
                 return forward(model, *inputs, **kwargs)
             inputs, kwargs = shared((inputs, kwargs))
-            mode = "training" if model.module.training else "eval"
-            before = _Inputs(iterators_anew(inputs), iterators_anew(kwargs), mode)
+            before = FirstCall(model.module, inputs, kwargs)
             output = forward(model, *inputs, **kwargs)
             calls[id(model)] = model, before
             return output
@@ -132,7 +132,7 @@ class _SimulatedDevices:
             self._first_calls = None
         if getattr(item, "_excinfo", None):  # a unittest.TestCase's test that has failed
             return
-        said = [_compared(model, inputs) for model, inputs in calls.values()]
+        said = [_compared(model, call) for model, call in calls.values()]
         item.user_properties += [(_PROPERTY, outcome) for outcome, _ in said]
         reports = [report for _, report in said if report]
         if reports:
@@ -158,34 +158,7 @@ class _SimulatedDevices:
                 terminalreporter.line(f"{nodeid}: {outcome}")
 
 
-class _Inputs:
-    """The inputs of a call, copied before the call can change them, and the mode in which the model was."""
-
-    def __init__(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], mode: str) -> None:
-        from unisono.primitives import pytree
-
-        self.mode = mode
-        self.inputs, self.kwargs = pytree.map_tensors(lambda tensor: tensor.detach().clone(), (inputs, kwargs))
-
-    def for_verify(self, module: "torch.nn.Module") -> Any:
-        """Return them as `verify` takes them: all by position, or all by name.
-
-        Raises:
-            TypeError: some can be given by position only, and others by name only.
-        """
-        if not self.kwargs or not self.inputs:
-            return self.kwargs or self.inputs
-        bound = inspect.signature(module.forward).bind(*self.inputs, **self.kwargs)
-        named: dict[str, Any] = {}
-        for name, value in bound.arguments.items():
-            kind = bound.signature.parameters[name].kind
-            if kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY):
-                raise TypeError(f"{name} is given by position only, other inputs by name")
-            named.update(value if kind is inspect.Parameter.VAR_KEYWORD else {name: value})
-        return named
-
-
-def _compared(model: "DataParallel", inputs: _Inputs) -> tuple[str, str]:
+def _compared(model: "DataParallel", call: "FirstCall") -> tuple[str, str]:
     """Return what the comparison with one device says: the outcome in a line, and the report if that fails the test."""
     from unisono import verify
     from unisono.verification.report import Cause
@@ -193,11 +166,11 @@ def _compared(model: "DataParallel", inputs: _Inputs) -> tuple[str, str]:
     # torch.nn.DataParallel is documented to do these on several devices.
     as_torch = {Cause.PER_SHARD_BATCH_NORM, Cause.ONE_NUMBER_A_SHARD, Cause.FIRST_REPLICAS_BUFFERS}
     try:
-        report = verify(model, inputs.for_verify(model.module), show=False)
+        report = verify(model, call.inputs(), show=False)
     except Exception as error:  # noqa: BLE001  verify calls in both modes, with gradients; the test did not
         return f"{_NOT_COMPARED}: {type(error).__name__}: {error}".splitlines()[0], ""
-    findings = [finding for finding in report.findings if finding.mode == inputs.mode]
-    if not findings and not any(row.mode == inputs.mode for row in report.differences):
+    findings = [finding for finding in report.findings if finding.mode == call.mode]
+    if not findings and not any(row.mode == call.mode for row in report.differences):
         return _SAME, ""
     if not_compared := [finding for finding in findings if not finding.compared]:
         return f"{_NOT_COMPARED}: {not_compared[0].cause}, in {not_compared[0].module or 'the model itself'}", ""

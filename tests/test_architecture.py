@@ -27,7 +27,7 @@ PROJECT = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]
 # imports; `pytest_unisono` is a distribution's file beside it.
 _CELLS = re.findall(r"^\| (`.+?) \|", (DOCS / "architecture.md").read_text(encoding="utf-8"), re.MULTILINE)
 PACKAGES = [*re.findall(r"`(\w+)/?`", " ".join(_CELLS)), "__main__"]
-PACKAGES.insert(PACKAGES.index("verification") + 1, "unisono")
+PACKAGES.insert(PACKAGES.index("scripts") + 1, "unisono")
 PACKAGES.remove("pytest_unisono")
 
 

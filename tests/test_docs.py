@@ -144,3 +144,46 @@ def test_the_api_page_has_every_public_name():
     shown = re.findall(r"^::: unisono\.(?:[\w.]+\.)?(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
     assert set(unisono.__all__) <= set(shown)
     assert len(shown) == len(set(shown))
+
+
+# Search
+
+
+def sections_of(pages: dict[str, str]) -> list[tuple[str, str, str]]:
+    """Return the page, the heading and the text of each section that the site's search has."""
+    found = []
+    for path, text in pages.items():
+        if not path.startswith(("source/", "behaviour/")) and "zh-CN" not in path:
+            title = text.partition("\n")[0].removeprefix("# ")
+            for part in re.split(r"^#+ ", text, flags=re.MULTILINE)[1:]:
+                heading, _, body = part.partition("\n")
+                found.append((path, f"{title} {heading}".lower(), body.lower()))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        ("batch norm", "usage.md"),
+        ("resume", "save-and-resume.md"),
+        ("checkpoint", "save-and-resume.md"),
+        ("learning rate", "usage.md"),
+        ("mixed precision", "usage.md"),
+        ("gradient accumulation", "usage.md"),
+        ("out of memory", "reliability.md"),
+        ("kaggle", "notebook.md"),
+        ("slurm", "clusters.md"),
+        ("uneven gpus", "usage.md"),
+        ("lstm hidden state", "from-data-parallel.md"),
+        ("gather scalar", "errors.md"),
+    ],
+)
+def test_what_people_search_for_is_found(built, words, page):
+    """Among the first three pages, where sections with the words in their headings come first, as in an index."""
+    ranks = {}
+    for path, heading, body in sections_of(built.pages):
+        score = sum(10 * (word in heading) + min(3, body.count(word)) for word in words.split())
+        if all(word in heading + body for word in words.split()):
+            ranks[path] = max(score, ranks.get(path, 0))
+    first = sorted(ranks, key=lambda path: -ranks[path])[:3]
+    assert page in first

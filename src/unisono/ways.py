@@ -143,6 +143,9 @@ def run(wrapper: Wrapper, invocation: Invocation) -> Any:
     ranks = wrapper._ranks
     in_ranks = ranks is not None and ranks.take_part(wrapper._modules["module"])
     if not in_ranks and (_is_alone(options, invocation, is_compiling) or _runs_whole(options)):
+        if ranks is not None and not is_compiling:
+            run_alone = partial(on_one_device, wrapper, invocation)
+            return ranks.look_for_writes(wrapper._threads, wrapper.module, invocation.method, run_alone)
         return on_one_device(wrapper, invocation)
     if is_compiling:  # the wrapper, or a model around it: replicas stay out of its graph
         return torch.compiler.disable(_run_uncompiled)(wrapper, invocation, in_ranks)  # type: ignore[no-untyped-call]
@@ -346,7 +349,8 @@ def whole_batches(wrapper: Wrapper, method: str | None) -> Callee:
     output_device = options.gather_on if options.devices and not here else devices[0]
 
     def open_lanes(devices: Sequence[torch.device]) -> list[Lane]:
-        return wrapper._threads.open_lanes(wrapper.module, LaneCall(devices, devices[0], output_device, method))
+        call = LaneCall(devices, devices[0], output_device, method, in_ranks=gradient_sync is not None)
+        return wrapper._threads.open_lanes(wrapper.module, call)
 
     return Callee(
         open_lanes=open_lanes,
@@ -485,6 +489,8 @@ def plain_composition(wrapper: Wrapper, invocation: Invocation) -> Any:
             outputs = interruptibly(wrapper.parallel_apply, calls, shards, shard_kwargs)
             for look in looks:
                 look.end()
+            if plan is not None and len(outputs) == len(plan.sizes):
+                plan.arguments.warn_of_split_lists(outputs, plan.sizes, wrapper._threads.warnings)
             output = interruptibly(wrapper.gather, outputs, here or options.output_device)
         commit_buffers(registries.changes(), modules, live_modules, {})
         leftovers = wrapper._threads.first_steps.leftovers
@@ -511,16 +517,18 @@ def _looks_at_composition(
 ) -> list[Look]:
     """Return what looks at one plain composition; `devices` are the replicas'."""
     module, first_steps = wrapper.module, wrapper._threads.first_steps
-    looks = list[Look]()
-    if len(replicas) > 1:
-        looks.append(WrittenParameters.of_replicas(replicas, module, lambda tensor: Blueprint(module).name_of(tensor)))
-    watched = first_steps.leftovers.watched_by_name(replicas, module, shards, devices)
-    if watched is not None:
-        looks.append(watched)
     # Of the module, or of a part of it.
     has_several = len(replicas) > 1 or any(isinstance(part, nn.DataParallel) for part in module.modules())
     structure = "plain composition", has_several, invocation.method, *[m.training for m in module.modules()]
-    if not has_several or inside_replica() or first_steps.are_past(structure):
+    is_first = has_several and not inside_replica() and not first_steps.are_past(structure)
+    looks = list[Look]()
+    if len(replicas) > 1:
+        written = WrittenParameters.of_replicas(replicas, module, lambda tensor: Blueprint(module).name_of(tensor))
+        looks.append(written.look(with_values=is_first))
+    watched = first_steps.leftovers.watched_by_name(replicas, module, shards, devices)
+    if watched is not None:
+        looks.append(watched)
+    if not is_first:
         return looks
     if wrapper._options.sync_batch_norm is None and len(replicas) > 1:
         replica = replicas[0] if isinstance(replicas[0], nn.Module) else module

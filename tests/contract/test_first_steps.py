@@ -3,7 +3,7 @@
 import contextlib
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -91,6 +91,25 @@ def test_what_does_not_see_other_rows_is_not_mentioned(wrap: Wrap, name: str) ->
     assert said(step(wrap(FROZEN[name]()), torch.randn(8, 5))) == []
 
 
+def switching(net: Any, x: torch.Tensor) -> torch.Tensor:
+    net.norm.train(net.is_training)
+    output: torch.Tensor = net.norm(net.first(x))
+    return output
+
+
+@pytest.mark.parametrize("composed", [False, True])
+@pytest.mark.parametrize("is_training", [False, True])
+def test_modes_that_forward_switches_count(wrap: Wrap, *, is_training: bool, composed: bool) -> None:
+    """N5: what counts is the mode in which it has run. A layer that forward froze was mentioned."""
+    net = Calls(switching, first=nn.Linear(5, 5), norm=nn.BatchNorm1d(5), is_training=is_training)
+    net.norm.train(not is_training)
+    model = Composed(net, in_turn(2)) if composed else wrap(net)
+    found = [str(each.message) for each in said(step(model, torch.randn(8, 5)))]
+    assert [text.partition(":")[0] for text in found if "normalises" in text] == [
+        "layer 'norm' (BatchNorm1d)"
+    ] * is_training
+
+
 def test_it_is_said_when_training_begins(wrap: Wrap) -> None:
     """N5: after steps in eval mode, and without gradients; where one replica has all rows, there is nothing to say."""
     model = wrap(nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5)))
@@ -173,6 +192,12 @@ def test_over_ranks_the_first_one_says_it() -> None:
 
 # ---- random numbers ------------------------------------------------------------------------------
 
+
+def drawing_around() -> Callable[[Any], float]:
+    generator = random.Random(0)
+    return lambda net: generator.random()
+
+
 DRAWS: dict[str, tuple[Callable[[Any], float], str]] = {
     "Python": (lambda net: random.random(), "Python's generator (random)"),
     "Python, shuffled": (lambda net: random.sample([1.0, 1.0], 1)[0], "Python's generator (random)"),
@@ -182,6 +207,8 @@ DRAWS: dict[str, tuple[Callable[[Any], float], str]] = {
     "numpy's old one": (lambda net: net.old.rand(), "A generator of its own"),
     "of a class in a function": (lambda net: net.mine.random(), "A generator of its own"),
     "torch's own": (lambda net: float(torch.rand((), generator=net.torchs, device="cpu")), "A generator of its own"),
+    "a default": (lambda net, generator=random.Random(0): generator.random(), "A generator of its own"),  # noqa: B008
+    "a closure": (drawing_around(), "A generator of its own"),
     "two": (lambda net: random.random() + np.random.rand(), "Python's generator (random) and numpy's generator"),
 }
 
@@ -206,6 +233,30 @@ def test_draws_from_a_generator_that_replicas_share(wrap: Wrap, name: str, compo
     assert str(found[0].message).startswith(f"{generator} was drawn from while the replicas of Calls ran")
     if not composed:
         assert said(step(wrap(drawing(draw), 2, shares=[1, 0]), torch.randn(6, 5))) == []
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_map_says_it_too(wrap: Wrap, name: str) -> None:
+    """N6: where several lanes run. The caller's own draws between batches are not the model's."""
+    draw, generator = DRAWS[name]
+    x = torch.randn(6, 5)
+
+    def batches() -> Iterator[torch.Tensor]:
+        for _ in range(4):
+            random.random()
+            np.random.rand()
+            yield x
+
+    mapped, evaluated = wrap(drawing(draw)), wrap(drawing(draw))
+    targets = [(x, x[:, :3])] * 4
+    for call in (lambda: [*mapped.map(batches())], lambda: evaluated.evaluate(targets, F.mse_loss)):
+        (found,) = said(call, 1)
+        assert found.filename == __file__
+        assert str(found.message).startswith(generator.partition(" and ")[0])
+    one = wrap(drawing(draw), 1)
+    assert said(lambda: list(one.map(batches())), 1) == []
+    silent = wrap(Calls(lambda net, x: net.layer(x), layer=nn.Linear(5, 3)))
+    assert said(lambda: list(silent.map(batches())), 1) == []
 
 
 def test_draws_after_a_step_of_one_replica(wrap: Wrap) -> None:

@@ -207,6 +207,32 @@ def test_where_nothing_is_lost_nothing_is_said(wrap: Wrap, name: str) -> None:
         assert not [str(each.message) for each in said_by(step) if "assigns" in str(each.message)], way
 
 
+def installing(module: Any, x: torch.Tensor) -> torch.Tensor:
+    if not module.layer._forward_hooks:  # as transformers does to return hidden states
+        module.layer.register_forward_hook(lambda layer, args, output: 2 * output)
+    output: torch.Tensor = module.layer(x)
+    return output
+
+
+def test_one_plain_forward_before_wrapping_installs_hooks(wrap: Wrap) -> None:
+    """R6, R9: as the warning says."""
+    (said,) = said_by(steps_of(wrap(Calls(installing, layer=nn.Linear(4, 4))))["training"])
+    assert "layer (a hook)" in str(said.message)
+    assert "hooks, make before wrapping: one forward of the plain module does" in str(said.message)
+    plain = Calls(installing, layer=nn.Linear(4, 4))
+    plain(torch.randn(1, 4))
+    assert said_by(steps_of(wrap(plain))["training"]) == []
+
+
+def test_the_advice_about_buffers_says_whose_rows_they_have_seen(wrap: Wrap) -> None:
+    """R5, R6: a state with an entry a row, made a buffer, would be the first replica's in silence."""
+    for model in (with_attributes(ASSIGNED["a counter"][0]), with_shared(SHARED["a dict of the module"][0])):
+        (said,) = said_by(steps_of(wrap(model))["training"])
+        assert "what does not depend on the rows: the first replica's stays, which has seen its own rows" in str(
+            said.message
+        )
+
+
 # What replicas share and write into
 
 

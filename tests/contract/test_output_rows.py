@@ -3,7 +3,9 @@
 import ast
 import contextlib
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,6 +15,19 @@ from torch import nn
 from helpers.contract import Wrap, at_one_place, over_places
 from helpers.modules import Calls, Fn, PassingMode
 from unisono import SampleList, data_parallel
+
+
+@dataclass
+class Pair:
+    """An output of a class of the user's."""
+
+    entries: Any
+    x: torch.Tensor
+
+
+def as_meant(message: str) -> Any:
+    """The `out_dims` that says that a list is joined as it is meant."""
+    return ast.literal_eval(message.partition("out_dims=")[2].partition(") says that this is meant")[0])
 
 
 @contextlib.contextmanager
@@ -160,14 +175,19 @@ def test_tensors_of_another_size(
     [
         (lambda x: (x, x[:, 0], {"z": x[:, None]}), {}),
         (lambda x: (x.mean(), float(x.sum())), {"scalars": "mean"}),
-        (lambda x: (x, 3, "name", None, True), {}),
+        (lambda x: (x, "name", None, ["name"] * 5), {}),
+        (lambda x: (x, 3, True), {"out_dims": {1: None, 2: None}}),
+        (lambda x: (x, len(x), {"sum": float(x.sum())}), {"scalars": "sum"}),
+        (lambda x: (x, 1.0), {"scalars": {1: "stack"}}),
         (lambda x: [x, x * 2], {}),
+        (lambda x: [x], {}),
+        (lambda x: [x.sin(), x[:, 0].sin()], {}),
         (lambda x: (x, x.T), {"out_dims": (0, 1)}),
         (lambda x: (x, x[0] * 0), {"out_dims": {1: None}}),
         (lambda x: x.reshape(-1), {"out_dims": 0}),
         (lambda x: x[:, : len(x)], {"dim": 0}),
         (lambda x: SampleList(float(each) for each in x[:, 0]), {}),
-        (lambda x: (x, (2, 3)), {}),
+        (lambda x: (x, x[:1, 0].shape), {"out_dims": {1: None}}),
     ],
 )
 @pytest.mark.parametrize("rows", [1, 2, 4, 6])
@@ -228,19 +248,29 @@ def test_outputs_of_transformers(wrap: Wrap) -> None:
         list,
         lambda x: [each.expand(5, 2) for each in x[:, 0]],
         lambda x: [None, *[float(each) for each in x[1:, 0]]],
+        lambda x: [None for _ in x],
+        lambda x: (("a", "b"),) * len(x),
+        lambda x: tuple(float(each) for each in x[:, 0]),
+        lambda x: deque(float(each) for each in x[:, 0]),
+        lambda x: dict.fromkeys(range(len(x)), "same"),
+        lambda x: {row: float(each) for row, each in enumerate(x[:, 0])},
+        lambda x: [each.sin() for each in x[:, : len(x)]] if len(x) < 4 else list(x),
+        lambda x: list(x[:, :2, None]) if len(x) < 4 else list(x),
     ],
 )
-@pytest.mark.parametrize("at", [lambda v, x: v, lambda v, x: (x, v), lambda v, x: {"a": [x, {"b": v}]}])
+@pytest.mark.parametrize("at", [lambda v, x: v, lambda v, x: (x, v), lambda v, x: {"a": [x, {"b": v}]}, Pair])
+@pytest.mark.parametrize("first", [2, 4])
 @at_one_place
-def test_lists_with_one_entry_a_row(wrap: Wrap, entries: Any, at: Any) -> None:
-    """S17: in each position, once a model; numbers, strings, and tensors without rows of their own."""
+def test_lists_with_one_entry_a_row(wrap: Wrap, entries: Any, at: Any, first: int) -> None:
+    """S17: in each position, once a model, whatever its first batch; numbers, strings, and tensors, also with a size
+    that is that of the rows by accident."""
     wrapped = wrap(Fn(lambda x: at(entries(x), x)))
     with warned() as messages:
-        for rows in (4, 4, 8):
+        for rows in (first, 4, 8):
             joined = wrapped(torch.arange(24.0).view(8, 3)[:rows])
     (message,) = messages
     assert "return unisono.SampleList(entries)" in message
-    as_now = ast.literal_eval(message.partition("out_dims=")[2].removesuffix(") says so."))
+    as_now = as_meant(message)
     with warned() as messages:
         again = wrap(Fn(lambda x: at(entries(x), x)), out_dims=as_now)(torch.arange(24.0).view(8, 3))
     assert messages == []
@@ -256,6 +286,97 @@ def test_a_list_of_one_replica_that_works_alone(wrap: Wrap) -> None:
         assert wrap(Fn(lambda x: [float(each) for each in x]), shares=(1, 0))(torch.ones(3)) == [[1.0]] * 3
     (message,) = messages
     assert "return unisono.SampleList(entries)" in message
+
+
+@at_one_place
+def test_a_list_of_statistics_names_both_remedies(wrap: Wrap) -> None:
+    """S17, G12: two tensors without rows from two rows a replica may be a mean and a deviation of the rows."""
+    forward = Fn(lambda x: [x.mean(0) * 0, x.std(0) * 0])
+    with warned() as messages:
+        wrap(forward)(torch.ones(4, 3))
+    (message,) = messages
+    assert "; out_dims=None, that every replica returns the same" in message
+    with warned() as messages:
+        torch.testing.assert_close(wrap(forward, out_dims=None)(torch.ones(4, 3)), [torch.zeros(3)] * 2)
+    assert messages == []
+
+
+@at_one_place
+def test_a_filter_of_rows(wrap: Wrap) -> None:
+    """G12: replicas keep other numbers of rows, so they cannot all return the same: `out_dims` says how to go on."""
+    with warned() as messages:
+        filtered = wrap(Fn(lambda x: x[x[:, 0] > 3]))(X)
+    (message,) = messages
+    assert message.startswith("output of shape (0, 3) comes from 2 rows")
+    assert "out_dims=0) if its entries follow the rows in order" in message
+    assert "out_dims=None" not in message
+    torch.testing.assert_close(filtered, X[X[:, 0] > 3])
+
+
+# ---- numbers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "names", "options"),
+    [
+        (len, "output is a number", {}),
+        (lambda x: (x, 3), "output[1] is a number", {}),
+        (lambda x: (x, (2.0, 3, 4)), "output[1][0], output[1][1], output[1][2] are numbers", {}),
+        (lambda x: Pair(True, x), "output.entries is a number", {}),
+        (lambda x: Pair(True, x), "output.entries is a number", {"scalars": "mean"}),
+        (
+            lambda x: {"x": x, "n": [1j] * 5},
+            "output['n'][0], output['n'][1], output['n'][2], output['n'][3] and 1 more",
+            {},
+        ),
+    ],
+)
+@pytest.mark.parametrize("rows", [1, 2, 4])
+@at_one_place
+def test_numbers_become_a_list(wrap: Wrap, function: Any, names: str, options: Any, rows: int) -> None:
+    """G4: one warning for a model; each `out_dims` that it names says what is meant."""
+    wrapped, x = wrap(Fn(function), **options), torch.ones(rows, 3)
+    with warned() as messages:
+        for _ in range(2):
+            listed = wrapped(x)
+    (message,) = messages
+    assert message.startswith(names)
+    whole, as_now = [ast.literal_eval(part.partition(" if")[0]) for part in message.split("out_dims=")[1:]]
+    with warned() as messages:
+        assert str(wrap(Fn(function), out_dims=as_now, **options)(x)) == str(listed)
+        if rows != 4 or function(x) != 4:  # the number of rows is not that of the batch
+            wrap(Fn(function), out_dims=whole, **options)(x)
+    assert messages == []
+
+
+@pytest.mark.parametrize("scalars", ["mean", "sum"])
+@at_one_place
+def test_a_list_of_which_scalars_make_one_number(wrap: Wrap, scalars: str) -> None:
+    """S17: with as many entries as rows, the numbers may belong to rows."""
+    for function in (lambda x: [float(each) for each in x], lambda x: (*map(float, x),), list):
+        for rows in (2, 6):
+            with warned() as messages:
+                wrap(Fn(function), scalars=scalars)(torch.arange(float(rows)))
+            (message,) = messages
+            assert "return unisono.SampleList(entries)" in message
+            with warned() as messages:
+                wrap(Fn(function), scalars=scalars, out_dims=as_meant(message))(torch.arange(float(rows)))
+            assert messages == []
+
+
+@at_one_place
+def test_the_size_of_a_replicas_output(wrap: Wrap) -> None:
+    """G4: it is that of a shard. Where replicas have other numbers of rows, it is an error."""
+    with warned() as messages:
+        assert wrap(Fn(lambda x: (x, x.shape)))(X)[1] == (2, 3)
+    (message,) = messages
+    assert message.startswith("output[1] is torch.Size([2, 3]) in each replica, which has 2 of the batch's 4 rows")
+    assert "out_dims={1: None}" in message
+    with pytest.raises(ValueError, match=r"cannot gather output\[1\]: replicas returned different values"):
+        wrap(Fn(lambda x: (x, x.shape)))(X[:3])
+
+
+# ---- errors --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("entry", ["{}".format, lambda each: object(), lambda each: each.cpu().numpy()])

@@ -252,8 +252,10 @@ def test_an_optimizer_that_steps_inside_forward_is_an_error(wrap: Wrap, made: st
             loss_of(model(x)).backward()
         optimizers = [optimizer]
         before = {name: value.clone() for name, value in model.module.state_dict().items()}
-        with pytest.raises((RuntimeError, ValueError), match=r"(?i)optimi[sz]"):
+        with pytest.raises((RuntimeError, ValueError), match=r"(?i)optimi[sz]") as caught:
             in_time(lambda: model(x))
+        said = "\n".join([str(caught.value), *caught.value.__notes__])
+        assert "Return the loss from forward" in said
         assert_unchanged(model.module, before)
         optimizers = []
     model.zero_grad()

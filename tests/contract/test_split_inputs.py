@@ -13,7 +13,7 @@ from torch import nn
 
 import unisono
 from helpers.contract import Wrap
-from helpers.modules import Composed, Fn
+from helpers.modules import Calls, Composed, Fn
 from unisono import SampleList
 
 NOTE = "the inputs were split by rows, 4 = 2 + 2: "
@@ -112,12 +112,43 @@ PICTURES = [torch.ones(3, 8, 8) for _ in range(4)]
     ],
     ids=["list", "tuple", "dicts", "nested"],
 )
-def test_a_list_as_the_only_input_is_warned_of(given, path):
+@pytest.mark.parametrize(
+    "forward", [lambda given: None, lambda given: torch.ones(4, 3), lambda given: torch.ones(()).expand(2, 2).sum()]
+)
+def test_a_list_as_the_only_input_is_warned_of(given, path, forward):
     """S17: its tensors are split one by one, as in torch; `in_dims` says that this is meant."""
-    (message,) = messages(lambda given: None, given)
+    (message,) = [each for each in messages(forward, given) if each.startswith("inputs")]  # others are of the output
     assert message.startswith(f"{path} is a ")
     assert f"give unisono.SampleList({path})" in message
-    assert messages(lambda given: None, given, in_dims=0) == []
+    assert not [each for each in messages(forward, given, in_dims=0) if each.startswith("inputs")]
+
+
+@pytest.mark.parametrize("kind", [list, tuple], ids=["list", "tuple"])
+@pytest.mark.parametrize(
+    "forward",
+    [lambda pair: (pair[0] - pair[1]).square().sum(1), lambda pair: {"y": pair[0] @ pair[1].new_ones(8, 2), "n": None}],
+)
+@pytest.mark.parametrize(
+    "make", [lambda model: unisono.DataParallel(model, ["cpu"] * 2), lambda m: Composed(m, ["cpu"] * 2)]
+)
+def test_a_list_that_the_output_shows_to_be_a_container_is_not_warned_of(kind, forward, make):
+    """S17: two batches of one kind: the output has a row for each of theirs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = make(Fn(forward))
+        model(kind([torch.ones(6, 8), torch.ones(6, 8)]))
+        model(kind([torch.ones(4, 8), torch.ones(4, 8)]))
+
+
+def test_a_list_is_warned_of_once_a_model():
+    """S17: another model may take it in another way."""
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            model = unisono.DataParallel(Fn(lambda pictures: None), ["cpu"] * 2)
+            model(PICTURES)
+            model(PICTURES)
+        assert len(seen) == 1
 
 
 @pytest.mark.parametrize(
@@ -169,6 +200,24 @@ def test_an_array_with_an_entry_a_row_is_warned_of(array, nested):
     in_dims = ast.literal_eval(message.partition("in_dims=")[2].removesuffix("."))
     given = {"array": array} if nested else array
     assert messages(lambda x, array: x, torch.ones(4, 1), given, in_dims=in_dims) == []
+
+
+class Batch:
+    """A library's batch that is not registered."""
+
+    def __init__(self, name: str, x) -> None:
+        self.name, self.x = name, x
+
+
+@pytest.mark.parametrize("held", [torch.ones(4, 2), numpy.ones(4)], ids=["tensor", "array"])
+def test_an_object_that_holds_an_entry_a_row_is_warned_of(held):
+    """S17, S14: every replica gets all of it, as in torch."""
+    (message,) = messages(lambda x, batch: x, torch.ones(4, 1), {"batch": Batch("a", held)})
+    assert message.startswith("inputs[1]['batch'], of type Batch, holds x with as many entries")
+    assert "unisono.register_batch_type" in message
+    in_dims = ast.literal_eval(message.partition("in_dims=")[2].removesuffix("."))
+    assert messages(lambda x, batch: x, torch.ones(4, 1), {"batch": Batch("a", held)}, in_dims=in_dims) == []
+    assert messages(lambda x, batch: x, torch.ones(4, 1), Batch("a", held[:3])) == []
 
 
 class Unbound:
@@ -231,6 +280,20 @@ def test_each_replica_gets_all_items_of_an_iterator(wrap: Wrap, made, options):
     torch.testing.assert_close(x.grad, torch.full_like(x, 10))
 
 
+def folded(net, x, items):
+    y = torch.sin(net.layer(x)) * torch.cos(net.layer(x))
+    y = y.relu() * torch.sigmoid(y)
+    return y.pow(2).sum(-1)
+
+
+@pytest.mark.parametrize("items", [[1.0, 2.0], [torch.ones(3)]], ids=["numbers", "tensors"])
+def test_an_iterator_beside_a_compiled_backward(wrap: Wrap, items):
+    """S19, R13: a backward that overwrites what it has read refuses to keep its graph, and needs not to."""
+    model = wrap(torch.compile(Calls(folded, layer=nn.Linear(5, 3)), backend="aot_eager"))
+    for _ in range(2):
+        model(torch.randn(6, 5), iter(items)).sum().backward()
+
+
 def test_an_iterator_that_is_used_in_turns(wrap: Wrap):
     """S19: what forward has not taken is left, and an iterator need not have an end."""
     model, items = wrap(Fn(lambda x, given: x * next(given["items"]))), itertools.count(1)
@@ -264,6 +327,7 @@ def test_an_error_of_an_iterator_reaches_the_caller(wrap: Wrap):
         wrap(Fn(lambda x, items: x * sum(items)))(torch.ones(4, 1), broken())
 
 
+@pytest.mark.filterwarnings("ignore:forward of Fn writes into kinds")
 def test_with_one_replica_it_is_the_iterator_itself(wrap: Wrap):
     """S19, A3: its methods work; with several, attributes are those of the caller's."""
     generator = powers()

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from helpers.comparisons import assert_same, assert_same_gradients, assert_same_state, twins
-from helpers.contract import ON_CPU, Wrap, in_turn
+from helpers.contract import ON_CPU, Wrap, in_turn, on_the_cpu
 from helpers.losses import loss_of
 from helpers.modules import Calls, Composed
 from unisono import data_parallel
+from unisono.primitives import written_parameters
 
 WRITTEN = "forward has written into parameter "
 
@@ -90,6 +92,98 @@ def test_what_is_not_named_but_a_parameter(wrap: Wrap) -> None:
     net.table = [torch.zeros(3, requires_grad=True)][0]
     with pytest.raises(RuntimeError, match="forward has written into buffer 'mean', attribute 'table'"):
         wrap(net)(torch.randn(6, 5))
+
+
+def in_place(net: Any, x: torch.Tensor) -> None:
+    net.shift.data.mul_(0.9)
+
+
+def as_list(net: Any, x: torch.Tensor) -> None:
+    torch._foreach_mul_([parameter.data for parameter in net.query.parameters()], 0.9)
+
+
+def as_vector(net: Any, x: torch.Tensor) -> None:
+    vector = nn.utils.parameters_to_vector(net.query.parameters())
+    nn.utils.vector_to_parameters(vector.detach() * 0.9, net.query.parameters())
+
+
+def of_frozen(net: Any, x: torch.Tensor) -> None:
+    for key, query in zip(net.key.parameters(), net.query.parameters(), strict=True):
+        key.data = key.data * 0.9 + query.data * 0.1
+
+
+def by_hand(net: Any, x: torch.Tensor) -> None:
+    """A power iteration's norm, written into the weight."""
+    net.query.weight.data.div_(torch.linalg.matrix_norm(net.query.weight.data, 2))
+
+
+def cast(net: Any, x: torch.Tensor) -> None:
+    net.key._apply(lambda tensor: tensor * 0.9)
+
+
+def from_rows(net: Any, x: torch.Tensor) -> None:
+    net.key.weight.data[0] = x[0, :5]
+
+
+def through_numpy(net: Any, x: torch.Tensor) -> None:
+    net.shift.detach().numpy()[:] *= 0.9
+
+
+UNCOUNTED: dict[str, Callable[[Any, torch.Tensor], None]] = {
+    each.__name__: each for each in (in_place, as_list, as_vector, of_frozen, by_hand, cast, from_rows)
+}
+if ON_CPU:
+    UNCOUNTED["through numpy"] = through_numpy
+
+
+@pytest.mark.parametrize("name", UNCOUNTED)
+def test_what_no_counter_sees(wrap: Wrap, name: str) -> None:
+    """R22: the first step of a structure looks at the values: in training, without gradients, in a map."""
+    x = torch.randn(6, 5)
+    for around in (contextlib.nullcontext, torch.no_grad, torch.inference_mode):
+        model = wrap(network(UNCOUNTED[name]), 3)
+        with around(), pytest.raises(RuntimeError, match=WRITTEN):
+            model(x)
+    model = wrap(network(UNCOUNTED[name]), 2)
+    with pytest.raises(RuntimeError, match=f"{WRITTEN}.*in several replicas at once"):
+        list(model.map([x, x + 1]))
+    if name in ("in_place", "from_rows"):
+        for call in (Composed(network(UNCOUNTED[name]), in_turn(2)), partial(data_parallel, network(UNCOUNTED[name]))):
+            with pytest.raises(RuntimeError, match=WRITTEN):
+                call(x, *[in_turn(2)] * (not isinstance(call, Composed)))
+
+
+@pytest.mark.parametrize("write", [decay, in_place, of_frozen, as_vector])
+def test_in_a_wrapper_in_a_wrapper(wrap: Wrap, write: Callable[[Any, torch.Tensor], None]) -> None:
+    """R22, N3: one replica of the outer model has several of the inner one."""
+    model = wrap(nn.Sequential(nn.Linear(4, 5), wrap(network(write), 2)), 2)
+    with pytest.raises(RuntimeError, match=WRITTEN):
+        model(torch.randn(8, 4))
+
+
+@on_the_cpu
+def test_parameters_that_are_inference_tensors(wrap: Wrap) -> None:
+    """R22: they have no version counter."""
+    with torch.inference_mode():
+        net = network(decay)
+        with pytest.raises(RuntimeError, match=f"{WRITTEN}'shift'"):
+            wrap(net, 2)(torch.randn(6, 5))
+
+
+def test_a_steady_step_does_not_look_at_the_values(wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R22: a second step of the same structure compares version counters only."""
+    net = network(decay)
+    net.is_writing = False
+    model, looks = wrap(net, 2), []
+    monkeypatch.setattr(
+        written_parameters, "fingerprints", lambda tensors: looks.append(len(tensors)) or [None] * len(tensors)
+    )
+    for _ in range(3):
+        loss_of(model(torch.randn(6, 5))).backward()
+        with torch.no_grad():
+            model(torch.randn(6, 5))
+        list(model.map([torch.randn(3, 5)] * 2))
+    assert len(looks) <= 2 * 2 + 2 * 2  # before and after: of a step, and of each lane
 
 
 def replaced(net: Any, x: torch.Tensor) -> None:

@@ -412,9 +412,6 @@ class Remembers(nn.Module):
         return hidden * 2 + torch.stack(before).square() if before else hidden
 
 
-@pytest.mark.skipif(
-    not ON_CPU, reason="the order of the two sums may differ over ranks, which is an error: docs/gpus.md"
-)
 @case()
 def test_what_a_forward_remembers_of_an_earlier_one(rank: int, options: dict) -> None:
     """C1, C2: the earlier forward's part of the gradient is summed over the ranks, too."""

@@ -299,3 +299,62 @@ if __name__ == "__main__":
     os.close(writing)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
+
+
+def compared(text: str, *options: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """Run a script with --verify on two CPU replicas; return what is on standard error, its closing line too."""
+    assert run_to_the_end("--devices", "cpu*2", "--verify", *options, script(text)) == 0
+    return capsys.readouterr().err
+
+
+def test_the_first_step_is_compared_with_one_device(capsys: pytest.CaptureFixture[str]) -> None:
+    """X10: before it, with a loss of its own; the script sees the numbers that it would see."""
+    said = compared(WRAPPED + "print(model.module.bias.grad)", capsys=capsys)
+    assert "same: 8 comparisons, in training and eval\n" in said
+    assert said.count("Linear on cpu, and on 2 replicas") == 1
+    assert "unisono run: 1 wrapper on 2 replicas (2 x cpu); 90 rows in 3 forwards" in said
+
+
+def test_a_first_step_that_differs_has_the_cause(capsys: pytest.CaptureFixture[str]) -> None:
+    """X10: of each wrapper once."""
+    text = """
+import torch
+for layers in (torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4)), torch.nn.Linear(5, 4)):
+    model = torch.nn.DataParallel(layers)
+    for _ in range(3):
+        model(torch.randn(30, 5)).square().sum().backward()
+"""
+    said = compared(text, "--no-sync-batch-norm", capsys=capsys)
+    assert "first at 1 (BatchNorm1d): batch norm takes its statistics from each shard" in said
+    assert said.count("comparisons, in ") == 2
+    assert "2 wrappers on 2 replicas" in said
+
+
+def test_nothing_that_was_compared_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """X10: where no wrapper was called, and where the model cannot be copied."""
+    assert "nothing was compared" in compared("import torch", capsys=capsys)
+    uncopied = """
+import threading, torch
+class Net(torch.nn.Linear):
+    lock = None
+    def __deepcopy__(self, memo):
+        raise RuntimeError("only one")
+model = torch.nn.DataParallel(Net(5, 2))
+for _ in range(3):
+    model(torch.zeros(30, 5)).sum().backward()
+"""
+    said = compared(uncopied, capsys=capsys)
+    assert said.count("unisono run: a wrapper was not compared: TypeError: verify runs each step on a copy") == 1
+
+
+def test_verify_is_for_one_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """X10."""
+    for name, value in {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "x",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert_misused(["run", "--verify", script(WRAPPED)], "--verify compares within one process", capsys)

@@ -2,8 +2,8 @@
 
 import contextlib
 import dataclasses
-import itertools
 import math
+import os
 import random
 import threading
 import types
@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from helpers.as_accelerators import simulated_as_accelerators
 from helpers.modules import Calls, Composed, Fn, WithBackward
-from unisono import DataParallel, verify
+from unisono import DataParallel, SampleList, verify
 from unisono.runtime import draws_off
 from unisono.testing import simulated_accelerators
 from unisono.verification.report import Cause, Kind, Report
@@ -301,11 +301,8 @@ class Case(NamedTuple):
     modes: tuple[str, ...] = BOTH
 
 
-SEEDS = itertools.count()
-
-
 def draws_another_number_each_time(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return x + next(SEEDS)
+    return x + int.from_bytes(os.urandom(3))
 
 
 LINEAR = nn.Linear(5, 4)
@@ -865,14 +862,32 @@ def test_what_forward_keeps_in_attributes_is_no_difference_unless_it_is_updated(
             ([torch.randn(3, 5) for _ in range(4)],),
             "unisono.SampleList(inputs[0])",
         ),
+        (
+            lambda self, x, f: x * torch.tensor([f[row] for row in range(len(x))])[:, None],
+            (torch.randn(4, 5), {row: float(row) for row in range(4)}),
+            "unisono.SampleList(inputs[1].values())",
+        ),
     ],
-    ids=["a layer's weights", "scales", "table", "several", "list"],
+    ids=["a layer's weights", "scales", "table", "several", "list", "numbered dict"],
 )
 def test_an_input_that_is_not_split_as_meant(function: Any, inputs: Any, said: str) -> None:
     """S18: it said that rows interact, or that outputs are joined on the wrong axis."""
     report = compared(calls(function), inputs)
     assert (report.same, report.cause) == (False, Cause.SPLIT_WRONGLY)
     assert all(said in finding.text for finding in report.findings)
+
+
+@pytest.mark.parametrize("whole", [np.arange(4.0), bytes(range(4)), types.SimpleNamespace(f=torch.arange(4.0))])
+def test_an_input_that_goes_whole_and_may_have_rows(whole: Any) -> None:
+    """S17: what is no container cannot be split to see whether that helps."""
+
+    def forward(self: Any, x: torch.Tensor, whole: Any) -> torch.Tensor:
+        values = getattr(whole, "f", whole)
+        return x * torch.tensor([float(values[row]) for row in range(len(x))])[:, None]
+
+    report = compared(calls(forward), (torch.randn(4, 5), whole))
+    assert not report.same
+    assert all("Or inputs[1], which has as many entries as the batch has rows" in f.text for f in report.findings)
 
 
 def test_rows_that_interact_in_one_of_several_inputs() -> None:
@@ -923,8 +938,11 @@ def test_a_default_device_without_data() -> None:
         assert compared(model, ROWS).same
 
 
+written: list[torch.Tensor] = []
+
+
 def test_what_replicas_change_in_place_is_found() -> None:
-    """R6: a list to which they append, and an object that counts; and hooks that keep what they see are named."""
+    """R6: lists of the model and of the file, and an object that counts; hooks that keep what they see are named."""
 
     def forward(model: Any, x: torch.Tensor) -> torch.Tensor:
         model.seen.append(x.sum())
@@ -935,6 +953,9 @@ def test_what_replicas_change_in_place_is_found() -> None:
     assert {row.name for row in report.differences} == {"seen", "state"}
     assert report.cause is Cause.ATTRIBUTES_OF_REPLICAS
     assert "in the order of arrival" in str(report)
+    report = compared(Calls(lambda model, x: (written.append(x.sum()), x)[1]), ROWS)
+    assert {row.name for row in report.differences} == {"written (global of test_verify.py)"}
+    assert report.cause is Cause.ATTRIBUTES_OF_REPLICAS
     features: dict[str, torch.Tensor] = {}
     model = mlp()
     model[0].register_forward_hook(lambda layer, args, output: features.update(first=output.detach()))
@@ -950,3 +971,187 @@ def test_batch_norm_over_all_replicas_where_there_is_one_accelerator(monkeypatch
         report = verify(model, torch.randn(8, 5), sync_batch_norm=True, show=False)
     assert report.same
     assert "batch norm over all replicas needs one for each" in " ".join(str(report).split())
+
+
+# ---- outputs without tensors ---------------------------------------------------------------------
+
+
+class Value:
+    """An output of a class that can be iterated over, and made anew from its items."""
+
+    def __init__(self, items: Any) -> None:
+        self.items = [*items]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.items)
+
+
+def floats(x: torch.Tensor) -> list[float]:
+    return [float(each) for each in x[:, 0]]
+
+
+@pytest.mark.parametrize(
+    ("function", "cause", "says"),
+    [
+        (floats, Cause.LIST_OF_ROWS, "the output has 9 entries on one device, and 5 on several"),
+        (lambda x: {"a": [x, floats(x)]}, Cause.LIST_OF_ROWS, "output['a'][1] has 9 entries"),
+        (lambda x: {"a": ["same" for _ in x]}, Cause.LIST_OF_ROWS, "return unisono.SampleList(entries)"),
+        (lambda x: [bool(each > 0) for each in x[:, 0]], Cause.LIST_OF_ROWS, "return unisono.SampleList(entries)"),
+        (
+            lambda x: float(x.max()),
+            Cause.ONE_NUMBER_A_SHARD,
+            "each replica returns one number for its own rows (5 + 4)",
+        ),
+        (lambda x: {"n": float(x.sum())}, Cause.ONE_NUMBER_A_SHARD, "one number, output['n'], for its own rows"),
+        (lambda x: {"n": float(x.sum())}, Cause.ONE_NUMBER_A_SHARD, "scalars='sum' adds them up"),
+        (lambda x: (x, float(x.mean())), Cause.ONE_NUMBER_A_SHARD, "scalars='mean' weights them"),
+        (lambda x: bool(len(x) > 5), Cause.ONE_NUMBER_A_SHARD, "each replica returns one number"),
+        (
+            lambda x: (x, f"{len(x[::2]) // 2}"),
+            Cause.VALUE_OF_A_SHARD,
+            "output[1] is '2' on one device, '1' on several",
+        ),
+    ],
+)
+def test_outputs_without_tensors(function: Any, cause: Cause, says: str) -> None:
+    """N15: they are compared too, by path; numbers as 0-dim outputs are."""
+    inputs = ROWS[:8] if cause is Cause.VALUE_OF_A_SHARD else ROWS
+    shares = {"shares": [5, 4]} if says.startswith(("the output has", "output['a'][1] has")) else {}
+    if cause is Cause.LIST_OF_ROWS:
+        inputs, shares = ROWS.repeat(2, 1)[:10], {}
+        says = says.replace("9 entries", "10 entries")
+    report = compared(calls(lambda self, x: function(x)), inputs, **shares)
+    assert report.cause is cause
+    assert all(says in finding.text for finding in report.findings)
+    assert len(report.findings) == 2
+    assert all("on one device" in row.note for row in report.differences)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        len,
+        lambda x: {"n": 3, "name": "a", "pair": (1.5, True), "none": None, "complex": 1j},
+        lambda x: SampleList(f"{each:.2f}" for each in floats(x)),
+        lambda x: (x, [float("nan"), 2**70]),
+        lambda x: torch.Size([3, 4]),
+    ],
+)
+def test_outputs_without_tensors_that_are_the_same(function: Any) -> None:
+    """N15: a number of rows is the sum of the replicas'; constants are equal in all of them."""
+    report = compared(calls(lambda self, x: function(x)), ROWS)
+    assert report.same
+    assert report.rows
+
+
+def test_floats_are_compared_with_the_tolerance() -> None:
+    """N15: the sum of a shard is rounded in another way."""
+
+    def forward(self: Any, x: torch.Tensor) -> float:
+        return float(self.layers[0](x).detach().double().sum()) * (1 + 1e-7 * (len(x) == 9))
+
+    model = calls(forward, nn.Linear(5, 4))
+    assert compared(model, ROWS, scalars="sum").same
+    assert not compared(model, ROWS, scalars="sum", rtol=1e-9).same
+
+
+# ---- what forward writes into --------------------------------------------------------------------
+
+OF_FILE: dict[Any, Any] = {}
+OF_LIST: list[float] = []
+
+
+def by_size(cache: dict[Any, Any]) -> Callable[..., Any]:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if len(x) not in cache:
+            cache[len(x)] = torch.ones(len(x), 1)
+        return x * cache[len(x)]
+
+    return forward
+
+
+def last_size(self: Any, x: torch.Tensor) -> torch.Tensor:
+    if len(OF_FILE.get("table", ())) != len(x):
+        OF_FILE["table"] = torch.ones(len(x), 1)
+    return x * OF_FILE["table"]
+
+
+def of_attribute(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return by_size(self.cache)(self, x)
+
+
+@pytest.mark.parametrize("forward", [by_size(OF_FILE), last_size, of_attribute])
+def test_a_cache_is_no_difference(forward: Any) -> None:
+    """R6: with another number of rows it holds other keys; repeated with other numbers, it stays as it is."""
+    OF_FILE.clear()
+    model = calls(forward)
+    model.cache = {}
+    assert compared(model, ROWS[:6]).same
+
+
+def append_to_attribute(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.cache.setdefault("seen", []).extend(floats(x))
+    return x
+
+
+def append(self: Any, x: torch.Tensor) -> torch.Tensor:
+    OF_LIST.append(float(x.detach().mean()))
+    return x
+
+
+def count(self: Any, x: torch.Tensor) -> torch.Tensor:
+    OF_FILE["calls"] = OF_FILE.get("calls", 0) + 1
+    return x
+
+
+def keep(self: Any, x: torch.Tensor) -> torch.Tensor:
+    OF_FILE["x"] = x.detach()
+    return x
+
+
+def return_what_is_kept(self: Any, x: torch.Tensor) -> Any:
+    self.cache.setdefault("seen", []).extend(floats(x))
+    return x, self.cache["seen"]
+
+
+@pytest.mark.parametrize(
+    ("forward", "name"),
+    [
+        (append_to_attribute, "cache"),
+        (append, "OF_LIST (global of test_verify.py)"),
+        (count, "OF_FILE (global of test_verify.py)"),
+        (keep, "OF_FILE (global of test_verify.py)"),
+        (return_what_is_kept, "cache"),
+    ],
+)
+def test_what_all_replicas_write_into(forward: Any, name: str) -> None:
+    """R6: whatever the order in which they arrive: it may be that of one device by accident."""
+    OF_FILE.clear()
+    OF_LIST.clear()
+    model = calls(forward)
+    model.cache = {}
+    report = compared(model, ROWS)
+    assert not report.same
+    said = [finding for finding in report.findings if finding.cause is Cause.ATTRIBUTES_OF_REPLICAS]
+    assert [finding.mode for finding in said] == [*BOTH]
+    assert all(f"forward updates {name}" in finding.text for finding in said)
+
+
+def test_a_buffer_with_an_entry_a_row() -> None:
+    """R5: the first replica has its own rows only."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        self.last = x.detach().clone()
+        return x
+
+    model = calls(forward)
+    model.register_buffer("last", torch.zeros(9, 5))
+    report = compared(model, ROWS)
+    assert report.cause is Cause.FIRST_REPLICAS_BUFFERS
+    assert all("those of the others are missing: return it from forward" in f.text for f in report.findings)
+
+
+def test_a_layer_that_forward_makes_is_advised_of_once() -> None:
+    """R6: what is made cannot be returned as an output."""
+    report = compared(calls(lambda net, x: make_a_layer(net, net.layers[0](x)), nn.Linear(5, 5)), ROWS)
+    assert "forward fills" not in str(report)

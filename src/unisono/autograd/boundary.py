@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from unisono.autograd.bucket import FIRST, Gradients
+from unisono.autograd.bucket import BOUNDARIES, FIRST, Gradients
 from unisono.autograd.replica_graph import ReplicaGraphs
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline, torch_private
@@ -99,6 +99,8 @@ class _Outputs(torch.autograd.Function):
         on_host = _devices.all_on_host([grad.device for grad in grads if grad is not None])
         device_thread = None if on_host else threading.get_ident()
         ctx.incoming[torch_private.number_of_backward()] = _Incoming(grads, current_streams_of(grads), device_thread)
+        # On accelerators (2) may be ready before or after that of another forward, as the two threads happen to run.
+        torch_private.run_in_turn(ctx.next_functions[0][0], BOUNDARIES)
         return None, None, None
 
 

@@ -27,7 +27,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial, reduce
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -45,10 +45,18 @@ Receiver: TypeAlias = Callable[[int, int, Sequence[torch.Tensor | None]], None]
 # Called with a bucket's number and the sums of its gradients, which may be one flat tensor that nothing else refers to.
 OnReady: TypeAlias = Callable[[int, Sequence[torch.Tensor | None] | torch.Tensor], None]
 
+_SEVERAL_MODELS = (
+    "this backward is for given inputs (torch.autograd.grad, backward(inputs=...)) or has create_graph=True, and leads "
+    "to several wrapped models, of which a tensor has left forward in another way (a hook or a list has kept it). "
+    "Under a launcher their gradients are summed together. Return the tensor from forward; or call it for one model at "
+    "a time."
+)
+
 # Added to the sequence numbers of nodes that torch's engine runs as soon as they are ready, those of the last forward
 # first. A LiveNode comes before the next forward's boundary, whose gradients would need memory beside its own.
 FIRST = 1 << 62
-_BEFORE_ALL = FIRST + (1 << 61)
+BOUNDARIES = FIRST + (1 << 61)  # boundaries have numbers below it, and above those of all other nodes
+_BEFORE_ALL = BOUNDARIES
 
 
 # ---- nodes ----------------------------------------------------------------------------------------
@@ -199,7 +207,7 @@ class Collector:
             else:
                 every.append(joined)
         if self.over_ranks is not None:
-            sums = self.over_ranks.order.sums(number, self, self.over_ranks.forward, unsummed)
+            sums = order_of_sums.sums(number, self, self.over_ranks.forward, unsummed)
             if sums is None and not every:
                 return None
             every += sums or []
@@ -259,28 +267,39 @@ class OverRanks(NamedTuple):
 
     sum: Callable[[Any, Gradients], Gradients]  # called with the LiveNode whose backward runs
     forward: int  # the number of the forward, from 1
-    order: "OneOrder"
+
+
+class _Unsummed(NamedTuple):
+    """Gradients of one forward that are still to be summed over the ranks."""
+
+    forward: int
+    live: Sequence[torch.Tensor]
+    gradients: Gradients
+    all_reduce: AllReduce
 
 
 class OneOrder:
-    """Sums of several forwards of a module over the ranks, in one order on all of them.
+    """Sums of several forwards over the ranks, of one model or of several, in one order on all of them.
 
     The order in which torch's engine comes to the LiveNodes of one backward depends on time, and sums that ranks begin
     in different orders never end. So sums that no boundary has finished wait for the last of these LiveNodes. By then
-    the boundaries are done, which the engine runs in one order.
+    the boundaries are done, which the engine runs in one order. The last LiveNode returns the gradients of its own live
+    tensors; those of other live tensors go to them in a backward of their own.
     """
 
     def __init__(self) -> None:
         self._tokens: list[weakref.ref[torch.Tensor]] = []
-        self._waiting: dict[int, list[tuple[int, Gradients, AllReduce]]] = {}  # by the number of the backward
+        self._waiting: dict[int, list[_Unsummed]] = {}  # by the number of the backward
         self._num_forwards = 0
+        self._lock = threading.Lock()
 
     def next_forward(self, token: torch.Tensor) -> int:
         """Return the number of a forward whose live parameters are behind `token`."""
-        others = [ref for ref in self._tokens if ref() is not None and ref() is not token]
-        self._tokens = [*others, weakref.ref(token)]
-        self._num_forwards += 1
-        return self._num_forwards
+        with self._lock:
+            others = [ref for ref in self._tokens if ref() is not None and ref() is not token]
+            self._tokens = [*others, weakref.ref(token)]
+            self._num_forwards += 1
+            return self._num_forwards
 
     def sums(
         self, number: int, collector: Collector, forward: int, unsummed: Sequence[tuple[Gradients, AllReduce]]
@@ -288,17 +307,40 @@ class OneOrder:
         """Return the sums of backward `number` so far; None if a later LiveNode will have them."""
         if not unsummed and number not in self._waiting:
             return []
+        live = collector.live
+        for failed in sorted(self._waiting)[:-_MOST_WAITING]:
+            self._waiting.pop(failed, None)
         waiting = self._waiting.setdefault(number, [])
-        waiting += [(forward, gradients, all_reduce) for gradients, all_reduce in unsummed]
-        for token in [ref() for ref in self._tokens]:
-            node: Any = None if token is None else token.grad_fn
-            if node is None or node.collector.live is not collector.live or node.collector.latest == number:
-                continue
-            if torch_private.backward_runs(node):
-                return None
+        waiting += [_Unsummed(forward, live, *each) for each in unsummed]
+        if to_come := [node.collector.live for node in self._live_nodes() if _will_run(node, number)]:
+            if not [other for other in to_come if other is live]:  # a backward of their own calls hooks
+                skip_hooks_without_gradient(live, [None] * len(live))
+            return None
         del self._waiting[number]
-        in_order = sorted(waiting, key=itemgetter(0), reverse=True)
-        return [all_reduce(gradients) for _, gradients, all_reduce in in_order]
+        in_order = sorted(waiting, key=attrgetter("forward"), reverse=True)
+        if [each for each in in_order if each.live is not live] and (
+            torch.is_grad_enabled() or torch_private.backward_is_restricted()
+        ):
+            raise RuntimeError(_SEVERAL_MODELS)
+        sums = [(each.live, each.all_reduce(each.gradients)) for each in in_order]
+        for other, gradients in sums:
+            if other is not live:
+                given = [(tensor, grad) for tensor, grad in zip(other, gradients, strict=True) if grad is not None]
+                torch_private.run_backward([tensor for tensor, _ in given], [grad for _, grad in given], keep=False)
+        return [gradients for other, gradients in sums if other is live]
+
+    def _live_nodes(self) -> list[Any]:
+        tokens = [ref() for ref in self._tokens]
+        return [token.grad_fn for token in tokens if token is not None and token.grad_fn is not None]
+
+
+def _will_run(live_node: Any, number: int) -> bool:
+    """Return whether the running backward, of this number, has still to come to a LiveNode."""
+    return live_node.collector.latest != number and torch_private.backward_runs(live_node)
+
+
+_MOST_WAITING = 16  # backwards, each in a thread of its own; more are of backwards that have failed
+order_of_sums = OneOrder()
 
 
 def token_of(collector: Collector) -> torch.Tensor:

@@ -62,6 +62,11 @@ _REENTRANT = (
     "inputs."
 )
 
+_KEPT_GRAPHS = (
+    "an input is an object of a class that unisono does not know: its tensors may have a history, which the replicas "
+    "share, so their graphs are kept in backward. Give its tensors and numbers as inputs of their own; or set "
+    "torch._functorch.config.donated_buffer = False before the module is compiled."
+)
 _GOES_ON = (
     "a backward with {way} of a forward that has used what an earlier forward has kept (in a dict or an object that is "
     "no module), without detach(). Return that tensor from the earlier forward, and give it to this one as an input; "
@@ -413,7 +418,12 @@ class ReplicaGraphs:
         leaves = dict(enumerate([leaf.tensors for leaf in self.leaves]))
 
         def compute(ends: Tensors, tensors: Tensors, end_grads: Tensors) -> Sequence[torch.Tensor | None]:
-            return torch_private.gradients(ends, [*marks, *tensors], end_grads, keep=keep)[len(marks) :]
+            try:
+                return torch_private.gradients(ends, [*marks, *tensors], end_grads, keep=keep)[len(marks) :]
+            except RuntimeError as error:
+                if self.keep and "donated buffers" in str(error):
+                    error.add_note(_KEPT_GRAPHS)
+                raise
 
         def backward_of(replicas: Sequence[int]) -> None:
             started = time.perf_counter()

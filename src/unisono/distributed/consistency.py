@@ -9,7 +9,7 @@ difference and the ranks.
 import struct
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -23,6 +23,20 @@ from unisono.distributed.process_group import (
 )
 
 SLOT_BYTES = 64  # of a rank, at the end of the first bucket
+WrittenValue: TypeAlias = tuple[str, Any]  # a parameter's name, and a fingerprint of its values
+
+_WRITTEN = (
+    "after forward, ranks 0 and {rank} have other values in parameter {name!r}: each rank has written into it for its "
+    "own rows. Make what forward updates a buffer (register_buffer): that of the first rank with rows reaches all. Or "
+    "update it outside of forward, in model.module, from numbers that all ranks have. For an initialisation from the "
+    "first batch, call the plain module once before it is wrapped, with torch.no_grad(): model(inputs); then all ranks "
+    "get rank 0's."
+)
+_SHORTENED = (
+    "after forward, ranks 0 and {rank} have other values in parameter {name!r}: with max_norm each rank has shortened "
+    "the rows that it has looked up. Leave max_norm out, and shorten the rows after the optimizer's step: with "
+    "torch.no_grad(): weight.renorm_({norm_type}, 0, {max_norm})."
+)
 _WORDS = 4  # of 16 bits: a weight has so many, and the digest of all else
 
 
@@ -34,6 +48,7 @@ class RankStep(NamedTuple):
     forward: float  # the number of the forward among the model's forwards in training mode with gradients, from 1
     training: float  # whether that forward was in training mode
     digest: float  # of the tensors whose gradients are reduced, and of their buckets
+    written: float  # digest of what forwards have written into parameters; 0 if they have not
     buffers: float  # digest of the forms of the buffers that one rank broadcasts; 0 if none does
     in_no_sync: float  # whether that forward was inside of no_sync()
     weight_given: float  # whether the caller has set the weight
@@ -139,9 +154,13 @@ def check_same_step(
     steps: Sequence[RankStep],
     tensors: Sequence[torch.Tensor],
     module: nn.Module | None,
+    written: Sequence[WrittenValue],
     doing: str,
 ) -> None:
     """Check that all ranks have started the same reduction, of the gradients of `tensors`, parameters of `module`.
+
+    Args:
+        written: what forwards have written into parameters on this rank since the last reduction.
 
     Raises:
         RuntimeError: they have not; names the first difference. All ranks raise it.
@@ -153,17 +172,32 @@ def check_same_step(
     parameters = [(known.get(id(tensor), "?"), *description_of(tensor)) for tensor in tensors]
     named = [] if module is None else module.named_buffers()
     buffers = [(f"buffer {name}", *description_of(buffer)[:2]) for name, buffer in named]
-    lists = communicator.all_gather_object((parameters, buffers), doing)
+    lists = communicator.all_gather_object((parameters, buffers, written), doing)
+    first, other = steps[0], steps[rank]
+    if first.written != other.written and first._replace(written=0)[1:] == other._replace(written=0)[1:]:
+        raise RuntimeError(_of_written(module, lists[0][-1], lists[rank][-1], rank))
     raise RuntimeError(
         f"the processes do not sum the same gradients: {_difference(steps, lists, rank)}. Every process has to run "
         "the same models, in the same order, as often."
     )
 
 
-def _difference(steps: Sequence[RankStep], tensors: Sequence[tuple[Sequence[Any], Sequence[Any]]], rank: int) -> str:
+def _of_written(
+    module: nn.Module | None, first: Sequence[WrittenValue], other: Sequence[WrittenValue], rank: int
+) -> str:
+    """Return what ranks 0 and `rank` have written into a parameter, in words, and what to do."""
+    (name, _), *_ = [one or another for one, another in _differences(first, other)]
+    path, _, _ = name.rpartition(".")
+    layer = None if module is None else module.get_submodule(path)
+    if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
+        return _SHORTENED.format(rank=rank, name=name, norm_type=layer.norm_type, max_norm=layer.max_norm)
+    return _WRITTEN.format(rank=rank, name=name)
+
+
+def _difference(steps: Sequence[RankStep], tensors: Sequence[tuple[Sequence[Any], ...]], rank: int) -> str:
     """Return, in words, the first difference between ranks 0 and `rank`; `tensors` are their parameters and buffers."""
     first, other = steps[0], steps[rank]
-    (parameters, buffers), (other_parameters, other_buffers) = tensors[0], tensors[rank]
+    (parameters, buffers, _), (other_parameters, other_buffers, _) = tensors[0], tensors[rank]
     if first.model != other.model:
         return (
             f"rank 0 is in backward of wrapped model {first.model:.0f}, rank {rank} in that of {other.model:.0f}, in "

@@ -25,7 +25,7 @@ import abc
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -39,6 +39,7 @@ from unisono.distributed.bucketed_all_reduce import DOING, BucketedAllReduce, Co
 from unisono.distributed.consistency import (
     RankStep,
     SlotWork,
+    WrittenValue,
     check_same_model,
     check_same_step,
     description_of,
@@ -47,6 +48,7 @@ from unisono.distributed.environment import start_default_group
 from unisono.distributed.process_group import Communicator, broadcast_plan, communicator_for, digest_of, distributed
 from unisono.primitives.inputs import Arguments
 from unisono.primitives.replicate import check_device
+from unisono.primitives.written_parameters import fingerprints
 from unisono.runtime import torch_private
 from unisono.runtime.buckets import Bucket, BucketPlan
 
@@ -118,6 +120,7 @@ class GradientSync:
         self.own_grads: set[Any] = set()  # to tensors whose `grad` is this rank's own, since a backward in no_sync()
         self.accumulates = False  # whether there has been a backward in no_sync(), on all ranks
         self._sparse: set[Any] = set()  # to tensors that have had sparse gradients
+        self._written: dict[int, torch.Tensor] = {}  # by id, parameters that forwards have written into
         self._number = 0  # of the model, in the order of wrapping
         self.num_forwards = 0
         self._plans: dict[Any, tuple[BucketPlan, int]] = {}
@@ -183,8 +186,25 @@ class GradientSync:
             self._latest = latest = _Structure(tensors, *self._plans[key])
         return latest
 
-    def rank_step(self, sync_context: "SyncContext", structure: "_Structure") -> RankStep:
-        """Return this rank's description of the reduction that it starts."""
+    def note_written(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Take note of parameters that a forward has written into: the next reduction compares their values.
+
+        Each rank writes for its own rows. It may write the same on all ranks, as a momentum encoder does.
+        """
+        self._written.update((id(parameter), parameter) for parameter in parameters)
+
+    def take_written(self, module: nn.Module | None) -> list[WrittenValue]:
+        """Return what forwards have written into parameters of `module` since the last reduction."""
+        if not self._written:
+            return []
+        written, self._written = self._written, {}
+        named = [] if module is None else [(name, p) for name, p in module.named_parameters() if id(p) in written]
+        return [*zip([name for name, _ in named], fingerprints([p for _, p in named]), strict=True)]
+
+    def rank_step(
+        self, sync_context: "SyncContext", structure: "_Structure", written: Sequence[WrittenValue]
+    ) -> RankStep:
+        """Return this rank's description of the reduction that it starts; `written` is from `take_written`."""
         module = sync_context.module_to_broadcast()
         if not self._number:  # a copy, which all ranks start to train now
             self._number = self.communicator.next_model_number()
@@ -194,6 +214,7 @@ class GradientSync:
             forward=sync_context.number,
             training=sync_context.training,
             digest=structure.digest,
+            written=digest_of(repr(written)) if written else 0,
             buffers=0 if module is None else structure.buffers(module)[-1],
             in_no_sync=not sync_context.synchronised,
             weight_given=sync_context.weight_given,
@@ -295,7 +316,8 @@ class _RankSteps:
         self._sync_context, self._structure = sync_context, structure
         gradient_sync = sync_context.gradient_sync
         self.own_weight = sync_context.weight_of_loss  # of this rank's gradients; 0 if they must not be read
-        mine = gradient_sync.rank_step(sync_context, structure)
+        self._written = gradient_sync.take_written(sync_context.module())
+        mine = gradient_sync.rank_step(sync_context, structure, self._written)
         communicator = gradient_sync.communicator
         # What waits for each rank's step.
         self.work = SlotWork(communicator, mine, DOING) if in_bucket else communicator.all_gather(mine, DOING)
@@ -311,7 +333,7 @@ class _RankSteps:
         if not self._all:
             steps, context = [RankStep(*step) for step in self.work.wait()], self._sync_context
             communicator, tensors = context.gradient_sync.communicator, self._structure.tensors
-            check_same_step(communicator, steps, tensors, context.module(), DOING)
+            check_same_step(communicator, steps, tensors, context.module(), self._written, DOING)
             self._all = steps
         return self._all
 

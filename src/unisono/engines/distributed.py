@@ -12,7 +12,8 @@ processes. Two cases are special:
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -24,17 +25,21 @@ from unisono.engines.call import Call
 from unisono.engines.replica import is_reentrant_checkpoint, leaves_and_nodes, link_parameters
 from unisono.engines.threads import Threads
 from unisono.primitives import pytree
+from unisono.primitives.blueprint import Blueprint
 from unisono.primitives.dims import OutputRules
 from unisono.primitives.inputs import scattered
 from unisono.primitives.outputs import without_rows
 from unisono.primitives.parallel_apply import values_or_raise
 from unisono.primitives.replicate import write_values
+from unisono.primitives.written_parameters import WrittenParameters
 from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
 from unisono.runtime.errors import log_once
 from unisono.runtime.thread_pool import inside_replica, run_together
 from unisono.runtime.thread_state import modes_that_stay
 from unisono.sync_batch_norm.across_processes import CrossProcessAllGather
+
+T = TypeVar("T")
 
 _RUNS_WHOLE = (
     "DataParallel runs the whole batch of this process on its first device while a mode is active that cannot follow "
@@ -124,9 +129,32 @@ class Ranks:
                 torch_private.run_first(tensor.grad_fn, FIRST)
         return output
 
+    def look_for_writes(self, threads: Threads, module: nn.Module, method: str | None, call: Callable[[], T]) -> T:
+        """Return what `call` returns, which runs the plain module outside of a step.
+
+        Ranks compare what it writes into parameters, if it is the first of its kind.
+        """
+        first_steps, structure = threads.first_steps, ("outside of a step", method, module.training)
+        if self._gradient_sync is None or inside_replica() or first_steps.are_past(structure):
+            return call()
+        output = self._noting_writes(module, call, with_values=True)
+        first_steps.counted(structure).end()
+        return output
+
+    def _noting_writes(self, module: nn.Module, call: Callable[[], T], *, with_values: bool) -> T:
+        gradient_sync = self.gradient_sync(module)
+        written = WrittenParameters.of_replicas([module], module, lambda tensor: Blueprint(module).name_of(tensor))
+        note = None if gradient_sync is None else gradient_sync.note_written
+        look = written.look(note, with_values=with_values, writes_as_module=True)
+        look.begin()
+        output = call()
+        look.end()
+        return output
+
     def _run(self, threads: Threads, module: nn.Module, call: Call, sync_context: SyncContext) -> Any:
         if modes_that_stay():
-            output = self._run_in_callers_graph(threads, module, call, sync_context)
+            run = partial(self._run_in_callers_graph, threads, module, call, sync_context)
+            output = self._noting_writes(module, run, with_values=False)
         else:
             cross_process = None
             if call.sync_batch_norm:

@@ -55,6 +55,13 @@ class LaneCall:
     source: torch.device
     output_device: torch.device
     method: str | None = None
+    in_ranks: bool = False  # whether other processes have lanes for other batches
+    is_first: bool = False  # whether no lanes before had this structure
+
+    @property
+    def has_others(self) -> bool:
+        """Whether other lanes have other batches."""
+        return len(self.devices) > 1 or self.in_ranks
 
 
 @dataclass
@@ -253,16 +260,18 @@ class Lane:
 
     def _looks(self, replicas: Replicas, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Look]:
         """Return what looks at this batch; from the second one on only at parameters that it writes."""
-        devices, has_several = self.call.devices, len(self.call.devices) > 1
-        looks: list[Look] = [replicas.written] if has_several else []
-        if not replicas.are_new or not self._first_steps.leftovers.looks:
+        call, first_steps = self.call, self._first_steps
+        looks: list[Look] = []
+        if call.has_others:
+            looks.append(replicas.written.look(with_values=replicas.are_new and call.is_first))
+        if not replicas.are_new or not first_steps.leftovers.looks:
             return looks
-        looks.append(replicas.watched([(args, kwargs)], devices))
-        if has_several:
+        looks.append(replicas.watched([(args, kwargs)], call.devices))
+        if len(call.devices) > 1:
             inputs = [*args, *kwargs.values()]
             rows = [len(each) for each in inputs if isinstance(each, torch.Tensor) and each.dim()]
-            reached = replicas.reached(self.call.method, {})
-            looks += self._first_steps.looks(None, reached, inputs, rows[:1], beside_others=True)
+            reached = replicas.reached(call.method, {})
+            looks += first_steps.looks(None, reached, inputs, rows[:1], beside_others=True)
         return looks
 
     def _say_leftovers(self) -> None:

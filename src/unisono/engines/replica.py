@@ -27,6 +27,7 @@ from unisono.autograd.bucket import (
 from unisono.autograd.replica_graph import CapturedTensors, LinkedParameters, LinkedTensors, ReplicaGraphs
 from unisono.engines.call import Call, called
 from unisono.engines.parts import parts_of, run_in_parts
+from unisono.primitives import pytree
 from unisono.primitives.batch_types import batch_type_of
 from unisono.primitives.blueprint import Blueprint, unlinked_at_deletion
 from unisono.primitives.change_tracking import ContainerSnapshot, DictSnapshot, TensorSnapshot, fill
@@ -35,6 +36,7 @@ from unisono.primitives.outputs import Group
 from unisono.primitives.placements import Placement
 from unisono.primitives.reassigned_buffers import Change, buffer_registries, commit_buffers, histories
 from unisono.primitives.references import INERT
+from unisono.primitives.shared_iterators import SharedIterator, is_iterator
 from unisono.primitives.shared_state import Reached, reached_by
 from unisono.primitives.tensor_attributes import carry_attributes
 from unisono.primitives.written_parameters import WrittenParameters, in_each
@@ -231,8 +233,12 @@ class Replicas:
         live_buffers = torch_private.of_one_kind([live for replica in here for live in replica.live_buffers])
         self._buffers = [*zip(own_buffers, live_buffers, strict=True)]
         copies = [pair for replica in each for pair in replica.copied_parameters]
+        in_memory_of_module = [
+            tensors for replica, tensors in zip(each, linked.own, strict=True) if not replica.is_remote
+        ]
+        own = [pair for tensors in in_memory_of_module for pair in zip(linked.live, tensors, strict=True)]
         self.written = WrittenParameters(
-            blueprint.root, blueprint.parameters.values(), copies, blueprint.name_of, times
+            blueprint.root, [*blueprint.parameters.values()], copies, own, blueprint.name_of, times
         )
         if returns_to is None:
             return
@@ -579,14 +585,18 @@ def structure_of(pool: "ReplicaPool", call: Call) -> tuple[Any, ...]:
     return call.method, call.arguments.flags, pool.blueprint.signature
 
 
-def carries_objects(call: Call) -> bool:
-    """Return whether the inputs hold objects of unknown classes.
+def carries_objects(call: Call, inputs: Inputs) -> bool:
+    """Return whether the inputs hold objects of unknown classes, or iterators over such.
 
     Every replica gets the same object. Through a tensor in it the replicas' graphs may share nodes, which no replica's
     backward may free.
     """
     others = [leaf for leaf in call.arguments.leaves if type(leaf) not in _CARRIES_NOTHING]
-    return bool([leaf for leaf in others if not isinstance(leaf, torch.Tensor) and batch_type_of(leaf) is None])
+    others = [leaf for leaf in others if not isinstance(leaf, torch.Tensor) and batch_type_of(leaf) is None]
+    if not others or not all(map(is_iterator, others)):
+        return bool(others)
+    of_first_replica = pytree.flatten(inputs.shards[0])[0]
+    return any(leaf.carries_objects() for leaf in of_first_replica if isinstance(leaf, SharedIterator))
 
 
 _MOST_STRUCTURES = 64

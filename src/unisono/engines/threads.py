@@ -23,6 +23,7 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -32,7 +33,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from unisono.autograd.boundary import join
-from unisono.autograd.bucket import OneOrder, OverRanks
+from unisono.autograd.bucket import OverRanks, order_of_sums
 from unisono.autograd.replica_graph import (
     BoundaryTensor,
     LeafTensors,
@@ -56,8 +57,7 @@ from unisono.primitives.parallel_apply import values_or_raise
 from unisono.primitives.placements import Replicate, Single
 from unisono.primitives.reassigned_buffers import Change, histories
 from unisono.primitives.replicate import check_device, unchanged_on_failure
-from unisono.primitives.written_parameters import MovedParameters, in_each
-from unisono.runtime import timeline
+from unisono.runtime import draws_off, timeline
 from unisono.runtime.exchange import Exchange, exchanging
 from unisono.runtime.model_warnings import ModelWarnings
 from unisono.runtime.rng import own_streams
@@ -103,7 +103,6 @@ class Threads:
         search: finds tensors in replica graphs that are not the replicas' own.
         first_steps: looks for what is looked for in the first steps of a structure.
         compile_lock: the model's.
-        order_of_sums: that of sums over the ranks that no boundary has finished.
     """
 
     def __init__(self) -> None:
@@ -111,7 +110,6 @@ class Threads:
         self.search = GraphSearch()
         self.first_steps = FirstSteps()
         self.compile_lock = CompileLock()
-        self.order_of_sums = OneOrder()
         self._pool: ReplicaPool | None = None
         self._timings: list[ReplicaTiming] = []
 
@@ -144,7 +142,12 @@ class Threads:
         Raises:
             RuntimeError: parameters or buffers that are not on `call.source`.
         """
-        return open_lanes(self.pool_for(module, call.source).blueprint, call, self.compile_lock, self.first_steps)
+        blueprint = self.pool_for(module, call.source).blueprint
+        structure = "lanes", call.method, blueprint.signature
+        if not self.first_steps.are_past(structure):
+            self.first_steps.counted(structure).end()
+            call = replace(call, is_first=True)
+        return open_lanes(blueprint, call, self.compile_lock, self.first_steps)
 
     def pool_for(self, module: nn.Module, source: torch.device) -> ReplicaPool:
         """Return the replicas of `module` as it is now: those of the last forward, if nothing has changed."""
@@ -162,8 +165,8 @@ class Threads:
         """Have the gradients that come to the live parameters beside a boundary summed over the ranks, if there are."""
         linked.collector.over_ranks = None
         if sync_context is not None:
-            number, order = self.order_of_sums.next_forward(linked.token), self.order_of_sums
-            linked.collector.over_ranks = OverRanks(partial(sync_context.sum, linked.live), number, order)
+            number = order_of_sums.next_forward(linked.token)
+            linked.collector.over_ranks = OverRanks(partial(sync_context.sum, linked.live), number)
 
     @property
     def warnings(self) -> ModelWarnings:
@@ -257,6 +260,8 @@ class Forward:
             if timeline.recording:
                 timeline.mark(timeline.GATHER)
             call, is_summed = self._call, self._call.sync_context is not None and self._tracked
+            if not call.arguments.is_flat:
+                call.arguments.warn_of_split_lists(outputs, call.sizes, self._model.warnings)
             matched = Outputs(outputs, call.rules, call.sizes, self._replicas.live_of, is_summed=is_summed)
             del outputs
             if self._replay is not None:
@@ -283,34 +288,43 @@ class Forward:
 
     def _looks(self) -> list[Look]:
         """Return what looks at this forward; in a steady step only at parameters that it writes."""
+        first_looks = [] if self._is_again else self._first_looks()
+        looks: list[Look] = []
+        sync_context = self._call.sync_context
+        if not self._runs_as_module or sync_context is not None:
+            note = None if sync_context is None else sync_context.gradient_sync.note_written
+            with_values = bool(first_looks) and not draws_off.are_off()  # `verify` compares parameters by itself
+            looks.append(
+                self._replicas.written.look(note, with_values=with_values, writes_as_module=self._runs_as_module)
+            )
+        if self._replicas.are_new and self._model.first_steps.leftovers.looks and not self._is_again:
+            looks.append(self._replicas.watched(self._inputs.shards, self._call.devices_of_runs))
+        return [*looks, *first_looks]
+
+    def _first_looks(self) -> list[Look]:
+        """Return what else looks at the first steps of a structure; nothing after these."""
         call, pool, first_steps = self._call, self._pool, self._model.first_steps
-        looks: list[Look] = [] if self._runs_as_module else [self._replicas.written]
-        if self._is_again:
-            return looks
-        if self._replicas.are_new and first_steps.leftovers.looks:
-            looks.append(self._replicas.watched(self._inputs.shards, call.devices_of_runs))
         # Runs of the module, or of a part of it.
         has_several = len(call.devices) > 1 or (call.parts > 1 and call.sizes[0] > 1) or pool.has_wrappers
         kind = call.method, call.arguments.flags, self._tracked, has_several
-        if kind in pool.kinds_past or inside_replica():
-            return looks
-        may_differ = has_several or call.sync_context is not None
+        if kind in pool.kinds_past:
+            return []
+        if inside_replica():  # the pool is for one step, and each outer replica has such objects
+            structure: Any = *kind, pool.blueprint.root.training
+            return [] if first_steps.are_past(structure) else [first_steps.counted(structure)]
+        may_differ = has_several or not self._runs_as_module or call.sync_context is not None
         structure = (has_several, *structure_of(pool, call)) if may_differ else None
         if structure is None or first_steps.are_past(structure):
             pool.kinds_past.add(kind)
-            return looks
-        blueprint, each = pool.blueprint, self._replicas.each
+            return []
+        looks: list[Look] = []
         if self._normalises_shards():
             looks.append(first_steps.batch_norm(self._replicas.roots[0], in_one_process=len(call.devices) > 1))
         if not has_several:
             return [*looks, first_steps.counted(structure)]
-        pairs = [pair for replica in each for pair in zip(pool.live_parameters, replica.own_parameters, strict=False)]
-        pairs += [pair for replica in each for pair in replica.copied_parameters]
-        looks.append(MovedParameters(pairs, blueprint.name_of, in_each(len(call.devices))))
         inputs = dict(zip(call.arguments.paths(), call.arguments.leaves, strict=True))
         reached = self._replicas.reached(call.method, inputs)
-        looks += first_steps.looks(structure, reached, inputs.values(), call.sizes_of_runs, call.rules.dim)
-        return looks
+        return [*looks, *first_steps.looks(structure, reached, inputs.values(), call.sizes_of_runs, call.rules.dim)]
 
     def _normalises_shards(self) -> bool:
         """Return whether batch norm would see a part of the rows, no option says so, and it is this rank's to say.
@@ -351,7 +365,7 @@ class Forward:
     def _graphs(self, groups: Sequence[Group], outputs: list[BoundaryTensor]) -> ReplicaGraphs:
         """Return the replica graphs behind the replicas' outputs, with all that their backwards need."""
         call, parameters = self._call, self._replicas.linked
-        keep, collectors = carries_objects(call), [group.collector for group in self._linked]
+        keep, collectors = carries_objects(call, self._inputs), [group.collector for group in self._linked]
         captured = self._model.search.captured_tensors(self._pool, call, groups, self._where, collectors, keep)
         for collector, _ in captured.earlier:
             collector.is_earlier = True

@@ -11,6 +11,7 @@ import torch
 from unisono.primitives import pytree
 from unisono.primitives.batch_types import BatchType, batch_type_of
 from unisono.primitives.dims import in_dims_of, spread_inputs
+from unisono.primitives.output_rows import ROWS
 from unisono.primitives.placements import Placement, Replicate, Shard, Single, can_be_placed, cannot_be_placed
 from unisono.primitives.references import MODES
 from unisono.primitives.sample_lists import (
@@ -27,11 +28,17 @@ from unisono.runtime.model_warnings import ModelWarnings
 # Makes each replica's part from a tensor and its placement.
 Place = Callable[[torch.Tensor, Placement], Sequence[Any]]
 
+_ONLY_LISTS = "lists as the only input"  # a kind of warnings
 _NAMED = 8  # inputs that a message names at most
 _WHOLE_ARRAY = (
     "{path}, of type {type}, has as many entries as the batch has rows, and is no tensor: every replica gets all of "
     "it. If each entry belongs to a row, give a tensor (torch.from_numpy), or a unisono.SampleList; if every replica "
     "needs all: in_dims={in_dims}."
+)
+_WHOLE_OBJECT = (
+    "{path}, of type {type}, holds {held} with as many entries as the batch has rows, and is no container that is "
+    "split: every replica gets all of it. If each entry belongs to a row, say how it is split "
+    "(unisono.register_batch_type), or give its tensors one by one; if every replica needs all: in_dims={in_dims}."
 )
 _SPLIT_LIST = (
     "{path} is a {type} of {entries} entries, and the tensors in each of them are split: a {type} is a container. If "
@@ -54,6 +61,7 @@ class Arguments:
         rows: how many rows the call has; None if nothing has rows (no tensors, 0-dim ones, or ones that are not split).
         axes: of each leaf, the axis that holds its rows; None: it has none.
         leaves: every leaf of the inputs, positional ones first.
+        is_flat: whether each input is a leaf of a usual kind.
         flags: what can lead a forward another way: leaves that are bools, strings or None, and the others' types.
 
     Raises:
@@ -72,9 +80,9 @@ class Arguments:
     ) -> None:
         self._inputs, self._kwargs, self._dim = inputs, kwargs, dim
         self._axes_are_given = axes is not None or in_dims is not ...
-        self._is_flat = pytree.is_flat(inputs) and (not kwargs or pytree.is_flat(kwargs))
+        self.is_flat = pytree.is_flat(inputs) and (not kwargs or pytree.is_flat(kwargs))
         self._specs: tuple[pytree.Spec, pytree.Spec] | None = None
-        if self._is_flat:  # the common case, without pytree's cost
+        if self.is_flat:  # the common case, without pytree's cost
             self.leaves = [*inputs, *kwargs.values()]
             self._batch_types: list[BatchType | None] = [None] * len(self.leaves)
         else:
@@ -84,7 +92,7 @@ class Arguments:
         self.flags: Flags = tuple([each if type(each) in MODES else type(each) for each in self.leaves]), (*kwargs,)
         if axes is not None:
             self.axes = [*axes]
-        elif in_dims is ... and self._is_flat:
+        elif in_dims is ... and self.is_flat:
             self.axes = [dim] * len(self.leaves)
         else:
             self.axes = spread_inputs(in_dims, *self._structure(), dim, function)
@@ -169,31 +177,60 @@ class Arguments:
             in_parts: whether a replica runs its rows in parts.
         """
         sizes = tuple(sizes)
-        if warnings is not None and not self._is_flat and self.rows is not None and (len(sizes) > 1 or in_parts):
+        if warnings is not None and not self.is_flat and self.rows is not None and (len(sizes) > 1 or in_parts):
             self._warn_of_lists(self.rows, warnings)
         split = [
             _parts(leaf, axis, batch_type, sizes, place)
             for leaf, axis, batch_type in zip(self.leaves, self.axes, self._batch_types, strict=True)
         ]
-        if self._is_flat:
+        if self.is_flat:
             num, names = len(self._inputs), list(self._kwargs)
             of_replicas = zip(*split, strict=True) if split else [()] * len(sizes)
             return [(parts[:num], dict(zip(names, parts[num:], strict=True))) for parts in of_replicas]
         return [self._with_leaves([parts[index] for parts in split]) for index in range(len(sizes))]
 
     def _warn_of_lists(self, rows: int, warnings: ModelWarnings) -> None:
-        """Warn of lists and arrays that may have one entry a row, and are not split by entry."""
+        """Warn of lists and arrays that may have one entry a row, and go whole to every replica."""
         following = zip(self.leaves, self.axes, strict=True)
         for spec, name in zip(self._structure(), ("inputs", "kwargs"), strict=True):
             warn_of_whole_lists(spec, name, following, rows, warnings)
         for number, (leaf, axis) in enumerate(zip(self.leaves, self.axes, strict=True)):
-            if axis is not None and self._batch_types[number] is None and _num_entries(leaf, axis) == rows > 1:
+            if axis is None or self._batch_types[number] is not None or rows < 2:
+                continue
+            has_entries = _num_entries(leaf, axis) == rows
+            held = None if has_entries else _held_by_rows(leaf, axis, rows)
+            if has_entries or held is not None:
                 path, in_dims = self.paths()[number], self.in_dims_with_whole([number])
-                warnings.give(_WHOLE_ARRAY.format(path=path, type=type(leaf).__name__, in_dims=in_dims))
-        if not self._axes_are_given:
-            for path, value in self._split_lists():
-                kind, dim = type(value).__name__, self._dim
-                warnings.give(_SPLIT_LIST.format(path=path, type=kind, entries=len(value), dim=dim))
+                text = _WHOLE_ARRAY if held is None else _WHOLE_OBJECT
+                warnings.give(text.format(path=path, type=type(leaf).__name__, held=held, in_dims=in_dims))
+
+    def warn_of_split_lists(self, outputs: Sequence[Any], sizes: Sequence[int], warnings: ModelWarnings) -> None:
+        """Warn of a list of tensors as the only input, where the outputs do not show that it is a container.
+
+        A module that takes the tensors for batches returns as many rows as its shards have. One that takes each for a
+        row returns as many as the list has entries. Once a model.
+
+        Args:
+            outputs: one a replica.
+            sizes: the replicas' rows.
+            warnings: of the model.
+        """
+        if self.is_flat or len(sizes) < 2 or self._axes_are_given or warnings.has_given(_ONLY_LISTS):
+            return
+        lists, dim = self._split_lists(), self._dim
+        if not lists:
+            return
+        found = [
+            {t.shape[dim] for _, t in pytree.tensors(output) if not t.is_nested and -t.dim() <= dim < t.dim()}
+            for output in outputs
+        ]
+        has_rows = all(size in of_replica for size, of_replica in zip(sizes, found, strict=True))
+        for path, value in lists:
+            if not has_rows or all(len(value) in of_replica for of_replica in found):
+                text = _SPLIT_LIST.format(path=path, type=type(value).__name__, entries=len(value), dim=dim)
+                warnings.give(text, _ONLY_LISTS)
+                warnings.leave_out(ROWS)  # such as the rows of the list, of which this warning says more
+        warnings.leave_out(_ONLY_LISTS)  # also where the outputs show what it is
 
     def _split_lists(self, fewest: int = 2) -> list[tuple[str, Any]]:
         """Return the lists in which each entry is split, if no other tensors are inputs: paths and values.
@@ -233,6 +270,15 @@ class Arguments:
         tensors = self.leaves
         doubted = sorted(split[1:], key=lambda i: (tensors[i].dim(), not tensors[i].dtype.is_floating_point))
         return [*([number] for number in doubted), split[1:], split[:1]]
+
+    def whole_with_rows(self) -> list[str]:
+        """Return the paths of inputs that are no tensors, go whole to every replica, and have an entry a row."""
+        each = zip(self.paths(), self.leaves, self.axes, self._batch_types, strict=True)
+        return [
+            path
+            for path, leaf, axis, batch_type in each
+            if axis is not None and batch_type is None and self.rows is not None and _may_be_rows(leaf, axis, self.rows)
+        ]
 
     def described(self, numbers: Sequence[int]) -> str:
         """Return the paths of tensors, with their shapes and the axes along which they are split."""
@@ -335,6 +381,22 @@ def _num_tensors(spec: pytree.Spec) -> int:
     if spec.keys is None:
         return int(isinstance(spec.value, torch.Tensor))
     return sum([_num_tensors(child) for child in spec.specs])
+
+
+def _may_be_rows(leaf: Any, axis: int, rows: int) -> bool:
+    entries = len(leaf) if isinstance(leaf, str | bytes) else _num_entries(leaf, axis)
+    return rows > 1 and (entries == rows or _held_by_rows(leaf, axis, rows) is not None)
+
+
+def _held_by_rows(leaf: Any, axis: int, rows: int) -> str | None:
+    """Return the attribute of an object that is a tensor or an array with as many entries as rows; None: none is."""
+    if type(leaf) in MODES or isinstance(leaf, torch.Tensor | torch.nn.Module | type | Callable):
+        return None
+    try:
+        held = {name: each.shape for name, each in vars(leaf).items() if hasattr(each, "shape")}
+        return next((n for n, s in held.items() if len(s) and -len(s) <= axis < len(s) and s[axis] == rows), None)
+    except Exception:  # noqa: BLE001 - the code of a user's class
+        return None
 
 
 def _num_entries(leaf: Any, axis: int) -> int | None:

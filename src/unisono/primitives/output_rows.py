@@ -1,10 +1,19 @@
-"""Warnings about outputs whose entries may not be the replicas' rows.
+"""Warnings about outputs that are joined in another way than the rows of the batch: numbers, lists, other sizes.
 
 Whether an entry belongs to a row cannot be known: in one batch lengths may agree, or differ, by accident. So they
 decide what is said, once a model, and never how an output is joined.
+
+What is said of each kind of output that no option describes:
+
+    numbers, 0-dim tensors   they become a list, or a vector, with one entry a replica: that is always said
+    lists                    entry i of all replicas is joined: said where there are as many entries as the replica has
+                             rows, and entries that belong to rows would be another value
+    tensors                  they are joined along an axis: said where its size is not that of the replica's rows
+    sizes (torch.Size)       they are that of a replica's output: said where they have a replica's number of rows
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,17 +25,38 @@ from unisono.runtime.model_warnings import ModelWarnings
 # Kinds of warnings.
 ROWS = "rows of outputs"
 _LISTS = "lists in outputs"
+_NUMBERS = "numbers in outputs"
+_SIZES = "sizes in outputs"
 
+_MOST_NAMED = 4
 _LIST = (
     "{path} is a {kind} with as many entries as each replica has rows: the first entries of all replicas are joined, "
-    "then the second ones, and so on. If each belongs to a row, return unisono.SampleList(entries); if not, "
-    "DataParallel(..., out_dims={as_now}) says so."
+    "then the second ones, and so on. If each entry belongs to a row, return unisono.SampleList(entries). If not, "
+    "DataParallel(..., out_dims={as_now}) says that this is meant{or_whole}."
 )
+_OR_WHOLE = "; out_dims={whole}, that every replica returns the same"
 _OTHER_ROWS = (
     "{path} of shape {shape} comes from {rows} rows, and has {size} entries on axis {axis}, along which it is joined. "
-    "Write DataParallel(..., out_dims={out_dims}) if {condition}; out_dims={as_now} if its entries follow the rows in "
-    "order, as they are joined now. If neither is so, return one entry a row; or, for a sum or mean over the rows, a "
-    "0-dim tensor, with scalars=."
+    "Write DataParallel(..., {remedies}. If neither is so, return one entry a row; or, for a sum or mean over the "
+    "rows, a 0-dim tensor, with scalars=."
+)
+_ELSEWHERE = (
+    "out_dims={out_dims}) if {condition}; out_dims={as_now} if its entries follow the rows in order, as they are "
+    "joined now"
+)
+_FILTERED = (
+    "out_dims={as_now}) if its entries follow the rows in order, as where forward filters rows: so they are joined now"
+)
+_ONE_NUMBER = (
+    "{names} in each replica, of its own rows: from the replicas comes a list, with one entry a replica. Write "
+    'DataParallel(..., scalars="mean"), or "sum", to have one number; out_dims={whole} if every replica returns the '
+    "same; out_dims={as_now} if the list is meant. Numbers that belong to rows are a tensor, or "
+    "unisono.SampleList(entries): return one of these."
+)
+_SIZE = (
+    "{path} is {value} in each replica, which has {rows} of the batch's {total} rows, and is returned as it is. Take "
+    "the size of the gathered tensor, outside of the model; or, if it has nothing to do with rows, write "
+    "DataParallel(..., out_dims={whole})."
 )
 
 
@@ -38,12 +68,18 @@ class Leaf(NamedTuple):
     entry: Any  # of `out_dims`: `...` where nothing is said
     axis: int | None  # along which tensors are joined; None: they are not
     scalars: str  # the rule for 0-dim tensors and numbers
+    is_scalar: bool  # whether `scalars` has an entry for it
+
+    @property
+    def is_unsaid(self) -> bool:
+        """Whether no option says how it is joined."""
+        return self.entry is ... and self.axis is not None
 
 
 def warn_of_other_rows(
     output: pytree.Spec, leaves: Sequence[Leaf], sizes: Sequence[int], warnings: ModelWarnings
 ) -> None:
-    """Warn of lists whose entries may belong to rows, and of tensors with another size than their replica's rows.
+    """Warn of what is joined in another way than entries that belong to rows, as the module's docstring says.
 
     Args:
         output: the structure of the output.
@@ -51,22 +87,32 @@ def warn_of_other_rows(
         sizes: the replicas' rows. One replica's tensors are returned as they are, but its numbers become vectors.
         warnings: of the model.
     """
-    unsaid = [number for number, leaf in enumerate(leaves) if leaf.entry is ... and leaf.axis is not None]
-    tensors = {number for number in unsaid if len(sizes) > 1 and _has_other_size(leaves[number], sizes)}
-    others = {number for number in unsaid if _is_one_a_replica(leaves[number], len(sizes))}
-    if not tensors and not others:
+    unsaid = [number for number, leaf in enumerate(leaves) if leaf.is_unsaid]
+    if not unsaid:
         return
-    for path, spec, numbers in _containers(output, "output", 0):
-        inside = (tensors | others).intersection(numbers)
-        if not inside or not _may_have_entries_of_rows(spec, sizes):
+    others = {number for number in unsaid if len(sizes) > 1 and _has_other_size(leaves[number], sizes)}
+    numbers = {number for number in unsaid if _become_a_list(leaves[number])}
+    for path, spec, inside in _containers(output, "output", 0):
+        of_list = {number for number in inside if leaves[number].is_unsaid}
+        if not of_list or not _may_have_entries_of_rows(spec, sizes):
             continue
-        tensors -= inside
-        others -= inside
+        if not of_list & (others | numbers) and not _would_be_another(spec, [leaves[i] for i in inside], sizes):
+            continue
         if not warnings.has_given(_LISTS):
-            as_now = _out_dims(output, leaves, {number: leaves[number].axis for number in numbers})
-            warnings.give(_LIST.format(path=path, kind=type(spec.value).__name__, as_now=as_now), _LISTS)
-    if tensors and not warnings.has_given(ROWS):
-        warnings.give(_about_tensors(output, leaves, sorted(tensors), sizes), ROWS)
+            warnings.give(_about_list(path, spec, output, leaves, inside, of_list & others), _LISTS)
+        others -= of_list
+        numbers -= of_list
+    if others and not warnings.has_given(ROWS):
+        warnings.give(_about_tensors(output, leaves, sorted(others), sizes), ROWS)
+    if numbers and not warnings.has_given(_NUMBERS):
+        warnings.give(_about_numbers(output, leaves, sorted(numbers)), _NUMBERS)
+    if not warnings.has_given(_SIZES):
+        of_rows = next((number for number in unsaid if _is_size_of_rows(leaves[number].given, sizes)), None)
+        if of_rows is not None:
+            path, value = leaves[of_rows].path, leaves[of_rows].given[0]
+            whole = _out_dims(output, leaves, {of_rows: None})
+            text = _SIZE.format(path=path, value=value, rows=sizes[0], total=sum(sizes), whole=whole)
+            warnings.give(text, _SIZES)
 
 
 def _has_other_size(leaf: Leaf, sizes: Sequence[int]) -> bool:
@@ -82,14 +128,18 @@ def _has_other_size(leaf: Leaf, sizes: Sequence[int]) -> bool:
     return [tensor.shape[leaf.axis] for tensor in leaf.given] != [*sizes]
 
 
-def _is_one_a_replica(leaf: Leaf, num_replicas: int) -> bool:
-    """Return whether each replica has one value, which does not become one value."""
-    first = leaf.given[0]
-    if isinstance(first, torch.Tensor):
-        return not first.dim() and leaf.scalars == "stack"
-    if isinstance(first, str | bytes):
-        return num_replicas > 1
-    return isinstance(first, int | float | complex) and leaf.scalars == "stack"
+def _become_a_list(leaf: Leaf) -> bool:
+    """Return whether the replicas' numbers become a list: by `scalars` bools and complex numbers do, too."""
+    value = leaf.given[0]
+    if not isinstance(value, int | float | complex) or leaf.is_scalar:
+        return False
+    return leaf.scalars == "stack" or isinstance(value, bool | complex)
+
+
+def _is_size_of_rows(given: Sequence[Any], sizes: Sequence[int]) -> bool:
+    if len(sizes) == 1 or not all(isinstance(value, torch.Size) for value in given):
+        return False
+    return len({*sizes}) == 1 and sizes[0] in given[0] and sizes[0] > 0
 
 
 def _containers(spec: pytree.Spec, path: str, start: int) -> Iterator[tuple[str, pytree.Spec, range]]:
@@ -103,14 +153,32 @@ def _containers(spec: pytree.Spec, path: str, start: int) -> Iterator[tuple[str,
 
 
 def _may_have_entries_of_rows(spec: pytree.Spec, sizes: Sequence[int]) -> bool:
-    """Return whether a container is a list (or a tuple of strings) of as many like entries as each replica has rows.
+    """Return whether a container has as many like entries as each replica has rows, and may be a list of rows.
 
-    A list of one entry, where each replica has one row, is no sign. A tuple is one value, such as a loss and a size.
+    Lists are, and dicts whose keys number the rows. A tuple may be one value, such as a loss and its terms, unless it
+    holds numbers and strings only.
     """
-    entries = [child for child in spec.specs if child.value is not None]
-    if {len(spec.specs)} != {*sizes} or len(spec.specs) < 2 or len({*map(_form, entries)}) != 1:
+    if {len(spec.specs)} != {*sizes} or not spec.specs:
         return False
-    return isinstance(spec.value, list) or (type(spec.value) is tuple and isinstance(entries[0].value, str))
+    value = spec.value
+    if isinstance(value, MutableMapping):
+        if [*(spec.keys or ())] != [*range(len(spec.specs))]:
+            return False
+    elif not isinstance(value, list | deque) and not (type(value) is tuple and _has_no_tensors(spec)):
+        return False
+    return len({_form(child) for child in spec.specs if child.value is not None}) <= 1
+
+
+def _has_no_tensors(spec: pytree.Spec) -> bool:
+    values = [leaf.value for leaf in _leaves(spec) if leaf.value is not None]
+    return bool(values) and all(isinstance(value, str | bytes | int | float | complex) for value in values)
+
+
+def _leaves(spec: pytree.Spec) -> Iterator[pytree.Spec]:
+    if spec.keys is None:
+        yield spec
+    for child in spec.specs:
+        yield from _leaves(child)
 
 
 def _form(entry: pytree.Spec) -> Any:
@@ -120,22 +188,79 @@ def _form(entry: pytree.Spec) -> Any:
     return float if isinstance(value, int | float) else type(value)
 
 
+def _would_be_another(spec: pytree.Spec, leaves: Sequence[Leaf], sizes: Sequence[int]) -> bool:
+    """Return whether a list of entries without other sizes looks like one of rows, and would then be another value.
+
+    Numbers and 0-dim tensors of which `scalars` makes one; strings; and tensors whose size is that of the rows by
+    accident: vectors, as of a matrix with as many columns as the replica has rows, or the rows of one tensor.
+    """
+    values = [leaf.given[0] for leaf in leaves if leaf.given[0] is not None]
+    if all(isinstance(value, torch.Tensor) and value.dim() for value in values) and values:
+        if len({value.shape for value in values}) > 1 or len(sizes) == 1:
+            return False
+        return all(value.dim() == 1 for value in values) or _are_rows_of_one(values)
+    if len(sizes) > 1 and all(isinstance(value, str | bytes) for value in values):
+        return True
+    return any(
+        not leaf.is_scalar and (isinstance(leaf.given[0], int | float) or _is_0_dim(leaf.given[0])) for leaf in leaves
+    )
+
+
+def _is_0_dim(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.dim()
+
+
+def _are_rows_of_one(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether tensors of one shape lie one after the other in one memory, as the rows of a tensor do.
+
+    One alone does not say: a list of one tensor is a usual form of an output.
+    """
+    if len(tensors) < 2:
+        return False
+    first = tensors[0]
+    try:
+        start, length = first.data_ptr(), first.numel() * first.element_size()
+        return all(t.is_contiguous() and t.data_ptr() == start + i * length for i, t in enumerate(tensors))
+    except RuntimeError:  # a tensor without memory, as in a transform of torch.func
+        return False
+
+
+def _about_list(
+    path: str, spec: pytree.Spec, output: pytree.Spec, leaves: Sequence[Leaf], inside: range, others: set[int]
+) -> str:
+    """Return the warning of a list; `others` are the numbers of its tensors of other sizes."""
+    as_now = _out_dims(output, leaves, {number: leaves[number].axis for number in inside})
+    or_whole = ""
+    if others == {*inside} and all(_have_one_shape(leaves[number]) for number in others):
+        or_whole = _OR_WHOLE.format(whole=_out_dims(output, leaves, dict.fromkeys(inside)))
+    return _LIST.format(path=path, kind=type(spec.value).__name__, as_now=as_now, or_whole=or_whole)
+
+
+def _have_one_shape(leaf: Leaf) -> bool:
+    return len({tensor.shape for tensor in leaf.given}) == 1
+
+
 def _about_tensors(output: pytree.Spec, leaves: Sequence[Leaf], numbers: Sequence[int], sizes: Sequence[int]) -> str:
     rows_on = {number: _axis_of_rows(leaves[number], sizes) for number in numbers}
-    path, given, _, axis, _ = leaves[numbers[0]]
+    leaf, found = leaves[numbers[0]], rows_on[numbers[0]]
+    axis = leaf.axis
     assert axis is not None
-    index = next(i for i, (tensor, rows) in enumerate(zip(given, sizes, strict=True)) if tensor.shape[axis] != rows)
-    found = rows_on[numbers[0]]
-    condition = "every replica returns the same" if found is None else f"its rows are on axis {found}"
+    index = next(
+        i for i, (tensor, rows) in enumerate(zip(leaf.given, sizes, strict=True)) if tensor.shape[axis] != rows
+    )
+    as_now = _out_dims(output, leaves, {number: leaves[number].axis for number in numbers})
+    remedies = _FILTERED.format(as_now=as_now)
+    if found is not None or _have_one_shape(leaf):
+        condition = "every replica returns the same" if found is None else f"its rows are on axis {found}"
+        out_dims = _out_dims(output, leaves, rows_on)
+        remedies = _ELSEWHERE.format(out_dims=out_dims, condition=condition, as_now=as_now)
     return _OTHER_ROWS.format(
-        path=path,
-        shape=tuple(given[index].shape),
+        path=leaf.path,
+        shape=tuple(leaf.given[index].shape),
         rows=sizes[index],
-        size=given[index].shape[axis],
+        size=leaf.given[index].shape[axis],
         axis=axis,
-        out_dims=_out_dims(output, leaves, rows_on),
-        condition=condition,
-        as_now=_out_dims(output, leaves, {number: leaves[number].axis for number in numbers}),
+        remedies=remedies,
     )
 
 
@@ -143,6 +268,18 @@ def _axis_of_rows(leaf: Leaf, sizes: Sequence[int]) -> int | None:
     """Return the first axis on which each replica's tensor has its rows; None if there is none."""
     axes = range(min(tensor.dim() for tensor in leaf.given))
     return next((a for a in axes if [tensor.shape[a] for tensor in leaf.given] == [*sizes]), None)
+
+
+def _about_numbers(output: pytree.Spec, leaves: Sequence[Leaf], numbers: Sequence[int]) -> str:
+    paths = [leaves[number].path for number in numbers]
+    names = ", ".join(paths[:_MOST_NAMED]) + (
+        f" and {len(paths) - _MOST_NAMED} more" if len(paths) > _MOST_NAMED else ""
+    )
+    return _ONE_NUMBER.format(
+        names=f"{names} {'is a number' if len(paths) == 1 else 'are numbers'}",
+        whole=_out_dims(output, leaves, dict.fromkeys(numbers)),
+        as_now=_out_dims(output, leaves, {number: leaves[number].axis for number in numbers}),
+    )
 
 
 def _out_dims(output: pytree.Spec, leaves: Sequence[Leaf], entries: Mapping[int, int | None]) -> Any:

@@ -101,7 +101,10 @@ class Outputs:
         if sizes is not None and rules.warnings is not None:
             entries = spread(rules.out_dims, self._spec, ..., "out_dims")
             joined_on = [axis if found is None else None for axis, found in zip(axes, live, strict=True)]
-            each = zip(self._paths, self._given, entries, joined_on, scalars, strict=True)
+            own = [False] * len(axes)  # which leaves have an entry of their own in `scalars`
+            if not isinstance(rules.scalars, str):
+                own = [rule is not ... for rule in spread(rules.scalars, self._spec, ..., "scalars")]
+            each = zip(self._paths, self._given, entries, joined_on, scalars, own, strict=True)
             warn_of_other_rows(self._spec, [*starmap(Leaf, each)], sizes, rules.warnings)
         # For each leaf a function that makes its gathered value from the joined tensors.
         self._makers = []

@@ -164,6 +164,8 @@ def _find_lists(
 
 
 def _may_be_samples(value: Any) -> bool:
+    if isinstance(value, dict):
+        return [*value] == [*range(len(value))]
     is_sequence = type(value) in (list, deque) or (type(value) is tuple and not isinstance(value[0], int | float))
     return is_sequence and any(entry is not None for entry in value)
 

@@ -10,9 +10,22 @@ Guarantees that one thread at a time runs the caller's iterator. Items are not c
 import io
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from unisono.primitives import pytree
+from unisono.primitives.references import INERT
+
+
+@dataclass
+class _Source:
+    """The iterator behind shared ones."""
+
+    iterator: Iterator[Any]
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    carries_objects: bool = False  # whether an item that was taken is, or has, an object that may lead to a history
 
 
 class SharedIterator(Iterator[Any]):
@@ -23,27 +36,37 @@ class SharedIterator(Iterator[Any]):
     ('a', ['a', 'b', 'c'], ['b', 'c'])
     """
 
-    def __init__(self, source: Iterator[Any], lock: threading.Lock, link: list[Any]) -> None:
-        self._source, self._lock = source, lock
+    def __init__(self, source: _Source, link: list[Any]) -> None:
+        self._source = source
         self._link = link  # [item, next link]; [] before the item is taken
 
     @classmethod
     def each(cls, iterator: Iterator[Any], number: int) -> list["SharedIterator"]:
         """Return `number` iterators over the items that an iterator has left; it is not to be advanced by itself."""
-        start = iterator if isinstance(iterator, cls) else cls(iterator, threading.Lock(), [])
-        return [cls(start._source, start._lock, start._link) for _ in range(number)]
+        start = iterator if isinstance(iterator, cls) else cls(_Source(iterator), [])
+        return [cls(start._source, start._link) for _ in range(number)]
 
     def __next__(self) -> Any:
-        with self._lock:
+        source = self._source
+        with source.lock:
             if not self._link:  # at the end, too: the other one then says so again
-                self._link += [next(self._source), []]
+                self._link += [next(source.iterator), []]
+                source.carries_objects |= not all(map(_carries_nothing, pytree.flatten(self._link[0])[0]))
         item, self._link = self._link
         return item
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # protocols; and where it is copied or unpickled, there is no source yet
             raise AttributeError(name)
-        return getattr(self._source, name)
+        return getattr(self._source.iterator, name)
+
+    def carries_objects(self) -> bool:
+        """Return whether an item that was taken is, or has, a tensor with a history or an object that may have one."""
+        return self._source.carries_objects
+
+
+def _carries_nothing(leaf: Any) -> bool:
+    return type(leaf) in INERT or (type(leaf) is torch.Tensor and leaf.grad_fn is None)
 
 
 def is_iterator(value: object) -> bool:

@@ -13,6 +13,7 @@ place of None, is taken for a cache as long as nothing in it depends on rows (`_
 replaces it by another value, it is none. What lies in C code is not seen, as `functools.lru_cache` and files.
 """
 
+import contextlib
 import dis
 import functools
 import itertools
@@ -31,7 +32,7 @@ from torch import nn
 from unisono.primitives.blueprint import HOOKS
 from unisono.primitives.change_tracking import GONE
 from unisono.primitives.object_state import attributes_of, is_equal, state_of
-from unisono.primitives.references import INERT, LARGE, MODES, TRACKED, is_set
+from unisono.primitives.references import INERT, LARGE, MODES, PROXIES, TRACKED, is_set, referent
 from unisono.runtime import torch_private
 
 _NOT_THE_USERS = {"torch", "unisono", *sys.stdlib_module_names} - {"__main__"}
@@ -79,15 +80,22 @@ class Reached:
         while level and len(self.places) < _MOST_SEARCHED:
             below: list[Place] = []
             for place in level:
-                value = place.value
-                if (type(value) in INERT and not isinstance(value, type)) or id(value) in seen:
-                    continue
-                if isinstance(value, types.ModuleType) or (isinstance(value, type) and not is_the_users(value)):
-                    continue
-                seen.add(id(value))
-                self.places.append(place)
-                below += [*_inside_of(place).values(), *_beyond(place)]
+                with contextlib.suppress(Exception):  # objects of any class, which other threads may be changing
+                    below += self._beside(place, seen)
             level = below
+
+    def _beside(self, place: Place, seen: set[int]) -> list[Place]:
+        """Add what a place has, if that was not seen before; return what it leads to."""
+        if type(place.value) in PROXIES:
+            place = place._replace(value=referent(place.value))
+        value = place.value
+        if (type(value) in INERT and not isinstance(value, type)) or id(value) in seen:
+            return []
+        if isinstance(value, types.ModuleType) or (isinstance(value, type) and not is_the_users(value)):
+            return []
+        seen.add(id(value))
+        self.places.append(place)
+        return [*_inside_of(place).values(), *_beyond(place)]
 
     def inside(self, place: Place) -> dict[Any, Place]:
         """Return what a value holds, by key; writes into the value change it."""
@@ -331,7 +339,7 @@ def attributes_of_modules(
         for key, value in [*module.__dict__.items()]:
             is_own = type(value) in TRACKED and value is not original.__dict__.get(key, GONE)
             shared = original.__dict__.get(key) if is_own else value
-            if key not in _OF_EVERY_MODULE and not isinstance(value, nn.Module):
+            if key not in _OF_EVERY_MODULE and not issubclass(type(value), nn.Module):
                 yield Place(shared, f"{name}.{key}" if name else key)
 
 

@@ -7,10 +7,11 @@ Nothing waits for a device: on an accelerator the phases are those of queueing t
 Assumes that a forward inside another one, in the same thread or in a replica, is part of it.
 """
 
+import contextlib
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -46,7 +47,21 @@ class Activity:
         self._started: float | None = None
         self._pending: deque[list[ReplicaTiming]] = deque()
 
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Count nothing that the calling thread does meanwhile."""
+        before, self._thread.busy = self._is_busy(), True
+        try:
+            yield
+        finally:
+            self._thread.busy = before
+
+    def _is_busy(self) -> bool:
+        return bool(getattr(self._thread, "busy", False))
+
     def add_wrapper(self, devices: list[torch.device]) -> None:
+        if self._is_busy():
+            return
         with self._lock:
             self._so_far.devices += (tuple(devices),)
 
@@ -66,7 +81,7 @@ class Activity:
 
         The rows are those of the last forward's timings; without any, those on the axis `dim`.
         """
-        if inside_replica() or getattr(self._thread, "busy", False):
+        if inside_replica() or self._is_busy():
             return call(*inputs, **kwargs)
         before = timings()
         self._thread.busy = True

@@ -3,6 +3,7 @@
 import argparse
 import atexit
 import contextlib
+import dataclasses
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -16,9 +17,12 @@ from unisono.console.errors import OptionError
 from unisono.console.options import OF_WRAPPERS, add_options_of_wrappers, expect_weights
 from unisono.distributed.environment import started_by_launcher
 from unisono.runtime import devices as _devices
+from unisono.scripts import wrapper
 from unisono.scripts.activity import Report
+from unisono.scripts.first_step import FirstStepComparison
 from unisono.scripts.install import Installation, install
 from unisono.scripts.main_program import ProgramError, find_module, find_script, run_program
+from unisono.scripts.wrapper import Settings
 
 _COUNT_REPLICAS = (
     ". If it makes one only where there are several GPUs: unisono run --devices 'cpu*2' --count-replicas answers with "
@@ -48,6 +52,7 @@ examples:
   unisono run --devices 'cpu*2' --shares measured train.py
   unisono run --in-dims "{'mask': None}" --scalars mean train.py
   unisono run --devices 'cpu*2' --count-replicas tutorial.py
+  unisono run --devices 'cpu*2' --verify train.py
 
 exit status:
   that of the script: of sys.exit, 1 after an exception, 130 after Ctrl-C
@@ -73,6 +78,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="device_count() of torch.cuda is the number of --devices to the script, for one that makes no "
         "DataParallel if it has less than two GPUs",
     )
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="compare the first step of each wrapper with one device, and print the report; takes a few steps more",
+    )
 
 
 def run(given: dict[str, Any]) -> int:
@@ -85,6 +95,8 @@ def run(given: dict[str, Any]) -> int:
     counts_replicas = "count_replicas" in given
     if counts_replicas and devices is None:
         raise OptionError("--count-replicas counts those of --devices: give --devices too, such as --devices 'cpu*2'")
+    if "verify" in given and _among_several():
+        raise OptionError("--verify compares within one process: leave the launcher out")
     if devices is not None:
         expect_weights(options, len(devices))
     try:
@@ -92,12 +104,14 @@ def run(given: dict[str, Any]) -> int:
     except (TypeError, ValueError) as error:
         raise OptionError(error) from error
 
+    comparison = FirstStepComparison() if "verify" in given else None
+    wrapper.installed = dataclasses.replace(wrapper.installed or Settings(), comparison=comparison)
     replaced = contextlib.ExitStack()
     replaced.enter_context(installed)
     if devices and counts_replicas:
         replaced.enter_context(counted_as_gpus(len(devices)))
     advice = "" if counts_replicas or len(_devices.accelerators()) > 1 else _COUNT_REPLICAS
-    ending = _Ending(installed, replaced, advice)
+    ending = _Ending(installed, replaced, advice, comparison)
     atexit.register(ending)  # before the script's own, so it is called after them
     find = find_module if "is_module" in given else find_script
     try:
@@ -118,8 +132,15 @@ class _Ending:
     wrappers, and what they do counts.
     """
 
-    def __init__(self, installed: Installation, replaced: contextlib.ExitStack, advice: str) -> None:
+    def __init__(
+        self,
+        installed: Installation,
+        replaced: contextlib.ExitStack,
+        advice: str,
+        comparison: FirstStepComparison | None,
+    ) -> None:
         self._installed, self._replaced, self._advice = installed, replaced, advice
+        self._comparison = comparison
         self._process, self._stream = os.getpid(), sys.stderr
 
     def __call__(self) -> None:
@@ -129,6 +150,8 @@ class _Ending:
             return  # a child that the script has forked, and another rank, have no line of their own
         world_size = int(os.environ.get("WORLD_SIZE") or 1)
         text = f"unisono run: {closing_line(report, world_size, self._advice)}"
+        if self._comparison is not None and not self._comparison.num_compared:
+            text += "; nothing was compared: no wrapper on several devices was called, or its model failed in verify"
         with contextlib.suppress(AttributeError, ValueError, OSError):
             sys.stdout.flush()  # the closing line comes after all that the script has printed
         with contextlib.suppress(ValueError, OSError):  # the script has closed it, or nothing reads it any more

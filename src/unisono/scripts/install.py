@@ -8,6 +8,7 @@ wrapper, through a reference that was not found.
 Assumes that one thread installs, while no other imports.
 """
 
+import dataclasses
 import functools
 import inspect
 import sys
@@ -96,7 +97,7 @@ def install(
     OwnDataParallel(nn.Identity(), some, process_group=False, **options)  # which checks them
     now = wrapper.installed
     if now is not None:
-        wrapper.installed = Settings(devices, options, now.activity)
+        wrapper.installed = dataclasses.replace(now, devices=devices, options=options)
         return Installation((), now)
     wrapper.installed = Settings(devices, options)
     type.__setattr__(_torchs["DataParallel"], "__init__", _noted_init)

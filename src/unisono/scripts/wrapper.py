@@ -28,6 +28,7 @@ from unisono.engines.call import Call
 from unisono.runtime import devices as _devices
 from unisono.runtime.devices import DeviceLike
 from unisono.scripts.activity import Activity
+from unisono.scripts.first_step import FirstStepComparison
 from unisono.scripts.label_counts import LabelWeights
 from unisono.wrapper import accept_clean_names
 
@@ -43,6 +44,7 @@ class Settings:
     devices: tuple[torch.device, ...] | None = None  # whatever the script names; None: the script decides
     options: dict[str, Any] = field(default_factory=dict)  # further arguments of `unisono.DataParallel`
     activity: Activity = field(default_factory=Activity)  # what counts the rows
+    comparison: FirstStepComparison | None = None  # compares the first step of each wrapper with one device
 
 
 installed: Settings | None = None  # what holds for wrappers; None while unisono is not installed
@@ -129,6 +131,9 @@ class DataParallel(OwnDataParallel, metaclass=_NamedAsTorchs):
         now = installed
         if now is None:
             return super().forward(*inputs, **kwargs)
+        if now.comparison is not None:
+            with now.activity.uncounted():
+                inputs, kwargs = now.comparison.before(self, inputs, kwargs)
         return now.activity.measure(super().forward, inputs, kwargs, self.dim, self._threads.timings)
 
     def _plan(self, *args: Any, **kwargs: Any) -> Call:

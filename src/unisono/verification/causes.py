@@ -6,6 +6,7 @@ the step gives the same when it is repeated. An output that is joined on the wro
 else differs.
 """
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,16 +18,21 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from unisono.data_parallel import DataParallel
 from unisono.primitives import pytree
 from unisono.verification.call_recorder import RecordedCall, first_divergence, match
-from unisono.verification.compare import Tolerance, plain
+from unisono.verification.compare import Tolerance, plain, values_in
 from unisono.verification.report import Cause, Finding, Kind, Row
 from unisono.verification.step import RecordedStep
 
 LOST = "what a replica assigns to its attributes is lost when its forward ends"
 
 # An option that was given with this value explains the difference.
+_SEQUENCES = (list, tuple, deque, dict)
 _ASKS_FOR = {Cause.PER_SHARD_BATCH_NORM: ("sync_batch_norm", False), Cause.ONE_NUMBER_A_SHARD: ("scalars", "stack")}
 _UNCERTAIN = (Cause.ROWS_INTERACT, Cause.UNKNOWN)  # repeating the step shows more about these
-_PERHAPS_SPLIT_WRONGLY = (*_UNCERTAIN, Cause.JOINED_ON_ANOTHER_AXIS)  # another way to split the inputs may
+_PERHAPS_SPLIT_WRONGLY = (
+    *_UNCERTAIN,
+    Cause.JOINED_ON_ANOTHER_AXIS,
+    Cause.VALUE_OF_A_SHARD,
+)  # another way to split the inputs may
 _DRAWN = (
     "{generators} is drawn from, or seeded, in a way that cannot be switched off. Draw with torch's functions, or "
     "outside of the model, and pass the result to it as an input"
@@ -44,8 +50,13 @@ SPLIT_INPUT = (
     "numbers are those of one device"
 )
 SPLIT_LIST = (
-    "{input} is a list with one entry a row, and the tensors in each entry are split. As unisono.SampleList({input}) "
-    "it is split by entry, and the numbers are those of one device"
+    "{input} has one entry a row, and a {kind} is not split by entry: tensors in it are split one by one, and all else "
+    "goes whole to every replica. As unisono.SampleList({entries}) it is split by entry, and the numbers are those of "
+    "one device"
+)
+_WHOLE = (
+    ". Or {paths}, which has as many entries as the batch has rows, and goes whole to every replica, belongs to "
+    "them: then give it as a tensor or a unisono.SampleList, or say how it is split (unisono.register_batch_type)"
 )
 _LOST_AXIS = (
     "output{path} has shape {one} on one device, and {shard} in a replica with one row: its axis of rows is gone, as "
@@ -59,7 +70,17 @@ _NO_ROWS = (
     "{output} has no rows, and each replica returns one of its own, which are joined on {axis}. A sum or mean over the "
     "rows belongs in a 0-dim output, for which scalars is the rule"
 )
-_ONE_NUMBER = "each replica returns one number for its own rows ({rows}), and their mean is not the batch's. {remedy}"
+_LIST_OF_ROWS = (
+    "{output} has {one} entries on one device, and {many} on several: the first entries of all replicas are joined, "
+    "then the second ones, and so on. If each entry belongs to a row, return unisono.SampleList(entries)"
+)
+_VALUE = (
+    "{output} is {values}: each replica has computed it from its own rows. Return what it is computed from, as a "
+    "tensor, and compute it from the gathered output, outside of the model"
+)
+_ONE_NUMBER = (
+    "each replica returns one number{at} for its own rows ({rows}), and their mean is not the batch's. {remedy}"
+)
 _SCALARS = {
     "mean": "scalars='mean' weights them",
     "sum": "scalars='sum' adds them up",
@@ -69,6 +90,10 @@ _SCALARS = {
 _FIRST_BUFFERS = (
     "{name} is updated in forward. Only the first replica's updates stay, and it has seen its own rows only. Nothing "
     "else differs"
+)
+_BUFFER_OF_ROWS = (
+    ". It has an entry for each row, and each replica has rows of its own, so those of the others are missing: return "
+    "it from forward, and keep the gathered one"
 )
 _PARAMETERS = (
     "forward writes into {names}, in every replica: those in the module's memory write into one tensor, and what a "
@@ -122,11 +147,15 @@ class Comparison:
         if divergence is not None:
             findings += self._submodules(*divergence)
         differing = [row for row in rows if row.differs and row.kind is not Kind.ATTRIBUTE]
+        of_values = [*self._values(differing)]
+        findings += [each for each in of_values if each.cause is Cause.LIST_OF_ROWS] or (
+            [] if findings else of_values[:1]
+        )
         if differing and not findings:
             findings.append(self._other(differing))
         if names := [row.name for row in rows if row.differs and row.kind is Kind.ATTRIBUTE]:
             text = _ATTRIBUTES.format(names=", ".join(names))
-            findings.append(self._finding(names[0].rpartition(".")[0], Cause.ATTRIBUTES_OF_REPLICAS, text))
+            findings.append(self._finding(self._that_has(names[0]), Cause.ATTRIBUTES_OF_REPLICAS, text))
         return findings
 
     def draws(self) -> Finding | None:
@@ -149,8 +178,9 @@ class Comparison:
         return modules[name]
 
     def _that_has(self, name: str) -> str:
-        """Return the name of the innermost module in which a parameter is, of those that the live module has."""
+        """Return the name of the innermost module in which an attribute is, of those that the live module has."""
         known = dict(self.wrapped.module.named_modules(remove_duplicate=False))
+        name = name.rpartition(".")[0]
         while name not in known:
             name = name.rpartition(".")[0]
         return name
@@ -250,22 +280,41 @@ class Comparison:
         outputs = self.one.outputs
         for row in differing:
             if row.kind is Kind.OUTPUT and row.name in outputs and outputs[row.name].dim() == 0:
-                return self._numbers("", self._scalars_for(row.name, outputs[row.name]))
+                return self._numbers("", self._scalars_for(self.many.outputs.get(row.name), outputs[row.name]))
         if all(row.kind is Kind.BUFFER for row in differing):
             name = differing[0].name
-            text = _FIRST_BUFFERS.format(name=name)
+            buffer, rows = self.one.buffers.get(name), sum(self.many.rows)
+            has_rows = buffer is not None and buffer.dim() and buffer.size(0) == rows and len(self.many.rows) > 1
+            text = _FIRST_BUFFERS.format(name=name) + (_BUFFER_OF_ROWS if has_rows else "")
             return self._finding(name.rpartition(".")[0], Cause.FIRST_REPLICAS_BUFFERS, text)
         if not any(row.kind in (Kind.OUTPUT, Kind.LOSS) for row in differing):
             return self._finding("", Cause.UNKNOWN, "outputs and loss are the same, and the backward differs")
         return self._finding("", Cause.UNKNOWN, "no submodule that could be compared differs")
 
-    def _numbers(self, name: str, scalars: str) -> Finding:
+    def _numbers(self, name: str, scalars: str, at: str = "") -> Finding:
         rows = " + ".join(map(str, self.many.rows)) or "their own"
-        return self._finding(name, Cause.ONE_NUMBER_A_SHARD, _ONE_NUMBER.format(rows=rows, remedy=_SCALARS[scalars]))
+        text = _ONE_NUMBER.format(at=at, rows=rows, remedy=_SCALARS[scalars])
+        return self._finding(name, Cause.ONE_NUMBER_A_SHARD, text)
 
-    def _scalars_for(self, path: str, one: torch.Tensor) -> str:
-        """Return the rule of `scalars` that gives the number of one device; "" if none does."""
-        numbers = self.many.outputs.get(path)
+    def _values(self, differing: Sequence[Row]) -> Iterator[Finding]:
+        """Yield findings about values in the output that are no tensors, and differ."""
+        differ = {row.name: row.note for row in differing if row.kind is Kind.OUTPUT}
+        for path, one, many in values_in(self.one.output, self.many.output) if self.many.error is None else ():
+            if path not in differ:
+                continue
+            output = f"output{path}" if path else "the output"
+            if type(one) is type(many) and isinstance(one, _SEQUENCES) and len(one) == sum(self.many.rows) > len(many):
+                text = _LIST_OF_ROWS.format(output=output, one=len(one), many=len(many))
+                yield self._finding("", Cause.LIST_OF_ROWS, text)
+            elif isinstance(one, int | float) and isinstance(many, list):
+                as_tensor = torch.tensor(one, dtype=torch.float64, device="cpu")
+                scalars = self._scalars_for(torch.tensor(many, device="cpu"), as_tensor)
+                yield self._numbers("", scalars, f", {output}," if path else "")
+            else:
+                yield self._finding("", Cause.VALUE_OF_A_SHARD, _VALUE.format(output=output, values=differ[path]))
+
+    def _scalars_for(self, numbers: torch.Tensor | None, one: torch.Tensor) -> str:
+        """Return the rule of `scalars` that makes the number of one device of the replicas'; "" if none does."""
         if numbers is None or numbers.shape != (len(self.many.rows),):
             return ""
         numbers = plain(numbers).cpu().double()
@@ -300,3 +349,9 @@ def split_wrongly(findings: Sequence[Finding], text: str) -> list[Finding]:
     """Return the findings; the cause of those that it explains is how an input is split, which `text` says."""
     explained = _PERHAPS_SPLIT_WRONGLY
     return [replace(f, cause=Cause.SPLIT_WRONGLY, text=text) if f.cause in explained else f for f in findings]
+
+
+def with_whole_inputs(findings: Sequence[Finding], paths: Sequence[str]) -> list[Finding]:
+    """Return the findings; uncertain ones name the inputs at these paths, which go whole and may have rows."""
+    text = _WHOLE.format(paths=", ".join(paths))
+    return [replace(f, text=f.text + text) if paths and f.cause in _UNCERTAIN else f for f in findings]

@@ -25,6 +25,7 @@ float32, which leaves room for a deep model to amplify the first rounding errors
 computes float32 products with TF32, float32 counts as float16.
 """
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,6 +37,8 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from unisono.primitives import pytree
 from unisono.primitives.batch_types import batch_type_of
+from unisono.primitives.object_state import same_value, state_of
+from unisono.primitives.sample_lists import SampleList
 from unisono.runtime.precision import rounds_float32
 from unisono.verification.report import Kind, Row
 
@@ -44,6 +47,8 @@ Tensors: TypeAlias = Mapping[str, torch.Tensor | None]  # by name, or by the pat
 _RTOL = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 _RTOL_COARSE = 0.25  # of every other floating type, such as those of 8 bits
 
+_NUMBERS = (bool, int, float, complex)
+_SHOWN = 60  # characters of a value in a note
 _JUMPS = 2.0  # gradients may differ by so many times what nudges make of them,
 _JUMPS_AT_MOST = 0.1  # and by so much of the largest at most
 
@@ -136,6 +141,80 @@ def _in_one_number(one: torch.Tensor | None, many: torch.Tensor) -> torch.Tensor
     if bool((many == one).all()):
         return one
     return ~one if many.dtype is torch.bool else many.sum().to(many.dtype)
+
+
+def values_in(one: Any, many: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield (path, value on one device, what several devices have there) for each value of an output without tensors.
+
+    Where the two have not one structure, it is the container. Tensors, also those of registered batches, are left out.
+    """
+    is_tensors = isinstance(one, torch.Tensor) or (batch_type_of(one) is not None and not isinstance(one, SampleList))
+    if is_tensors or (one is None and many is None):
+        return
+    inside, of_many = _children(one), _children(many)
+    if inside is None or of_many is None or type(one) is not type(many) or inside.keys() != of_many.keys():
+        yield path, one, many
+    else:
+        for key, child in inside.items():
+            yield from values_in(child, of_many[key], path + pytree.step(one, key))
+
+
+def _children(value: Any) -> Mapping[Any, Any] | None:
+    return dict(enumerate(value)) if isinstance(value, SampleList) else pytree.children(value)
+
+
+def row_of_value(mode: str, path: str, one: Any, many: Any, tolerance: Tolerance) -> Row:
+    """Return the row for a value of an output that is no tensor.
+
+    Numbers of the replicas count as 0-dim outputs do: see `joined_numbers`.
+    """
+    said = f"{_shown(one)} on one device, {_shown(many)} on several"
+    if isinstance(one, int | float | complex) and _are_numbers(many, type(one)):
+        with contextlib.suppress(
+            RuntimeError, OverflowError, ValueError
+        ):  # an integer too large for a tensor has to be the same
+            of_one = _as_tensor(one)
+            joined = _in_one_number(of_one, _as_tensor(many))
+            if joined.dim() == of_one.dim():
+                gap, scale = difference(of_one, joined), largest(of_one)
+                allowed = tolerance.allowed(of_one.dtype, scale)
+                return Row(mode, Kind.OUTPUT, path, (), scale, gap, allowed, "" if gap <= allowed else said)
+        many = many[0] if isinstance(many, list) and all(each == many[0] for each in many) else many
+    is_same = type(one) is type(many) and pytree.children(one) is None and holds_the_same(one, many, tolerance)
+    return Row(mode, Kind.OUTPUT, path, difference=0.0 if is_same else math.inf, note="" if is_same else said)
+
+
+def _are_numbers(value: Any, kind: type) -> bool:
+    return all(type(each) is kind for each in (value if isinstance(value, list) and value else [value]))
+
+
+def _as_tensor(value: Any) -> torch.Tensor:
+    tensor = torch.tensor(value, device="cpu")
+    is_complex, is_floating = tensor.is_complex(), tensor.is_floating_point()
+    return tensor.to(torch.complex128 if is_complex else torch.float64 if is_floating else tensor.dtype)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    length = f" ({len(value)} entries)" if isinstance(value, list | tuple | dict) else ""
+    return (text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...") + length
+
+
+def holds_the_same(one: Any, other: Any, tolerance: Tolerance) -> bool:
+    """Return whether two values, or objects of one class, hold the same; floating ones within the tolerance."""
+    if isinstance(one, (*_NUMBERS, str, bytes, torch.Tensor)):
+        return _same_within(one, other, tolerance)
+    state, of_other = state_of(one), state_of(other)
+    if not state and not of_other:
+        return same_value(one, other) or type(one) is type(other)
+    return state.keys() == of_other.keys() and all(_same_within(state[p], of_other[p], tolerance) for p in state)
+
+
+def _same_within(one: Any, other: Any, tolerance: Tolerance) -> bool:
+    if type(one) is type(other) and isinstance(one, float | complex | torch.Tensor):
+        one, other = torch.as_tensor(one), torch.as_tensor(other)
+        return one.shape == other.shape and one.dtype == other.dtype and tolerance.same(one, other)
+    return same_value(one, other)
 
 
 def own_scales(tensors: Tensors) -> dict[str, float]:

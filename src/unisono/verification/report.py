@@ -26,6 +26,8 @@ class Cause(enum.StrEnum):
     ROWS_INTERACT = "rows interact"
     SPLIT_WRONGLY = "an input is not split as meant"
     ONE_NUMBER_A_SHARD = "one number a shard"
+    LIST_OF_ROWS = "a list with one entry a row"
+    VALUE_OF_A_SHARD = "a value of each shard"
     JOINED_ON_ANOTHER_AXIS = "joined on the wrong axis"
     LOST_AXIS = "no axis of rows in a replica with one row"
     NONDETERMINISTIC = "nondeterministic"

@@ -1,7 +1,7 @@
 """One step: a forward and its backward from a given state, with all draws switched off, and the record of it."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,6 +92,7 @@ class RecordedStep:
     loss: torch.Tensor | None = None
     gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)  # of parameters, of inputs that need one
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # after the step
+    parameters_before: Collection[str] = ()  # their names
     written: dict[str, torch.Tensor] = field(default_factory=dict)  # after the step, the parameters that it has changed
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)  # all of them, after the step
     attributes_before: dict[str, torch.Tensor] = field(default_factory=dict)  # the numbers in attributes
@@ -118,6 +119,7 @@ def take_step(
     mode: str,
     like: RecordedStep | None = None,
     nudge: float = 0.0,
+    repeated: bool = False,
 ) -> RecordedStep:
     """Run one step of a copy of a model.
 
@@ -128,6 +130,7 @@ def take_step(
             `eval()`.
         like: the step on one device, if this is one of a wrapper.
         nudge: relative size of a random change of every parameter and every input.
+        repeated: run forward once before the step, with other copies of the inputs, which are not nudged.
     """
     original: nn.Module = model if like is None else model.module  # type: ignore[assignment]
     model = copied(model)
@@ -137,6 +140,12 @@ def take_step(
         model.eval()
     elif not module.training:
         model.train()
+    if repeated:
+        args, kwargs = example.fresh_inputs()
+        with DrawsOff(), contextlib.suppress(Exception):  # without warnings; what it raises, the step raises too
+            model(*args, **kwargs)
+        if isinstance(model, DataParallel):
+            model._threads.first_steps.leftovers.found[Left.SHARED].clear()
     args, kwargs = example.fresh_inputs()
     leaves = [tensor for _, tensor in (*tensors_in(args), *tensors_in(kwargs))] + [*module.parameters()]
     if nudge:
@@ -164,13 +173,15 @@ def take_step(
                 step.no_gradients = _backward(loss, leaves, may_fail=mode == "eval")
             step.gradients = {} if step.no_gradients else dict(_gradients(module, args, kwargs))
         step.loss = None if loss is None else plain(loss)
-        step.output = pytree.map_all_tensors(lambda tensor: tensor.detach().clone(), output)
+        values, spec = pytree.flatten(pytree.map_all_tensors(lambda tensor: tensor.detach().clone(), output))
+        step.output = pytree.unflatten(spec, values, rebuild_all=True)  # a list may be one to which forward appends
     step.switched_off, step.drawn_from = [*off.operations], before.moved()
     if isinstance(model, DataParallel):  # after backward, which hooks may see
         step.left = {kind: [*names] for kind, names in model._threads.first_steps.leftovers.found.items()}
     step.attributes, step.contents = numbers_in(module), contents_in(module)
     step.parameters = {name: plain(parameter) for name, parameter in module.named_parameters()}
     before_step = {name: plain(parameter) for name, parameter in original.named_parameters()}
+    step.parameters_before = before_step.keys()
     step.written = {n: p for n, p in step.parameters.items() if n not in before_step or _differ(p, before_step[n])}
     step.buffers = {name: plain(buffer).clone() for name, buffer in module.named_buffers()}
     return step

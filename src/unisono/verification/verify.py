@@ -43,6 +43,7 @@ from unisono.verification.causes import (
     may_be_split_wrongly,
     nondeterministic,
     split_wrongly,
+    with_whole_inputs,
 )
 from unisono.verification.compare import Tolerance
 from unisono.verification.report import MODES, Finding, Kind, Report, Row
@@ -56,14 +57,14 @@ _ONE_ACCELERATOR = (
 )
 _SWITCHED_OFF = "random draws have fixed values while it compares, and dropout drops nothing: {operations}"
 _BY_ALL = "all replicas write into it, in the order of arrival"
+_CACHES = (
+    "forward keeps values in {names} that stay as they are when the step is repeated, as in a cache by the number of "
+    "rows: that is no difference"
+)
 _LOST = "each replica has its own, which ends with its forward"
 _HOOKS = (
     "hooks keep what they see, {names}, and each replica calls them with its own rows: what they keep by name is one "
     "replica's, and a list is in the order of arrival"
-)
-_SHARED = (
-    "forward writes into {names}, which all replicas share: what it writes there under a name is one replica's, and a "
-    "list is in the order of arrival"
 )
 _JUMPS = (
     "parameters and inputs that change by {nudge:.0e} of themselves move gradients by {moved:.0e} of the largest, as "
@@ -170,6 +171,8 @@ def verify(
                     moved = compare.sensitivity(one.gradients, step(wrapped.module, nudge=tolerance.rtol).gradients)
                     before, found = found, compare.allowing(found, moved)
                     notes += [_JUMPS.format(nudge=tolerance.rtol, moved=moved)] if found != before else []
+                found, caches = _with_containers_told_apart(mode, found, one, many, tolerance, step, wrapped)
+                notes += [_CACHES.format(names=listed(caches))] if caches else []
                 rows += found
                 if not any(row.differs for row in found):
                     continue
@@ -181,7 +184,8 @@ def verify(
                     of_mode = nondeterministic(of_mode, one, again, tolerance) if is_nondeterministic else of_mode
                 if not is_nondeterministic and may_be_split_wrongly(of_mode):
                     text = _wrongly_split(wrapped, example, one, tolerance, step)
-                    of_mode = of_mode if text is None else split_wrongly(of_mode, text)
+                    whole = _arguments(wrapped, example).whole_with_rows() if text is None else []
+                    of_mode = with_whole_inputs(of_mode, whole) if text is None else split_wrongly(of_mode, text)
                 findings += of_mode
     finally:
         random.restore()
@@ -241,6 +245,8 @@ def _rows(mode: str, one: RecordedStep, many: RecordedStep, tolerance: Tolerance
     else:
         of_many = compare.joined_numbers(outputs, many.outputs)
         rows += compare.rows_of(mode, Kind.OUTPUT, outputs, of_many, tolerance)
+        values = compare.values_in(one.output, many.output)
+        rows += [compare.row_of_value(mode, *each, tolerance) for each in values]
     if one.loss is not None and many.loss is not None:
         scale = max(map(compare.largest, (one.loss, *outputs.values())))
         rows += compare.rows_of(mode, Kind.LOSS, {"": one.loss}, {"": many.loss}, tolerance, {"": scale})
@@ -258,26 +264,75 @@ def _rows(mode: str, one: RecordedStep, many: RecordedStep, tolerance: Tolerance
         for name, note in _changed_contents(one, many, tolerance)
         if name not in updated
     ]
+    known = tuple(row.name for row in rows if row.kind is Kind.ATTRIBUTE)
+    rows += [
+        Row(mode, Kind.ATTRIBUTE, name, difference=math.inf, note=_BY_ALL)
+        for name in many.left[Left.SHARED]
+        if name not in known and not name.startswith(tuple(f"{each}." for each in known))
+    ]
     return rows
 
 
 def _changed_contents(one: RecordedStep, many: RecordedStep, tolerance: Tolerance) -> Iterator[tuple[str, str]]:
     """Yield the containers and objects in attributes that hold other values than on one device, and why they do."""
 
-    def same(value: Any, other: Any) -> bool:
-        if type(value) is type(other) and isinstance(value, float | complex | torch.Tensor):
-            value, other = torch.as_tensor(value), torch.as_tensor(other)
-            return value.shape == other.shape and value.dtype == other.dtype and tolerance.same(value, other)
-        return same_value(value, other)
-
     for name, after in many.contents.items():
         expected, before = one.contents.get(name, {}), many.contents_before.get(name, {})
-        if expected.keys() == after.keys() and all(same(expected[path], after[path]) for path in after):
+        if expected.keys() == after.keys() and all(
+            compare.holds_the_same(expected[path], after[path], tolerance) for path in after
+        ):
             continue
         if not same_state(before, after):
             yield name, _BY_ALL
         elif before and name in many.left[Left.ASSIGNED]:  # else forward fills it
             yield name, _LOST
+
+
+def _with_containers_told_apart(
+    mode: str,
+    rows: list[Row],
+    one: RecordedStep,
+    many: RecordedStep,
+    tolerance: Tolerance,
+    step: Callable[..., RecordedStep],
+    wrapped: DataParallel,
+) -> tuple[list[Row], list[str]]:
+    """Return the rows without those of caches, and with what else all replicas write into; and the caches.
+
+    A cache holds other keys, such as another number of rows, and stays as it is when the step is repeated with slightly
+    other numbers. What replicas write into outside of the model, as a list of the file, is no attribute; and the order
+    of arrival in a list may be that of one device by accident.
+    """
+    may_be_caches, written = [], [name for name in many.left[Left.SHARED] if _attribute_of(name, many) is None]
+    for name, after in many.contents.items():
+        expected, before = one.contents.get(name, {}), many.contents_before.get(name, {})
+        new, common = after.keys() - before.keys(), expected.keys() & after.keys()
+        if not all(compare.holds_the_same(expected[path], after[path], tolerance) for path in common):
+            continue
+        if expected.keys() != after.keys():
+            may_be_caches.append(name)
+        elif len(new) > 1 and not all(same_value(after[path], after[min(new)]) for path in new):
+            written += [shared for shared in many.left[Left.SHARED] if _attribute_of(shared, many) == name]
+    if not may_be_caches and not written:
+        return rows, []
+    again = step(wrapped, like=one, nudge=tolerance.rtol, repeated=True)
+    states = [(again.contents_before.get(name, {}), again.contents.get(name, {})) for name in may_be_caches]
+    caches = [name for name, state in zip(may_be_caches, states, strict=True) if same_state(*state)]
+    rows = [row for row in rows if row.kind is not Kind.ATTRIBUTE or row.name not in caches]
+    of_all = [name for name in written if any(_is_inside(name, other) for other in again.left[Left.SHARED])]
+    caches += [name for name in written if name not in of_all]
+    return [*rows, *(Row(mode, Kind.ATTRIBUTE, name, difference=math.inf, note=_BY_ALL) for name in of_all)], caches
+
+
+def _is_inside(name: str, other: str) -> bool:
+    """Return whether one of two things that replicas share is in the other, or is the other."""
+    path, other_path = name.partition(" (")[0], other.partition(" (")[0]
+    return path.startswith(other_path) or other_path.startswith(path)
+
+
+def _attribute_of(shared: str, many: RecordedStep) -> str | None:
+    """Return the attribute, of those whose contents are compared, in which something is that replicas share."""
+    return next((name for name in many.contents if shared == name or shared.startswith((f"{name}.", f"{name}["))), None)
 
 
 def _wrongly_split(
@@ -291,8 +346,7 @@ def _wrongly_split(
 
     None: there is none. With the remedy the step gives the numbers of one device: that is tried.
     """
-    inputs, kwargs = example.fresh_inputs()
-    arguments = Arguments(inputs, kwargs, wrapped.dim, wrapped.in_dims, wrapped.module.forward)
+    arguments = _arguments(wrapped, example)
 
     def gives_the_same(model: nn.Module, example: Example) -> bool:
         try:
@@ -307,23 +361,31 @@ def _wrongly_split(
         attempt.in_dims = in_dims = arguments.in_dims_with_whole(numbers)
         if gives_the_same(attempt, example):
             return SPLIT_INPUT.format(inputs=arguments.described(numbers), in_dims=in_dims)
-    for name, inputs in _with_samples(example.inputs):
+    for name, kind, inputs in _with_samples(example.inputs):
         if gives_the_same(wrapped, replace(example, inputs=inputs)):
-            return SPLIT_LIST.format(input=name)
+            entries = f"{name}.values()" if kind == "dict" else name
+            return SPLIT_LIST.format(input=name, kind=kind, entries=entries)
     return None
 
 
-def _with_samples(inputs: Any) -> Iterator[tuple[str, Any]]:
-    """Yield inputs with a list in the place of a SampleList, each with the list's name."""
+def _arguments(wrapped: DataParallel, example: Example) -> Arguments:
+    inputs, kwargs = example.fresh_inputs()
+    return Arguments(inputs, kwargs, wrapped.dim, wrapped.in_dims, wrapped.module.forward)
+
+
+def _with_samples(inputs: Any) -> Iterator[tuple[str, str, Any]]:
+    """Yield inputs with a SampleList in the place of a list, or of a dict whose keys number its entries.
+
+    Each comes with the name of what it replaces, and the class of that.
+    """
     given = inputs if isinstance(inputs, dict) else dict(enumerate(inputs if type(inputs) is tuple else (inputs,)))
+    name = "kwargs" if isinstance(inputs, dict) else "inputs"
     for key, value in given.items():
-        if type(value) in (list, tuple):
-            with_samples = given | {key: SampleList(value)}
-            is_named = isinstance(inputs, dict)
-            yield (
-                f"{'kwargs' if is_named else 'inputs'}[{key!r}]",
-                with_samples if is_named else (*with_samples.values(),),
-            )
+        is_numbered = type(value) is dict and [*value] == [*range(len(value))]
+        if type(value) in (list, tuple) or is_numbered:
+            with_samples = given | {key: SampleList(value.values() if is_numbered else value)}
+            all_inputs = with_samples if isinstance(inputs, dict) else (*with_samples.values(),)
+            yield f"{name}[{key!r}]", type(value).__name__, all_inputs
 
 
 def _updated(one: RecordedStep, many: RecordedStep) -> dict[str, torch.Tensor]:
@@ -360,14 +422,18 @@ def _notes(mode: str, one: RecordedStep, many: RecordedStep) -> Iterator[str]:
         yield f"{mode}: there are no gradients to compare: the loss needs none"
     # A cache, or values that are kept for who reads them: no difference, unless it is a number that is updated.
     updated = {*_updated(one, many), *(name for name in many.left[Left.ASSIGNED] if many.contents_before.get(name))}
-    if filled := [name for name in many.left[Left.ASSIGNED] if name not in updated]:
+    # A layer or parameter that it makes is in the findings.
+    if filled := [name for name in many.left[Left.ASSIGNED] if name not in updated and not _is_made(name, one)]:
         yield f"forward fills {listed(filled)}: {LOST}. If they are read after forward, return them as outputs"
-    if shared := [name for name in many.left[Left.SHARED] if name.partition(".")[0] not in many.contents]:
-        yield _SHARED.format(names=listed(shared))
     if many.left[Left.HOOKS]:
         yield _HOOKS.format(names=listed(many.left[Left.HOOKS]))
     if len(many.rows) == 1:
         yield "only one replica had rows: give a batch with more rows"
+
+
+def _is_made(name: str, one: RecordedStep) -> bool:
+    """Return whether an attribute is a parameter, or a module with parameters, that forward has made."""
+    return any(each == name or each.startswith(f"{name}.") for each in one.written if each not in one.parameters_before)
 
 
 def _title(wrapped: DataParallel, many: RecordedStep) -> str:

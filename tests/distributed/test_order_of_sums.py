@@ -1,0 +1,142 @@
+"""One backward that leads to several forwards, or models: ranks come to the sums in one order."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.contract import ON_CPU
+from helpers.ranks import drawn, on_own_devices, run_ranks
+from helpers.twins import assert_same_gradients, rows_of, twins
+
+SIZES = (4, 9)
+NUM_STEPS = 6
+
+
+class Keeps(nn.Module):
+    """Keeps a loss of its rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 16), nn.Linear(16, 5)
+        self.kept: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x).tanh()
+        self.kept.append(hidden.square().sum())
+        return self.last(hidden)
+
+
+def keeping(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run a forward; return a loss of its output, and the one that it has kept."""
+    kept = getattr(module, "module", module).kept
+    kept.clear()
+    output = module(x)
+    return output.square().sum(), sum(loss.to(output.device) for loss in kept)
+
+
+Run = Callable[[nn.Module, nn.Module, torch.Tensor], torch.Tensor]
+LOSSES: dict[str, Run] = {}
+
+
+def loss(function: Run) -> Run:
+    LOSSES[function.__name__] = function
+    return function
+
+
+@loss
+def two_forwards(one: nn.Module, _: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    first, second = one(x), one(x * 2)
+    return second.sum() + first.square().tanh().square().sum()  # torch comes to the first one first
+
+
+@loss
+def two_models(one: nn.Module, other: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    first, second = one(x), other(x * 2)
+    return second.sum() + first.square().tanh().square().sum()
+
+
+@loss
+def a_chain(one: nn.Module, other: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    first, second = other(one(x)), one(x * 2)
+    return second.square().sum() + first.square().sum()
+
+
+@loss
+def kept_by_two_models(one: nn.Module, other: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return keeping(one, x)[1] + keeping(other, x * 2)[1]
+
+
+@loss
+def all_of_two_models(one: nn.Module, other: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return sum(keeping(one, x)) + sum(keeping(other, x * 2))
+
+
+@loss
+def an_output_and_what_another_kept(one: nn.Module, other: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return keeping(one, x)[0] + keeping(other, x * 2)[1]
+
+
+@loss
+def forwards_in_turn(one: nn.Module, other: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    first, second, third = keeping(one, x), keeping(other, x * 2), keeping(one, x * 3)
+    return first[1] + second[1] + third[1] + third[0]
+
+
+def compare(rank: int, name: str, num_replicas: int) -> None:
+    with on_own_devices(rank, num_replicas) as options:
+        pairs = [twins(lambda: Keeps().double(), loss="sum", **options) for _ in range(2)]
+        for seed in range(NUM_STEPS):
+            x = drawn(sum(SIZES), 5, seed=seed)
+            for modules, rows in (([m for m, _ in pairs], x[rows_of(rank, SIZES)]), ([o for _, o in pairs], x)):
+                for module in modules:
+                    module.zero_grad()
+                # On accelerators two threads go through a replica's graph, and the first must not free it.
+                LOSSES[name](*modules, rows).backward(retain_graph=not ON_CPU)
+            for model, oracle in pairs:
+                assert_same_gradients(model.module, oracle)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("name", LOSSES)
+def test_one_backward(name: str, num_replicas: int) -> None:
+    """C1, C4: the gradients of all rows, whichever of its threads torch runs first."""
+    run_ranks(2, compare, name, num_replicas)
+
+
+def hooks(rank: int) -> None:
+    with on_own_devices(rank) as options:
+        models = [twins(lambda: Keeps().double(), loss="sum", **options)[0] for _ in range(2)]
+        called: list[torch.Tensor] = []
+        for model in models:
+            model.module.first.weight.register_hook(called.append)
+            model.module.first.weight.register_post_accumulate_grad_hook(lambda tensor: called.append(tensor.grad))
+        for seed in range(2):
+            for model in models:
+                model.zero_grad()
+            LOSSES["kept_by_two_models"](*models, drawn(4, 5, seed=seed)).backward(retain_graph=not ON_CPU)
+            expected = [model.module.first.weight.grad for model in models for _ in range(2)]
+            assert sorted(each.sum().item() for each in called) == sorted(each.sum().item() for each in expected)
+            called.clear()
+
+
+def test_hooks_of_parameters() -> None:
+    """C1, H4: they are called once, with the sum, for both models."""
+    run_ranks(2, hooks)
+
+
+def given_inputs(rank: int) -> None:
+    with on_own_devices(rank) as options:
+        models = [twins(lambda: Keeps().double(), loss="sum", **options)[0] for _ in range(2)]
+        parameters = [p for model in models for p in model.module.first.parameters()]
+        loss = LOSSES["kept_by_two_models"](*models, drawn(4, 5))
+        with pytest.raises(RuntimeError, match=r"leads to several wrapped models.*Return the tensor from forward"):
+            torch.autograd.grad(loss, parameters, retain_graph=True)
+        with pytest.raises(RuntimeError, match=r"leads to several wrapped models.*Return the tensor from forward"):
+            loss.backward(create_graph=True)
+
+
+def test_given_inputs() -> None:
+    """C1, C5: of two models at once they are an error that says what to do."""
+    run_ranks(2, given_inputs)
