@@ -517,10 +517,12 @@ def _looks_at_composition(
 ) -> list[Look]:
     """Return what looks at one plain composition; `devices` are the replicas'."""
     module, first_steps = wrapper.module, wrapper._threads.first_steps
-    structure = "plain composition", invocation.method, *[m.training for m in module.modules()]
-    has_several, looks = len(replicas) > 1, list[Look]()
+    # Of the module, or of a part of it.
+    has_several = len(replicas) > 1 or any(isinstance(part, nn.DataParallel) for part in module.modules())
+    structure = "plain composition", has_several, invocation.method, *[m.training for m in module.modules()]
     is_first = has_several and not inside_replica() and not first_steps.are_past(structure)
-    if has_several:
+    looks = list[Look]()
+    if len(replicas) > 1:
         written = WrittenParameters.of_replicas(replicas, module, lambda tensor: Blueprint(module).name_of(tensor))
         looks.append(LookAtParameters(written, with_values=is_first))
     watched = first_steps.leftovers.watched_by_name(replicas, module, shards, devices)
@@ -528,7 +530,7 @@ def _looks_at_composition(
         looks.append(watched)
     if not is_first:
         return looks
-    if wrapper._options.sync_batch_norm is None:
+    if wrapper._options.sync_batch_norm is None and len(replicas) > 1:
         replica = replicas[0] if isinstance(replicas[0], nn.Module) else module
         looks.append(first_steps.batch_norm(replica, in_one_process=True))
     modules, live = modules_in_common(replicas, module)

@@ -490,6 +490,18 @@ def test_hooks_of_the_caller_stay_where_forward_registers_others(wrap: Wrap) -> 
 
 
 @pytest.mark.parametrize("way", ["threads", "the verbs"])
+def test_a_hook_that_is_registered_late_is_said(wrap: Wrap, way: str) -> None:
+    """R6, R9: forwards by the verbs were looked at three times, whatever hooks came later."""
+    model = wrap(nn.Sequential(nn.Linear(4, 4)))
+    with torch.autograd.graph.save_on_cpu() if way == "the verbs" else contextlib.nullcontext():
+        for _ in range(4):
+            model(torch.randn(6, 4))
+        model.module.register_forward_pre_hook(lambda module, args: setattr(args[0], "seen", 1))
+        with pytest.warns(UserWarning, match=r"forward of Sequential assigns inputs\[0\].seen:"):
+            model(torch.randn(6, 4))
+
+
+@pytest.mark.parametrize("way", ["threads", "the verbs"])
 def test_a_hook_of_a_parameter_that_forward_leaves_is_said(wrap: Wrap, way: str) -> None:
     """R9: by the verbs, replicas on one device have the live parameters, on which each left one, in silence."""
     model = wrap(assigning(lambda m, x: m.weight.register_hook(lambda grad: grad * 2)))

@@ -511,6 +511,49 @@ class Appends(Block):
         return [rows[rows[:, 0].argsort()]]
 
 
+class Meter:
+    def __init__(self) -> None:
+        self.calls = 0
+        self.last = torch.zeros(0)
+
+
+class WritesShared(Block):
+    """Writes into something that all replicas share, which one device would leave otherwise."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(how)
+        self.meter, self.named, self.sums = Meter(), {"calls": 0}, numpy.zeros(1)
+        self.total = torch.zeros(())
+        count = 0
+
+        def counted() -> int:
+            nonlocal count
+            count += 1
+            return count
+
+        self.counted = counted if how == "closure" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if self.how == "object":
+            self.meter.calls += 1
+        elif self.how == "object, tensor":
+            self.meter.last = y.detach()
+        elif self.how == "dict":
+            self.named["calls"] += 1
+        elif self.how == "array":
+            self.sums += 1
+        elif self.how == "tensor" and not torch.is_inference_mode_enabled():
+            self.total.add_(1 + len(y))
+        elif self.counted is not None:
+            self.named["calls"] = self.counted()
+        return y
+
+    def left(self) -> list[Any]:
+        """Return what forwards have left."""
+        return [self.meter.calls, self.meter.last, self.named["calls"], self.sums.tolist(), self.total]
+
+
 class HooksInForward(Block):
     """Registers hooks in forward: for a while, or for good."""
 
@@ -592,7 +635,7 @@ class Family(NamedTuple):
     said: tuple[str, ...] = ()  # what a message says, in part, where the numbers are not those of the plain module
 
 
-ASSIGNED, _WRITTEN = " assigns ", "forward has written into"
+ASSIGNED, _SHARED, _WRITTEN = " assigns ", " writes into ", "forward has written into"
 _DRAWN = "was drawn from while "
 
 
@@ -665,6 +708,11 @@ FAMILIES: dict[str, Family] = {
         (ASSIGNED,),
     ),
     "lists": Family(_of(Appends, "list", "dict"), ("buffers",)),
+    "shared writes": Family(
+        _of(WritesShared, "object", "object, tensor", "dict", "array", "tensor", "closure"),
+        ("attributes", "buffers"),
+        (_SHARED, ASSIGNED),
+    ),
     "hooks in forward": Family(_of(HooksInForward, "for a while", "before it", "backward")),
     "hooks for good": Family(_of(HooksInForward, "for good", "of a parameter"), ("attributes", "buffers"), (ASSIGNED,)),
     "written weights": Family(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import unisono
-from fuzz.blocks import WIDTH, Appends, Leaves
+from fuzz.blocks import WIDTH, Appends, Leaves, WritesShared
 from fuzz.model import INPUTS, OUTPUTS, Model, Outer, form_of, tensors_in
 from fuzz.program import Program
 
@@ -252,5 +252,5 @@ class Side:
         for name, buffer in self.buffers():
             self.observe("buffer", buffer, name)
         for path, module in self.core.named_modules():
-            for number, left in enumerate(module.left() if isinstance(module, Leaves | Appends) else ()):
+            for number, left in enumerate(module.left() if isinstance(module, Leaves | Appends | WritesShared) else ()):
                 self.observe("what forward leaves in", left, f"{path}, {number}")

@@ -32,7 +32,7 @@ from unisono.runtime.model_warnings import ModelWarnings
 from unisono.runtime.thread_pool import replica_path
 
 _MOST_NAMED = 6
-_FIRST = 3  # forwards of the plain composition that are watched: each has new replicas
+_FIRST = 3  # forwards of the plain composition, with the same hooks, that are watched: each has new replicas
 _ROWS_OF_ONE = (
     "A buffer (register_buffer in __init__) fits what does not depend on the rows: the first replica's stays, which "
     "has seen its own rows only. "
@@ -90,7 +90,7 @@ class Leftovers:
         self.found: dict[Kind, dict[str, None]] = {kind: {} for kind in Kind}
         self.has_more = False
         self._warnings = warnings
-        self._num_verbs = 0
+        self._num_verbs, self._hooks_of_verbs = 0, list[int]()
 
     @property
     def looks(self) -> bool:
@@ -121,8 +121,12 @@ class Leftovers:
         Args:
             replicas, shards: what a user's own verbs have returned may be anything.
         """
-        self._num_verbs += 1
-        if not self.looks or self._num_verbs > _FIRST or not all(isinstance(each, nn.Module) for each in replicas):
+        if not self.looks:
+            return None
+        hooks = [len(module.__dict__[kind]) for module in live.modules() for kind in HOOKS]
+        self._num_verbs = self._num_verbs + 1 if hooks == self._hooks_of_verbs else 1
+        self._hooks_of_verbs = hooks
+        if self._num_verbs > _FIRST or not all(isinstance(each, nn.Module) for each in replicas):
             return None
         each = [dict(replica.named_modules()) for replica in replicas]
         modules = {path: m for path, m in live.named_modules() if all(path in of_replica for of_replica in each)}
