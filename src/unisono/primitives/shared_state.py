@@ -16,13 +16,16 @@ replaces it by another value, it is none. What lies in C code is not seen, as `f
 import contextlib
 import dis
 import functools
+import io
 import itertools
 import sys
 import types
 import weakref
 import zlib
+from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from operator import length_hint
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,8 +135,18 @@ def _inside(place: Place) -> Iterator[tuple[Any, Place]]:
     elif type(value).__module__ == "numpy":
         if getattr(value, "nbytes", _LARGE_BYTES) < _LARGE_BYTES and hasattr(value, "tobytes"):
             yield "bytes", Place(zlib.crc32(value.tobytes()), path, origin)
-    elif type(value) is itertools.count:
-        yield "next", Place(zlib.crc32(repr(value).encode()), path, origin)
+    elif isinstance(value, bytearray | array):
+        yield "bytes", Place(zlib.crc32(value), path, origin)
+    elif isinstance(value, io.StringIO | io.BytesIO):
+        yield "position", Place(value.tell(), path, origin)
+    elif isinstance(value, types.GeneratorType):
+        variables = {} if value.gi_frame is None else value.gi_frame.f_locals
+        yield "line", Place(-1 if value.gi_frame is None else value.gi_frame.f_lasti, path, origin)
+        for name, each in [*variables.items()]:
+            yield name, Place(each, path, origin)
+    elif type(value).__module__ in ("builtins", "itertools") and isinstance(value, Iterator):
+        is_count = type(value) is itertools.count
+        yield "left", Place(zlib.crc32(repr(value).encode()) if is_count else length_hint(value, 0), path, origin)
     elif _top_package(type(value).__module__) not in {"torch", "unisono", *_SERVICES}:
         for name, each in attributes_of(value).items():
             yield name, Place(each, f"{path}.{name}", origin)
@@ -466,9 +479,9 @@ class HookWrites:
             function = function_of(hook)
             is_called = not in_backward or "backward" in kind or _registers_hooks(function)
             if is_called and id(hook) not in seen and is_the_users(function):
-                reached = Reached([Place(hook, getattr(function, "__qualname__", type(hook).__name__))], own, seen)
-                said = f"{reached.places[0].path} of {name}"
-                self._states.append((said, reached, [*map(reached.inside, reached.places)]))
+                said = getattr(function, "__qualname__", type(hook).__name__)
+                reached = Reached([Place(hook, said)], own, seen)
+                self._states.append((f"{said} of {name}", reached, [*map(reached.inside, reached.places)]))
 
     def changed(self) -> list[str]:
         """Return the names of the hooks that keep something else now."""
