@@ -482,6 +482,23 @@ def test_a_hook_that_keeps_what_it_sees_is_said_once(wrap: Wrap, name: str) -> N
     assert said.filename == __file__
 
 
+class KeepsFeatures(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 4), nn.Tanh())
+        self.features: dict[str, torch.Tensor] = {}
+        self[0].register_forward_hook(self.keep)
+
+    def keep(self, layer: nn.Module, args: Any, output: torch.Tensor) -> None:
+        self.features["first"] = output.detach()
+
+
+@pytest.mark.parametrize("way", ["training", "without gradients", "map"])
+def test_what_a_hook_of_the_model_writes_into_is_said_once(wrap: Wrap, way: str) -> None:
+    """R6, R9: of the hook, and not of forward, too."""
+    (said,) = said_by(steps_of(wrap(KeepsFeatures()))[way])
+    assert "a hook keeps what it sees, KeepsFeatures.keep of 0, and" in str(said.message)
+
+
 def test_a_hook_that_keeps_gradients_is_said_once(wrap: Wrap) -> None:
     """R9: after the first backward."""
     found: list[Any] = []

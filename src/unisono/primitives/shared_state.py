@@ -24,7 +24,7 @@ import weakref
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from operator import length_hint
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -381,6 +381,7 @@ class SharedWrites:
 
     Args:
         add: takes the names of what was written into.
+        known: ids of what is named already, such as what hooks write into.
         reached: what the code of the model leads to.
         rows: how many rows replicas have; `axis`: on which axis of a tensor.
         is_first: whether this is the first step of its structure.
@@ -389,13 +390,15 @@ class SharedWrites:
     def __init__(
         self,
         add: Callable[[Iterable[str]], object],
+        known: Container[int],
         reached: Reached,
         rows: Iterable[int],
         axis: int = 0,
         *,
         is_first: bool = True,
     ) -> None:
-        self._add, self._reached, self._rows, self._axis = add, reached, {*rows} - {0, 1}, axis
+        self._add, self._known = add, known
+        self._reached, self._rows, self._axis = reached, {*rows} - {0, 1}, axis
         self._is_first = is_first
 
     def begin(self) -> None:
@@ -409,6 +412,8 @@ class SharedWrites:
     def _names(self) -> list[str]:
         found: dict[str, None] = {}
         for place, before in self._before:
+            if id(place.value) in self._known:
+                continue
             now = self._reached.inside(place)
             for key in {**before, **now}:
                 old, new = before.get(key, _NOTHING), now.get(key, _NOTHING)
@@ -483,16 +488,15 @@ class HookWrites:
                 reached = Reached([Place(hook, said)], own, seen)
                 self._states.append((f"{said} of {name}", reached, [*map(reached.inside, reached.places)]))
 
-    def changed(self) -> list[str]:
-        """Return the names of the hooks that keep something else now."""
-        return [
-            said
-            for said, reached, states in self._states
-            if any(
-                not _same(reached.inside(place), state) and not self._is_by_device(place.value)
-                for place, state in zip(reached.places, states, strict=True)
-            )
-        ]
+    def changed(self) -> dict[str, list[Any]]:
+        """Return what the hooks have written into since, by the names of the hooks."""
+        found = {}
+        for said, reached, states in self._states:
+            places = zip(reached.places, states, strict=True)
+            changed = [place.value for place, state in places if not _same(reached.inside(place), state)]
+            if changed := [value for value in changed if not self._is_by_device(value)]:
+                found[said] = changed
+        return found
 
     def _is_by_device(self, value: Any) -> bool:
         return isinstance(value, Mapping) and not self._by_device and any(type(key) is torch.device for key in value)
