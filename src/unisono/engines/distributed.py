@@ -34,7 +34,7 @@ from unisono.primitives.replicate import write_values
 from unisono.primitives.written_parameters import LookAtParameters, WrittenParameters
 from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
-from unisono.runtime.errors import log_once, warn_once
+from unisono.runtime.errors import log_once
 from unisono.runtime.thread_pool import inside_replica, run_together
 from unisono.runtime.thread_state import modes_that_stay
 from unisono.sync_batch_norm.across_processes import CrossProcessAllGather
@@ -101,7 +101,7 @@ class Ranks:
         if gradient_sync is None:
             return threads.forward(module, call)
         if torch_private.runs_in_ddp():
-            warn_once(SENT_TWICE)
+            threads.warnings.give(SENT_TWICE)
         try:
             return self._forward(threads, gradient_sync, module, call)
         except BaseException as error:
