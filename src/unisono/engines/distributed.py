@@ -134,8 +134,10 @@ class Ranks:
 
         Ranks compare what it writes into parameters, if it is the first of its kind.
         """
-        structure = "outside of a step", method, module.training
-        if self._gradient_sync is None or inside_replica() or not threads.first_steps.begins(structure):
+        structure, gradient_sync = ("outside of a step", method, module.training), self._gradient_sync
+        # A loaded model is bound to its processes in a step: one of them alone may evaluate it before.
+        is_bound = isinstance(gradient_sync, GradientSync)
+        if not is_bound or inside_replica() or not threads.first_steps.begins(structure):
             return call()
         output = self._noting_writes(module, call, with_values=True)
         threads.first_steps.has_run(structure)
