@@ -144,7 +144,9 @@ class Ranks:
         Ranks compare what it writes into parameters, if it is the first of its kind.
         """
         first_steps, structure = threads.first_steps, ("outside of a step", method, module.training)
-        if self._gradient_sync is None or inside_replica() or first_steps.are_past(structure):
+        # A loaded model is bound to its processes in a step: one of them alone may evaluate it before.
+        is_bound = isinstance(self._gradient_sync, GradientSync)
+        if not is_bound or inside_replica() or first_steps.are_past(structure):
             return call()
         output = self._noting_writes(module, call, with_values=True)
         first_steps.counted(structure).end()
