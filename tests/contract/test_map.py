@@ -428,6 +428,7 @@ def count(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int, torch.
     return module.calls, module.number, module.listed[0](x)
 
 
+@pytest.mark.filterwarnings(r"ignore:output\[1\] is a number in each replica")
 @pytest.mark.filterwarnings("ignore:forward of")
 def test_the_module_is_left_as_it_was(wrap: Wrap) -> None:
     """I4, R3: every batch finds the same buffers and attributes, and an output that is a buffer keeps its value.

@@ -279,6 +279,7 @@ class Witness(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:gathering 0-dim outputs:UserWarning")
+@pytest.mark.filterwarnings("ignore:.* in each replica, of its own rows:UserWarning")
 @given(wrappers, calls())
 def test_each_row_goes_to_one_replica_and_comes_back(wrapper: type[unisono.DataParallel], call: Call) -> None:
     """S1, S2, S3, S4, S6, S7, S9, S10, S13, S15, G1, G3, G4, G6: by every `shares`, and on any axis."""
