@@ -291,7 +291,7 @@ class Forward:
         first_looks = [] if self._is_again else self._first_looks()
         looks: list[Look] = []
         sync_context = self._call.sync_context
-        if not self._runs_as_module or sync_context is not None:
+        if not self._runs_as_module or sync_context is not None or first_looks:
             note = None if sync_context is None else sync_context.gradient_sync.note_written
             with_values = bool(first_looks) and not draws_off.are_off()  # `verify` compares parameters by itself
             looks.append(
@@ -312,9 +312,8 @@ class Forward:
         if inside_replica():  # the pool is for one step, and each outer replica has such objects
             structure: Any = *kind, pool.blueprint.root.training
             return [] if first_steps.are_past(structure) else [first_steps.counted(structure)]
-        may_differ = has_several or not self._runs_as_module or call.sync_context is not None
-        structure = (has_several, *structure_of(pool, call)) if may_differ else None
-        if structure is None or first_steps.are_past(structure):
+        structure = has_several, *structure_of(pool, call)
+        if first_steps.are_past(structure):
             pool.kinds_past.add(kind)
             return []
         looks: list[Look] = []
