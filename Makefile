@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 READY := .venv/.ready
 
-.PHONY: help demo test test-all test-device compat clients rows check format bench fuzz races gpu-check docs dist clean
+.PHONY: help demo test test-all test-device compat clients clusters rows check format bench fuzz races gpu-check docs dist clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -97,6 +97,22 @@ $(CLIENTS)/.ready: pyproject.toml constraints.txt $(CLIENTS_NEED)
 	  --no-deps fastai spikingjelly timm
 	@touch $@
 
+# Launchers: those that are Python packages have an environment of their own; Slurm and Open MPI are Debian packages, which
+# are installed where that is allowed. OPTIONS: make clusters OPTIONS="--only slurm"; OPTIONS=--help says more.
+CLUSTERS = .venv-clusters
+
+clusters: $(CLUSTERS)/.ready  ## run docs/clusters.md with Slurm, MPI, Ray, Monarch, ... here; writes its table and a log
+	PYTHONPATH=tests $(CLUSTERS)/bin/python -m clusters $(OPTIONS)
+
+$(CLUSTERS)/.ready: pyproject.toml constraints.txt tests/clusters/requirements.txt tests/clusters/constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "unisono needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1). Name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@echo "Setting up $(CLUSTERS) (once; the largest part is torch)"
+	$(PYTHON) -m venv $(CLUSTERS)
+	$(CLUSTERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  -c tests/clusters/constraints.txt 'torch==2.13.0' --editable '.[train]' -r tests/clusters/requirements.txt
+	@touch $@
+
 rows: $(READY)  ## list the tests of each row of docs/behaviour.md
 	@$(BIN)/python -m pytest --rows
 
@@ -172,4 +188,4 @@ $(DIST)/.ready: constraints.txt
 	@touch $@
 
 clean:  ## remove the environments and what runs leave behind
-	rm -rf .venv .venv-clients .venv-compat-* .venv-dist .venv-docs .site-source dist site runs .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-clients .venv-clusters .venv-compat-* .venv-dist .venv-docs .site-source dist site runs .pytest_cache .ruff_cache .mypy_cache .hypothesis

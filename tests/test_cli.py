@@ -75,6 +75,24 @@ def test_a_run_is_resumed_with_its_own_options_or_overwritten(capsys: pytest.Cap
     assert (saved_options()["lr"], saved_options()["seed"], saved_options()["sync_batch_norm"]) == (0.05, 3, True)
 
 
+def test_one_command_begins_a_run_or_goes_on_with_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """T2: a launcher that starts a job again with the same command, and has no name for a launch, as Ray has none."""
+    command = [*SMALL, "--output", "out", "--resume"]
+    assert main(command) == 0
+    began = Path("out/model.safetensors").read_bytes()
+    assert "going on" not in capsys.readouterr().out
+    assert main(command) == 0
+    assert "nothing left to do, 1 epochs are finished" in capsys.readouterr().out
+    assert Path("out/model.safetensors").read_bytes() == began
+    assert main([*command, "--epochs", "2"]) == 0
+    assert "going on after step 12, epochs finished: 1" in capsys.readouterr().out
+    assert main([*command, "--lr", "0.9"]) == 2
+    assert "--lr 0.9: the run to resume has --lr 0.05" in capsys.readouterr().err
+    Path("out/checkpoint.safetensors").unlink()
+    assert main(command) == 2, "weights whose checkpoint is gone are not overwritten"
+    assert "out holds a run already" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
@@ -90,6 +108,11 @@ def test_a_run_is_resumed_with_its_own_options_or_overwritten(capsys: pytest.Cap
             "--resume empty: there is no empty/checkpoint.safetensors; expected the --output of an earlier run",
         ),
         (["--resume", "empty", "--output", "x"], "--resume empty goes on in the same folder: leave out --output"),
+        (
+            ["--resume"],
+            "--resume without a folder goes on with the run in that of --output, or begins it: give --output",
+        ),
+        (["--resume", "--output", "x", "--overwrite"], "give --output DIR, and leave out --overwrite"),
         (["--batchsize", "3"], "there is no option --batchsize"),
         (["--compile", "--devices", "cpu*2"], "take --no-sync-batch-norm or --devices 1, or take --no-compile"),
     ],

@@ -14,15 +14,16 @@ from torch import nn
 
 from unisono import ways
 from unisono.distributed.bucketed_all_reduce import CommHook
-from unisono.distributed.environment import devices_of_process, started_by_launcher
+from unisono.distributed.environment import devices_of_process
 from unisono.distributed.gradient_sync import GradientSync, checked_weight
+from unisono.distributed.launchers import launch
 from unisono.distributed.process_group import communicator_for
 from unisono.distributed.uneven_inputs import even_batches
 from unisono.engines.distributed import Ranks
 from unisono.engines.first_steps import FirstSteps
 from unisono.engines.threads import Threads
 from unisono.inference.map_and_evaluate import evaluate_batches, map_batches
-from unisono.options import OF_OTHER_LIBRARIES, Options, decided
+from unisono.options import OF_OTHER_LIBRARIES, Options, check_timeout, decided
 from unisono.primitives.batch_types import batch_type_of
 from unisono.primitives.checks import check_flag, check_module, check_names, check_word
 from unisono.primitives.dims import check_dim, warn_if_rows_elsewhere
@@ -81,7 +82,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         timeout: after how many seconds without progress a wait for a replica ends in `ReplicaTimeout`, which has the
             Python stack of the stuck replica; progress is any part of its work that a replica has finished.
             None: never. So it has to be longer than a replica's whole forward, or backward, may take after the first
-            replica's. The first replica runs in the calling thread: where it is stuck itself, nothing is raised.
+            replica's. The first replica runs in the calling thread: where it is stuck itself, nothing is raised. Where
+            this line makes the process group, it is the group's timeout too; None: torch's, half an hour.
         scalars: what becomes of 0-dim outputs (and of numbers), such as a loss. "stack": a vector, one entry a replica,
             torch's rule; "mean": their mean, weighted by rows, which is exact for a mean over rows; "sum". Where rows
             are not what the mean is over, "mean:name" weights by the output of that name:
@@ -149,8 +151,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         nn.Module.__init__(self)  # not that of torch.nn.DataParallel, which knows GPUs only
         check_module(module, "module")
         check_word(("mean", "sum"), loss, "loss")
-        communicator = communicator_for(process_group)
-        is_launched = communicator is not None or (process_group is None and started_by_launcher())
+        communicator = communicator_for(process_group, check_timeout(timeout))
+        is_launched = communicator is not None or (process_group is None and launch() is not None)
         devices = (devices_of_process if is_launched else _devices.resolve)(device_ids)
         self._options = Options(
             devices,

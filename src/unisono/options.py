@@ -144,7 +144,8 @@ def _check_shares(options: Options, _: str, value: object) -> Shares:
     return shares
 
 
-def _check_timeout(_: Options, name: str, value: object) -> float | None:
+def check_timeout(value: object, name: str = "timeout") -> float | None:
+    """Return a number of seconds to wait, None for ever; raise TypeError or ValueError for what is none."""
     expected = f"expected a number of seconds above 0, {_MAX_TIMEOUT_S} at most (23 days), or None to wait for ever"
     if value is None:
         return None
@@ -176,7 +177,7 @@ _CHECKS: Mapping[str, Callable[[Options, str, Any], Any]] = {
     "shares": _check_shares,
     "parts": lambda _, name, value: check_parts(value),
     "rescue": lambda _, name, value: check_flag(value, name),
-    "timeout": _check_timeout,
+    "timeout": lambda _, name, value: check_timeout(value, name),
     "scalars": lambda _, name, value: check_scalars(value),
     "in_dims": lambda _, name, value: check_dims(value, name),
     "out_dims": lambda _, name, value: check_dims(value, name),

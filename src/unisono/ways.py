@@ -40,7 +40,7 @@ from unisono.primitives.reassigned_buffers import buffer_registries, commit_buff
 from unisono.primitives.replicate import check_device, live_tensors_of, unchanged_on_failure
 from unisono.primitives.shared_state import reached_by
 from unisono.primitives.split_sizes import split_rows
-from unisono.primitives.written_parameters import WrittenParameters
+from unisono.primitives.written_parameters import LookAtParameters, WrittenParameters
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline, torch_private
 from unisono.runtime.errors import ReplicaTimeout, is_of_replica, log_once
@@ -518,13 +518,13 @@ def _looks_at_composition(
     """Return what looks at one plain composition; `devices` are the replicas'."""
     module, first_steps = wrapper.module, wrapper._threads.first_steps
     # Of the module, or of a part of it.
-    has_several = len(replicas) > 1 or any(isinstance(part, nn.DataParallel) for part in module.modules())
+    has_several = len(replicas) > 1 or any(isinstance(part, Wrapper) for part in module.modules())
     structure = "plain composition", has_several, invocation.method, *[m.training for m in module.modules()]
     is_first = has_several and not inside_replica() and not first_steps.are_past(structure)
     looks = list[Look]()
     if len(replicas) > 1:
         written = WrittenParameters.of_replicas(replicas, module, lambda tensor: Blueprint(module).name_of(tensor))
-        looks.append(written.look(with_values=is_first))
+        looks.append(LookAtParameters(written, with_values=is_first))
     watched = first_steps.leftovers.watched_by_name(replicas, module, shards, devices)
     if watched is not None:
         looks.append(watched)

@@ -14,6 +14,16 @@ from unisono.options import Options
 from unisono.primitives.split_sizes import IdleDevices
 from unisono.profiling.profile import Profile
 
+# What torch's tools for DistributedDataParallel read off it, and what there is instead.
+_INSTEAD = {
+    "join_hook": "torch's Join is for DistributedDataParallel. Loaders of different lengths need none here: "
+    "`for batch in model.batches(loader)` takes the same number of steps in every process, and a process without rows "
+    "takes part without counting",
+    "process_group": "a DataParallel does not show its process group. If it is asked for by "
+    "ZeroRedundancyOptimizer(overlap_with_ddp=True): that steps inside the reducer of DistributedDataParallel. "
+    "ZeroRedundancyOptimizer(model.parameters(), ...) without it works: call its step() after backward",
+}
+
 
 class Wrapper(nn.Module):
     """A module around another, its attribute `module`, which a subclass assigns last: from then on names are shared.
@@ -39,6 +49,8 @@ class Wrapper(nn.Module):
             module = self.__dict__.get("_modules", {}).get("module")
             if module is None or hasattr(type(self), name) or (name.startswith("__") and name.endswith("__")):
                 raise  # unfinished, as while unpickling; a property of the wrapper's that failed; a protocol
+        if name in _INSTEAD and not _has(module, name):
+            raise AttributeError(_INSTEAD[name])
         return getattr(module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -4,7 +4,9 @@ The oracle of the hooks is the plain module; of the warnings, that the plain mod
 """
 
 import contextlib
+import ctypes
 import functools
+import io
 import itertools
 import types
 import warnings
@@ -123,13 +125,14 @@ def test_several_paths_are_in_one_warning(wrap: Wrap) -> None:
 
 
 def late(module: Any, x: torch.Tensor) -> None:
-    if next(module.calls) > 4:  # as after a warm-up
+    module.calls.value += 1
+    if module.calls.value > 5:  # as after a warm-up
         module.late = x
 
 
 def test_what_a_later_step_assigns_is_said(wrap: Wrap) -> None:
     """R6: replicas that have run before are compared where they are given back."""
-    model = wrap(assigning(late, calls=iter(range(100))))
+    model = wrap(assigning(late, calls=ctypes.c_int(0)))
     said = said_by(steps_of(model)["training"])
     assert [str(each.message).split(":")[0] for each in said] == ["forward of Calls assigns late"]
 
@@ -297,13 +300,17 @@ SHARED: dict[str, tuple[Forward, str]] = {
     "an array": (lambda m, x: m.sums.__setitem__(0, float(x.detach().sum())), "sums"),
     "a tensor that is no buffer": (lambda m, x: m.mean.copy_(x.detach().mean(0)), "mean"),
     "what a counter counts": (lambda m, x: next(m.numbers), "numbers"),
+    "an iterator": (lambda m, x: next(m.schedule), "schedule"),
+    "a generator": (lambda m, x: next(m.squares), "squares"),
+    "a text": (lambda m, x: m.log.write(f"{x.sum()}"), "log"),
 }
 
 
 def with_shared(write: Forward) -> Any:
     model = assigning(write, stats={"n": 0}, meter=Meter(), last=deque(maxlen=2), lengths=set(), sums=np.zeros(3))
     model.square, model.mean, model.numbers, model.cache = Square(4, 4), torch.zeros(4), itertools.count(), {}
-    model.square.seen = []
+    model.square.seen, model.schedule, model.log = [], iter(range(99)), io.StringIO()
+    model.squares = (number**2 for number in range(99))
     return model
 
 
@@ -578,6 +585,23 @@ def test_a_hook_that_keeps_what_it_sees_is_said_once(wrap: Wrap, name: str) -> N
     assert "a hook keeps what it sees" in str(said.message)
     assert " of 0, and each replica" in str(said.message)
     assert said.filename == __file__
+
+
+class KeepsFeatures(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 4), nn.Tanh())
+        self.features: dict[str, torch.Tensor] = {}
+        self[0].register_forward_hook(self.keep)
+
+    def keep(self, layer: nn.Module, args: Any, output: torch.Tensor) -> None:
+        self.features["first"] = output.detach()
+
+
+@pytest.mark.parametrize("way", ["training", "without gradients", "map"])
+def test_what_a_hook_of_the_model_writes_into_is_said_once(wrap: Wrap, way: str) -> None:
+    """R6, R9: of the hook, and not of forward, too."""
+    (said,) = said_by(steps_of(wrap(KeepsFeatures()))[way])
+    assert "a hook keeps what it sees, KeepsFeatures.keep of 0, and" in str(said.message)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The launcher's variables: complete, incomplete, invalid; the processes that they describe."""
+"""The processes that torchrun's variables describe, or others: their devices, and their default process group."""
 
 import os
 import pickle
@@ -11,9 +11,11 @@ from torch import nn
 import unisono
 from helpers.ranks import free_port, run_ranks
 from unisono.distributed import environment
-from unisono.distributed.environment import local_device, start_default_group, started_by_launcher
+from unisono.distributed.environment import local_device, start_default_group
+from unisono.distributed.launchers import Launch, launch
 
 COMPLETE = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+NEEDED = [name for name in COMPLETE if name != "LOCAL_RANK"]
 
 
 @pytest.fixture(autouse=True)
@@ -31,11 +33,11 @@ def environment_of(monkeypatch):
 
 
 def test_without_variables_there_is_no_launcher(environment_of):
-    assert not started_by_launcher()
+    assert launch() is None
     assert not start_default_group()
     assert not unisono.DataParallel(nn.Linear(2, 2), ["cpu"]).spans_processes
     environment_of(COMPLETE)
-    assert started_by_launcher()
+    assert launch() == (1, 4, 0, "127.0.0.1", 29500, "")
 
 
 START = r"\. Start the program with torchrun.*process_group=False.*$"
@@ -44,8 +46,8 @@ START = r"\. Start the program with torchrun.*process_group=False.*$"
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        *(({n: v for n, v in COMPLETE.items() if n != name}, rf"^[^\n]* but not {name}{START}") for name in COMPLETE),
-        ({"RANK": "0"}, rf"^RANK is set, .* but not WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT{START}"),
+        *(({n: v for n, v in COMPLETE.items() if n != name}, rf"^[^\n]* but not {name}{START}") for name in NEEDED),
+        ({"RANK": "0"}, rf"^RANK is set, .* but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT{START}"),
         ({**COMPLETE, "RANK": "one"}, "RANK='one': expected a whole number"),
         ({**COMPLETE, "WORLD_SIZE": ""}, "WORLD_SIZE='': expected a whole number"),
         ({**COMPLETE, "LOCAL_RANK": "1.5"}, "LOCAL_RANK='1.5': expected a whole number"),
@@ -190,12 +192,13 @@ def test_an_only_process_has_its_own_device(monkeypatch, environment_of, sim):
 # ---- torchrun's store, which outlives the processes that it starts; a TCPStore here stands for it ----
 
 
-def start(world_size: int, late: int) -> list:
+def start(launchers_store: torch.distributed.TCPStore, world_size: int, late: int) -> list:
     """Start so many ranks, here threads, and `late` last; return each one's store."""
     stores: list = [None] * world_size
 
     def begin(rank: int) -> None:
-        stores[rank] = environment._store_of_this_restart(rank, world_size)
+        process = Launch(rank, world_size, None, "127.0.0.1", launchers_store.port, "")
+        stores[rank] = environment._store_of_this_restart(process)
 
     threads = [threading.Thread(target=begin, args=(rank,)) for rank in range(world_size)]
     for thread in [*threads[:late], *threads[late + 1 :], threads[late]]:
@@ -206,12 +209,11 @@ def start(world_size: int, late: int) -> list:
 
 
 @pytest.mark.parametrize("late", [0, 1, 2])
-def test_each_restart_has_a_fresh_prefix(environment_of, late) -> None:
+def test_each_restart_has_a_fresh_prefix(late) -> None:
     """As tests/training/test_torchrun.py, which restarts processes, with one that is late."""
     launchers_store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment_of({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(launchers_store.port)})
     for time in range(3):
-        stores = start(3, late)
+        stores = start(launchers_store, 3, late)
         assert not any(store.check(["key"]) for store in stores)
         stores[1].set("key", str(time))
         assert [store.get("key").decode() for store in stores] == [str(time)] * 3

@@ -348,6 +348,56 @@ def test_the_others_learn_that_one_has_ended(where):
     assert any("rank 1 has ended while this one was at summing gradients over the processes" in line for line in found)
 
 
+def net_of(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return module.net(x)
+
+
+def fails_on_three_rows(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    if len(x) == 3:
+        raise TroubleError("no such file")
+    return module.net(x)
+
+
+def lives_on(rank: int, folder: str) -> None:
+    process_group._PATIENCE_S = 0.5
+    model = wrapped(Calls(fails_on_three_rows if rank == 1 else net_of, net=net()))
+    if rank == 1:
+        with pytest.raises(TroubleError):
+            model(ROWS)
+        assert until(Path(folder, "raised").exists)  # an actor: its process waits for what it is told next
+        return
+    try:
+        step(model)
+    finally:
+        Path(folder, "raised").touch()
+
+
+def test_a_rank_that_has_raised_and_lives_on(tmp_path):
+    """C12: only what ended a process was published, and the others waited for the timeout."""
+    first, second = end_ranks(2, lives_on, str(tmp_path), timeout_s=30)
+    assert second.exit_code == 0, second.error
+    assert "rank 1 has raised an exception and not gone on for 0.5 s" in last_error(first)
+    assert "Rank 1 says: TroubleError: no such file" in last_error(first)
+
+
+def goes_on(rank: int) -> None:
+    process_group._PATIENCE_S = 0.5
+    model = wrapped(Calls(fails_on_three_rows if rank == 1 else net_of, net=net()))
+    for _ in range(2):
+        if rank == 1:
+            with pytest.raises(TroubleError):
+                model(ROWS)
+        model(ROWS[:2]).sum().backward()
+    if rank == 0:
+        time.sleep(1)
+    model(ROWS[:2]).sum().backward()
+
+
+def test_a_rank_that_has_raised_and_goes_on():
+    """C12: as one that tries a step again with fewer rows."""
+    run_ranks(2, goes_on)
+
+
 def fails_between_wraps(rank: int) -> None:
     wrapped()
     if rank == 0:
@@ -407,6 +457,91 @@ def test_a_program_ends_without_messages():
     torch.distributed.destroy_process_group()
     """
     ended = run_program(body)
+    assert [(end.returncode, end.stderr) for end in ended] == [(0, "")] * 2
+
+
+OPEN = """
+def num_open():
+    return [len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task")]
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counted in /proc")
+def test_the_groups_end_before_the_interpreter():
+    """With a group made by hand and not destroyed: gloo's threads freed tensors too late, an abort."""
+    body = """
+    import atexit
+    step()
+    atexit.unregister(unisono.distributed.process_group._end_communicators)
+    before = num_open()
+    def check():
+        (files, threads), (now, threads_now) = before, num_open()
+        assert now < files, (before, num_open())
+        assert threads_now < threads, (before, num_open())
+        try:
+            step()
+        except RuntimeError as error:
+            print(error, flush=True)
+    atexit.register(check)  # after unisono's
+    atexit.register(unisono.distributed.process_group._end_communicators)
+    """
+    ended = run_program(OPEN + textwrap.dedent(body))
+    assert [(end.returncode, end.stderr) for end in ended] == [(0, "")] * 2
+    assert all("not connected any more: the program ends" in end.stdout for end in ended)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counted in /proc")
+def test_groups_leave_no_files_and_threads():
+    """C7: neither the default group of the line, nor one that it was given, nor steps."""
+    body = """
+    import gc
+    def settled(expected=None):
+        gc.collect()
+        deadline = time.monotonic() + 20  # threads end a little after their group
+        while expected and num_open() != expected and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return num_open()
+    def train(model, num_steps):
+        for _ in range(num_steps):
+            model(torch.ones(2, 4)).sum().backward()
+    distributed = torch.distributed
+    train(model, 2)
+    in_steps = settled()
+    train(model, 20)
+    assert settled(in_steps) == in_steps, (in_steps, settled())
+
+    given = distributed.new_group([0, 1])
+    distributed.barrier(given)
+    first = None
+    for _ in range(3):
+        other = unisono.DataParallel(torch.nn.Linear(4, 2), process_group=given)
+        train(other, 2)
+        distributed.barrier(given)
+        distributed.destroy_process_group(given)
+        del other, given
+        distributed.barrier()
+        first = first or settled()
+        assert settled(first) == first, (first, settled())
+        given = distributed.new_group([0, 1])
+    del given
+
+    def end(model):
+        distributed.barrier()
+        distributed.destroy_process_group()
+    end(model)
+    del model
+    ends = []
+    for number in range(3):
+        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+        model = unisono.DataParallel(torch.nn.Linear(4, 2))
+        train(model, 2)
+        end(model)
+        del model
+        ends.append(settled(ends[0] if ends else None))
+    assert ends == [ends[0]] * 3, ends
+    assert ends[0][1] == 1, f"threads: {ends}"
+    """
+    ended = run_program(OPEN + textwrap.dedent(body))
     assert [(end.returncode, end.stderr) for end in ended] == [(0, "")] * 2
 
 

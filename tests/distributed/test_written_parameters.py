@@ -111,7 +111,7 @@ def train_alike(rank: int, name: str, num_steps: int) -> None:
 
 @pytest.mark.parametrize("name", ["decay", "momentum_encoder", "momentum_encoder_by_data", "of_all_rows"])
 def test_what_all_ranks_write_alike_is_right(name: str) -> None:
-    """C17: it is what one device writes, and each rank has one device."""
+    """C19: it is what one device writes, and each rank has one device."""
     run_ranks(2, train_alike, name, 3)
 
 
@@ -143,18 +143,18 @@ WAYS = ["in a step", "in no_sync", "without gradients first"]
     ],
 )
 def test_what_ranks_write_for_their_own_rows_is_an_error(name: str, parameter: str, way: str) -> None:
-    """C17: on all ranks, with the parameter and the remedies; their weights would go apart from there."""
+    """C19: on all ranks, with the parameter and the remedies; their weights would go apart from there."""
     run_ranks(2, fail, name, OTHER_VALUES.format(parameter, "For an initialisation .* call the plain module once"), way)
 
 
 def test_a_mode_that_other_threads_cannot_join() -> None:
-    """C17: there the module runs whole, in the caller's thread."""
+    """C19: there the module runs whole, in the caller's thread."""
     message = OTHER_VALUES.format("key.weight", "register_buffer")
     run_ranks(2, fail, "codebook", message, "while hooks of saved tensors are active")
 
 
 def test_other_memory_is_an_error() -> None:
-    """C17: a replica has assigned it to its own parameter, and the module would not get it."""
+    """C19: a replica has assigned it to its own parameter, and the module would not get it."""
     run_ranks(2, fail, "assign", "forward has written into parameter 'shift', in other memory than the module's", "")
 
 
@@ -170,7 +170,7 @@ def later(rank: int) -> None:
 
 
 def test_a_later_step_that_writes() -> None:
-    """C17: wherever the version counter tells, not in the first step only."""
+    """C19: wherever the version counter tells, not in the first step only."""
     run_ranks(2, later)
 
 
@@ -189,7 +189,7 @@ def initialised(rank: int) -> None:
 
 
 def test_the_remedy_for_an_initialisation() -> None:
-    """C17, C7: all ranks get rank 0's, from rank 0's batch."""
+    """C19, C7: all ranks get rank 0's, from rank 0's batch."""
     run_ranks(2, initialised)
 
 
@@ -207,7 +207,7 @@ def shortening(rank: int, num_replicas: int) -> None:
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_max_norm(num_replicas: int) -> None:
-    """C17: ranks that look up different rows would have different weights."""
+    """C19: ranks that look up different rows would have different weights."""
     run_ranks(2, shortening, num_replicas)
 
 
@@ -220,5 +220,5 @@ def mapping(rank: int) -> None:
 
 
 def test_a_map_over_ranks() -> None:
-    """C17, R22: each rank would write for its own batches."""
+    """C19, R22: each rank would write for its own batches."""
     run_ranks(2, mapping)

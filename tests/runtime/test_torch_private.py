@@ -487,3 +487,17 @@ def test_hooks_of_every_module() -> None:
 
     with torch.nn.modules.module.register_module_forward_hook(hook):
         assert torch_private.hooks_of_every_module()["_global_forward_hooks"] == [hook]
+
+
+def test_what_fsdp_and_ddp_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/distributed/test_beside_torch.py has them in torch's own hands; here are the fallbacks."""
+    module = torch.nn.Linear(2, 2)
+    assert not torch_private.is_sharded(module)
+    module._is_fsdp_managed_module = True
+    assert torch_private.is_sharded(module)
+    ddp = torch.nn.parallel.DistributedDataParallel
+    assert not torch_private.runs_in_ddp()
+    monkeypatch.setattr(ddp, "_active_ddp_module", module)
+    assert torch_private.runs_in_ddp()
+    monkeypatch.delattr(ddp, "_active_ddp_module")
+    assert not torch_private.runs_in_ddp()

@@ -1,8 +1,11 @@
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
+from helpers.commands import run_captured
 from unisono.training.run import StopRequest
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no such signals")
@@ -29,3 +32,17 @@ def test_an_ignored_signal_stays_ignored() -> None:
     with StopRequest():
         inside = signal.signal(signal.SIGHUP, before)
     assert inside == signal.SIG_IGN
+
+
+def test_a_run_outside_the_main_thread_leaves_signals_alone(tmp_path: Path) -> None:
+    """T3: as in a worker of Ray Train. It was a ValueError: only the main thread may say what a signal does."""
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    arguments = ["train", "--model", "mlp", "--epochs", "1", "--devices", "1", "--output", "run", "--resume"]
+    with ThreadPoolExecutor(1) as other_thread:
+        status, out, err = other_thread.submit(run_captured, 0, tmp_path, *arguments).result()
+    assert (status, err) == (0, "")
+    assert out.count("this is not the program's main thread, so Ctrl-C and SIGTERM do not save the run") == 1
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+    _, out, _ = run_captured(0, tmp_path, *arguments)
+    assert "nothing left to do" in out
+    assert "main thread" not in out

@@ -1057,8 +1057,8 @@ def test_floats_are_compared_with_the_tolerance() -> None:
 
 # ---- what forward writes into --------------------------------------------------------------------
 
-OF_FILE: dict[Any, Any] = {}
-OF_LIST: list[float] = []
+KEPT: dict[Any, Any] = {}
+LISTED: list[float] = []
 
 
 def by_size(cache: dict[Any, Any]) -> Callable[..., Any]:
@@ -1071,19 +1071,19 @@ def by_size(cache: dict[Any, Any]) -> Callable[..., Any]:
 
 
 def last_size(self: Any, x: torch.Tensor) -> torch.Tensor:
-    if len(OF_FILE.get("table", ())) != len(x):
-        OF_FILE["table"] = torch.ones(len(x), 1)
-    return x * OF_FILE["table"]
+    if len(KEPT.get("table", ())) != len(x):
+        KEPT["table"] = torch.ones(len(x), 1)
+    return x * KEPT["table"]
 
 
 def of_attribute(self: Any, x: torch.Tensor) -> torch.Tensor:
     return by_size(self.cache)(self, x)
 
 
-@pytest.mark.parametrize("forward", [by_size(OF_FILE), last_size, of_attribute])
+@pytest.mark.parametrize("forward", [by_size(KEPT), last_size, of_attribute])
 def test_a_cache_is_no_difference(forward: Any) -> None:
     """R6: with another number of rows it holds other keys; repeated with other numbers, it stays as it is."""
-    OF_FILE.clear()
+    KEPT.clear()
     model = calls(forward)
     model.cache = {}
     assert compared(model, ROWS[:6]).same
@@ -1095,17 +1095,17 @@ def append_to_attribute(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def append(self: Any, x: torch.Tensor) -> torch.Tensor:
-    OF_LIST.append(float(x.detach().mean()))
+    LISTED.append(float(x.detach().mean()))
     return x
 
 
 def count(self: Any, x: torch.Tensor) -> torch.Tensor:
-    OF_FILE["calls"] = OF_FILE.get("calls", 0) + 1
+    KEPT["calls"] = KEPT.get("calls", 0) + 1
     return x
 
 
 def keep(self: Any, x: torch.Tensor) -> torch.Tensor:
-    OF_FILE["x"] = x.detach()
+    KEPT["x"] = x.detach()
     return x
 
 
@@ -1118,16 +1118,16 @@ def return_what_is_kept(self: Any, x: torch.Tensor) -> Any:
     ("forward", "name"),
     [
         (append_to_attribute, "cache"),
-        (append, "OF_LIST (global of test_verify.py)"),
-        (count, "OF_FILE (global of test_verify.py)"),
-        (keep, "OF_FILE (global of test_verify.py)"),
+        (append, "LISTED (global of test_verify.py)"),
+        (count, "KEPT (global of test_verify.py)"),
+        (keep, "KEPT (global of test_verify.py)"),
         (return_what_is_kept, "cache"),
     ],
 )
 def test_what_all_replicas_write_into(forward: Any, name: str) -> None:
     """R6: whatever the order in which they arrive: it may be that of one device by accident."""
-    OF_FILE.clear()
-    OF_LIST.clear()
+    KEPT.clear()
+    LISTED.clear()
     model = calls(forward)
     model.cache = {}
     report = compared(model, ROWS)

@@ -1,6 +1,5 @@
 """The option `--devices`: which devices its text names, and devices in words."""
 
-import os
 import re
 from collections.abc import Sequence
 
@@ -24,7 +23,7 @@ def choose_devices(text: str, *, among_several: bool = False) -> list[torch.devi
     'cpu*8'    this device, eight times
 
     Several processes of one machine each have their own devices: auto is the accelerator of this process, or one CPU
-    replica; 3 are three accelerators, those that follow the ones of the processes with a lower LOCAL_RANK.
+    replica; 3 are three accelerators, those that follow the ones of the processes with a lower local rank.
     """
     present = devices.accelerators()
     if text == "auto" and not among_several:
@@ -37,7 +36,7 @@ def choose_devices(text: str, *, among_several: bool = False) -> list[torch.devi
     if len(text) > _LONGEST or any(int(number) > _MAX_REPLICAS for number in re.findall(r"\d+", text)):
         raise OptionError(f"--devices {text:.80}: more than any machine has; expected {_FORMS}")
     if text.isdecimal():
-        return _take(int(text), present, int(os.environ.get("LOCAL_RANK", "0")) if among_several else 0)
+        return _take(int(text), present, (environment.local_rank() or 0) if among_several else 0)
     named = [device for part in text.removesuffix(",").split(",") for device in _repeated(part.strip(), text)]
     if not devices.are_one_kind(named):
         raise OptionError(f"--devices {text}: replicas must all be on one kind of device")

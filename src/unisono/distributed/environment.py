@@ -1,64 +1,36 @@
-"""The launcher's environment variables, and the default process group that follows from them.
-
-torchrun, `python -m torch.distributed.launch` and similar launchers start one process a device, on one host or several,
-and set environment variables in each: RANK and WORLD_SIZE among all processes, LOCAL_RANK among those of its host, and
-MASTER_ADDR and MASTER_PORT, where the ranks connect. torch.distributed does everything else.
-"""
+"""This process's device under a launcher, and the default process group that follows from what the launcher says."""
 
 import atexit
+import contextlib
 import os
 import threading
 import time
 import uuid
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 
+from unisono.distributed import launchers
+from unisono.distributed.failure_store import STORE_ERRORS, host_id
+from unisono.distributed.launchers import Launch, launch
 from unisono.runtime import devices as _devices
+from unisono.runtime.errors import log_once
 from unisono.runtime.forks import in_forked_child
 
-_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-_MASTER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 _POLL_S = 0.02
 failed = threading.Event()  # set when the processes no longer agree on what comes next
-_REMEDY = (
-    "Start the program with torchrun, which sets all of them; or unset the others; or keep the model to this process "
-    "with DataParallel(..., process_group=False)."
-)
-
-
-def started_by_launcher() -> bool:
-    """Return whether a launcher has started this process.
-
-    Raises:
-        RuntimeError: some of the variables are missing, or a value is invalid.
-    """
-    given = [name for name in _RANK_VARIABLES if name in os.environ]
-    if not given:
-        return False
-    missing = [name for name in (*_RANK_VARIABLES, *_MASTER_VARIABLES) if name not in os.environ]
-    if missing:
-        raise RuntimeError(
-            f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} set, as by a launcher of several processes, "
-            f"but not {', '.join(missing)}. {_REMEDY}"
-        )
-    rank, world_size, local_rank = (_number(name) for name in _RANK_VARIABLES)
-    if not (0 <= rank < world_size and local_rank >= 0):
-        raise RuntimeError(
-            f"RANK={rank}, WORLD_SIZE={world_size}, LOCAL_RANK={local_rank}: expected 0 <= RANK < WORLD_SIZE and "
-            f"0 <= LOCAL_RANK. {_REMEDY}"
-        )
-    return True
+_counted_local_rank: int | None = None  # where the launcher does not say it: by the hosts of the ranks
 
 
 def local_device() -> torch.device:
-    """Return this process's device: the accelerator with the number LOCAL_RANK; the CPU if there is no accelerator.
+    """Return this process's device: the accelerator of its local rank's number; the CPU if there is no accelerator.
 
     If only one is visible, it is that one: Slurm's --gpus-per-task, and launchers that set CUDA_VISIBLE_DEVICES for
     each process, number each process's own from 0.
 
-    Without LOCAL_RANK (the program has made its process group by itself) it is the current accelerator.
+    Without a local rank (the program has made its process group by itself) it is the current accelerator.
 
     Raises:
         ValueError: this machine has more processes than accelerators.
@@ -66,16 +38,24 @@ def local_device() -> torch.device:
     present = _devices.accelerators()
     if not present:
         return torch.device("cpu")
-    if "LOCAL_RANK" not in os.environ:
+    number = local_rank()
+    if number is None:
         return _devices.resolve_one(present[0].type, "device")  # the current one
-    local_rank = _number("LOCAL_RANK") if len(present) > 1 else 0
-    if local_rank >= len(present):
+    if len(present) == 1:
+        number = 0
+    if number >= len(present):
         raise ValueError(
-            f"LOCAL_RANK={local_rank}, and this machine has {len(present)} accelerator{'s' * (len(present) > 1)}: "
+            f"LOCAL_RANK={number}, and this machine has {len(present)} accelerator{'s' * (len(present) > 1)}: "
             f"start at most {len(present)} processes here (torchrun --nproc-per-node={len(present)}), or say with "
             "device_ids which one this process uses."
         )
-    return present[local_rank]
+    return present[number]
+
+
+def local_rank() -> int | None:
+    """Return this process's rank among those of its host; None if nothing says it."""
+    number = launchers.local_rank()
+    return _counted_local_rank if number is None else number
 
 
 def devices_of_process(device_ids: Sequence[_devices.DeviceLike] | None) -> list[torch.device]:
@@ -91,37 +71,78 @@ def devices_of_process(device_ids: Sequence[_devices.DeviceLike] | None) -> list
     return devices
 
 
-def start_default_group() -> bool:
+def start_default_group(timeout_s: float | None = None) -> bool:
     """Make the default process group if a launcher has started this process; return whether there is one now.
 
     It is destroyed when the program ends.
 
+    Args:
+        timeout_s: that of the group; None: torch's default.
+
     Raises:
-        RuntimeError: as `started_by_launcher`; or there are other processes, and this torch has no torch.distributed.
+        RuntimeError: as `launch`; or there are other processes, and this torch has no torch.distributed.
     """
     distributed: Any = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return True
+    process = launch()
+    if process is None:
+        if (message := launchers.unnoticed()) is not None:
+            log_once(message)
+        return False
     if not distributed.is_available():
-        if started_by_launcher() and _number("WORLD_SIZE") > 1:
+        if process.world_size > 1:
             raise RuntimeError(
-                f"WORLD_SIZE={_number('WORLD_SIZE')}, and this torch has no torch.distributed, by which processes "
+                f"WORLD_SIZE={process.world_size}, and this torch has no torch.distributed, by which processes "
                 "train together. Install one that has; or keep the model to this process with process_group=False."
             )
         return False
-    if not distributed.is_initialized():
-        if not started_by_launcher():
-            return False
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            rank, world_size = _number("RANK"), _number("WORLD_SIZE")
-            distributed.init_process_group(
-                store=_store_of_this_restart(rank, world_size), rank=rank, world_size=world_size
-            )
-        else:
-            distributed.init_process_group()
-        atexit.register(_end_default_group)
+    _make_default_group(process, {} if timeout_s is None else {"timeout": timedelta(seconds=timeout_s)})
+    atexit.register(_end_default_group)
     return True
 
 
-def _store_of_this_restart(rank: int, world_size: int) -> Any:
+def _make_default_group(process: Launch, timeout: dict[str, timedelta]) -> None:
+    global _counted_local_rank  # noqa: PLW0603 - the process has one
+    distributed: Any = torch.distributed
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = _store_of_this_restart(process)
+    else:
+        try:
+            store = distributed.TCPStore(
+                process.address, process.port, is_master=process.rank == 0, wait_for_workers=False, **timeout
+            )
+        except (*STORE_ERRORS, RuntimeError) as error:
+            raise RuntimeError(
+                f"rank {process.rank} of {process.world_size} cannot {'listen' if process.rank == 0 else 'connect'} at "
+                f"{process.address}:{process.port}, where the processes meet (MASTER_ADDR and MASTER_PORT name another "
+                f"place): {error}"
+            ) from error
+        store = distributed.PrefixStore(f"unisono {process.job}", store)
+    if launchers.local_rank() is None:
+        _counted_local_rank = _count_local_rank(store, process)
+    # The backends of the devices that are there, so that `get_backend()` names them.
+    kinds = {device.type for device in _devices.accelerators()}
+    backends = [f"{kind}:{name}" for kind in sorted(kinds) if (name := _backend_for(kind)) not in (None, "gloo")]
+    backend = ",".join(["cpu:gloo", *backends]) if backends else "gloo"
+    distributed.init_process_group(backend, store=store, rank=process.rank, world_size=process.world_size, **timeout)
+
+
+def _backend_for(kind: str) -> str | None:
+    """Return the backend that torch has for a kind of device; None if it has none."""
+    with contextlib.suppress(ValueError, RuntimeError):
+        return str(torch.distributed.get_default_backend_for_device(kind))
+    return None
+
+
+def _count_local_rank(store: Any, process: Launch) -> int:
+    """Return how many lower ranks run on this host. A collective, through the store."""
+    store.set(f"host of {process.rank}", host_id())
+    hosts = [store.get(f"host of {rank}").decode() for rank in range(process.rank)]
+    return hosts.count(host_id())
+
+
+def _store_of_this_restart(process: Launch) -> Any:
     """Return the launcher's store, under a prefix that no earlier start of the processes has used.
 
     torchrun keeps its store across restarts, so stale keys remain, such as addresses of processes that have ended. The
@@ -129,8 +150,8 @@ def _store_of_this_restart(rank: int, world_size: int) -> Any:
     verify it by a challenge that rank 0 must acknowledge.
     """
     distributed: Any = torch.distributed
-    address, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT")
-    store = distributed.PrefixStore("unisono", distributed.TCPStore(address, port, is_master=False))
+    rank, world_size = process.rank, process.world_size
+    store = distributed.PrefixStore("unisono", distributed.TCPStore(process.address, process.port, is_master=False))
     if rank == 0:
         prefix = uuid.uuid4().hex
         store.set("prefix", prefix)
@@ -162,10 +183,3 @@ def _end_default_group() -> None:
 
 
 in_forked_child(lambda: atexit.unregister(_end_default_group))  # it is the parent's
-
-
-def _number(name: str) -> int:
-    try:
-        return int(os.environ[name])
-    except ValueError:
-        raise RuntimeError(f"{name}={os.environ[name]!r}: expected a whole number. {_REMEDY}") from None

@@ -51,10 +51,17 @@ from unisono.primitives.replicate import check_device
 from unisono.primitives.written_parameters import fingerprints
 from unisono.runtime import torch_private
 from unisono.runtime.buckets import Bucket, BucketPlan
+from unisono.runtime.errors import warn
 
 Gradients: TypeAlias = list[torch.Tensor | None]
 Wait: TypeAlias = Callable[[], Gradients]  # waits for the sum of each gradient
 
+SENT_TWICE = (
+    "DistributedDataParallel and DataParallel both sum the gradients of this model over the processes: they are sent "
+    "twice, and DistributedDataParallel gives each process the same weight, whatever its rows. Use one of the two: "
+    "DataParallel(module) around the plain module, without DistributedDataParallel and without accelerate's prepare "
+    "for the model; or DistributedDataParallel around DataParallel(module, process_group=False)."
+)
 _MOST_PLANS = 8  # models whose parts are frozen in turn have several
 
 
@@ -152,6 +159,8 @@ class GradientSync:
         """Check that `module` is on the device and the same on all ranks; give all rank 0's parameters and buffers."""
         tensors = [*module.parameters(), *module.buffers()]
         check_device(module, tensors, self._device)
+        if any(isinstance(each, nn.parallel.DistributedDataParallel) for each in module.modules()):
+            warn(SENT_TWICE)
         self.communicator.barrier(f"wrapping {type(module).__name__}")
         self._number = self.communicator.next_model_number()
         check_same_model(self.communicator, module)

@@ -48,6 +48,7 @@ _FIRST_NAP_S, _LONGEST_NAP_S = 0.00005, 0.002
 _CHECK_EVERY_S = 0.2  # how often a waiting rank checks the store for failures; with many ranks, less often
 _REASON_TIMEOUT_S = 2.0  # how long to wait for the reason, when a connection has been lost
 _REASON_NAP_S = 0.05
+_PATIENCE_S = 30.0  # how long a rank that has raised an exception may take to go on
 _MARGIN_S = 5.0
 _MOST_TEXT = 2000  # characters of a failure's reason
 _NUM_GATHERED = 16  # numbers in each all-gather
@@ -64,12 +65,13 @@ _NOT_IN_GROUP = -100  # torch.distributed.GroupMember.NON_GROUP_MEMBER
 distributed: Any = torch.distributed
 
 
-def communicator_for(process_group: Any = None) -> "Communicator | None":
+def communicator_for(process_group: Any = None, timeout_s: float | None = None) -> "Communicator | None":
     """Return the communicator of some processes; None if this process is alone.
 
     Args:
         process_group: the processes. None: all that the launcher has started, or that are in the default process
             group; if there is neither, this process is alone. False: it is alone in any case.
+        timeout_s: that of the default process group, if this makes it; None: torch's.
 
     Raises:
         TypeError: `process_group` is none of these.
@@ -79,7 +81,7 @@ def communicator_for(process_group: Any = None) -> "Communicator | None":
     if process_group is False:
         return None
     if process_group is None:
-        if not start_default_group():
+        if not start_default_group(timeout_s):
             return None
         process_group = distributed.group.WORLD
     elif type(process_group) is int and process_group == _NOT_IN_GROUP:
@@ -126,7 +128,11 @@ class Communicator:
         self._host_groups: set[Any] = set()  # those of gloo
         self._kinds: dict[str, set[str]] = {}  # by device of this rank: the kinds of all ranks' devices
         self._broken: str | None = None
+        self._raised = ""  # what this rank has published of an exception, after which it has not gone on yet
         self._control: Any = None
+        # torch keeps every group until it is destroyed. NCCL's are for the program's end, when all ranks end theirs.
+        self._made: list[Any] = []  # of gloo
+        weakref.finalize(self, end_groups, self._made).atexit = False
         _reporting.add(self)
         _report_program_end()
 
@@ -337,6 +343,7 @@ class Communicator:
             raise self._failure(f"the processes could not be connected: {_brief(error)}") from error
         if backend == "gloo":
             self._host_groups.add(group)
+            self._made.append(group)
         return group
 
     # ---- waiting -----------------------------------------------------------------------------------
@@ -344,6 +351,8 @@ class Communicator:
     def start(self, collective: Callable[[], Any]) -> Any:
         """Start an asynchronous collective of torch.distributed, unless this communicator is broken."""
         self._raise_if_broken()
+        if self._raised:
+            self._take_back_exception()
         try:
             return collective()
         except RuntimeError as error:
@@ -406,11 +415,16 @@ class Communicator:
         num_checks = 0
         nap_s, longest_nap_s = _FIRST_NAP_S, _LONGEST_NAP_S if check is None else self._check_every_s / 4
         published = False
+        raised, raised_at = "", started
         while not is_done():
             now = time.monotonic()
             if now - last_check > self._check_every_s:
                 last_check = now
                 self._raise_if_a_rank_failed(doing)
+                before, raised = raised, self.failure_store.get("raised")
+                raised_at = raised_at if raised == before else now
+                if now - raised_at > _PATIENCE_S:
+                    self._raise_if_a_rank_is_gone(raised, doing)
                 num_checks += 1
                 if check is not None and num_checks.bit_count() == 1:  # ever less often: it asks about every rank
                     check()
@@ -486,6 +500,29 @@ class Communicator:
         if self._broken is None:
             self.failure_store.set("failed", f"{self.rank}\n{reason[:_MOST_TEXT]}", first_only=True)
 
+    def publish_exception(self, error: BaseException) -> None:
+        """Tell the other ranks of an exception after which this one may go on, or not, although its process lives.
+
+        So it is with an actor, whose framework catches what ends its function. If this rank takes part in no collective
+        for a while, those that wait for it raise.
+        """
+        if self._broken is None:
+            self._raised = f"{self.rank}\n{type(error).__name__}: {error}"[:_MOST_TEXT]
+            self.failure_store.set("raised", self._raised)
+
+    def _take_back_exception(self) -> None:
+        if self.failure_store.get("raised") == self._raised:
+            self.failure_store.set("raised", "")
+        self._raised = ""
+
+    def _raise_if_a_rank_is_gone(self, raised: str, doing: str) -> None:
+        rank, _, reason = raised.partition("\n")
+        if rank and int(rank) != self.rank:
+            raise self._failure(
+                f"rank {rank} has raised an exception and not gone on for {_PATIENCE_S:g} s, while this one was at "
+                f"{doing}. Rank {rank} says: {reason}"
+            )
+
     def abort(self, error: BaseException) -> None:
         """Tell the other ranks that this one has left a collective half-way, because of `error`."""
         self.report_failure(f"{type(error).__name__}: {error}")
@@ -514,6 +551,16 @@ class Communicator:
                 "model together. Use model.module in it, or torch.no_grad()."
             )
 
+    def end(self, why: str) -> None:
+        """End the groups. Their collectives have ended; a later one is an error."""
+        self._broken = f"the processes are not connected any more: {why}"
+        others = [group for group in self._groups.values() if group not in self._host_groups]
+        self._control = None
+        self._groups.clear()
+        self._host_groups.clear()
+        end_groups(self._made)
+        end_groups(others)
+
     def _failure(self, text: str) -> RuntimeError:
         self._break(text)
         return RuntimeError(text)
@@ -521,7 +568,8 @@ class Communicator:
     def _break(self, text: str) -> None:
         self._broken = text
         environment.failed.set()
-        _groups_of_broken.append((self._control, self._groups))
+        _groups_of_broken.append((self._control, self._groups, [*self._made]))
+        self._made.clear()
         # A collective that waits on an accelerator for a missing rank never ends by itself.
         for group in {id(group): group for group in self._groups.values()}.values():
             torch_private.abort_group(group)
@@ -631,21 +679,38 @@ def _report_program_end() -> None:
         before(kind, error, traceback)
 
     sys.excepthook = report
-    atexit.register(_report_exits)
+    atexit.register(_end_communicators)
+
+
+def end_groups(groups: "list[Any]") -> None:
+    """Destroy process groups that torch still knows, each once; the list is empty then."""
+    while groups:
+        group = groups.pop()
+        if group is not None and group not in groups and distributed.is_initialized():
+            with contextlib.suppress(ValueError, RuntimeError):  # the program has destroyed them all
+                distributed.destroy_process_group(group)
 
 
 def _after_fork() -> None:
     for process_group, communicator in list(_communicators.items()):
         for group in (process_group, communicator._control, *communicator._groups.values()):
             leak_process_group(group)
+        communicator._made.clear()
 
 
 in_forked_child(_after_fork)
 
 
-def _report_exits() -> None:
+def _end_communicators() -> None:
+    """Tell the other ranks that this program ends, and end the groups, while the interpreter still runs.
+
+    gloo's threads free the tensors of a collective a little after its end. In an interpreter that has ended, that
+    aborts the process, and a launcher would start again what was finished.
+    """
     for communicator in list(_reporting):
         communicator.failure_store.report_exit()
+        if not communicator.broken and os.getpid() == communicator.failure_store.pid:
+            communicator.end("the program ends")
 
 
 @functools.lru_cache(maxsize=64)

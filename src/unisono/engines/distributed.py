@@ -20,7 +20,7 @@ from torch import nn
 from torch.func import functional_call
 
 from unisono.autograd.bucket import FIRST
-from unisono.distributed.gradient_sync import GradientSync, SyncContext, UnboundGradientSync
+from unisono.distributed.gradient_sync import SENT_TWICE, GradientSync, SyncContext, UnboundGradientSync
 from unisono.engines.call import Call
 from unisono.engines.replica import is_reentrant_checkpoint, leaves_and_nodes, link_parameters
 from unisono.engines.threads import Threads
@@ -31,7 +31,7 @@ from unisono.primitives.inputs import scattered
 from unisono.primitives.outputs import without_rows
 from unisono.primitives.parallel_apply import values_or_raise
 from unisono.primitives.replicate import write_values
-from unisono.primitives.written_parameters import WrittenParameters
+from unisono.primitives.written_parameters import LookAtParameters, WrittenParameters
 from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
 from unisono.runtime.errors import log_once
@@ -100,6 +100,15 @@ class Ranks:
         gradient_sync = self._active(module)
         if gradient_sync is None:
             return threads.forward(module, call)
+        if torch_private.runs_in_ddp():
+            threads.warnings.give(SENT_TWICE)
+        try:
+            return self._forward(threads, gradient_sync, module, call)
+        except BaseException as error:
+            gradient_sync.communicator.publish_exception(error)
+            raise
+
+    def _forward(self, threads: Threads, gradient_sync: GradientSync, module: nn.Module, call: Call) -> Any:
         if call.arguments.rows == 0:
             return self._run_on_stand_in(threads, gradient_sync, module, call)
         output = self._run(threads, module, call, gradient_sync.sync_context(module, call.arguments.rows))
@@ -135,7 +144,9 @@ class Ranks:
         Ranks compare what it writes into parameters, if it is the first of its kind.
         """
         first_steps, structure = threads.first_steps, ("outside of a step", method, module.training)
-        if self._gradient_sync is None or inside_replica() or first_steps.are_past(structure):
+        # A loaded model is bound to its processes in a step: one of them alone may evaluate it before.
+        is_bound = isinstance(self._gradient_sync, GradientSync)
+        if not is_bound or inside_replica() or first_steps.are_past(structure):
             return call()
         output = self._noting_writes(module, call, with_values=True)
         first_steps.counted(structure).end()
@@ -145,7 +156,7 @@ class Ranks:
         gradient_sync = self.gradient_sync(module)
         written = WrittenParameters.of_replicas([module], module, lambda tensor: Blueprint(module).name_of(tensor))
         note = None if gradient_sync is None else gradient_sync.note_written
-        look = written.look(note, with_values=with_values, writes_as_module=True)
+        look = LookAtParameters(written, note, with_values, writes_as_module=True)
         look.begin()
         output = call()
         look.end()

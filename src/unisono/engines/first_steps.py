@@ -76,7 +76,8 @@ class FirstSteps:
             beside_others: whether the caller's code runs at the same time.
         """
         is_first = structure is None or not self._num_past[structure]
-        writes = SharedWrites(partial(self.leftovers.add, Kind.SHARED), reached, rows, axis, is_first=is_first)
+        add, known = partial(self.leftovers.add, Kind.SHARED), self.leftovers.of_hooks
+        writes = SharedWrites(add, known, reached, rows, axis, is_first=is_first)
         looks: list[Look] = [_Draws(self.leftovers, reached, inputs, only_these=beside_others), writes]
         return looks if structure is None else [*looks, self.counted(structure)]
 

@@ -29,7 +29,7 @@ from unisono.primitives import pytree
 from unisono.primitives.blueprint import Blueprint, collector_paused
 from unisono.primitives.references import INERT
 from unisono.primitives.tensor_attributes import carry_attributes
-from unisono.primitives.written_parameters import IN_LANES
+from unisono.primitives.written_parameters import IN_LANES, LookAtParameters
 from unisono.runtime import devices as _devices
 from unisono.runtime.buckets import is_plain
 from unisono.runtime.errors import ReplicaNames
@@ -263,7 +263,7 @@ class Lane:
         call, first_steps = self.call, self._first_steps
         looks: list[Look] = []
         if call.has_others:
-            looks.append(replicas.written.look(with_values=replicas.are_new and call.is_first))
+            looks.append(LookAtParameters(replicas.written, with_values=replicas.are_new and call.is_first))
         if not replicas.are_new or not first_steps.leftovers.looks:
             return looks
         looks.append(replicas.watched([(args, kwargs)], call.devices))

@@ -57,6 +57,7 @@ from unisono.primitives.parallel_apply import values_or_raise
 from unisono.primitives.placements import Replicate, Single
 from unisono.primitives.reassigned_buffers import Change, histories
 from unisono.primitives.replicate import check_device, unchanged_on_failure
+from unisono.primitives.written_parameters import LookAtParameters
 from unisono.runtime import draws_off, timeline
 from unisono.runtime.exchange import Exchange, exchanging
 from unisono.runtime.model_warnings import ModelWarnings
@@ -156,7 +157,8 @@ class Threads:
             blueprint = Blueprint(module)
             check_device(module, [*blueprint.parameters.values(), *blueprint.buffers.values()], source)
             blueprint.keep()
-            pool = ReplicaPool(blueprint, source, self.first_steps.leftovers)
+            has_wrappers = any(isinstance(part.__dict__.get("_threads"), Threads) for part in blueprint.modules)
+            pool = ReplicaPool(blueprint, source, self.first_steps.leftovers, has_wrappers=has_wrappers)
             if not inside_replica():  # there, each replica of an outer module has this object
                 self._pool = pool if blueprint.is_reusable else None
         return pool
@@ -288,27 +290,23 @@ class Forward:
 
     def _looks(self) -> list[Look]:
         """Return what looks at this forward; in a steady step only at parameters that it writes."""
-        first_looks = [] if self._is_again else self._first_looks()
-        looks: list[Look] = []
-        sync_context = self._call.sync_context
-        if not self._runs_as_module or sync_context is not None or first_looks:
-            note = None if sync_context is None else sync_context.gradient_sync.note_written
-            with_values = bool(first_looks) and not draws_off.are_off()  # `verify` compares parameters by itself
-            looks.append(
-                self._replicas.written.look(note, with_values=with_values, writes_as_module=self._runs_as_module)
-            )
-        if self._replicas.are_new and self._model.first_steps.leftovers.looks and not self._is_again:
-            looks.append(self._replicas.watched(self._inputs.shards, self._call.devices_of_runs))
-        return [*looks, *first_looks]
-
-    def _first_looks(self) -> list[Look]:
-        """Return what else looks at the first steps of a structure; nothing after these."""
-        call, pool, first_steps = self._call, self._pool, self._model.first_steps
+        call, pool = self._call, self._pool
         # Runs of the module, or of a part of it.
         has_several = len(call.devices) > 1 or (call.parts > 1 and call.sizes[0] > 1) or pool.has_wrappers
         kind = call.method, call.arguments.flags, self._tracked, has_several
-        if kind in pool.kinds_past:
-            return []
+        first_looks = [] if kind in pool.kinds_past or self._is_again else self._first_looks(kind, has_several)
+        looks: list[Look] = []
+        if not self._runs_as_module or call.sync_context is not None or first_looks:
+            note = None if call.sync_context is None else call.sync_context.gradient_sync.note_written
+            with_values = bool(first_looks) and not draws_off.are_off()  # `verify` compares parameters by itself
+            looks.append(LookAtParameters(self._replicas.written, note, with_values, self._runs_as_module))
+        if self._replicas.are_new and self._model.first_steps.leftovers.looks and not self._is_again:
+            looks.append(self._replicas.watched(self._inputs.shards, call.devices_of_runs))
+        return [*looks, *first_looks]
+
+    def _first_looks(self, kind: tuple[Any, ...], has_several: bool) -> list[Look]:
+        """Return what else looks at a forward of this kind, if it is one of the first steps of its structure."""
+        call, pool, first_steps = self._call, self._pool, self._model.first_steps
         if inside_replica():  # the pool is for one step, and each outer replica has such objects
             structure: Any = *kind, pool.blueprint.root.training
             return [] if first_steps.are_past(structure) else [first_steps.counted(structure)]

@@ -80,6 +80,7 @@ class Leftovers:
 
     Attributes:
         found: by kind, the names of what was found.
+        of_hooks: ids of that in which hooks keep what they see.
         has_more: whether something was found that was not said.
 
     Args:
@@ -88,6 +89,7 @@ class Leftovers:
 
     def __init__(self, warnings: ModelWarnings) -> None:
         self.found: dict[Kind, dict[str, None]] = {kind: {} for kind in Kind}
+        self.of_hooks: set[int] = set()
         self.has_more = False
         self._warnings = warnings
         self._num_verbs, self._hooks_of_verbs = 0, list[int]()
@@ -102,6 +104,11 @@ class Leftovers:
         names = dict.fromkeys(names)
         self.found[kind].update(names)
         self.has_more = self.has_more or bool(names)
+
+    def add_hooks(self, changed: Mapping[str, Iterable[Any]]) -> None:
+        """Take note of hooks that keep what they see, and of that in which they keep it."""
+        self.add(Kind.HOOKS, changed)
+        self.of_hooks.update(id(value) for values in changed.values() for value in values)
 
     def say(self, model: nn.Module) -> None:
         """Warn of what was found, if that was not said before."""
@@ -237,13 +244,14 @@ class Watched:
     def end(self) -> None:
         """Add what is found to the leftovers."""
         self._leftovers.add(Kind.ASSIGNED, self._assigned())
-        self._leftovers.add(Kind.HOOKS, self._hooks.changed() if self._hooks is not None else ())
+        if self._hooks is not None:
+            self._leftovers.add_hooks(self._hooks.changed())
         self._in_backward = self._hook_states(in_backward=True) if self._hooks is not None else None
 
     def backward_has_run(self) -> None:
         """Add the hooks that have kept what they see in the backward after that forward."""
         if self._in_backward is not None:
-            self._leftovers.add(Kind.HOOKS, self._in_backward.changed())
+            self._leftovers.add_hooks(self._in_backward.changed())
             self._in_backward = None
 
     @property

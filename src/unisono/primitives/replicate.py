@@ -1,5 +1,6 @@
 """replicate: copies of a module on several devices, linked to it for autograd."""
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -14,6 +15,11 @@ from unisono.runtime.devices import DeviceLike
 from unisono.runtime.model_warnings import of_process
 
 M = TypeVar("M", bound=nn.Module)
+
+_NOT_WHOLE = (
+    "DataParallel needs a module whose parameters are plain tensors, whole in each process, but {what}. "
+    "What shards parameters also sums their gradients: train the model with it alone, without DataParallel."
+)
 
 
 def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -> list[M]:
@@ -82,9 +88,11 @@ def check_device(root: nn.Module, tensors: Iterable[torch.Tensor], device: torch
     Raises:
         RuntimeError: one is not; names it, both devices and the remedy (the type is torch's).
         ValueError: one is not initialized.
+        TypeError: one is sharded over processes.
     """
     tensors = list(tensors)
     check_initialized(root, tensors)
+    _check_whole(root, tensors)
     for tensor in tensors:
         if tensor.device != device and not _devices.same_device(tensor.device, device):
             named = (*root.named_parameters(), *root.named_buffers())
@@ -101,6 +109,19 @@ def check_device(root: nn.Module, tensors: Iterable[torch.Tensor], device: torch
                 f"{where} {tensor.device}. Move the whole module there first, model.to({str(device)!r}), or wrap only "
                 "the part of the model that is to run on several devices."
             )
+
+
+def _check_whole(root: nn.Module, tensors: Sequence[torch.Tensor]) -> None:
+    """Raise TypeError if FSDP or a DTensor has parameters of `root`, which no process has as a whole then."""
+    # There is no DTensor before it is imported.
+    dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    sharded = next((path for path, module in root.named_modules() if torch_private.is_sharded(module)), None)
+    if sharded is not None:
+        raise TypeError(_NOT_WHOLE.format(what=f"FSDP manages {f'layer {sharded!r}' if sharded else 'the module'}"))
+    if any(isinstance(tensor, dtensor) for tensor in tensors):
+        named = (*root.named_parameters(), *root.named_buffers())
+        name = next((name for name, tensor in named if isinstance(tensor, dtensor)), "a tensor of it")
+        raise TypeError(_NOT_WHOLE.format(what=f"{name} is a DTensor"))
 
 
 class unchanged_on_failure:  # noqa: N801 - a context manager, as a class because a step enters it each time

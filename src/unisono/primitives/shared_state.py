@@ -16,13 +16,16 @@ replaces it by another value, it is none. What lies in C code is not seen, as `f
 import contextlib
 import dis
 import functools
+import io
 import itertools
 import sys
 import types
 import weakref
 import zlib
+from array import array
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from operator import length_hint
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,8 +135,18 @@ def _inside(place: Place) -> Iterator[tuple[Any, Place]]:
     elif type(value).__module__ == "numpy":
         if getattr(value, "nbytes", _LARGE_BYTES) < _LARGE_BYTES and hasattr(value, "tobytes"):
             yield "bytes", Place(zlib.crc32(value.tobytes()), path, origin)
-    elif type(value) is itertools.count:
-        yield "next", Place(zlib.crc32(repr(value).encode()), path, origin)
+    elif isinstance(value, bytearray | array):
+        yield "bytes", Place(zlib.crc32(value), path, origin)
+    elif isinstance(value, io.StringIO | io.BytesIO):
+        yield "position", Place(value.tell(), path, origin)
+    elif isinstance(value, types.GeneratorType):
+        variables = {} if value.gi_frame is None else value.gi_frame.f_locals
+        yield "line", Place(-1 if value.gi_frame is None else value.gi_frame.f_lasti, path, origin)
+        for name, each in [*variables.items()]:
+            yield name, Place(each, path, origin)
+    elif type(value).__module__ in ("builtins", "itertools") and isinstance(value, Iterator):
+        is_count = type(value) is itertools.count
+        yield "left", Place(zlib.crc32(repr(value).encode()) if is_count else length_hint(value, 0), path, origin)
     elif _top_package(type(value).__module__) not in {"torch", "unisono", *_SERVICES}:
         for name, each in attributes_of(value).items():
             yield name, Place(each, f"{path}.{name}", origin)
@@ -370,6 +383,7 @@ class SharedWrites:
 
     Args:
         add: takes the names of what was written into.
+        known: ids of what is named already, such as what hooks write into.
         reached: what the code of the model leads to.
         rows: how many rows replicas have; `axis`: on which axis of a tensor.
         is_first: whether this is the first step of its structure.
@@ -378,13 +392,15 @@ class SharedWrites:
     def __init__(
         self,
         add: Callable[[Iterable[str]], object],
+        known: Container[int],
         reached: Reached,
         rows: Iterable[int],
         axis: int = 0,
         *,
         is_first: bool = True,
     ) -> None:
-        self._add, self._reached, self._rows, self._axis = add, reached, {*rows} - {0, 1}, axis
+        self._add, self._known = add, known
+        self._reached, self._rows, self._axis = reached, {*rows} - {0, 1}, axis
         self._is_first = is_first
 
     def begin(self) -> None:
@@ -398,6 +414,8 @@ class SharedWrites:
     def _names(self) -> list[str]:
         found: dict[str, None] = {}
         for place, before in self._before:
+            if id(place.value) in self._known:
+                continue
             now = self._reached.inside(place)
             for key in {**before, **now}:
                 old, new = before.get(key, _NOTHING), now.get(key, _NOTHING)
@@ -468,20 +486,19 @@ class HookWrites:
             function = function_of(hook)
             is_called = not in_backward or "backward" in kind or _registers_hooks(function)
             if is_called and id(hook) not in seen and is_the_users(function):
-                reached = Reached([Place(hook, getattr(function, "__qualname__", type(hook).__name__))], own, seen)
-                said = f"{reached.places[0].path} of {name}"
-                self._states.append((said, reached, [*map(reached.inside, reached.places)]))
+                said = getattr(function, "__qualname__", type(hook).__name__)
+                reached = Reached([Place(hook, said)], own, seen)
+                self._states.append((f"{said} of {name}", reached, [*map(reached.inside, reached.places)]))
 
-    def changed(self) -> list[str]:
-        """Return the names of the hooks that keep something else now."""
-        return [
-            said
-            for said, reached, states in self._states
-            if any(
-                not _same(reached.inside(place), state) and not self._is_by_device(place.value)
-                for place, state in zip(reached.places, states, strict=True)
-            )
-        ]
+    def changed(self) -> dict[str, list[Any]]:
+        """Return what the hooks have written into since, by the names of the hooks."""
+        found = {}
+        for said, reached, states in self._states:
+            places = zip(reached.places, states, strict=True)
+            changed = [place.value for place, state in places if not _same(reached.inside(place), state)]
+            if changed := [value for value in changed if not self._is_by_device(value)]:
+                found[said] = changed
+        return found
 
     def __bool__(self) -> bool:
         return bool(self._states)

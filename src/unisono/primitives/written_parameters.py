@@ -82,18 +82,6 @@ class WrittenParameters:
         copies = [(live[name], p) for name, p in found if name in live and p is not live[name]]
         return cls(root, [*live.values()], copies, (), name_of, in_each(len(replicas)))
 
-    def look(
-        self, note: Note | None = None, *, with_values: bool = False, writes_as_module: bool = False
-    ) -> "LookAtParameters":
-        """Return what looks at one forward.
-
-        Args:
-            note: called with the parameters that forward may write into, and has written into; None: nothing.
-            with_values: whether to compare the values, too: in the first steps of a structure.
-            writes_as_module: whether the only replica may write, as the module does.
-        """
-        return LookAtParameters(self, note, with_values, writes_as_module)
-
     def begin(self, *, with_values: bool) -> None:
         """Take the counters as they are, and the values: forward begins."""
         self._versions = [*map(_version, self._tensors)]
@@ -106,8 +94,6 @@ class WrittenParameters:
         Raises:
             RuntimeError: it has written into a parameter.
         """
-        if self._is_untouched():
-            return []
         counted, shortened = self._counted()
         _raise_if_any(counted + self._changed(), self._name_of, self._times)
         return shortened
@@ -118,8 +104,6 @@ class WrittenParameters:
         Raises:
             RuntimeError: it has written into other memory than the module's, which the module does not get.
         """
-        if self._is_untouched():
-            return []
         counted, shortened = self._counted()
         changed = self._changed()
         addresses = {id(live): live.data_ptr() for live in changed}
@@ -127,7 +111,8 @@ class WrittenParameters:
         _raise_if_any(lost, self._name_of, IN_OTHER_MEMORY)
         return [*{id(tensor): tensor for tensor in counted + shortened + changed}.values()]
 
-    def _is_untouched(self) -> bool:
+    def is_untouched(self) -> bool:
+        """Return whether no counter has changed since `begin`, which has not looked at the values."""
         return self._values is None and [*map(_version, self._tensors)] == self._versions
 
     def _counted(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -164,10 +149,21 @@ class WrittenParameters:
 
 
 class LookAtParameters:
-    """See `WrittenParameters.look`."""
+    """Looks at the parameters that one forward writes.
+
+    Args:
+        written: finds them.
+        note: called with those that it may write into, and has written into; None: nothing.
+        with_values: whether to compare the values, too: in the first steps of a structure.
+        writes_as_module: whether the only replica may write, as the module does.
+    """
 
     def __init__(
-        self, written: WrittenParameters, note: Note | None, with_values: bool, writes_as_module: bool
+        self,
+        written: WrittenParameters,
+        note: Note | None = None,
+        with_values: bool = False,
+        writes_as_module: bool = False,
     ) -> None:
         self._written, self._note = written, note
         self._with_values, self._writes_as_module = with_values, writes_as_module
@@ -178,6 +174,8 @@ class LookAtParameters:
 
     def end(self) -> None:
         """Raise RuntimeError if forward has written into a parameter that it may not write into."""
+        if self._written.is_untouched():
+            return
         changed = self._written.in_one() if self._writes_as_module else self._written.in_several()
         if changed and self._note is not None:
             self._note(changed)

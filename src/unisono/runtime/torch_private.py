@@ -1279,6 +1279,19 @@ def default_group_unbound() -> Iterator[None]:
         default.bound_device_id = device
 
 
+def is_sharded(module: torch.nn.Module) -> bool:
+    """Return whether FSDP, of either kind, has the parameters of a module, without those of its children.
+
+    Fallback: False. Then torch raises an error of its own in forward.
+    """
+    return bool(module.__dict__.get("_is_fsdp_managed_module"))
+
+
+def runs_in_ddp() -> bool:
+    """Return whether the forward that is running is one of a DistributedDataParallel. Fallback: False."""
+    return getattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module", None) is not None
+
+
 def load_checkpoints() -> None:
     """Load what torch.utils.checkpoint loads when it is first called: torch's compiler, 70 MB of it.
 

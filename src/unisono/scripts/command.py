@@ -15,7 +15,7 @@ import torch
 from unisono.console.device_option import choose_devices, describe
 from unisono.console.errors import OptionError
 from unisono.console.options import OF_WRAPPERS, add_options_of_wrappers, expect_weights
-from unisono.distributed.environment import started_by_launcher
+from unisono.distributed.launchers import launch
 from unisono.runtime import devices as _devices
 from unisono.scripts import wrapper
 from unisono.scripts.activity import Report
@@ -146,9 +146,12 @@ class _Ending:
     def __call__(self) -> None:
         report = self._installed.report()
         self._replaced.close()
-        if report is None or os.getpid() != self._process or os.environ.get("RANK", "0") != "0":
+        rank, world_size = 0, 1
+        with contextlib.suppress(RuntimeError):
+            if (process := launch()) is not None:
+                rank, world_size = process.rank, process.world_size
+        if report is None or os.getpid() != self._process or rank:
             return  # a child that the script has forked, and another rank, have no line of their own
-        world_size = int(os.environ.get("WORLD_SIZE") or 1)
         text = f"unisono run: {closing_line(report, world_size, self._advice)}"
         if self._comparison is not None and not self._comparison.num_compared:
             text += "; nothing was compared: no wrapper on several devices was called, or its model failed in verify"
@@ -160,7 +163,7 @@ class _Ending:
 
 def _among_several() -> bool:
     try:
-        return started_by_launcher()
+        return launch() is not None
     except RuntimeError as error:
         raise OptionError(error) from error
 

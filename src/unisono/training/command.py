@@ -44,6 +44,7 @@ examples:
   unisono train --output runs/demo --tensorboard --profile
   unisono train --observer trackers:MyTracker
   unisono train --resume runs/demo --epochs 20
+  unisono train --output runs/job --resume      begin, or go on if it has begun: for a job that is started again
 
 files in the output folder:
   metrics.jsonl            loss of each step, loss and accuracy of each epoch
@@ -76,9 +77,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     results.add_argument(
         "--resume",
         type=folder,
+        nargs="?",
+        const=True,
         metavar="DIR",
         help="go on with the run in this folder, however it ended, with its options; --devices, --compile and "
-        "--epochs may be given anew; --profile, --tensorboard and --observer have to be, if they are wanted",
+        "--epochs may be given anew; --profile, --tensorboard and --observer have to be, if they are wanted. Without "
+        "DIR, beside --output: go on with the run in that folder if there is one, else begin it",
     )
     observing.add_argument(
         "--profile",
@@ -170,16 +174,28 @@ def _observers(targets: Sequence[str], with_tensorboard: bool) -> dict[str, Obse
 
 
 def _plan_run(
-    output: Path | None = None, resume: Path | None = None, overwrite: bool = False, **given: Any
+    output: Path | None = None, resume: Path | bool = False, overwrite: bool = False, **given: Any
 ) -> tuple[Options, RunFolder, bool]:
     """Return the options, the folder, and whether to resume the run in that folder.
 
     A launcher such as torchrun starts the same command line again when a process has failed. So a run of the same
-    launch is resumed, whatever the command line says.
+    launch is resumed, whatever the command line says. Other launchers, such as Ray, name no launch: `resume=True`
+    resumes the run in `output` if it has begun.
     """
-    if resume is not None and (output is not None or overwrite):
-        raise OptionError(f"--resume {resume} goes on in the same folder: leave out --output and --overwrite")
-    begun = _folder_of_launch(output) if resume is None else RunFolder.reopen(resume)
+    begun: RunFolder | None
+    if isinstance(resume, Path):
+        if output is not None or overwrite:
+            raise OptionError(f"--resume {resume} goes on in the same folder: leave out --output and --overwrite")
+        begun = RunFolder.reopen(resume)
+    elif resume:
+        if output is None or overwrite:
+            raise OptionError(
+                "--resume without a folder goes on with the run in that of --output, or begins it: give --output DIR"
+                f"{', and leave out --overwrite' if overwrite else ''}"
+            )
+        begun = RunFolder(output) if RunFolder(output).has_begun else None
+    else:
+        begun = _folder_of_launch(output)
     if begun is not None:
         return Options.from_saved(checkpoint.read(begun).config["options"], given), begun, True
     return Options(**given), RunFolder.for_new_run(output, overwrite=overwrite), False

@@ -21,6 +21,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from unisono.console.errors import CommandError, OptionError
+from unisono.distributed.launchers import slurm_step
 from unisono.distributed.process_group import AllGatherWork, Communicator, communicator_for, distributed
 
 _LAST_WORDS_S = 300.0  # how long rank 0 may take to save, and to print why it stops
@@ -144,9 +145,12 @@ def launch() -> str | None:
     """Return the name of the launch that this process is part of; None without a launcher that restarts processes.
 
     Processes that replace others after a failure have the same: torchrun's `--rdzv-id`, or the one that `--standalone`
-    generates. A launch without a name is named after the launcher's process on this machine.
+    generates; Slurm's job and step, which a job that is requeued keeps. A launch without a name is named after the
+    launcher's process on this machine.
     """
     name = os.environ.get("TORCHELASTIC_RUN_ID")
+    if name is None:
+        return slurm_step()
     if name != "none":
         return name
     import psutil  # here: whether it is installed is checked after this file has been loaded

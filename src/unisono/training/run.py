@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import statistics
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -22,6 +23,7 @@ from unisono.console.errors import DivergedError, FolderError, Interrupted
 from unisono.console.files import replaced
 from unisono.console.progress import Progress
 from unisono.data_parallel import DataParallel
+from unisono.distributed import environment
 from unisono.profiling.profile import Profile
 from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
@@ -53,6 +55,9 @@ class StopRequest:
     passes it on. Not every process may get the signal, and each gets it at another moment; all stop after the same
     step.
 
+    Signals arrive in the main thread, and only it may say what they do. In another thread, such as the one in which Ray
+    calls a function, none is recorded: a signal does what the program has chosen.
+
     `received` is that signal, or None. From then on Ctrl-C acts as usual, and the others do nothing. `ranks` stop
     together.
     """
@@ -65,7 +70,7 @@ class StopRequest:
     def __enter__(self) -> "StopRequest":
         self._before = {
             number: signal.signal(number, self._receive)
-            for number in _SIGNALS
+            for number in (_SIGNALS if in_main_thread() else ())
             if signal.getsignal(number) is not signal.SIG_IGN  # an ignored signal, as under nohup, stays ignored
         }
         return self
@@ -87,6 +92,11 @@ class StopRequest:
             signal.signal(signal.SIGINT, self._before[signal.SIGINT])
         if self._ranks.is_first:  # os.write, because the signal may have arrived in the middle of a print
             os.write(_STDERR, _NOTICE % (b" again" if number == signal.SIGINT else b""))
+
+
+def in_main_thread() -> bool:
+    """Return whether this is the thread in which signals arrive."""
+    return threading.current_thread() is threading.main_thread()
 
 
 @dataclass(frozen=True)
@@ -309,6 +319,11 @@ class Run:
         )
         if self.options.precision == "tf32" and not has_tf32(self.devices[0]):
             say(f"{self.devices[0]} has no TF32: float32 stays exact, as with --precision fp32")
+        if not in_main_thread():
+            say(
+                "this is not the program's main thread, so Ctrl-C and SIGTERM do not save the run before they end it: "
+                "to go on from its last checkpoint, start it again with --resume"
+            )
         if epochs >= self.options.epochs:
             say(f"nothing left to do, {epochs} epochs are finished; --epochs {2 * epochs} goes on")
         elif steps:
@@ -327,7 +342,7 @@ def has_room_for(device: torch.device, num_bytes: int) -> bool:
 
 def _load(options: Options, progress: Progress, ranks: Ranks) -> data.Dataset:
     """Load the data: in the first process of each machine, so that each file is downloaded once; then in the others."""
-    is_first_of_its_host = os.environ.get("LOCAL_RANK", "0") == "0"
+    is_first_of_its_host = not environment.local_rank()
     loaded = ranks.together(lambda: data.load(options.data, progress) if is_first_of_its_host else None)
     return ranks.together(lambda: loaded or data.load(options.data, progress))
 

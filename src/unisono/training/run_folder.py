@@ -61,12 +61,17 @@ class RunFolder:
     def reopen(cls, path: Path) -> "RunFolder":
         """Return the folder of a run that can be resumed."""
         folder = cls(path)
-        if not folder.checkpoint.is_file():
+        if not folder.has_begun:
             raise FolderError(
                 f"--resume {folder}: there is no {files.as_typed(folder.checkpoint)}; expected the --output of an "
                 f"earlier run, or start one there (--output {folder} --overwrite)"
             )
         return folder
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is a run that can be resumed: it has a checkpoint before its first step."""
+        return self.checkpoint.is_file()
 
     def claim(self) -> None:
         """Keep other runs out of the folder, until `close` is called or this process ends."""

@@ -264,12 +264,6 @@ def _rows(mode: str, one: RecordedStep, many: RecordedStep, tolerance: Tolerance
         for name, note in _changed_contents(one, many, tolerance)
         if name not in updated
     ]
-    known = tuple(row.name for row in rows if row.kind is Kind.ATTRIBUTE)
-    rows += [
-        Row(mode, Kind.ATTRIBUTE, name, difference=math.inf, note=_BY_ALL)
-        for name in many.left[Left.SHARED]
-        if name not in known and not name.startswith(tuple(f"{each}." for each in known))
-    ]
     return rows
 
 
