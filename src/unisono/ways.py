@@ -518,7 +518,7 @@ def _looks_at_composition(
     """Return what looks at one plain composition; `devices` are the replicas'."""
     module, first_steps = wrapper.module, wrapper._threads.first_steps
     # Of the module, or of a part of it.
-    has_several = len(replicas) > 1 or any(isinstance(part, nn.DataParallel) for part in module.modules())
+    has_several = len(replicas) > 1 or any(isinstance(part, Wrapper) for part in module.modules())
     structure = "plain composition", has_several, invocation.method, *[m.training for m in module.modules()]
     is_first = has_several and not inside_replica() and not first_steps.are_past(structure)
     looks = list[Look]()

@@ -209,6 +209,12 @@ def test_memory_that_forward_replaces(wrap: Wrap, write: Callable[[Any, torch.Te
         model(x)
 
 
+def test_memory_that_the_only_replica_replaces(wrap: Wrap) -> None:
+    """R22: a batch of one row, as the first one. What it wrote there was lost in silence."""
+    with pytest.raises(RuntimeError, match=f"{WRITTEN}'shift', in other memory than the module's"):
+        wrap(network(replaced), 2)(torch.randn(1, 5))
+
+
 def test_a_map_says_so_too(wrap: Wrap) -> None:
     """R22: of the first batch that writes. With one device a map writes batch by batch, as a loop does."""
     batches = [torch.randn(3, 5) for _ in range(4)]

@@ -632,7 +632,7 @@ class _Keeps:
         elif self.how == "attribute":
             self.last = seen
         else:
-            self.kept[{"name": "output", "id": id(module), "list": len(self.kept)}[self.how]] = seen
+            self.kept[{"name": "output", "list": len(self.kept)}[self.how]] = seen
 
     def left(self) -> list[Any]:
         return [self.calls, self.last, *self.kept.values()]
@@ -640,9 +640,9 @@ class _Keeps:
 
 @action(weight=0.5, without=("ranks", "compiled", "checkpoint", "reentrant"), said=(_KEPT,))
 def hooks_that_observe(side: Side, step: Step) -> None:
-    """By name, by id, in a list, or in an attribute; each once, and then again."""
+    """By name, in a list, or in an attribute; each once, and then again."""
     draw = random.Random(step.seed)
-    keep, head = _Keeps(draw.choice(("name", "id", "list", "attribute", "counter"))), side.core.head
+    keep, head = _Keeps(draw.choice(("name", "list", "attribute", "counter"))), side.core.head
     with draw.choice((head.register_forward_hook, head.register_full_backward_hook))(keep):
         for number in range(2):
             side.train(step.rows + number, step.seed + number)

@@ -402,10 +402,17 @@ class ReplicaPool:
         kinds_past: the kinds of calls whose first forward with these replicas is past.
     """
 
-    def __init__(self, blueprint: Blueprint, source: torch.device, leftovers: Leftovers, times: str = "") -> None:
-        self.leftovers, self._times = leftovers, times
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        source: torch.device,
+        leftovers: Leftovers,
+        times: str = "",
+        *,
+        has_wrappers: bool = False,
+    ) -> None:
+        self.leftovers, self._times, self.has_wrappers = leftovers, times, has_wrappers
         self.blueprint, self.source, self.has_separate_memory = blueprint, source, _devices.has_separate_memory()
-        self.has_wrappers = any(isinstance(module, nn.DataParallel) for module in blueprint.modules)
         self.live_parameters = [parameter for parameter in blueprint.parameters.values() if parameter.requires_grad]
         self.buffers = torch_private.of_one_kind(blueprint.buffers.values())
         self.kinds_past: set[tuple[Any, ...]] = set()

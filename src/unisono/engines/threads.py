@@ -157,7 +157,8 @@ class Threads:
             blueprint = Blueprint(module)
             check_device(module, [*blueprint.parameters.values(), *blueprint.buffers.values()], source)
             blueprint.keep()
-            pool = ReplicaPool(blueprint, source, self.first_steps.leftovers)
+            has_wrappers = any(isinstance(part.__dict__.get("_threads"), Threads) for part in blueprint.modules)
+            pool = ReplicaPool(blueprint, source, self.first_steps.leftovers, has_wrappers=has_wrappers)
             if not inside_replica():  # there, each replica of an outer module has this object
                 self._pool = pool if blueprint.is_reusable else None
         return pool
@@ -295,7 +296,7 @@ class Forward:
         kind = call.method, call.arguments.flags, self._tracked, has_several
         first_looks = [] if kind in pool.kinds_past or self._is_again else self._first_looks(kind, has_several)
         looks: list[Look] = []
-        if not self._runs_as_module or call.sync_context is not None:
+        if not self._runs_as_module or call.sync_context is not None or first_looks:
             note = None if call.sync_context is None else call.sync_context.gradient_sync.note_written
             with_values = bool(first_looks) and not draws_off.are_off()  # `verify` compares parameters by itself
             looks.append(LookAtParameters(self._replicas.written, note, with_values, self._runs_as_module))
@@ -309,9 +310,8 @@ class Forward:
         if inside_replica():  # the pool is for one step, and each outer replica has such objects
             structure: Any = *kind, pool.blueprint.root.training
             return [] if first_steps.are_past(structure) else [first_steps.counted(structure)]
-        may_differ = has_several or not self._runs_as_module or call.sync_context is not None
-        structure = (has_several, *structure_of(pool, call)) if may_differ else None
-        if structure is None or first_steps.are_past(structure):
+        structure = has_several, *structure_of(pool, call)
+        if first_steps.are_past(structure):
             pool.kinds_past.add(kind)
             return []
         looks: list[Look] = []
