@@ -618,6 +618,7 @@ def communicator(monkeypatch):
     """A communicator of two ranks, whose groups are names of backends and purposes, and what the ranks' devices are."""
     made = Communicator.__new__(Communicator)
     made.world_size, made._groups, made._kinds, made._broken, made._control = 2, {}, {}, None, None
+    made._made = []
     found = [("host", "cuda at 0:1:0", "cuda"), ("host", "cuda at 0:2:0", "cuda")]
     monkeypatch.setattr(Communicator, "all_gather_object", lambda self, value, doing: found)
     monkeypatch.setattr(Communicator, "_new_group", lambda self, backend, purpose: (backend, purpose))
