@@ -718,7 +718,7 @@ FAMILIES: dict[str, Family] = {
     "written weights": Family(
         _of(WritesWeights, "decay", "momentum", "clamp", "first batch", "copy", "data"),
         ("attributes", "buffers"),
-        (_WRITTEN,),
+        (_WRITTEN, ASSIGNED),  # the latter: that the weights are not new any more
     ),
     "drawn elsewhere": Family(
         _of(DrawsElsewhere, "Python", "numpy", "own of Python", "own of torch"), ("buffers",), (_DRAWN,)

@@ -67,7 +67,7 @@ def random_program(seed: int, place: str) -> Program:
             "sample list"  # a replica of one row returns one number, which is no sign of a list of rows
         )
     traits = Program(**options).traits
-    if "compiled" in traits and options["inputs"] in ("iterator", "generator"):
+    if "compiled" in traits and options["inputs"] in ("generator", "array"):
         options["inputs"] = "tensor"  # torch raises where graphs with donated buffers are kept, and says what to set
         traits = Program(**options).traits
     allowed = [name for name, action in ACTIONS.items() if action.suits(traits)]
