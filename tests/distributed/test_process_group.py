@@ -468,7 +468,7 @@ def num_open():
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counted in /proc")
 def test_the_groups_end_before_the_interpreter():
-    """With a group made by hand and not destroyed: gloo's threads freed tensors too late, an abort."""
+    """C18: with a group made by hand and not destroyed: gloo's threads freed tensors too late, an abort."""
     body = """
     import atexit
     step()
