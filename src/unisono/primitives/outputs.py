@@ -44,8 +44,9 @@ LiveTensors: TypeAlias = Sequence[Mapping[int, torch.Tensor]]
 Maker: TypeAlias = Callable[[Sequence[Any], torch.device], Any]  # a leaf's gathered value, from the joined tensors
 
 _STACKED = (
-    "gathering 0-dim outputs, such as a loss: they become a vector with one entry a replica. Take its mean "
-    'or sum before backward(), or have it done exactly: DataParallel(..., scalars="mean").'
+    "gathering 0-dim outputs, such as a loss: they become a vector with one entry a replica. For the exact mean over "
+    'the batch write DataParallel(..., scalars="mean"), for a sum scalars="sum". The mean of the vector is another '
+    "number where replicas have different numbers of rows."
 )
 _DIFFERENT_LENGTHS = (
     "If the module pads its sequences (pad_packed_sequence), each replica pads to the longest of its own: give "
