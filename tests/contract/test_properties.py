@@ -348,6 +348,7 @@ def gradients(module: nn.Module, *values: Any) -> list[torch.Tensor | None]:
     return [tensor.grad for tensor in (*module.parameters(), *tensors)]
 
 
+@pytest.mark.filterwarnings("ignore:.* with as many entries as each replica has rows:UserWarning")
 @given(wrappers, calls())
 def test_a_rowwise_module_is_the_plain_one(wrapper: type[unisono.DataParallel], call: Call) -> None:
     """N1, N2, N8, S6, S10, S12, S13: outputs, and gradients of parameters and inputs, in float64."""

@@ -251,6 +251,7 @@ def saved_bytes(x: torch.Tensor, norm: nn.Module) -> int:
 
 
 @on_the_cpu
+@pytest.mark.filterwarnings("ignore:output is a number in each replica:UserWarning")
 def test_the_graph_holds_no_more_than_torchs_own(wrap: Wrap) -> None:
     """N5: the input, and some numbers a channel."""
     x = torch.randn(8, 3, 256)

@@ -182,16 +182,17 @@ def test_the_order_in_which_nodes_run(monkeypatch: pytest.MonkeyPatch, lacks: bo
             order.append(ctx.number)
             return grad, None
 
+    if lacks:
+        monkeypatch.setattr(torch_private, "_numbers_nodes", False)
     results = [Noting.apply(leaf, number) for number in range(3)]
     for result, number in zip(results, (1, 3, 2), strict=True):
-        node = SimpleNamespace() if lacks else result.grad_fn
-        torch_private.run_first(node, (1 << 62) + number)
+        torch_private.run_first(result.grad_fn, (1 << 62) + number)
     torch.autograd.backward(results)
     assert order == ([2, 1, 0] if lacks else [1, 2, 0])
     order.clear()
     results = [Noting.apply(leaf, number) for number in range(3)]
     for number in (1, 0, 2):
-        torch_private.run_in_turn(SimpleNamespace() if lacks else results[number].grad_fn, 1 << 62)
+        torch_private.run_in_turn(results[number].grad_fn, 1 << 62)
     torch.autograd.backward(results)
     assert order == ([2, 1, 0] if lacks else [1, 0, 2])
 

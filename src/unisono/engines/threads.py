@@ -263,7 +263,7 @@ class Forward:
                 timeline.mark(timeline.GATHER)
             call, is_summed = self._call, self._call.sync_context is not None and self._tracked
             if not call.arguments.is_flat:
-                call.arguments.warn_of_split_lists(outputs, call.sizes, self._model.warnings)
+                call.arguments.warn_of_split_lists(outputs, call.sizes, self._model.first_steps.warnings)
             matched = Outputs(outputs, call.rules, call.sizes, self._replicas.live_of, is_summed=is_summed)
             del outputs
             if self._replay is not None:
@@ -299,7 +299,7 @@ class Forward:
         if not self._runs_as_module or call.sync_context is not None or first_looks:
             note = None if call.sync_context is None else call.sync_context.gradient_sync.note_written
             with_values = bool(first_looks) and not draws_off.are_off()  # `verify` compares parameters by itself
-            looks.append(LookAtParameters(self._replicas.written, note, with_values, self._runs_as_module))
+            looks = [LookAtParameters(self._replicas.written, note, with_values, self._runs_as_module)]
         if self._replicas.are_new and self._model.first_steps.leftovers.looks and not self._is_again:
             looks.append(self._replicas.watched(self._inputs.shards, call.devices_of_runs))
         return [*looks, *first_looks]

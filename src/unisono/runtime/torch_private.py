@@ -257,14 +257,17 @@ def keeping_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
     return contextlib.nullcontext() if keeping is None else keeping(tensor)
 
 
+_counted = torch.zeros((), device="cpu", requires_grad=True)
+_numbers_nodes = hasattr(_counted.exp().grad_fn, "_set_sequence_nr")
+
+
 def run_first(node: Any, number: int) -> None:
     """Add to the sequence number of a node: of the nodes that are ready, torch's engine runs the highest first.
 
     Fallback: nothing; then the node may run later, with the same result.
     """
-    set_number = getattr(node, "_set_sequence_nr", None)
-    if set_number is not None:
-        set_number(number + node._sequence_nr())
+    if _numbers_nodes:
+        node._set_sequence_nr(number + node._sequence_nr())
 
 
 _num_in_turn = itertools.count(1)
@@ -275,12 +278,8 @@ def run_in_turn(node: Any, number: int) -> None:
 
     So nodes that are ready run in the order of these calls. Fallback: nothing; then they run in another order.
     """
-    set_number = getattr(node, "_set_sequence_nr", None)
-    if set_number is not None:
-        set_number(number - next(_num_in_turn))
-
-
-_counted = torch.zeros((), device="cpu", requires_grad=True)
+    if _numbers_nodes:
+        node._set_sequence_nr(number - next(_num_in_turn))
 
 
 def is_batch_norm_in_training(node: Any) -> bool:
