@@ -229,7 +229,8 @@ class Arguments:
             if not has_rows or all(len(value) in of_replica for of_replica in found):
                 text = _SPLIT_LIST.format(path=path, type=type(value).__name__, entries=len(value), dim=dim)
                 warnings.give(text, _ONLY_LISTS)
-                warnings.leave_out(ROWS)  # such as the rows of the list, of which this warning says more
+                if not has_rows:
+                    warnings.leave_out(ROWS)  # they are those of the list, of which this warning says more
         warnings.leave_out(_ONLY_LISTS)  # also where the outputs show what it is
 
     def _split_lists(self, fewest: int = 2) -> list[tuple[str, Any]]:
