@@ -14,11 +14,13 @@ replaces it by another value, it is none. What lies in C code is not seen, as `f
 """
 
 import contextlib
+import contextvars
 import dis
 import functools
 import io
 import itertools
 import sys
+import threading
 import types
 import weakref
 import zlib
@@ -58,6 +60,7 @@ _MOST_ENTRIES = 50_000  # of all of these
 _LARGE_BYTES = 2**24  # of an array
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
+_STORE_ATTR = dis.opmap["STORE_ATTR"]
 _CONTAINERS = (dict, types.MappingProxyType, list, tuple, set, frozenset, deque)
 _OVER_SEQUENCES = (type(iter(_Sequence())), reversed)
 _NUMBERS = (int, float, complex)
@@ -157,6 +160,11 @@ def _inside(place: Place) -> Iterator[tuple[Any, Place]]:
         yield "line", Place(-1 if value.gi_frame is None else value.gi_frame.f_lasti, path, origin)
         for name, each in [*variables.items()]:
             yield name, Place(each, path, origin)
+    elif type(value) is contextvars.ContextVar:
+        yield "value", Place(value.get(GONE), path, origin)
+    elif type(value) is threading.local:  # of the caller's thread, which runs the first replica
+        for name, each in [*vars(value).items()]:
+            yield name, Place(each, f"{path}.{name}", origin)
     elif type(value) in _OVER_SEQUENCES:  # their length is that of a sequence of any class
         yield "left", Place([*value.__reduce__()[2:], -1][0], path, origin)
     elif type(value).__module__ in ("builtins", "itertools") and is_a(value, Iterator):
@@ -206,6 +214,9 @@ def _variables(function: types.FunctionType) -> Iterator[tuple[Any, Place]]:
     for code in codes_of(function.__code__):
         for key in _assigned_globals(code):
             yield f"global {key}", _global(function, key)
+        for name, key in _assigned_in_modules(code, function.__globals__):
+            variables = vars(function.__globals__[name])
+            yield f"{name}.{key}", Place(variables.get(key, GONE), key, f" (global of {_file_of(variables)})")
 
 
 def _beyond(place: Place) -> Iterator[Place]:
@@ -268,9 +279,26 @@ def _loaded_globals(code: types.CodeType) -> set[str]:
 
 
 def _assigned_globals(code: types.CodeType) -> set[str]:
-    if _STORE_GLOBAL not in code.co_code[::2]:
-        return set()
-    return {each.argval for each in dis.get_instructions(code) if each.opname == "STORE_GLOBAL"}
+    found = _strings_in(code) if "globals" in code.co_names else set()
+    if _STORE_GLOBAL in code.co_code[::2]:
+        found |= {each.argval for each in dis.get_instructions(code) if each.opname == "STORE_GLOBAL"}
+    return found
+
+
+def _assigned_in_modules(code: types.CodeType, variables: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the name of each file of the user's that a code names, with each name that it may assign there."""
+    named = [name for name in code.co_names if type(variables.get(name)) is types.ModuleType]
+    named = [name for name in named if not _is_installed(variables[name].__name__)]
+    if not named:
+        return
+    stored = _strings_in(code) if {"setattr", "vars", "__dict__"} & {*code.co_names} else set()
+    if _STORE_ATTR in code.co_code[::2]:
+        stored |= {each.argval for each in dis.get_instructions(code) if each.opname == "STORE_ATTR"}
+    yield from ((name, key) for name in named for key in sorted(stored) if key in vars(variables[name]))
+
+
+def _strings_in(code: types.CodeType) -> set[str]:
+    return {each for each in code.co_consts if type(each) is str}
 
 
 def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
