@@ -1,6 +1,7 @@
 """The search of what forward leads to: it calls no code of the objects that it meets, and ends soon."""
 
 import itertools
+import threading
 import types
 from collections import UserDict
 from collections.abc import Iterator, Mapping
@@ -148,3 +149,17 @@ def test_how_far_an_iterator_is_stays_visible() -> None:
         before = found.inside(place)
         next(iterator)
         assert found.inside(place)["left"].value != before["left"].value
+
+
+def test_what_a_thread_of_its_own_writes_into_is_not_searched() -> None:
+    """R6: forward was said to write what the thread of a logger does."""
+    ends = threading.Event()
+    logger = types.SimpleNamespace(sent=0, thread=threading.Thread(target=ends.wait))
+    logger.thread.start()
+    try:
+        found = Reached([Place(logger, "logger")])
+        assert [found.inside(place) for place in found.places] == [{}]
+    finally:
+        ends.set()
+        logger.thread.join()
+    assert {"sent", "thread"} == {*Reached([]).inside(Place(logger, "logger"))}

@@ -171,7 +171,10 @@ def _inside(place: Place) -> Iterator[tuple[Any, Place]]:
         is_count = type(value) is itertools.count
         yield "left", Place(zlib.crc32(repr(value).encode()) if is_count else length_hint(value, 0), path, origin)
     elif _top_package(type(value).__module__) not in {"torch", "unisono", *_SERVICES}:
-        for name, each in attributes_of(value).items():
+        attributes = attributes_of(value)
+        if any(is_a(each, threading.Thread) and each.is_alive() for each in attributes.values()):
+            return  # its thread writes, too: a logger's, or a loader's
+        for name, each in attributes.items():
             yield name, Place(each, f"{path}.{name}", origin)
 
 
