@@ -172,7 +172,7 @@ def _inside(place: Place) -> Iterator[tuple[Any, Place]]:
         yield "left", Place(zlib.crc32(repr(value).encode()) if is_count else length_hint(value, 0), path, origin)
     elif _top_package(type(value).__module__) not in {"torch", "unisono", *_SERVICES}:
         attributes = attributes_of(value)
-        if any(is_a(each, threading.Thread) and each.is_alive() for each in attributes.values()):
+        if any(is_a(each, threading.Thread) and threading.Thread.is_alive(each) for each in attributes.values()):
             return  # its thread writes, too: a logger's, or a loader's
         for name, each in attributes.items():
             yield name, Place(each, f"{path}.{name}", origin)
