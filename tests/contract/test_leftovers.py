@@ -4,10 +4,12 @@ The oracle of the hooks is the plain module; of the warnings, that the plain mod
 """
 
 import contextlib
+import contextvars
 import ctypes
 import functools
 import io
 import itertools
+import threading
 import types
 import warnings
 from collections import deque
@@ -244,6 +246,12 @@ number_of_calls = 0
 masks: dict[Any, torch.Tensor] = {}
 lazy: torch.Tensor | None = None
 was_told = False
+of_thread = threading.local()
+of_context: contextvars.ContextVar[Any] = contextvars.ContextVar("of_context")
+
+
+def count_in_file(x: torch.Tensor) -> None:
+    shared_values.number_of_rows += len(x)
 
 
 class Meter:
@@ -288,6 +296,17 @@ SHARED: dict[str, tuple[Forward, str]] = {
         lambda m, x: shared_values.values.append(x),
         "values (global of shared_values.py)",
     ),
+    "a number in another file": (lambda m, x: count_in_file(x), "number_of_rows (global of shared_values.py)"),
+    "a number in another file, by setattr": (
+        lambda m, x: setattr(shared_values, "number_of_rows", shared_values.number_of_rows + len(x)),
+        "number_of_rows (global of shared_values.py)",
+    ),
+    "a global by globals()": (
+        lambda m, x: globals().update({"number_of_calls": number_of_calls + 1}),
+        "number_of_calls (global of {file})",
+    ),
+    "a value of the thread": (lambda m, x: setattr(of_thread, "rows", x), "of_thread.rows (global of {file})"),
+    "a value of the context": (lambda m, x: of_context.set(float(x.mean())), "of_context (global of {file})"),
     "a class, by a function": (lambda m, x: count_in_class(), "Meter.total"),
     "its class": (lambda m, x: setattr(type(m.square), "total", type(m.square).total + 1), "Square.total"),
     "a closure": (count_around(), "rows (variable around count)"),
@@ -321,7 +340,9 @@ def files_as_before() -> Iterator[None]:
     for each in (kept, kept_by_name, shared_values.values, masks):
         each.clear()
     globals().update(number_of_calls=0, lazy=None, was_told=False)
-    Square.total, Meter.total = 1000, 0.0
+    Square.total, Meter.total, shared_values.number_of_rows = 1000, 0.0, 0
+    vars(of_thread).clear()
+    of_context.set(None)
 
 
 @pytest.mark.usefixtures("files_as_before")

@@ -3,6 +3,7 @@
 from typing import Any
 
 values: list[Any] = []
+number_of_rows = 0
 
 
 def add(value: Any) -> None:

@@ -4,6 +4,7 @@ Two objects that hold the same can stand for each other. Classes, functions, dev
 they say what an object does, or where it is, not what is in it.
 """
 
+import contextlib
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,7 @@ import torch
 _HOLDS_NOTHING = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, types.NoneType)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, type)
 _PLAIN = (range, slice, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, types.NoneType)
+_DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
 _VALUES = (bool, int, float, complex, str, bytes)
 
 
@@ -97,15 +99,24 @@ def _inside(value: Any) -> dict[str, Any] | None:
 
 
 def attributes_of(value: object) -> dict[str, Any]:
-    """Return what an object has in its `__dict__`, and in the slots of its class."""
-    slots = [name for name in _slot_names(type(value)) if hasattr(value, name)]
-    return {**getattr(value, "__dict__", {}), **{name: getattr(value, name) for name in slots}}
-
-
-def _slot_names(cls: type) -> Iterator[str]:
-    """Yield the names of the slots that a class and its bases have."""
-    for base in cls.__mro__:
-        slots = base.__dict__.get("__slots__", ())
+    """Return what an object has in its `__dict__`, and in the slots of its class; no code of the class is called."""
+    found: dict[str, Any] = {}
+    has_dict = False
+    for base in type(value).__mro__:
+        of_base = vars(base)
+        if not has_dict and "__dict__" in of_base:
+            has_dict = True
+            if type(of_base["__dict__"]) in _DESCRIPTORS:  # a property of that name is another object's, as a proxy's
+                found.update(of_base["__dict__"].__get__(value))
+        slots = of_base.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__"):
-                yield f"_{base.__name__.lstrip('_')}{name}" if name.startswith("__") else name
+            attribute = f"_{base.__name__.lstrip('_')}{name}" if _is_private(name) else name
+            slot = of_base.get(attribute)
+            if type(slot) is types.MemberDescriptorType and attribute not in found:
+                with contextlib.suppress(AttributeError):  # it is empty
+                    found[attribute] = slot.__get__(value)
+    return found
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("__") and not name.endswith("__")

@@ -200,11 +200,11 @@ def _parts(value: Any) -> list[Any]:
     """Return the values directly inside `value`, if it is of a kind that is searched."""
     if type(value) in PROXIES:
         return [referent(value)]
-    if isinstance(value, dict):
+    if issubclass(type(value), dict):  # isinstance asks a proxy for the class of what it stands for
         return [*value, *value.values()] if len(value) <= LARGE else []
-    if isinstance(value, tuple):  # by tuple's own methods: a class may refuse its length, as e3nn's Irreps does
+    if issubclass(type(value), tuple):  # by tuple's own methods: a class may refuse its length, as e3nn's Irreps does
         return [*tuple.__iter__(value)] if tuple.__len__(value) <= LARGE else []
-    if isinstance(value, list | set | frozenset | deque):
+    if issubclass(type(value), list | set | frozenset | deque):
         return list(value) if len(value) <= LARGE else []
     if isinstance(value, types.MethodType):
         return [value.__self__]

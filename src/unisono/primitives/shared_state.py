@@ -14,11 +14,13 @@ replaces it by another value, it is none. What lies in C code is not seen, as `f
 """
 
 import contextlib
+import contextvars
 import dis
 import functools
 import io
 import itertools
 import sys
+import threading
 import types
 import weakref
 import zlib
@@ -38,6 +40,12 @@ from unisono.primitives.object_state import attributes_of, is_equal, state_of
 from unisono.primitives.references import INERT, LARGE, MODES, PROXIES, TRACKED, is_set, referent
 from unisono.runtime import torch_private
 
+
+class _Sequence:
+    def __getitem__(self, index: int) -> int:
+        raise IndexError
+
+
 _NOT_THE_USERS = {"torch", "unisono", *sys.stdlib_module_names} - {"__main__"}
 _SERVICES = {
     "logging",
@@ -48,11 +56,19 @@ _SERVICES = {
     "asyncio",
 }  # their objects are no state
 _MOST_SEARCHED = 10_000  # objects to which one look leads
+_MOST_ENTRIES = 50_000  # of all of these
 _LARGE_BYTES = 2**24  # of an array
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
-_CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
+_STORE_ATTR = dis.opmap["STORE_ATTR"]
+_CONTAINERS = (dict, types.MappingProxyType, list, tuple, set, frozenset, deque)
+_OVER_SEQUENCES = (type(iter(_Sequence())), reversed)
 _NUMBERS = (int, float, complex)
+
+
+def is_a(value: object, classes: type | types.UnionType | tuple[type, ...]) -> bool:
+    """Return whether an object is of one of some classes. isinstance asks the object, which may be a proxy, too."""
+    return issubclass(type(value), classes)
 
 
 class Place(NamedTuple):
@@ -79,26 +95,26 @@ class Reached:
         self.places: list[Place] = []
         self._own = own
         seen = set() if seen is None else seen
-        level = [*roots]
-        while level and len(self.places) < _MOST_SEARCHED:
-            below: list[Place] = []
-            for place in level:
-                with contextlib.suppress(Exception):  # objects of any class, which other threads may be changing
-                    below += self._beside(place, seen)
-            level = below
+        self._num_entries = 0
+        left = deque(roots)
+        while left and len(self.places) < _MOST_SEARCHED and self._num_entries < _MOST_ENTRIES:
+            with contextlib.suppress(Exception):  # objects of any class, which other threads may be changing
+                left += self._beside(left.popleft(), seen)
 
     def _beside(self, place: Place, seen: set[int]) -> list[Place]:
         """Add what a place has, if that was not seen before; return what it leads to."""
         if type(place.value) in PROXIES:
             place = place._replace(value=referent(place.value))
         value = place.value
-        if (type(value) in INERT and not isinstance(value, type)) or id(value) in seen:
+        if (type(value) in INERT and not is_a(value, type)) or id(value) in seen:
             return []
-        if isinstance(value, types.ModuleType) or (isinstance(value, type) and not is_the_users(value)):
+        if is_a(value, types.ModuleType) or (is_a(value, type) and not is_the_users(value)):
             return []
         seen.add(id(value))
         self.places.append(place)
-        return [*_inside_of(place).values(), *_beyond(place)]
+        inside = _inside_of(place)
+        self._num_entries += len(inside)
+        return [*inside.values(), *_beyond(place)]
 
     def inside(self, place: Place) -> dict[Any, Place]:
         """Return what a value holds, by key; writes into the value change it."""
@@ -114,57 +130,68 @@ def _inside_of(place: Place) -> dict[Any, Place]:
 
 def _inside(place: Place) -> Iterator[tuple[Any, Place]]:
     value, path, origin = place
-    if isinstance(value, torch.Tensor):
+    if is_a(value, torch.Tensor):
         if not value.is_inference():
             yield "_version", Place(value._version, path, origin)
-    elif isinstance(value, nn.Module):
+    elif is_a(value, nn.Module):
         for name, each in [*value.__dict__.items()]:
             if name not in _OF_EVERY_MODULE or name == "_buffers":
                 yield name, Place(each, f"{path}.{name}", origin)
-    elif isinstance(value, _CONTAINERS):
+    elif is_a(value, _CONTAINERS):
         yield from _items(place)
-        if not isinstance(value, tuple):  # a class of dicts or lists may have attributes, too
-            for name, each in [*getattr(value, "__dict__", {}).items()]:
+        if not is_a(value, tuple):  # a class of dicts or lists may have attributes, too
+            for name, each in attributes_of(value).items():
                 yield f".{name}", Place(each, f"{path}.{name}", origin)
-    elif isinstance(value, types.FunctionType):
+    elif is_a(value, types.FunctionType):
         yield from _variables(value)
-    elif isinstance(value, type):
+    elif is_a(value, type):
         for name, each in [*vars(value).items()]:
-            if not (name.startswith("__") or hasattr(each, "__get__")):
+            if not (name.startswith("__") or hasattr(type(each), "__get__")):
                 yield name, Place(each, f"{value.__name__}.{name}")
     elif type(value).__module__ == "numpy":
         if getattr(value, "nbytes", _LARGE_BYTES) < _LARGE_BYTES and hasattr(value, "tobytes"):
             yield "bytes", Place(zlib.crc32(value.tobytes()), path, origin)
-    elif isinstance(value, bytearray | array):
+    elif is_a(value, bytearray | array):
         yield "bytes", Place(zlib.crc32(value), path, origin)
-    elif isinstance(value, io.StringIO | io.BytesIO):
+    elif is_a(value, io.StringIO | io.BytesIO):
         yield "position", Place(value.tell(), path, origin)
-    elif isinstance(value, types.GeneratorType):
+    elif is_a(value, types.GeneratorType):
         variables = {} if value.gi_frame is None else value.gi_frame.f_locals
         yield "line", Place(-1 if value.gi_frame is None else value.gi_frame.f_lasti, path, origin)
         for name, each in [*variables.items()]:
             yield name, Place(each, path, origin)
-    elif type(value).__module__ in ("builtins", "itertools") and isinstance(value, Iterator):
+    elif type(value) is contextvars.ContextVar:
+        yield "value", Place(value.get(GONE), path, origin)
+    elif type(value) is threading.local:  # of the caller's thread, which runs the first replica
+        for name, each in [*vars(value).items()]:
+            yield name, Place(each, f"{path}.{name}", origin)
+    elif type(value) in _OVER_SEQUENCES:  # their length is that of a sequence of any class
+        yield "left", Place([*value.__reduce__()[2:], -1][0], path, origin)
+    elif type(value).__module__ in ("builtins", "itertools") and is_a(value, Iterator):
         is_count = type(value) is itertools.count
         yield "left", Place(zlib.crc32(repr(value).encode()) if is_count else length_hint(value, 0), path, origin)
     elif _top_package(type(value).__module__) not in {"torch", "unisono", *_SERVICES}:
-        for name, each in attributes_of(value).items():
+        attributes = attributes_of(value)
+        if any(is_a(each, threading.Thread) and threading.Thread.is_alive(each) for each in attributes.values()):
+            return  # its thread writes, too: a logger's, or a loader's
+        for name, each in attributes.items():
             yield name, Place(each, f"{path}.{name}", origin)
 
 
 def _items(place: Place) -> Iterator[tuple[Any, Place]]:
+    """Yield the entries of a container, past methods that its class may have of its own."""
     value, path, origin = place
-    length = tuple.__len__(value) if isinstance(value, tuple) else len(value)  # a class of tuples may refuse its own
-    if length > LARGE:
-        yield _LENGTH, Place(length, path, origin)
-    elif isinstance(value, Mapping):
-        for key, each in [*value.items()]:
+    kind = next(each for each in _CONTAINERS if is_a(value, each))
+    if kind.__len__(value) > LARGE:
+        yield _LENGTH, Place(kind.__len__(value), path, origin)
+    elif kind in (dict, types.MappingProxyType):
+        for key, each in [*kind.items(value)]:
             yield key, Place(each, f"{path}[{key!r}]" if type(key) in INERT else f"{path}[...]", origin)
-    elif isinstance(value, set | frozenset):
-        for each in [*value]:
+    elif kind in (set, frozenset):
+        for each in [*kind.__iter__(value)]:
             yield each, Place(each, path, origin)
     else:
-        for index, each in enumerate([*(tuple.__iter__(value) if isinstance(value, tuple) else value)]):
+        for index, each in enumerate([*kind.__iter__(value)]):
             yield index, Place(each, f"{path}[{index}]", origin)
 
 
@@ -190,27 +217,30 @@ def _variables(function: types.FunctionType) -> Iterator[tuple[Any, Place]]:
     for code in codes_of(function.__code__):
         for key in _assigned_globals(code):
             yield f"global {key}", _global(function, key)
+        for name, key in _assigned_in_modules(code, function.__globals__):
+            variables = vars(function.__globals__[name])
+            yield f"{name}.{key}", Place(variables.get(key, GONE), key, f" (global of {_file_of(variables)})")
 
 
 def _beyond(place: Place) -> Iterator[Place]:
     """Yield what a value leads to and does not hold."""
     value, path, origin = place
-    if isinstance(value, functools.partial):
+    if is_a(value, functools.partial):
         yield Place(value.func, path, origin)
         for number, each in enumerate((*value.args, *value.keywords.values())):
             yield Place(each, f"{path}[{number}]", origin)
-    elif isinstance(value, types.MethodType):
+    elif is_a(value, types.MethodType):
         yield Place(value.__self__, path, origin)
         yield Place(value.__func__, path, origin)
     elif type(value) is weakref.ref:
         yield Place(value(), path, origin)
-    elif isinstance(value, types.FunctionType):
+    elif is_a(value, types.FunctionType):
         if _is_the_users_code(value):
             yield from _named_by(value)
         elif hasattr(value, "__wrapped__"):
             yield Place(value.__wrapped__, path, origin)
-    elif not isinstance(value, nn.Module | torch.Tensor) and not isinstance(value, _CONTAINERS):
-        cls = value if isinstance(value, type) else type(value)
+    elif not is_a(value, nn.Module | torch.Tensor) and not is_a(value, _CONTAINERS):
+        cls = value if is_a(value, type) else type(value)
         if is_the_users(cls) and not _is_installed(cls.__module__):
             yield from _functions_of(cls)
 
@@ -252,9 +282,26 @@ def _loaded_globals(code: types.CodeType) -> set[str]:
 
 
 def _assigned_globals(code: types.CodeType) -> set[str]:
-    if _STORE_GLOBAL not in code.co_code[::2]:
-        return set()
-    return {each.argval for each in dis.get_instructions(code) if each.opname == "STORE_GLOBAL"}
+    found = _strings_in(code) if "globals" in code.co_names else set()
+    if _STORE_GLOBAL in code.co_code[::2]:
+        found |= {each.argval for each in dis.get_instructions(code) if each.opname == "STORE_GLOBAL"}
+    return found
+
+
+def _assigned_in_modules(code: types.CodeType, variables: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the name of each file of the user's that a code names, with each name that it may assign there."""
+    named = [name for name in code.co_names if type(variables.get(name)) is types.ModuleType]
+    named = [name for name in named if not _is_installed(variables[name].__name__)]
+    if not named:
+        return
+    stored = _strings_in(code) if {"setattr", "vars", "__dict__"} & {*code.co_names} else set()
+    if _STORE_ATTR in code.co_code[::2]:
+        stored |= {each.argval for each in dis.get_instructions(code) if each.opname == "STORE_ATTR"}
+    yield from ((name, key) for name in named for key in sorted(stored) if key in vars(variables[name]))
+
+
+def _strings_in(code: types.CodeType) -> set[str]:
+    return {each for each in code.co_consts if type(each) is str}
 
 
 def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -276,12 +323,18 @@ def _functions_of(cls: type) -> Iterator[Place]:
 
 def _functions_in(attribute: Any) -> Iterator[types.FunctionType]:
     """Yield the functions behind an attribute of a class: a method, a property, what a decorator wraps."""
-    candidates = [attribute, *(getattr(attribute, name, None) for name in ("fget", "fset", "func", "__func__"))]
+    inside = attributes_of(attribute)
+    candidates = [attribute, *(inside.get(name) for name in ("fget", "fset", "func"))]
+    if is_a(attribute, property):
+        candidates += [attribute.fget, attribute.fset]
+    elif is_a(attribute, staticmethod | classmethod):
+        candidates.append(attribute.__func__)
     for each in candidates:
-        if isinstance(each, types.FunctionType):
+        wrapped = None if type(each) is types.FunctionType else attributes_of(each).get("__wrapped__")
+        if type(each) is types.FunctionType:
             yield each
-        elif isinstance(getattr(each, "__wrapped__", None), types.FunctionType):
-            yield each.__wrapped__
+        elif type(wrapped) is types.FunctionType:
+            yield wrapped
 
 
 def function_of(hook: Any) -> Any:
@@ -293,7 +346,7 @@ def function_of(hook: Any) -> Any:
 
 def is_the_users(value: Any) -> bool:
     """Return whether a function, class or object is defined neither in Python, nor in torch, nor here."""
-    place = value.__module__ if isinstance(value, types.FunctionType | type) else type(value).__module__
+    place = value.__module__ if is_a(value, types.FunctionType | type) else type(value).__module__
     return _top_package(place) not in _NOT_THE_USERS
 
 
@@ -420,7 +473,7 @@ class SharedWrites:
             for key in {**before, **now}:
                 old, new = before.get(key, _NOTHING), now.get(key, _NOTHING)
                 if old.value is not new.value and self._is_written(place.value, key, old.value, new.value):
-                    is_inside = isinstance(place.value, _CONTAINERS)
+                    is_inside = is_a(place.value, _CONTAINERS)
                     found[str(place if is_inside else new if new is not _NOTHING else old)] = None
         return [*found]
 
