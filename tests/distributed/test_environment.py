@@ -51,6 +51,8 @@ START = r"\. Start the program with torchrun.*process_group=False.*$"
         ({**COMPLETE, "RANK": "one"}, "RANK='one': expected a whole number"),
         ({**COMPLETE, "WORLD_SIZE": ""}, "WORLD_SIZE='': expected a whole number"),
         ({**COMPLETE, "LOCAL_RANK": "1.5"}, "LOCAL_RANK='1.5': expected a whole number"),
+        ({**COMPLETE, "MASTER_PORT": "80000"}, "MASTER_PORT=80000: expected a port, 0 to 65535"),
+        ({**COMPLETE, "MASTER_PORT": "-1"}, "MASTER_PORT=-1: expected a port"),
         ({**COMPLETE, "RANK": "4"}, "RANK=4, WORLD_SIZE=4, LOCAL_RANK=0: expected 0 <= RANK < WORLD_SIZE"),
         ({**COMPLETE, "RANK": "-1"}, "RANK=-1, WORLD_SIZE=4, LOCAL_RANK=0: expected 0 <= RANK"),
         ({**COMPLETE, "LOCAL_RANK": "-2"}, "LOCAL_RANK=-2: expected 0 <= RANK < WORLD_SIZE and 0 <= LOCAL_RANK"),
@@ -63,6 +65,13 @@ def test_variables_that_are_missing_or_wrong(environment_of, variables, message)
         unisono.DataParallel(nn.Linear(2, 2))
     local = unisono.DataParallel(nn.Linear(2, 2), ["cpu", "cpu"], process_group=False)
     local(torch.zeros(3, 2)).sum().backward()
+
+
+def test_a_rank_that_does_not_start(environment_of):
+    """C14: the others name it, after `timeout=`."""
+    environment_of({**COMPLETE, "RANK": "0", "WORLD_SIZE": "3", "MASTER_PORT": str(free_port())})
+    with pytest.raises(RuntimeError, match=r"rank 0 of 3 has waited at 127\.0\.0\.1:.* ranks 1, 2 did not come"):
+        unisono.DataParallel(nn.Linear(2, 2), ["cpu"], timeout=0.5)
 
 
 def test_a_torch_without_distributed(monkeypatch, environment_of):

@@ -545,6 +545,38 @@ def test_groups_leave_no_files_and_threads():
     assert [(end.returncode, end.stderr) for end in ended] == [(0, "")] * 2
 
 
+def ends_groups_alone(rank: int) -> None:
+    """Make and end groups, in another number on each rank, between models that they have in common."""
+    for number in range(3):
+        given = torch.distributed.new_group([0, 1])
+        model = wrapped(process_group=given)
+        step(model)
+        torch.distributed.barrier(given)
+        if rank == number % 2:
+            torch.distributed.destroy_process_group(given)
+            del model, given
+            gc.collect()
+
+
+def test_groups_that_ranks_have_ended_do_not_count():
+    """C12: torch names a group after the number of those that its process has; ranks looked for each other in vain."""
+    run_ranks(2, ends_groups_alone, timeout_s=20)
+
+
+def test_groups_made_anew_at_the_same_port():
+    """C14: while the model of an earlier group lives. The port was taken, or an earlier group's addresses found."""
+    body = """
+    for number in range(3):
+        step()
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+        before, model = model, unisono.DataParallel(torch.nn.Linear(4, 2))
+    step()
+    """
+    ended = run_program(body)
+    assert [(end.returncode, end.stderr) for end in ended] == [(0, "")] * 2
+
+
 def test_a_program_that_fails_in_the_first_process():
     """C12: that process hosts the store. An excepthook of the program's own runs too."""
     body = """

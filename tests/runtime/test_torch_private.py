@@ -502,3 +502,25 @@ def test_what_fsdp_and_ddp_mark(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch_private.runs_in_ddp()
     monkeypatch.delattr(ddp, "_active_ddp_module")
     assert not torch_private.runs_in_ddp()
+
+
+@pytest.fixture
+def default_group():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("default_group")
+def test_the_name_of_a_group(monkeypatch):
+    """The keys of a group begin with its name."""
+
+    def made() -> str:
+        return torch.distributed.new_group([0], use_local_synchronization=True).group_name
+
+    with torch_private.group_named("ours"):
+        assert made() == "ours"
+    assert made() != "ours"
+    monkeypatch.delattr(torch.distributed.distributed_c10d, "_process_group_name")
+    with torch_private.group_named("ours"):
+        pass

@@ -22,6 +22,7 @@ from unisono.runtime.forks import in_forked_child
 _POLL_S = 0.02
 failed = threading.Event()  # set when the processes no longer agree on what comes next
 _counted_local_rank: int | None = None  # where the launcher does not say it: by the hosts of the ranks
+_num_made = 0  # groups that this process has made, as has every other that it has met
 
 
 def local_device() -> torch.device:
@@ -103,14 +104,19 @@ def start_default_group(timeout_s: float | None = None) -> bool:
 
 
 def _make_default_group(process: Launch, timeout: dict[str, timedelta]) -> None:
-    global _counted_local_rank  # noqa: PLW0603 - the process has one
+    global _counted_local_rank, _num_made  # noqa: PLW0603 - the process has one
     distributed: Any = torch.distributed
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = _store_of_this_restart(process)
     else:
         try:
             store = distributed.TCPStore(
-                process.address, process.port, is_master=process.rank == 0, wait_for_workers=False, **timeout
+                process.address,
+                process.port,
+                is_master=process.rank == 0,
+                wait_for_workers=False,
+                multi_tenant=True,  # the store of an earlier group of this program may still listen
+                **timeout,
             )
         except (*STORE_ERRORS, RuntimeError) as error:
             raise RuntimeError(
@@ -118,14 +124,21 @@ def _make_default_group(process: Launch, timeout: dict[str, timedelta]) -> None:
                 f"{process.address}:{process.port}, where the processes meet (MASTER_ADDR and MASTER_PORT name another "
                 f"place): {error}"
             ) from error
-        store = distributed.PrefixStore(f"unisono {process.job}", store)
-    if launchers.local_rank() is None:
-        _counted_local_rank = _count_local_rank(store, process)
+        _num_made += 1  # what an earlier group has written is in the store
+        store = distributed.PrefixStore(f"unisono {process.job} {_num_made}", store)
     # The backends of the devices that are there, so that `get_backend()` names them.
     kinds = {device.type for device in _devices.accelerators()}
     backends = [f"{kind}:{name}" for kind in sorted(kinds) if (name := _backend_for(kind)) not in (None, "gloo")]
     backend = ",".join(["cpu:gloo", *backends]) if backends else "gloo"
-    distributed.init_process_group(backend, store=store, rank=process.rank, world_size=process.world_size, **timeout)
+    try:
+        store.set(_host_of(process.rank), host_id())
+        if launchers.local_rank() is None:
+            _counted_local_rank = _count_local_rank(store, process)
+        distributed.init_process_group(
+            backend, store=store, rank=process.rank, world_size=process.world_size, **timeout
+        )
+    except (*STORE_ERRORS, RuntimeError) as error:
+        raise RuntimeError(_not_met(store, process, error)) from error
 
 
 def _backend_for(kind: str) -> str | None:
@@ -137,9 +150,25 @@ def _backend_for(kind: str) -> str | None:
 
 def _count_local_rank(store: Any, process: Launch) -> int:
     """Return how many lower ranks run on this host. A collective, through the store."""
-    store.set(f"host of {process.rank}", host_id())
-    hosts = [store.get(f"host of {rank}").decode() for rank in range(process.rank)]
+    hosts = [store.get(_host_of(rank)).decode() for rank in range(process.rank)]
     return hosts.count(host_id())
+
+
+def _host_of(rank: int) -> str:
+    return f"host of {rank}"
+
+
+def _not_met(store: Any, process: Launch, error: Exception) -> str:
+    """Return the message of a rank that could not be connected with all others."""
+    where = f"{process.address}:{process.port}, where the processes meet"
+    with contextlib.suppress(*STORE_ERRORS, RuntimeError):
+        missing = [str(rank) for rank in range(process.world_size) if not store.check([_host_of(rank)])]
+        if missing:
+            ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(missing[:8])}{', ...' * (len(missing) > 8)}"
+            return (
+                f"rank {process.rank} of {process.world_size} has waited at {where}, and {ranks} did not come: {error}"
+            )
+    return f"rank {process.rank} of {process.world_size} could not be connected with the others at {where}: {error}"
 
 
 def _store_of_this_restart(process: Launch) -> Any:

@@ -29,6 +29,7 @@ from typing import NamedTuple
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _MASTER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 _FIRST_PORT, _NUM_PORTS = 10_000, 19_000  # below those that systems give away, and torch's 29400 and 29500
+_LAST_PORT = 65_535
 _PORTS_BETWEEN_STEPS = 7919
 _THIS_HOST = "127.0.0.1"
 _REMEDY = (
@@ -175,6 +176,8 @@ def _launcher() -> _Names | None:
 def _meeting_place(names: _Names | None) -> tuple[str, int, str]:
     """Return the address and the port where the ranks meet, and a name that no other job has."""
     address, port = os.environ.get("MASTER_ADDR"), number("MASTER_PORT") if "MASTER_PORT" in os.environ else None
+    if port is not None and not 0 <= port <= _LAST_PORT:
+        raise RuntimeError(f"MASTER_PORT={port}: expected a port, 0 to {_LAST_PORT}. {_REMEDY}")
     if names is None:
         assert address is not None
         assert port is not None

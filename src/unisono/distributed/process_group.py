@@ -23,6 +23,7 @@ import os
 import pickle
 import sys
 import time
+import uuid
 import weakref
 from array import array
 from collections import deque
@@ -123,7 +124,7 @@ class Communicator:
         self._store = distributed.PrefixStore("unisono", process_group.get_group_store())
         self.failure_store = FailureStore(self._store, self.rank)
         self._check_every_s = max(_CHECK_EVERY_S, self.world_size / 500)
-        self._num_barriers = self._num_models = self._num_comparisons = 0
+        self._num_barriers = self._num_models = self._num_comparisons = self._num_groups = 0
         self._groups: dict[tuple[str, str], Any] = {}
         self._host_groups: set[Any] = set()  # those of gloo
         self._kinds: dict[str, set[str]] = {}  # by device of this rank: the kinds of all ranks' devices
@@ -330,8 +331,12 @@ class Communicator:
     def _new_group(self, backend: str, purpose: str) -> Any:
         # Longer than `_wait_until` waits, whose error names the missing ranks.
         timeout = datetime.timedelta(seconds=self.timeout_s + _MARGIN_S)
+        self._num_groups += 1
         try:
-            with contextlib.nullcontext() if self.is_world else torch_private.default_group_unbound():
+            # A name that no other group has had, on which the ranks agree.
+            name = self._store.compare_set(f"group/{self._num_groups}", "", uuid.uuid4().hex).decode()
+            unbound = contextlib.nullcontext() if self.is_world else torch_private.default_group_unbound()
+            with torch_private.group_named(f"unisono {name}"), unbound:
                 group = distributed.new_group(
                     self._ranks,
                     timeout=timeout,
@@ -470,7 +475,9 @@ class Communicator:
             others = (rank for rank in range(self.world_size) if rank != self.rank)
             exited = [rank for rank in others if self.failure_store.has_exited(rank)]
             if exited:
-                return self._failure(f"{ranks_of(exited)} {_has(exited)} ended while this one was at {doing}")
+                # The others learn which ranks ended first, before this one ends too.
+                self.failure_store.set("failed", " ".join(map(str, exited)) + "\n", first_only=True)
+                return self._failure(_ended(exited, doing))
             time.sleep(_REASON_NAP_S)
         return self._failure(f"{doing} has failed, and no other rank reports why: {_brief(error)}")
 
@@ -534,8 +541,11 @@ class Communicator:
 
     def _raise_if_a_rank_failed(self, doing: str) -> None:
         rank, _, reason = self.failure_store.get("failed").partition("\n")
-        if not rank or int(rank) == self.rank:
+        failed = [*map(int, rank.split())]
+        if not failed or self.rank in failed:
             return
+        if not reason:
+            raise self._failure(_ended(failed, doing))
         # A launcher blames the process that ends first: let the failed one end first.
         deadline = time.monotonic() + _REASON_TIMEOUT_S
         while time.monotonic() < deadline and not self.failure_store.has_exited(int(rank)):
@@ -734,6 +744,10 @@ def _block(work: Any, timeout_s: float) -> None:
 
 def _has(ranks: Sequence[int]) -> str:
     return "has" if len(ranks) == 1 else "have"
+
+
+def _ended(ranks: Sequence[int], doing: str) -> str:
+    return f"{ranks_of(ranks)} {_has(ranks)} ended while this one was at {doing}"
 
 
 def _brief(error: BaseException) -> str:

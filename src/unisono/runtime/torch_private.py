@@ -1278,6 +1278,32 @@ def default_group_unbound() -> Iterator[None]:
         default.bound_device_id = device
 
 
+@contextlib.contextmanager
+def group_named(name: str) -> Iterator[None]:
+    """Give this name to the process group that this thread makes with `use_local_synchronization=True`.
+
+    The keys of a group in the store begin with its name. torch's own name follows from how many groups this process
+    has: so it comes back after a group has been destroyed, with the addresses of the old one in the store; and ranks
+    that have ended other groups, or later, look for each other under different names.
+    Fallback: torch's name.
+    """
+    module: Any = getattr(torch.distributed, "distributed_c10d", None)
+    original = getattr(module, "_process_group_name", None)
+    if original is None:
+        yield
+        return
+    thread = threading.get_ident()
+
+    def name_of(*args: Any, **kwargs: Any) -> Any:
+        return name if threading.get_ident() == thread else original(*args, **kwargs)
+
+    module._process_group_name = name_of
+    try:
+        yield
+    finally:
+        module._process_group_name = original
+
+
 def is_sharded(module: torch.nn.Module) -> bool:
     """Return whether FSDP, of either kind, has the parameters of a module, without those of its children.
 
