@@ -520,15 +520,15 @@ def _looks_at_composition(
     # Of the module, or of a part of it.
     has_several = len(replicas) > 1 or any(isinstance(part, Wrapper) for part in module.modules())
     structure = "plain composition", has_several, invocation.method, *[m.training for m in module.modules()]
-    is_first = has_several and not inside_replica() and not first_steps.are_past(structure)
+    is_early = has_several and not inside_replica() and not first_steps.are_past(structure)
     looks = list[Look]()
     if len(replicas) > 1:
         written = WrittenParameters.of_replicas(replicas, module, lambda tensor: Blueprint(module).name_of(tensor))
-        looks.append(LookAtParameters(written, with_values=is_first))
+        looks.append(LookAtParameters(written, with_values=is_early and first_steps.is_first(structure)))
     watched = first_steps.leftovers.watched_by_name(replicas, module, shards, devices)
     if watched is not None:
         looks.append(watched)
-    if not is_first:
+    if not is_early:
         return looks
     if wrapper._options.sync_batch_norm is None and len(replicas) > 1:
         replica = replicas[0] if isinstance(replicas[0], nn.Module) else module

@@ -211,11 +211,11 @@ def test_what_is_written_through_data_is_seen(grad: bool) -> None:
 
 
 def test_a_replica_that_forward_has_written_into_has_the_parameters_in_the_next_one() -> None:
-    """R8: the live values. After the first two steps nothing tells of a write through `.data`; others are an error."""
+    """R8: the live values. After the first step nothing tells of a write through `.data`; others are an error."""
     has_run: list[int] = []
 
     def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        if len(has_run) > 1 and replica_path() != (0,):  # which has the live parameter's memory
+        if has_run and replica_path() != (0,):  # which has the live parameter's memory
             module.weight.data.mul_(2)
             return x * module.weight / 2
         return x * module.weight

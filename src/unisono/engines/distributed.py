@@ -146,7 +146,7 @@ class Ranks:
         first_steps, structure = threads.first_steps, ("outside of a step", method, module.training)
         # A loaded model is bound to its processes in a step: one of them alone may evaluate it before.
         is_bound = isinstance(self._gradient_sync, GradientSync)
-        if not is_bound or inside_replica() or first_steps.are_past(structure):
+        if not is_bound or inside_replica() or not first_steps.is_first(structure):
             return call()
         output = self._noting_writes(module, call, with_values=True)
         first_steps.counted(structure).end()

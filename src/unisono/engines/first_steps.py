@@ -75,11 +75,15 @@ class FirstSteps:
             rows: how many rows replicas have; `axis`: on which axis.
             beside_others: whether the caller's code runs at the same time.
         """
-        is_first = structure is None or not self._num_past[structure]
+        is_first = structure is None or self.is_first(structure)
         add, known = partial(self.leftovers.add, Kind.SHARED), self.leftovers.of_hooks
         writes = SharedWrites(add, known, reached, rows, axis, is_first=is_first)
         looks: list[Look] = [_Draws(self.leftovers, reached, inputs, only_these=beside_others), writes]
         return looks if structure is None else [*looks, self.counted(structure)]
+
+    def is_first(self, structure: Hashable) -> bool:
+        """Return whether no step of a structure has run."""
+        return not self._num_past[structure]
 
     def counted(self, structure: Hashable) -> Look:
         """Return what counts a first step when it has run."""

@@ -21,7 +21,7 @@ has replicas of its own.
 
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -145,7 +145,7 @@ class Threads:
         """
         blueprint = self.pool_for(module, call.source).blueprint
         structure = "lanes", call.method, blueprint.signature
-        if not self.first_steps.are_past(structure):
+        if self.first_steps.is_first(structure):
             self.first_steps.counted(structure).end()
             call = replace(call, is_first=True)
         return open_lanes(blueprint, call, self.compile_lock, self.first_steps)
@@ -294,26 +294,35 @@ class Forward:
         # Runs of the module, or of a part of it.
         has_several = len(call.devices) > 1 or (call.parts > 1 and call.sizes[0] > 1) or pool.has_wrappers
         kind = call.method, call.arguments.flags, self._tracked, has_several
-        first_looks = [] if kind in pool.kinds_past or self._is_again else self._first_looks(kind, has_several)
+        known = kind in pool.kinds_past or self._is_again
+        structure = None if known else self._structure_of_first_steps(kind, has_several)
         looks: list[Look] = []
-        if not self._runs_as_module or call.sync_context is not None or first_looks:
+        if not self._runs_as_module or call.sync_context is not None or structure is not None:
             note = None if call.sync_context is None else call.sync_context.gradient_sync.note_written
-            with_values = bool(first_looks) and not draws_off.are_off()  # `verify` compares parameters by itself
+            is_first = structure is not None and self._model.first_steps.is_first(structure)
+            with_values = is_first and not draws_off.are_off()  # `verify` compares parameters by itself
             looks = [LookAtParameters(self._replicas.written, note, with_values, self._runs_as_module)]
         if self._replicas.are_new and self._model.first_steps.leftovers.looks and not self._is_again:
             looks.append(self._replicas.watched(self._inputs.shards, call.devices_of_runs))
-        return [*looks, *first_looks]
+        return looks if structure is None else [*looks, *self._first_looks(structure, has_several)]
 
-    def _first_looks(self, kind: tuple[Any, ...], has_several: bool) -> list[Look]:
-        """Return what else looks at a forward of this kind, if it is one of the first steps of its structure."""
+    def _structure_of_first_steps(self, kind: tuple[Any, ...], has_several: bool) -> Hashable | None:
+        """Return the structure of a forward of this kind, if it is one of the first steps of it; else None."""
         call, pool, first_steps = self._call, self._pool, self._model.first_steps
         if inside_replica():  # the pool is for one step, and each outer replica has such objects
-            structure: Any = *kind, pool.blueprint.root.training
-            return [] if first_steps.are_past(structure) else [first_steps.counted(structure)]
-        structure = has_several, *structure_of(pool, call)
+            structure: Hashable = (*kind, pool.blueprint.root.training)
+            return None if first_steps.are_past(structure) else structure
+        structure = (has_several, *structure_of(pool, call))
         if first_steps.are_past(structure):
             pool.kinds_past.add(kind)
-            return []
+            return None
+        return structure
+
+    def _first_looks(self, structure: Hashable, has_several: bool) -> list[Look]:
+        """Return what else looks at one of the first steps of a structure."""
+        call, first_steps = self._call, self._model.first_steps
+        if inside_replica():
+            return [first_steps.counted(structure)]
         looks: list[Look] = []
         if self._normalises_shards():
             looks.append(first_steps.batch_norm(self._replicas.roots[0], in_one_process=len(call.devices) > 1))
