@@ -114,7 +114,8 @@ def assert_nothing_is_overwritten_without_outputs() -> None:
     module, x = Calls(forward, layers=mlp()).to(FIRST), torch.randn(12, 5).to(FIRST)
     model, expected = DataParallel(module, BOTH), []
     with torch.no_grad():
-        model(x)
+        for _ in range(2):  # first steps wait for the devices: with an empty list, and with tensors in it
+            model(x)
         found.clear()
         synchronize()
         with stalled(compute_streams()[1]):
@@ -176,8 +177,13 @@ def test_forwards_on_other_streams_of_the_caller() -> None:
 def test_a_model_that_is_deleted_while_its_replicas_still_compute() -> None:
     module, x = mlp().to(FIRST), torch.randn(12, 5).to(FIRST)
     expected = module(x).detach()
+    model = DataParallel(module, BOTH, output_device=SECOND)
+    with torch.no_grad():
+        model(x)  # a first step waits for the devices
+    synchronize()
     with stalled(*compute_streams()), torch.no_grad():
-        found = DataParallel(module, BOTH, output_device=SECOND)(x)
+        found = model(x)
+        del model
         others = [torch.full((n,), torch.nan, device=SECOND) for n in (8, 64, 512)]
     assert others
     torch.testing.assert_close(found.to(FIRST), expected)
