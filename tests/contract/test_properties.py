@@ -27,7 +27,13 @@ import unisono
 from helpers.losses import loss_of
 from helpers.modules import Composed
 
-pytestmark = pytest.mark.property
+pytestmark = [
+    pytest.mark.property,
+    # Outputs of any form are drawn. What each is warned of is tested in test_output_rows.py.
+    pytest.mark.filterwarnings("ignore:gathering 0-dim outputs:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.* in each replica, of its own rows:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.* with as many entries as each replica has rows:UserWarning"),
+]
 
 Pair = namedtuple("Pair", "left right")
 
@@ -278,8 +284,6 @@ class Witness(nn.Module):
         return self.seen[first]
 
 
-@pytest.mark.filterwarnings("ignore:gathering 0-dim outputs:UserWarning")
-@pytest.mark.filterwarnings("ignore:.* in each replica, of its own rows:UserWarning")
 @given(wrappers, calls())
 def test_each_row_goes_to_one_replica_and_comes_back(wrapper: type[unisono.DataParallel], call: Call) -> None:
     """S1, S2, S3, S4, S6, S7, S9, S10, S13, S15, G1, G3, G4, G6: by every `shares`, and on any axis."""
@@ -348,7 +352,6 @@ def gradients(module: nn.Module, *values: Any) -> list[torch.Tensor | None]:
     return [tensor.grad for tensor in (*module.parameters(), *tensors)]
 
 
-@pytest.mark.filterwarnings("ignore:.* with as many entries as each replica has rows:UserWarning")
 @given(wrappers, calls())
 def test_a_rowwise_module_is_the_plain_one(wrapper: type[unisono.DataParallel], call: Call) -> None:
     """N1, N2, N8, S6, S10, S12, S13: outputs, and gradients of parameters and inputs, in float64."""
