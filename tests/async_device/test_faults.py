@@ -55,7 +55,12 @@ def test_a_planted_fault_is_seen(fault: str, plain: dict[str, Tensor], monkeypat
     FAULTS[fault].plant(monkeypatch)
     for seed in SEEDS:
         C.set_seed(seed)
-        if differences(trained(), plain, TOLERANCE):
+        try:
+            is_seen = bool(differences(trained(), plain, TOLERANCE))
+        except RuntimeError as error:  # a first step compares the values of copies with the live ones
+            assert "forward has written into parameter" in str(error)  # noqa: PT017 - most faults raise nothing
+            is_seen = True
+        if is_seen:
             print(f"seen in run {seed}: {fault}")
             return
     pytest.fail(f"not seen in {len(SEEDS)} runs")

