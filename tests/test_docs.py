@@ -2,13 +2,17 @@
 
 import contextlib
 import re
+import threading
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import unisono
 from helpers.benchmarks import import_file
+from helpers.modules import Calls
 from helpers.rows import find_tests_by_row, rows_of_behaviour
 
 ROOT = Path(__file__).parent.parent
@@ -106,6 +110,68 @@ def test_the_page_of_commands_is_that_of_the_parsers() -> None:
     """`python docs/command_line.py` writes it."""
     module = import_file(ROOT / "docs" / "command_line.py", "docs_command_line")
     assert module.PATH.read_text(encoding="utf-8") == module.page()
+
+
+def of_replicas(forward, module=None, **options):
+    """Return a model on two CPU replicas: the module, or one with such a forward."""
+    module = Calls(forward, layer=nn.Linear(3, 2)) if module is None else module
+    return unisono.DataParallel(module, ["cpu"] * 2, **options)
+
+
+def decay(net, x):
+    with torch.no_grad():
+        net.layer.weight.mul_(0.9)
+    return net.layer(x)
+
+
+X = torch.ones(5, 3)
+# Of each message of ours that the page has: what causes it.
+CAUSES = {
+    "module must have its parameters and buffers on device cuda:0": lambda: of_replicas(
+        None, nn.Linear(3, 2).to("meta")
+    )(X),
+    "cannot gather output: replicas returned different sizes off the joined axis": lambda: of_replicas(
+        lambda net, x: x.new_ones(len(x), len(x))
+    )(X),
+    "cannot scatter tensors with different numbers of rows": lambda: of_replicas(None, nn.Bilinear(3, 3, 2))(X, X[:4]),
+    "output of shape ... comes from ... rows": lambda: of_replicas(lambda net, x: x.sum(0, keepdim=True))(X),
+    "output is a list with as many entries as each replica has rows": lambda: of_replicas(
+        lambda net, x: [float(row.sum()) for row in x]
+    )(X[:4]),
+    "each replica normalises its own rows in training": lambda: of_replicas(None, nn.BatchNorm1d(3))(X),
+    "forward has written into parameter": lambda: of_replicas(decay)(X),
+    "forward of ... assigns ...": lambda: of_replicas(lambda net, x: setattr(net, "last", x) or net.layer(x))(X),
+    "ReplicaTimeout: no progress": lambda: of_replicas(
+        lambda net, x: net.layer(x) if len(x) == 3 else threading.Event().wait(2), timeout=0.1
+    )(X),
+}
+OF_TORCH = [
+    "Expected all tensors to be on the same device",
+    "Was asked to gather along dimension 0, but all input tensors were scalars",
+    "Missing key(s) in state_dict, Unexpected key(s): module.",
+    "Expected more than 1 value per channel when training",
+    "There is an imbalance between your GPUs",
+    "CUDA out of memory",
+]
+
+
+def test_the_page_of_error_messages_has_what_is_said() -> None:
+    headings = re.findall(r"^## (.+)$", (ROOT / "docs" / "errors.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(headings) == sorted([*CAUSES, *OF_TORCH])
+
+
+@pytest.mark.parametrize("heading", CAUSES)
+def test_a_message_of_the_page_is_said(heading: str) -> None:
+    """With values in the place of "..."."""
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            CAUSES[heading]()
+            said = [str(each.message) for each in warned]
+        except Exception as error:  # noqa: BLE001 - of any class
+            said = [f"{type(error).__name__}: {error}"]
+    parts = map(re.escape, re.split(r"\.\.\.|cuda:0|(?<=ReplicaTimeout: )", heading))
+    assert any(re.search(".*".join(parts), each) for each in said), said
 
 
 # Code on pages
