@@ -144,8 +144,8 @@ def run(wrapper: Wrapper, invocation: Invocation) -> Any:
     in_ranks = ranks is not None and ranks.take_part(wrapper._modules["module"])
     if not in_ranks and (_is_alone(options, invocation, is_compiling) or _runs_whole(options)):
         if ranks is not None and not is_compiling:
-            run_alone = partial(on_one_device, wrapper, invocation)
-            return ranks.look_for_writes(wrapper._threads, wrapper.module, invocation.method, run_alone)
+            run = partial(on_one_device, wrapper, invocation)
+            return ranks.look_for_writes(wrapper._threads, wrapper.module, invocation.method, run)
         return on_one_device(wrapper, invocation)
     if is_compiling:  # the wrapper, or a model around it: replicas stay out of its graph
         return torch.compiler.disable(_run_uncompiled)(wrapper, invocation, in_ranks)  # type: ignore[no-untyped-call]

@@ -96,7 +96,7 @@ class FirstSteps:
         return _BatchNormPerShard(self.warnings, replica, in_one_process=in_one_process)
 
     def say_of_functional_batch_norm(self) -> None:
-        """Warn of a batch norm that was found in a replica's graph; `look_at_batch_norm` may have done so already."""
+        """Warn of a batch norm that was found in a replica's graph; the look at its layers may have done so already."""
         self.warnings.give(_PER_SHARD.format(layer="torch.nn.functional.batch_norm"), _BATCH_NORM)
 
 

@@ -83,16 +83,13 @@ class Activity:
         """
         if inside_replica() or self._is_busy():
             return call(*inputs, **kwargs)
-        before = timings()
-        self._thread.busy = True
-        began = time.perf_counter()
+        before, began = timings(), time.perf_counter()
         try:
-            output = call(*inputs, **kwargs)
+            with self.uncounted():  # a forward inside this one is part of it
+                output = call(*inputs, **kwargs)
         except BaseException:
             self._count(began, 0, 0, [])
             raise
-        finally:
-            self._thread.busy = False
         of_replicas = timings()
         if of_replicas is before:  # nothing was timed: one device, or overridden verbs
             of_replicas = []
