@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from helpers.contract import Wrap
+from helpers.garbage import wait_for_workers
 from helpers.losses import loss_of
 
 pytestmark = pytest.mark.usefixtures("collector_off")
@@ -27,6 +28,7 @@ class Watched(nn.Module):
         return self.b(torch.tanh(hidden) * hidden)  # hidden is saved for backward
 
     def alive(self) -> int:
+        wait_for_workers()
         return sum(reference() is not None for reference in self.seen)
 
 

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from helpers.comparisons import assert_alike, assert_all_same, assert_same_gradients, twins
 from helpers.contract import DEVICES, ON_CPU, Wrap, at_the_same_time, in_time, in_turn
+from helpers.garbage import wait_for_workers
 from helpers.in_time import WAIT_S
 from helpers.losses import loss_of
 from helpers.modules import Calls
@@ -498,6 +499,7 @@ def test_forwards_that_remember_are_freed(wrap: Wrap) -> None:
     for _ in range(4):
         remembering(model, model.module, torch.randn(6, 5, requires_grad=True), 3)[-1].backward()
         REMEMBERED.clear()
+        wait_for_workers()
         alive.append(len(bucket._collectors))
     assert alive[1:] == alive[:1] * 3
 
@@ -636,6 +638,7 @@ def test_activations_are_freed(wrap: Wrap, how: str) -> None:
         else:
             loss = loss + output
             loss.backward()
+        wait_for_workers()
         assert all(reference() is None for reference in module.seen)
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
 import unisono
-from helpers.garbage import collected
+from helpers.garbage import collected, wait_for_workers
 
 ROWS, WIDTH = 6, 3
 Pair = namedtuple("Pair", ["first", "second"])
@@ -107,6 +107,7 @@ def test_a_step_leaves_nothing(collector_off: None, inputs: str, output: str, sy
     gc.collect()
     for with_gradients in (True, True, False):
         left = references_after_a_step(model, inputs, with_gradients)
+        wait_for_workers()
         assert [name for name, reference in left.items() if reference() is not None] == []
         assert collected() == []
 

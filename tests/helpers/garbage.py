@@ -5,15 +5,31 @@ import gc
 import sys
 import types
 from collections.abc import Iterator
+from queue import SimpleQueue
+from typing import Any
 
 import torch
 from torch import nn
+
+from unisono.runtime import thread_pool
 
 _OF_OTHERS: tuple[str, ...] = ("_pytest", "execnet", "pluggy", "xdist")
 if "async_device" in sys.modules:
     # Functions of torch.utils._pytree that call themselves, with their annotations. Torch's meta kernels in Python, by
     # which the asynchronous device finds sizes, leave some.
     _OF_OTHERS += ("torch.utils._pytree", "types")
+
+
+def wait_for_workers() -> None:
+    """Wait until idle workers have freed what they made and others dropped: Python without the lock leaves it to them.
+
+    Where that refers to what another worker made, that one frees it the next time.
+    """
+    if thread_pool.OBJECTS_HAVE_THREADS:
+        for _ in range(4):
+            done: SimpleQueue[Any] = SimpleQueue()
+            for _ in range(thread_pool._pool.run_idle(done)):
+                done.get(timeout=60)
 
 
 @contextlib.contextmanager
@@ -35,6 +51,7 @@ def collected() -> list[str]:
     What the test runner's own threads leave at any time does not count, nor do containers: in a cycle of a program's
     there is something else.
     """
+    wait_for_workers()
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
         gc.collect()
@@ -46,6 +63,7 @@ def collected() -> list[str]:
 
 def live_tensors() -> tuple[int, int]:
     """Return how many tensors Python can see, and how many bytes they have together."""
+    wait_for_workers()
     tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
     storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
     return len(tensors), sum(storages.values())

@@ -9,14 +9,15 @@ from helpers.programs import run_script
 from unisono.runtime import malloc
 
 # Prints the MiB that are resident after many large blocks have been freed, less those before they were made: before the
-# call, and after it; and what the call returned.
+# call, and after it, in another thread, too; and what the call returned.
 MEASURE = """
 import json, os
+from concurrent.futures import ThreadPoolExecutor
 import torch, unisono
 
-def kept():
+def kept(mib=4):
     before = resident()
-    blocks = [torch.ones(2**20) for _ in range(64)]  # 4 MiB each
+    blocks = [torch.ones(mib * 2**18) for _ in range(256 // mib)]
     del blocks
     return resident() - before
 
@@ -24,7 +25,9 @@ def resident():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
-print(json.dumps([kept(), unisono.keep_freed_memory(), kept()]))
+with ThreadPoolExecutor(1) as pool:
+    in_thread = lambda: pool.submit(kept, 40).result()
+    print(json.dumps([kept(), in_thread(), unisono.keep_freed_memory(), kept(), in_thread()]))
 """
 
 glibc = pytest.mark.skipif(malloc._mallopt() is None, reason="needs glibc")
@@ -34,9 +37,10 @@ glibc = pytest.mark.skipif(malloc._mallopt() is None, reason="needs glibc")
 def test_freed_blocks_are_kept_when_asked_for_and_not_before():
     run = run_script(MEASURE)
     assert run.returncode == 0, run.stderr
-    before, done, after = json.loads(run.stdout)
+    before, before_in_thread, done, after, after_in_thread = json.loads(run.stdout)
     assert done is True
     assert before < 128 < after
+    assert before_in_thread < 128 < after_in_thread
 
 
 def test_elsewhere_nothing_is_done(monkeypatch: pytest.MonkeyPatch):

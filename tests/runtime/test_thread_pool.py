@@ -18,7 +18,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from helpers.forks import in_a_fork
-from helpers.garbage import no_garbage
+from helpers.garbage import no_garbage, wait_for_workers
 from helpers.in_time import WAIT_S, in_time
 from helpers.modules import PassingMode
 from helpers.programs import run_script
@@ -417,6 +417,7 @@ def test_workers_keep_nothing_alive() -> None:
                 tasks = [lambda t=thing, r=result: (t, r)] * 3
                 outcomes = run(*tasks)
                 del tasks, outcomes, thing, result
+                wait_for_workers()
                 assert [reference() for reference in references] == [None, None]
             run(*[Thing] * 3)
     finally:

@@ -28,10 +28,19 @@ STEPS_UNTIL_FROZEN = 130  # with shares="measured" and two replicas, at most
 
 @dataclass(frozen=True)
 class Contender:
-    """One line of a table: a contender, and its number of replicas."""
+    """One line of a table: a contender, its number of replicas, and the setting that its processes start in.
+
+    Attributes:
+        python: the path of an interpreter that can import unisono; "": the one that runs the benchmark.
+        environment: names and values of environment variables, beside those of the benchmark.
+        keeps_freed_memory: whether each process calls `unisono.keep_freed_memory()`.
+    """
 
     name: str
     replicas: int
+    python: str = ""
+    environment: tuple[tuple[str, str], ...] = ()
+    keeps_freed_memory: bool = True
 
     @property
     def num_programs(self) -> int:

@@ -58,7 +58,7 @@ class ContenderProcesses:
         folder = Path(self._folder.name)
         try:
             for rank in range(contender.num_programs):
-                self._start(folder / f"log-{rank}")
+                self._start(contender, folder / f"log-{rank}")
                 self._connections[rank].send((contender, rank, target, folder))
         except BaseException:
             self.close()
@@ -97,14 +97,17 @@ class ContenderProcesses:
             process.wait()
         self._folder.cleanup()
 
-    def _start(self, log: Path) -> None:
+    def _start(self, contender: Contender, log: Path) -> None:
         own, others = socket.socketpair()
-        code = f"import sys; sys.path[:] = {sys.path!r}; from unisono.bench.programs import serve; serve({{}})"
+        code = "from unisono.bench.programs import serve; serve({})"
+        if not contender.python:
+            code = f"import sys; sys.path[:] = {sys.path!r}; {code}"
         with others, log.open("wb") as output:
             self._connections.append(Connection(own.detach()))
             self._processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-c", code.format(others.fileno())],
+                    [contender.python or sys.executable, "-c", code.format(others.fileno())],
+                    env={**os.environ, **dict(contender.environment)},
                     pass_fds=[others.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
@@ -184,7 +187,8 @@ def serve(fd: int) -> None:
 
 
 def _set_up(contender: Contender, rank: int, target: str, folder: Path) -> tuple[Callable[[], Step], Ready]:
-    keep_freed_memory()
+    if contender.keeps_freed_memory:
+        keep_freed_memory()
     use_part_of_cores(contender, rank)
     task = Task.of_target(target)
     if contender.num_programs > 1:

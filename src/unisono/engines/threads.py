@@ -20,9 +20,10 @@ has replicas of its own.
 """
 
 import re
+import sys
 import warnings
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -64,7 +65,14 @@ from unisono.runtime.model_warnings import ModelWarnings
 from unisono.runtime.rng import own_streams
 from unisono.runtime.stand_ins import StandIns, while_replicas_run, while_running
 from unisono.runtime.streams import Copies
-from unisono.runtime.thread_pool import PassContext, ReplicaContext, inside_replica, one_pass, run_together
+from unisono.runtime.thread_pool import (
+    PassContext,
+    ReplicaContext,
+    free_in_workers,
+    inside_replica,
+    one_pass,
+    run_together,
+)
 from unisono.runtime.timeline import ReplicaTiming
 from unisono.sync_batch_norm.function_mode import BatchNormOverReplicas, not_running_together
 
@@ -94,6 +102,9 @@ _GRAD_OF_NO_LEAF = ("ignore", re.compile("The .grad attribute of a Tensor that i
 _while_one_replica_runs = StandIns()
 for stand_ins in (while_replicas_run, _while_one_replica_runs):
     stand_ins.add(lambda: [(warnings, "filters", lambda filters: [_GRAD_OF_NO_LEAF, *filters])])
+# Where it is set (Python 3.14 without the lock), `warnings.catch_warnings` gives its context variables filters of its
+# own, in place of `warnings.filters`.
+_FILTERS_OF_CONTEXTS = bool(getattr(sys.flags, "context_aware_warnings", False))
 
 
 class Threads:
@@ -133,7 +144,10 @@ class Threads:
             step = Forward(self, module, call, copies, again)
             if not inside_replica():
                 self._timings = step.timings
-            return step.forward()
+            try:
+                return step.forward()
+            finally:
+                free_in_workers()
 
     def open_lanes(self, module: nn.Module, call: LaneCall) -> list[Lane]:
         """Return lanes on the devices of `call`, all with the module as it is now. Gradients are off.
@@ -245,7 +259,10 @@ class Forward:
                 look.begin()
             refusal = register_optimizer_step_pre_hook(partial(_refuse_step, self._pool.blueprint))
             try:
-                with while_running(_while_one_replica_runs) if len(self.timings) == 1 else nullcontext():
+                with (
+                    while_running(_while_one_replica_runs) if len(self.timings) == 1 else nullcontext(),
+                    _grad_of_no_leaf_ignored() if _FILTERS_OF_CONTEXTS else nullcontext(),
+                ):
                     outputs = self._run_replicas(contexts)
             except (RuntimeError, ValueError) as error:
                 for text, note in _NOTES.items():
@@ -398,6 +415,13 @@ class Forward:
             replay=None if self._replay is None or self._is_again else self._replay.repeatable(),
             step=self._step,
         )
+
+
+@contextmanager
+def _grad_of_no_leaf_ignored() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
+        yield
 
 
 def _refuse_step(blueprint: Blueprint, optimizer: torch.optim.Optimizer, *_: object) -> None:

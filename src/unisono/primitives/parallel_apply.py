@@ -11,7 +11,7 @@ from unisono.runtime.devices import DeviceLike
 from unisono.runtime.errors import annotate
 from unisono.runtime.interrupts import critical, interruptibly
 from unisono.runtime.rng import own_streams
-from unisono.runtime.thread_pool import Outcome, run_together
+from unisono.runtime.thread_pool import Outcome, free_in_workers, run_together
 from unisono.runtime.thread_state import modes_that_stay
 from unisono.runtime.tracebacks import without_own_frames
 
@@ -70,7 +70,10 @@ def parallel_apply(
 
             return run
 
-        return values_or_raise(run_together([task(i) for i in range(calls)], used), where)
+        try:
+            return values_or_raise(run_together([task(i) for i in range(calls)], used), where)
+        finally:
+            free_in_workers()
 
 
 def values_or_raise(outcomes: Sequence[Outcome[Any]], where: Sequence[str]) -> list[Any]:

@@ -4,9 +4,11 @@ glibc's malloc returns a large block to the kernel as soon as it is freed, and r
 that size. The kernel zeroes each page of a new block at the first write. A training allocates and frees the same sizes
 in every step, so it pays for the same pages in every step.
 
-Threads other than the first have arenas of their own, with heaps of 64 MiB; a block that does not fit into one is
-returned to the kernel whatever the settings. So all threads use the first arena; the time that they wait for its lock
-is negligible beside a tensor operation.
+Threads other than the first have arenas of their own, made of heaps of 64 MiB. glibc deletes a heap when all of it is
+free, except where the heap before it has less room left than `M_TOP_PAD`: with a pad of two heaps none is deleted
+(`heap_trim` in glibc's malloc/arena.c). A block of more than 64 MiB does not fit into a heap: in these threads it is
+returned to the kernel whatever the settings. One arena for all threads would keep it, too, but threads would wait for
+each other at every allocation. benchmarks/allocators.md has what each costs.
 
 The setting belongs to the process and cannot be undone: malloc's default depends on what was freed before. So a user's
 process is left as it is until the user calls the function.
@@ -20,9 +22,10 @@ from typing import cast
 
 # From glibc's malloc.h: what mallopt is to set.
 _TRIM_THRESHOLD = -1  # from this many free bytes at its end, a heap is trimmed: they are returned to the kernel
+_TOP_PAD = -2  # how many bytes more than necessary are requested from the kernel, and kept when a heap is trimmed
 _MMAP_THRESHOLD = -3  # from this many bytes, a block is a mapping of its own, outside of the heaps
-_ARENA_MAX = -8  # number of arenas; threads that have one already keep it
 
+_TWO_HEAPS = 2 * 2**26
 _LARGE = 2**30
 _LARGEST_IN_OLD_GLIBC = 2**25  # up to 2.34, mallopt refuses a larger mmap threshold
 
@@ -45,7 +48,7 @@ def keep_freed_memory() -> bool:
     if mallopt is None:
         return False
     own_mappings = mallopt(_MMAP_THRESHOLD, _LARGE) or mallopt(_MMAP_THRESHOLD, _LARGEST_IN_OLD_GLIBC)
-    return bool(own_mappings and mallopt(_TRIM_THRESHOLD, _LARGE) and mallopt(_ARENA_MAX, 1))
+    return bool(own_mappings and mallopt(_TRIM_THRESHOLD, _LARGE) and mallopt(_TOP_PAD, _TWO_HEAPS))
 
 
 @functools.cache

@@ -13,6 +13,8 @@ Guarantees
       leave locks held for ever, those of Python's imports among them.
     - While tasks run, and only then, some functions of torch and Python have stand-ins (stand_ins.py).
     - On the CPU a worker runs on its own part of the process's cores (affinity.py); the caller's thread is not bound.
+    - Python without the global lock frees what a thread has made, and others have dropped, only when that thread runs
+      again. `free_in_workers` has idle workers run once; on other builds it does nothing.
     - After a fork the child starts workers of its own. At exit workers are stopped and joined, because a daemon thread
       that is inside torch when the interpreter ends aborts the process. Tasks that still run after a while are
       interrupted then. One that sleeps is left alone: it would not notice, and it is not inside torch's kernels.
@@ -26,6 +28,7 @@ import atexit
 import contextlib
 import contextvars
 import ctypes
+import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -54,6 +57,10 @@ _EXIT_PATIENCE_S = 2.0  # how long interpreter exit waits for workers to end by 
 _EXIT_WAIT_S = 10.0  # and how long in all
 _EXIT_ASLEEP_S = 0.5  # a worker that has slept for so long then is asleep
 _EXIT_LOOK_S = 0.05  # how often exit looks
+
+# Whether an object belongs to the thread that has made it: in the builds of Python that can run without the global lock
+# (PEP 703, "Biased Reference Counting"), with the lock on as well.
+OBJECTS_HAVE_THREADS = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 
 
 @dataclass(slots=True)
@@ -260,6 +267,15 @@ def _run_in_threads(
             _pool.abandon([*compress(workers, map(not_, have_ended))])
         _thread_counts.end(threads_before, threads_each)
         ended.clear()  # a traceback refers to this frame: nothing in it may refer to an exception
+
+
+def free_in_workers() -> None:
+    """Have idle workers free what they have made and the calling thread has dropped: it calls this at a pass's end.
+
+    It does not wait for them. What the caller drops later is freed at the next pass, or by `gc.collect()`.
+    """
+    if OBJECTS_HAVE_THREADS and not inside_replica():
+        _pool.run_idle(SimpleQueue())
 
 
 class Background:
@@ -591,6 +607,13 @@ class _Pool:
             self._busy = [worker for worker in self._busy if worker not in workers]
             self._idle[:0] = workers
 
+    def run_idle(self, done: SimpleQueue[tuple[int, Outcome[Any]]]) -> int:
+        """Have every idle worker run an empty task; return how many there are. Each puts its outcome into `done`."""
+        with self._lock:
+            for worker in self._idle:
+                worker.inbox.put(_Order(0, [_nothing], done))
+            return len(self._idle)
+
     def abandon(self, workers: Sequence[_Worker]) -> None:
         """Let busy workers end with their current task."""
         for worker in workers:
@@ -639,6 +662,13 @@ class _Pool:
     def forget(self) -> None:
         """Start empty, in the child of a fork: the parent's threads do not exist there."""
         self.__init__()  # type: ignore[misc]
+
+
+_DONE: Outcome[None] = Outcome()  # not the worker's: it would keep it
+
+
+def _nothing(index: int) -> Outcome[None]:
+    return _DONE
 
 
 def _sleep_state(thread: threading.Thread) -> object:

@@ -34,12 +34,14 @@ from unisono.runtime.interrupts import interruptible
 
 
 def has_tracer() -> bool:
-    """Return whether torch.jit traces in this thread, or torch.fx in any.
+    """Return whether torch.jit or torch.fx traces in this thread; before torch 2.14, torch.fx in any.
 
     Fallback: False. Then a trace of a wrapper ends in an error of torch's.
     """
+    of_fx: Any = torch.fx._symbolic_trace
     try:
-        return bool(torch._C._is_tracing() or torch.fx._symbolic_trace._is_fx_tracing_flag)
+        flag = of_fx._get_is_fx_tracing() if hasattr(of_fx, "_get_is_fx_tracing") else of_fx._is_fx_tracing_flag
+        return bool(torch._C._is_tracing() or flag)
     except AttributeError:
         return False
 
@@ -131,16 +133,25 @@ def _run_engine(*args: Any, **kwargs: Any) -> Any:
     torch has one `contextvars.Context` for a backward, and calls its `run`. Two threads, of two devices, cannot enter
     it at once: "cannot enter context". Here each call has a copy.
     """
-    run = functools.partial(_run_in_copy, contextvars.copy_context())
-    torch._C._stash_obj_in_tls("context", types.SimpleNamespace(run=run))
+    torch._C._stash_obj_in_tls("context", _CopiedContext(contextvars.copy_context()))
     try:
         return torch.autograd.Variable._execution_engine.run_backward(*args, **kwargs)
     finally:
         torch._C._remove_obj_from_tls("context")
 
 
-def _run_in_copy(context: contextvars.Context, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return context.copy().run(function, *args, **kwargs)
+class _CopiedContext:
+    """A context of which each call enters a copy."""
+
+    def __init__(self, context: contextvars.Context) -> None:
+        self._context = context
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._context.copy().run(function, *args, **kwargs)
+
+    def copy(self) -> "_CopiedContext":
+        """Return what torch calls `run` of, from torch 2.14 on."""
+        return self
 
 
 _SEEN = "unisono: seen in backward"  # a key among what torch takes along into the threads of a backward
@@ -1050,6 +1061,8 @@ def is_only_reference(holder: list[torch.Tensor]) -> bool:
 
     Then it may be written into. Fallback: False.
     """
+    if _references(holder) != _REFERENCES_OF_ONE:
+        return False
     (tensor,) = holder
     try:
         storages = int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
@@ -1057,15 +1070,15 @@ def is_only_reference(holder: list[torch.Tensor]) -> bool:
     except (AttributeError, RuntimeError):  # the latter: a tensor without storage
         return False
     # The storage has the tensor's reference, and that of the object that asks.
-    return storages == 2 and in_cpp == 1 and sys.getrefcount(tensor) == _REFERENCES_OF_ONE
+    return storages == 2 and in_cpp == 1
 
 
-def _references_of_one(holder: list[Any]) -> int:
+def _references(holder: list[Any]) -> int:
     (item,) = holder
     return sys.getrefcount(item)
 
 
-_REFERENCES_OF_ONE = _references_of_one([object()])  # the list's, and those of a function that asks
+_REFERENCES_OF_ONE = _references([object()])  # the list's, and those of the function that asks
 
 
 def add_all_in_place(targets: list[torch.Tensor], others: list[torch.Tensor]) -> None:
