@@ -34,7 +34,9 @@ def test_every_page_is_in_the_navigation_and_every_entry_is_a_page(built):
     entries = re.findall(r"([\w./-]+\.md)$", navigation, re.MULTILINE)
     assert len(entries) == len(set(entries))
     assert [entry for entry in entries if entry not in built.pages] == []
-    led_to = {"license.md"} | {page for page in built.pages if page.startswith(("source/", "benchmarks/"))}
+    led_to = {"license.md", "test-records.md"} | {
+        page for page in built.pages if page.startswith(("source/", "benchmarks/"))
+    }
     assert built.pages.keys() - set(entries) - led_to == set()
 
 
@@ -204,6 +206,16 @@ def test_code_on_a_page_runs(path, tmp_path):
     with contextlib.chdir(tmp_path), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         exec(compile(program, str(ROOT / path), "exec"), {"__name__": "page"})
+
+
+def test_the_page_names_the_libraries_that_were_run():
+    """`make clients` writes their table."""
+    records, page = ((ROOT / "docs" / name).read_text() for name in ("test-records.md", "compatibility.md"))
+    table = records.partition("<!-- written by make clients -->\n")[2].partition("<!-- end -->")[0]
+    libraries = set(re.findall(r"^\| ([\w.-]+) \d[\w.]* \|", table, re.MULTILINE))
+    listed = re.findall(r"^- \*\*\w+\*\*: (.+?)[;.]$", page, re.MULTILINE | re.DOTALL)
+    assert len(libraries) > 15
+    assert {name for line in listed for name in re.split(r",\s+", line)} == libraries
 
 
 def test_the_api_page_has_every_public_name():
