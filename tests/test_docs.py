@@ -12,6 +12,7 @@ from torch import nn
 
 import unisono
 from helpers.benchmarks import import_file
+from helpers.forked import forked
 from helpers.modules import Calls
 from helpers.rows import find_tests_by_row, rows_of_behaviour
 
@@ -89,7 +90,7 @@ def test_links_in_code_are_left_alone(built):
 
 def test_the_first_script_is_the_example():
     """tests/test_examples.py runs it."""
-    text, example = (ROOT / "docs" / "usage.md").read_text(encoding="utf-8"), ROOT / "examples" / "first_steps.py"
+    text, example = (ROOT / "docs" / "two-devices.md").read_text(encoding="utf-8"), ROOT / "examples" / "first_steps.py"
     script = re.search(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[1]
     assert script.strip() == example.read_text().rpartition('"""')[2].strip()
     assert "    same: 12 comparisons, in training and eval\n" in text
@@ -178,7 +179,23 @@ def test_a_message_of_the_page_is_said(heading: str) -> None:
 
 # Code on pages
 
-RUN = ["docs/save-and-resume.md", "docs/from-data-parallel.md", "docs/from-ddp.md", "docs/from-data-parallel.zh-CN.md"]
+RUN = [
+    "docs/two-devices.md",
+    "docs/from-data-parallel.md",
+    "docs/from-ddp.md",
+    "docs/batch-dimension.md",
+    "docs/batch-norm-and-dropout.md",
+    "docs/state-in-forward.md",
+    "docs/shares.md",
+    "docs/out-of-memory.md",
+    "docs/save-and-resume.md",
+    "docs/inference.md",
+    "docs/verify.md",
+    "docs/profile.md",
+    "docs/from-data-parallel.zh-CN.md",
+]
+# Of the whole process: names that are replaced, simulated devices.
+RUN_AS_PROGRAMS = ["docs/run.md", "docs/trainer.md", "docs/testing.md"]
 
 
 def program_of(page):
@@ -198,14 +215,33 @@ def program_of(page):
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize("path", RUN)
-def test_code_on_a_page_runs(path, tmp_path):
-    """From top to bottom, as a reader would type it; an error names the page and the line."""
+def run_page(path: str) -> None:
+    """Run its code from top to bottom, as a reader would type it; an error names the page and the line."""
     program = program_of((ROOT / path).read_text(encoding="utf-8"))
-    assert "unisono.DataParallel(" in program
+    assert "unisono." in program
+    torch.manual_seed(0)
+    exec(compile(program, str(ROOT / path), "exec"), {"__name__": "page"})
+
+
+@pytest.mark.parametrize("path", RUN)
+def test_code_on_a_page_runs(path: str, tmp_path: Path) -> None:
     with contextlib.chdir(tmp_path), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        exec(compile(program, str(ROOT / path), "exec"), {"__name__": "page"})
+        run_page(path)
+
+
+@pytest.mark.parametrize("path", RUN_AS_PROGRAMS)
+def test_code_on_a_page_runs_as_a_program(path: str, tmp_path: Path) -> None:
+    with forked(run_page, path, cwd=tmp_path) as program:
+        assert program.wait() == 0, program.err
+
+
+def test_the_test_on_the_page_is_the_example() -> None:
+    """tests/test_pytest_plugin.py runs it."""
+    page = (ROOT / "docs" / "testing.md").read_text(encoding="utf-8")
+    example = (ROOT / "examples" / "two_device_tests" / "test_pooling.py").read_text(encoding="utf-8")
+    shown = re.search(r"^```python\n(def test_.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert shown
+    assert shown[1] in example
 
 
 def test_the_page_names_the_libraries_that_were_run():
@@ -242,17 +278,17 @@ def sections_of(pages: dict[str, str]) -> list[tuple[str, str, str]]:
 @pytest.mark.parametrize(
     ("words", "page"),
     [
-        ("batch norm", "usage.md"),
+        ("batch norm", "batch-norm-and-dropout.md"),
         ("resume", "save-and-resume.md"),
         ("checkpoint", "save-and-resume.md"),
-        ("learning rate", "usage.md"),
-        ("mixed precision", "usage.md"),
-        ("gradient accumulation", "usage.md"),
-        ("out of memory", "reliability.md"),
+        ("learning rate", "two-devices.md"),
+        ("mixed precision", "two-devices.md"),
+        ("gradient accumulation", "two-devices.md"),
+        ("out of memory", "out-of-memory.md"),
         ("kaggle", "notebook.md"),
         ("slurm", "clusters.md"),
-        ("uneven gpus", "usage.md"),
-        ("lstm hidden state", "from-data-parallel.md"),
+        ("uneven gpus", "shares.md"),
+        ("lstm hidden state", "batch-dimension.md"),
         ("gather scalar", "errors.md"),
     ],
 )
