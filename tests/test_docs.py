@@ -229,6 +229,16 @@ def test_code_on_a_page_runs(path: str, tmp_path: Path) -> None:
         run_page(path)
 
 
+def test_the_page_of_verify_shows_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All but the figures."""
+    page = (ROOT / "docs" / "verify.md").read_text(encoding="utf-8")
+    conclusion = re.search(r"^    training: differs.*?in training$", page, re.MULTILINE | re.DOTALL)
+    assert conclusion
+    test_code_on_a_page_runs("docs/verify.md", tmp_path)
+    without_notes = re.sub(r"^random draws.*\n", "", capsys.readouterr().out, flags=re.MULTILINE)
+    assert plain(conclusion[0]) in plain(without_notes)
+
+
 @pytest.mark.parametrize("path", RUN_AS_PROGRAMS)
 def test_code_on_a_page_runs_as_a_program(path: str, tmp_path: Path) -> None:
     with forked(run_page, path, cwd=tmp_path) as program:
