@@ -1,4 +1,4 @@
-"""docs/clusters.md and the pages of launchers as they are run: by Slurm, Open MPI, Ray, Monarch and others, on this machine; see `__main__.py`.
+"""The pages of launchers as they are run: by Slurm, Open MPI, Ray, Monarch and others, here; see `__main__.py`.
 
     page.py          the blocks of code of these pages
     uneven_rows.py   a training in double precision, whose ranks have uneven numbers of rows; the oracle is one device

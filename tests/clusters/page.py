@@ -26,7 +26,7 @@ def changed(code: str, changes: Mapping[str, str]) -> str:
 
 
 def training_script() -> str:
-    """Return the script of docs/clusters.md, with what it calls `model` and `loader`: the training of uneven_rows.py."""
+    """Return the script of clusters.md, with what it calls `model` and `loader`: the training of uneven_rows.py."""
     return (
         "import torch\nimport unisono\n"
         "from clusters.uneven_rows import keep, loader, new_model\n\n"
