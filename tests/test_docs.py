@@ -192,6 +192,7 @@ RUN = [
     "docs/inference.md",
     "docs/verify.md",
     "docs/profile.md",
+    "docs/training-step.md",
     "docs/from-data-parallel.zh-CN.md",
 ]
 # Of the whole process: names that are replaced, simulated devices.
@@ -277,7 +278,7 @@ def sections_of(pages: dict[str, str]) -> list[tuple[str, str, str]]:
     """Return the page, the heading and the text of each section that the site's search has."""
     found = []
     for path, text in pages.items():
-        if not path.startswith(("source/", "behaviour/")) and "zh-CN" not in path:
+        if not path.startswith(site.NOT_SEARCHED) and "zh-CN" not in path:
             title = text.partition("\n")[0].removeprefix("# ")
             for part in re.split(r"^#+ ", text, flags=re.MULTILINE)[1:]:
                 heading, _, body = part.partition("\n")

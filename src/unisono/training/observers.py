@@ -1,4 +1,4 @@
-"""Observers: what is told of a run while it goes on, such as a tracker of experiments.
+r"""Observers: what is told of a run while it goes on, such as a tracker of experiments.
 
 An observer is told each step and each epoch with the record that metrics.jsonl has of it. metrics.jsonl and curves.png
 are not written by observers: a run needs its records to be resumed, and ends when it cannot write a file of its own. An
