@@ -117,6 +117,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         devices: the `torch.device` of each replica; empty where the plain module runs.
         device_ids, output_device: as torch has them: indices for accelerators, else `torch.device`s. Where the plain
             module runs, `[]` and None.
+        dim, shares, parts, rescue, timeout, scalars, in_dims, out_dims, sync_batch_norm: the options. Each can be
+            assigned between steps: `model.shares = [2, 1]`.
         replica_timings: what each replica did in the last step.
         spans_processes: whether several processes train the module together.
 
