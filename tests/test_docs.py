@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import shlex
 import threading
 import warnings
 from pathlib import Path
@@ -15,6 +16,7 @@ from helpers.benchmarks import import_file
 from helpers.forked import forked
 from helpers.modules import Calls
 from helpers.rows import find_tests_by_row, rows_of_behaviour
+from unisono.cli import parsers
 
 ROOT = Path(__file__).parent.parent
 
@@ -244,6 +246,21 @@ def test_the_page_of_verify_shows_what_it_prints(tmp_path: Path, capsys: pytest.
 def test_code_on_a_page_runs_as_a_program(path: str, tmp_path: Path) -> None:
     with forked(run_page, path, cwd=tmp_path) as program:
         assert program.wait() == 0, program.err
+
+
+COMMANDS = [
+    (path.name, re.split(r"\s{2,}|\s[#|]\s", line)[0])
+    for path in [ROOT / "README.md", ROOT / "README.zh-CN.md", *sorted((ROOT / "docs").glob("*.md"))]
+    for line in re.findall(r"^ +(unisono [a-z]+(?: .*)?)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+]
+
+
+@pytest.mark.parametrize(("page", "command"), COMMANDS)
+def test_a_command_on_a_page_is_understood(page: str, command: str, tmp_path: Path) -> None:
+    """An argument that cannot be used is an error."""
+    (tmp_path / "path/to/idx/files").mkdir(parents=True)
+    with contextlib.chdir(tmp_path):
+        parsers()[0].parse_args(shlex.split(command)[1:])
 
 
 def test_the_test_on_the_page_is_the_example() -> None:
