@@ -46,8 +46,9 @@ _LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\]\()([^()\s]+)(\))")
 _FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 _ROW = re.compile(r"^\| ([A-Z]\d+) \| (.*) \|$")
 _MORE_OF_ROW = re.compile(r"^\*\*([A-Z]\d+)\.\*\* (.+?)\n$", re.MULTILINE | re.DOTALL)  # a paragraph under a table
-# Sources and single cases would come before the guides, because they are most of the text.
-_NOT_SEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
+# Sources, single cases and records would come before the guides, because they are most of the text.
+NOT_SEARCHED = ("source/", "behaviour/", "benchmarks/", "test-records.md")
+_HIDDEN = "---\nsearch:\n  exclude: true\n---\n\n"
 _LANGUAGES = {".py": "python", ".toml": "toml", ".json": "json", ".ini": "ini", ".txt": "text", "": "text"}
 
 
@@ -188,7 +189,7 @@ class Site:
         shutil.rmtree(folder, ignore_errors=True)
         for path, text in self.pages.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            hidden = _NOT_SEARCHED if path.startswith(("source/", "behaviour/")) else ""
+            hidden = _HIDDEN if path.startswith(NOT_SEARCHED) else ""
             (folder / path).write_text(hidden + text, encoding="utf-8")
         for path, source in self.files.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)

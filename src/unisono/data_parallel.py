@@ -72,7 +72,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         shares: how many rows each replica gets. "chunk": ceil(rows / n) each, torch's rule; "even": differing by one
             row at most; or one weight a device, where 0 leaves a device idle. "measured": the fastest ones. Some tens
             of steps try a few, one device alone among them; then the fastest are kept, logged with the line to write
-            instead, and `model.shares` is what was chosen. See docs/measured-shares.md.
+            instead, and `model.shares` is what was chosen. See docs/shares.md.
         parts: in how many parts each replica runs its shard, each computed once more in backward, so that only one
             part's activations are in memory. For a loss over the whole batch that does not fit, and no batch norm in
             training; the same numbers within float rounding. `rescue=True` finds the number by itself.
