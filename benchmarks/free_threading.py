@@ -10,6 +10,7 @@ relative to the plain module's in the interpreter with the lock, with one or all
 import argparse
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 from unisono.bench import machine
@@ -34,19 +35,20 @@ MODELS = {
     "mlp": WORKLOADS,
 }
 _PATH = (("PYTHONPATH", f"{HERE}{os.pathsep}{HERE.parent / 'src'}"),)
-_ONE_THREAD = (*_PATH, ("OMP_NUM_THREADS", "1"))
+_NO_LOCK = (*_PATH, ("PYTHON_GIL", "0"))  # else a module that does not say that it needs no lock switches it on
+_ONE_THREAD = ("OMP_NUM_THREADS", "1")
 COLUMNS = ("plain, lock", "plain, no lock", "threads, lock", "threads, no lock", "ddp, lock")
 
 
 def contenders(python: str, free_threaded: str) -> list[Contender]:
     """Return the plain module with one and all cores in both interpreters, then the threads in both, then DDP."""
     return [
-        Contender("plain", 1, python, _ONE_THREAD),
+        Contender("plain", 1, python, (*_PATH, _ONE_THREAD)),
         Contender("plain", 1, python, _PATH),
-        Contender("plain", 1, free_threaded, _ONE_THREAD),
-        Contender("plain", 1, free_threaded, _PATH),
+        Contender("plain", 1, free_threaded, (*_NO_LOCK, _ONE_THREAD)),
+        Contender("plain", 1, free_threaded, _NO_LOCK),
         Contender("threads", REPLICAS, python, _PATH),
-        Contender("threads", REPLICAS, free_threaded, _PATH),
+        Contender("threads", REPLICAS, free_threaded, _NO_LOCK),
         Contender("ddp", REPLICAS, python, _PATH),
     ]
 
@@ -70,12 +72,11 @@ def _speed(line: Line, best: Line) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--free-threaded", required=True, metavar="PYTHON", help="an interpreter without the lock")
-    parser.add_argument(
-        "--python", required=True, metavar="PYTHON", help="one with it, of the same version if possible"
-    )
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="default: all")
-    parser.add_argument("--output", type=Path, default=HERE / "free_threading.md", help="default: beside this file")
+    add = parser.add_argument
+    add("--free-threaded", required=True, metavar="PYTHON", type=_interpreter(with_lock=False), help="without the lock")
+    add("--python", required=True, metavar="PYTHON", type=_interpreter(with_lock=True), help="with the lock")
+    add("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="default: all")
+    add("--output", type=Path, default=HERE / "free_threading.md", help="default: beside this file")
     given = parser.parse_args()
     taking_part = contenders(given.python, given.free_threaded)
     task = Task(for_stdout(), "free threading", len(given.models) * expected_s(taking_part, ROUNDS, SECONDS))
@@ -100,6 +101,25 @@ def main() -> None:
 def _versions(python: str) -> str:
     code = "import platform, torch; print(f'Python {platform.python_version()}, torch {torch.__version__}')"
     return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _interpreter(*, with_lock: bool) -> Callable[[str], str]:
+    """Return what takes an interpreter's path from the command line: one with or without the lock, with torch."""
+
+    def checked(python: str) -> str:
+        code = "import sys, torch, psutil; print(getattr(sys, '_is_gil_enabled', lambda: True)())"
+        environment = {**os.environ, "PYTHON_GIL": "1" if with_lock else "0"}
+        try:
+            run = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False, env=environment)
+        except OSError as error:
+            raise argparse.ArgumentTypeError(f"{python} cannot be started: {error.strerror}") from None
+        said = (run.stdout or run.stderr).strip().splitlines()[-1:]
+        if said != [str(with_lock)]:
+            kind = "with the lock" if with_lock else "without the lock"
+            raise argparse.ArgumentTypeError(f"{python}: expected a Python {kind}, torch and psutil; it says {said}")
+        return python
+
+    return checked
 
 
 if __name__ == "__main__":
