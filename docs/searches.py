@@ -1,7 +1,7 @@
 """Ask the search of the built site: `make docs` runs it last. Each search has to find its page among its first hits.
 
-The site's own search runs, as in a browser, by an engine for JavaScript (mini-racer). Before that the site is told
-what the builder has no option for: its search has Chinese words too, and which pages are Chinese.
+The site's own search runs, as in a browser, by an engine for JavaScript (mini-racer). The Chinese pages are a site of
+their own, whose search divides Chinese text into words.
 """
 
 import json
@@ -14,7 +14,7 @@ from py_mini_racer import MiniRacer
 SITE = Path(__file__).parent.parent / "site"
 NUM_HITS = 3  # of which one has to be on the page
 # What people search for, and the page with the answer.
-SEARCHES = {
+ENGLISH = {
     "batch norm": "batch-norm-and-dropout",
     "resume": "save-and-resume",
     "checkpoint": "save-and-resume",
@@ -28,30 +28,30 @@ SEARCHES = {
     "lstm hidden state": "batch-dimension",
     "gather scalar": "errors",
 }
+CHINESE = {
+    "安装": "install",
+    "数据并行": "from-data-parallel",
+    "梯度": "from-data-parallel",
+    "主卡": "from-data-parallel",
+    "负载不均衡": "from-data-parallel",
+    "学习率": "from-data-parallel",
+    "断点续训": "processes-and-errors",
+    "多进程": "processes-and-errors",
+    "报错": "processes-and-errors",
+}
 
 
-def finish() -> None:
-    """Have the search divide Chinese text into words, and Chinese pages say that they are Chinese."""
-    path = SITE / "search.json"
-    index = json.loads(path.read_text(encoding="utf-8"))
-    index["config"]["lang"] = ["en", "zh"]
-    path.write_text(json.dumps(index, ensure_ascii=False), encoding="utf-8")
-    for page in SITE.glob("*.zh-CN.html"):
-        page.write_text(page.read_text(encoding="utf-8").replace('<html lang="en"', '<html lang="zh-CN"', 1), "utf-8")
-
-
-def hits(searches: list[str]) -> dict[str, list[dict[str, Any]]]:
-    """Return the first entries of the index that the site's search finds."""
-    index = json.loads((SITE / "search.json").read_text(encoding="utf-8"))
-    (worker,) = (SITE / "assets" / "javascripts" / "workers").glob("search.*.js")
+def hits(site: Path, searches: list[str]) -> dict[str, list[dict[str, Any]]]:
+    """Return for each search the first entries of the index that the site's search finds."""
+    index = json.loads((site / "search.json").read_text(encoding="utf-8"))
+    (worker,) = (site / "assets" / "javascripts" / "workers").glob("search.*.js")
     found = {}
     with MiniRacer() as engine:
-        engine.eval("var said = [], self = {postMessage: message => said.push(message)}")
-        engine.eval(worker.read_text(encoding="utf-8"))
-        engine.eval(f"self.onmessage({{data: {{type: 0, data: {json.dumps(index)}}}}}); said")  # 0: make the index
+        engine.eval("var said = [], self = {postMessage: message => said.push(message)}; 0")
+        engine.eval(f"{worker.read_text(encoding='utf-8')}; 0")
+        engine.eval(f"self.onmessage({{data: {{type: 0, data: {json.dumps(index)}}}}}); 0")  # 0: make the index
         for words in searches:
-            engine.eval("said = []")
-            engine.eval(f"self.onmessage({{data: {{type: 2, data: {{input: {json.dumps(words)}}}}}}})")  # 2: search
+            engine.eval(f"said = []; self.onmessage({{data: {{type: 2, data: {{input: {json.dumps(words)}}}}}}}); 0")
             items = json.loads(str(engine.eval("JSON.stringify(said[0].data.items)")))
             found[words] = [index["items"][item["id"]] for item in items[:NUM_HITS]]
     return found
@@ -59,14 +59,14 @@ def hits(searches: list[str]) -> dict[str, list[dict[str, Any]]]:
 
 def main() -> int:
     """Print what is found, and return how many searches do not find their page."""
-    finish()
     num_missing = 0
-    for words, entries in hits([*SEARCHES]).items():
-        page = SEARCHES[words]
-        is_found = any(entry["location"].partition("#")[0] == f"{page}.html" for entry in entries)
-        num_missing += not is_found
-        titles = " / ".join(f"{entry['location']}: {entry['title']}" for entry in entries) or "nothing"
-        print(f"{words}: {titles}" + ("" if is_found else f"   <- {page}.html is not among the first {NUM_HITS}"))
+    for site, searches in ((SITE, ENGLISH), (SITE / "zh", CHINESE)):
+        for words, entries in hits(site, [*searches]).items():
+            page = f"{searches[words]}.html"
+            is_found = any(entry["location"].partition("#")[0] == page for entry in entries)
+            num_missing += not is_found
+            titles = " / ".join(f"{entry['location']}: {entry['title']}" for entry in entries) or "nothing"
+            print(f"{words}: {titles}" + ("" if is_found else f"   <- {page} is not among the first {NUM_HITS}"))
     return num_missing
 
 
