@@ -45,6 +45,7 @@ HOME = {"README.md": "index.md"}  # what the repository shows first, and what th
 _LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\]\()([^()\s]+)(\))")
 _FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 _ROW = re.compile(r"^\| ([A-Z]\d+) \| (.*) \|$")
+_MORE_OF_ROW = re.compile(r"^\*\*([A-Z]\d+)\.\*\* (.+?)\n$", re.MULTILINE | re.DOTALL)  # a paragraph under a table
 # Sources, single cases and records would come before the guides, because they are most of the text.
 NOT_SEARCHED = ("source/", "behaviour/", "benchmarks/", "test-records.md")
 _HIDDEN = "---\nsearch:\n  exclude: true\n---\n\n"
@@ -227,15 +228,20 @@ def docstrings_by_row() -> dict[str, list[tuple[str, str, str]]]:
 
 
 def page_of_rows(title: str, body: str, shown: dict[str, list[tuple[str, str, str]]]) -> tuple[str, int]:
-    """Return a page with a part for each row of a section: its cells by column, and what its tests show."""
+    """Return a page with a part for each row of a section: its cells by column, more of it, and what its tests show."""
     lines, columns, num_rows = [f"# {title}", ""], [], 0
-    for line in body.splitlines():
+    more = defaultdict(list)
+    for row, paragraph in _MORE_OF_ROW.findall(body):
+        more[row].append(paragraph)
+    for line in _MORE_OF_ROW.sub("", body).splitlines():
         if match := _ROW.match(line):
             row, cells = match[1], re.split(r"(?<!\\) \| ", match[2])
             num_rows += 1
             lines += ["", f"## {row}: {cells[0]} {{ #{row.lower()} }}", ""]
             for column, cell in zip(columns, cells[1:], strict=True):
                 lines += [f"**{column}**: {cell}", ""]
+            for paragraph in more[row]:
+                lines += [paragraph, ""]
             tests = shown[row]
             lines += [f'??? note "{len(tests)} tests"', ""]
             for path, name, said in tests:

@@ -15,7 +15,7 @@ import unisono
 from helpers.benchmarks import import_file
 from helpers.forked import forked
 from helpers.modules import Calls
-from helpers.rows import find_tests_by_row, rows_of_behaviour
+from helpers.rows import BEHAVIOUR, find_tests_by_row, rows_of_behaviour
 from unisono.cli import parsers
 
 ROOT = Path(__file__).parent.parent
@@ -59,12 +59,23 @@ def test_the_behaviour_pages_have_every_row_and_every_test(built):
 
 
 def test_the_behaviour_pages_lose_no_text(built):
-    """Every cell of the tables, and every paragraph between them, is on a page."""
+    """Every cell of the tables, and every paragraph between them and under them, is on a page."""
     everything = plain("\n".join(text for path, text in built.pages.items() if path.startswith("behaviour")))
-    for line in (ROOT / "docs" / "behaviour.md").read_text(encoding="utf-8").splitlines():
+    for line in BEHAVIOUR.read_text(encoding="utf-8").splitlines():
+        line = re.sub(r"^\*\*[A-Z]\d+\.\*\* ", "", line)  # on its row's part of a page
         for cell in re.split(r"(?<!\\) \| ", line.strip("| ")) if re.match(r"\| [A-Z]\d+ \|", line) else [line]:
             if not cell.startswith(("|--", "| # |", "#")):
                 assert plain(cell) in everything, cell
+
+
+def test_the_behaviour_tables_can_be_read() -> None:
+    """A cell has 40 words at most; what is longer is a paragraph under its table, which names its row."""
+    text = BEHAVIOUR.read_text(encoding="utf-8")
+    for section in re.split(r"^## ", text, flags=re.MULTILINE):
+        rows = re.findall(r"^\| ([A-Z]\d+) \| (.*) \|$", section, re.MULTILINE)
+        cells = [(row, cell) for row, line in rows for cell in re.split(r"(?<!\\) \| ", line)]
+        assert [(row, cell) for row, cell in cells if len(cell.split()) > 40] == []
+        assert set(re.findall(r"^\*\*([A-Z]\d+)\.\*\*", section, re.MULTILINE)) <= {row for row, _ in rows}
 
 
 def plain(text):
