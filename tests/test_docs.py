@@ -202,10 +202,27 @@ def test_the_readme_is_short(path: str, most_words: int) -> None:
     assert len(text.splitlines()) <= 90
 
 
-def test_the_picture_is_that_of_the_script():
-    """`python docs/picture.py` writes it."""
-    module = import_file(ROOT / "docs" / "picture.py", "docs_picture")
-    assert module.PATH.read_text(encoding="utf-8") == module.picture()
+pictures = import_file(ROOT / "docs" / "pictures.py", "docs_pictures")
+
+
+@pytest.mark.parametrize("name", pictures.FILES)
+def test_a_picture_is_that_of_the_script(name: str) -> None:
+    """`python docs/pictures.py` writes all."""
+    assert (ROOT / "docs" / f"{name}.svg").read_text(encoding="utf-8") == pictures.FILES[name]()
+
+
+def test_every_picture_is_on_a_page_and_drawn_by_the_script() -> None:
+    assert {path.stem for path in (ROOT / "docs").glob("*.svg")} == set(pictures.FILES)
+    pages = "".join(path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+    assert [name for name in pictures.FILES if f"{name}.svg)" not in pages] == []
+
+
+@pytest.mark.parametrize("name", pictures.FILES)
+def test_a_picture_is_readable_in_the_dark_and_has_a_title(name: str) -> None:
+    drawn = pictures.FILES[name]()
+    assert "prefers-color-scheme: dark" in drawn
+    assert 'role="img">\n  <title>' in drawn
+    assert "http" not in drawn.replace('xmlns="http://www.w3.org/2000/svg"', "")  # a page shows it without a network
 
 
 def test_the_page_of_commands_is_that_of_the_parsers() -> None:

@@ -155,7 +155,9 @@ class Installation:
             wrapper.installed = self._before
 
     def __repr__(self) -> str:
-        return f"unisono.install: {', '.join(self.replaced) or 'options only, the names were replaced already'}"
+        if not self.replaced:
+            return "unisono.install: options only, the names were replaced already"
+        return f"unisono.install: {len(self.replaced)} names replaced"
 
 
 def _replace(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
