@@ -157,6 +157,7 @@ DOCS = .venv-docs
 docs: $(DOCS)/.ready  ## build the documentation site in site/; a link that leads nowhere is an error
 	$(DOCS)/bin/python docs/site.py
 	$(DOCS)/bin/zensical build --clean --strict
+	$(DOCS)/bin/zensical build --clean --strict --config-file mkdocs.zh-CN.yml
 	@echo "see site/index.html; with search: $(PYTHON) -m http.server -d site"
 
 $(DOCS)/.ready: constraints.txt
@@ -189,4 +190,4 @@ $(DIST)/.ready: constraints.txt
 	@touch $@
 
 clean:  ## remove the environments and what runs leave behind
-	rm -rf .venv .venv-clients .venv-clusters .venv-compat-* .venv-dist .venv-docs .site-source dist site runs .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-clients .venv-clusters .venv-compat-* .venv-dist .venv-docs .site-source .site-source-zh dist site runs .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,6 +1,7 @@
 """The documentation site: its source is made from the repository's pages and the tests (docs/site.py)."""
 
 import contextlib
+import posixpath
 import re
 import shlex
 import threading
@@ -15,6 +16,8 @@ import unisono
 from helpers.benchmarks import import_file
 from helpers.forked import forked
 from helpers.modules import Calls
+from helpers.programs import run_scripts
+from helpers.ranks import free_port
 from helpers.rows import BEHAVIOUR, find_tests_by_row, rows_of_behaviour
 from unisono.cli import parsers
 
@@ -33,8 +36,10 @@ def built():
 
 def test_every_page_is_in_the_navigation_and_every_entry_is_a_page(built):
     """Sources, and pages that only other pages lead to, are left out."""
-    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
-    entries = re.findall(r"([\w./-]+\.md)$", navigation, re.MULTILINE)
+    entries = []
+    for configuration, folder in (("mkdocs.yml", ""), ("mkdocs.zh-CN.yml", "zh/")):
+        navigation = (ROOT / configuration).read_text(encoding="utf-8").partition("\nnav:")[2]
+        entries += [f"{folder}{entry}" for entry in re.findall(r"([\w./-]+\.md)$", navigation, re.MULTILINE)]
     assert len(entries) == len(set(entries))
     assert [entry for entry in entries if entry not in built.pages] == []
     led_to = {"license.md", "test-records.md"} | {
@@ -78,6 +83,27 @@ def test_the_behaviour_tables_can_be_read() -> None:
         assert set(re.findall(r"^\*\*([A-Z]\d+)\.\*\*", section, re.MULTILINE)) <= {row for row, _ in rows}
 
 
+def test_links_between_the_english_and_the_chinese_pages_lead_to_built_ones(built, tmp_path):
+    """They are two sites, and a builder knows its own source only."""
+    built.write(tmp_path / "source")
+    english, chinese = tmp_path / "source", tmp_path / "source-zh"
+    assert not (english / "zh").exists()
+    assert {page.name for page in chinese.glob("*.md")} == {
+        path.removeprefix("zh/") for path in built.pages if path.startswith("zh/")
+    }
+    crossed = 0
+    for folder, place in ((english, ""), (chinese, "zh/")):
+        for page in folder.rglob("*.md"):
+            for link in re.findall(r"\]\((?![a-z]+:)([^()\s#]+)", page.read_text(encoding="utf-8")):
+                target = posixpath.normpath(posixpath.join(place, posixpath.dirname(page.relative_to(folder)), link))
+                crosses = target.startswith("zh/") != (place == "zh/")
+                crossed += crosses and target.endswith(".html")
+                assert not (crosses and target.endswith(".md")), (page, link)
+                if crosses and target.endswith(".html"):
+                    assert f"{target.removesuffix('.html')}.md" in built.pages, (page, link)
+    assert crossed > 10
+
+
 def plain(text):
     return re.sub(r"\s+", " ", re.sub(r"\]\([^)]*\)", "]", text)).strip()
 
@@ -114,6 +140,17 @@ def test_the_readme_is_short(path: str, most_words: int) -> None:
     text = (ROOT / path).read_text(encoding="utf-8")
     assert len(text.split()) <= most_words
     assert len(text.splitlines()) <= 90
+
+
+@pytest.mark.parametrize("path", ["README.md", "README.zh-CN.md"])
+def test_the_code_of_the_readme_runs(path, tmp_path, capsys):
+    """With the names that it takes as given."""
+    torch.manual_seed(0)
+    given = {"unisono": unisono, "net": nn.Linear(5, 2), "criterion": nn.functional.cross_entropy}
+    given |= {"inputs": torch.randn(30, 5), "labels": torch.randint(2, (30,))}
+    exec(compile(program_of((ROOT / path).read_text(encoding="utf-8")), path, "exec"), given)
+    assert isinstance(given["model"], unisono.DataParallel)
+    assert "same: " in capsys.readouterr().out
 
 
 pictures = import_file(ROOT / "docs" / "pictures.py", "docs_pictures")
@@ -223,7 +260,9 @@ RUN = [
     "docs/verify.md",
     "docs/profile.md",
     "docs/training-step.md",
+    "docs/install.zh-CN.md",
     "docs/from-data-parallel.zh-CN.md",
+    "docs/processes-and-errors.zh-CN.md",
 ]
 # Of the whole process: names that are replaced, simulated devices.
 RUN_AS_PROGRAMS = ["docs/run.md", "docs/trainer.md", "docs/testing.md"]
@@ -310,6 +349,19 @@ def test_the_page_names_the_libraries_that_were_run():
     assert {name for line in listed for name in re.split(r",\s+", line)} == libraries
 
 
+def test_the_program_for_torchrun_runs_in_two_processes(tmp_path):
+    """With what torchrun sets; the ranks read samples of their own, and rank 0 saves."""
+    page = (ROOT / "docs" / "processes-and-errors.zh-CN.md").read_text(encoding="utf-8")
+    names, program, *_ = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    given = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    with contextlib.chdir(tmp_path):
+        ended = run_scripts(
+            [(f"{names}{program}print(num_processes)", {**given, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
+        )
+    assert [(end.returncode, end.stdout) for end in ended] == [(0, "2\n")] * 2, ended
+    assert (tmp_path / "weights.pt").exists()
+
+
 def test_the_api_page_has_every_public_name():
     shown = re.findall(r"^::: unisono\.(?:[\w.]+\.)?(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
     assert set(unisono.__all__) <= set(shown)
@@ -323,7 +375,7 @@ def sections_of(pages: dict[str, str]) -> list[tuple[str, str, str]]:
     """Return the page, the heading and the text of each section that the site's search has."""
     found = []
     for path, text in pages.items():
-        if not path.startswith(site.NOT_SEARCHED) and "zh-CN" not in path:
+        if not path.startswith((*site.NOT_SEARCHED, "zh/")):
             title = text.partition("\n")[0].removeprefix("# ")
             for part in re.split(r"^#+ ", text, flags=re.MULTILINE)[1:]:
                 heading, _, body = part.partition("\n")
@@ -357,3 +409,58 @@ def test_what_people_search_for_is_found(built, words, page):
             ranks[path] = max(score, ranks.get(path, 0))
     first = sorted(ranks, key=lambda path: -ranks[path])[:3]
     assert page in first
+
+
+# Chinese
+
+
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        ("安装", "install"),
+        ("镜像", "install"),
+        ("数据并行", "from-data-parallel"),
+        ("梯度", "from-data-parallel"),
+        ("显存", "from-data-parallel"),
+        ("主卡", "from-data-parallel"),
+        ("负载不均衡", "from-data-parallel"),
+        ("学习率", "from-data-parallel"),
+        ("多卡", "processes-and-errors"),
+        ("断点续训", "processes-and-errors"),
+        ("多进程", "processes-and-errors"),
+        ("报错", "processes-and-errors"),
+    ],
+)
+def test_a_word_of_the_field_is_on_its_chinese_page(built, words, page):
+    """In a heading, or several times: the search of the Chinese site divides words, in the browser."""
+    text = built.pages[f"zh/{page}.md"]
+    headings = " ".join(re.findall(r"^#+ (.+)$", text, re.MULTILINE))
+    assert words in headings or text.count(words) >= 3
+
+
+def test_the_chinese_site_has_its_language():
+    """With it the page of search divides words: it asks for a language among zh, ja and ko."""
+    configuration = (ROOT / "mkdocs.zh-CN.yml").read_text(encoding="utf-8")
+    assert "\nINHERIT: mkdocs.yml\n" in configuration
+    assert "\n  language: zh\n" in configuration
+
+
+CHINESE = ["README.zh-CN.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.zh-CN.md")))]
+
+
+@pytest.mark.parametrize("path", CHINESE)
+def test_a_chinese_page_has_chinese_punctuation_and_the_terms_of_the_field(path):
+    """CONTRIBUTING.md has the terms; beside a Chinese character no ASCII comma, colon, question mark or semicolon."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    prose = re.sub(r"`[^`\n]*`", "", text)
+    wrong = re.findall(r".{0,9}(?:[\u4e00-\u9fff][,;:?!]|[,;:?!][\u4e00-\u9fff]).{0,9}", prose)
+    assert wrong == []
+    assert [word for word in ("轴", "包装器", "反传", "求和") if word in text] == []
+
+
+def test_the_chinese_table_of_errors_has_those_of_the_page_of_error_messages():
+    chinese = (ROOT / "docs" / "processes-and-errors.zh-CN.md").read_text(encoding="utf-8")
+    table = chinese.partition("\n## 常见报错\n")[2]
+    keys = [key for keys in re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE) for key in keys.split("、")]
+    headings = re.findall(r"^## (.+)$", (ROOT / "docs" / "errors.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert [heading for heading in headings if not any(key in heading for key in keys)] == []
