@@ -46,10 +46,10 @@ _LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\]\()([^()\s]+)(\))")
 _FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 _ROW = re.compile(r"^\| ([A-Z]\d+) \| (.*) \|$")
 _MORE_OF_ROW = re.compile(r"^\*\*([A-Z]\d+)\.\*\* (.+?)\n$", re.MULTILINE | re.DOTALL)  # a paragraph under a table
+_CHINESE = ".zh-CN.md"
 # Sources, single cases and records would come before the guides, because they are most of the text.
 NOT_SEARCHED = ("source/", "behaviour/", "benchmarks/", "test-records.md")
 _HIDDEN = "---\nsearch:\n  exclude: true\n---\n\n"
-_CHINESE = ".zh-CN.md"
 _LANGUAGES = {".py": "python", ".toml": "toml", ".json": "json", ".ini": "ini", ".txt": "text", "": "text"}
 
 

@@ -1,10 +1,14 @@
 """The documentation site: its source is made from the repository's pages and the tests (docs/site.py)."""
 
 import contextlib
+import inspect
+import pkgutil
 import posixpath
 import re
 import shlex
+import statistics
 import threading
+import typing
 import warnings
 from pathlib import Path
 
@@ -36,16 +40,101 @@ def built():
 
 def test_every_page_is_in_the_navigation_and_every_entry_is_a_page(built):
     """Sources, and pages that only other pages lead to, are left out."""
-    entries = []
-    for configuration, folder in (("mkdocs.yml", ""), ("mkdocs.zh-CN.yml", "zh/")):
-        navigation = (ROOT / configuration).read_text(encoding="utf-8").partition("\nnav:")[2]
-        entries += [f"{folder}{entry}" for entry in re.findall(r"([\w./-]+\.md)$", navigation, re.MULTILINE)]
+    entries = [page for _, page in navigation()]
     assert len(entries) == len(set(entries))
     assert [entry for entry in entries if entry not in built.pages] == []
     led_to = {"license.md", "test-records.md"} | {
-        page for page in built.pages if page.startswith(("source/", "benchmarks/"))
+        page for page in built.pages if page.startswith(("source/", "behaviour/", "benchmarks/"))
     }
     assert built.pages.keys() - set(entries) - led_to == set()
+
+
+# The most words on a page, without code. Pages that are made, and lists that only grow, have no limit.
+MOST_WORDS = {
+    "index.md": 250,
+    "install.md": 250,
+    "two-devices.md": 600,
+    "from-data-parallel.md": 700,
+    "from-ddp.md": 400,
+    "notebook.md": 400,
+    "run.md": 450,
+    "trainer.md": 350,
+    "batch-dimension.md": 600,
+    "batch-norm-and-dropout.md": 350,
+    "state-in-forward.md": 400,
+    "shares.md": 400,
+    "out-of-memory.md": 350,
+    "save-and-resume.md": 400,
+    "inference.md": 300,
+    "verify.md": 400,
+    "testing.md": 450,
+    "profile.md": 600,
+    "clusters.md": 600,
+    "torchrun.md": 250,
+    "machines.md": 250,
+    "slurm.md": 250,
+    "mpi.md": 250,
+    "ray.md": 250,
+    "other-launchers.md": 250,
+    "examples.md": 250,
+    "differences.md": 700,
+    "errors.md": 900,
+    "compatibility.md": 650,
+    "benchmark.md": 400,
+    "boundaries.md": 450,
+    "training-step.md": 600,
+    "same-numbers.md": 500,
+    "gpus.md": 500,
+    "failures.md": 500,
+    "plan.md": 500,
+    "architecture.md": 1750,
+    "contributing.md": 650,
+}
+NO_LIMIT = {
+    "api-data-parallel.md",
+    "api-primitives.md",
+    "api-batches.md",
+    "api-checks.md",
+    "command-line.md",
+    "behaviour.md",
+    "asynchronous-device.md",
+    "security.md",
+    "changelog.md",
+    "terms.md",
+}
+
+
+def test_a_page_is_short_enough_to_be_read(built) -> None:
+    """Chinese pages do not put spaces between words, so they are not counted."""
+    entries = [page for _, page in navigation() if not page.startswith("zh/")]
+    assert set(entries) == MOST_WORDS.keys() | NO_LIMIT
+    words = {page: num_words(built.pages[page]) for page in entries}
+    assert {page: words[page] for page, most in MOST_WORDS.items() if words[page] > most} == {}
+    assert statistics.median(words.values()) <= 500
+
+
+def test_a_page_has_one_name(built) -> None:
+    """The title is the name in the navigation; the first pages of the two languages are called after the project."""
+    titles = {page: built.pages[page].partition("\n")[0].removeprefix("# ") for _, page in navigation()}
+    assert {page: titles[page] for name, page in navigation() if titles[page] != name} == dict.fromkeys(
+        ["index.md", "zh/index.md"], "unisono"
+    )
+
+
+def navigation() -> list[tuple[str, str]]:
+    """Return the name and the page of each entry, in both languages."""
+    entries = []
+    for configuration, folder in (("mkdocs.yml", ""), ("mkdocs.zh-CN.yml", "zh/")):
+        text = (ROOT / configuration).read_text(encoding="utf-8").partition("\nnav:")[2]
+        pairs = re.findall(r'^ *- "?(.+?)"?: ([\w./-]+\.md)$', text, re.MULTILINE)
+        entries += [(name, f"{folder}{page}") for name, page in pairs]
+    return entries
+
+
+def num_words(page: str) -> int:
+    """Return how many words a page has, without code, link targets and pictures."""
+    text = re.sub(r"^```.*?^```$|^    .*?$", "", page, flags=re.MULTILINE | re.DOTALL)
+    return len(re.findall(r"\S*\w\S*", re.sub(r"!\[[^\]]*\]\([^)]*\)|\]\([^)]*\)", "", text)))
 
 
 def test_the_behaviour_pages_have_every_row_and_every_test(built):
@@ -362,53 +451,43 @@ def test_the_program_for_torchrun_runs_in_two_processes(tmp_path):
     assert (tmp_path / "weights.pt").exists()
 
 
-def test_the_api_page_has_every_public_name():
-    shown = re.findall(r"^::: unisono\.(?:[\w.]+\.)?(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
-    assert set(unisono.__all__) <= set(shown)
+# API
+
+
+def test_the_api_pages_have_every_public_name_and_every_type() -> None:
+    """Each once, with the classes of unisono in annotations of public functions, and their own annotations."""
+    pages = (path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("api-*.md"))
+    shown = [name for page in pages for name in re.findall(r"^::: ([\w.]+)$", page, re.MULTILINE)]
     assert len(shown) == len(set(shown))
+    objects = [pkgutil.resolve_name(name) for name in shown]
+    assert [name for name in unisono.__all__ if not any(getattr(unisono, name) is each for each in objects)] == []
+    public = [name for name in vars(unisono.DataParallel) if not name.startswith("_") and name != "extra_repr"]
+    assert [name for name in public if f"unisono.DataParallel.{name}" not in shown] == []
+    functions = [each.fget if isinstance(each, property) else each for each in objects]
+    functions += [each for cls in objects if isinstance(cls, type) for each in public_functions(cls)]
+    hints = (typing.get_type_hints(each) for each in functions if callable(each) or isinstance(each, type))
+    types = {cls for each in hints for hint in each.values() for cls in classes_in(hint)}
+    assert {cls for cls in types if cls.__module__.startswith("unisono")} - {*filter(is_class, objects)} == set()
 
 
-# Search
+def is_class(value: object) -> bool:
+    return isinstance(value, type)
 
 
-def sections_of(pages: dict[str, str]) -> list[tuple[str, str, str]]:
-    """Return the page, the heading and the text of each section that the site's search has."""
-    found = []
-    for path, text in pages.items():
-        if not path.startswith((*site.NOT_SEARCHED, "zh/")):
-            title = text.partition("\n")[0].removeprefix("# ")
-            for part in re.split(r"^#+ ", text, flags=re.MULTILINE)[1:]:
-                heading, _, body = part.partition("\n")
-                found.append((path, f"{title} {heading}".lower(), body.lower()))
-    return found
+def public_functions(cls: type) -> list[object]:
+    """Return the methods and getters that a class of ours defines; torch's and Python's are theirs."""
+    values = [value for name, value in vars(cls).items() if not name.startswith("_")]
+    return [value.fget if isinstance(value, property) else inspect.unwrap(value) for value in values if ours(value)]
 
 
-@pytest.mark.parametrize(
-    ("words", "page"),
-    [
-        ("batch norm", "batch-norm-and-dropout.md"),
-        ("resume", "save-and-resume.md"),
-        ("checkpoint", "save-and-resume.md"),
-        ("learning rate", "two-devices.md"),
-        ("mixed precision", "two-devices.md"),
-        ("gradient accumulation", "two-devices.md"),
-        ("out of memory", "out-of-memory.md"),
-        ("kaggle", "notebook.md"),
-        ("slurm", "clusters.md"),
-        ("uneven gpus", "shares.md"),
-        ("lstm hidden state", "batch-dimension.md"),
-        ("gather scalar", "errors.md"),
-    ],
-)
-def test_what_people_search_for_is_found(built, words, page):
-    """Among the first three pages, where sections with the words in their headings come first, as in an index."""
-    ranks = {}
-    for path, heading, body in sections_of(built.pages):
-        score = sum(10 * (word in heading) + min(3, body.count(word)) for word in words.split())
-        if all(word in heading + body for word in words.split()):
-            ranks[path] = max(score, ranks.get(path, 0))
-    first = sorted(ranks, key=lambda path: -ranks[path])[:3]
-    assert page in first
+def ours(value: object) -> bool:
+    return isinstance(value, property) or inspect.isfunction(value)
+
+
+def classes_in(hint: object) -> set[type]:
+    if isinstance(hint, type) and not typing.get_args(hint):
+        return {hint}
+    return {cls for part in typing.get_args(hint) for cls in classes_in(part)}
 
 
 # Chinese
