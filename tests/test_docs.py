@@ -296,9 +296,7 @@ CAUSES = {
     "module must have its parameters and buffers on device cuda:0": lambda: of_replicas(
         None, nn.Linear(3, 2).to("meta")
     )(X),
-    "cannot gather output: replicas returned different sizes off the joined axis": lambda: of_replicas(
-        lambda net, x: x.new_ones(len(x), len(x))
-    )(X),
+    "cannot gather output along dimension 0": lambda: of_replicas(lambda net, x: x.new_ones(len(x), len(x)))(X),
     "cannot scatter tensors with different numbers of rows": lambda: of_replicas(None, nn.Bilinear(3, 3, 2))(X, X[:4]),
     "output of shape ... comes from ... rows": lambda: of_replicas(lambda net, x: x.sum(0, keepdim=True))(X),
     "output is a list with as many entries as each replica has rows": lambda: of_replicas(
