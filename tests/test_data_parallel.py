@@ -304,7 +304,7 @@ def test_a_hook_that_cannot_tell_replicas_apart_is_warned_about(wrap):
     """R9: by device, one replica's output took the other one's place, in silence."""
     model = wrap(mlp(), ["cpu"] * 2)
     recorded_by(model.module[0], collections.defaultdict(dict))
-    with pytest.warns(UserWarning, match=r"hook .* refers to the module .*\('0', a Linear\).* model\.module"):
+    with pytest.warns(UserWarning, match=r"hook .* holds its module \('0', a Linear\).* model\.module"):
         model(numbered(5, 3))
 
 
@@ -641,7 +641,7 @@ def test_a_copy_of_the_wrapper_is_one_of_its_own(copied):
 
 def idle(batch: str, sizes: list[int], which: str, remedy: str) -> list[str]:
     """Return what the log has."""
-    return [f"a batch of {batch} gives {sizes} rows to the {len(sizes)} devices: {which} idle. Use {remedy}."]
+    return [f"a batch of {batch} (samples) gives {sizes} rows to the {len(sizes)} devices: {which} idle. Use {remedy}."]
 
 
 @both
@@ -652,10 +652,10 @@ def idle(batch: str, sizes: list[int], which: str, remedy: str) -> list[str]:
             4,
             "chunk",
             (2, 2),
-            idle("2 rows", [1, 1, 0, 0], "2 of them (sim:2, sim:3) stay", "batches of 4 rows or more"),
+            idle("2 rows", [1, 1, 0, 0], "2 of them (sim:2, sim:3) stay", "batches of at least 4 rows"),
         ),
         (4, "chunk", (9,), idle("9 rows", [3, 3, 3, 0], "1 of them (sim:3) stays", 'shares="even"')),
-        (2, "chunk", (1,), idle("1 row", [1, 0], "1 of them (sim:1) stays", "batches of 2 rows or more")),
+        (2, "chunk", (1,), idle("1 row", [1, 0], "1 of them (sim:1) stays", "batches of at least 2 rows")),
         (4, "chunk", (8, 8, 1), []),  # a short last batch
         (3, [1, 0, 1], (8,), []),
         (3, "chunk", (0,), []),
@@ -731,7 +731,7 @@ def test_0_dim_outputs_become_a_vector(wrap):
     model = wrap(nn.Sequential(mlp(), Fn(lambda y: y.square().mean())), ["cpu"] * 2)
     plain = copy.deepcopy(model.module)
     x = numbered(6, 3)
-    with pytest.warns(UserWarning, match="gathering 0-dim outputs") as warned:
+    with pytest.warns(UserWarning, match="Each replica returned a scalar") as warned:
         _, losses = model(x), model(x)
     assert len(warned) == 1
     assert losses.shape == (2,)

@@ -264,7 +264,7 @@ def test_what_the_gradients_go_through(wrap: Wrap, name: str, steps: str) -> Non
 
 @pytest.mark.parametrize("way", ["attribute", "hook", "object"])
 @pytest.mark.parametrize("rows", [7, 1])
-@pytest.mark.filterwarnings("ignore:a hook keeps")
+@pytest.mark.filterwarnings("ignore:a hook stores")
 @pytest.mark.filterwarnings("ignore:forward of")
 def test_ways_out_of_forward(wrap: Wrap, way: str, rows: int) -> None:
     """N1, S4, R6, R9: it had no gradient, and said nothing. With one row there is one replica."""

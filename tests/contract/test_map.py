@@ -807,7 +807,7 @@ def test_ragged_outputs_are_padded_in_out(wrap: Wrap) -> None:
     assert out.tolist() == [[1, 1, -1, -1]] * 2 + [[1, 1, 1, -1]] * 3
     with pytest.raises(ValueError, match=r"shape \(5, 2\).*\(3, 3\).*shorter on axis 1, which is padded"):
         model.map(some, out={"y": torch.empty(5, 2)})
-    with pytest.raises(ValueError, match="nested further") as caught:
+    with pytest.raises(ValueError, match="nested deeper") as caught:
         model.map(some, out=torch.empty(5, 4))
     assert caught.value.__notes__ == ["out has to have a form like the output's"]
 

@@ -155,7 +155,7 @@ def test_a_mode_that_other_threads_cannot_join() -> None:
 
 def test_other_memory_is_an_error() -> None:
     """C19: a replica has assigned it to its own parameter, and the module would not get it."""
-    run_ranks(2, fail, "assign", "forward has written into parameter 'shift', in other memory than the module's", "")
+    run_ranks(2, fail, "assign", "forward has written into parameter 'shift', outside the module's memory", "")
 
 
 def later(rank: int) -> None:

@@ -218,7 +218,7 @@ def in_forward(forward: Callable[..., Any]) -> nn.Module:
 WAIT = "its replicas wait for each other"
 
 
-@pytest.mark.filterwarnings("ignore:gathering 0-dim outputs")
+@pytest.mark.filterwarnings("ignore:Each replica returned a scalar")
 @pytest.mark.parametrize(
     ("module", "options", "reason"),
     [

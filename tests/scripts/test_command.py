@@ -247,7 +247,7 @@ def test_what_is_nothing_is_not_in_the_closing_line(backward_s: float, phases: s
         (["--shares", "2,x", "train.py"], "argument --shares: expected chunk, even, measured, or weights such as 2,1"),
         # These named the Python argument, and showed axes where --scalars takes words.
         (["--in-dims", "(0, ", "train.py"], "--in-dims: expected Python's notation, such as 1, (0, None)"),
-        (["--out-dims", "{0: 'x'}", "train.py"], "--out-dims: DIMS[0]='x': expected an int (the axis that holds"),
+        (["--out-dims", "{0: 'x'}", "train.py"], "--out-dims: DIMS[0]='x': expected an int (the batch dimension"),
         (["--scalars", "median", "train.py"], "--scalars: RULE='median': expected \"stack\", "),
         (["--scalars", "{'a'", "train.py"], "--scalars: expected Python's notation, such as mean, mean:tokens or {'"),
         (["--count-replicas", "train.py"], "--count-replicas counts those of --devices: give --devices too"),

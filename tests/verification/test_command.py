@@ -128,7 +128,7 @@ TWO = ("--devices", "cpu,cpu")
         (["theirs:build", "--devices", "3", "--shares", "even", "--in-dims", "0"], 0, ["on 3 replicas"]),
     ],
 )
-@pytest.mark.filterwarnings("ignore:gathering 0-dim outputs")
+@pytest.mark.filterwarnings("ignore:Each replica returned a scalar")
 def test_the_report_and_the_status(
     arguments: list[str], status: int, texts: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -172,7 +172,7 @@ def test_a_mistake_is_one_line(arguments: list[str], error: str, capsys: pytest.
 def test_an_error_of_ours_names_no_file_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
     """The line ended with a path into the package, as if that were where to look."""
     assert run("theirs:build", *TWO, "--in-dims", "5") == 2
-    assert capsys.readouterr().err.endswith("inputs[0] of shape (9, 5) along dim=5: it has no such axis\n")
+    assert capsys.readouterr().err.endswith("inputs[0] of shape (9, 5) along dim=5: it has no such dimension\n")
 
 
 def test_ctrl_c_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
