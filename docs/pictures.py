@@ -10,7 +10,7 @@ moves stands still for those who ask for less motion. Those on a column of text 
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import NamedTuple
@@ -32,31 +32,32 @@ MONO = 'ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monos
 
 SECONDS = 9
 NUM_ROWS = 8
-WIDTH, HEIGHT = 760, 300
+WIDTH, HEIGHT = 420, 264
 
-# The phases of the step: name, begin and end in percent of the time, and the lanes that are in it.
-PHASES = [
-    ("split", 8, 18, (0, 1)),
-    ("forward", 18, 38, (0, 1)),
-    ("join", 38, 47, (0, 1)),
-    ("loss", 47, 53, (0,)),
-    ("backward", 53, 78, (0, 1)),
-    ("sum", 78, 88, (0, 1)),
-    ("optimizer", 88, 97, (0,)),
-]
-BATCH_X, DEVICE_X, OUTPUT_X = 34, 330, 626
-ROW_WIDTH, ROW_HEIGHT = 100, 9
+# The phases of the step: begin and end in percent of the time, and the lanes that are in it.
+PHASES = {
+    "split": (3, 12, (0, 1)),
+    "forward": (12, 32, (0, 1)),
+    "join": (32, 41, (0, 1)),
+    "loss": (41, 49, (0,)),
+    "backward": (49, 71, (0, 1)),
+    "sum": (71, 80, (0, 1)),
+    "optimizer": (80, 98, (0,)),
+}
+BATCH_X, DEVICE_X, OUTPUT_X = 14, 155, 336
+ROW_WIDTH, ROW_HEIGHT = 70, 9
+DEVICE_WIDTH = 110
 DEVICE_Y = (26, 104)
-LANE_Y = (216, 250)
-LANE_X, LANE_WIDTH = 84, 650
+LANE_Y = (194, 226)
+LANE_X, LANE_WIDTH = 64, 344
 
 STYLE = f"""
-    text {{ font: 13px {SANS}; fill: #1f2328 }}
-    .in {{ fill: #fff; text-anchor: middle }}
-    .small, .in {{ font-size: 11px }}
-    .middle {{ text-anchor: middle }}
-    .box {{ fill: none; stroke: #8c959f; stroke-width: 1.5 }}
+    text {{ font: 12px {SANS}; fill: #1f2328 }}
+    .in {{ fill: #fff }} .small, .in {{ font-size: 11px }}
+    .middle, .in {{ text-anchor: middle }}
+    .box, .busy {{ fill: none; stroke: #8c959f; stroke-width: 1.5 }}
     .d0 {{ fill: #2563c9 }} .d1 {{ fill: #c2570c }} .lane {{ fill: #8c959f; opacity: .18 }}
+    .busy {{ stroke-width: 3 }} .b0 {{ stroke: #2563c9 }} .b1 {{ stroke: #c2570c }}
     .move {{ animation: {SECONDS}s infinite }}
     .head {{ stroke: #cf222e; stroke-width: 2; animation: head {SECONDS}s linear infinite }}
     @media (prefers-color-scheme: dark) {{
@@ -70,7 +71,7 @@ STYLE = f"""
 """
 
 
-def keyframes(name: str, frames: dict[float, str]) -> str:
+def keyframes(name: str, frames: Mapping[int, str]) -> str:
     return f"    @keyframes {name} {{ " + " ".join(f"{at}% {{ {what} }}" for at, what in frames.items()) + " }\n"
 
 
@@ -79,19 +80,22 @@ def row_of_batch(row: int) -> tuple[str, str]:
     device, place = divmod(row, NUM_ROWS // 2)
     start_y = 42 + row * 15
     device_y = DEVICE_Y[device] + 22 + place * (ROW_HEIGHT + 2)
-    at_device = f"transform: translate({DEVICE_X - BATCH_X + 20}px, {device_y - start_y}px)"
+    inside = DEVICE_X + (DEVICE_WIDTH - ROW_WIDTH) // 2
+    at_device = f"transform: translate({inside - BATCH_X}px, {device_y - start_y}px)"
     at_output = f"transform: translate({OUTPUT_X - BATCH_X}px, 0)"
+    begin = {name: begin for name, (begin, _, _) in PHASES.items()}
+    end = {name: end for name, (_, end, _) in PHASES.items()}
     frames = {
         0: "transform: none; opacity: 1",
-        8: "transform: none",
-        18: at_device,
-        38: at_device,
-        47: at_output,
-        53: f"{at_output}; opacity: 1",
-        60: f"{at_device}; opacity: .55",
-        78: f"{at_device}; opacity: .55",
-        84: f"{at_device}; opacity: 0",
-        97: "transform: none; opacity: 0",
+        begin["split"]: "transform: none",
+        end["split"]: at_device,
+        begin["join"]: at_device,
+        end["join"]: at_output,
+        begin["backward"]: f"{at_output}; opacity: 1",
+        begin["backward"] + 7: f"{at_device}; opacity: .55",
+        end["backward"]: f"{at_device}; opacity: .55",
+        end["backward"] + 6: f"{at_device}; opacity: 0",
+        end["optimizer"]: "transform: none; opacity: 0",
         100: "transform: none; opacity: 1",
     }
     rectangle = (
@@ -101,70 +105,52 @@ def row_of_batch(row: int) -> tuple[str, str]:
     return keyframes(f"row{row}", frames), rectangle
 
 
+def while_in(shown: str, hidden: str, *spans: tuple[int, int]) -> dict[int, str]:
+    """Return the frames of something that is shown in these spans of the time only, in percent."""
+    frames = {0: hidden, 100: hidden}
+    for begin, end in spans:
+        frames |= {begin: hidden, begin + 1: shown, end - 1: shown, end: hidden}
+    return dict(sorted(frames.items()))
+
+
 def step() -> str:
     """Draw a batch that goes through two devices, and below it the timeline of the step."""
     style, body = STYLE, ""
     for x, said in ((BATCH_X, "batch: 8 rows"), (OUTPUT_X, "output: 8 rows")):
-        body += f'  <text x="{x + ROW_WIDTH / 2}" y="26" class="middle">{said}</text>\n'
+        body += f'  <text x="{x + ROW_WIDTH / 2}" y="30" class="small middle">{said}</text>\n'
     for device, y in enumerate(DEVICE_Y):
-        body += f'  <rect class="box" x="{DEVICE_X}" y="{y}" width="140" height="72" rx="6"/>\n'
-        body += f'  <text x="{DEVICE_X + 10}" y="{y + 16}" class="small">replica {device} on device {device}</text>\n'
-        body += (
-            f'  <rect class="move busy" style="animation-name: busy; fill: none; stroke-width: 3" stroke="'
-            f'{("#2563c9", "#c2570c")[device]}" x="{DEVICE_X}" y="{y}" width="140" height="72" rx="6"/>\n'
-        )
-    shown, hidden = "opacity: 1", "opacity: 0"
-    style += keyframes(
-        "busy",
-        {
-            0: hidden,
-            17: hidden,
-            18: shown,
-            37: shown,
-            38: hidden,
-            59: hidden,
-            60: shown,
-            77: shown,
-            78: hidden,
-            100: hidden,
-        },
-    )
+        frame = f'x="{DEVICE_X}" y="{y}" width="{DEVICE_WIDTH}" height="72" rx="6"'
+        body += f'  <rect class="box" {frame}/>\n'
+        body += f'  <text x="{DEVICE_X + 8}" y="{y + 16}" class="small">replica {device}</text>\n'
+        body += f'  <rect class="move busy b{device}" style="animation-name: busy" {frame}/>\n'
+    computing = [PHASES[name][:2] for name in ("forward", "backward")]
+    style += keyframes("busy", while_in("opacity: 1", "opacity: 0", *computing))
     for row in range(NUM_ROWS):
         frames, rectangle = row_of_batch(row)
         style, body = style + frames, body + rectangle
+    begin, end, _ = PHASES["sum"]
     down = f"transform: translateY({DEVICE_Y[0] - DEVICE_Y[1]}px)"
-    style += keyframes(
-        "gradient",
-        {
-            0: hidden,
-            77: hidden,
-            78: shown,
-            87: f"{down}; opacity: 1",
-            88: f"{down}; opacity: 0",
-            100: f"{down}; opacity: 0",
-        },
-    )
-    x, y = DEVICE_X + 20, DEVICE_Y[1] + 30
+    moving = {0: "opacity: 0", begin: "opacity: 0", begin + 1: "opacity: 1", end - 1: f"{down}; opacity: 1"}
+    style += keyframes("gradient", moving | dict.fromkeys((end, 100), f"{down}; opacity: 0"))
+    x, y = DEVICE_X + 15, DEVICE_Y[1] + 30
     body += '  <g class="move gradient" style="animation-name: gradient">'
-    body += f'<rect class="d1" x="{x}" y="{y}" width="100" height="24" rx="4"/>'
-    body += f'<text class="in" x="{x + 50}" y="{y + 16}">gradients</text></g>\n'
+    body += f'<rect class="d1" x="{x}" y="{y}" width="80" height="24" rx="4"/>'
+    body += f'<text class="in" x="{x + 40}" y="{y + 16}">gradients</text></g>\n'
     for lane, y in enumerate(LANE_Y):
-        body += f'  <text x="14" y="{y + 18}">device {lane}</text>\n'
+        body += f'  <text x="6" y="{y + 17}" class="small">device {lane}</text>\n'
         body += f'  <rect class="lane" x="{LANE_X}" y="{y}" width="{LANE_WIDTH}" height="26" rx="3"/>\n'
-    for name, begin, end, lanes in PHASES:
-        x, width = LANE_X + LANE_WIDTH * begin / 100, LANE_WIDTH * (end - begin) / 100
+    for name, (begin, end, lanes) in PHASES.items():
+        left, width = LANE_X + LANE_WIDTH * begin / 100, LANE_WIDTH * (end - begin) / 100
         for lane in lanes:
-            body += (
-                f'  <rect class="d{lane}" x="{x + 1:g}" y="{LANE_Y[lane]}" width="{width - 2:g}" height="26" rx="3"/>\n'
-            )
-            body += f'  <text class="in" x="{x + width / 2:g}" y="{LANE_Y[lane] + 17}">{name}</text>\n'
-    body += f'  <line class="head" x1="{LANE_X}" x2="{LANE_X}" y1="208" y2="284"/>\n'
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">\n'
-        "  <title>A training step on two devices: the batch is split, both replicas compute, the outputs are joined; "
-        "in backward both compute again, and their gradients are summed</title>\n"
-        f"  <style>{style}  </style>\n{body}</svg>\n"
+            place = f'x="{left + 0.5:g}" y="{LANE_Y[lane]}" width="{width - 1:g}"'
+            body += f'  <rect class="d{lane}" {place} height="26" rx="3"/>\n'
+            body += f'  <text class="in" x="{left + width / 2:g}" y="{LANE_Y[lane] + 17}">{name}</text>\n'
+    body += f'  <line class="head" x1="{LANE_X}" x2="{LANE_X}" y1="188" y2="258"/>\n'
+    said = (
+        "A training step on two devices: the batch is split, both replicas compute, the outputs are joined; in "
+        "backward both compute again, and their gradients are summed"
     )
+    return drawing(WIDTH, HEIGHT, said, body, style, scale=1.25)
 
 
 # Still pictures
@@ -187,10 +173,12 @@ CELL, GAP = 9, 1  # of a tensor: one number
 TWO = ["cpu", "cpu"]
 
 
-def drawing(width: int, height: int, title: str, body: str, style: str = STILL) -> str:
+def drawing(width: int, height: int, title: str, body: str, style: str = STILL, scale: float = 1) -> str:
+    """Return a picture; a page that is wide enough shows it in this scale."""
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'role="img">\n  <title>{escape(title)}</title>\n  <style>{style}  </style>\n{body}</svg>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width * scale:g}" '
+        f'height="{height * scale:g}" role="img">\n'
+        f"  <title>{escape(title)}</title>\n  <style>{style}  </style>\n{body}</svg>\n"
     )
 
 

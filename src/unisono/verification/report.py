@@ -88,16 +88,6 @@ class Row:
             return self.difference / self.allowed
         return math.inf if self.difference else 0.0
 
-    @property
-    def verdict(self) -> str:
-        """Whether it differs, and why; "" if it does not."""
-        return ": ".join(filter(None, ("differs" if self.differs else "", self.note)))
-
-    @property
-    def numbers(self) -> tuple[str, str, str]:
-        """The largest value, the difference and the allowed difference, as tables show them."""
-        return f"{self.largest:.2e}", f"{self.difference:.1e}", f"{self.allowed:.1e}"
-
 
 @dataclass(frozen=True)
 class Finding:
@@ -199,7 +189,7 @@ class Report:
         """Return what a notebook shows: the closing line, and below it the causes and a table, what differs first."""
         rows = sorted(self.rows, key=lambda row: (not row.differs, -row.badness))
         cells = [
-            [row.mode, *_place(row), _shape(row), row.verdict or "same", *row.numbers]
+            [row.mode, *_place(row), _shape(row), _result(row) or "same", *_numbers(row)]
             for row in rows[:_SHOWN_IN_NOTEBOOKS]
         ]
         header = ["mode", "module", "compared", "shape", "result", "largest value", "difference", "allowed"]
@@ -223,9 +213,9 @@ class Report:
                 rows.sort(key=lambda row: -row.badness)
                 shown = _SHOWN if any(row.differs for row in rows) else _SHOWN_SAME
                 for row in rows[:shown]:
-                    largest, difference, allowed = row.numbers
+                    largest, difference, allowed = _numbers(row)
                     numbers = f"{largest:>13}  {difference:>10}  {allowed:>7}"
-                    cells = [f"{_name(row):{names}}", f"{_shape(row):{shapes}}", numbers, row.verdict]
+                    cells = [f"{_name(row):{names}}", f"{_shape(row):{shapes}}", numbers, _result(row)]
                     yield "  ".join(cells).rstrip()
                 if rest := rows[shown:]:
                     yield f"  {_counted(rest, kind)}"
@@ -274,6 +264,16 @@ def _place(row: Row) -> tuple[str, str]:
 
 def _shape(row: Row) -> str:
     return "" if row.shape is None else " x ".join(map(str, row.shape)) or "0-dim"
+
+
+def _result(row: Row) -> str:
+    """Return whether it differs, and why; "" if it does not."""
+    return ": ".join(filter(None, ("differs" if row.differs else "", row.note)))
+
+
+def _numbers(row: Row) -> tuple[str, str, str]:
+    """Return the largest value, the difference and what is allowed, as tables show them."""
+    return f"{row.largest:.2e}", f"{row.difference:.1e}", f"{row.allowed:.1e}"
 
 
 def _counted(rows: Sequence[Row], what: str) -> str:
