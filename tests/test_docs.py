@@ -136,7 +136,7 @@ CAUSES = {
     "output is a list with as many entries as each replica has rows": lambda: of_replicas(
         lambda net, x: [float(row.sum()) for row in x]
     )(X[:4]),
-    "each replica normalises its own rows in training": lambda: of_replicas(None, nn.BatchNorm1d(3))(X),
+    "each replica normalises its own rows": lambda: of_replicas(None, nn.BatchNorm1d(3))(X),
     "forward has written into parameter": lambda: of_replicas(decay)(X),
     "forward of ... assigns ...": lambda: of_replicas(lambda net, x: setattr(net, "last", x) or net.layer(x))(X),
     "ReplicaTimeout: no progress": lambda: of_replicas(
