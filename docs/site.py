@@ -3,7 +3,8 @@
 The pages are written to be read in the repository too, and link to files anywhere in it. A site has only its own pages.
 So this copies docs/*.md, and each page or source file that they link to, and rewrites every link. What it makes of
 
-    README.md, CONTRIBUTING.md ...     pages beside those of docs/
+    CONTRIBUTING.md, SECURITY.md ...   pages beside those of docs/
+    README.md                          nothing: docs/index.md is the home page, and links to the README lead there
     docs/behaviour.md                  a page for each of its tables: each row with the docstrings of its tests
     src/unisono/training/loop.py       a page with the source, if something links to it
 
@@ -31,8 +32,7 @@ from helpers.rows import rows_named  # noqa: E402 - the tests' own reading of do
 
 # Pages outside docs/, and where the site has them; all others are added when a page links to them.
 PLACES = {
-    "README.md": "index.md",
-    "README.zh-CN.md": "index.zh-CN.md",
+    "README.zh-CN.md": "zh/index.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
     "CHANGELOG.md": "changelog.md",
@@ -41,11 +41,15 @@ PLACES = {
     "examples/two_devices.ipynb": "notebook.md",
     "tests/async_device/README.md": "asynchronous-device.md",
 }
+HOME = {"README.md": "index.md"}  # what the repository shows first, and what the site does
 _LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\]\()([^()\s]+)(\))")
 _FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 _ROW = re.compile(r"^\| ([A-Z]\d+) \| (.*) \|$")
-# Sources and single cases would come before the guides, because they are most of the text.
-_NOT_SEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
+_MORE_OF_ROW = re.compile(r"^\*\*([A-Z]\d+)\.\*\* (.+?)\n$", re.MULTILINE | re.DOTALL)  # a paragraph under a table
+_CHINESE = ".zh-CN.md"
+# Sources, single cases and records would come before the guides, because they are most of the text.
+NOT_SEARCHED = ("source/", "behaviour/", "benchmarks/", "test-records.md")
+_HIDDEN = "---\nsearch:\n  exclude: true\n---\n\n"
 _LANGUAGES = {".py": "python", ".toml": "toml", ".json": "json", ".ini": "ini", ".txt": "text", "": "text"}
 
 
@@ -59,7 +63,7 @@ class Site:
     def __init__(self) -> None:
         self.pages: dict[str, str] = {}
         self.files: dict[str, Path] = {}  # pictures and the like: site path -> source
-        self._places = dict(PLACES)  # repository path -> site path
+        self._places = PLACES | HOME  # repository path -> site path
         self._anchors: dict[str, str] = {}  # "docs/behaviour.md#failure" -> "behaviour/failure.md"
         self._waiting: list[str] = []
 
@@ -73,16 +77,23 @@ class Site:
         for path in sorted((ROOT / "docs").glob("*.css")):
             self.files[path.name] = path
         self._add_behaviour()
+        checked = [  # what they link to is added
+            (place, self._relinked((ROOT / path).read_text(encoding="utf-8"), path, place))
+            for path, place in HOME.items()
+            if (ROOT / path).exists()
+        ]
         while self._waiting:
             self._add(self._waiting.pop())
-        for path, text in self.pages.items():
+        for path, text in [*self.pages.items(), *checked]:
             self._check_anchors(path, text)
 
     def _place(self, repository_path: str) -> str:
         """Return where the site has a file; one that is new waits to be added."""
         if repository_path not in self._places:
             path = Path(repository_path)
-            if path.suffix == ".md" or path.suffix in (".png", ".svg"):
+            if path.name.endswith(_CHINESE):
+                place = f"zh/{path.name.removesuffix(_CHINESE)}.md"
+            elif path.suffix == ".md" or path.suffix in (".png", ".svg"):
                 place = repository_path.removeprefix("docs/")
             elif (ROOT / path).is_dir():
                 place = f"source/{repository_path}/index.md"
@@ -177,15 +188,38 @@ class Site:
                     raise BrokenLinkError(f"{path}: {link}: {page} has no heading for #{anchor}")
 
     def write(self, folder: Path) -> None:
-        """Write all pages and files into a folder, which is made anew."""
-        shutil.rmtree(folder, ignore_errors=True)
+        """Write all pages and files into a folder, which is made anew; the Chinese pages into one beside it, "-zh".
+
+        They are a site of their own, because a site has one language for its words and its search.
+        """
+        chinese = folder.with_name(f"{folder.name}-zh")
+        for each in (folder, chinese):
+            shutil.rmtree(each, ignore_errors=True)
         for path, text in self.pages.items():
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            hidden = _NOT_SEARCHED if path.startswith(("source/", "behaviour/")) else ""
-            (folder / path).write_text(hidden + text, encoding="utf-8")
+            own = chinese / path.removeprefix("zh/") if path.startswith("zh/") else folder / path
+            own.parent.mkdir(parents=True, exist_ok=True)
+            hidden = _HIDDEN if path.startswith(NOT_SEARCHED) else ""
+            own.write_text(hidden + to_other_site(text, path), encoding="utf-8")
         for path, source in self.files.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, folder / path)
+            if source.suffix == ".css":
+                shutil.copyfile(source, chinese / path)
+
+
+def to_other_site(text: str, path: str) -> str:
+    """Return a page whose links to the other site, English or Chinese, lead to what the builder makes there."""
+
+    def relink(match: re.Match[str]) -> str:
+        before, link, after = match.groups()
+        target, hash_sign, anchor = link.partition("#")
+        there = posixpath.normpath(posixpath.join(posixpath.dirname(path), target))
+        if re.match(r"[a-z]+:", link) or there.startswith("zh/") == path.startswith("zh/"):
+            return match[0]
+        return f"{before}{re.sub(r'[.]md$', '.html', target)}{hash_sign}{anchor}{after}"
+
+    parts = _FENCE.split(text)
+    return "".join(part if i % 2 else _LINK.sub(relink, part) for i, part in enumerate(parts))
 
 
 def slug(title: str) -> str:
@@ -220,15 +254,20 @@ def docstrings_by_row() -> dict[str, list[tuple[str, str, str]]]:
 
 
 def page_of_rows(title: str, body: str, shown: dict[str, list[tuple[str, str, str]]]) -> tuple[str, int]:
-    """Return a page with a part for each row of a section: its cells by column, and what its tests show."""
+    """Return a page with a part for each row of a section: its cells by column, more of it, and what its tests show."""
     lines, columns, num_rows = [f"# {title}", ""], [], 0
-    for line in body.splitlines():
+    more = defaultdict(list)
+    for row, paragraph in _MORE_OF_ROW.findall(body):
+        more[row].append(paragraph)
+    for line in _MORE_OF_ROW.sub("", body).splitlines():
         if match := _ROW.match(line):
             row, cells = match[1], re.split(r"(?<!\\) \| ", match[2])
             num_rows += 1
             lines += ["", f"## {row}: {cells[0]} {{ #{row.lower()} }}", ""]
             for column, cell in zip(columns, cells[1:], strict=True):
                 lines += [f"**{column}**: {cell}", ""]
+            for paragraph in more[row]:
+                lines += [paragraph, ""]
             tests = shown[row]
             lines += [f'??? note "{len(tests)} tests"', ""]
             for path, name, said in tests:
@@ -243,7 +282,7 @@ def page_of_rows(title: str, body: str, shown: dict[str, list[tuple[str, str, st
 
 
 def page_of_notebook(text: str) -> str:
-    """Return a notebook as a page: its cells, with the texts and pictures that they left."""
+    """Return a notebook as a page, whose title says that it is one: its cells, with what they left."""
     parts = []
     for cell in json.loads(text)["cells"]:
         source = "".join(cell["source"])
@@ -254,7 +293,7 @@ def page_of_notebook(text: str) -> str:
             elif "image/png" in output.get("data", {}):
                 picture = "".join(output["data"]["image/png"]).replace("\n", "")
                 parts.append(f"![what the cell shows](data:image/png;base64,{picture})")
-    return "\n\n".join(parts) + "\n"
+    return re.sub(r"\A# .*", "# Notebook", "\n\n".join(parts)) + "\n"
 
 
 if __name__ == "__main__":

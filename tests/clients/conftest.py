@@ -1,4 +1,4 @@
-"""Other people's libraries, unmodified, on two CPU replicas; what `make clients` writes into docs/compatibility.md.
+"""Other people's libraries, unmodified, on two CPU replicas; what `make clients` writes into docs/test-records.md.
 
 Each file is about the library in its name, and is skipped where that is not installed. Models are small and random, and
 data is invented: nothing is downloaded. The oracle is the same library's code with the plain module. With `--table
@@ -88,7 +88,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if page is not None and (items := config.stash.get(_ITEMS, [])):
         begin, end = _BETWEEN
         before, rest = page.read_text(encoding="utf-8").split(begin)
-        _, after = rest.split(end)
+        _, after = rest.split(end, 1)  # a page may have another table behind this one
         page.write_text(before + begin + _table(items, terminalreporter.stats) + end + after, encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""The table of what was run, for docs/clusters.md, and the log beside it."""
+"""The table of what was run, for docs/test-records.md, and the log beside it."""
 
 import platform
 import sys
@@ -44,5 +44,5 @@ def write_results(path: Path, rows: Sequence[Row], logs: Mapping[str, Sequence[s
 def write_into_page(page: Path, rows: Sequence[Row]) -> None:
     """Replace the table in a page."""
     before, rest = page.read_text(encoding="utf-8").split(_BEGIN)
-    _, after = rest.split(_END)
+    _, after = rest.split(_END, 1)  # a page may have another table behind this one
     page.write_text(f"{before}{_BEGIN}{table(rows)}{_END}{after}", encoding="utf-8")

@@ -305,6 +305,14 @@ def test_wrong_options_install_nothing(arguments: dict[str, Any], error: str) ->
     assert torch.nn.DataParallel is TORCHS
 
 
+def test_its_repr_counts_the_names() -> None:
+    """For the last line of a cell in a notebook: `replaced` lists them."""
+    with unisono.install() as installed:
+        assert repr(installed) == f"unisono.install: {len(installed.replaced)} names replaced"
+        assert len(installed.replaced) > 5
+        assert repr(unisono.install()) == "unisono.install: options only, the names were replaced already"
+
+
 def test_a_second_installation_ends_with_the_options_of_the_first() -> None:
     """X2: its end had put torch's names back, in silence, for all that followed."""
     with unisono.install(["cpu"] * 3):

@@ -811,6 +811,7 @@ def test_an_error_in_a_replica_and_outputs_that_cannot_be_gathered_raise() -> No
 def test_it_is_printed_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
     report = verify(mlp(), ROWS, device_ids=["cpu", "cpu"])
     assert capsys.readouterr().out == f"{report}\n"
+    assert report.is_printed
     compared(mlp(), ROWS)
     assert capsys.readouterr().out == ""
 

@@ -191,7 +191,8 @@ def verify(
     finally:
         random.restore()
     num_replicas = len(many.rows) or len(devices)
-    report = Report(_title(wrapped, many), tuple(rows), tuple(findings), tuple(dict.fromkeys(notes)), num_replicas)
+    said = tuple(dict.fromkeys(notes))
+    report = Report(_title(wrapped, many), tuple(rows), tuple(findings), said, num_replicas, is_printed=show)
     if show:
         print(report)
     return report
