@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+import unisono
 from helpers.modules import Calls, Composed, Fn
 from unisono import DataParallel, data_parallel, gather, verify
 from unisono.data_parallel import ARGUMENTS
@@ -85,7 +86,7 @@ def test_signature():
         ("devices", "did you mean device_ids?"),
         ("sync_bn", "did you mean sync_batch_norm?"),
         ("find_unused_parameters", "leave it out"),
-        ("mixed_precision", r"write torch\.autocast"),
+        ("mixed_precision", r"use torch\.autocast"),
         ("colour", r"it has .*device_ids"),
     ],
 )
@@ -96,6 +97,25 @@ def test_unknown_arguments_name_the_line_to_write(name: str, says: str) -> None:
         DataParallel(model, **{name: True})
     with pytest.raises(TypeError, match=f"verify has no argument '{name}'; {says}"):
         verify(model, torch.ones(4, 5), **{name: True})
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "says"),
+    [
+        ("install", "share", "did you mean shares?"),
+        ("install", "gpus", "did you mean device_ids?"),
+        ("install", "timeout", "unisono.DataParallel has it"),
+        ("install", "mesh", "it has device_ids, shares"),
+        ("data_parallel", "devices", "did you mean device_ids?"),
+        ("data_parallel", "shares", "unisono.DataParallel has it"),
+        ("data_parallel", "kwargs", "did you mean module_kwargs?"),
+    ],
+)
+def test_unknown_arguments_of_other_functions(function: str, name: str, says: str) -> None:
+    """A1: an argument that only `DataParallel` has is said to be there."""
+    arguments = [nn.Linear(5, 2), torch.ones(4, 5)] if function == "data_parallel" else []
+    with pytest.raises(TypeError, match=re.escape(f"{function} has no argument '{name}'; {says}")):
+        getattr(unisono, function)(*arguments, **{name: None})
 
 
 @pytest.mark.parametrize(
@@ -195,7 +215,9 @@ def test_one_device_adds_a_note_to_the_modules_own_error(sim, move, name, device
     move(module)
     with pytest.raises(RuntimeError) as caught:
         model(torch.ones(4, 3))
-    assert f"'{name}' is not on sim:0, the wrapper's device: model.to('sim:0')" in "".join(caught.value.__notes__)
+    assert f"'{name}' is not on sim:0, the wrapper's device. Move the module: model.to('sim:0')" in "".join(
+        caught.value.__notes__
+    )
 
 
 @both
@@ -585,7 +607,9 @@ def test_the_module_of_several_processes_cannot_be_replaced(monkeypatch):
     """A13, C7: they would begin with different parameters."""
     model = DataParallel(mlp(), ["cpu"] * 2)
     monkeypatch.setattr(DataParallel, "spans_processes", True)
-    with pytest.raises(AttributeError, match=r"module is decided .* Wrap it anew, DataParallel\(module\)"):
+    with pytest.raises(
+        AttributeError, match=r"module cannot be assigned, .* Wrap the module again: DataParallel\(module\)"
+    ):
         model.module = mlp()
 
 
@@ -641,7 +665,7 @@ def test_a_copy_of_the_wrapper_is_one_of_its_own(copied):
 
 def idle(batch: str, sizes: list[int], which: str, remedy: str) -> list[str]:
     """Return what the log has."""
-    return [f"a batch of {batch} (samples) gives {sizes} rows to the {len(sizes)} devices: {which} idle. Use {remedy}."]
+    return [f"a batch of {batch} gives {sizes} rows to the {len(sizes)} devices: {which} idle. Use {remedy}."]
 
 
 @both

@@ -297,12 +297,20 @@ CAUSES = {
         None, nn.Linear(3, 2).to("meta")
     )(X),
     "cannot gather output along dimension 0": lambda: of_replicas(lambda net, x: x.new_ones(len(x), len(x)))(X),
+    "cannot gather output: replicas returned different ...": lambda: of_replicas(lambda net, x: {len(x): x})(X),
     "cannot scatter tensors with different numbers of rows": lambda: of_replicas(None, nn.Bilinear(3, 3, 2))(X, X[:4]),
     "output of shape ... comes from ... rows": lambda: of_replicas(lambda net, x: x.sum(0, keepdim=True))(X),
     "output is a list with as many entries as each replica has rows": lambda: of_replicas(
         lambda net, x: [float(row.sum()) for row in x]
     )(X[:4]),
-    "each replica normalises its own rows in training": lambda: of_replicas(None, nn.BatchNorm1d(3))(X),
+    "each replica normalises its own rows": lambda: of_replicas(None, nn.BatchNorm1d(3))(X),
+    "there is no accelerator ...": lambda: unisono.scatter(X, [99]),
+    "DataParallel has no argument": lambda: of_replicas(None, nn.Linear(3, 2), find_unused_parameters=True),
+    "has the batch of its hidden state on dimension 1": lambda: of_replicas(None, nn.LSTM(3, 2, batch_first=True)),
+    "Trying to backward through the replicas a second time": lambda: [
+        loss.backward() for loss in [of_replicas(None, nn.Linear(3, 2))(X).sum()] * 2
+    ],
+    "batch of ... gives ... rows to the ... devices": lambda: unisono.DataParallel(nn.Linear(3, 2), ["cpu"] * 17)(X),
     "forward has written into parameter": lambda: of_replicas(decay)(X),
     "forward of ... assigns ...": lambda: of_replicas(lambda net, x: setattr(net, "last", x) or net.layer(x))(X),
     "ReplicaTimeout: no progress": lambda: of_replicas(
@@ -325,13 +333,13 @@ def test_the_page_of_error_messages_has_what_is_said() -> None:
 
 
 @pytest.mark.parametrize("heading", CAUSES)
-def test_a_message_of_the_page_is_said(heading: str) -> None:
+def test_a_message_of_the_page_is_said(heading: str, caplog: pytest.LogCaptureFixture) -> None:
     """With values in the place of "..."."""
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
             CAUSES[heading]()
-            said = [str(each.message) for each in warned]
+            said = [*caplog.messages, *(str(each.message) for each in warned)]
         except Exception as error:  # noqa: BLE001 - of any class
             said = [f"{type(error).__name__}: {error}"]
     parts = map(re.escape, re.split(r"\.\.\.|cuda:0|(?<=ReplicaTimeout: )", heading))

@@ -628,7 +628,7 @@ def test_what_a_hook_of_the_model_writes_into_is_said_once(wrap: Wrap, way: str)
 
 @pytest.mark.parametrize(
     "way",
-    ["once", "graphs are kept", "of higher order", "an object among the inputs", "the verbs", "a loss that leaves"],
+    ["once", "keep the graphs", "of higher order", "an object among the inputs", "the verbs", "a loss that leaves"],
 )
 def test_a_hook_that_keeps_gradients_is_said_once(wrap: Wrap, way: str) -> None:
     """R9: after the first backward; also of one that does not free the graphs, which nothing was said of."""
@@ -638,7 +638,7 @@ def test_a_hook_that_keeps_gradients_is_said_once(wrap: Wrap, way: str) -> None:
     layer = nn.Linear(4, 4)
     layer.register_full_backward_hook(lambda layer, inputs, outputs: found.append(outputs))
     model = wrap(Calls(lambda m, x, given: m.layer(x).tanh(), layer=layer))
-    options = {"graphs are kept": {"retain_graph": True}, "of higher order": {"create_graph": True}}.get(way, {})
+    options = {"keep the graphs": {"retain_graph": True}, "of higher order": {"create_graph": True}}.get(way, {})
 
     losses: list[torch.Tensor] = []
     if way == "a loss that leaves":

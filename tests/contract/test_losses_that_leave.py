@@ -485,7 +485,7 @@ def test_a_gradient_with_a_graph_of_what_a_replica_remembers(wrap: Wrap) -> None
     for _ in range(2):
         x = torch.randn(6, 5, requires_grad=True)
         loss = remembering(model, model.module, x, 2)[1]
-        with pytest.raises(RuntimeError, match="give it to this one as an input"):
+        with pytest.raises(RuntimeError, match="pass it to this one as an input"):
             torch.autograd.grad(loss, x, create_graph=True)
     REMEMBERED.clear()
 

@@ -110,7 +110,7 @@ _OTHER_ROWS = (" rows (samples), but has ", "Is the batch on dimension", "rows i
 _LISTS = (
     "with as many entries as each replica has rows",
     "return unisono.SampleList(entries)",
-    "it returns numbers, which would be one a part",
+    "it returns numbers, one for each part",
 )
 
 

@@ -90,7 +90,7 @@ def test_in_dims_name_inputs_by_position_and_name(function, in_dims, inputs, kwa
 @pytest.mark.parametrize(
     ("in_dims", "message"),
     [
-        ({"maks": 0}, r"in_dims names 'maks', but the inputs are x, mask, table"),
+        ({"maks": 0}, r"in_dims names 'maks', but the inputs are: x, mask, table"),
         ((0, 0), r"in_dims=\(0, 0\) has 2 entries for 1 positional inputs"),
         *(({key: 0}, r"in_dims has the key .*: expected names of inputs, or pos") for key in (-1, None, True, 1.5)),
     ],

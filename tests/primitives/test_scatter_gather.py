@@ -115,7 +115,11 @@ Point, Place = namedtuple("Point", "x"), namedtuple("Place", "x")
     ("outputs", "error", "message"),
     [
         ([torch.zeros(2), None], ValueError, "cannot gather output: .* (replica 0: Tensor; replica 1: NoneType)"),
-        ([TABLE, TABLE, ROW], ValueError, "numbers of axes (replica 0: (2, 3); replica 1: (2, 3); replica 2: (2,))"),
+        (
+            [TABLE, TABLE, ROW],
+            ValueError,
+            "numbers of dimensions (replica 0: (2, 3); replica 1: (2, 3); replica 2: (2,))",
+        ),
         ([[ROW], [ROW.long()]], ValueError, "output[0]: .* dtypes (replica 0: torch.float32; replica 1: torch.int64)"),
         ([TABLE, TABLE.t()], ValueError, "along dimension 0: replica 0 returned (2, 3), replica 1 returned (3, 2)."),
         (["a", "b"], ValueError, "different values (replica 0: 'a'; replica 1: 'b')"),

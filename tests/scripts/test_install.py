@@ -295,7 +295,7 @@ def test_a_failed_forward_has_no_rows() -> None:
     ("arguments", "error"),
     [
         ({"device_ids": CPUS, "shares": [1, 2, 3]}, "3 weights for 2 devices"),
-        ({"device_ids": ["gpu:0"]}, "names no device"),
+        ({"device_ids": ["gpu:0"]}, "is not a device"),
     ],
 )
 def test_wrong_options_install_nothing(arguments: dict[str, Any], error: str) -> None:

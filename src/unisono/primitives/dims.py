@@ -261,7 +261,7 @@ def _by_position(
             positions = given[key] if isinstance(given[key], tuple) else [given[key]]
             entries.update(dict.fromkeys(positions, entry))
         elif key not in parameters and not takes_any:
-            raise ValueError(f"in_dims names {key!r}, but the inputs are {', '.join(parameters)}")
+            raise ValueError(f"in_dims names {key!r}, but the inputs are: {', '.join(parameters)}")
     return entries
 
 

@@ -400,7 +400,7 @@ def _check_alike(path: str, given: tuple[Any, ...]) -> None:
             "Return it padded (torch.nested.to_padded_tensor) with its lengths, or as a PackedSequence."
         )
     if len({tensor.ndim for tensor in given}) > 1:
-        raise pytree.disagreement(path, "numbers of axes", [tuple(tensor.shape) for tensor in given])
+        raise pytree.disagreement(path, "numbers of dimensions", [tuple(tensor.shape) for tensor in given])
     if len({tensor.dtype for tensor in given}) > 1:
         raise pytree.disagreement(path, "dtypes", [tensor.dtype for tensor in given])
 
@@ -447,7 +447,7 @@ def _common_value(path: str, given: tuple[Any, ...], whole: bool) -> Any:
         reason = "outputs must be tensors, or containers of tensors"
         remedy = "the tensor itself, without .numpy() or by torch.as_tensor(array), and convert the gathered output"
     raise TypeError(
-        f"cannot gather {path}: the replicas returned objects of type {type(first).__name__}, but {reason}. Return "
+        f"cannot gather {path}: each replica returned an object of type {type(first).__name__}, but {reason}. Return "
         f"{remedy}; or register how the class is joined: unisono.register_batch_type."
     )
 

@@ -117,7 +117,7 @@ class IdleDevices:
             better = 'shares="even"' if rows >= len(sizes) else f"batches of at least {len(sizes)} rows"
             batch = "1 row" if rows == 1 else f"{rows} rows"
             log_once(
-                f"a batch of {batch} (samples) gives {list(sizes)} rows to the {len(sizes)} devices, so "
+                f"a batch of {batch} gives {list(sizes)} rows to the {len(sizes)} devices: "
                 f"{len(idle)} of them ({', '.join(dict.fromkeys(idle))}) "
                 f"{'stays' if len(idle) == 1 else 'stay'} idle. Use {better}."
             )
