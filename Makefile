@@ -117,10 +117,11 @@ $(CLUSTERS)/.ready: pyproject.toml constraints.txt tests/clusters/requirements.t
 rows: $(READY)  ## list the tests of each row of docs/behaviour.md
 	@$(BIN)/python -m pytest --rows
 
-check: $(READY)  ## lint, format, types
+check: $(READY)  ## lint, format, types; build the pages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	@$(MAKE) --no-print-directory docs
 
 format: $(READY)  ## let ruff mend and format the code
 	$(BIN)/ruff check --fix .
@@ -151,17 +152,19 @@ gpu-check:  ## prove the accelerator paths on this machine's GPU, in ten minutes
 	@PYTHONPATH=src $(GPU_PYTHON) benchmarks/gpu_check.py $(OPTIONS)
 
 # The builder is zensical, which reads mkdocs.yml; mkdocs-material, which would read it too, gets no new features. In an
-# environment of its own: neither `make check` nor `make test` needs it, and it needs no torch.
+# environment of its own: it needs no torch, and `make test` does not need it.
 DOCS = .venv-docs
 
-docs: $(DOCS)/.ready  ## build the documentation site in site/; a link that leads nowhere is an error
+docs: $(DOCS)/.ready  ## build the documentation site in site/; a broken link, or a search without its page, is an error
 	$(DOCS)/bin/python docs/site.py
 	$(DOCS)/bin/zensical build --clean --strict
-	@echo "see site/index.html; with search: $(PYTHON) -m http.server -d site"
+	$(DOCS)/bin/zensical build --clean --strict --config-file mkdocs.zh-CN.yml
+	$(DOCS)/bin/python docs/searches.py
+	@echo "to read the pages: $(PYTHON) -m http.server -d site"
 
 $(DOCS)/.ready: constraints.txt
 	$(PYTHON) -m venv $(DOCS)
-	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt ruff zensical 'mkdocstrings[python]'
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt ruff zensical 'mkdocstrings[python]' mini-racer
 	@touch $@
 
 # The wheel is built from the sdist, in an environment that has only the build's own requirements. What is tried is the
@@ -189,4 +192,4 @@ $(DIST)/.ready: constraints.txt
 	@touch $@
 
 clean:  ## remove the environments and what runs leave behind
-	rm -rf .venv .venv-clients .venv-clusters .venv-compat-* .venv-dist .venv-docs .site-source dist site runs .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-clients .venv-clusters .venv-compat-* .venv-dist .venv-docs .site-source .site-source-zh dist site runs .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -32,7 +32,7 @@ from helpers.rows import rows_named  # noqa: E402 - the tests' own reading of do
 
 # Pages outside docs/, and where the site has them; all others are added when a page links to them.
 PLACES = {
-    "README.zh-CN.md": "index.zh-CN.md",
+    "README.zh-CN.md": "zh/index.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
     "CHANGELOG.md": "changelog.md",
@@ -46,6 +46,7 @@ _LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\]\()([^()\s]+)(\))")
 _FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 _ROW = re.compile(r"^\| ([A-Z]\d+) \| (.*) \|$")
 _MORE_OF_ROW = re.compile(r"^\*\*([A-Z]\d+)\.\*\* (.+?)\n$", re.MULTILINE | re.DOTALL)  # a paragraph under a table
+_CHINESE = ".zh-CN.md"
 # Sources, single cases and records would come before the guides, because they are most of the text.
 NOT_SEARCHED = ("source/", "behaviour/", "benchmarks/", "test-records.md")
 _HIDDEN = "---\nsearch:\n  exclude: true\n---\n\n"
@@ -90,7 +91,9 @@ class Site:
         """Return where the site has a file; one that is new waits to be added."""
         if repository_path not in self._places:
             path = Path(repository_path)
-            if path.suffix == ".md" or path.suffix in (".png", ".svg"):
+            if path.name.endswith(_CHINESE):
+                place = f"zh/{path.name.removesuffix(_CHINESE)}.md"
+            elif path.suffix == ".md" or path.suffix in (".png", ".svg"):
                 place = repository_path.removeprefix("docs/")
             elif (ROOT / path).is_dir():
                 place = f"source/{repository_path}/index.md"
@@ -185,15 +188,38 @@ class Site:
                     raise BrokenLinkError(f"{path}: {link}: {page} has no heading for #{anchor}")
 
     def write(self, folder: Path) -> None:
-        """Write all pages and files into a folder, which is made anew."""
-        shutil.rmtree(folder, ignore_errors=True)
+        """Write all pages and files into a folder, which is made anew; the Chinese pages into one beside it, "-zh".
+
+        They are a site of their own, because a site has one language for its words and its search.
+        """
+        chinese = folder.with_name(f"{folder.name}-zh")
+        for each in (folder, chinese):
+            shutil.rmtree(each, ignore_errors=True)
         for path, text in self.pages.items():
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            own = chinese / path.removeprefix("zh/") if path.startswith("zh/") else folder / path
+            own.parent.mkdir(parents=True, exist_ok=True)
             hidden = _HIDDEN if path.startswith(NOT_SEARCHED) else ""
-            (folder / path).write_text(hidden + text, encoding="utf-8")
+            own.write_text(hidden + to_other_site(text, path), encoding="utf-8")
         for path, source in self.files.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, folder / path)
+            if source.suffix == ".css":
+                shutil.copyfile(source, chinese / path)
+
+
+def to_other_site(text: str, path: str) -> str:
+    """Return a page whose links to the other site, English or Chinese, lead to what the builder makes there."""
+
+    def relink(match: re.Match[str]) -> str:
+        before, link, after = match.groups()
+        target, hash_sign, anchor = link.partition("#")
+        there = posixpath.normpath(posixpath.join(posixpath.dirname(path), target))
+        if re.match(r"[a-z]+:", link) or there.startswith("zh/") == path.startswith("zh/"):
+            return match[0]
+        return f"{before}{re.sub(r'[.]md$', '.html', target)}{hash_sign}{anchor}{after}"
+
+    parts = _FENCE.split(text)
+    return "".join(part if i % 2 else _LINK.sub(relink, part) for i, part in enumerate(parts))
 
 
 def slug(title: str) -> str:

@@ -36,8 +36,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         choices=range(2, 9),
         metavar="N",
-        help="run the tests as on a machine with N accelerators (2 to 8), which are simulated; torch.nn.DataParallel "
-        "uses all of them, and is compared with one device: pytest --unisono 2",
+        help=(
+            "run the tests as if this machine had N simulated accelerators (2 to 8); torch.nn.DataParallel uses "
+            "all of them, and is compared with one device: pytest --unisono 2"
+        ),
     )
 
 
@@ -69,7 +71,7 @@ def devices() -> list["torch.device"]:
 
     present = accelerators()
     if len(present) < 2:
-        pytest.skip("fewer than two accelerators here; pytest --unisono 2 simulates them")
+        pytest.skip("this machine has fewer than two accelerators; pytest --unisono 2 simulates them")
     return present
 
 

@@ -65,9 +65,9 @@ def test_a_run_is_resumed_with_its_own_options_or_overwritten(capsys: pytest.Cap
     assert main([*SMALL, "--output", "out", "--lr", "0.02", "--no-sync-batch-norm"]) == 0
     assert not saved_options()["sync_batch_norm"]
     assert main([*SMALL, "--output", "out"]) == 2
-    assert "out holds a run already" in capsys.readouterr().err
+    assert "out already has a run" in capsys.readouterr().err
     assert main(["train", "--resume", "out", "--lr", "0.9"]) == 2
-    assert "--lr 0.9: the run to resume has --lr 0.02; leave it out" in capsys.readouterr().err
+    assert "--lr 0.9: the run to resume has --lr 0.02; leave this option out" in capsys.readouterr().err
     assert main(["train", "--resume", "out", "--epochs", "2", "--lr", "0.02"]) == 0
     assert [record["step"] for record in records("step")] == list(range(1, 25))
     assert saved_options()["lr"] == 0.02
@@ -80,41 +80,41 @@ def test_one_command_begins_a_run_or_goes_on_with_it(capsys: pytest.CaptureFixtu
     command = [*SMALL, "--output", "out", "--resume"]
     assert main(command) == 0
     began = Path("out/model.safetensors").read_bytes()
-    assert "going on" not in capsys.readouterr().out
+    assert "resuming" not in capsys.readouterr().out
     assert main(command) == 0
-    assert "nothing left to do, 1 epochs are finished" in capsys.readouterr().out
+    assert "nothing left to do: 1 epochs are finished" in capsys.readouterr().out
     assert Path("out/model.safetensors").read_bytes() == began
     assert main([*command, "--epochs", "2"]) == 0
-    assert "going on after step 12, epochs finished: 1" in capsys.readouterr().out
+    assert "resuming after step 12, epochs finished: 1" in capsys.readouterr().out
     assert main([*command, "--lr", "0.9"]) == 2
     assert "--lr 0.9: the run to resume has --lr 0.05" in capsys.readouterr().err
     Path("out/checkpoint.safetensors").unlink()
     assert main(command) == 2, "weights whose checkpoint is gone are not overwritten"
-    assert "out holds a run already" in capsys.readouterr().err
+    assert "out already has a run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["--batch-size", "0"], "--batch-size 0: expected a whole number from 1 up"),
+        (["--batch-size", "0"], "--batch-size 0: expected a whole number, 1 or more"),
         (["--batch-size", "many"], "argument --batch-size: invalid int value: 'many'"),
         (["--model", "vgg"], "argument --model: invalid choice: 'vgg'"),
-        (["--data", "nowhere"], "--data nowhere is no folder; expected digits, fashion-mnist, or a folder of IDX"),
-        (["--output", "file"], "is not a folder; name another one (--output DIR)"),
-        (["--output", "/proc/out"], "--output /proc/out: /proc cannot be written to"),
+        (["--data", "nowhere"], "--data nowhere is not a folder; expected digits, fashion-mnist, or a folder of IDX"),
+        (["--output", "file"], "is not a folder; give another one (--output DIR)"),
+        (["--output", "/proc/out"], "--output /proc/out: cannot write to /proc"),
         (["--output", ""], "argument --output: expected the name of a folder, got ''"),
         (
             ["--resume", "empty"],
-            "--resume empty: there is no empty/checkpoint.safetensors; expected the --output of an earlier run",
+            "--resume empty: found no empty/checkpoint.safetensors; expected the --output of an earlier run",
         ),
-        (["--resume", "empty", "--output", "x"], "--resume empty goes on in the same folder: leave out --output"),
+        (["--resume", "empty", "--output", "x"], "--resume empty writes to the same folder: leave out --output"),
         (
             ["--resume"],
-            "--resume without a folder goes on with the run in that of --output, or begins it: give --output",
+            "--resume without DIR needs the folder of the run: give --output",
         ),
         (["--resume", "--output", "x", "--overwrite"], "give --output DIR, and leave out --overwrite"),
         (["--batchsize", "3"], "there is no option --batchsize"),
-        (["--compile", "--devices", "cpu*2"], "take --no-sync-batch-norm or --devices 1, or take --no-compile"),
+        (["--compile", "--devices", "cpu*2"], "pass --no-sync-batch-norm or --devices 1, or --no-compile"),
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_nothing_behind(
@@ -174,10 +174,8 @@ def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     """A limit on the size of files, which the checkpoint is the first to reach."""
     with forked(run_with_small_files, cwd=tmp_path) as program:
         assert program.wait() == 1
-        assert program.err.startswith(
-            "unisono train: error: out/checkpoint.safetensors cannot be written (File too large)"
-        )
-        assert program.err.endswith("; nothing had been saved yet in out\n")
+        assert program.err.startswith("unisono train: error: cannot write out/checkpoint.safetensors (File too large)")
+        assert program.err.endswith("; nothing was saved yet in out\n")
         assert program.err.count("\n") == 1
     assert not (tmp_path / "out" / "checkpoint.safetensors").exists()
 
@@ -190,7 +188,7 @@ def test_a_missing_compiler_is_one_line(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stdout.splitlines()[1] == "checking that the compiler works ..."
     assert "--compile: torch.compile does not work for cpu here (InvalidCxxCompiler: No working C++" in done.stderr
-    assert done.stderr.endswith("mend that, or take --no-compile\n")
+    assert done.stderr.endswith("repair it, or pass --no-compile\n")
     assert done.stderr.count("\n") == 1
 
 
@@ -204,7 +202,7 @@ def test_a_run_is_not_resumed_on_other_data(tmp_path: Path, capsys: pytest.Captu
     write_rows(folder, 30)
     capsys.readouterr()
     assert main(["train", "--resume", "out", "--epochs", "2"]) == 2
-    assert "out began on other data than --data " in capsys.readouterr().err
+    assert " changed since the run in out began: restore it" in capsys.readouterr().err
     write_rows(folder, 60)
     assert main(["train", "--resume", "out", "--epochs", "2"]) == 0
 
@@ -223,8 +221,8 @@ def test_the_help_has_examples(command: str, capsys: pytest.CaptureFixture[str])
 def test_without_a_command_it_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     out = capsys.readouterr().out
-    assert "train an image classifier on every device" in out
-    assert "compare a model of yours on one device and on several" in out
+    assert "train an image classifier on all devices" in out
+    assert "compare your model on one device and on several" in out
     assert main(["--quiet"]) == 2
     error = "unisono: error: there is no option --quiet (unisono --help lists the options)\n"
     assert capsys.readouterr().err == error
@@ -245,7 +243,7 @@ def test_a_run_that_is_stopped_saves_and_says_how_to_go_on(tmp_path: Path, numbe
     assert err == f"\nfinishing the step in flight, then stopping (Ctrl-C{again}: at once, without saving)\n"
     last = out.splitlines()[-1]
     assert last.startswith("stopped after step ")
-    assert last.endswith("; to go on: unisono train --resume out")
+    assert last.endswith("; to resume: unisono train --resume out")
 
     steps = int(last.split()[3].rstrip(";"))
     assert main(["train", "--resume", "out", "--epochs", str(steps // 12 + 1)]) == 0
@@ -272,5 +270,5 @@ def test_a_reader_who_has_gone_stops_the_training_with_a_word(tmp_path: Path) ->
     os.close(writing)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    assert line.startswith("unisono train: error: nothing reads the output any more, so the training has stopped: ")
-    assert "nothing had been saved yet in out" in line
+    assert line.startswith("unisono train: error: the training has stopped, because its output is no longer read: ")
+    assert "nothing was saved yet in out" in line

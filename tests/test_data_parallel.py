@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+import unisono
 from helpers.modules import Calls, Composed, Fn
 from unisono import DataParallel, data_parallel, gather, verify
 from unisono.data_parallel import ARGUMENTS
@@ -85,7 +86,7 @@ def test_signature():
         ("devices", "did you mean device_ids?"),
         ("sync_bn", "did you mean sync_batch_norm?"),
         ("find_unused_parameters", "leave it out"),
-        ("mixed_precision", r"write torch\.autocast"),
+        ("mixed_precision", r"use torch\.autocast"),
         ("colour", r"it has .*device_ids"),
     ],
 )
@@ -96,6 +97,25 @@ def test_unknown_arguments_name_the_line_to_write(name: str, says: str) -> None:
         DataParallel(model, **{name: True})
     with pytest.raises(TypeError, match=f"verify has no argument '{name}'; {says}"):
         verify(model, torch.ones(4, 5), **{name: True})
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "says"),
+    [
+        ("install", "share", "did you mean shares?"),
+        ("install", "gpus", "did you mean device_ids?"),
+        ("install", "timeout", "unisono.DataParallel has it"),
+        ("install", "mesh", "it has device_ids, shares"),
+        ("data_parallel", "devices", "did you mean device_ids?"),
+        ("data_parallel", "shares", "unisono.DataParallel has it"),
+        ("data_parallel", "kwargs", "did you mean module_kwargs?"),
+    ],
+)
+def test_unknown_arguments_of_other_functions(function: str, name: str, says: str) -> None:
+    """A1: an argument that only `DataParallel` has is said to be there."""
+    arguments = [nn.Linear(5, 2), torch.ones(4, 5)] if function == "data_parallel" else []
+    with pytest.raises(TypeError, match=re.escape(f"{function} has no argument '{name}'; {says}")):
+        getattr(unisono, function)(*arguments, **{name: None})
 
 
 @pytest.mark.parametrize(
@@ -195,7 +215,9 @@ def test_one_device_adds_a_note_to_the_modules_own_error(sim, move, name, device
     move(module)
     with pytest.raises(RuntimeError) as caught:
         model(torch.ones(4, 3))
-    assert f"'{name}' is not on sim:0, the wrapper's device: model.to('sim:0')" in "".join(caught.value.__notes__)
+    assert f"'{name}' is not on sim:0, the wrapper's device. Move the module: model.to('sim:0')" in "".join(
+        caught.value.__notes__
+    )
 
 
 @both
@@ -304,7 +326,7 @@ def test_a_hook_that_cannot_tell_replicas_apart_is_warned_about(wrap):
     """R9: by device, one replica's output took the other one's place, in silence."""
     model = wrap(mlp(), ["cpu"] * 2)
     recorded_by(model.module[0], collections.defaultdict(dict))
-    with pytest.warns(UserWarning, match=r"hook .* refers to the module .*\('0', a Linear\).* model\.module"):
+    with pytest.warns(UserWarning, match=r"hook .* holds its module \('0', a Linear\).* model\.module"):
         model(numbered(5, 3))
 
 
@@ -585,7 +607,9 @@ def test_the_module_of_several_processes_cannot_be_replaced(monkeypatch):
     """A13, C7: they would begin with different parameters."""
     model = DataParallel(mlp(), ["cpu"] * 2)
     monkeypatch.setattr(DataParallel, "spans_processes", True)
-    with pytest.raises(AttributeError, match=r"module is decided .* Wrap it anew, DataParallel\(module\)"):
+    with pytest.raises(
+        AttributeError, match=r"module cannot be assigned, .* Wrap the module again: DataParallel\(module\)"
+    ):
         model.module = mlp()
 
 
@@ -652,10 +676,10 @@ def idle(batch: str, sizes: list[int], which: str, remedy: str) -> list[str]:
             4,
             "chunk",
             (2, 2),
-            idle("2 rows", [1, 1, 0, 0], "2 of them (sim:2, sim:3) stay", "batches of 4 rows or more"),
+            idle("2 rows", [1, 1, 0, 0], "2 of them (sim:2, sim:3) stay", "batches of at least 4 rows"),
         ),
         (4, "chunk", (9,), idle("9 rows", [3, 3, 3, 0], "1 of them (sim:3) stays", 'shares="even"')),
-        (2, "chunk", (1,), idle("1 row", [1, 0], "1 of them (sim:1) stays", "batches of 2 rows or more")),
+        (2, "chunk", (1,), idle("1 row", [1, 0], "1 of them (sim:1) stays", "batches of at least 2 rows")),
         (4, "chunk", (8, 8, 1), []),  # a short last batch
         (3, [1, 0, 1], (8,), []),
         (3, "chunk", (0,), []),
@@ -731,7 +755,7 @@ def test_0_dim_outputs_become_a_vector(wrap):
     model = wrap(nn.Sequential(mlp(), Fn(lambda y: y.square().mean())), ["cpu"] * 2)
     plain = copy.deepcopy(model.module)
     x = numbered(6, 3)
-    with pytest.warns(UserWarning, match="gathering 0-dim outputs") as warned:
+    with pytest.warns(UserWarning, match="Each replica returned a scalar") as warned:
         _, losses = model(x), model(x)
     assert len(warned) == 1
     assert losses.shape == (2,)

@@ -1,9 +1,14 @@
 """The documentation site: its source is made from the repository's pages and the tests (docs/site.py)."""
 
 import contextlib
+import inspect
+import pkgutil
+import posixpath
 import re
 import shlex
+import statistics
 import threading
+import typing
 import warnings
 from pathlib import Path
 
@@ -15,8 +20,11 @@ import unisono
 from helpers.benchmarks import import_file
 from helpers.forked import forked
 from helpers.modules import Calls
+from helpers.programs import run_scripts
+from helpers.ranks import free_port
 from helpers.rows import BEHAVIOUR, find_tests_by_row, rows_of_behaviour
 from unisono.cli import parsers
+from unisono.runtime.timeline import StepRecording, Track
 
 ROOT = Path(__file__).parent.parent
 
@@ -33,14 +41,101 @@ def built():
 
 def test_every_page_is_in_the_navigation_and_every_entry_is_a_page(built):
     """Sources, and pages that only other pages lead to, are left out."""
-    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
-    entries = re.findall(r"([\w./-]+\.md)$", navigation, re.MULTILINE)
+    entries = [page for _, page in navigation()]
     assert len(entries) == len(set(entries))
     assert [entry for entry in entries if entry not in built.pages] == []
     led_to = {"license.md", "test-records.md"} | {
-        page for page in built.pages if page.startswith(("source/", "benchmarks/"))
+        page for page in built.pages if page.startswith(("source/", "behaviour/", "benchmarks/"))
     }
     assert built.pages.keys() - set(entries) - led_to == set()
+
+
+# The most words on a page, without code. Pages that are made, and lists that only grow, have no limit.
+MOST_WORDS = {
+    "index.md": 250,
+    "install.md": 250,
+    "two-devices.md": 600,
+    "from-data-parallel.md": 700,
+    "from-ddp.md": 400,
+    "notebook.md": 400,
+    "run.md": 450,
+    "trainer.md": 350,
+    "batch-dimension.md": 600,
+    "batch-norm-and-dropout.md": 350,
+    "state-in-forward.md": 400,
+    "shares.md": 400,
+    "out-of-memory.md": 350,
+    "save-and-resume.md": 400,
+    "inference.md": 300,
+    "verify.md": 400,
+    "testing.md": 450,
+    "profile.md": 600,
+    "clusters.md": 600,
+    "torchrun.md": 250,
+    "machines.md": 250,
+    "slurm.md": 250,
+    "mpi.md": 250,
+    "ray.md": 250,
+    "other-launchers.md": 250,
+    "examples.md": 250,
+    "differences.md": 700,
+    "errors.md": 900,
+    "compatibility.md": 650,
+    "benchmark.md": 400,
+    "boundaries.md": 450,
+    "training-step.md": 600,
+    "same-numbers.md": 500,
+    "gpus.md": 500,
+    "failures.md": 500,
+    "plan.md": 500,
+    "architecture.md": 1750,
+    "contributing.md": 650,
+}
+NO_LIMIT = {
+    "api-data-parallel.md",
+    "api-primitives.md",
+    "api-batches.md",
+    "api-checks.md",
+    "command-line.md",
+    "behaviour.md",
+    "asynchronous-device.md",
+    "security.md",
+    "changelog.md",
+    "terms.md",
+}
+
+
+def test_a_page_is_short_enough_to_be_read(built) -> None:
+    """Chinese pages do not put spaces between words, so they are not counted."""
+    entries = [page for _, page in navigation() if not page.startswith("zh/")]
+    assert set(entries) == MOST_WORDS.keys() | NO_LIMIT
+    words = {page: num_words(built.pages[page]) for page in entries}
+    assert {page: words[page] for page, most in MOST_WORDS.items() if words[page] > most} == {}
+    assert statistics.median(words.values()) <= 500
+
+
+def test_a_page_has_one_name(built) -> None:
+    """The title is the name in the navigation; the first pages of the two languages are called after the project."""
+    titles = {page: built.pages[page].partition("\n")[0].removeprefix("# ") for _, page in navigation()}
+    assert {page: titles[page] for name, page in navigation() if titles[page] != name} == dict.fromkeys(
+        ["index.md", "zh/index.md"], "unisono"
+    )
+
+
+def navigation() -> list[tuple[str, str]]:
+    """Return the name and the page of each entry, in both languages."""
+    entries = []
+    for configuration, folder in (("mkdocs.yml", ""), ("mkdocs.zh-CN.yml", "zh/")):
+        text = (ROOT / configuration).read_text(encoding="utf-8").partition("\nnav:")[2]
+        pairs = re.findall(r'^ *- "?(.+?)"?: ([\w./-]+\.md)$', text, re.MULTILINE)
+        entries += [(name, f"{folder}{page}") for name, page in pairs]
+    return entries
+
+
+def num_words(page: str) -> int:
+    """Return how many words a page has, without code, link targets and pictures."""
+    text = re.sub(r"^```.*?^```$|^    .*?$", "", page, flags=re.MULTILINE | re.DOTALL)
+    return len(re.findall(r"\S*\w\S*", re.sub(r"!\[[^\]]*\]\([^)]*\)|\]\([^)]*\)", "", text)))
 
 
 def test_the_behaviour_pages_have_every_row_and_every_test(built):
@@ -76,6 +171,27 @@ def test_the_behaviour_tables_can_be_read() -> None:
         cells = [(row, cell) for row, line in rows for cell in re.split(r"(?<!\\) \| ", line)]
         assert [(row, cell) for row, cell in cells if len(cell.split()) > 40] == []
         assert set(re.findall(r"^\*\*([A-Z]\d+)\.\*\*", section, re.MULTILINE)) <= {row for row, _ in rows}
+
+
+def test_links_between_the_english_and_the_chinese_pages_lead_to_built_ones(built, tmp_path):
+    """They are two sites, and a builder knows its own source only."""
+    built.write(tmp_path / "source")
+    english, chinese = tmp_path / "source", tmp_path / "source-zh"
+    assert not (english / "zh").exists()
+    assert {page.name for page in chinese.glob("*.md")} == {
+        path.removeprefix("zh/") for path in built.pages if path.startswith("zh/")
+    }
+    crossed = 0
+    for folder, place in ((english, ""), (chinese, "zh/")):
+        for page in folder.rglob("*.md"):
+            for link in re.findall(r"\]\((?![a-z]+:)([^()\s#]+)", page.read_text(encoding="utf-8")):
+                target = posixpath.normpath(posixpath.join(place, posixpath.dirname(page.relative_to(folder)), link))
+                crosses = target.startswith("zh/") != (place == "zh/")
+                crossed += crosses and target.endswith(".html")
+                assert not (crosses and target.endswith(".md")), (page, link)
+                if crosses and target.endswith(".html"):
+                    assert f"{target.removesuffix('.html')}.md" in built.pages, (page, link)
+    assert crossed > 10
 
 
 def plain(text):
@@ -116,10 +232,44 @@ def test_the_readme_is_short(path: str, most_words: int) -> None:
     assert len(text.splitlines()) <= 90
 
 
-def test_the_picture_is_that_of_the_script():
-    """`python docs/picture.py` writes it."""
-    module = import_file(ROOT / "docs" / "picture.py", "docs_picture")
-    assert module.PATH.read_text(encoding="utf-8") == module.picture()
+def test_the_home_page_claims_what_the_readme_does() -> None:
+    readme, home = (path.read_text(encoding="utf-8") for path in (ROOT / "README.md", ROOT / "docs" / "index.md"))
+    for block in (r"^```diff\n.*?^```$", r"^\| on four devices.*?\n\n"):
+        assert re.findall(block, home, re.MULTILINE | re.DOTALL) == re.findall(block, readme, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("path", ["README.md", "README.zh-CN.md"])
+def test_the_code_of_the_readme_runs(path, tmp_path, capsys):
+    """With the names that it takes as given."""
+    torch.manual_seed(0)
+    given = {"unisono": unisono, "net": nn.Linear(5, 2), "criterion": nn.functional.cross_entropy}
+    given |= {"inputs": torch.randn(30, 5), "labels": torch.randint(2, (30,))}
+    exec(compile(program_of((ROOT / path).read_text(encoding="utf-8")), path, "exec"), given)
+    assert isinstance(given["model"], unisono.DataParallel)
+    assert "same: " in capsys.readouterr().out
+
+
+pictures = import_file(ROOT / "docs" / "pictures.py", "docs_pictures")
+
+
+@pytest.mark.parametrize("name", pictures.FILES)
+def test_a_picture_is_that_of_the_script(name: str) -> None:
+    """`python docs/pictures.py` writes all."""
+    assert (ROOT / "docs" / f"{name}.svg").read_text(encoding="utf-8") == pictures.FILES[name]()
+
+
+def test_every_picture_is_on_a_page_and_drawn_by_the_script() -> None:
+    assert {path.stem for path in (ROOT / "docs").glob("*.svg")} == set(pictures.FILES)
+    pages = "".join(path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+    assert [name for name in pictures.FILES if f"{name}.svg)" not in pages] == []
+
+
+@pytest.mark.parametrize("name", pictures.FILES)
+def test_a_picture_is_readable_in_the_dark_and_has_a_title(name: str) -> None:
+    drawn = pictures.FILES[name]()
+    assert "prefers-color-scheme: dark" in drawn
+    assert 'role="img">\n  <title>' in drawn
+    assert "http" not in drawn.replace('xmlns="http://www.w3.org/2000/svg"', "")  # a page shows it without a network
 
 
 def test_the_page_of_commands_is_that_of_the_parsers() -> None:
@@ -146,15 +296,21 @@ CAUSES = {
     "module must have its parameters and buffers on device cuda:0": lambda: of_replicas(
         None, nn.Linear(3, 2).to("meta")
     )(X),
-    "cannot gather output: replicas returned different sizes off the joined axis": lambda: of_replicas(
-        lambda net, x: x.new_ones(len(x), len(x))
-    )(X),
+    "cannot gather output along dimension 0": lambda: of_replicas(lambda net, x: x.new_ones(len(x), len(x)))(X),
+    "cannot gather output: replicas returned different ...": lambda: of_replicas(lambda net, x: {len(x): x})(X),
     "cannot scatter tensors with different numbers of rows": lambda: of_replicas(None, nn.Bilinear(3, 3, 2))(X, X[:4]),
     "output of shape ... comes from ... rows": lambda: of_replicas(lambda net, x: x.sum(0, keepdim=True))(X),
     "output is a list with as many entries as each replica has rows": lambda: of_replicas(
         lambda net, x: [float(row.sum()) for row in x]
     )(X[:4]),
-    "each replica normalises its own rows in training": lambda: of_replicas(None, nn.BatchNorm1d(3))(X),
+    "each replica normalises its own rows": lambda: of_replicas(None, nn.BatchNorm1d(3))(X),
+    "there is no accelerator ...": lambda: unisono.scatter(X, [99]),
+    "DataParallel has no argument": lambda: of_replicas(None, nn.Linear(3, 2), find_unused_parameters=True),
+    "has the batch of its hidden state on dimension 1": lambda: of_replicas(None, nn.LSTM(3, 2, batch_first=True)),
+    "Trying to backward through the replicas a second time": lambda: [
+        loss.backward() for loss in [of_replicas(None, nn.Linear(3, 2))(X).sum()] * 2
+    ],
+    "batch of ... gives ... rows to the ... devices": lambda: unisono.DataParallel(nn.Linear(3, 2), ["cpu"] * 17)(X),
     "forward has written into parameter": lambda: of_replicas(decay)(X),
     "forward of ... assigns ...": lambda: of_replicas(lambda net, x: setattr(net, "last", x) or net.layer(x))(X),
     "ReplicaTimeout: no progress": lambda: of_replicas(
@@ -177,13 +333,13 @@ def test_the_page_of_error_messages_has_what_is_said() -> None:
 
 
 @pytest.mark.parametrize("heading", CAUSES)
-def test_a_message_of_the_page_is_said(heading: str) -> None:
+def test_a_message_of_the_page_is_said(heading: str, caplog: pytest.LogCaptureFixture) -> None:
     """With values in the place of "..."."""
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
             CAUSES[heading]()
-            said = [str(each.message) for each in warned]
+            said = [*caplog.messages, *(str(each.message) for each in warned)]
         except Exception as error:  # noqa: BLE001 - of any class
             said = [f"{type(error).__name__}: {error}"]
     parts = map(re.escape, re.split(r"\.\.\.|cuda:0|(?<=ReplicaTimeout: )", heading))
@@ -206,7 +362,9 @@ RUN = [
     "docs/verify.md",
     "docs/profile.md",
     "docs/training-step.md",
+    "docs/install.zh-CN.md",
     "docs/from-data-parallel.zh-CN.md",
+    "docs/processes-and-errors.zh-CN.md",
 ]
 # Of the whole process: names that are replaced, simulated devices.
 RUN_AS_PROGRAMS = ["docs/run.md", "docs/trainer.md", "docs/testing.md"]
@@ -293,50 +451,105 @@ def test_the_page_names_the_libraries_that_were_run():
     assert {name for line in listed for name in re.split(r",\s+", line)} == libraries
 
 
-def test_the_api_page_has_every_public_name():
-    shown = re.findall(r"^::: unisono\.(?:[\w.]+\.)?(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
-    assert set(unisono.__all__) <= set(shown)
+def test_the_program_for_torchrun_runs_in_two_processes(tmp_path):
+    """With what torchrun sets; the ranks read samples of their own, and rank 0 saves."""
+    page = (ROOT / "docs" / "processes-and-errors.zh-CN.md").read_text(encoding="utf-8")
+    names, program, *_ = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    given = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    with contextlib.chdir(tmp_path):
+        ended = run_scripts(
+            [(f"{names}{program}print(num_processes)", {**given, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
+        )
+    assert [(end.returncode, end.stdout) for end in ended] == [(0, "2\n")] * 2, ended
+    assert (tmp_path / "weights.pt").exists()
+
+
+# API
+
+
+def test_the_api_pages_have_every_public_name_and_every_type() -> None:
+    """Each once, with the classes of unisono in annotations of public functions, and their own annotations."""
+    pages = (path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("api-*.md"))
+    shown = [name for page in pages for name in re.findall(r"^::: ([\w.]+)$", page, re.MULTILINE)]
     assert len(shown) == len(set(shown))
+    objects = [pkgutil.resolve_name(name) for name in shown]
+    assert [name for name in unisono.__all__ if not any(getattr(unisono, name) is each for each in objects)] == []
+    public = [name for name in vars(unisono.DataParallel) if not name.startswith("_") and name != "extra_repr"]
+    assert [name for name in public if f"unisono.DataParallel.{name}" not in shown] == []
+    functions = [each.fget if isinstance(each, property) else each for each in objects]
+    functions += [each for cls in objects if isinstance(cls, type) for each in public_functions(cls)]
+    hints = [pair for each in functions if callable(each) for pair in typing.get_type_hints(each).items()]
+    types = {cls for name, hint in hints if not name.startswith("_") for cls in classes_in(hint)}
+    shown_types = {each for each in objects if isinstance(each, type)} | {StepRecording, Track}  # of what records
+    assert {cls for cls in types - shown_types if cls.__module__.startswith("unisono")} == set()
 
 
-# Search
+def public_functions(cls: type) -> list[object]:
+    """Return the methods and getters that a class of ours defines; torch's and Python's are theirs."""
+    values = [value for name, value in vars(cls).items() if not name.startswith("_")]
+    return [value.fget if isinstance(value, property) else inspect.unwrap(value) for value in values if ours(value)]
 
 
-def sections_of(pages: dict[str, str]) -> list[tuple[str, str, str]]:
-    """Return the page, the heading and the text of each section that the site's search has."""
-    found = []
-    for path, text in pages.items():
-        if not path.startswith(site.NOT_SEARCHED) and "zh-CN" not in path:
-            title = text.partition("\n")[0].removeprefix("# ")
-            for part in re.split(r"^#+ ", text, flags=re.MULTILINE)[1:]:
-                heading, _, body = part.partition("\n")
-                found.append((path, f"{title} {heading}".lower(), body.lower()))
-    return found
+def ours(value: object) -> bool:
+    return isinstance(value, property) or inspect.isfunction(value)
+
+
+def classes_in(hint: object) -> set[type]:
+    if isinstance(hint, type) and not typing.get_args(hint):
+        return {hint}
+    return {cls for part in typing.get_args(hint) for cls in classes_in(part)}
+
+
+# Chinese
 
 
 @pytest.mark.parametrize(
     ("words", "page"),
     [
-        ("batch norm", "batch-norm-and-dropout.md"),
-        ("resume", "save-and-resume.md"),
-        ("checkpoint", "save-and-resume.md"),
-        ("learning rate", "two-devices.md"),
-        ("mixed precision", "two-devices.md"),
-        ("gradient accumulation", "two-devices.md"),
-        ("out of memory", "out-of-memory.md"),
-        ("kaggle", "notebook.md"),
-        ("slurm", "clusters.md"),
-        ("uneven gpus", "shares.md"),
-        ("lstm hidden state", "batch-dimension.md"),
-        ("gather scalar", "errors.md"),
+        ("安装", "install"),
+        ("镜像", "install"),
+        ("数据并行", "from-data-parallel"),
+        ("梯度", "from-data-parallel"),
+        ("显存", "from-data-parallel"),
+        ("主卡", "from-data-parallel"),
+        ("负载不均衡", "from-data-parallel"),
+        ("学习率", "from-data-parallel"),
+        ("多卡", "processes-and-errors"),
+        ("断点续训", "processes-and-errors"),
+        ("多进程", "processes-and-errors"),
+        ("报错", "processes-and-errors"),
     ],
 )
-def test_what_people_search_for_is_found(built, words, page):
-    """Among the first three pages, where sections with the words in their headings come first, as in an index."""
-    ranks = {}
-    for path, heading, body in sections_of(built.pages):
-        score = sum(10 * (word in heading) + min(3, body.count(word)) for word in words.split())
-        if all(word in heading + body for word in words.split()):
-            ranks[path] = max(score, ranks.get(path, 0))
-    first = sorted(ranks, key=lambda path: -ranks[path])[:3]
-    assert page in first
+def test_a_word_of_the_field_is_on_its_chinese_page(built, words, page):
+    """In a heading, or several times: the search of the Chinese site divides words, in the browser."""
+    text = built.pages[f"zh/{page}.md"]
+    headings = " ".join(re.findall(r"^#+ (.+)$", text, re.MULTILINE))
+    assert words in headings or text.count(words) >= 3
+
+
+def test_the_chinese_site_has_its_language():
+    """With it the page of search divides words: it asks for a language among zh, ja and ko."""
+    configuration = (ROOT / "mkdocs.zh-CN.yml").read_text(encoding="utf-8")
+    assert "\nINHERIT: mkdocs.yml\n" in configuration
+    assert "\n  language: zh\n" in configuration
+
+
+CHINESE = ["README.zh-CN.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.zh-CN.md")))]
+
+
+@pytest.mark.parametrize("path", CHINESE)
+def test_a_chinese_page_has_chinese_punctuation_and_the_terms_of_the_field(path):
+    """CONTRIBUTING.md has the terms; beside a Chinese character no ASCII comma, colon, question mark or semicolon."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    prose = re.sub(r"`[^`\n]*`", "", text)
+    wrong = re.findall(r".{0,9}(?:[\u4e00-\u9fff][,;:?!]|[,;:?!][\u4e00-\u9fff]).{0,9}", prose)
+    assert wrong == []
+    assert [word for word in ("轴", "包装器", "反传", "求和") if word in text] == []
+
+
+def test_the_chinese_table_of_errors_has_those_of_the_page_of_error_messages():
+    chinese = (ROOT / "docs" / "processes-and-errors.zh-CN.md").read_text(encoding="utf-8")
+    table = chinese.partition("\n## 常见报错\n")[2]
+    keys = [key for keys in re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE) for key in keys.split("、")]
+    headings = re.findall(r"^## (.+)$", (ROOT / "docs" / "errors.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert [heading for heading in headings if not any(key in heading for key in keys)] == []

@@ -63,5 +63,5 @@ def test_commands_that_ask_the_system_say_so(command: str, capsys: pytest.Captur
     monkeypatch.delattr("os.sysconf")
     assert cli.main([command]) == 2
     assert capsys.readouterr().err == (
-        f"unisono {command}: error: it asks the system what Linux and macOS say, and this one (linux) does not\n"
+        f"unisono {command}: error: this command needs Linux or macOS; this system is linux\n"
     )

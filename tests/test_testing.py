@@ -327,7 +327,7 @@ def test_separate_memory_lasts_until_the_last_context_ends():
 @pytest.mark.parametrize(
     ("setup", "message"),
     [
-        ("torch.utils.rename_privateuse1_backend('mine')", 'another backend of this process has taken: it is "mine"'),
+        ("torch.utils.rename_privateuse1_backend('mine')", 'another backend of this process uses it as "mine"'),
         (
             "torch.accelerator.current_accelerator = lambda check_available: torch.device('cuda')\n"
             "torch.cuda.is_initialized = lambda: True",

@@ -41,7 +41,7 @@ _COMMANDS: dict[str, ModuleType] = {
 }
 
 _DESCRIPTION = """\
-Put a PyTorch training on every device of the machine, with the numbers of one.
+Train PyTorch models on all devices of this machine, with the gradients of one.
 
 In your own script it is one line:
 
@@ -50,14 +50,14 @@ In your own script it is one line:
 
 _EXAMPLES = """\
 examples:
-  unisono run train.py          run a script of yours with unisono in the place of torch.nn.DataParallel
-  unisono verify train:build    compare a model of yours on one device and on several
-  unisono devices               say what this machine has, and which devices are free
-  unisono watch                 show their load, memory and processes, live
-  unisono bench train:build     say how many replicas are fastest for it here
-  unisono plan train:build      say how far it will scale, up to 1,024 devices
-  unisono train                 train ResNet-18 on handwritten digits, on every device
-  unisono train --help          say what else it can do
+  unisono run train.py          run your script with unisono in place of torch.nn.DataParallel
+  unisono verify train:build    compare your model on one device and on several
+  unisono devices               list this machine's devices, and which are free
+  unisono watch                 show load, memory and processes, live
+  unisono bench train:build     find the fastest number of replicas for your model here
+  unisono plan train:build      predict how far your model will scale, up to 1,024 devices
+  unisono train                 train ResNet-18 on handwritten digits, on all devices
+  unisono train --help          list all options of a command
 """
 
 
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         if argv[:1] and argv[0] in _ASK_THE_SYSTEM and not hasattr(os, "sysconf"):
-            raise CommandError(f"it asks the system what Linux and macOS say, and this one ({sys.platform}) does not")
+            raise CommandError(f"this command needs Linux or macOS; this system is {sys.platform}")
         if argv[:1] == ["train"]:  # the only command that runs in several processes
             ranks = Ranks.join()
         command, given = ranks.together(lambda: _parse(argv))

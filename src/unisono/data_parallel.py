@@ -534,7 +534,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             RuntimeError: the model is being profiled already.
         """
         if self._profile is not None:
-            raise RuntimeError("this model is being profiled already: use that profile, or leave its block first")
+            raise RuntimeError("this model is already being profiled: use that profile, or leave its block first")
         gradient_sync = self._gradient_sync()
         rank = gradient_sync.communicator.rank if gradient_sync is not None else 0
         profile = self._profile = Profile(type(self.module).__name__, rank)
@@ -546,7 +546,16 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
 
 
 DataParallel._has_own_verbs = DataParallel
-ARGUMENTS = [name for name, p in inspect.signature(DataParallel).parameters.items() if p.kind is not p.VAR_KEYWORD]
+
+
+def arguments_of(function: Callable[..., Any]) -> list[str]:
+    """Return the names of the arguments of a function or class, without those that it only refuses."""
+    return [name for name, p in inspect.signature(function).parameters.items() if p.kind is not p.VAR_KEYWORD]
+
+
+ARGUMENTS = arguments_of(DataParallel)
+# What to say of arguments that a function does not have, and other libraries or `DataParallel` have.
+ELSEWHERE = dict.fromkeys(ARGUMENTS, "unisono.DataParallel has it") | OF_OTHER_LIBRARIES
 # Of modules that were run by `data_parallel`, which makes a wrapper for each call.
 _first_steps_of: WeakKeyDictionary[nn.Module, FirstSteps] = WeakKeyDictionary()
 
@@ -561,6 +570,7 @@ def data_parallel(
     module_kwargs: dict[str, Any] | None = None,
     *,
     sync_batch_norm: bool | None = None,
+    **unknown: Never,
 ) -> Any:
     """Run `module` once on every device: scatter, replicate, parallel_apply and gather, one after the other.
 
@@ -581,6 +591,7 @@ def data_parallel(
     Raises:
         RuntimeError: a parameter that is not on the first device. Else as the four verbs.
     """
+    check_names(unknown, arguments_of(data_parallel), "data_parallel", ELSEWHERE)
     check_module(module, "module")
     check_dim(dim)
     if not isinstance(inputs, tuple) or batch_type_of(inputs) is not None:

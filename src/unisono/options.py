@@ -13,9 +13,9 @@ from unisono.runtime import devices as _devices
 from unisono.runtime.model_warnings import ModelWarnings
 
 _SHARED_ACCELERATOR = (
-    "sync_batch_norm=True with device_ids={}: expected each accelerator once. Replicas wait for each other in the "
-    "backward of batch norm, and torch runs all backwards of one accelerator in one thread, where the second would "
-    "never begin. Name each accelerator once, or leave sync_batch_norm=False."
+    "sync_batch_norm=True with device_ids={}: expected each accelerator once, because torch runs all "
+    "backwards of one accelerator in one thread, and replicas that wait for each other there would never "
+    "finish. Name each accelerator once, or pass sync_batch_norm=False."
 )
 # What to say of arguments that DistributedDataParallel, Accelerate and Lightning have.
 OF_OTHER_LIBRARIES = {
@@ -24,15 +24,16 @@ OF_OTHER_LIBRARIES = {
     **dict.fromkeys(("batch_dim", "axis", "batch_axis"), "dim"),
     **dict.fromkeys(
         ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "bucket_cap_mb", "check_reduction"),
-        "leave it out: parameters that a step does not use need no option here, and buckets choose their own size",
+        "leave it out: unused parameters need no option here, and buckets choose their own size",
     ),
     **dict.fromkeys(
         ("broadcast_buffers", "forward_sync_buffers", "init_sync"),
-        "leave it out: parameters and buffers begin as the module's, or as those of rank 0 under a launcher",
+        "leave it out: training starts from the module's own parameters and buffers, or from those of rank 0 "
+        "under a launcher",
     ),
     **dict.fromkeys(("device_mesh", "mesh"), "process_group"),
-    **dict.fromkeys(("mixed_precision", "precision"), "write torch.autocast around forward, as without a wrapper"),
-    "gradient_accumulation_steps": "call backward as often before optimizer.step(), as without a wrapper",
+    **dict.fromkeys(("mixed_precision", "precision"), "use torch.autocast around forward, as without a wrapper"),
+    "gradient_accumulation_steps": "call backward several times before optimizer.step(), as without a wrapper",
 }
 _MAX_TIMEOUT_S = 2_000_000  # a longer wait overflows in systems that count milliseconds in 32 bits
 
@@ -43,9 +44,10 @@ def decided(name: str, value: object, wrap: str) -> AttributeError:
     Args:
         wrap: how to wrap the module anew.
     """
+    given = type(value).__name__ if isinstance(value, torch.nn.Module) else repr(value)
     return AttributeError(
-        f"{name}={value!r}, assigned to a wrapper: {name} is decided when a module is wrapped. Wrap it anew, {wrap}. "
-        "An attribute of your own needs another name"
+        f"{name}={given}: {name} cannot be assigned, because it is fixed when the module is wrapped. Wrap "
+        f"the module again: {wrap}. For an attribute of your own use another name"
     )
 
 
@@ -146,7 +148,7 @@ def _check_shares(options: Options, _: str, value: object) -> Shares:
 
 def check_timeout(value: object, name: str = "timeout") -> float | None:
     """Return a number of seconds to wait, None for ever; raise TypeError or ValueError for what is none."""
-    expected = f"expected a number of seconds above 0, {_MAX_TIMEOUT_S} at most (23 days), or None to wait for ever"
+    expected = f"expected seconds above 0, at most {_MAX_TIMEOUT_S} (23 days), or None to wait without a limit"
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -400,7 +400,9 @@ def _set_outside(tensor: torch.Tensor, value: torch.Tensor) -> None:
 def _index(device: torch.device | None) -> int:
     index = (device.index or 0) if device is not None else 0
     if index >= MAX_DEVICES:
-        raise RuntimeError(f"sim:{index}: there are {MAX_DEVICES} simulated devices, sim:0 to sim:{MAX_DEVICES - 1}")
+        raise RuntimeError(
+            f"sim:{index}: there are only {MAX_DEVICES} simulated devices, sim:0 to sim:{MAX_DEVICES - 1}"
+        )
     return index
 
 
@@ -530,14 +532,14 @@ def _check_no_other_kind() -> None:
     name = torch._C._get_privateuse1_backend_name()
     if name != "privateuseone":
         raise RuntimeError(
-            "simulated devices need torch's one free device name (PrivateUse1), which another backend of this process "
-            f'has taken: it is "{name}". Simulate devices in a process without that backend.'
+            "simulated devices need torch's one free device name (PrivateUse1), but another backend of this "
+            f'process uses it as "{name}". Simulate devices in a process without that backend.'
         )
     kind = torch.accelerator.current_accelerator(check_available=True)
     if kind is not None and getattr(torch.get_device_module(kind), "is_initialized", bool)():  # Apple's has none
         raise RuntimeError(
-            "simulated devices need a process without another kind of accelerator: this one has used "
-            f"{kind.type} devices, which simulated ones would hide."
+            "simulated devices need a process that has not used an accelerator, but this one has used "
+            f"{kind.type} devices."
         )
 
 

@@ -54,42 +54,43 @@ from unisono.sync_batch_norm.function_mode import inside_synchronised_replica, r
 from unisono.wrapper import Wrapper
 
 NO_ACCELERATOR = (
-    "this machine has no accelerator: DataParallel runs the plain module. For several replicas on the CPU, write "
+    "this machine has no accelerator, so DataParallel runs the plain module. For replicas on the CPU write "
     'DataParallel(model, ["cpu"] * n).'
 )
 _VERBS = ("replicate", "scatter", "parallel_apply", "gather")
 _RUNS_WHOLE = (
-    "DataParallel with sync_batch_norm=True runs the whole batch on its first device while a mode is active that "
-    "cannot follow into other threads: a dispatch or function mode, a torch.func transform, saved-tensor hooks. In one "
-    "thread replicas cannot wait for each other."
+    "DataParallel with sync_batch_norm=True runs the whole batch on its first device, because a mode is "
+    "active that works in one thread only (a dispatch or function mode, a torch.func transform, saved-tensor "
+    "hooks), and replicas cannot wait for each other in one thread."
 )
 _NO_VERBS_IN_RANKS = (
-    "{name}.{verb} is overridden, and its gradients cannot be summed over processes: leave it as it is, or keep the "
-    "model to this process with process_group=False."
+    "{name}.{verb} is overridden, so its gradients cannot be summed over processes. Remove the override, or "
+    "do not sum over processes: process_group=False."
 )
 _CHECKPOINT_AROUND = (
-    "an activation checkpoint with use_reentrant=False is around a DataParallel on several accelerators ({devices}). "
-    "In backward torch has a thread for each of them, and all would compute the checkpoint again at once, which torch "
-    "cannot do. Put the checkpoint inside the module: in its forward, checkpoint(self.layers, x, use_reentrant=False). "
+    "an activation checkpoint with use_reentrant=False is around a DataParallel on several accelerators "
+    "({devices}): their backward threads would all recompute the checkpoint at once, which torch cannot do. "
+    "Put the checkpoint inside the module: in its forward, checkpoint(self.layers, x, use_reentrant=False). "
     "Or write use_reentrant=True."
 )
 _COMPILED_OUTSIDE = (
-    "torch.compile stops at a DataParallel: to have its replicas compiled, compile the module in it, "
+    "torch.compile stops at a DataParallel. To compile its replicas, compile the module inside: "
     "DataParallel(torch.compile(model))."
 )
 _OF_SHAPES = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)  # an input of other rows raises them
 _TOO_FEW_FOR_BATCH_NORM = "Expected more than 1 value per channel"  # torch's words
 _ONE_ROW = (
-    "batch norm in training needs more than one row, and each replica normalises its own rows. With "
-    "sync_batch_norm=True it normalises the rows of all replicas. Or leave a short last batch out (drop_last=True)."
+    "batch norm in training needs more than one row (sample), and each replica normalises its own rows. "
+    "sync_batch_norm=True normalises the rows of all replicas; drop_last=True of the DataLoader leaves out a "
+    "short last batch."
 )
 _TRACED = (
-    "torch.fx cannot trace a DataParallel, whose forward takes any inputs (*inputs, **kwargs): trace the module in it, "
+    "torch.fx cannot trace a DataParallel, whose forward takes (*inputs, **kwargs): trace the module inside, "
     "torch.fx.symbolic_trace(model.module)"
 )
 _APPLIED_ONE_BY_ONE = (
-    "sync_batch_norm=True with a parallel_apply of your own: replicas wait for each other in batch norm, for ever if "
-    "yours runs them one after the other. Leave one of the two out."
+    "sync_batch_norm=True with an overridden parallel_apply: replicas wait for each other in batch norm, and "
+    "would hang if yours runs them one after the other. Remove one of the two."
 )
 
 
@@ -340,8 +341,8 @@ def whole_batches(wrapper: Wrapper, method: str | None) -> Callee:
     check_method(wrapper.module, method)
     if verb := overridden_verb(wrapper):
         raise RuntimeError(
-            f"{type(wrapper).__name__}.{verb} is overridden, and whole batches go through no verb: call the model "
-            "batch by batch instead"
+            f"{type(wrapper).__name__}.{verb} is overridden, but map and evaluate do not use it: call the "
+            "model batch by batch instead"
         )
     here, options = device_of_replica(wrapper), wrapper._options
     gradient_sync = None if here else wrapper._gradient_sync()
@@ -390,7 +391,9 @@ def on_one_device(wrapper: Wrapper, invocation: Invocation) -> Any:
         named = chain(wrapper.module.named_parameters(), wrapper.module.named_buffers())
         elsewhere = next((name for name, t in named if not _devices.same_device(t.device, device)), None)
         if elsewhere is not None:
-            error.add_note(f"{elsewhere!r} is not on {device}, the wrapper's device: model.to('{device}')")
+            error.add_note(
+                f"{elsewhere!r} is not on {device}, the wrapper's device. Move the module: model.to('{device}')"
+            )
         raise
     return output if inside or options.gather_on == first else _moved(output, options.gather_on)
 

@@ -16,12 +16,16 @@ from unisono.profiling.profile import Profile
 
 # What torch's tools for DistributedDataParallel read off it, and what there is instead.
 _INSTEAD = {
-    "join_hook": "torch's Join is for DistributedDataParallel. Loaders of different lengths need none here: "
-    "`for batch in model.batches(loader)` takes the same number of steps in every process, and a process without rows "
-    "takes part without counting",
-    "process_group": "a DataParallel does not show its process group. If it is asked for by "
-    "ZeroRedundancyOptimizer(overlap_with_ddp=True): that steps inside the reducer of DistributedDataParallel. "
-    "ZeroRedundancyOptimizer(model.parameters(), ...) without it works: call its step() after backward",
+    "join_hook": (
+        "torch's Join is for DistributedDataParallel. For loaders of different lengths write `for batch in "
+        "model.batches(loader)`: every process then takes the same number of steps, and one without rows does "
+        "not count"
+    ),
+    "process_group": (
+        "a DataParallel does not expose its process group. ZeroRedundancyOptimizer(overlap_with_ddp=True) needs "
+        "DistributedDataParallel; use ZeroRedundancyOptimizer(model.parameters(), ...) without it, and call its "
+        "step() after backward"
+    ),
 }
 
 
@@ -66,7 +70,7 @@ class Wrapper(nn.Module):
     def __delattr__(self, name: str) -> None:
         owner = self._owner_of(name)
         if owner is self and name == "module":
-            raise AttributeError("a wrapper without its module cannot run: assign another one, or delete the wrapper")
+            raise AttributeError("model.module cannot be deleted: a wrapper cannot run without it. Assign another one")
         if owner is self:
             nn.Module.__delattr__(self, name)
         else:
@@ -75,8 +79,8 @@ class Wrapper(nn.Module):
     def __prepare_scriptable__(self) -> nn.Module:
         """Say what torch.jit.script can compile, before it fails somewhere in the wrapper's code."""
         raise TypeError(
-            "torch.jit.script cannot compile a DataParallel, which runs threads: compile the module in it, "
-            "torch.jit.script(model.module), and wrap that: DataParallel(torch.jit.script(module))"
+            "torch.jit.script cannot compile a DataParallel, which runs threads. Compile the module and wrap "
+            "that: DataParallel(torch.jit.script(module))"
         )
 
     def _show_torchs_attributes(self) -> None:

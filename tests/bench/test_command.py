@@ -117,11 +117,11 @@ def test_a_contender_that_fails_is_a_failure(measured: list, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["tiny", "tinyy"], "tinyy: expected one of ours, resnet, mlp, gpt, tiny, or package.module:build for one of"),
+        (["tiny", "tinyy"], "tinyy: expected a built-in model (resnet, mlp, gpt, tiny), or package.module:build for"),
         (["--seconds-per-turn", "61"], "--seconds-per-turn: expected a number from 0.01 to 60; got '61'"),
         (["--replicas", "1,2"], "argument --replicas: expected a whole number from 2 to 256; got '1'"),
-        (["--output", "own.py"], "own.py is not a folder; name another one"),
-        (["missing:build"], "missing:build: there is no module missing"),
+        (["--output", "own.py"], "own.py is not a folder; give another one"),
+        (["missing:build"], "missing:build: cannot find module missing"),
     ],
 )
 def test_a_mistake_is_one_line(arguments: list[str], error: str, measured: list, capsys: pytest.CaptureFixture[str]):

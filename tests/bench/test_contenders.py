@@ -112,10 +112,10 @@ def test_ours_agree_with_ddp_with_batch_norm(tmp_path: Path):
 
 @pytest.mark.usefixtures("_script")
 def test_what_cannot_be_measured():
-    with pytest.raises(ValueError, match="a batch of 1 rows has some for 1 replicas only, not for 2"):
+    with pytest.raises(ValueError, match=r"a batch of 1 rows \(samples\) is enough for 1 replicas only, not for 2"):
         Task.of_target("bench_script:few").shard(0, 2)
     task = Task.of_target("bench_script:integers")
-    with pytest.raises(ValueError, match="the model has no floating output"):
+    with pytest.raises(ValueError, match="the model has no floating-point output"):
         task.loss(task.model(*task.args))
     with pytest.raises(TargetError, match=r"returned a int as the model: expected a torch\.nn\.Module"):
         Task.of_target("bench_script:no_model")

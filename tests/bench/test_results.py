@@ -60,7 +60,7 @@ def test_speeds():
     lines += [Line("torchrun", 2, failure="ended by SIGKILL"), line("ddp", 120, 4)]
     workload = Workload("mlp", lines, 64, 20_000_000, disturbance="other programs use 0.8 of 2 cores")
     shown = "\n".join(report.speed_tables(workload, "PSS"))
-    assert shown.startswith("20,000,000 parameters, 64 rows a batch.")
+    assert shown.startswith("20,000,000 parameters, 64 rows in a batch.")
     assert "| unisono, threads |    9.09 |     110.0 | 107.8 to 112.2 |           1.45 |           0.91 |" in shown
     assert "| plain            |    5.00 |     200.0 | 196.0 to 204.0 |           0.80 |           0.50 |" in shown
     assert "| 4 replicas |" in shown
@@ -97,9 +97,9 @@ ONE = "**One device is fastest here**: the plain module takes 100.0 ms a step"
         (
             [line("plain", 100), line("limit", 99), line("threads", 110)],
             2,
-            [ONE, "the best of ours, threads on 2 replicas, takes 110.0 ms.", "Even without any communication"],
+            [ONE, "the best of ours, threads on 2 replicas, takes 110.0 ms.", "Even without communication"],
         ),
-        ([line("plain", 100), line("limit", 100), line("threads", 110)], 1, [ONE, "There is one core"]),
+        ([line("plain", 100), line("limit", 100), line("threads", 110)], 1, [ONE, "The machine has one core"]),
         (
             [line("plain", 100), line("limit", 60), line("threads", 110)],
             2,
@@ -109,7 +109,7 @@ ONE = "**One device is fastest here**: the plain module takes 100.0 ms a step"
         (
             [line("plain", 100), line("threads", 97)],
             2,
-            ["**No verdict**: the plain module takes 98.00 to 102.0 ms", "95.06 to 98.94 ms. These ranges overlap"],
+            ["**No verdict**: the plain module takes 98.00 to 102.0 ms", "95.06 to 98.94 ms. The ranges overlap"],
         ),
         (
             [line("plain", 100), line("limit", 50), line("ddp", 70), line("threads", 52)],

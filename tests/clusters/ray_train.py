@@ -51,7 +51,7 @@ class _Checks:
         os.kill(trainings.pid_of_first_rank(output), signal.SIGKILL)
         status = running.wait(180)
         text = self.site.read_log(log)
-        if status or "going on after step" not in text:
+        if status or "resuming after step" not in text:
             raise CheckError(f"status {status}, expected that it goes on with its run")
         trainings.expect_same_bytes(output, self.shared / "runs" / "undisturbed")
         return "Ray calls the function again, which goes on; weights: the bytes of an undisturbed run"

@@ -228,7 +228,7 @@ class _Checks:
             raise CheckError(f"{stopped[0] if stopped else 'no line says after which step it stopped'}; {steps} steps")
 
     def _went_on(self, job: Job, text: str, how: str) -> str:
-        if "going on after step" not in text:
+        if "resuming after step" not in text:
             raise CheckError("it did not go on with its run")
         if self._undisturbed is None:
             raise CheckError("there is no undisturbed run to compare with")

@@ -35,7 +35,7 @@ class _Checks:
         rank.kill()
         status = running.wait(180)
         text = self.site.read_log(self.site.folder / "killed.log")
-        if status or "going on after step" not in text:
+        if status or "resuming after step" not in text:
             raise CheckError(f"status {status}, expected that it goes on with its run")
         self.site.expect("sh", "-c", command.replace("runs/two", "runs/undisturbed"))
         trainings.expect_same_bytes(output, self.site.folder / "runs" / "undisturbed")

@@ -58,11 +58,11 @@ def test_each_of_several_processes_has_its_own_accelerators(
 @pytest.mark.parametrize(
     ("text", "among_several", "message"),
     [
-        ("3", False, r"--devices 3: there are only 2 \(cuda:0, cuda:1\); 'cuda:0\*3' puts 3"),
+        ("3", False, r"--devices 3: this machine has only 2 \(cuda:0, cuda:1\); 'cuda:0\*3' puts 3"),
         ("cuda:7", False, "--devices cuda:7: there is no accelerator 7"),
         ("0,2", False, "--devices 0,2: there is no accelerator 2"),
         ("cpu,cuda:0", False, "one kind"),
-        ("auto", True, "LOCAL_RANK=2, and this machine has 2 accelerators"),
+        ("auto", True, "LOCAL_RANK=2, but this machine has only 2 accelerators"),
         ("1", True, "--devices 1 for each of 3 processes"),
         *((text, False, "--devices") for text in ("", "0", "-1", "two", "gpu", "cpu*", "cpu*0", "cpu*x", "*2")),
         *((text, False, "--devices") for text in ("cpu,,cpu", ",", "0,,", "meta", "1.5", "12345")),
@@ -78,5 +78,5 @@ def test_what_the_machine_does_not_have(
 
 
 def test_an_accelerator_where_there_is_none(no_accelerators: None) -> None:
-    with pytest.raises(OptionError, match=r"--devices 0,1: there is no accelerator 0.*--devices 'cpu\*2' takes two"):
+    with pytest.raises(OptionError, match=r"--devices 0,1: there is no accelerator 0.*write --devices 'cpu\*2'"):
         choose_devices("0,1")

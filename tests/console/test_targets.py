@@ -19,7 +19,7 @@ EXPECTED = "package.module:name"
         (
             "",
             "targeted.inside:a",
-            "targeted.inside:a: there is no module targeted.inside in {folder} or installed",
+            "targeted.inside:a: cannot find module targeted.inside, neither in {folder} nor installed",
         ),
         (
             "1 / 0",

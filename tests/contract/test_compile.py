@@ -267,7 +267,7 @@ def test_compiled_after_wrapping(way: str, wrap: Wrap, caplog: pytest.LogCapture
     net = Net()
     plain, wrapped = copy.deepcopy(net), wrap(net, 3)
     train_both(plain, WAYS[way](wrapped, "aot_eager"), batches(FEW))
-    assert "compile the module in it, DataParallel(torch.compile(model))" in caplog.text
+    assert "compile the module inside: DataParallel(torch.compile(model))" in caplog.text
 
 
 @pytest.mark.skipif(not ON_CPU, reason="about machines without accelerators")

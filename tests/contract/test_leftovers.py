@@ -223,7 +223,7 @@ def test_one_plain_forward_before_wrapping_installs_hooks(wrap: Wrap) -> None:
     """R6, R9: as the warning says."""
     (said,) = said_by(steps_of(wrap(Calls(installing, layer=nn.Linear(4, 4))))["training"])
     assert "layer (a hook)" in str(said.message)
-    assert "hooks, make before wrapping: one forward of the plain module does" in str(said.message)
+    assert "hooks, call the plain module once before you wrap it" in str(said.message)
     plain = Calls(installing, layer=nn.Linear(4, 4))
     plain(torch.randn(1, 4))
     assert said_by(steps_of(wrap(plain))["training"]) == []
@@ -233,8 +233,9 @@ def test_the_advice_about_buffers_says_whose_rows_they_have_seen(wrap: Wrap) -> 
     """R5, R6: a state with an entry a row, made a buffer, would be the first replica's in silence."""
     for model in (with_attributes(ASSIGNED["a counter"][0]), with_shared(SHARED["a dict of the module"][0])):
         (said,) = said_by(steps_of(wrap(model))["training"])
-        assert "what does not depend on the rows: the first replica's stays, which has seen its own rows" in str(
-            said.message
+        assert (
+            "a value that does not depend on the rows: the first replica's is kept, computed from its own rows"
+            in str(said.message)
         )
 
 
@@ -603,7 +604,7 @@ def test_a_hook_that_keeps_what_it_sees_is_said_once(wrap: Wrap, name: str) -> N
     steps = steps_of(wrap(model))
     (said,) = said_by(steps["training"])
     kept.clear()
-    assert "a hook keeps what it sees" in str(said.message)
+    assert "a hook stores" in str(said.message)
     assert " of 0, and each replica" in str(said.message)
     assert said.filename == __file__
 
@@ -622,12 +623,12 @@ class KeepsFeatures(nn.Sequential):
 def test_what_a_hook_of_the_model_writes_into_is_said_once(wrap: Wrap, way: str) -> None:
     """R6, R9: of the hook, and not of forward, too."""
     (said,) = said_by(steps_of(wrap(KeepsFeatures()))[way])
-    assert "a hook keeps what it sees, KeepsFeatures.keep of 0, and" in str(said.message)
+    assert "a hook stores KeepsFeatures.keep of 0, and" in str(said.message)
 
 
 @pytest.mark.parametrize(
     "way",
-    ["once", "graphs are kept", "of higher order", "an object among the inputs", "the verbs", "a loss that leaves"],
+    ["once", "keep the graphs", "of higher order", "an object among the inputs", "the verbs", "a loss that leaves"],
 )
 def test_a_hook_that_keeps_gradients_is_said_once(wrap: Wrap, way: str) -> None:
     """R9: after the first backward; also of one that does not free the graphs, which nothing was said of."""
@@ -637,7 +638,7 @@ def test_a_hook_that_keeps_gradients_is_said_once(wrap: Wrap, way: str) -> None:
     layer = nn.Linear(4, 4)
     layer.register_full_backward_hook(lambda layer, inputs, outputs: found.append(outputs))
     model = wrap(Calls(lambda m, x, given: m.layer(x).tanh(), layer=layer))
-    options = {"graphs are kept": {"retain_graph": True}, "of higher order": {"create_graph": True}}.get(way, {})
+    options = {"keep the graphs": {"retain_graph": True}, "of higher order": {"create_graph": True}}.get(way, {})
 
     losses: list[torch.Tensor] = []
     if way == "a loss that leaves":
@@ -651,7 +652,7 @@ def test_a_hook_that_keeps_gradients_is_said_once(wrap: Wrap, way: str) -> None:
         torch.autograd.grad(sum(losses, loss), [x, *model.parameters()], **options)
 
     (said,) = said_by(step)
-    assert "a hook keeps what it sees" in str(said.message)
+    assert "a hook stores" in str(said.message)
 
 
 def test_a_hook_of_every_module_that_keeps_what_it_sees_is_said_once(wrap: Wrap) -> None:
@@ -672,7 +673,7 @@ def test_hooks_of_one_replica_that_runs_in_parts(wrap: Wrap, shares: list[int]) 
     assert said_by(lambda: wrapped(torch.randn(1, 4))) == []
     wrapped.refresh()
     (said,) = said_by(steps_of(wrapped)["training"])
-    assert "a hook keeps what it sees" in str(said.message)
+    assert "a hook stores" in str(said.message)
 
 
 def test_a_hook_that_observes_its_module_in_parts(wrap: Wrap) -> None:
@@ -685,7 +686,7 @@ def test_a_hook_that_observes_its_module_in_parts(wrap: Wrap) -> None:
 
     first.register_forward_hook(keep)
     wrapped, x = wrap(model, 1, parts=2), torch.randn(6, 4)
-    with torch.no_grad(), pytest.warns(UserWarning, match="several replicas, or parts of a batch, on one device"):
+    with torch.no_grad(), pytest.warns(UserWarning, match="several replicas or parts of a batch on one device"):
         wrapped(x)
     wrapped(x)
     assert len(seen[first]) == 6

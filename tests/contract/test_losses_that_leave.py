@@ -265,7 +265,7 @@ def test_what_the_gradients_go_through(wrap: Wrap, name: str, steps: str) -> Non
 
 @pytest.mark.parametrize("way", ["attribute", "hook", "object"])
 @pytest.mark.parametrize("rows", [7, 1])
-@pytest.mark.filterwarnings("ignore:a hook keeps")
+@pytest.mark.filterwarnings("ignore:a hook stores")
 @pytest.mark.filterwarnings("ignore:forward of")
 def test_ways_out_of_forward(wrap: Wrap, way: str, rows: int) -> None:
     """N1, S4, R6, R9: it had no gradient, and said nothing. With one row there is one replica."""
@@ -486,7 +486,7 @@ def test_a_gradient_with_a_graph_of_what_a_replica_remembers(wrap: Wrap) -> None
     for _ in range(2):
         x = torch.randn(6, 5, requires_grad=True)
         loss = remembering(model, model.module, x, 2)[1]
-        with pytest.raises(RuntimeError, match="give it to this one as an input"):
+        with pytest.raises(RuntimeError, match="pass it to this one as an input"):
             torch.autograd.grad(loss, x, create_graph=True)
     REMEMBERED.clear()
 

@@ -119,7 +119,7 @@ def test_how_many_outputs_there_will_be(wrap: Wrap) -> None:
     assert (len(outputs), repr(outputs)) == (9, "<outputs of 9 batches>")
     outputs = model.map(iter(batches()))
     assert repr(outputs) == "<outputs of some batches>"
-    with pytest.raises(TypeError, match="the number of outputs is not known"):
+    with pytest.raises(TypeError, match="the number of outputs is unknown"):
         len(outputs)
     assert len([*outputs]) == 9
     threads_before = lane_threads()
@@ -379,7 +379,11 @@ def test_samples_on_another_axis() -> None:
         ({"batch_size": 1.5}, TypeError, "batch_size=1.5: expected an int"),
         ({"method": "generate"}, AttributeError, "has no method 'generate'"),
         ({"method": 3}, TypeError, "method=3: expected the name of a method"),
-        ({"batches": torch.tensor(1.0), "batch_size": 2}, ValueError, r"Tensor of shape \(\), which has no axis 0"),
+        (
+            {"batches": torch.tensor(1.0), "batch_size": 2},
+            ValueError,
+            r"Tensor of shape \(\), which has no dimension 0",
+        ),
         ({"progress": 1}, TypeError, "progress=1: expected True or False"),
         ({"out": [1, 2]}, TypeError, r"out\[0\]: expected a tensor or an array"),
         ({"batches": torch.utils.data.DataLoader([1]), "batch_size": 2}, ValueError, "DataLoader makes batches itself"),
@@ -412,7 +416,7 @@ def test_a_batch_that_cannot_be_computed(wrap: Wrap, bad: Any, error: type[Excep
         next(outputs)
     notes = "".join(caught.value.__notes__)
     assert "batch 0" in notes
-    assert ("To leave a target out" in notes) == (message == "positional arguments")
+    assert ("If one is a target" in notes) == (message == "positional arguments")
     assert len(list(outputs)) == 1
 
 
@@ -728,7 +732,7 @@ def test_a_mode_that_other_threads_cannot_join(wrap: Wrap) -> None:
 
 def test_an_overridden_verb_is_refused() -> None:
     """I10, A9: whole batches go through no verb."""
-    with pytest.raises(RuntimeError, match=r"Composed\.gather is overridden, and whole batches go through no verb"):
+    with pytest.raises(RuntimeError, match=r"Composed\.gather is overridden, but map and evaluate do not use it"):
         Composed(mlp(), ["cpu"] * 2).map([])
 
 
@@ -783,12 +787,12 @@ def read_only() -> Any:
 @pytest.mark.parametrize(
     ("out", "message"),
     [
-        (torch.empty(6, 4), r"shape \(6, 4\), of which 0 rows are filled, and output of batch 0 has .*\(2, 2\)"),
-        (torch.empty(5, 2), r"out has the shape \(5, 2\), of which 4 rows are filled, and output of batch 2"),
-        (torch.empty(7, 2), r"out of shape \(7, 2\) has room for 7 rows, and the outputs have 6 together"),
+        (torch.empty(6, 4), r"shape \(6, 4\), with 0 rows filled, but output of batch 0 has .*\(2, 2\)"),
+        (torch.empty(5, 2), r"out has the shape \(5, 2\), with 4 rows filled, but output of batch 2"),
+        (torch.empty(7, 2), r"out of shape \(7, 2\) has 7 rows, but all outputs together have 6"),
         (torch.empty(6, 2, dtype=torch.int64), "out is of torch.int64, which cannot hold the torch.float64"),
-        ({"a": torch.empty(6, 2)}, r"out has values at \['a'\], and the output of batch 0 has one value"),
-        (torch.empty(2).expand(6, 2), "out: expected a dense tensor whose elements have memory of their own"),
+        ({"a": torch.empty(6, 2)}, r"out has values at \['a'\], but the output of batch 0 has one value"),
+        (torch.empty(2).expand(6, 2), "out: expected a dense tensor in which no elements share memory"),
         (read_only(), "out: the array is read-only"),
         (torch.zeros(6, 2, dtype=torch.float64).numpy()[::-1], r"an array of float64 with the strides \(-16, 8\)"),
     ],
@@ -802,9 +806,9 @@ def test_an_out_that_does_not_fit(wrap: Wrap, out: Any, message: str) -> None:
 @at_one_place
 def test_outputs_without_rows_cannot_be_written(wrap: Wrap) -> None:
     """I11"""
-    with pytest.raises(ValueError, match=r"output of batch 0 has no rows \(it is a 0-dim tensor\)"):
+    with pytest.raises(ValueError, match=r"output of batch 0 has no batch dimension \(it is a 0-dim tensor\)"):
         wrap(Fn(lambda x: x.sum())).map(numbered(3), out=torch.empty(3))
-    with pytest.raises(ValueError, match="room for 3 rows, and the outputs have 0 together"):
+    with pytest.raises(ValueError, match="has 3 rows, but all outputs together have 0"):
         wrap(mlp()).map([], out=torch.empty(3, 3))
 
 
@@ -815,11 +819,11 @@ def test_ragged_outputs_are_padded_in_out(wrap: Wrap) -> None:
     some = [torch.ones(2, 5), torch.ones(3, 5)]
     out = model.map(some, out={"y": torch.empty(5, 4)})["y"]
     assert out.tolist() == [[1, 1, -1, -1]] * 2 + [[1, 1, 1, -1]] * 3
-    with pytest.raises(ValueError, match=r"shape \(5, 2\).*\(3, 3\).*shorter on axis 1, which is padded"):
+    with pytest.raises(ValueError, match=r"shape \(5, 2\).*\(3, 3\).*shorter on dimension 1, which is padded"):
         model.map(some, out={"y": torch.empty(5, 2)})
-    with pytest.raises(ValueError, match="nested further") as caught:
+    with pytest.raises(ValueError, match="nested deeper") as caught:
         model.map(some, out=torch.empty(5, 4))
-    assert caught.value.__notes__ == ["out has to have a form like the output's"]
+    assert caught.value.__notes__ == ["out must have the shape of the output: a tuple for a tuple, a dict for a dict"]
 
 
 # ---- evaluate ------------------------------------------------------------------------------------
@@ -866,7 +870,7 @@ def test_inputs_and_target_of_a_batch(wrap: Wrap) -> None:
 @pytest.mark.parametrize(
     ("pairs", "metric", "options", "error", "message"),
     [
-        ([], lambda o, t: 1, {}, ValueError, "there are no rows to evaluate"),
+        ([], lambda o, t: 1, {}, ValueError, "nothing to evaluate"),
         ([torch.ones(2)], lambda o, t: 1, {}, TypeError, "a batch is a Tensor: evaluate expects inputs and a target"),
         ([[torch.ones(2)]], lambda o, t: 1, {}, TypeError, "a batch is a list of 1: evaluate expects"),
         ([(torch.ones(2), 1)], 3, {}, TypeError, "metric=3: expected a function"),
@@ -879,12 +883,12 @@ def test_inputs_and_target_of_a_batch(wrap: Wrap) -> None:
             r"the metric returned ndarray of shape \(2,\)",
         ),
         ([(torch.ones(2), 1)], lambda o, t: {"a": "b"}, {}, TypeError, "the metric's 'a' returned str"),
-        ([("text", 1)], lambda o, t: 1, {}, ValueError, "the rows of a batch cannot be counted"),
+        ([("text", 1)], lambda o, t: 1, {}, ValueError, "cannot count the rows"),
         ([(torch.ones(2), 1)], lambda o, t: 1, {"reduction": "max"}, ValueError, "reduction='max': expected one of"),
         ([(torch.ones(2), 1)], lambda o, t: 1, {"reduction": {"a": 1}}, TypeError, "reduction={'a': 1}: expected one"),
         ([(torch.ones(2), 1)], lambda o, t: 1, {"reduction": 3}, TypeError, "reduction=3: expected one of"),
         ([(torch.ones(2), 1)], lambda o, t: {"a": 1}, {"reduction": {"b": "sum"}}, ValueError, "reduction names 'b'"),
-        ([(torch.ones(2), k) for k in "ab"], lambda o, t: {t: 1}, {}, ValueError, r"for \['a'\] before, and now .*'b'"),
+        ([(torch.ones(2), k) for k in "ab"], lambda o, t: {t: 1}, {}, ValueError, r"for \['a'\] before, but now .*'b'"),
     ],
 )
 def test_what_cannot_be_evaluated(
@@ -901,7 +905,7 @@ def test_an_error_of_the_metric_ends_the_evaluation(wrap: Wrap) -> None:
     threads_before = lane_threads()
     with pytest.raises(ZeroDivisionError) as caught:
         wrap(nn.Identity()).evaluate([(x, k) for k, x in enumerate(numbered(9))], lambda output, k: 1 / (k - 3))
-    assert caught.value.__notes__ == ["while the metric of batch 3 was computed"]
+    assert caught.value.__notes__ == ["while computing the metric of batch 3"]
     assert not lane_threads() - threads_before
 
 

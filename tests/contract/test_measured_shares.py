@@ -161,7 +161,7 @@ def test_where_one_device_wins_it_is_the_plain_module(
         assert type(ours.grad_fn) is type(theirs.grad_fn)
         assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
     [message] = [r.getMessage() for r in caplog.records if "measured shares" in r.getMessage()]
-    assert f"one device ({model.device_ids[0]}) is fastest, 16 ms a step (shares=" in message
+    assert f"one device ({model.device_ids[0]}) is fastest, 16 ms per step (shares=" in message
 
 
 def test_training_and_inference_are_measured_apart(wrap: Wrap, speeds: Speeds) -> None:

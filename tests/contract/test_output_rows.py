@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import re
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -26,8 +27,8 @@ class Pair:
 
 
 def as_meant(message: str) -> Any:
-    """The `out_dims` that says that a list is joined as it is meant."""
-    return ast.literal_eval(message.partition("out_dims=")[2].partition(") says that this is meant")[0])
+    """The `out_dims` that keeps a list as it is joined."""
+    return ast.literal_eval(re.split(r"\)(?:;|\.$)", message.partition("out_dims=")[2])[0])
 
 
 @contextlib.contextmanager
@@ -140,10 +141,10 @@ def recurrent(model: nn.Module, x: torch.Tensor) -> Any:
         (recurrent, 2, torch.randn(6, 3), "output['state'][0] of shape (2, 3, 3) comes from 3 rows", {"state": 1}),
         (recurrent, 3, torch.randn(3, 3), "output['state'][0] of shape (2, 1, 3) comes from 1 rows", {"state": 1}),
         (lambda model, x: (x, model.rnn.weight_ih_l0.sin()), 2, X, "output[1] of shape (12, 3)", {1: None}),
-        (lambda model, x: x.T @ x, 2, X, "output of shape (3, 3) comes from 2 rows", None),
-        (lambda model, x: x.reshape(-1, 1), 2, X, "output of shape (6, 1) comes from 2 rows", None),
+        (lambda model, x: x.T @ x, 2, X, "output of shape (3, 3) comes from 2 rows (samples), but has", None),
+        (lambda model, x: x.reshape(-1, 1), 2, X, "output of shape (6, 1) comes from 2 rows (samples), but has", None),
         (lambda model, x: [x, (x.mean(0, keepdim=True), x)], 2, X, "output[1][0] of shape (1, 3)", {1: {0: None}}),
-        (lambda model, x: tuple(x), 2, X, "output[0] of shape (3,) comes from 2 rows", None),
+        (lambda model, x: tuple(x), 2, X, "output[0] of shape (3,) comes from 2 rows (samples), but has", None),
     ],
 )
 @at_one_place
@@ -295,7 +296,7 @@ def test_a_list_of_statistics_names_both_remedies(wrap: Wrap) -> None:
     with warned() as messages:
         wrap(forward)(torch.ones(4, 3))
     (message,) = messages
-    assert "; out_dims=None, that every replica returns the same" in message
+    assert "; if every replica returns the same: out_dims=None" in message
     with warned() as messages:
         torch.testing.assert_close(wrap(forward, out_dims=None)(torch.ones(4, 3)), [torch.zeros(3)] * 2)
     assert messages == []
@@ -307,8 +308,8 @@ def test_a_filter_of_rows(wrap: Wrap) -> None:
     with warned() as messages:
         filtered = wrap(Fn(lambda x: x[x[:, 0] > 3]))(X)
     (message,) = messages
-    assert message.startswith("output of shape (0, 3) comes from 2 rows")
-    assert "out_dims=0) if its entries follow the rows in order" in message
+    assert message.startswith("output of shape (0, 3) comes from 2 rows (samples), but has")
+    assert "out_dims=0) if the entries follow the rows in order" in message
     assert "out_dims=None" not in message
     torch.testing.assert_close(filtered.cpu(), X[X[:, 0] > 3].cpu())
 
@@ -370,7 +371,7 @@ def test_the_size_of_a_replicas_output(wrap: Wrap) -> None:
     with warned() as messages:
         assert wrap(Fn(lambda x: (x, x.shape)))(X)[1] == (2, 3)
     (message,) = messages
-    assert message.startswith("output[1] is torch.Size([2, 3]) in each replica, which has 2 of the batch's 4 rows")
+    assert message.startswith("output[1] is torch.Size([2, 3]) in each replica, which has 2 of the 4 rows of the batch")
     assert "out_dims={1: None}" in message
     with pytest.raises(ValueError, match=r"cannot gather output\[1\]: replicas returned different values"):
         wrap(Fn(lambda x: (x, x.shape)))(X[:3])

@@ -30,8 +30,8 @@ from helpers.modules import Composed
 pytestmark = [
     pytest.mark.property,
     # Outputs of any form are drawn. What each is warned of is tested in test_output_rows.py.
-    pytest.mark.filterwarnings("ignore:gathering 0-dim outputs:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.* in each replica, of its own rows:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Each replica returned a scalar:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.* in each replica, computed from its own rows:UserWarning"),
     pytest.mark.filterwarnings("ignore:.* with as many entries as each replica has rows:UserWarning"),
 ]
 

@@ -137,7 +137,7 @@ def test_a_reassigned_buffer_with_a_history(wrap: Wrap) -> None:
     assert_alike(wrap, Calls(forward, state=nn.Buffer(torch.ones(2)), **layers), steps, 3)
 
 
-@pytest.mark.filterwarnings("ignore:a hook keeps")
+@pytest.mark.filterwarnings("ignore:a hook stores")
 def test_hooks_run_once_a_replica_and_those_of_parameters_and_the_wrapper_once(wrap: Wrap) -> None:
     """R9: parameter hooks see the summed gradient, and may change it. Hooks of the wrapper see the whole batch."""
     plain, model = twins(wrap, mlp(), 3)

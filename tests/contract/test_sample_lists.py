@@ -165,7 +165,7 @@ def test_a_list_that_is_joined_by_entry_is_warned_of(entry, num_entries, is_warn
 def test_errors_name_the_remedy():
     """S17: pictures of several sizes in a plain list; and a plain list that is returned."""
     model = unisono.DataParallel(Fn(list), ["cpu"] * 2)
-    with pytest.raises(ValueError, match=r"inputs\[0\]\[7\] has 7, and 2 more\. .* is a unisono.SampleList"):
+    with pytest.raises(ValueError, match=r"inputs\[0\]\[7\] has 7, and 2 more\. .* Make it a unisono.SampleList"):
         model([torch.ones(rows) for rows in range(10)])
     with pytest.raises(ValueError, match="different lengths") as raised:
         model(torch.ones(5, 2))

@@ -172,7 +172,7 @@ def test_an_error_about_a_list_names_the_remedy(wrap: Wrap):
     with pytest.raises(RuntimeError) as raised:
         model([torch.ones(4, 8)] * 2)
     (note,) = notes(raised.value)
-    assert note.endswith("A list with one entry a row is a unisono.SampleList")
+    assert note.endswith("If a list has one entry for each row, make it a unisono.SampleList")
 
 
 def test_an_error_about_a_list_of_one_row_names_the_remedy(wrap: Wrap):
@@ -180,7 +180,9 @@ def test_an_error_about_a_list_of_one_row_names_the_remedy(wrap: Wrap):
     with pytest.raises(RuntimeError) as raised:
         wrap(Fn(lambda rows: torch.stack(rows) @ torch.ones(4)))([torch.ones(4)])
     (note,) = notes(raised.value)
-    assert note.endswith("inputs[0][0] of shape (4,) along dim 0. A list with one entry a row is a unisono.SampleList")
+    assert note.endswith(
+        "inputs[0][0] of shape (4,) along dim 0. If a list has one entry for each row, make it a unisono.SampleList"
+    )
 
 
 # ---- arrays ----------------------------------------------------------------------------------------
@@ -213,7 +215,7 @@ class Batch:
 def test_an_object_that_holds_an_entry_a_row_is_warned_of(held):
     """S17, S14: every replica gets all of it, as in torch."""
     (message,) = messages(lambda x, batch: x, torch.ones(4, 1), {"batch": Batch("a", held)})
-    assert message.startswith("inputs[1]['batch'], of type Batch, holds x with as many entries")
+    assert message.startswith("inputs[1]['batch'] of type Batch holds x with as many entries")
     assert "unisono.register_batch_type" in message
     in_dims = ast.literal_eval(message.partition("in_dims=")[2].removesuffix("."))
     assert messages(lambda x, batch: x, torch.ones(4, 1), {"batch": Batch("a", held)}, in_dims=in_dims) == []

@@ -124,16 +124,16 @@ def test_caches_that_cannot_be_split_or_joined(wrap: Wrap) -> None:
         ValueError, match=r"they differ in \.layers\[0\]\.keys \(replica 0: .*use_cache=False"
     ) as raised:
         wrap(cut, 2)(x)
-    assert raised.value.__notes__ == ["while output was gathered"]
+    assert raised.value.__notes__ == ["while gathering output"]
     with pytest.raises(ValueError, match=r"inputs\[0\] has 4, kwargs\['past'\] has 3"):
         wrap(nn.Identity(), 2)(x, past=_cache_of(x[:3]))
     room = transformers.StaticCache(MODELS["gpt2"]().config, max_cache_len=8)
     pair = transformers.EncoderDecoderCache(transformers.DynamicCache(), room)
-    with pytest.raises(TypeError, match="EncoderDecoderCache of a StaticCache cannot be split or joined") as raised:
+    with pytest.raises(TypeError, match="cannot split or join this EncoderDecoderCache: its StaticCache") as raised:
         wrap(nn.Identity(), 2)(x, past=pair)
-    assert raised.value.__notes__ == ["while kwargs['past'] was scattered"]
+    assert raised.value.__notes__ == ["while scattering kwargs['past']"]
     cache = transformers.DynamicCache([(torch.zeros(2, 1, 3, 4),) * 2, (torch.zeros(3, 1, 3, 4),) * 2])
-    with pytest.raises(ValueError, match=r"this DynamicCache have different numbers of rows, \[2, 3\]"):
+    with pytest.raises(ValueError, match=r"this DynamicCache have different batch sizes, \[2, 3\]"):
         wrap(nn.Identity(), 2)(cache)
 
 

@@ -211,7 +211,7 @@ def test_memory_that_forward_replaces(wrap: Wrap, write: Callable[[Any, torch.Te
 
 def test_memory_that_the_only_replica_replaces(wrap: Wrap) -> None:
     """R22: a batch of one row, as the first one. What it wrote there was lost in silence."""
-    with pytest.raises(RuntimeError, match=f"{WRITTEN}'shift', in other memory than the module's"):
+    with pytest.raises(RuntimeError, match=f"{WRITTEN}'shift', outside the module's memory"):
         wrap(network(replaced), 2)(torch.randn(1, 5))
 
 
@@ -316,7 +316,7 @@ def test_the_remedies(wrap: Wrap) -> None:
     state = {"teacher": nn.Buffer(torch.ones(5)), "is_set": nn.Buffer(torch.tensor([False]))}
     plain, model = twins(wrap, Calls(forward, scale=nn.Parameter(torch.ones(5)), **state), 3)
     x = torch.randn(6, 5)
-    with pytest.raises(RuntimeError, match="For an initialisation from the first batch, call the plain module once"):
+    with pytest.raises(RuntimeError, match="To initialise from the first batch, call the plain module once"):
         model(x)
     assert not model.module.is_set  # type: ignore[truthy-bool]
     with torch.no_grad():

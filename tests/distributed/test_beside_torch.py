@@ -20,7 +20,7 @@ from torch.distributed.tensor import distribute_module
 import unisono
 from helpers.ranks import run_ranks
 
-WHOLE = r"DataParallel needs a module whose parameters are plain tensors, whole in each process, but "
+WHOLE = r"DataParallel needs whole parameters in each process, as plain tensors, but "
 
 
 def net() -> nn.Sequential:

@@ -797,7 +797,7 @@ def test_buffers_that_forward_reassigns(rank: int, options: dict) -> None:
         mine, theirs = communicator_for().all_gather_object(module.late.cpu(), "comparing buffers")
         assert torch.equal(mine, theirs)
     assert len(module.late) == 10
-    with pytest.raises(RuntimeError, match=r"rank 0 has buffer rows .* rank 1 has buffer rows .* should be no buffer"):
+    with pytest.raises(RuntimeError, match=r"rank 0 has buffer rows .* rank 1 has buffer rows .* must not be a buffer"):
         model(x, keep=True).sum().backward()
 
 

@@ -93,8 +93,8 @@ def test_a_node_without_an_address(environment_of, monkeypatch):
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, "SLURM_NTASKS=8: .* srun has not started it"),
-        ({**SLURM, "SLURM_PTY_PORT": "7"}, "SLURM_STEP_NUM_TASKS=8: .* srun --pty has started it"),
+        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, "SLURM_NTASKS=8: .* srun did not start it"),
+        ({**SLURM, "SLURM_PTY_PORT": "7"}, "SLURM_STEP_NUM_TASKS=8: .* srun --pty started it"),
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),
         ({"FLUX_JOB_SIZE": "4"}, "FLUX_JOB_SIZE=4"),
         ({"SLURM_NTASKS": "1"}, None),
@@ -204,6 +204,8 @@ def test_a_port_that_is_taken(environment_of):
         listener.listen()
         port = str(listener.getsockname()[1])
         environment_of(OPEN_MPI, OMPI_COMM_WORLD_RANK="0", MASTER_PORT=port)
-        with pytest.raises(RuntimeError, match=f"rank 0 of 2 cannot listen at 127.0.0.1:{port}.*MASTER_PORT name"):
+        with pytest.raises(
+            RuntimeError, match=f"rank 0 of 2 cannot listen at 127.0.0.1:{port}.*MASTER_PORT for another"
+        ):
             unisono.DataParallel(nn.Linear(2, 2))
     assert not torch.distributed.is_initialized()

@@ -131,9 +131,9 @@ def given_inputs(rank: int) -> None:
         models = [twins(lambda: Keeps().double(), loss="sum", **options)[0] for _ in range(2)]
         parameters = [p for model in models for p in model.module.first.parameters()]
         loss = LOSSES["kept_by_two_models"](*models, drawn(4, 5))
-        with pytest.raises(RuntimeError, match=r"leads to several wrapped models.*Return the tensor from forward"):
+        with pytest.raises(RuntimeError, match=r"reaches several wrapped models.*Return the tensor from forward"):
             torch.autograd.grad(loss, parameters, retain_graph=True)
-        with pytest.raises(RuntimeError, match=r"leads to several wrapped models.*Return the tensor from forward"):
+        with pytest.raises(RuntimeError, match=r"reaches several wrapped models.*Return the tensor from forward"):
             loss.backward(create_graph=True)
 
 

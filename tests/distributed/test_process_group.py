@@ -153,10 +153,10 @@ def differ_in(rank: int, what: str) -> None:
     [
         ("order", "rank 0 is in backward of wrapped model 2, rank 1 in that of 1"),
         ("forwards", "rank 0 is in backward of its forward 1, rank 1 of its 2"),
-        ("mode", "of ranks 0 and 1, rank 0 has run forward in training mode, the other has not"),
+        ("mode", "of ranks 0 and 1, rank 0 ran forward in training mode, the other did not"),
         ("no_sync", "of ranks 0 and 1, rank 0 is inside no_sync(), the other is not"),
         ("frozen", "where rank 0 has 0.weight torch.float32 (4, 4) (4, 1), rank 1 has 2.weight"),
-        ("weight", "of ranks 0 and 1, rank 1 has set the weight of its batch, the other has not"),
+        ("weight", "of ranks 0 and 1, rank 1 set the weight of its batch, the other did not"),
         ("hook", "of ranks 0 and 1, rank 1 has a communication hook, the other has not"),
         ("loss", 'of ranks 0 and 1, rank 1 has loss="sum", the other has not'),
     ],
@@ -211,14 +211,14 @@ def sums_or_takes_a_batch(rank: int) -> None:
         # The rank that notices it first reports it until all have noticed.
         (
             partial(one_batch_norm_more, synchronised=False),
-            ["processes do not do the same", "at a batch norm over all"],
+            ["processes do different things", "at a batch norm over all"],
         ),
         (
             partial(one_batch_norm_more, synchronised=True),
             ["rank 0 at batch norm 1 of its forward", "rank 1 at batch norm 2 of its backward"],
         ),
         # They are in different process groups, so the store says that both wait for the other.
-        (sums_or_takes_a_batch, ["not do the same: rank 0 is at taking the next batch, rank 1 at summing"]),
+        (sums_or_takes_a_batch, ["do different things: rank 0 is at taking the next batch, rank 1 at summing"]),
     ],
     ids=["several exchanges begun", "forward and backward", "a sum and an all-gather"],
 )
@@ -255,7 +255,7 @@ def waits_alone(rank: int, steps: bool, seen: Path) -> str:
 @pytest.mark.parametrize(
     ("steps", "expected"),
     [
-        (False, ["at a DataParallel that spans processes", "rank 1 did not reach it", "wrap the same models"]),
+        (False, ["at a DataParallel that spans processes", "rank 1 did not reach it", "Wrap the same models"]),
         (True, ["at summing gradients over the processes", "rank 1 does not wait for any rank"]),
     ],
     ids=["wrapping", "backward"],
@@ -322,7 +322,7 @@ def test_the_others_learn_why_one_has_failed(where, options):
     ended = end_ranks(3, fails, where, options)
     assert "TroubleError: no more memory" in ended[1].error
     for rank in (0, 2):
-        assert "has failed while this one was at summing gradients over the processes" in ended[rank].error
+        assert "failed while this one was at summing gradients over the processes" in ended[rank].error
         assert "TroubleError: no more memory" in ended[rank].error
         assert "rank 1" in ended[rank].error.lower()
         assert ended[rank].exit_code == 1
@@ -376,7 +376,7 @@ def test_a_rank_that_has_raised_and_lives_on(tmp_path):
     """C12: only what ended a process was published, and the others waited for the timeout."""
     first, second = end_ranks(2, lives_on, str(tmp_path), timeout_s=30)
     assert second.exit_code == 0, second.error
-    assert "rank 1 has raised an exception and not gone on for 0.5 s" in last_error(first)
+    assert "rank 1 raised an exception and has not continued for 0.5 s" in last_error(first)
     assert "Rank 1 says: TroubleError: no such file" in last_error(first)
 
 
@@ -487,7 +487,7 @@ def test_the_groups_end_before_the_interpreter():
     """
     ended = run_program(OPEN + textwrap.dedent(body))
     assert [(end.returncode, end.stderr) for end in ended] == [(0, "")] * 2
-    assert all("not connected any more: the program ends" in end.stdout for end in ended)
+    assert all("no longer connected: the program ends" in end.stdout for end in ended)
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counted in /proc")

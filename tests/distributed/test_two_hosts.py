@@ -199,4 +199,4 @@ def test_two_hosts_train_as_one_process_does_also_if_one_dies_and_comes_back(
     assert len(metrics_of(tmp_path / "run" / "metrics.jsonl")) == 26
     assert_same_metrics(tmp_path / "run" / "metrics.jsonl", of_one_process / "metrics.jsonl", rel=1e-4)
     assert json.loads((tmp_path / "run" / "config.json").read_text())["processes"] == 3
-    assert "going on after step" in "".join((tmp_path / f"{name}.log").read_text() for name in "ab")
+    assert "resuming after step" in "".join((tmp_path / f"{name}.log").read_text() for name in "ab")

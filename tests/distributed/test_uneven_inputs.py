@@ -143,7 +143,7 @@ def test_a_module_that_cannot_run_on_zeros_says_why_it_did():
     ends = end_ranks(2, on_its_device, train_picky, [0, 1])
     assert all(end.exit_code for end in ends)
     assert "ValueError: a row of zeros" in ends[0].error
-    assert "this process has a batch without rows" in ends[0].error
+    assert "this process has an empty batch" in ends[0].error
 
 
 def train_with_input_gradients(rank: int, **options: Any) -> None:
@@ -208,7 +208,9 @@ def test_without_rows_the_module_runs_on_copies_of_the_entries_that_it_has_seen(
 
 def test_packed_sequences_cannot_be_empty():
     packed = nn.utils.rnn.pack_sequence([torch.zeros(3, 2), torch.zeros(1, 2)])
-    with pytest.raises(ValueError, match=r"a PackedSequence cannot be cut to no rows .* give every process as many"):
+    with pytest.raises(
+        ValueError, match=r"cannot make an empty batch of a PackedSequence .* give every process the same number"
+    ):
         empty_batch(packed, 0)
     assert list(even_batches(None, [packed], 0, torch.device("cpu"))) == [packed]
 

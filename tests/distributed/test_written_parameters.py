@@ -14,7 +14,7 @@ from helpers.twins import assert_same_gradients, rows_of, twins
 from unisono import DataParallel
 
 SIZES = (4, 9)
-OTHER_VALUES = r"after forward, ranks 0 and 1 have other values in parameter '{}'.*{}"
+OTHER_VALUES = r"after forward, ranks 0 and 1 have different values in parameter '{}'.*{}"
 
 
 def decay(net: Any, x: torch.Tensor) -> None:
@@ -144,7 +144,7 @@ WAYS = ["in a step", "in no_sync", "without gradients first"]
 )
 def test_what_ranks_write_for_their_own_rows_is_an_error(name: str, parameter: str, way: str) -> None:
     """C19: on all ranks, with the parameter and the remedies; their weights would go apart from there."""
-    run_ranks(2, fail, name, OTHER_VALUES.format(parameter, "For an initialisation .* call the plain module once"), way)
+    run_ranks(2, fail, name, OTHER_VALUES.format(parameter, "To initialise .* call the plain module once"), way)
 
 
 def test_a_mode_that_other_threads_cannot_join() -> None:
@@ -155,7 +155,7 @@ def test_a_mode_that_other_threads_cannot_join() -> None:
 
 def test_other_memory_is_an_error() -> None:
     """C19: a replica has assigned it to its own parameter, and the module would not get it."""
-    run_ranks(2, fail, "assign", "forward has written into parameter 'shift', in other memory than the module's", "")
+    run_ranks(2, fail, "assign", "forward has written into parameter 'shift', outside the module's memory", "")
 
 
 def later(rank: int) -> None:

@@ -151,7 +151,7 @@ def test_dropout_in_parts_has_the_same_masks_in_backward(float64: None) -> None:
 @pytest.mark.parametrize(
     ("module", "rows", "options", "reason"),
     [
-        (nn.BatchNorm1d(2), 8, {"sync_batch_norm": False}, "normalises over all of its rows"),
+        (nn.BatchNorm1d(2), 8, {"sync_batch_norm": False}, "normalises over all its rows"),
         (nn.Identity(), 8, {"sync_batch_norm": True}, "wait for each other"),
         (nn.Identity(), 2, {}, "a single row needs more memory"),
     ],
@@ -218,16 +218,16 @@ def in_forward(forward: Callable[..., Any]) -> nn.Module:
 WAIT = "its replicas wait for each other"
 
 
-@pytest.mark.filterwarnings("ignore:gathering 0-dim outputs")
+@pytest.mark.filterwarnings("ignore:Each replica returned a scalar")
 @pytest.mark.parametrize(
     ("module", "options", "reason"),
     [
-        (nn.BatchNorm1d(2), {}, r"parts=\): the model itself \(BatchNorm1d\) normalises over all of its rows"),
+        (nn.BatchNorm1d(2), {}, r"parts=\): the model itself \(BatchNorm1d\) normalises over all its rows"),
         (nn.Identity(), {"sync_batch_norm": True}, rf"parts=\): {WAIT}"),
         (in_forward(counted), {}, "changes the buffer 'count'"),
-        (in_forward(lambda module, x: module.layer(x).mean()), {}, "0-dim tensors"),
+        (in_forward(lambda module, x: module.layer(x).mean()), {}, "it returns scalars"),
         (in_forward(lambda module, x: module.layer(x).mean(0)), {}, r"\[4, 4\] rows it .* of lengths \[2, 2\]"),
-        (in_forward(lambda module, x: (module.layer(x), len(x))), {}, "numbers, which would be one a part"),
+        (in_forward(lambda module, x: (module.layer(x), len(x))), {}, "numbers, one for each part"),
     ],
 )
 def test_parts_that_would_change_numbers(module: nn.Module, options: dict[str, Any], reason: str) -> None:

@@ -118,13 +118,13 @@ def test_a_lane_of_a_map(actor):
 
 
 def test_all_lanes_of_a_map_are_stuck():
-    """F7, I9: an error for each of their batches, then one that says that no lane is left."""
+    """F7, I9: an error for each of their batches, then one that says that every device is stuck."""
     model = wrap(Calls(lambda module, x: gets_stuck()), timeout=TIMEOUT_S)
     outputs = model.map([torch.zeros(2, 1)] * 4)
     for _ in range(2):
         with pytest.raises(ReplicaTimeout):
             in_time(lambda: next(outputs))
-    with pytest.raises(RuntimeError, match="no lane is left"):
+    with pytest.raises(RuntimeError, match="every device is stuck"):
         in_time(lambda: next(outputs))
     in_time(outputs.close)
 

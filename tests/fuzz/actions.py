@@ -616,7 +616,7 @@ def hook_of_all_modules(side: Side, step: Step) -> None:
         hook.remove()
 
 
-_KEPT = "a hook keeps what it sees"
+_KEPT = "a hook stores"
 
 
 class _Keeps:

@@ -33,7 +33,7 @@ class InputForm(NamedTuple):
     said: tuple[str, ...] = ()  # what a message says, in part, where the numbers are not those of the plain module
 
 
-_WHOLE, _SPLIT_LIST = "has as many entries as the batch has rows", "and the tensors in each of them are split"
+_WHOLE, _SPLIT_LIST = "has as many entries as the batch has rows", "the tensors inside each entry are split"
 _SPLIT = ("with different numbers of rows", "the inputs were split by rows")
 
 
@@ -106,11 +106,11 @@ class OutputForm(NamedTuple):
 
 # More than a batch has rows: what has that many entries is never taken for rows by accident.
 MANY = 23
-_OTHER_ROWS = (" rows, and has ", "If the rows are on another axis, say so", "rows it returns tensors of lengths")
+_OTHER_ROWS = (" rows (samples), but has ", "Is the batch on dimension", "rows it returns tensors of lengths")
 _LISTS = (
     "with as many entries as each replica has rows",
     "return unisono.SampleList(entries)",
-    "it returns numbers, which would be one a part",
+    "it returns numbers, one for each part",
 )
 
 

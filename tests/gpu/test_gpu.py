@@ -88,7 +88,7 @@ def wrapped(plain: nn.Module, placed: Places, **options: Any) -> tuple[nn.Module
     return plain, DataParallel(copy.deepcopy(plain), placed, **options)
 
 
-@pytest.mark.filterwarnings("ignore:a hook keeps what it sees")
+@pytest.mark.filterwarnings("ignore:a hook stores")
 def test_each_replica_stands_on_its_device(placed: Places) -> None:
     """R1, S11: shards, parameters and outputs; the current device in each replica is its own."""
     _, model = wrapped(mlp(), placed)
@@ -135,7 +135,7 @@ def test_outputs_on_the_host(placed: Places) -> None:
     assert_same_gradients(model.module, plain, 1e-10)
 
 
-@pytest.mark.filterwarnings("ignore:a hook keeps what it sees")
+@pytest.mark.filterwarnings("ignore:a hook stores")
 def test_the_callers_side_stream(placed: Places) -> None:
     """R14, S11: work queued on the caller's own stream is waited for, and replicas queue theirs on it."""
     plain, model = wrapped(mlp(), placed)

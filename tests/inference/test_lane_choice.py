@@ -119,7 +119,7 @@ def test_the_log_says_it_once(caplog: pytest.LogCaptureFixture) -> None:
     for all_s in (0.5, 1.0, 1.0):
         run(LaneChoice("Model", 3, AHEAD), machine(all_s, 0.6))
     [message] = caplog.messages
-    assert "map and evaluate of Model: batches of this size are too short to be worth handing over to 3" in message
+    assert "map and evaluate of Model: these batches are too short to be worth passing to 3" in message
 
 
 def test_kinds_of_batches() -> None:

@@ -100,9 +100,9 @@ def test_a_batch_that_fails_ends_the_map_on_all_ranks(world_size: int, fails: st
             assert found == error
             assert rank == 0 or f"batch {bad}" in notes[0]
         elif rank == 0:
-            assert found.startswith(f"RuntimeError: batch {bad} has failed on rank {its_rank}: {error}")
+            assert found.startswith(f"RuntimeError: batch {bad} failed on rank {its_rank}: {error}")
         elif rank != its_rank:
-            assert found == f"RuntimeError: rank {its_rank} has failed at batch {bad}"
+            assert found == f"RuntimeError: rank {its_rank} failed at batch {bad}"
 
 
 def drawn(rank: int, ones: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -143,7 +143,7 @@ DIFFERENT: dict[str, Callable[[Batches, int], Batches]] = {
 
 def given_its_own(rank: int, kind: str, evaluates: bool) -> None:
     model, own = DataParallel(nn.Identity(), ["cpu"]), DIFFERENT[kind](batches(), rank)
-    with pytest.raises(RuntimeError, match="have been given different batches"):
+    with pytest.raises(RuntimeError, match="got different batches"):
         model.evaluate([(x, x) for x in own], lambda *_: 1) if evaluates else list(model.map(own))
 
 
@@ -187,5 +187,5 @@ def fails_in_its_metric(rank: int) -> str:
 def test_an_error_of_one_ranks_metric_is_known_to_all() -> None:
     """I14, I12"""
     first, second = run_ranks(2, fails_in_its_metric)
-    assert first == "the evaluation has failed on rank 1: ValueError: in the metric"
+    assert first == "the evaluation failed on rank 1: ValueError: in the metric"
     assert second == "in the metric"

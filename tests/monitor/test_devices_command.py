@@ -118,7 +118,7 @@ def test_damaged_copies_and_a_link_that_fails(
 
     monkeypatch.setattr("unisono.monitor.inventory._copy_bytes_per_s", copy)
     shown = lines(capsys, status=1)
-    assert "cuda:0 to cuda:1: peer access, cannot be copied: CUDA error: out of memory" in shown
+    assert "cuda:0 to cuda:1: peer access, cannot copy: CUDA error: out of memory" in shown
     assert any("nvidia-ml-py not installed: pip install nvidia-ml-py" in line for line in shown)
 
 
@@ -147,8 +147,8 @@ def test_an_accelerator_that_cannot_be_asked(
         ("5,6,7", 3, "5 is cuda:0, 6 is cuda:1, 7 is cuda:2"),
         ("5, 6", 2, "5 is cuda:0, 6 is cuda:1"),
         ("GPU-8932f937,1", 2, "GPU-8932f937 is cuda:0, 1 is cuda:1"),
-        ("0,-1,1", 1, "0 is cuda:0\n-1 names no GPU, so nothing from there on is seen"),
-        ("0,,1", 1, "0 is cuda:0\nan empty entry names no GPU, so nothing from there on is seen"),
+        ("0,-1,1", 1, "0 is cuda:0\n-1 is not a GPU, so CUDA ignores it and all after it"),
+        ("0,,1", 1, "0 is cuda:0\nan empty entry is not a GPU, so CUDA ignores it and all after it"),
         ("3,3", 0, "no GPU is seen"),
         ("", 0, "no GPU is seen"),
     ],
@@ -195,7 +195,7 @@ def test_a_driver_that_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     module.nvmlInit = missing  # type: ignore[attr-defined]
     reader = GpuReader()
     assert reader.read() == []
-    assert reader.problem == "NVIDIA's driver cannot be asked (NVML Shared Library Not Found)"
+    assert reader.problem == "cannot read NVIDIA's driver (NVML Shared Library Not Found)"
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -255,9 +255,7 @@ def test_more_threads_than_cores_are_warned_about(
     """M3: torch takes the cores of the machine, not the time that a control group leaves."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     monkeypatch.setattr(cpu, "_cgroup_cores", lambda root: 1.0)
-    assert "warning: 64 intra-op threads, and cores for 1: they wait for each other. Set OMP_NUM_THREADS=1" in lines(
-        capsys
-    )
+    assert "warning: 64 intra-op threads on 1 cores wait for each other. Set OMP_NUM_THREADS=1" in lines(capsys)
 
 
 @pytest.mark.parametrize("arguments", [["--jsn"], ["gpu"]])

@@ -48,7 +48,7 @@ def test_a_step_that_is_described(capsys: pytest.CaptureFixture[str]):
     assert out.startswith("A step computes for 300 ms")  # which `| head -1` shows
     assert "computes for 300 ms on one device, 200 ms of it backward, and has 100 MB of gradients, in 4 buckets" in out
     assert "between machines: 10 us, 1.25 GB/s" in out
-    assert "Weak scaling: every device has the rows that one has" in out
+    assert "Weak scaling: every device has as many rows (samples) as one device alone" in out
     assert "Efficiency stays above 90 % up to" in out
     saved = Path("runs/plan/plan.md").read_text()
     assert "|1024|" in saved.replace(" ", "")
@@ -62,7 +62,7 @@ def test_options_change_the_prediction(capsys: pytest.CaptureFixture[str]):
         assert run(*STEP, *options, "--output", "deep/folder") == 0
         outputs.append(capsys.readouterr().out)
     assert len(set(outputs)) == 5
-    assert "Strong scaling: the devices share the batch of one" in outputs[1]
+    assert "Strong scaling: the devices share one device's batch" in outputs[1]
 
 
 def test_a_step_that_is_measured(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
@@ -105,15 +105,18 @@ def test_the_help_is_plain_ascii(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ([], "--compute is missing: give a model of yours (package.module:build), or --compute and --gradients"),
+        ([], "--compute is missing: give your model (package.module:build), or --compute and --gradients"),
         (["--compute", "3ms"], "--gradients is missing"),
-        (["--compute", "300", "--gradients", "1MB"], "expected a number above 0 and one of the units s, ms"),
-        (["--compute", "0ms", "--gradients", "1MB"], "expected a number above 0 and one of the units"),
+        (["--compute", "300", "--gradients", "1MB"], "expected a number above 0 with one of the units s, ms"),
+        (["--compute", "0ms", "--gradients", "1MB"], "expected a number above 0 with one of the units"),
         (
             ["--compute", "-3ms", "--gradients", "1MB"],  # it was "expected one argument"
-            "--compute: expected a number above 0 and one of the units s, ms",
+            "--compute: expected a number above 0 with one of the units s, ms",
         ),
-        (["--compute", "3ms", "--gradients", "-.5MB"], "--gradients: expected a number above 0 and one of the units B"),
+        (
+            ["--compute", "3ms", "--gradients", "-.5MB"],
+            "--gradients: expected a number above 0 with one of the units B",
+        ),
         ([*STEP, "--bucket", "1B"], "--bucket 1B makes 100,000,000 buckets of 100 MB: expected 10,000 at most"),
         (
             [*STEP, "--between", "ethernet"],
@@ -123,10 +126,10 @@ def test_the_help_is_plain_ascii(capsys: pytest.CaptureFixture[str]):
         ([*STEP, "--all-reduce", "butterfly"], "invalid choice: 'butterfly'"),
         ([*STEP, "--output", "own.py"], "--output own.py: "),
         ([*STEP, "--output", "own.py/deeper"], "own.py is not a folder"),
-        ([*STEP, "--output", "/proc/deeper"], "--output /proc/deeper: /proc cannot be written to"),
+        ([*STEP, "--output", "/proc/deeper"], "--output /proc/deeper: cannot write to /proc"),
         (["own:frozen"], "own:frozen: backward gave no parameter a gradient"),
-        (["own:failing"], "own:failing could not be measured: RuntimeError: no such layer"),
-        (["own:build", "--compute", "3ms"], "own:build would be measured: leave out own:build, or --compute"),
+        (["own:failing"], "cannot measure own:failing: RuntimeError: no such layer"),
+        (["own:build", "--compute", "3ms"], "give either own:build, which is measured, or --compute: leave one out"),
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_nothing(arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]):

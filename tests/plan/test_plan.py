@@ -121,9 +121,9 @@ SLOW = Cluster(INSIDE, Link(10e-6, 0.5e9), 8)
         ),
         (
             ScalingPlan(STEP, Cluster(Link(5e-6, 0.2e9), BETWEEN, 2048)),
-            "on 2 devices already; the bandwidth inside a machine limits it",
+            "on 2 devices; the bandwidth inside a machine limits it",
         ),
-        (ScalingPlan(STEP, CLUSTER), "above 90 % up to 1,024 devices, the most"),
+        (ScalingPlan(STEP, CLUSTER), "above 90 % up to 1,024 devices, the largest"),
     ],
 )
 def test_the_conclusion_names_the_limit(plan, says):
@@ -132,7 +132,7 @@ def test_the_conclusion_names_the_limit(plan, says):
 
 def test_the_conclusion_is_right_about_the_improvement_and_where_strong_scaling_turns():
     better = ScalingPlan(STEP, replace(SLOW, between=Link(10e-6, 1e9))).good_up_to()
-    said = f"With one twice as good it would stay above 90 % up to {better:,} devices"
+    said = f"If that were twice as good, efficiency would stay above 90 % up to {better:,} devices"
     assert said in ScalingPlan(STEP, SLOW).conclusion()
 
     plan = ScalingPlan(STEP, CLUSTER, strong=True)
@@ -160,7 +160,7 @@ def test_links_that_limit_together_are_named_together():
     ],
 )
 def test_quantities(text, units, value):
-    with nullcontext() if value else pytest.raises(ArgumentTypeError, match="expected a number above 0 and one of"):
+    with nullcontext() if value else pytest.raises(ArgumentTypeError, match="expected a number above 0 with one of"):
         assert parse_quantity(text, units) == pytest.approx(value)
 
 

@@ -120,7 +120,7 @@ def test_a_batch_that_pickle_cannot_take_apart_says_so(registered):
     unisono.register_batch_type(Graphs, scatter=lambda b, sizes: [batch, batch], gather=join_graphs)
     with pytest.raises(TypeError, match="generator") as raised:
         unisono.scatter(batch, ["cpu"] * 2)
-    assert "sent to the replicas by pickle" in raised.value.__notes__[-1]  # Python 3.14 has one of its own before it
+    assert "copied to the replicas by pickle" in raised.value.__notes__[-1]  # Python 3.14 has one of its own before it
 
 
 def test_nothing_keeps_a_batch_alive(registered):

@@ -49,8 +49,8 @@ def test_an_entry_applies_to_everything_below_it(rule, value, entries):
     [
         ((0, 1), (1, 2, 3), r"rule=\(0, 1\) has 2 entries for a tuple of 3"),
         ({"c": 0}, {"a": 1}, r"rule names 'c', but the dict has only \['a'\]"),
-        ((0,), 5, r"rule=\(0,\) is nested further than what it describes, a int"),
-        ({"a": (0, 1)}, {"a": 3}, r"rule\['a'\]=\(0, 1\) is nested further"),
+        ((0,), 5, r"rule=\(0,\) is nested deeper than the value, a int"),
+        ({"a": (0, 1)}, {"a": 3}, r"rule\['a'\]=\(0, 1\) is nested deeper"),
     ],
 )
 def test_a_rule_that_does_not_fit_is_named(rule, value, message):
@@ -90,7 +90,7 @@ def test_in_dims_name_inputs_by_position_and_name(function, in_dims, inputs, kwa
 @pytest.mark.parametrize(
     ("in_dims", "message"),
     [
-        ({"maks": 0}, r"in_dims names 'maks', which is no input: there are x, mask, table"),
+        ({"maks": 0}, r"in_dims names 'maks', but the inputs are: x, mask, table"),
         ((0, 0), r"in_dims=\(0, 0\) has 2 entries for 1 positional inputs"),
         *(({key: 0}, r"in_dims has the key .*: expected names of inputs, or pos") for key in (-1, None, True, 1.5)),
     ],
@@ -102,7 +102,7 @@ def test_in_dims_that_name_no_input(in_dims, message):
 
 @pytest.mark.parametrize("dims", ["0", 1.5, True, (0, "x"), {"a": True}], ids=repr)
 def test_check_dims(dims):
-    with pytest.raises(TypeError, match=r"in_dims.*expected an int \(the axis that holds the rows\), None"):
+    with pytest.raises(TypeError, match=r"in_dims.*expected an int \(the batch dimension\) or None"):
         check_dims(dims, "in_dims")
 
 

@@ -215,8 +215,8 @@ def test_a_lasting_change_of_speed_is_measured_again_once(caplog):
         machine.step(measured, 32)
     first, again, second = [record.getMessage() for record in caplog.records]
     assert "shares=[1, 1] is fastest" in first
-    assert " for some time with shares=[1, 1]; those of 32 rows took 1." in again
-    assert again.endswith("They are measured again.")
+    assert " ms with shares=[1, 1], batches of 32 rows took 1." in again
+    assert again.endswith("Measuring again.")
     assert "shares=[4, 1] is fastest" in second
 
 
@@ -262,7 +262,7 @@ def test_batches_of_another_size_for_long_are_measured_again(caplog):
     until_frozen(measured, machine, 4)
     assert measured.weights == (1, 0)
     again = caplog.records[1].getMessage()
-    assert "batches of 4 rows take 5e+03 ms for some time with shares=[1, 1]; those of 64 rows took 3.5e+04 ms" in again
+    assert "batches of 4 rows now take 5e+03 ms with shares=[1, 1], batches of 64 rows took 3.5e+04 ms" in again
 
 
 # ---- messages, copies, threads -------------------------------------------------------------------
@@ -273,12 +273,15 @@ def test_the_line_to_paste(caplog):
     for machine in (Machine([Line(0, 0.001), Line(0, 0.003)]), Machine([Line(0, 0.001)] * 2, 1)):
         machine.frozen(32)
     several, one = [record.getMessage() for record in caplog.records]
-    begin, end = "measured shares of training, batches of 32 rows: ", "It is kept. To have it at once, write "
+    begin, end = (
+        "measured shares of training, batches of 32 rows: ",
+        "These shares are kept. To skip the measurement next time, write ",
+    )
     assert several.startswith(
-        f"{begin}shares=[3, 1] is fastest, 24 ms a step (one device (cpu) 32 ms; shares=[1, 1] 48 ms). "
+        f"{begin}shares=[3, 1] is fastest, 24 ms per step (one device (cpu) 32 ms; shares=[1, 1] 48 ms). "
     )
     assert several.endswith(f"{end}shares=[3, 1]")
-    assert one.startswith(f"{begin}one device (cpu) is fastest, 32 ms a step (shares=")
+    assert one.startswith(f"{begin}one device (cpu) is fastest, 32 ms per step (shares=")
     assert one.endswith(f"{end}device_ids=['cpu']")
 
 

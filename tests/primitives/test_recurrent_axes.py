@@ -18,7 +18,7 @@ LAYERS = [nn.RNN, nn.LSTM, nn.GRU]
 def test_rows_on_axis_one_are_warned_about(layer):
     """G6: with the line to write, at the line that wraps; what the line gives is the plain module's."""
     plain = layer(5, 4, num_layers=2)
-    with pytest.warns(UserWarning, match=re.escape(f"{layer.__name__}(batch_first=False) has its rows")) as caught:
+    with pytest.warns(UserWarning, match=re.escape(f"{layer.__name__}(batch_first=False) has its batch")) as caught:
         DataParallel(plain, ["cpu", "cpu"])
     assert [each.filename for each in caught] == [__file__]
     assert "DataParallel(module, ..., dim=1)" in str(caught[0].message)

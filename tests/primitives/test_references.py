@@ -252,7 +252,7 @@ def test_a_module_that_replays_cuda_graphs_runs_on_one_device_only() -> None:
     x = torch.randn(4, 3)
     assert torch.equal(DataParallel(graphed, ["cpu"])(x), graphed(x))
     for model in (graphed, nn.Sequential(nn.Identity(), graphed)):
-        with pytest.raises(RuntimeError, match=r"replays CUDA graphs .*Wrap it for one device"):
+        with pytest.raises(RuntimeError, match=r"replays CUDA graphs .*Wrap the module for one device"):
             DataParallel(model, ["cpu", "cpu"])(x)
 
 

@@ -59,8 +59,8 @@ def test_scatter_is_differentiable(sim):
     [
         ({"x": numbered(8, 2), "y": [numbered(9)]}, 0, r"\[0\]\['x'\] has 8, inputs\[0\]\['y'\]\[0\] has 9"),
         ((torch.zeros(8), Batch(torch.zeros(1))), 0, r"inputs\[0\]\[0\] has 8, inputs\[0\]\[1\].x has 1"),
-        (torch.zeros(4), 1, r"cannot scatter inputs\[0\] of shape \(4,\) along dim=1: it has no such axis"),
-        (torch.zeros(4), -2, "along dim=-2: it has no such axis"),
+        (torch.zeros(4), 1, r"cannot scatter inputs\[0\] of shape \(4,\) along dim=1: it has no such dimension"),
+        (torch.zeros(4), -2, "along dim=-2: it has no such dimension"),
     ],
 )
 def test_tensors_that_do_not_fit_together_are_named(inputs, dim, message):
@@ -115,9 +115,13 @@ Point, Place = namedtuple("Point", "x"), namedtuple("Place", "x")
     ("outputs", "error", "message"),
     [
         ([torch.zeros(2), None], ValueError, "cannot gather output: .* (replica 0: Tensor; replica 1: NoneType)"),
-        ([TABLE, TABLE, ROW], ValueError, "numbers of axes (replica 0: (2, 3); replica 1: (2, 3); replica 2: (2,))"),
+        (
+            [TABLE, TABLE, ROW],
+            ValueError,
+            "numbers of dimensions (replica 0: (2, 3); replica 1: (2, 3); replica 2: (2,))",
+        ),
         ([[ROW], [ROW.long()]], ValueError, "output[0]: .* dtypes (replica 0: torch.float32; replica 1: torch.int64)"),
-        ([TABLE, TABLE.t()], ValueError, "sizes off the joined axis 0 (replica 0: (2, 3); replica 1: (3, 2))"),
+        ([TABLE, TABLE.t()], ValueError, "along dimension 0: replica 0 returned (2, 3), replica 1 returned (3, 2)."),
         (["a", "b"], ValueError, "different values (replica 0: 'a'; replica 1: 'b')"),
         ([True, 1], ValueError, "different types (replica 0: bool; replica 1: int)"),
         ([{"a": ROW}, {"a": ROW, "b": ROW}], ValueError, "different keys (replica 0: ['a']; replica 1: ['a', 'b'])"),

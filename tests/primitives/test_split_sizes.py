@@ -10,7 +10,11 @@ from unisono.primitives.split_sizes import check_shares
 @pytest.mark.parametrize(
     ("shares", "error", "message"),
     [
-        ("measure", ValueError, r"shares='measure': expected \"chunk\", \"even\", \"measured\" or one weight a device"),
+        (
+            "measure",
+            ValueError,
+            r"shares='measure': expected \"chunk\", \"even\", \"measured\" or one weight for each device",
+        ),
         ("", ValueError, "shares=''"),
         (2, TypeError, "shares=2: expected .* a sequence of numbers"),
         (None, TypeError, "shares=None"),
@@ -19,7 +23,7 @@ from unisono.primitives.split_sizes import check_shares
         ([True, False], TypeError, "a sequence of numbers"),
         ([1, 2, 3], ValueError, "has 3 weights for 2 devices"),
         ([], ValueError, "has 0 weights for 2 devices"),
-        ([1, -1], ValueError, r"shares=\[1, -1\]: expected finite weights of 0 or more"),
+        ([1, -1], ValueError, r"shares=\[1, -1\]: expected finite weights, 0 or more"),
         ([0, 0], ValueError, "at least one of them above 0"),
         ([1, math.nan], ValueError, "finite"),
         ([1, math.inf], ValueError, "finite"),

@@ -69,7 +69,7 @@ def test_steps_that_were_not_split_are_left_out(
     with model.profile() as profile:
         train(model)
     assert profile.steps() == []
-    assert str(profile).startswith("nothing was profiled: this thread did not call the model, or only on one device")
+    assert str(profile).startswith("nothing was profiled: this thread did not call the model on several devices")
     assert "torch.profiler" in str(profile)
     profile.save(tmp_path / "empty.json")
 
@@ -107,7 +107,7 @@ def test_two_profiles_of_one_model(model: DataParallel) -> None:
     """P3: an error, and the first one goes on; after it there can be another."""
     with model.profile() as profile:
         train(model)
-        with pytest.raises(RuntimeError, match="is being profiled already"), model.profile():
+        with pytest.raises(RuntimeError, match="is already being profiled"), model.profile():
             pass
         train(model)
     with model.profile() as other:

@@ -43,9 +43,9 @@ def test_names_of_accelerators(sim):
         ([-1], ValueError, "there is no accelerator -1"),
         (["sim:0", "sim:5"], ValueError, "no accelerator 5"),
         (["cpu", 0], ValueError, r"device_ids=\['cpu', 0\] mixes kinds of device"),
-        (["gpu:0"], ValueError, "device_ids: 'gpu:0' names no device"),
-        (["sim:x"], ValueError, "'sim:x' names no device"),
-        (["meta"], ValueError, "the meta device holds no data"),
+        (["gpu:0"], ValueError, "device_ids: 'gpu:0' is not a device"),
+        (["sim:x"], ValueError, "'sim:x' is not a device"),
+        (["meta"], ValueError, "the meta device stores no data"),
         ([True, False], TypeError, "expected an int, a string or a torch.device, got True"),
         ([0.0], TypeError, "got 0.0"),
         ([None], TypeError, "got None"),
@@ -115,7 +115,7 @@ def test_unequal_devices(gpus, memory, cores, used, message):
     ]
     gpus.get_device_properties = lambda device: properties[device.index]
     said = unequal_devices.imbalance([CPU if i == "cpu" else GPUS[i] for i in used])
-    assert (said is None) if message is None else re.match(message, said)
+    assert (said is None) if message is None else re.search(message, said)
 
 
 # random states

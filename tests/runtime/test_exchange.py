@@ -79,7 +79,7 @@ def test_where_replicas_go_different_ways_one_raises_an_error_and_the_others_go_
     results = run(*(gathers(*each) for each in names))
     error = results.pop(raises)
     assert isinstance(error, RuntimeError)
-    assert f"the replicas went different ways: {ways}. Let all replicas call the same batch norms" in str(error)
+    assert f"but they differ: {ways}. Call the same batch norms" in str(error)
     assert all(isinstance(result, list) for result in results)
 
 

@@ -237,12 +237,12 @@ def one_waits_for_statistics(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return net.norm(x)
 
 
-CHANGES = r"different ways: replica 0 called _set_.*, replica 1 called _set_"
+CHANGES = r"but they differ: replica 0 called _set_.*, replica 1 called _set_"
 
 
 @pytest.mark.parametrize(
     ("forward", "sync_batch_norm", "message"),
-    [(different, False, CHANGES), (one_is_ahead, False, CHANGES), (one_waits_for_statistics, True, "different ways")],
+    [(different, False, CHANGES), (one_is_ahead, False, CHANGES), (one_waits_for_statistics, True, "but they differ")],
 )
 @either_first
 def test_different_changes(

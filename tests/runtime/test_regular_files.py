@@ -32,7 +32,7 @@ def test_what_is_none_is_refused_and_stays(tmp_path: Path, laid: str, flags: int
     else:
         path.mkdir()
     for attempt in (lambda: open_regular(path, flags), lambda: make_anew(path)):
-        with pytest.raises(NotRegularFileError, match="in the place of an ordinary file"):
+        with pytest.raises(NotRegularFileError, match="expected an ordinary file"):
             attempt()
     assert path.is_symlink() == ("link" in laid)
     assert elsewhere.exists() == (laid == "link")

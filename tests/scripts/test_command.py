@@ -165,9 +165,7 @@ def test_the_plain_module_is_called_so(capsys: pytest.CaptureFixture[str]) -> No
         pytest.skip("this machine has an accelerator")
     assert run_to_the_end(script(WRAPPED)) == 0
     closing = capsys.readouterr().err.splitlines()[-1]
-    assert closing.startswith(
-        "unisono run: 1 wrapper on no accelerator, where the plain module runs (--devices 'cpu*2'"
-    )
+    assert closing.startswith("unisono run: 1 wrapper on no accelerator, so the plain module ran (--devices 'cpu*2'")
     assert "; 90 rows in 3 forwards, " in closing
     assert "backward and the rest of the script" in closing
 
@@ -182,8 +180,8 @@ def test_a_script_without_a_wrapper_is_told_so(
     name = script(guarded + "\nprint(torch.cuda.device_count(), torch.cuda.is_available())")
     assert run_to_the_end("--devices", "cpu*2", name) == 0
     error = capsys.readouterr().err
-    assert "made no torch.nn.DataParallel" in error
-    assert "it ran as with python alone. If it makes one only where there are several GPUs: " in error
+    assert "used no torch.nn.DataParallel" in error
+    assert "so unisono changed nothing. If it wraps only where there are several GPUs: " in error
     assert run_to_the_end("--devices", "cpu*2", "--count-replicas", name) == 0
     captured = capsys.readouterr()
     assert captured.out == f"2 {torch.cuda.is_available()}\n"
@@ -232,25 +230,25 @@ def test_what_is_nothing_is_not_in_the_closing_line(backward_s: float, phases: s
     [
         ([], "expected a script, or -m module"),
         (["-m"], "expected a script, or -m module"),
-        (["absent.py"], "absent.py cannot be read (No such file or directory): expected a script, or -m module"),
-        (["folder"], "folder/__main__.py cannot be read (No such file or directory)"),
+        (["absent.py"], "absent.py (No such file or directory): expected a script, or -m module"),
+        (["folder"], "folder/__main__.py (No such file or directory)"),
         (
             ["-m", "no_such_module.inner"],
             "(ModuleNotFoundError: No module named 'no_such_module'); expected a module in ",
         ),
         (["-m", "folder"], "-m folder: No module named folder.__main__; 'folder' is a package"),
-        (["--devices", "gpu", "train.py"], "--devices gpu: gpu is no device"),
+        (["--devices", "gpu", "train.py"], "--devices gpu: gpu is not a device"),
         (
             ["--shares", "2,1", "--devices", "cpu*3", "train.py"],
-            "error: --shares 2,1: 2 weights for 3 devices; give one a device",
+            "error: --shares 2,1: 2 weights for 3 devices; give one for each device",
         ),
         (["--shares", "2,x", "train.py"], "argument --shares: expected chunk, even, measured, or weights such as 2,1"),
         # These named the Python argument, and showed axes where --scalars takes words.
         (["--in-dims", "(0, ", "train.py"], "--in-dims: expected Python's notation, such as 1, (0, None)"),
-        (["--out-dims", "{0: 'x'}", "train.py"], "--out-dims: DIMS[0]='x': expected an int (the axis that holds"),
+        (["--out-dims", "{0: 'x'}", "train.py"], "--out-dims: DIMS[0]='x': expected an int (the batch dimension"),
         (["--scalars", "median", "train.py"], "--scalars: RULE='median': expected \"stack\", "),
         (["--scalars", "{'a'", "train.py"], "--scalars: expected Python's notation, such as mean, mean:tokens or {'"),
-        (["--count-replicas", "train.py"], "--count-replicas counts those of --devices: give --devices too"),
+        (["--count-replicas", "train.py"], "--count-replicas needs --devices"),
         (["--speed", "train.py"], "there is no option --speed"),
     ],
 )
@@ -325,7 +323,7 @@ for layers in (torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4
         model(torch.randn(30, 5)).square().sum().backward()
 """
     said = compared(text, "--no-sync-batch-norm", capsys=capsys)
-    assert "first at 1 (BatchNorm1d): batch norm takes its statistics from each shard" in said
+    assert "first at 1 (BatchNorm1d): batch norm used each replica's own rows" in said
     assert said.count("comparisons, in ") == 2
     assert "2 wrappers on 2 replicas" in said
 

@@ -295,7 +295,7 @@ def test_a_failed_forward_has_no_rows() -> None:
     ("arguments", "error"),
     [
         ({"device_ids": CPUS, "shares": [1, 2, 3]}, "3 weights for 2 devices"),
-        ({"device_ids": ["gpu:0"]}, "names no device"),
+        ({"device_ids": ["gpu:0"]}, "is not a device"),
     ],
 )
 def test_wrong_options_install_nothing(arguments: dict[str, Any], error: str) -> None:
@@ -303,6 +303,14 @@ def test_wrong_options_install_nothing(arguments: dict[str, Any], error: str) ->
     with pytest.raises(ValueError, match=error):
         unisono.install(**arguments)
     assert torch.nn.DataParallel is TORCHS
+
+
+def test_its_repr_counts_the_names() -> None:
+    """For the last line of a cell in a notebook: `replaced` lists them."""
+    with unisono.install() as installed:
+        assert repr(installed) == f"unisono.install: {len(installed.replaced)} names replaced"
+        assert len(installed.replaced) > 5
+        assert repr(unisono.install()) == "unisono.install: options only, the names were replaced already"
 
 
 def test_a_second_installation_ends_with_the_options_of_the_first() -> None:

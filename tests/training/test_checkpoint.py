@@ -69,7 +69,7 @@ def test_a_file_that_is_no_checkpoint_is_one_line(folder: RunFolder, damage: Cal
     """T4, T5: code in it is not run."""
     Checkpoint(CONFIG, METRICS, trained(), {}).save(folder.checkpoint)
     damage(folder.checkpoint)
-    with pytest.raises(FolderError, match=r"checkpoint.safetensors cannot be read \(.+\): put it back as") as raised:
+    with pytest.raises(FolderError, match=r"cannot read .*checkpoint.safetensors \(.+\): restore the file") as raised:
         checkpoint.read(folder)
     assert "\n" not in str(raised.value)
     assert checkpoint.launch_of(folder) is None

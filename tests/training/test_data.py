@@ -114,16 +114,16 @@ def test_a_source_that_is_no_folder(tmp_path, monkeypatch, source):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     expected = "digits, fashion-mnist, or a folder of IDX files"
-    assert error_of(source) == f"--data {source} is no folder; expected {expected}"
+    assert error_of(source) == f"--data {source} is not a folder; expected {expected}"
 
 
 @pytest.mark.parametrize(
     ("number", "array", "message"),
     [
-        (0, None, "{folder} lacks train-images-idx3-ubyte (plain, or gzipped with .gz at the end)"),
+        (0, None, "{folder} has no train-images-idx3-ubyte (plain, or compressed as train-images-idx3-ubyte.gz)"),
         (1, pictures(6), "{folder}/train-labels-idx1-ubyte is not an IDX file of unsigned bytes in 1 dimension(s)"),
-        (1, labels(*range(7)), "{folder} has 6 train pictures and 7 labels; expected as many"),
-        (3, labels(*range(4)), "{folder} has 3 t10k pictures and 4 labels; expected as many"),
+        (1, labels(*range(7)), "{folder} has 6 train pictures but 7 labels; expected the same number"),
+        (3, labels(*range(4)), "{folder} has 3 t10k pictures but 4 labels; expected the same number"),
         (2, pictures(3, 5, 5), "{folder} has training pictures of 5 x 4 and test pictures of 5 x 5; expected one"),
     ],
 )
@@ -249,9 +249,9 @@ def test_a_download_that_fails_is_one_line_and_leaves_no_half_file(server, folde
     path = folder / f"{NAMES[2]}.gz"
     path.unlink() if content is None else path.write_bytes(content)
     error = error_of("fashion-mnist")
-    assert error.startswith(f"{server}{NAMES[2]}.gz cannot be downloaded to {cache} (")
+    assert error.startswith(f"cannot download {server}{NAMES[2]}.gz to {cache} (")
     assert message in error
-    assert "; --data DIR takes a folder with the files, XDG_CACHE_HOME names another cache" in error
+    assert "; pass a folder that has the files (--data DIR), or another cache (XDG_CACHE_HOME)" in error
     assert cached(cache) == sorted(f"{name}.gz" for name in NAMES[:2])
 
 

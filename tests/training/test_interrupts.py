@@ -41,8 +41,8 @@ def test_a_run_outside_the_main_thread_leaves_signals_alone(tmp_path: Path) -> N
     with ThreadPoolExecutor(1) as other_thread:
         status, out, err = other_thread.submit(run_captured, 0, tmp_path, *arguments).result()
     assert (status, err) == (0, "")
-    assert out.count("this is not the program's main thread, so Ctrl-C and SIGTERM do not save the run") == 1
+    assert out.count("so Ctrl-C and SIGTERM end it without saving") == 1
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
     _, out, _ = run_captured(0, tmp_path, *arguments)
     assert "nothing left to do" in out
-    assert "main thread" not in out
+    assert "another thread" not in out

@@ -165,7 +165,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_numbers(uninterrupted, folde
     """
     monkeypatch.setattr(Run, "steps_ahead", ahead)
     display = train_on(folder, stop_after=shown)
-    assert display.said[-1] == f"stopped after step {stopped}; to go on: unisono train --resume {folder}"
+    assert display.said[-1] == f"stopped after step {stopped}; to resume: unisono train --resume {folder}"
     assert len(losses_of(folder)) == stopped
     torch.manual_seed(99)  # as if something else had happened in between
 
@@ -197,7 +197,7 @@ def test_a_finished_run_has_nothing_left_to_do(uninterrupted: RunFolder, folder:
     display = Recorder()
     run = train(SMALL, folder, display, resume=True)
     assert display.steps_in_epoch == []
-    assert display.said[-1] == "nothing left to do, 2 epochs are finished; --epochs 4 goes on"
+    assert display.said[-1] == "nothing left to do: 2 epochs are finished; to continue: --epochs 4"
     assert run.summary()[0].startswith(f"test accuracy {metrics_of(folder)[-1]['test_accuracy']:.4f}, ")
     assert_same_run(folder, uninterrupted)
     assert folder.curves.read_bytes().startswith(b"\x89PNG")
@@ -206,16 +206,16 @@ def test_a_finished_run_has_nothing_left_to_do(uninterrupted: RunFolder, folder:
 @pytest.mark.parametrize(
     ("ahead", "spoilt", "stop_after", "message"),
     [
-        (0, 3, 0, r"loss is (nan|inf) in step 4 \(epoch 1\), at learning rate 0.01.*what was saved before stays in"),
+        (0, 3, 0, r"loss is (nan|inf) in step 4 \(epoch 1\), at learning rate 0.01.*earlier checkpoints stay in"),
         (0, 12, 0, r"the test loss is (nan|inf) after epoch 1"),
         (
             0,
             15,
             0,
-            r"in step 16 \(epoch 2\).*start again with a lower rate \(--lr 0.025\).* what was saved before stays in",
+            r"in step 16 \(epoch 2\).*start again with a lower rate \(--lr 0.025\).* earlier checkpoints stay in",
         ),
-        (1, 15, 0, r"the training loss is (nan|inf) in step 16 \(epoch 2\).* what was saved before stays in"),
-        (1, 15, 15, r"the training loss is (nan|inf) in step 16 \(epoch 2\).* what was saved before stays in"),
+        (1, 15, 0, r"the training loss is (nan|inf) in step 16 \(epoch 2\).* earlier checkpoints stay in"),
+        (1, 15, 15, r"the training loss is (nan|inf) in step 16 \(epoch 2\).* earlier checkpoints stay in"),
     ],
 )
 def test_a_loss_that_is_no_number_stops_the_run(folder, monkeypatch, ahead, spoilt, stop_after, message):
@@ -289,7 +289,7 @@ def test_each_size_is_compiled_once(uninterrupted, folder, graphs, devices, num_
     else:  # replicas that look for their code at the same moment may compile it again
         assert graphs.frame_count >= num_graphs
     records.assert_same_metrics(folder.metrics, uninterrupted.metrics, rel=1e-4)
-    assert len([line for line in display.said if line.startswith("compiling the model, ")]) == 1
+    assert len([line for line in display.said if line.startswith("compiling the model: ")]) == 1
     assert folder.model.stat().st_size == uninterrupted.model.stat().st_size
 
 
@@ -384,7 +384,7 @@ def test_batch_norm_sees_the_rows_of_all_devices(tmp_path: Path, monkeypatch: py
     ("batch_size", "synchronised", "message", "enough_rows"),
     [
         (2, False, r" 2 on 2 replicas \(2 x cpu\) .* take --batch-size 8$", 8),
-        (1, True, r" 1 on .* leaves a batch norm a single row.* take --batch-size 4$", 4),
+        (1, True, r" 1 on .* leaves a single row .*: use --batch-size 4$", 4),
     ],
 )
 def test_a_single_row_for_batch_norm_is_explained(

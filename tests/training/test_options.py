@@ -56,8 +56,8 @@ def test_options_that_do_not_go_together_on_these_devices(changes, devices_by_ra
         ({"lr": 0.3}, {"lr": 0.3}, None),
         ({}, {"compile": True}, None),
         ({"compile": True}, {"compile": False}, None),
-        ({"lr": 0.3}, {"lr": 0.2}, r"^--lr 0.2: the run to resume has --lr 0.3; leave it"),
-        ({}, {"sync_batch_norm": False}, r"^--no-sync-batch-norm: the run to resume has --sync-batch-norm; leave it"),
+        ({"lr": 0.3}, {"lr": 0.2}, r"^--lr 0.2: the run to resume has --lr 0.3; leave this"),
+        ({}, {"sync_batch_norm": False}, r"^--no-sync-batch-norm: the run to resume has --sync-batch-norm; leave this"),
         ({"sync_batch_norm": False}, {"sync_batch_norm": True}, r"^--sync-batch-norm: the run to resume has --no-sync"),
     ],
 )
@@ -71,7 +71,7 @@ def test_an_option_that_is_missing_from_a_config_is_an_error(name: str) -> None:
     """T4: nothing is added in its place."""
     saved = dataclasses.asdict(Options())
     del saved[name]
-    with pytest.raises(OptionError, match=rf"another version of unisono \({name} is not in both\): start another"):
+    with pytest.raises(OptionError, match=rf"another version of unisono \({name} is not in both\): start a new"):
         Options.from_saved(saved, {})
 
 

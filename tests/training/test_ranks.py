@@ -112,10 +112,10 @@ def run_with(rank: int, folder: Path, of_both: list[str], of_rank_1: list[str]) 
 @pytest.mark.parametrize(
     ("of_both", "of_rank_1", "message"),
     [
-        (["--epochs", "-1"], [], "--epochs -1: expected a whole number from 1 up"),
-        (["--output", "other"], [], "other holds a run already"),
+        (["--epochs", "-1"], [], "--epochs -1: expected a whole number, 1 or more"),
+        (["--output", "other"], [], "other already has a run"),
         ([], ["--lr", "0.1"], "the options of the processes differ: rank 0 has none, rank 1 has --lr 0.1; start"),
-        ([], ["--devices", "none"], "rank 1: --devices none: none is no device"),
+        ([], ["--devices", "none"], "rank 1: --devices none: none is not a device"),
     ],
 )
 def test_an_error_of_any_rank_is_one_line_of_rank_0(tmp_path, of_both, of_rank_1, message):
@@ -181,7 +181,7 @@ def test_a_process_that_is_killed_ends_the_others(alone: Path, tmp_path: Path) -
     assert status == 1
     assert err.startswith("unisono train: error: rank 1 has ended while this one was at")
     _, out, _ = run_ranks(2, run, tmp_path, "train", "--resume", "run")[0]
-    assert "going on after step 12, epochs finished: 1" in out
+    assert "resuming after step 12, epochs finished: 1" in out
     assert_same_run(tmp_path / "run", alone)
 
 
@@ -191,10 +191,10 @@ def test_a_process_that_is_killed_ends_the_others(alone: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("arguments", "launch", "expected"),
     [
-        (["--output", "run"], "launch 1", "going on after step 12, epochs finished: 1"),
-        (["--output", "run", "--overwrite"], "launch 1", "going on after step 12, epochs finished: 1"),
-        ([], "launch 1", "going on after step 12, epochs finished: 1"),
-        (["--output", "run"], "launch 2", "run holds a run already"),
+        (["--output", "run"], "launch 1", "resuming after step 12, epochs finished: 1"),
+        (["--output", "run", "--overwrite"], "launch 1", "resuming after step 12, epochs finished: 1"),
+        ([], "launch 1", "resuming after step 12, epochs finished: 1"),
+        (["--output", "run"], "launch 2", "run already has a run"),
     ],
 )
 def test_a_launch_goes_on_with_its_own_run(tmp_path, monkeypatch, arguments, launch, expected):

@@ -16,7 +16,7 @@ def test_a_run_is_replaced_only_when_asked_and_alone(tmp_path: Path, name: str) 
     """Its files may be those of someone else, by the same names."""
     for each in (name, "notes.txt"):
         (tmp_path / each).write_text("mine")
-    with pytest.raises(FolderError, match=r"holds a run already.*--resume.*--overwrite.*--output"):
+    with pytest.raises(FolderError, match=r"already has a run.*--resume.*--overwrite.*--output"):
         RunFolder.for_new_run(tmp_path)
     folder = RunFolder.for_new_run(tmp_path, overwrite=True)
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {name: "mine", "notes.txt": "mine"}
@@ -112,7 +112,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(FolderError, match="is not a folder"):
         RunFolder.for_new_run(tmp_path / "file" / "below")
-    with pytest.raises(FolderError, match=r"--output .*; name another folder"):
+    with pytest.raises(FolderError, match=r"--output .*; give another folder"):
         RunFolder.for_new_run(Path("/proc/no/such")).make_empty()
 
 

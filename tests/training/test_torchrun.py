@@ -69,7 +69,7 @@ def test_killed_processes_and_the_numbers_of_an_undisturbed_run(tmp_path: Path) 
             next(child for child in children if child.environ().get("RANK") == rank).kill()
         assert process.wait(LIMIT_S) == 0, (tmp_path / "log").read_text()
     log = (tmp_path / "log").read_text()
-    assert log.count("going on after step") == 2
+    assert log.count("resuming after step") == 2
     assert list((tmp_path / "runs").iterdir()) == [run]
 
     ended = run_ranks(2, run_captured, tmp_path, "train", *TRAIN, "--output", "undisturbed")

@@ -113,7 +113,7 @@ TWO = ("--devices", "cpu,cpu")
         (
             ["theirs:with_batch_norm", "--shares", "2,1"],
             1,
-            ["(cpu 6 rows, cpu 3 rows)", "first at 1 (BatchNorm1d): batch norm takes its statistics from each shard"],
+            ["(cpu 6 rows, cpu 3 rows)", "first at 1 (BatchNorm1d): batch norm used each replica's own rows"],
         ),
         (["theirs:with_dropout"], 0, ["dropout drops nothing: bernoulli_\n", "same: 12 comparisons"]),
         (["theirs:with_dice"], 2, ["not compared, because of 1 (Dice): ", "in eval\nnot compared: training\n"]),
@@ -121,14 +121,14 @@ TWO = ("--devices", "cpu,cpu")
         (["theirs:arguments", "--shares", "1,2"], 0, ["(cpu 3 rows, cpu 6 rows)"]),  # not those of the dict
         (["theirs:with_batch_norm", "--sync-batch-norm"], 0, ["same: "]),
         (["theirs:with_batch_norm", "--no-sync-batch-norm"], 0, ["differs, as expected"]),
-        (["theirs:build", "--out-dims", "7"], 1, ["and\nit is joined on 7. out_dims=0 says where"]),  # it said 1
+        (["theirs:build", "--out-dims", "7"], 1, ["joined along dimension 7. Fix: out_dims=0"]),  # it said 1
         (["theirs:Loss.build"], 1, ["scalars='mean'"]),
         (["theirs:Loss.build", "--scalars", "mean"], 0, ["same: "]),
         (["theirs:Loss.build", "--scalars", "stack"], 0, ["differs, as expected"]),
         (["theirs:build", "--devices", "3", "--shares", "even", "--in-dims", "0"], 0, ["on 3 replicas"]),
     ],
 )
-@pytest.mark.filterwarnings("ignore:gathering 0-dim outputs")
+@pytest.mark.filterwarnings("ignore:Each replica returned a scalar")
 def test_the_report_and_the_status(
     arguments: list[str], status: int, texts: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -172,7 +172,7 @@ def test_a_mistake_is_one_line(arguments: list[str], error: str, capsys: pytest.
 def test_an_error_of_ours_names_no_file_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
     """The line ended with a path into the package, as if that were where to look."""
     assert run("theirs:build", *TWO, "--in-dims", "5") == 2
-    assert capsys.readouterr().err.endswith("inputs[0] of shape (9, 5) along dim=5: it has no such axis\n")
+    assert capsys.readouterr().err.endswith("inputs[0] of shape (9, 5) along dim=5: it has no such dimension\n")
 
 
 def test_ctrl_c_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from typing import Any
 
 import pytest
@@ -100,3 +101,45 @@ def test_its_repr_is_one_line() -> None:
     assert repr(both) == "Report(differs: 2 of 3 comparisons, in training and eval; first at linear (Linear))"
     own = "; first at the model itself (Net))"
     assert repr(report(LOST, findings=(EXPECTED,))) == f"Report(differs, as expected: 1 of 1 comparisons, in eval{own}"
+
+
+def test_a_notebook_shows_a_table_with_what_differs_first() -> None:
+    """Below the closing line; without colours, which a dark notebook would have otherwise."""
+    shown = report(SAME, DIFFERS, LOST, findings=(EXPECTED, FOUND))._repr_html_()
+    closing = "differs: 2 of 3 comparisons, in training and eval; first at linear (Linear)"
+    assert shown.startswith(f"<details open><summary><b>{closing}</b></summary><p>Net on cpu, and on 2 replicas</p>")
+    assert "<p>training: differs, first at linear (Linear): because.</p><p>a note</p><table>" in shown
+    cells = [re.findall(r"<t[hd] [^>]*>([^<]*)</t[hd]>", line) for line in shown.split("<tr>")[1:]]
+    assert cells == [
+        ["mode", "module", "compared", "shape", "result", "largest value", "difference", "allowed"],
+        ["eval", "norm", "buffer mean", "5", "differs: gone", "2.00e+00", "inf", "0.0e+00"],
+        ["training", "linear", "gradient of weight", "2 x 5", "differs", "2.00e+00", "5.0e-01", "2.0e-05"],
+        ["training", "", "output", "9 x 2", "same", "2.00e+00", "1.0e-07", "2.0e-05"],
+    ]
+    assert "color" not in shown
+
+
+def test_what_has_been_printed_is_folded_in_a_notebook() -> None:
+    assert dataclasses.replace(report(SAME), is_printed=True)._repr_html_().startswith("<details><summary>")
+
+
+@pytest.mark.parametrize(("differing", "counted"), [(0, "all the same"), (50, "30 of which differ")])
+def test_a_notebook_shows_the_first_of_many_rows(differing: int, counted: str) -> None:
+    rows = [Row("eval", Kind.GRADIENT, f"p{i}", (2,), 1.0, float(i >= 200 - differing), 1e-5) for i in range(200)]
+    shown = report(*rows)._repr_html_()
+    assert shown.count("<tr>") == 21
+    assert f"<p>180 more comparisons, {counted}</p></details>" in shown
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "place"),
+    [
+        (Kind.OUTPUT, ".a.b", ["", "output .a.b"]),
+        (Kind.GRADIENT, "0.net.weight", ["0.net", "gradient of weight"]),
+        (Kind.PARAMETER, "scale", ["", "parameter scale"]),
+        (Kind.ATTRIBUTE, "seen['a.b'] (in <lambda>)", ["", "attribute seen[&#x27;a.b&#x27;] (in &lt;lambda&gt;)"]),
+    ],
+)
+def test_a_notebook_shows_the_module_of_each_name(kind: Kind, name: str, place: list[str]) -> None:
+    shown = report(Row("eval", kind, name))._repr_html_()
+    assert re.findall(r"<td [^>]*>([^<]*)</td>", shown)[1:3] == place

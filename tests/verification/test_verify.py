@@ -165,7 +165,7 @@ def test_parameters_that_forward_writes_into(write: Any, same: bool) -> None:
     if not same:
         assert report.cause is Cause.PARAMETERS_OF_REPLICAS
         assert report.first_module == "layers.0"
-        assert "call the plain module once before it is wrapped" in " ".join(str(report).split())
+        assert "call the plain module once before you wrap it" in " ".join(str(report).split())
 
 
 def make_a_layer(net: Any, x: torch.Tensor) -> torch.Tensor:
@@ -190,7 +190,7 @@ def test_parameters_that_forward_makes(make: Any, where: str, name: str) -> None
     assert not report.same
     assert (report.first_module, report.cause) == (where, Cause.ATTRIBUTES_OF_REPLICAS)
     said = " ".join(str(report).split())
-    assert f"forward makes {name}" in said
+    assert f"forward creates {name}" in said
     assert "forward writes into" not in said
 
 
@@ -272,7 +272,7 @@ def test_the_remedies_make_it_the_same(model: nn.Module, inputs: Any, options: d
 def no_warning_about_scalars() -> Iterator[None]:
     """Where `scalars` is left out, a loss in forward is warned about, once."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="gathering 0-dim outputs")
+        warnings.filterwarnings("ignore", message="Each replica returned a scalar")
         yield
 
 
@@ -320,16 +320,16 @@ CASES = [
     ),
     Case(
         nn.Sequential(nn.Linear(5, 8), center(), nn.Linear(8, 2)), ROWS, Cause.ROWS_INTERACT,
-        "depends on the other rows", "1",
+        "depends on other rows", "1",
     ),
     Case(
         calls(lambda self, x: self.layers[1](self.layers[0](x) - x.mean()), nn.Linear(5, 5), nn.Linear(5, 2)), ROWS,
         Cause.ROWS_INTERACT,
-        "in the code in front of layers.1",
+        "in the code before layers.1",
     ),
-    Case(center(), ROWS, Cause.ROWS_INTERACT, "depends on the other rows"),
+    Case(center(), ROWS, Cause.ROWS_INTERACT, "depends on other rows"),
     Case(
-        attention(), torch.randn(4, 9, 8), Cause.ROWS_INTERACT, "not on axis 0, say so with dim", "layers.0.self_attn"
+        attention(), torch.randn(4, 9, 8), Cause.ROWS_INTERACT, "not 0? Pass dim=", "layers.0.self_attn"
     ),
     Case(mean_loss(), (ROWS, CLASSES), Cause.ONE_NUMBER_A_SHARD, "scalars='mean'"),
     Case(mean_loss("sum"), (ROWS, CLASSES), Cause.ONE_NUMBER_A_SHARD, "scalars='sum'"),
@@ -342,7 +342,7 @@ CASES = [
     Case(recurrent(), SAMPLES, Cause.JOINED_ON_ANOTHER_AXIS, "out_dims=(0, (1, 1))"),  # uneven: it cannot be gathered
     Case(calls(draws_another_number_each_time), ROWS, Cause.NONDETERMINISTIC, "two runs on one device"),
     Case(
-        nn.Sequential(average(), nn.Linear(5, 2)), ROWS, Cause.FIRST_REPLICAS_BUFFERS, "0.mean is updated in forward",
+        nn.Sequential(average(), nn.Linear(5, 2)), ROWS, Cause.FIRST_REPLICAS_BUFFERS, "forward updates 0.mean",
         "0", TRAINING,
     ),
     Case(  # a metric: it said "same", and the metric stayed 0
@@ -366,7 +366,7 @@ CASES = [
     ),
     Case(
         calls(lambda self, x: self.layers[0](x).mean().view(1), LINEAR), ROWS, Cause.JOINED_ON_ANOTHER_AXIS,
-        "each replica returns one of its own",
+        "each replica's value is joined along dimension 0",
     ),
 ]  # fmt: skip
 
@@ -570,7 +570,7 @@ def test_a_draw_that_cannot_be_switched_off_is_named(draw: Callable[..., Any], w
     assert report.cause is Cause.RANDOM_NUMBERS
     assert report.first_module in ("1", "")  # "": in backward
     (finding,) = report.findings
-    assert finding.text.startswith(f"{whose} is drawn from")
+    assert finding.text.startswith(f"random numbers come from {whose}, ")
     assert {row.mode for row in report.rows} == {"eval"}
     assert report.differences == ()
     assert str(report).endswith("not compared: training")
@@ -598,7 +598,7 @@ def test_a_loop_that_draws_until_a_condition_holds_ends(monkeypatch: pytest.Monk
             pass
         return x
 
-    with pytest.raises(RuntimeError, match=r"1000 of them, at last by rand: .* Draw outside of the model"):
+    with pytest.raises(RuntimeError, match=r"1000 of them, last by rand. .* Draw outside the model"):
         compared(draws(draw), ROWS)
 
 
@@ -687,7 +687,7 @@ def test_what_a_model_keeps_with_its_history_is_copied() -> None:
     report = compared(model, ROWS)
     assert {row.name for row in report.differences} == {"kept"}  # the list, to which replicas append
     model.lock = threading.Lock()
-    with pytest.raises(TypeError, match=r"Calls cannot be copied with copy\.deepcopy: cannot pickle"):
+    with pytest.raises(TypeError, match=r"copy\.deepcopy cannot copy Calls: cannot pickle"):
         compared(model, ROWS)
 
 
@@ -776,13 +776,13 @@ def test_the_criterion_is_used() -> None:
         ({"model": F.relu}, TypeError, "model: expected a torch.nn.Module"),
         ({"model": nn.LazyLinear(3)}, ValueError, "LazyLinear does not know the shape of its 'weight'"),
         ({"inputs": (ROWS.to("meta"),)}, TypeError, r"cannot compare inputs\[0\], a tensor on the meta device"),
-        ({"model": DataParallel(nn.Linear(5, 2), ["cpu"] * 2)}, ValueError, "wrapped already"),
+        ({"model": DataParallel(nn.Linear(5, 2), ["cpu"] * 2)}, ValueError, "already wrapped"),
         ({"target": ROWS}, ValueError, "target without criterion"),
         ({"criterion": "mse"}, TypeError, "criterion: expected a function"),
         ({"criterion": lambda output: output}, ValueError, r"expected one number.*shape \(9, 2\)"),
         ({"shares": "odd"}, ValueError, "shares='odd'"),
         ({"share": "even"}, TypeError, "share"),
-        ({"device_ids": ["cpu:nowhere"]}, ValueError, "names no device"),
+        ({"device_ids": ["cpu:nowhere"]}, ValueError, "is not a device"),
         ({"rtol": math.nan}, ValueError, "rtol=nan: expected a finite number, 0 or more"),
         ({"rtol": -1.0}, ValueError, "rtol=-1.0: expected a finite number, 0 or more"),
         ({"inputs": (ROWS, ROWS)}, TypeError, "positional argument"),
@@ -804,13 +804,14 @@ def test_an_error_in_a_replica_and_outputs_that_cannot_be_gathered_raise() -> No
     with pytest.raises(ValueError, match="Expected more than 1 value per channel") as raised:
         compared(with_batch_norm(), ROWS[:3])
     assert "raised in replica 1 on cpu" in raised.value.__notes__[0]
-    with pytest.raises(ValueError, match="different sizes off the joined axis"):
+    with pytest.raises(ValueError, match="along dimension 0: replica 0 returned"):
         compared(calls(lambda self, x: x[:, : len(x)]), ROWS)
 
 
 def test_it_is_printed_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
     report = verify(mlp(), ROWS, device_ids=["cpu", "cpu"])
     assert capsys.readouterr().out == f"{report}\n"
+    assert report.is_printed
     compared(mlp(), ROWS)
     assert capsys.readouterr().out == ""
 
@@ -840,7 +841,9 @@ def test_what_forward_keeps_in_attributes_is_no_difference_unless_it_is_updated(
     report = compared(nn.Sequential(nn.Linear(5, 5), Caching()), ROWS)
     assert report.same
     assert not [row for row in report.rows if row.kind is Kind.ATTRIBUTE]
-    assert "forward fills 1.table, 1.name and 1.function: what a replica assigns" in " ".join(str(report).split())
+    assert "forward stores 1.table, 1.name and 1.function: values that a replica assigns" in " ".join(
+        str(report).split()
+    )
 
 
 # ---- inputs that are not split as meant --------------------------------------------------------------
@@ -887,7 +890,9 @@ def test_an_input_that_goes_whole_and_may_have_rows(whole: Any) -> None:
 
     report = compared(calls(forward), (torch.randn(4, 5), whole))
     assert not report.same
-    assert all("Or inputs[1], which has as many entries as the batch has rows" in f.text for f in report.findings)
+    assert all(
+        "Or inputs[1], which every replica gets whole, has one entry for each row" in f.text for f in report.findings
+    )
 
 
 def test_rows_that_interact_in_one_of_several_inputs() -> None:
@@ -919,7 +924,7 @@ def test_an_output_without_its_axis_of_rows(model: nn.Module, rows: int, path: s
     assert report.cause == Cause.LOST_AXIS
     one, shard = shapes
     assert (
-        f"output{path} has shape {one} on one device, and {shard} in a replica with one row" in report.findings[0].text
+        f"output{path} has shape {one} on one device, but {shard} in a replica with one row" in report.findings[0].text
     )
     assert str(report)
 
@@ -952,7 +957,7 @@ def test_what_replicas_change_in_place_is_found() -> None:
     report = compared(Calls(forward, seen=[], state=types.SimpleNamespace(calls=0)), ROWS)
     assert {row.name for row in report.differences} == {"seen", "state"}
     assert report.cause is Cause.ATTRIBUTES_OF_REPLICAS
-    assert "in the order of arrival" in str(report)
+    assert "in the order in which they finish" in " ".join(str(report).split())
     report = compared(Calls(lambda model, x: (written.append(x.sum()), x)[1]), ROWS)
     assert {row.name for row in report.differences} == {"written (global of test_verify.py)"}
     assert report.cause is Cause.ATTRIBUTES_OF_REPLICAS
@@ -961,7 +966,7 @@ def test_what_replicas_change_in_place_is_found() -> None:
     model[0].register_forward_hook(lambda layer, args, output: features.update(first=output.detach()))
     report = compared(model, ROWS)
     assert report.same
-    assert "hooks keep what they see" in str(report)
+    assert "hooks store " in str(report)
 
 
 def test_batch_norm_over_all_replicas_where_there_is_one_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -970,7 +975,7 @@ def test_batch_norm_over_all_replicas_where_there_is_one_accelerator(monkeypatch
         model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).to("sim:0")
         report = verify(model, torch.randn(8, 5), sync_batch_norm=True, show=False)
     assert report.same
-    assert "batch norm over all replicas needs one for each" in " ".join(str(report).split())
+    assert "batch norm over all replicas needs one accelerator for each" in " ".join(str(report).split())
 
 
 # ---- outputs without tensors ---------------------------------------------------------------------
@@ -993,19 +998,19 @@ def floats(x: torch.Tensor) -> list[float]:
 @pytest.mark.parametrize(
     ("function", "cause", "says"),
     [
-        (floats, Cause.LIST_OF_ROWS, "the output has 9 entries on one device, and 5 on several"),
+        (floats, Cause.LIST_OF_ROWS, "the output has 9 entries on one device, 5 on several"),
         (lambda x: {"a": [x, floats(x)]}, Cause.LIST_OF_ROWS, "output['a'][1] has 9 entries"),
         (lambda x: {"a": ["same" for _ in x]}, Cause.LIST_OF_ROWS, "return unisono.SampleList(entries)"),
         (lambda x: [bool(each > 0) for each in x[:, 0]], Cause.LIST_OF_ROWS, "return unisono.SampleList(entries)"),
         (
             lambda x: float(x.max()),
             Cause.ONE_NUMBER_A_SHARD,
-            "each replica returns one number for its own rows (5 + 4)",
+            "each replica returned one number for its own rows (5 + 4)",
         ),
         (lambda x: {"n": float(x.sum())}, Cause.ONE_NUMBER_A_SHARD, "one number, output['n'], for its own rows"),
-        (lambda x: {"n": float(x.sum())}, Cause.ONE_NUMBER_A_SHARD, "scalars='sum' adds them up"),
-        (lambda x: (x, float(x.mean())), Cause.ONE_NUMBER_A_SHARD, "scalars='mean' weights them"),
-        (lambda x: bool(len(x) > 5), Cause.ONE_NUMBER_A_SHARD, "each replica returns one number"),
+        (lambda x: {"n": float(x.sum())}, Cause.ONE_NUMBER_A_SHARD, "Fix: scalars='sum'"),
+        (lambda x: (x, float(x.mean())), Cause.ONE_NUMBER_A_SHARD, "Fix: scalars='mean'"),
+        (lambda x: bool(len(x) > 5), Cause.ONE_NUMBER_A_SHARD, "each replica returned one number"),
         (
             lambda x: (x, f"{len(x[::2]) // 2}"),
             Cause.VALUE_OF_A_SHARD,
@@ -1148,10 +1153,10 @@ def test_a_buffer_with_an_entry_a_row() -> None:
     model.register_buffer("last", torch.zeros(9, 5))
     report = compared(model, ROWS)
     assert report.cause is Cause.FIRST_REPLICAS_BUFFERS
-    assert all("those of the others are missing: return it from forward" in f.text for f in report.findings)
+    assert all("those of the other replicas are missing: return it from forward" in f.text for f in report.findings)
 
 
 def test_a_layer_that_forward_makes_is_advised_of_once() -> None:
     """R6: what is made cannot be returned as an output."""
     report = compared(calls(lambda net, x: make_a_layer(net, net.layers[0](x)), nn.Linear(5, 5)), ROWS)
-    assert "forward fills" not in str(report)
+    assert "forward stores" not in str(report)

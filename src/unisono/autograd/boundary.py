@@ -40,16 +40,17 @@ from unisono.runtime.streams import current_streams_of, wait_for_makers
 from unisono.runtime.tracebacks import without_own_frames
 
 _KEEP_GRAPH = (
-    "this backward is of the module's output and of a tensor that left forward in another way (a hook or a list has "
-    "kept it), and one frees what the other needs. Give backward retain_graph=True, or return the tensor from forward."
+    "backward reaches both the module's output and a tensor that left forward another way (a hook or a list "
+    "stored it); the first frees what the second needs. Call backward(retain_graph=True), or return the "
+    "tensor from forward."
 )
 
 
 _MODULE_HOOKS = (
-    "this backward is of the module's output and of a tensor that left forward in another way (a hook or a list has "
-    "kept it), and the module has backward hooks. On accelerators both run at once, and torch keeps a hook's state in "
-    "the hook. "
-    "Return the tensor from forward, or call backward for each, with retain_graph=True for the first."
+    "backward reaches both the module's output and a tensor that left forward another way (a hook or a list "
+    "stored it), and the module has backward hooks. On accelerators both would run at once and mix up the "
+    "hooks' state. Return the tensor from forward, or call backward once for each, the first with "
+    "retain_graph=True."
 )
 
 
@@ -145,8 +146,8 @@ def _backward(ctx: Any, incoming: _Incoming) -> tuple[torch.Tensor | None, ...]:
         if not has_grads:  # a later forward has detached the only output that it used, a buffer
             return nothing
         raise RuntimeError(
-            "Trying to backward through the replicas a second time: the first backward freed the tensors that they "
-            "had saved. Give the first one retain_graph=True, or add the losses up and call backward once."
+            "Trying to backward through the replicas a second time: the first backward freed their saved "
+            "tensors. Pass retain_graph=True to the first, or add the losses and call backward once."
         )
     reduction = graphs.begin_sum(ctx)
     if reduction is None and not has_grads:

@@ -46,9 +46,9 @@ Receiver: TypeAlias = Callable[[int, int, Sequence[torch.Tensor | None]], None]
 OnReady: TypeAlias = Callable[[int, Sequence[torch.Tensor | None] | torch.Tensor], None]
 
 _SEVERAL_MODELS = (
-    "this backward is for given inputs (torch.autograd.grad, backward(inputs=...)) or has create_graph=True, and leads "
-    "to several wrapped models, of which a tensor has left forward in another way (a hook or a list has kept it). "
-    "Under a launcher their gradients are summed together. Return the tensor from forward; or call it for one model at "
+    "this backward (torch.autograd.grad, backward(inputs=...) or create_graph=True) reaches several wrapped "
+    "models, and a tensor of one left forward another way (a hook or a list stored it). Under a launcher "
+    "their gradients are summed together. Return the tensor from forward; or call backward for one model at "
     "a time."
 )
 

@@ -52,25 +52,25 @@ while_backward_runs = StandIns()
 while_backward_runs.add(torch_private.checkpoints_allowed)
 
 _BACKWARD_INSIDE = (
-    "the module calls backward inside forward, and its gradients cannot be summed over the processes there. Return the "
-    "loss and call backward outside, or keep the model to this process: DataParallel(..., process_group=False)."
+    "the module calls backward inside forward, where gradients cannot be summed over processes. Return the "
+    "loss and call backward outside, or do not sum over processes: DataParallel(..., process_group=False)."
 )
 
 _REENTRANT = (
-    "a backward for given inputs (torch.autograd.grad, backward(inputs=...)) reaches a reentrant activation "
-    "checkpoint, which it cannot differentiate: use checkpoint(..., use_reentrant=False), or call backward() without "
+    "torch.autograd.grad or backward(inputs=...) reaches a reentrant activation checkpoint, which torch "
+    "cannot differentiate this way: use checkpoint(..., use_reentrant=False), or call backward() without "
     "inputs."
 )
 
 _KEPT_GRAPHS = (
-    "an input is an object of a class that unisono does not know: its tensors may have a history, which the replicas "
-    "share, so their graphs are kept in backward. Give its tensors and numbers as inputs of their own; or set "
-    "torch._functorch.config.donated_buffer = False before the module is compiled."
+    "an input is an object of a class that unisono does not know. Its tensors may have a graph that all "
+    "replicas share, so backward must keep the graphs. Give its tensors and numbers as separate inputs; or "
+    "set torch._functorch.config.donated_buffer = False before you compile the module."
 )
 _GOES_ON = (
-    "a backward with {way} of a forward that has used what an earlier forward has kept (in a dict or an object that is "
-    "no module), without detach(). Return that tensor from the earlier forward, and give it to this one as an input; "
-    "or detach() it."
+    "a backward with {way}, of a forward that used a tensor stored by an earlier forward (in a dict or an "
+    "object that is not a module) without detach(). Return that tensor from the earlier forward and pass it "
+    "to this one as an input; or detach() it."
 )
 
 

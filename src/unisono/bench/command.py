@@ -21,51 +21,50 @@ _MOST_REPLICAS = 256
 _USUAL = {"rounds": 5, "seconds_per_turn": 2.0}
 _QUICK = {"rounds": 3, "seconds_per_turn": 0.5}
 
-SUMMARY = "measure training steps on this machine, ours beside others'"
+SUMMARY = "compare the speed of unisono, DDP and the plain model on this machine"
 
 DESCRIPTION = """\
-Measure training steps on the cores of this machine: the plain module, torch DDP, DataParallel in one process
-(threads) and under a launcher (torchrun), and the limit: as many processes without any communication. All take turns
-in one run, so that figures can be compared. Where noise may be why one is faster, or other programs keep the cores
-busy, it says so instead of naming the fastest.
+Measure training steps on the cores of this machine: the plain module, torch's DDP, DataParallel in one process
+(threads) and under a launcher (torchrun), and the limit: as many processes without communication. All take turns in
+one run, so their times can be compared. If the machine is too busy for a clear result, no winner is named.
 
-For each model it says how many replicas are fastest here. A model of yours is package.module:build: build is a function
-without arguments, found from the current folder, as for `unisono verify`: it returns (model, inputs), or a dict with
+For each model the result names the fastest number of replicas. Your own model is package.module:build: a function
+without arguments, found from the current folder, as for `unisono verify`. It returns (model, inputs), or a dict with
 model, inputs, target, criterion, and options of DataParallel.
 """
 
 EXAMPLES = """\
 examples:
-  unisono bench train:build                           a model of yours
+  unisono bench train:build                           your model
   unisono bench train:build --quick                   a first look
   unisono bench train:build --replicas 2,4,8 --seconds-per-turn 5
-  unisono bench mlp tiny                              two of ours
-  unisono bench                                       all of ours; seven minutes on two cores
+  unisono bench mlp tiny                              two built-in models
+  unisono bench                                       all built-in models; seven minutes on two cores
 
-models of ours:
+built-in models:
   resnet   ResNet-18, 32 pictures of 28 x 28
-  mlp      20 million parameters and little to compute
+  mlp      20 million parameters, little to compute
   gpt      a small transformer
-  tiny     52 thin layers: nothing but overhead
+  tiny     52 thin layers: only overhead
 
 files in the output folder:
   results.md    the tables, with the machine's description
   results.png   the speeds as bars, if matplotlib is installed
-  results.json  every figure
+  results.json  all figures
 
 exit status:
   0  measured
   1  a contender failed
-  2  nothing was measured: the arguments cannot be used
+  2  nothing was measured: a wrong argument
 """
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    turn = f"approximate length of a turn (default: {_USUAL['seconds_per_turn']:g})"
+    turn = f"approximate seconds of a turn (default: {_USUAL['seconds_per_turn']:g})"
     quick = f"{_QUICK['rounds']} of {_QUICK['seconds_per_turn']:g} s"
-    counts = "such as 2 or 2,4,8 (default: 2, 4, 8 and so on, up to the cores)"
-    models = f"{TARGET}, or one of ours: {', '.join(WORKLOADS)} (default: all of ours)"
+    counts = "numbers of replicas, such as 2 or 2,4,8 (default: 2, 4, 8 and so on, up to the cores)"
+    models = f"{TARGET}, or a built-in model: {', '.join(WORKLOADS)} (default: all built-in models)"
     add("models", nargs="*", metavar="MODEL", help=models)
     add("--replicas", type=_counts, metavar="COUNTS", help=counts)
     add("--seconds-per-turn", type=number(float, 0.01, 60), metavar="S", help=turn)
@@ -83,7 +82,7 @@ def run(given: dict[str, Any]) -> int:
     names = given.get("models") or WORKLOADS
     for name in names:
         if ":" not in name and name not in WORKLOADS:
-            raise OptionError(f"{name}: expected one of ours, {', '.join(WORKLOADS)}, or {TARGET} for one of yours")
+            raise OptionError(f"{name}: expected a built-in model ({', '.join(WORKLOADS)}), or {TARGET} for your own")
     targets = {name: f"unisono.bench.workloads:{name}" if name in WORKLOADS else name for name in names}
     settings = dict(_QUICK if "quick" in given else _USUAL)
     settings["seconds_per_turn"] = given.get("seconds_per_turn", settings["seconds_per_turn"])

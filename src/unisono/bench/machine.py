@@ -58,7 +58,9 @@ def other_programs(busy: float, own: float, cores: int) -> str | None:
 
 def no_verdict(disturbance: str) -> str:
     """Return what is said in the place of a conclusion where other programs have disturbed a measurement."""
-    return f"**No verdict**: {disturbance}, so do not rely on these figures. Measure again when they have ended."
+    return (
+        f"**No verdict**: {disturbance}, so do not rely on these figures. Measure again when those programs have ended."
+    )
 
 
 def _processor() -> str:

@@ -8,15 +8,15 @@ from unisono.bench.results import NOISE, Line, Results, Workload
 from unisono.console.tables import table
 
 _HOW = """\
-Training steps on the CPU: forward, loss, backward, SGD with momentum. All contenders of a table have the same
-batch, the same start and the same allocator setting (unisono.keep_freed_memory), and take turns of about
-{seconds_per_turn:g} s, {rounds} of each, while the others sleep. The time of a turn is the lower quartile of its steps;
-that of a contender is the lower quartile of its turns, and its range reaches from the fastest turn to the upper
-quartile. `plain` is the module by itself with all cores. `limit` is one process a replica, with its rows of the batch
-and no communication, so nothing can be faster. `ddp` is torch's DistributedDataParallel over gloo, one process a
-replica, with gradient_as_bucket_view. `unisono, threads` is unisono.DataParallel, and `unisono, torchrun` is the same
-line in one process a replica. Memory is the most that all processes of a contender take together ({memory_kind}), while
-those of the others are there."""
+Training steps on the CPU: forward, loss, backward, SGD with momentum. All contenders of a table start with the same
+batch, weights and allocator setting (unisono.keep_freed_memory). They take turns of about {seconds_per_turn:g} s,
+{rounds} each, while the others sleep. The time of a turn is the lower quartile of its steps; the time of a contender is
+the lower quartile of its turns; its range is from the fastest turn to the upper quartile. `plain` is the module alone
+on all cores. `limit` is one process for each replica, with its rows (samples) of the batch and no communication:
+nothing can be faster. `ddp` is torch's DistributedDataParallel over gloo, one process for each replica, with
+gradient_as_bucket_view. `unisono, threads` is unisono.DataParallel; `unisono, torchrun` is the same line with one
+process for each replica. Memory is the peak of all processes of a contender together ({memory_kind}), while those of
+the others exist."""
 
 
 def document(results: Results, *, picture: bool) -> str:
@@ -32,7 +32,7 @@ def document(results: Results, *, picture: bool) -> str:
 
 def speed_tables(workload: Workload, memory_kind: str) -> Iterator[str]:
     """Yield the size of the model, a table for each number of replicas, and what must be known about the figures."""
-    yield f"{workload.num_parameters:,} parameters, {workload.rows} rows a batch."
+    yield f"{workload.num_parameters:,} parameters, {workload.rows} rows in a batch."
     for replicas in workload.replica_counts():
         lines = [line for line in workload.measured() if line.contender == "plain" or line.replicas == replicas]
         header = [
@@ -78,9 +78,9 @@ def advice(workload: Workload, cores: int) -> Iterator[str]:
     best_of_ours = f"{best.contender} on {best.replicas} replicas"
     if plain.is_lost_in_noise(best):
         yield (
-            f"**No verdict**: the plain module takes {_range(plain)} ms a step, and {best_of_ours}, the best of ours, "
-            f"{_range(best)} ms. These ranges overlap, so noise may be why one is faster. Longer turns "
-            "(--seconds-per-turn) or a quieter machine may tell them apart."
+            f"**No verdict**: the plain module takes {_range(plain)} ms a step, and {best_of_ours}, the best "
+            f"of ours, {_range(best)} ms. The ranges overlap, so the difference may be noise. Use longer "
+            "turns (--seconds-per-turn) or a quieter machine."
         )
     elif chosen is plain:
         yield (
@@ -91,8 +91,8 @@ def advice(workload: Workload, cores: int) -> Iterator[str]:
     else:
         yield (
             f'**`unisono.DataParallel(model, ["cpu"] * {chosen.replicas})` is fastest here**: '
-            f"{_ms(chosen.step_s)} ms a step, {chosen.speed_of(plain):.2f} times as fast as the plain module with "
-            f"all cores ({_ms(plain.step_s)} ms), whose operations leave some of the cores idle some of the time."
+            f"{_ms(chosen.step_s)} ms a step, {chosen.speed_of(plain):.2f} times as fast as the plain module "
+            f"with all cores ({_ms(plain.step_s)} ms), whose operations do not keep all cores busy."
         )
         if limit := workload.line("limit", chosen.replicas):
             yield (
@@ -102,8 +102,8 @@ def advice(workload: Workload, cores: int) -> Iterator[str]:
             )
         if workload.normalises_shards:
             yield (
-                "The model has batch norm: each replica normalises over its own rows, unless it is given "
-                "`sync_batch_norm=True`, which costs some of the speed."
+                "The model has batch norm: each replica normalises its own rows, unless you pass "
+                "`sync_batch_norm=True`, which costs some speed."
             )
 
 
@@ -111,14 +111,14 @@ def _why_one_device(workload: Workload, plain: Line, best: Line, cores: int) -> 
     limits = [line for line in workload.measured() if line.contender == "limit"]
     limit = min(limits, key=lambda line: line.step_s, default=None)
     if cores == 1:
-        return "There is one core, so replicas can only take turns on it."
+        return "The machine has one core, so replicas can only take turns."
     if limit is None:
         return "The contender `limit` would show how much replicas could gain at most."
     if limit.step_s >= (1 - NOISE) * plain.step_s:
         return (
-            f"Even without any communication {limit.replicas} processes take {_ms(limit.step_s)} ms a step: either "
-            "the operations of this model already keep all cores busy, or there is so little to compute that fewer "
-            "rows do not make a step shorter; then a larger batch would help."
+            f"Even without communication {limit.replicas} processes take {_ms(limit.step_s)} ms a step. "
+            "Either the operations of this model already keep all cores busy, or fewer rows do not make a "
+            "step shorter; then use a larger batch."
         )
     return (
         f"Without any communication {limit.replicas} processes would take {_ms(limit.step_s)} ms a step, so "

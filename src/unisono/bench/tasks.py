@@ -78,7 +78,9 @@ class Task:
         sizes = split_rows(self.rows, replicas)
         if not all(sizes):
             used = sum(map(bool, sizes))
-            raise ValueError(f"a batch of {self.rows} rows has some for {used} replicas only, not for {replicas}")
+            raise ValueError(
+                f"a batch of {self.rows} rows (samples) is enough for {used} replicas only, not for {replicas}"
+            )
         devices = [device] * replicas
         args, kwargs = scattered(self._arguments(), devices, sizes)[rank]
         target = scatter(self.target, devices, self.options.get("dim", 0))[rank]
@@ -95,7 +97,7 @@ class Task:
             return self.criterion(output, *given)  # type: ignore[no-any-return]
         outputs = [tensor for _, tensor in tensors_in(output) if tensor.is_floating_point()]
         if not outputs:
-            raise ValueError("the model has no floating output to make a loss of: give a criterion")
+            raise ValueError("the model has no floating-point output for a loss: give a criterion")
         return torch.stack([tensor.float().square().mean() for tensor in outputs]).sum()
 
     def stepper(self) -> Callable[[], Step]:

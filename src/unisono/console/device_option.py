@@ -34,12 +34,14 @@ def choose_devices(text: str, *, among_several: bool = False) -> list[torch.devi
         except ValueError as error:
             raise OptionError(error) from error
     if len(text) > _LONGEST or any(int(number) > _MAX_REPLICAS for number in re.findall(r"\d+", text)):
-        raise OptionError(f"--devices {text:.80}: more than any machine has; expected {_FORMS}")
+        raise OptionError(f"--devices {text:.80}: no machine has so many devices; expected {_FORMS}")
     if text.isdecimal():
         return _take(int(text), present, (environment.local_rank() or 0) if among_several else 0)
     named = [device for part in text.removesuffix(",").split(",") for device in _repeated(part.strip(), text)]
     if not devices.are_one_kind(named):
-        raise OptionError(f"--devices {text}: replicas must all be on one kind of device")
+        raise OptionError(
+            f"--devices {text}: expected one kind of device for all replicas, such as cuda:0,cuda:1 or cpu,cpu"
+        )
     return named
 
 
@@ -54,8 +56,8 @@ def _take(count: int, present: list[torch.device], local_rank: int) -> list[torc
         there = ", ".join(map(str, present))
         needed = f" for each of {local_rank + 1} processes" if local_rank else ""
         raise OptionError(
-            f"--devices {count}{needed}: there {'is' if len(present) == 1 else 'are'} only {len(present)} ({there}); "
-            f"'{present[0]}*{count}' puts {count} replicas on one"
+            f"--devices {count}{needed}: this machine has only {len(present)} ({there}); "
+            f"'{present[0]}*{count}' puts {count} replicas on one device"
         )
     return present[first : first + count]
 
@@ -68,11 +70,11 @@ def _repeated(part: str, text: str) -> list[torch.device]:
         if not name.isdecimal():
             torch.device(name)
     except (RuntimeError, ImportError):  # torch's message lists every kind of device that it knows
-        raise OptionError(f"--devices {text}: {name} is no device; expected {_FORMS}") from None
+        raise OptionError(f"--devices {text}: {name} is not a device; expected {_FORMS}") from None
     try:
         device = devices.resolve_one(int(name) if name.isdecimal() else name, f"--devices {text}")
     except ValueError as error:
-        remedy = "" if devices.accelerators() else "; --devices 'cpu*2' takes two replicas on the CPU"
+        remedy = "" if devices.accelerators() else "; for two replicas on the CPU write --devices 'cpu*2'"
         raise OptionError(f"{error}{remedy}") from error
     return [device] * (int(times) if star else 1)
 

@@ -21,12 +21,12 @@ def expect_writable(folder: Path) -> None:
     """
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
-        raise FolderError(f"--output {folder}: {existing} is not a folder; name another one (--output DIR)")
+        raise FolderError(f"--output {folder}: {existing} is not a folder; give another one (--output DIR)")
     try:  # permissions do not tell: /proc seems to be writable
         os.rmdir(tempfile.mkdtemp(prefix=".unisono-", dir=existing))
     except OSError as error:
         raise FolderError(
-            f"--output {folder}: {existing} cannot be written to ({error.strerror}); name another folder (--output DIR)"
+            f"--output {folder}: cannot write to {existing} ({error.strerror}); give another folder (--output DIR)"
         ) from error
 
 

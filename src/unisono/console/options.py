@@ -23,34 +23,45 @@ def add_options_of_wrappers(parser: argparse.ArgumentParser) -> None:
         "--shares",
         type=shares,
         metavar="RULE",
-        help="rows of each replica: chunk; even; measured, which tries a few in the first steps and keeps the "
-        "fastest; or one weight a device, such as 2,1 (default: chunk)",
+        help=(
+            "how many rows (samples of the batch) each replica gets: chunk, as torch does; even; measured, which "
+            "tries a few splits in the first steps and keeps the fastest; or one weight for each device, such as "
+            "2,1 (default: chunk)"
+        ),
     )
     parser.add_argument(
         "--in-dims",
         type=dims,
         metavar="DIMS",
-        help="the axis of the rows in each input; None: whole, to every replica. In Python's notation, such as "
-        "(0, None) or {'mask': None} (default: dim, for all)",
+        help=(
+            "the batch dimension of each input, in Python's notation, such as (0, None) or {'mask': None}; None "
+            "gives every replica the whole input (default: dim of the wrapper, usually 0)"
+        ),
     )
     parser.add_argument(
         "--out-dims",
         type=dims,
         metavar="DIMS",
-        help="the same for outputs, nested like them, such as (0, (1, 1)) for an LSTM with batch_first=True",
+        help=(
+            "the same for outputs, in the shape of the output, such as (0, (1, 1)) for an LSTM with batch_first=True"
+        ),
     )
     parser.add_argument(
         "--scalars",
         type=scalars,
         metavar="RULE",
-        help="how 0-dim outputs such as a loss are combined: stack, mean, sum, mean:name, or these nested like the "
-        "output, such as {'loss': 'mean:tokens', 'tokens': 'sum'} (default: stack)",
+        help=(
+            "how scalars such as a loss are combined: stack, mean, sum, mean:name, or these in the shape of the "
+            "output, such as {'loss': 'mean:tokens', 'tokens': 'sum'} (default: stack)"
+        ),
     )
     parser.add_argument(
         "--sync-batch-norm",
         action=argparse.BooleanOptionalAction,
-        help="batch norm with the statistics of the whole batch, or with --no of each shard (default: the "
-        "same, with a warning)",
+        help=(
+            "batch norm over the rows of all replicas; --no-sync-batch-norm: over each replica's own rows, as in "
+            "torch (default: the latter, with a warning)"
+        ),
     )
 
 
@@ -59,7 +70,9 @@ def expect_weights(given: Mapping[str, Any], num_devices: int) -> None:
     weights = given.get("shares")
     if isinstance(weights, list) and len(weights) != num_devices:
         typed = ",".join(f"{weight:g}" for weight in weights)
-        raise OptionError(f"--shares {typed}: {len(weights)} weights for {num_devices} devices; give one a device")
+        raise OptionError(
+            f"--shares {typed}: {len(weights)} weights for {num_devices} devices; give one for each device"
+        )
 
 
 def folder(name: str) -> Path:
@@ -95,7 +108,7 @@ def shares(text: str) -> str | list[float]:
         check_shares(weights, None)
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"expected {', '.join(RULES)}, or weights such as 2,1, 0 or more and not all of them 0; got {text!r}"
+            f"expected {', '.join(RULES)}, or weights such as 2,1, of which at least one is above 0; got {text!r}"
         ) from None
     return weights
 

@@ -46,7 +46,9 @@ def find(target: str, expected: str) -> Any:
         except ModuleNotFoundError as error:
             if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
                 raise
-            raise TargetError(f"{target}: there is no module {error.name} in {sys.path[0]} or installed") from error
+            raise TargetError(
+                f"{target}: cannot find module {error.name}, neither in {sys.path[0]} nor installed"
+            ) from error
     for name in names:
         with explained(f"{target}: looking up {name}"):
             try:

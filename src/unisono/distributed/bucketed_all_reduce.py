@@ -399,7 +399,7 @@ _layout = attrgetter("layout")
 def _of_size(result: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
     if result.numel() != flat.numel():
         raise ValueError(
-            f"the communication hook returned {result.numel()} entries for a bucket of {flat.numel()}: expected the "
-            "mean over the processes of bucket.buffer()"
+            f"the communication hook returned {result.numel()} entries for a bucket of {flat.numel()}: "
+            "expected the mean of bucket.buffer() over the processes"
         )
     return result.view_as(flat)

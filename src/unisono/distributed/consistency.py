@@ -26,16 +26,16 @@ SLOT_BYTES = 64  # of a rank, at the end of the first bucket
 WrittenValue: TypeAlias = tuple[str, Any]  # a parameter's name, and a fingerprint of its values
 
 _WRITTEN = (
-    "after forward, ranks 0 and {rank} have other values in parameter {name!r}: each rank has written into it for its "
-    "own rows. Make what forward updates a buffer (register_buffer): that of the first rank with rows reaches all. Or "
-    "update it outside of forward, in model.module, from numbers that all ranks have. For an initialisation from the "
-    "first batch, call the plain module once before it is wrapped, with torch.no_grad(): model(inputs); then all ranks "
-    "get rank 0's."
+    "after forward, ranks 0 and {rank} have different values in parameter {name!r}: each rank wrote values "
+    "of its own rows into it. Make what forward updates a buffer (register_buffer; all ranks get the first "
+    "rank's), or update it outside forward, in model.module, from numbers that all ranks have. To initialise "
+    "from the first batch, call the plain module once before you wrap it, with torch.no_grad(): "
+    "model(inputs); then all ranks get rank 0's values."
 )
 _SHORTENED = (
-    "after forward, ranks 0 and {rank} have other values in parameter {name!r}: with max_norm each rank has shortened "
-    "the rows that it has looked up. Leave max_norm out, and shorten the rows after the optimizer's step: with "
-    "torch.no_grad(): weight.renorm_({norm_type}, 0, {max_norm})."
+    "after forward, ranks 0 and {rank} have different values in parameter {name!r}: with max_norm each rank "
+    "renormalised the entries that it looked up. Leave max_norm out, and renormalise after the optimizer's "
+    "step: with torch.no_grad(): weight.renorm_({norm_type}, 0, {max_norm})."
 )
 _WORDS = 4  # of 16 bits: a weight has so many, and the digest of all else
 
@@ -101,7 +101,7 @@ class SlotWork:
         except GatheredElsewhereError:
             steps = self._all_gather()
             if all([step[1:] == steps[0][1:] for step in steps]):
-                raise RuntimeError(f"the processes are at {self._doing}, but not in the same way") from None
+                raise RuntimeError(f"the processes are at {self._doing}, but differ") from None
             return steps
         slot, size = SLOT_BYTES // flat.itemsize, self._communicator.world_size
         table = flat[-slot * size :].tolist()
@@ -116,9 +116,9 @@ class SlotWork:
 
 
 _SAYS = {  # of the one of two ranks for which it is true
-    "training": "has run forward in training mode, the other has not",
+    "training": "ran forward in training mode, the other did not",
     "in_no_sync": "is inside no_sync(), the other is not",
-    "weight_given": "has set the weight of its batch, the other has not",
+    "weight_given": "set the weight of its batch, the other did not",
     "is_sum": 'has loss="sum", the other has not',
     "has_hook": "has a communication hook, the other has not",
 }
@@ -144,7 +144,7 @@ def check_same_model(communicator: Communicator, module: nn.Module) -> None:
     of_first, of_other = _differences(lists[0], lists[different[0]])[0]
     raise RuntimeError(
         f"the models of the processes differ: rank 0 has {_shown(of_first)}, {ranks_of(different)} "
-        f"{_shown(of_other)}. Every process has to make the same model, layer by layer; where the values differ, rank "
+        f"{_shown(of_other)}. Make the same model in every process, layer by layer; values may differ, rank "
         "0's are used."
     )
 
@@ -177,8 +177,8 @@ def check_same_step(
     if first.written != other.written and first._replace(written=0)[1:] == other._replace(written=0)[1:]:
         raise RuntimeError(_of_written(module, lists[0][-1], lists[rank][-1], rank))
     raise RuntimeError(
-        f"the processes do not sum the same gradients: {_difference(steps, lists, rank)}. Every process has to run "
-        "the same models, in the same order, as often."
+        f"the processes do not sum the same gradients: {_difference(steps, lists, rank)}. Run the same models "
+        "in every process, in the same order, equally often."
     )
 
 
@@ -200,25 +200,26 @@ def _difference(steps: Sequence[RankStep], tensors: Sequence[tuple[Sequence[Any]
     (parameters, buffers, _), (other_parameters, other_buffers, _) = tensors[0], tensors[rank]
     if first.model != other.model:
         return (
-            f"rank 0 is in backward of wrapped model {first.model:.0f}, rank {rank} in that of {other.model:.0f}, in "
-            "the order in which they were wrapped"
+            f"rank 0 is in backward of wrapped model {first.model:.0f}, rank {rank} in that of "
+            f"{other.model:.0f}, counted in the order of wrapping"
         )
     if first.digest != other.digest:
         differences = _differences(parameters, other_parameters)
         if not differences:
-            return f"ranks 0 and {rank} have seen sparse gradients for different parameters"
+            return f"ranks 0 and {rank} have sparse gradients for different parameters"
         of_first, of_other = differences[0]
         return f"where rank 0 has {_shown(of_first)}, rank {rank} has {_shown(of_other)}"
     if first.forward != other.forward:
         return (
-            f"rank 0 is in backward of its forward {first.forward:.0f}, rank {rank} of its {other.forward:.0f} "
-            "(forwards in training mode, with gradients, from 1)"
+            f"rank 0 is in backward of its forward {first.forward:.0f}, rank {rank} of its "
+            f"{other.forward:.0f} (counting forwards in training mode with gradients, from 1)"
         )
     if first.buffers and other.buffers and first.buffers != other.buffers:
         of_first, of_other = _differences(buffers, other_buffers)[0]
         return (
-            f"after a forward, rank 0 has {_shown(of_first)}, rank {rank} has {_shown(of_other)}, and all ranks would "
-            "get those of one. A tensor whose form depends on the rows should be no buffer"
+            f"after a forward, rank 0 has {_shown(of_first)}, rank {rank} has {_shown(of_other)}. Buffers "
+            "must have the same shape on all ranks: a tensor whose shape depends on the rows must not be a "
+            "buffer"
         )
     name, says = next((name, says) for name, says in _SAYS.items() if getattr(first, name) != getattr(other, name))
     return f"of ranks 0 and {rank}, rank {rank if getattr(other, name) else 0} {says}"

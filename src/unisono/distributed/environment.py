@@ -46,9 +46,9 @@ def local_device() -> torch.device:
         number = 0
     if number >= len(present):
         raise ValueError(
-            f"LOCAL_RANK={number}, and this machine has {len(present)} accelerator{'s' * (len(present) > 1)}: "
-            f"start at most {len(present)} processes here (torchrun --nproc-per-node={len(present)}), or say with "
-            "device_ids which one this process uses."
+            f"LOCAL_RANK={number}, but this machine has only {len(present)} "
+            f"accelerator{'s' * (len(present) > 1)}: start at most {len(present)} processes here (torchrun "
+            f"--nproc-per-node={len(present)}), or name this process's device with device_ids."
         )
     return present[number]
 
@@ -94,8 +94,8 @@ def start_default_group(timeout_s: float | None = None) -> bool:
     if not distributed.is_available():
         if process.world_size > 1:
             raise RuntimeError(
-                f"WORLD_SIZE={process.world_size}, and this torch has no torch.distributed, by which processes "
-                "train together. Install one that has; or keep the model to this process with process_group=False."
+                f"WORLD_SIZE={process.world_size}, but this torch is built without torch.distributed. Install "
+                "a torch that has it; or train in this process alone, with process_group=False."
             )
         return False
     _make_default_group(process, {} if timeout_s is None else {"timeout": timedelta(seconds=timeout_s)})
@@ -120,9 +120,9 @@ def _make_default_group(process: Launch, timeout: dict[str, timedelta]) -> None:
             )
         except (*STORE_ERRORS, RuntimeError) as error:
             raise RuntimeError(
-                f"rank {process.rank} of {process.world_size} cannot {'listen' if process.rank == 0 else 'connect'} at "
-                f"{process.address}:{process.port}, where the processes meet (MASTER_ADDR and MASTER_PORT name another "
-                f"place): {error}"
+                f"rank {process.rank} of {process.world_size} cannot "
+                f"{'listen' if process.rank == 0 else 'connect'} at {process.address}:{process.port}, the "
+                f"address of rank 0 (set MASTER_ADDR and MASTER_PORT for another one): {error}"
             ) from error
         _num_made += 1  # what an earlier group has written is in the store
         store = distributed.PrefixStore(f"unisono {process.job} {_num_made}", store)
@@ -160,15 +160,15 @@ def _host_of(rank: int) -> str:
 
 def _not_met(store: Any, process: Launch, error: Exception) -> str:
     """Return the message of a rank that could not be connected with all others."""
-    where = f"{process.address}:{process.port}, where the processes meet"
+    where = f"{process.address}:{process.port}, the address of rank 0"
     with contextlib.suppress(*STORE_ERRORS, RuntimeError):
         missing = [str(rank) for rank in range(process.world_size) if not store.check([_host_of(rank)])]
         if missing:
             ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(missing[:8])}{', ...' * (len(missing) > 8)}"
             return (
-                f"rank {process.rank} of {process.world_size} has waited at {where}, and {ranks} did not come: {error}"
+                f"rank {process.rank} of {process.world_size} waited at {where}, but {ranks} did not connect: {error}"
             )
-    return f"rank {process.rank} of {process.world_size} could not be connected with the others at {where}: {error}"
+    return f"rank {process.rank} of {process.world_size} could not connect to the others at {where}: {error}"
 
 
 def _store_of_this_restart(process: Launch) -> Any:
@@ -196,7 +196,7 @@ def _store_of_this_restart(process: Launch) -> Any:
             prefix = latest
             store.set(f"{prefix}/challenge of {rank}", challenge)
         if time.monotonic() > deadline:
-            raise RuntimeError(f"rank {rank} has waited {store.timeout.total_seconds():g} s for rank 0 to start")
+            raise RuntimeError(f"rank {rank} waited {store.timeout.total_seconds():g} s for rank 0 to start")
         time.sleep(_POLL_S)
     return distributed.PrefixStore(prefix, store)
 

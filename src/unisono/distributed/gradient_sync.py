@@ -57,17 +57,18 @@ Gradients: TypeAlias = list[torch.Tensor | None]
 Wait: TypeAlias = Callable[[], Gradients]  # waits for the sum of each gradient
 
 SENT_TWICE = (
-    "DistributedDataParallel and DataParallel both sum the gradients of this model over the processes: they are sent "
-    "twice, and DistributedDataParallel gives each process the same weight, whatever its rows. Use one of the two: "
-    "DataParallel(module) around the plain module, without DistributedDataParallel and without accelerate's prepare "
-    "for the model; or DistributedDataParallel around DataParallel(module, process_group=False)."
+    "DistributedDataParallel and DataParallel both sum the gradients of this model over the processes, so "
+    "they are sent twice, and DistributedDataParallel ignores how many rows each process has. Use one of "
+    "them: DataParallel(module) around the plain module, without DistributedDataParallel and without "
+    "accelerate's prepare for the model; or DistributedDataParallel around DataParallel(module, "
+    "process_group=False)."
 )
 _MOST_PLANS = 8  # models whose parts are frozen in turn have several
 
 
 def checked_weight(weight: object) -> float:
     """Return the weight of a batch; raise TypeError or ValueError for what is none."""
-    expected = "expected a number from 0, such as how many tokens the batch has"
+    expected = "expected a number, 0 or more, such as the number of tokens in the batch"
     try:
         number = float(weight)  # type: ignore[arg-type]
     except (TypeError, ValueError, RuntimeError):  # the last: a tensor of several
@@ -95,8 +96,8 @@ class UnboundGradientSync(NamedTuple):
         """
         if not self.is_world and start_default_group() and distributed.get_world_size() > 1:
             raise RuntimeError(
-                "this DataParallel was pickled with a process_group of its own, and process groups cannot be: wrap its "
-                "module anew, DataParallel(loaded.module, process_group=...)."
+                "this DataParallel was pickled with its own process_group, which cannot be pickled. Wrap its "
+                "module again: DataParallel(loaded.module, process_group=...)."
             )
         communicator = communicator_for()
         if communicator is None:

@@ -33,17 +33,17 @@ _LAST_PORT = 65_535
 _PORTS_BETWEEN_STEPS = 7919
 _THIS_HOST = "127.0.0.1"
 _REMEDY = (
-    "Start the program with torchrun, which sets all of them; or unset the others; or keep the model to this process "
-    "with DataParallel(..., process_group=False)."
+    "Start the program with torchrun, which sets all of them; or unset the others; or train in this process "
+    "alone, with DataParallel(..., process_group=False)."
 )
 _WHERE_TO_MEET = (
-    "{name}={number}: there are several processes, and nothing says where they meet. Export {missing} for all of them "
-    "(MASTER_ADDR is the host of rank 0, MASTER_PORT a free port there); or keep the model to this process with "
-    "DataParallel(..., process_group=False)."
+    "{name}={number}: there are several processes, but the address of rank 0 is missing. Export {missing} "
+    "for all of them (MASTER_ADDR is the host of rank 0, MASTER_PORT a free port there); or train in this "
+    "process alone, with DataParallel(..., process_group=False)."
 )
 _ALONE = (
-    "{name}={number}: several processes may have been started, and this one trains alone, because {reason}. For one "
-    "training of all of them start {instead}; DataParallel(..., process_group=False) says that one alone is meant."
+    "{name}={number}: there may be several processes, but this one trains alone, because {reason}. To train "
+    "with all of them, start {instead}. If it should train alone: DataParallel(..., process_group=False)."
 )
 
 
@@ -76,11 +76,11 @@ _LAUNCHERS = (_OPEN_MPI, _HYDRA, _SLURM, _PMI)
 # The number of processes where no rank is found: by variable, why there is none, and what to start instead.
 _ASKS = "it with torchrun, or export RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
 _UNNOTICED: Mapping[str, tuple[str, str]] = {
-    "SLURM_STEP_NUM_TASKS": ("srun --pty has started it", "it with srun, without --pty"),
-    "SLURM_NTASKS": ("srun has not started it", "it with srun (srun python train.py)"),
+    "SLURM_STEP_NUM_TASKS": ("srun --pty started it", "it with srun, without --pty"),
+    "SLURM_NTASKS": ("srun did not start it", "it with srun (srun python train.py)"),
     **dict.fromkeys(
         ("PMI_SIZE", "PMIX_SIZE", "MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE", "FLUX_JOB_SIZE"),
-        ("no variable gives it a rank that unisono knows", _ASKS),
+        ("no environment variable has a rank that unisono knows", _ASKS),
     ),
 }
 
@@ -99,8 +99,8 @@ def launch() -> Launch | None:
         missing = [name for name in ("RANK", "WORLD_SIZE", *_MASTER_VARIABLES) if name not in os.environ]
         if missing:
             raise RuntimeError(
-                f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} set, as by a launcher of several "
-                f"processes, but not {', '.join(missing)}. {_REMEDY}"
+                f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} set, as by a launcher, but not "
+                f"{', '.join(missing)}. {_REMEDY}"
             )
     own = _RANK_VARIABLES if names is None else names
     rank, world_size = (

@@ -57,8 +57,8 @@ _BUCKETS_IN_FLIGHT = 2  # of a broadcast
 _REPORTING_MISMATCH = "reporting a mismatch"
 
 _SHARED_DEVICE = (
-    "several processes share one GPU ({device} in this one), or slices of one: their gradients go through the host, "
-    "which is slow. Start one process for each GPU, or use unisono.DataParallel without a launcher."
+    "several processes share one GPU ({device} in this one), or slices of one, so their gradients go through "
+    "the host, which is slow. Start one process for each GPU, or use unisono.DataParallel without a launcher."
 )
 
 _NOT_IN_GROUP = -100  # torch.distributed.GroupMember.NON_GROUP_MEMBER
@@ -87,8 +87,8 @@ def communicator_for(process_group: Any = None, timeout_s: float | None = None) 
         process_group = distributed.group.WORLD
     elif type(process_group) is int and process_group == _NOT_IN_GROUP:
         raise ValueError(
-            "process_group: this process does not belong to it (torch.distributed.new_group has returned "
-            "GroupMember.NON_GROUP_MEMBER). Wrap the model in the processes of the group only, or with "
+            "process_group: this process is not a member (torch.distributed.new_group returned "
+            "GroupMember.NON_GROUP_MEMBER). Wrap the model only in the group's processes, or with "
             "process_group=False in the others."
         )
     elif not isinstance(process_group, getattr(distributed, "ProcessGroup", ())):
@@ -345,7 +345,7 @@ class Communicator:
                     group_desc=f"unisono: {purpose}",
                 )
         except RuntimeError as error:
-            raise self._failure(f"the processes could not be connected: {_brief(error)}") from error
+            raise self._failure(f"the processes could not connect: {_brief(error)}") from error
         if backend == "gloo":
             self._host_groups.add(group)
             self._made.append(group)
@@ -461,8 +461,8 @@ class Communicator:
             found.append(f"{ranks_of(not_waiting)} {'does' if len(not_waiting) == 1 else 'do'} not wait for any rank")
         text = (
             f"rank {self.rank} has waited {self.timeout_s:g} s for the others at {doing}; "
-            f"{'; '.join(found) or 'all ranks wait at the same'}. Every process has to wrap the same models and take "
-            "the same steps; for loaders of different lengths there is DataParallel.batches(loader)."
+            f"{'; '.join(found) or 'all ranks wait at the same'}. Wrap the same models and take the same "
+            "steps in every process; for loaders of different lengths use DataParallel.batches(loader)."
         )
         self.report_failure(text)
         raise self._failure(text)
@@ -479,7 +479,7 @@ class Communicator:
                 self.failure_store.set("failed", " ".join(map(str, exited)) + "\n", first_only=True)
                 return self._failure(_ended(exited, doing))
             time.sleep(_REASON_NAP_S)
-        return self._failure(f"{doing} has failed, and no other rank reports why: {_brief(error)}")
+        return self._failure(f"{doing} failed, and no other rank reports why: {_brief(error)}")
 
     def raise_mismatch(self, doing: str) -> None:
         """Raise an error that says what each rank does; all ranks call this."""
@@ -494,8 +494,8 @@ class Communicator:
             else (f"all are at {doing}, but not at the same one")
         )
         error = RuntimeError(
-            f"the processes do not do the same: {where}. Every process has to take the same steps; for loaders of "
-            "different lengths there is DataParallel.batches."
+            f"the processes do different things: {where}. Take the same steps in every process; for loaders "
+            "of different lengths use DataParallel.batches(loader)."
         )
         self.abort(error)
         raise error
@@ -526,8 +526,8 @@ class Communicator:
         rank, _, reason = raised.partition("\n")
         if rank and int(rank) != self.rank:
             raise self._failure(
-                f"rank {rank} has raised an exception and not gone on for {_PATIENCE_S:g} s, while this one was at "
-                f"{doing}. Rank {rank} says: {reason}"
+                f"rank {rank} raised an exception and has not continued for {_PATIENCE_S:g} s, while this one "
+                f"was at {doing}. Rank {rank} says: {reason}"
             )
 
     def abort(self, error: BaseException) -> None:
@@ -535,8 +535,8 @@ class Communicator:
         self.report_failure(f"{type(error).__name__}: {error}")
         if self._broken is None:
             self._break(
-                f"this process has left a collective half-way ({type(error).__name__}: {error}): the "
-                "processes no longer agree on what comes next. Restart them."
+                f"this process left a collective half-way ({type(error).__name__}: {error}), so the processes "
+                "no longer agree on the next one. Restart them."
             )
 
     def _raise_if_a_rank_failed(self, doing: str) -> None:
@@ -550,20 +550,20 @@ class Communicator:
         deadline = time.monotonic() + _REASON_TIMEOUT_S
         while time.monotonic() < deadline and not self.failure_store.has_exited(int(rank)):
             time.sleep(_REASON_NAP_S)
-        raise self._failure(f"rank {rank} has failed while this one was at {doing}. Rank {rank} says: {reason}")
+        raise self._failure(f"rank {rank} failed while this one was at {doing}. Rank {rank} says: {reason}")
 
     def _raise_if_broken(self) -> None:
         if self._broken is not None:
             raise RuntimeError(self._broken)
         if os.getpid() != self.failure_store.pid:
             raise RuntimeError(
-                f"this is a process forked by rank {self.rank}: it does not belong to the processes that train the "
-                "model together. Use model.module in it, or torch.no_grad()."
+                f"this process was forked by rank {self.rank} and takes no part in the training of the ranks. "
+                "Use model.module in it, or torch.no_grad()."
             )
 
     def end(self, why: str) -> None:
         """End the groups. Their collectives have ended; a later one is an error."""
-        self._broken = f"the processes are not connected any more: {why}"
+        self._broken = f"the processes are no longer connected: {why}"
         others = [group for group in self._groups.values() if group not in self._host_groups]
         self._control = None
         self._groups.clear()

@@ -76,8 +76,8 @@ def empty_batch(batch: Any, dim: int) -> Any:
                 return without_rows(leaf)
             except Exception as error:
                 raise ValueError(
-                    f"a {type(leaf).__name__} cannot be cut to no rows ({error}), and this process has fewer batches "
-                    "than others: give every process as many"
+                    f"cannot make an empty batch of a {type(leaf).__name__} ({error}), and this process has "
+                    "fewer batches than others: give every process the same number of batches"
                 ) from error
         if not isinstance(leaf, torch.Tensor) or not -leaf.dim() <= dim < leaf.dim():
             return leaf

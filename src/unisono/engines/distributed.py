@@ -42,23 +42,24 @@ from unisono.sync_batch_norm.across_processes import CrossProcessAllGather
 T = TypeVar("T")
 
 _RUNS_WHOLE = (
-    "DataParallel runs the whole batch of this process on its first device while a mode is active that cannot follow "
-    "into other threads: a dispatch or function mode, a torch.func transform, saved-tensor hooks."
+    "DataParallel runs the whole batch of this process on its first device, because a mode is active that "
+    "works in one thread only: a dispatch or function mode, a torch.func transform, or saved-tensor hooks."
 )
 _NO_BATCH_NORM_IN_MODE = (
-    "sync_batch_norm=True over several processes while a mode is active that cannot follow into other threads (a "
-    "dispatch or function mode, a torch.func transform, saved-tensor hooks): leave the mode, or use "
-    "sync_batch_norm=False. Activation checkpoints belong inside the module."
+    "sync_batch_norm=True over several processes cannot run while a mode is active that works in one thread "
+    "only (a dispatch or function mode, a torch.func transform, saved-tensor hooks): leave the mode, or use "
+    "sync_batch_norm=False. Put activation checkpoints inside the module."
 )
 _REENTRANT = (
-    "a reentrant activation checkpoint inside the module, while a mode is active that cannot follow into other threads "
-    "(saved-tensor hooks, a checkpoint around the model): it runs forward again when the module no longer has the "
-    "parameters whose gradients are summed over the processes. Use checkpoint(..., use_reentrant=False), or leave the "
-    "mode."
+    "a reentrant activation checkpoint inside the module cannot run while a mode is active that works in one "
+    "thread only (saved-tensor hooks, a checkpoint around the model): its second forward would use other "
+    "parameters than those whose gradients are summed. Use checkpoint(..., use_reentrant=False), or leave "
+    "the mode."
 )
 _NO_ROWS = (
-    "this process has a batch without rows, while others have some: to take part in the step, the module ran on rows "
-    "of its first batch, or on zeros if it has had none. If it cannot, give every process as many batches."
+    "this process has an empty batch while others have rows. To take part in the step, the module ran on "
+    "rows of its first batch, or on zeros before that, and failed. Give every process the same number of "
+    "batches."
 )
 _STAND_IN_ROWS = 2  # batch norm needs more than one
 

@@ -23,9 +23,9 @@ from unisono.primitives.shared_state import Reached, SharedWrites
 from unisono.runtime.model_warnings import ModelWarnings
 
 _PER_SHARD = (
-    "{layer}: each replica normalises its own rows in training, so the numbers are not those of one device. With "
-    "sync_batch_norm=True batch norm sees the rows of all replicas, and they are; sync_batch_norm=False says that each "
-    "replica's own rows are meant."
+    "{layer}: each replica normalises its own rows (samples) in training, as in torch.nn.DataParallel, so "
+    "the numbers are not those of one device. For one device's numbers pass sync_batch_norm=True; to keep "
+    "this, sync_batch_norm=False."
 )
 
 

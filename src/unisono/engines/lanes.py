@@ -40,9 +40,10 @@ from unisono.runtime.streams import Copies, CopiesToHost
 
 _UNKNOWN = -1
 _CUDA_GRAPHS = (
-    'map and evaluate of a module that is compiled with CUDA graphs (torch.compile(mode="reduce-overhead" or '
-    '"max-autotune")): a graph writes every output in one place, and lanes go on to the next batch before an output is '
-    'used. Compile it in another mode (mode="max-autotune-no-cudagraphs", or none), or call the model batch by batch.'
+    "map and evaluate cannot run a module that is compiled with CUDA graphs "
+    '(torch.compile(mode="reduce-overhead" or "max-autotune")): a graph overwrites its output with the next '
+    'batch. Compile it in another mode (mode="max-autotune-no-cudagraphs", or none), or call the model batch '
+    "by batch."
 )
 
 

@@ -24,8 +24,8 @@ from unisono.primitives.placements import PaddedShard, Shard, Stack
 from unisono.primitives.shared_iterators import iterators_anew
 from unisono.primitives.split_sizes import split_rows
 
-NO_PARTS = "the shard of {where} cannot be run in parts (rescue=True, parts=): {reason}"
-_NO_SHARD_IN_PARTS = "the shard of a replica cannot be run in parts (rescue=True, parts=): {reason}."
+NO_PARTS = "cannot run the rows of {where} in parts (rescue=True, parts=): {reason}"
+_NO_SHARD_IN_PARTS = "cannot run the rows of a replica in parts (rescue=True, parts=): {reason}."
 
 
 class Parts(NamedTuple):
@@ -67,9 +67,9 @@ def why_no_parts(call: Call, root: nn.Module) -> str | None:
     if call.arguments.rows is None:
         return "the inputs have no rows."
     if call.rules.amounts is not None:
-        return "of its parts it is not known over how much each one's mean is."
+        return "the weight of each part in a mean is unknown."
     of_batch = (
-        f"{name or 'the model itself'} ({type(module).__name__}) normalises over all of its rows."
+        f"{name or 'the model itself'} ({type(module).__name__}) normalises over all its rows."
         for name, module in root.named_modules()
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and (module.training or not module.track_running_stats)
     )
@@ -104,7 +104,7 @@ def run_in_parts(
     assign_as_last_part()
     assigned.update(dict.fromkeys(watched.assigned()))
     if changed := [name for name, state in _written(root).items() if state != buffers.get(name)]:
-        raise RuntimeError(_NO_SHARD_IN_PARTS.format(reason=f"its forward changes the buffer {changed[0]!r}"))
+        raise RuntimeError(_NO_SHARD_IN_PARTS.format(reason=f"forward changes the buffer {changed[0]!r}"))
     live = {id(tensor): tensor for tensor in chain(root.parameters(), root.buffers())}
     rules = replace(parts.rules, warnings=None)  # what is not by rows is an error
     matched = Outputs(outputs, rules, parts.sizes, [live] * len(parts.sizes))
@@ -155,16 +155,18 @@ def _written(root: nn.Module) -> dict[str, tuple[int, int | None]]:
 def _not_by_rows(groups: Sequence[Group], sizes: Sequence[int]) -> str | None:
     for group in groups:
         if isinstance(group.placement, Stack):
-            return 'it returns 0-dim tensors, which would be one a part. Have them joined: scalars="mean", or "sum"'
+            return 'it returns scalars, one for each part. Combine them: scalars="mean" or "sum"'
         if isinstance(group.placement, Shard | PaddedShard):
             shard = group.placement if isinstance(group.placement, Shard) else group.placement.rows
             lengths = [tensor.shape[shard.dim] for tensor in group.tensors if tensor is not None]
             if lengths != [*sizes]:
-                return f"for parts of {[*sizes]} rows it returns tensors of lengths {lengths} along axis {shard.dim}"
+                return (
+                    f"for parts of {[*sizes]} rows it returns tensors of lengths {lengths} along dimension {shard.dim}"
+                )
     return None
 
 
 def _other_structure(output: Any, of_part: Any) -> str | None:
     if [path for path, _ in pytree.leaves(output)] == [path for path, _ in pytree.leaves(of_part)]:
         return None
-    return "it returns numbers, which would be one a part"
+    return "it returns numbers, one for each part"

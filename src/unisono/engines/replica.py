@@ -632,10 +632,10 @@ def look_for_live_tensors(
         for reached in leaves_and_nodes([output for output in outputs if output is not None]):
             if isinstance(reached, torch.Tensor) and id(reached) in blueprint.parameters:
                 raise RuntimeError(
-                    f"{place} used {blueprint.name_of(reached)} of the original module instead of its own: something "
-                    "in the module refers to the original in a way that cannot be followed, such as an object that "
-                    "holds the module or one of its methods, or a hook that has a variable for the module that it is "
-                    "given. Reach it through self, in forward; in a hook, through its argument."
+                    f"{place} used {blueprint.name_of(reached)} of the original module instead of its own "
+                    "copy: something in the module refers to the original, and unisono cannot replace it. "
+                    "Examples are an object that stores the module or one of its methods, or a hook that "
+                    "uses a variable for its module. In forward, use self; in a hook, use its argument."
                 )
             if isinstance(reached, torch.Tensor):
                 if reached.requires_grad:
@@ -649,9 +649,9 @@ def look_for_live_tensors(
             has_batch_norm |= torch_private.is_batch_norm_in_training(reached)
             if reached in histories:
                 raise RuntimeError(
-                    f"{place} used {blueprint.name_of(histories[reached])}, a tensor that was computed outside "
-                    "forward and needs gradients. Pass it to the model as an input, compute it in forward, or "
-                    "detach() it."
+                    f"{place} used {blueprint.name_of(histories[reached])}, a tensor that was computed "
+                    "outside forward and requires grad. Pass it to the model as an input, compute it in "
+                    "forward, or detach() it."
                 )
     found = has_reentrant_checkpoint, [*earlier.items()], are_linked, has_batch_norm
     return CapturedTensors([*captured.values()], *found)

@@ -39,17 +39,18 @@ T = TypeVar("T")
 _requires_grad = attrgetter("requires_grad")
 
 _CHANGED = (
-    "the step was not run again: between forward and backward {number} parameters were changed, an optimizer step "
-    "perhaps, so that forward would no longer give the same outputs"
+    "the step was not rerun: {number} parameters changed between forward and backward (an optimizer step?), "
+    "so forward would give other outputs"
 )
-_AGAIN = "%s\nThe step was run again, which took %.2f s."
+_AGAIN = "%s\nThe step was rerun, which took %.2f s."
 _OTHER_IN_PARTS = (
-    "a replica on the same device as %s ran out of memory with a single row. From now on this one runs its %d rows in "
-    "parts of %d rows at most, and computes each part again in backward. To give it fewer rows, use shares=."
+    "a replica on the same device as %s ran out of memory with a single row. From now on this replica runs "
+    "its %d rows in parts of at most %d rows, and recomputes each part in backward. To give it fewer rows, "
+    "use shares=."
 )
 _IN_PARTS = (
-    "%s ran out of memory with %d rows. From now on it runs them in parts of %d rows at most, and computes each part "
-    "again in backward. To give it fewer rows, use shares=."
+    "%s ran out of memory with %d rows. From now on it runs them in parts of at most %d rows, and recomputes "
+    "each part in backward. To give it fewer rows, use shares=."
 )
 
 
@@ -220,7 +221,7 @@ def _lower_limits(row_limits: dict[int, int], call: Call, module: nn.Module, err
         others = {j for j, limit in enumerate(limits) if limit > 1 and call.devices[j] == call.devices[i]}
         if not others:
             row_limits.pop(call.replica_numbers[i], None)  # parts did not help
-            return NO_PARTS.format(where=where[i], reason="a single row needs more memory than there is.")
+            return NO_PARTS.format(where=where[i], reason="a single row needs more memory than the device has.")
         lowered |= others
     for i in sorted(lowered):
         row_limits[call.replica_numbers[i]] = limits[i] // 2

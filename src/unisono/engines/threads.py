@@ -77,22 +77,23 @@ from unisono.runtime.timeline import ReplicaTiming
 from unisono.sync_batch_norm.function_mode import BatchNormOverReplicas, not_running_together
 
 _CUDA_GRAPHS = (
-    'the module is compiled with CUDA graphs (torch.compile(mode="reduce-overhead" or "max-autotune")): a graph reads '
-    "its input and writes its output in one place, which replicas cannot share. Compile it in another mode "
+    'the module is compiled with CUDA graphs (torch.compile(mode="reduce-overhead" or "max-autotune")): a '
+    "graph has one fixed input and output, which replicas cannot share. Compile it in another mode "
     '(mode="max-autotune-no-cudagraphs", or none), or wrap it for one device, DataParallel(model, [0]).'
 )
 
 _STEP_INSIDE = (
-    "an optimizer's step inside forward ({optimizer}): each replica would apply it to the parameters that all of them "
-    "share, and with gradients that are not summed yet. Return the loss from forward; call backward and step outside."
+    "an optimizer's step inside forward ({optimizer}): each replica would apply it to the parameters that "
+    "all share, before gradients are summed. Return the loss from forward; call backward and step outside."
 )
 _ASSIGNED_FLAG = (
-    "a replica's parameters are no leaves: in forward, use parameter.requires_grad_(False) in the place of "
+    "a replica's parameters are not leaves: in forward, write parameter.requires_grad_(False) instead of "
     "parameter.requires_grad = False."
 )
 _OPTIMIZER_INSIDE = (
-    "a replica's parameters are no leaves, so that no optimizer can be made of them inside forward: it would step once "
-    "in each replica. Return the loss from forward; make the optimizer, call backward and step outside."
+    "a replica's parameters are not leaves, so an optimizer cannot be made of them inside forward; it would "
+    "step once in each replica. Return the loss from forward; make the optimizer, call backward and step "
+    "outside."
 )
 # What is added to torch's errors, by a part of their text.
 _NOTES = {"requires_grad flags of leaf": _ASSIGNED_FLAG, "can't optimize a non-leaf Tensor": _OPTIMIZER_INSIDE}

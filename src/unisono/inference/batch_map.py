@@ -55,10 +55,10 @@ _AHEAD = 2  # batches a lane that have been pulled and not been yielded
 _MOST_IN_A_ROW = 32
 _ROW_S = 0.01
 _FORKED = (
-    "this is a process forked while the outputs of a map were iterated over: the threads that compute them are in its "
+    "this process was forked while a map was running, and the threads that compute its outputs are in the "
     "parent. Call map in the process that iterates."
 )
-_NO_LANE_LEFT = "no lane is left that could compute the remaining batches: each of them is stuck. Call map again."
+_NO_LANE_LEFT = "every device is stuck, so the remaining batches cannot be computed. Call map again."
 
 
 class OutputIterator(Iterator[Any]):
@@ -72,7 +72,7 @@ class OutputIterator(Iterator[Any]):
 
     def __len__(self) -> int:
         if self.num_batches is None:
-            raise TypeError("the number of outputs is not known: the iterable of batches has no len()")
+            raise TypeError("the number of outputs is unknown: the iterable of batches has no len()")
         return self.num_batches
 
     def __repr__(self) -> str:
@@ -122,8 +122,9 @@ class Callee:
         rows = Arguments(args, kwargs, self.rules.dim, self.in_dims, self.function).rows
         if rows is None:
             raise ValueError(
-                "the rows of a batch cannot be counted, as it has no tensors with rows: evaluate weights batches by "
-                "their rows. Give tensors, or register the batches' class with unisono.register_batch_type"
+                "cannot count the rows (samples) of a batch without tensors, but evaluate weights batches by "
+                "their rows. Give tensors, or register the class of the batches with "
+                "unisono.register_batch_type"
             )
         return rows
 

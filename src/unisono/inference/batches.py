@@ -37,8 +37,8 @@ def inputs_of(batch: Any) -> Inputs:
         if isinstance(batch, Mapping):
             if wrong := [key for key in batch if not isinstance(key, str)]:
                 raise TypeError(
-                    f"a batch that is a {type(batch).__name__} has the keyword inputs, and {wrong[0]!r} is no name. To "
-                    "give the model the whole of it as one input, put it into a tuple: (batch,)"
+                    f"a batch that is a {type(batch).__name__} gives keyword inputs, but {wrong[0]!r} is not "
+                    "a name. To give the model all of it as one input, put it into a tuple: (batch,)"
                 )
             return (), dict(batch)
     return (batch,), {}
@@ -51,8 +51,8 @@ def hint_for(batch: Any) -> str | None:
     if isinstance(batch, Mapping):
         return f"the batch gave the model the keyword inputs {list(batch)}"
     return (
-        f"the batch gave the model {len(batch)} positional inputs. To leave a target out of them, give only the "
-        "inputs: model.map(x for x, target in loader)"
+        f"the batch gave the model {len(batch)} positional inputs. If one is a target, give only the inputs: "
+        "model.map(x for x, target in loader)"
     )
 
 
@@ -66,7 +66,7 @@ def batches_of(batches: Iterable[Any], batch_size: int | None, dim: int) -> Iter
     given = f"batches: got {_described(batches)}"
     if batch_size is None:
         if isinstance(batches, str | bytes | Mapping) or _has_axes(batches):
-            raise TypeError(f"{given}, expected an iterable of batches. For a batch of so many rows, give batch_size=")
+            raise TypeError(f"{given}, expected an iterable of batches. To divide it into batches, give batch_size=")
         if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
             raise TypeError(f"{given}, expected an iterable of batches, such as a DataLoader")
         return batches
@@ -77,7 +77,7 @@ def batches_of(batches: Iterable[Any], batch_size: int | None, dim: int) -> Iter
     if isinstance(batches, torch.utils.data.DataLoader) and batches.batch_sampler is not None:
         raise ValueError(f"batch_size={batch_size}: the DataLoader makes batches itself. Leave batch_size out")
     if _has_axes(batches) and not -len(batches.shape) <= dim < len(batches.shape):  # type: ignore[attr-defined]
-        raise ValueError(f"{given}, which has no axis {dim} of rows")
+        raise ValueError(f"{given}, which has no dimension {dim} to split into batches")
     if hasattr(batches, "__len__") and hasattr(batches, "__getitem__") and not isinstance(batches, Mapping):
         return SampleBatches(batches, batch_size, dim)
     if not hasattr(batches, "__iter__") or isinstance(batches, Mapping):

@@ -31,8 +31,8 @@ _CLEAR = 1.5  # it is not tried further if each of a few batches is slower by th
 _FEW = 3
 _PATIENCE = 1000  # batches after which a map measures again; doubled each time
 _TOO_SHORT = (
-    "map and evaluate of {name}: batches of this size are too short to be worth handing over to {threads}, so the "
-    "thread that iterates computes them, on the first device"
+    "map and evaluate of {name}: these batches are too short to be worth passing to {threads}, so the first "
+    "device computes them in the caller's thread"
 )
 
 

@@ -19,7 +19,7 @@ from unisono.runtime import devices as _devices
 from unisono.runtime.interrupts import critical, interruptibly
 from unisono.runtime.tracebacks import without_own_frames
 
-_NO_RICH = "progress=True shows a bar with rich, which is not installed: pip install rich, or leave progress out"
+_NO_RICH = "progress=True needs rich: pip install rich, or leave progress out"
 
 
 def map_batches(callee: Callee, batches: Iterable[Any], batch_size: int | None, out: Any, progress: bool) -> Any:
@@ -107,7 +107,7 @@ def _add_all(
                 target = pytree.map_all_tensors(lambda tensor: _devices.copy_to(tensor, device), target)
                 totals.add(interruptibly(metric, output, target), rows)
             except Exception as error:
-                error.add_note(f"while the metric of batch {number} was computed")
+                error.add_note(f"while computing the metric of batch {number}")
                 raise
 
 

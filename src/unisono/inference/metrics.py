@@ -26,8 +26,8 @@ def inputs_and_target(batch: Any) -> tuple[Inputs, Any]:
         return inputs_of(batch), batch
     if not isinstance(batch, tuple | list) or batch_type_of(batch) is not None or len(batch) < 2:
         raise TypeError(
-            f"a batch is a {type(batch).__name__}{' of 1' if isinstance(batch, tuple | list) else ''}: evaluate "
-            "expects inputs and a target, as in (x, y), or a mapping of keyword inputs"
+            f"a batch is a {type(batch).__name__}{' of 1' if isinstance(batch, tuple | list) else ''}: "
+            "evaluate expects inputs and a target, as in (x, y), or a mapping of keyword inputs"
         )
     *inputs, target = batch
     if len(inputs) == 1 and isinstance(inputs[0], Mapping):
@@ -50,8 +50,8 @@ class Totals:
         wrong = [rule for rule in rules if rule not in _REDUCTIONS]
         if wrong:
             raise (ValueError if isinstance(wrong[0], str) else TypeError)(
-                f"reduction={reduction!r}: expected one of {list(_REDUCTIONS)}, or a dict from names of the metric's "
-                "numbers to these"
+                f"reduction={reduction!r}: expected one of {list(_REDUCTIONS)}, or a dict of these by the "
+                "names of the metric's numbers"
             )
         self._reduction = reduction
         self._sums: dict[str | None, float] | None = None
@@ -68,10 +68,10 @@ class Totals:
         if self._sums is None:
             unknown = [] if isinstance(self._reduction, str) else [k for k in self._reduction if k not in numbers]
             if unknown:
-                raise ValueError(f"reduction names {unknown[0]!r}, and the metric returns {_names(numbers)}")
+                raise ValueError(f"reduction names {unknown[0]!r}, but the metric returns {_names(numbers)}")
             self._sums = dict.fromkeys(numbers, 0.0)
         if numbers.keys() != self._sums.keys():
-            raise ValueError(f"the metric has returned {_names(self._sums)} before, and now {_names(numbers)}")
+            raise ValueError(f"the metric returned {_names(self._sums)} before, but now {_names(numbers)}")
         for name, number in numbers.items():
             if rows or self._rule(name) == "sum":  # the mean over no rows is not a number
                 self._sums[name] += number * (rows if self._rule(name) == "mean" else 1)
@@ -89,7 +89,7 @@ class Totals:
             return
         if self._sums.keys() != other._sums.keys():
             raise ValueError(
-                f"the metric returns {_names(self._sums)} in one process, and {_names(other._sums)} in another"
+                f"the metric returns {_names(self._sums)} in one process, but {_names(other._sums)} in another"
             )
         for name, number in other._sums.items():
             self._sums[name] += number
@@ -102,7 +102,7 @@ class Totals:
             ValueError: there were no rows.
         """
         if self._sums is None or not self._rows:
-            raise ValueError("there are no rows to evaluate: the batches were empty, or there were none")
+            raise ValueError("nothing to evaluate: expected at least one batch with rows")
         results: dict[Any, float] = {}
         for name, total in self._sums.items():
             results[name] = total / self._rows if self._rule(name) == "mean" else total

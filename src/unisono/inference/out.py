@@ -45,7 +45,7 @@ class OutFiller:
             leaves, spec = pytree.flatten(out)
             axes, paddings = rules.axes(spec)
         except ValueError as error:
-            error.add_note("out has to have a form like the output's")
+            error.add_note("out must have the shape of the output: a tuple for a tuple, a dict for a dict")
             raise
         self._targets = {
             path: _Target(_tensor_over(leaf, f"out{path}"), axis, padding)
@@ -62,8 +62,8 @@ class OutFiller:
             leaves = dict(pytree.leaves(output))
             if leaves.keys() != self._targets.keys():
                 raise ValueError(
-                    f"out has {_places(self._targets)}, and the output of batch {number} has {_places(leaves)}: give "
-                    "out a form like the output's"
+                    f"out has {_places(self._targets)}, but the output of batch {number} has "
+                    f"{_places(leaves)}: out must have the shape of the output"
                 )
             for path, leaf in leaves.items():
                 _write(leaf, self._targets[path], f"out{path}", f"output{path} of batch {number}")
@@ -73,8 +73,8 @@ class OutFiller:
         for path, target in self._targets.items():
             if target.num_rows is not None and target.num_filled < target.num_rows:
                 raise ValueError(
-                    f"out{path} of shape {tuple(target.tensor.shape)} has room for {target.num_rows} rows, and the "
-                    f"outputs have {target.num_filled} together: give one of exactly as many"
+                    f"out{path} of shape {tuple(target.tensor.shape)} has {target.num_rows} rows, but all "
+                    f"outputs together have {target.num_filled}: expected the same number"
                 )
 
 
@@ -87,18 +87,20 @@ def _write(leaf: Any, target: _Target, name: str, what: str) -> None:
     """
     if not isinstance(leaf, torch.Tensor) or not leaf.dim() or target.axis is None:
         kind = "a 0-dim tensor" if isinstance(leaf, torch.Tensor) else type(leaf).__name__
-        raise ValueError(f"{what} has no rows (it is {kind}), and {name} takes rows: iterate over the map instead")
+        raise ValueError(
+            f"{what} has no batch dimension (it is {kind}), but {name} stores rows: iterate over the map instead"
+        )
     tensor, start, axis = target.tensor, target.num_filled, target.axis
     padded = () if target.padding is None else padded_axes(what, leaf, axis % leaf.ndim, target.padding)
     if leaf.ndim != tensor.ndim or target.num_rows is None or not _fits(leaf, target, padded):
-        off = "".join(f", or shorter on axis {dim}, which is padded" for dim in padded)
+        off = "".join(f", or shorter on dimension {dim}, which is padded" for dim in padded)
         raise ValueError(
-            f"{name} has the shape {tuple(tensor.shape)}, of which {start} rows are filled, and {what} has the shape "
-            f"{tuple(leaf.shape)}: they have to be equal but for the rows (axis {axis}){off}, and there has to be room "
-            "for all rows of all batches"
+            f"{name} has the shape {tuple(tensor.shape)}, with {start} rows filled, but {what} has the shape "
+            f"{tuple(leaf.shape)}: expected equal sizes except in dimension {axis}{off}, and enough room for the "
+            "rows of all batches"
         )
     if not torch.can_cast(leaf.dtype, tensor.dtype):
-        raise ValueError(f"{name} is of {tensor.dtype}, which cannot hold the {leaf.dtype} of {what}")
+        raise ValueError(f"{name} is {tensor.dtype}, which cannot hold the {leaf.dtype} of {what}")
     place = tensor.narrow(axis, start, leaf.size(axis))
     if place.shape != leaf.shape and target.padding is not None:
         place.fill_(target.padding.value)
@@ -125,22 +127,22 @@ def _tensor_over(out: Any, name: str) -> torch.Tensor:
         if out.layout != torch.strided or any(
             size > 1 and not stride for size, stride in zip(out.shape, out.stride(), strict=True)
         ):
-            raise ValueError(f"{name}: expected a dense tensor whose elements have memory of their own (no expand)")
+            raise ValueError(f"{name}: expected a dense tensor in which no elements share memory (no expand)")
         return out.detach()
     interface = getattr(out, "__array_interface__", None)
     if interface is None:
-        raise TypeError(f"{name}: expected a tensor or an array of numpy's, got {type(out).__name__}")
+        raise TypeError(f"{name}: expected a tensor or a numpy array, got {type(out).__name__}")
     if interface["data"][1]:
         raise ValueError(f"{name}: the array is read-only; open a memory map with mode='r+' or 'w+'")
     try:
         tensor = torch.as_tensor(out, device="cpu")  # whatever the default device is: there its memory is
     except (TypeError, ValueError):
         raise TypeError(
-            f"{name}: torch cannot write into an array of {out.dtype} with the strides {out.strides}: expected numbers "
-            "in this machine's byte order, and strides that are not negative"
+            f"{name}: torch cannot write into an array of {out.dtype} with the strides {out.strides}: "
+            "expected this machine's byte order and positive strides"
         ) from None
     if tensor.numel() and tensor.data_ptr() != interface["data"][0]:
-        raise TypeError(f"{name}: torch cannot write into this {type(out).__name__}; give an array of numpy's")
+        raise TypeError(f"{name}: torch cannot write into this {type(out).__name__}; give a numpy array")
     return tensor
 
 

@@ -35,9 +35,9 @@ _MAPPING = "the outputs of a map"
 _OUTPUT, _NO_MORE, _FAILED, _CLOSED = range(4)
 _SAMPLED = 64  # numbers of each tensor that are compared
 _DIFFERENT_BATCHES = (
-    "the processes have been given different batches. Under a launcher map and evaluate take the same batches in every "
-    "process, in the same order, and each process computes its part of them: no DistributedSampler, no shuffling, and "
-    "random augmentation from equal seeds."
+    "the processes got different batches. Under a launcher give map and evaluate the same batches in every "
+    "process, in the same order; each process computes its part. So use no DistributedSampler and no "
+    "shuffling, and equal seeds for random augmentation."
 )
 _CPU = torch.device("cpu")
 
@@ -149,7 +149,7 @@ class RankMap(OutputIterator):
         if _CLOSED in statuses:
             self._end()
             if statuses[0] != _CLOSED:
-                raise RuntimeError(f"rank {statuses.index(_CLOSED)} has ended its map before all outputs were gathered")
+                raise RuntimeError(f"rank {statuses.index(_CLOSED)} closed its map before all outputs were gathered")
             return
         if set(statuses) == {_NO_MORE}:
             self._end()
@@ -164,7 +164,7 @@ class RankMap(OutputIterator):
         if rank:
             if _FAILED in statuses:
                 failed = number * world_size + statuses.index(_FAILED)
-                raise error or RuntimeError(f"rank {statuses.index(_FAILED)} has failed at batch {failed}")
+                raise error or RuntimeError(f"rank {statuses.index(_FAILED)} failed at batch {failed}")
             return
         for other, how in enumerate(statuses):
             if how == _OUTPUT:
@@ -173,7 +173,7 @@ class RankMap(OutputIterator):
                     value = pytree.map_all_tensors(lambda tensor: _devices.copy_to(tensor, self._device), value)
                 self._gathered.append(Outcome(value))
             elif how == _FAILED:
-                text = f"batch {number * world_size + other} has failed on rank {other}: {values[other]}"
+                text = f"batch {number * world_size + other} failed on rank {other}: {values[other]}"
                 self._gathered.append(Outcome(error=RuntimeError(text) if error is None or other else error))
                 break
 
@@ -227,7 +227,7 @@ def merged(communicator: Communicator, own_batches: RankBatches, totals: Totals,
         raise error
     for rank, (_, _, other) in enumerate(all_ranks):
         if other is not None:
-            raise RuntimeError(f"the evaluation has failed on rank {rank}: {other}")
+            raise RuntimeError(f"the evaluation failed on rank {rank}: {other}")
     _check_same_batches(digest for _, digest, _ in all_ranks)
     result: Totals = all_ranks[0][0]
     for other, _, _ in all_ranks[1:]:

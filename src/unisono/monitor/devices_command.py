@@ -10,36 +10,40 @@ from unisono.monitor.inventory import take_inventory
 from unisono.monitor.nvml import GpuReader
 from unisono.monitor.report import lines_of
 
-SUMMARY = "say what this machine has, and what of it is free: accelerators, links, cores, limits"
+SUMMARY = "list this machine's accelerators, links, cores and limits, and which are free"
 
 DESCRIPTION = """\
-Say what this machine has and what torch makes of it: each accelerator with its memory, cores, place in PCI order and
-whether it is free now; what CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER do to the numbers; copies between accelerators,
-measured where both are free; the shares that balance unequal ones; cores, threads, cgroup limits, memory and NUMA nodes
-of the CPU.
+List this machine's devices as torch sees them: each accelerator with its memory, cores, place in PCI order and
+whether it is free; how CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER number them; the speed of copies between
+accelerators, measured where both are free; the shares that balance unequal ones; cores, threads, cgroup limits,
+memory and NUMA nodes of the CPU.
 
-Load, processes and hidden GPUs are the driver's figures, and need nvidia-ml-py (pip install nvidia-ml-py).
+Load, processes and hidden GPUs come from the driver, and need nvidia-ml-py (pip install nvidia-ml-py).
 """
 
 EXAMPLES = """\
 examples:
   unisono devices
-  CUDA_VISIBLE_DEVICES=5,6,7 unisono devices      what these become: 0, 1 and 2
-  unisono devices --no-bandwidth                  without the copies, which take some seconds with many accelerators
+  CUDA_VISIBLE_DEVICES=5,6,7 unisono devices      how they are numbered: 0, 1 and 2
+  unisono devices --no-bandwidth                  without measuring copies, which takes seconds with many accelerators
   unisono devices --json | jq -r '.accelerators[] | select(.is_free) | .device'
 
-"free" means: at most a tenth of the time busy, and at most a tenth of the memory taken.
+"free": busy at most a tenth of the time, and at most a tenth of the memory in use
 
 exit status:
-  0  everything could be read
-  1  an accelerator is there but cannot be used
-  2  the arguments cannot be used
+  0  everything was read
+  1  torch lists an accelerator that it cannot use
+  2  a wrong argument
 """
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="one JSON object, in bytes, seconds and parts of 1")
-    parser.add_argument("--no-bandwidth", action="store_true", help="measure no copies between accelerators")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON object; sizes in bytes, times in seconds, shares between 0 and 1",
+    )
+    parser.add_argument("--no-bandwidth", action="store_true", help="do not measure copies between accelerators")
 
 
 def run(given: dict[str, Any]) -> int:

@@ -54,7 +54,7 @@ class GpuReader:
             self.driver = pynvml.nvmlSystemGetDriverVersion()
             self._handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
         except pynvml.NVMLError as error:
-            self.problem = f"NVIDIA's driver cannot be asked ({error})"
+            self.problem = f"cannot read NVIDIA's driver ({error})"
             return
         self._library = pynvml
 

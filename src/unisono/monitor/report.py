@@ -39,7 +39,7 @@ def _accelerators(inventory: Inventory) -> Iterator[str]:
     if inventory.driver is not None:
         yield f"driver {inventory.driver}" + _if(inventory.cuda, "; torch is built for CUDA {}")
     if inventory.gpus_unread:
-        yield f"driver, load and processes are not known: {inventory.gpus_unread}"
+        yield f"driver, load and processes: unknown, {inventory.gpus_unread}"
     seen = [accelerator.gpu for accelerator in found]
     if hidden := [f"{gpu.number} ({gpu.name})" for gpu in inventory.gpus if gpu not in seen]:
         yield f"GPUs that this process does not see: {', '.join(hidden)}"
@@ -81,7 +81,7 @@ def _numbering(inventory: Inventory) -> Iterator[str]:
         seen = [f"{entry} is {name}" for entry, name in zip(entries, names, strict=False)]
         yield f"{given}: {', '.join(seen) or 'no GPU is seen'}"
         if seen and len(seen) < len(entries):
-            yield f"{entries[len(seen)] or 'an empty entry'} names no GPU, so nothing from there on is seen"
+            yield f"{entries[len(seen)] or 'an empty entry'} is not a GPU, so CUDA ignores it and all after it"
     addresses = [each.pci for each in inventory.accelerators if each.pci is not None]
     if len(addresses) > 1 and inventory.device_order != _PCI_ORDER:
         here = "which is the same here"
@@ -93,7 +93,7 @@ def _numbering(inventory: Inventory) -> Iterator[str]:
 def _link(link: DeviceLink) -> str:
     facts = {True: ["peer access"], False: ["no peer access"], None: []}[link.peer_access]
     if link.problem is not None:
-        facts.append(f"cannot be copied: {link.problem}")
+        facts.append(f"cannot copy: {link.problem}")
     else:
         facts.append("not measured" if link.bytes_per_s is None else f"{link.bytes_per_s / 1e9:.3g} GB/s")
     if link.arrives is False:
@@ -111,7 +111,7 @@ def _cpu(cpu: Cpu) -> Iterator[str]:
     yield f"{_INDENT}intra-op threads: {threads} (OMP_NUM_THREADS: {variable})"
     if threads > cores:
         yield (
-            f"{_INDENT}warning: {threads} intra-op threads, and cores for {cores}: they wait for each other. Set "
+            f"{_INDENT}warning: {threads} intra-op threads on {cores} cores wait for each other. Set "
             f"OMP_NUM_THREADS={cores}"
         )
     if cpu.memory_bytes is not None:

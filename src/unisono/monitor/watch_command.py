@@ -15,13 +15,13 @@ from unisono.monitor.nvml import GpuReader
 _EVERY_S = 1.0
 _ANY_WIDTH = 1000  # columns, where the output is no terminal
 
-SUMMARY = "show what runs now: load and memory of GPUs and cores, and the processes that use them"
+SUMMARY = "show the load and memory of GPUs and cores, and the processes that use them, live"
 
 DESCRIPTION = """\
-Show, once a second, the load, memory, temperature and power of each NVIDIA GPU, the load of the cores, and all users'
-processes that compute on a GPU or keep a tenth of a core busy, with what they use. Ctrl-C ends it.
+Show, once a second, the load, memory, temperature and power of each NVIDIA GPU, the load of the cores, and the
+processes of all users that compute on a GPU or use a tenth of a core. Ctrl-C ends it.
 
-On a terminal the table stays in place. Elsewhere each sample is a paragraph; with --json it is a line of JSON.
+In a terminal the table is updated in place. Elsewhere each sample is a paragraph; with --json it is a line of JSON.
 """
 
 EXAMPLES = """\
@@ -33,8 +33,8 @@ examples:
 
 exit status:
   0  shown; also after Ctrl-C
-  1  the output cannot be written any more
-  2  nothing was shown: the arguments cannot be used
+  1  the output can no longer be written
+  2  a wrong argument
 """
 
 

@@ -30,20 +30,21 @@ _SECONDS = 5.0  # of measuring a step
 _time = functools.partial(parse_quantity, units=SECONDS)
 _size = functools.partial(parse_quantity, units=BYTES)
 
-SUMMARY = "say how far a training step will scale, up to 1,024 devices"
+SUMMARY = "predict how far a training step will scale, up to 1,024 devices"
 
 DESCRIPTION = """\
-How far will it scale? From one training step and the links between devices, predict the time of a step and the
-efficiency on 1, 2, 4, ... 1,024 devices: ring, tree and two-level all-reduce by the alpha-beta model, overlapped with
-backward bucket by bucket. Every device keeps its rows, so the whole batch grows (weak scaling), unless --strong.
+How far will it scale? Predict the time of a step and the efficiency on 1, 2, 4, ... 1,024 devices from one training
+step and the links between devices: ring, tree and two-level all-reduce by the alpha-beta model, overlapped with
+backward bucket by bucket. Each device has the same number of rows (samples), so the whole batch grows (weak scaling);
+--strong divides one batch.
 
-The step is one of yours, measured here on one device (package.module:build, as for `unisono bench`; its batch is what
-each device has), or is described by --compute and --gradients.
+The step is measured here on one device for your model (package.module:build, as for `unisono bench`; its batch is
+that of one device), or given by --compute and --gradients.
 """
 
 EXAMPLES = """\
 examples:
-  unisono plan train:build                       a model of yours, measured here
+  unisono plan train:build                       your model, measured here
   unisono plan train:build --between 100gbit     with another network
   unisono plan --compute 292ms --gradients 102MB --inside pcie3 --between 25gbe
   unisono plan --compute 292ms --gradients 102MB --between 50us,10Gbit/s --devices-per-machine 4
@@ -64,20 +65,30 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     inside, between, bucket = (f"(default: {_DEFAULTS[name]})" for name in ("inside", "between", "bucket"))
     machine = f"(default: {_DEVICES_PER_MACHINE}; 1 for a step measured on a CPU)"
     best = f"(default: {BEST}, the fastest of the others for each number of devices)"
-    parser.add_argument("target", nargs="?", metavar=TARGET, help="a model of yours, measured here")
+    parser.add_argument("target", nargs="?", metavar=TARGET, help="your model, measured here")
     add = parser.add_argument_group("the step, if it is not measured here").add_argument
-    add("--compute", type=_time, metavar="TIME", help="of a whole step on one device; backward takes two thirds of it")
-    add("--gradients", type=_size, metavar="SIZE", help="of all parameters together")
+    add(
+        "--compute",
+        type=_time,
+        metavar="TIME",
+        help="time of a whole step on one device; backward is taken as two thirds of it",
+    )
+    add("--gradients", type=_size, metavar="SIZE", help="size of the gradients of all parameters together")
     add = parser.add_argument_group("where").add_argument
-    add("--inside", type=parse_link, metavar="LINK", help=f"between devices of a machine {inside}")
-    add("--between", type=parse_link, metavar="LINK", help=f"between machines; a machine's devices share it {between}")
+    add("--inside", type=parse_link, metavar="LINK", help=f"link between devices of one machine {inside}")
+    add(
+        "--between",
+        type=parse_link,
+        metavar="LINK",
+        help=f"link between machines; the devices of a machine share it {between}",
+    )
     add("--devices-per-machine", type=number(int, 1), metavar="N", help=machine)
     add = parser.add_argument_group("how").add_argument
-    add("--bucket", type=_size, metavar="SIZE", help=f"gradients reduced at once {bucket}")
+    add("--bucket", type=_size, metavar="SIZE", help=f"size of a bucket: gradients that are reduced together {bucket}")
     add("--all-reduce", choices=(BEST, *ALGORITHMS), help=best)
-    add("--strong", action="store_true", help="the devices share the batch that one has")
+    add("--strong", action="store_true", help="strong scaling: the devices share one device's batch")
     add = parser.add_argument_group("results").add_argument
-    add("--output", type=folder, metavar="DIR", help="the folder for them (default: runs/plan)")
+    add("--output", type=folder, metavar="DIR", help="the folder for the results (default: runs/plan)")
 
 
 def needed(given: dict[str, Any]) -> tuple[str, ...]:
@@ -100,7 +111,7 @@ def run(given: dict[str, Any]) -> int:
     else:
         for name in ("compute", "gradients"):
             if name in given:
-                raise OptionError(f"{target} would be measured: leave out {target}, or --{name}")
+                raise OptionError(f"give either {target}, which is measured, or --{name}: leave one out")
         print(f"measuring {target} on one device, for some seconds", flush=True)
         step, device, rows, disturbance = _measured_step(target, bucket_bytes)
         print(f"measured with {rows} rows on {device}\n", flush=True)
@@ -133,7 +144,7 @@ def _described_step(given: dict[str, Any], bucket_bytes: float) -> StepCost:
     missing = [name for name in ("compute", "gradients") if name not in given]
     if missing:
         raise OptionError(
-            f"--{missing[0]} is missing: give a model of yours (package.module:build), or --compute and --gradients"
+            f"--{missing[0]} is missing: give your model (package.module:build), or --compute and --gradients"
         )
     compute_s: float = given["compute"]
     return StepCost(compute_s, _BACKWARD_FRACTION * compute_s, given["gradients"], bucket_bytes)
@@ -158,7 +169,7 @@ def _measured_step(target: str, bucket_bytes: float) -> tuple[StepCost, torch.de
         with current_folder_first():  # it may import more while it runs
             steps, disturbance = measure_here(step, _SECONDS)
     except Exception as error:
-        raise TargetError(f"{target} could not be measured: {one_line(error)}") from error
+        raise TargetError(f"cannot measure {target}: {one_line(error)}") from error
     gradient_bytes = sum(p.grad.nbytes for p in task.model.parameters() if p.grad is not None)
     if not gradient_bytes:
         raise TargetError(f"{target}: backward gave no parameter a gradient, so there is nothing to reduce")

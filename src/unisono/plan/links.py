@@ -73,7 +73,7 @@ def parse_quantity(text: str, units: dict[str, float], *, zero: bool = False) ->
     found = _NUMBER.fullmatch(text)
     value = float(found[1]) * units[found[2]] if found and found[2] in units else math.nan
     if not (0 < value < math.inf or (zero and value == 0)):
-        expected = f"expected a number {'from 0 up' if zero else 'above 0'} and one of the units {', '.join(units)}"
+        expected = f"expected a number {'from 0 up' if zero else 'above 0'} with one of the units {', '.join(units)}"
         raise argparse.ArgumentTypeError(f"{expected}; got {text!r}")
     return value
 

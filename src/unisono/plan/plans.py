@@ -12,8 +12,11 @@ from unisono.plan.prediction import BEST, COUNTS, Prediction, StepCost, predict
 
 GOOD = 0.9
 
-_WEAK = "Weak scaling: every device has the rows that one has, so the whole batch grows with the devices."
-_STRONG = "Strong scaling: the devices share the batch of one; computing time is taken as proportional to rows."
+_WEAK = "Weak scaling: every device has as many rows (samples) as one device alone, so the whole batch grows."
+_STRONG = (
+    "Strong scaling: the devices share one device's batch; computing time is assumed to be proportional to rows "
+    "(samples)."
+)
 
 
 @dataclass(frozen=True)
@@ -81,19 +84,19 @@ class ScalingPlan:
             return no_verdict(self.disturbance)
         good_for = self.good_up_to()
         if good_for == COUNTS[-1]:
-            said = f"Efficiency stays above 90 % up to {good_for:,} devices, the most that were predicted."
+            said = f"Efficiency stays above 90 % up to {good_for:,} devices, the largest number in the table."
             return f"{said} {_UPPER_BOUND}"
         first_bad = self.predictions[COUNTS.index(good_for) + 1]
         said = f"Efficiency stays above 90 % up to {good_for:,} devices; beyond that,"
         if good_for == 1:
-            said = f"Efficiency is {percent(first_bad.efficiency)} on 2 devices already;"
+            said = f"Efficiency is only {percent(first_bad.efficiency)} on 2 devices;"
         what, better = self._limit(first_bad.num_devices)
         helped = better.good_up_to() if better is not None else good_for
-        remedy = f" With one twice as good it would stay above 90 % up to {helped:,} devices."
+        remedy = f" If that were twice as good, efficiency would stay above 90 % up to {helped:,} devices."
         if helped == good_for:
-            remedy = " One twice as good would not change that." if better is not None else ""
+            remedy = " Twice as good would not be enough." if better is not None else ""
         fastest = max(self.predictions, key=lambda one: one.num_devices * one.efficiency).num_devices
-        peak = "" if fastest == COUNTS[-1] else f" More than {fastest:,} are slower than {fastest:,}."
+        peak = "" if fastest == COUNTS[-1] else f" More than {fastest:,} devices are slower than {fastest:,}."
         return f"{said} {what} limits it.{remedy}{peak} {_UPPER_BOUND}"
 
     def _limit(self, num_devices: int) -> tuple[str, "ScalingPlan | None"]:

@@ -74,7 +74,7 @@ def register_batch_type(
             argument is not callable.
     """
     if not isinstance(cls, type) or cls in (object, torch.Tensor, tuple, list, dict):
-        raise TypeError(f"cls={cls!r}: expected a class of your own or of a library")
+        raise TypeError(f"cls={cls!r}: expected a class that you or a library defined")
     for name, function in (("scatter", scatter), ("gather", gather), ("rows", rows)):
         if not callable(function):
             raise TypeError(f"{name}={function!r}: expected a function")
@@ -113,7 +113,7 @@ def _parts_by_pickle(value: Any) -> Parts:
         taker.dump(value)
     except Exception as error:
         error.add_note(
-            "a registered batch type is sent to the replicas by pickle, which cannot serialise this "
+            "a registered batch type is copied to the replicas by pickle, which cannot serialise this "
             f"{type(value).__name__}"
         )
         raise
@@ -219,8 +219,9 @@ def _cache_rows(cache: Any) -> int | None:
     rows = {tensor.shape[0] for tensor in tensors if tensor.dim()}
     if len(rows) > 1:
         raise ValueError(
-            f"the layers of this {type(cache).__name__} have different numbers of rows, {sorted(rows)}: expected those "
-            "of the batch in each. Register how it is split and joined: unisono.register_batch_type."
+            f"the layers of this {type(cache).__name__} have different batch sizes, {sorted(rows)}: expected "
+            "the same in each layer. For another layout, register how it is split and joined: "
+            "unisono.register_batch_type."
         )
     return next(iter(rows), None)
 
@@ -244,8 +245,8 @@ def _gather_caches(caches: Sequence[Any]) -> Any:
         if not all(same_value(given[0], value) for value in given[1:]):
             each = "; ".join(f"replica {index}: {value}" for index, value in enumerate(given))
             raise ValueError(
-                f"cannot gather the replicas' {type(caches[0]).__name__}s: they differ in {path} ({each}). Give all "
-                "replicas sequences of one length, padded; or leave the cache out of the output: use_cache=False."
+                f"cannot gather the replicas' {type(caches[0]).__name__}s: they differ in {path} ({each}). "
+                "Pad all sequences to one length; or leave the cache out of the output: use_cache=False."
             )
     joined = [torch.cat(tensors) if tensors[0].dim() else tensors[0] for tensors in zip(*each_tensors, strict=True)]
     return _parts_of_cache(caches[0])[1](joined)
@@ -260,8 +261,8 @@ def _parts_of_cache(cache: Any) -> Parts:
     for half in (getattr(cache, "self_attention_cache", None), getattr(cache, "cross_attention_cache", None)):
         if half is not None and batch_type_of(half) is None:
             raise TypeError(
-                f"this {type(cache).__name__} of a {type(half).__name__} cannot be split or joined: that has no rows "
-                "yet, but room for some. Give a DynamicCache, or leave it out: use_cache=False."
+                f"cannot split or join this {type(cache).__name__}: its {type(half).__name__} is preallocated "
+                "and still empty. Give a DynamicCache, or leave it out: use_cache=False."
             )
     tensors, rebuild = _parts_by_pickle(cache)
 

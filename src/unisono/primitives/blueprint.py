@@ -40,9 +40,9 @@ _OWN_ATTRIBUTES = list(nn.Module().__dict__)
 _FIRST_OWN, _LAST_OWN = _OWN_ATTRIBUTES[0], _OWN_ATTRIBUTES[-1]
 _NUM_BEFORE_LAST = len(_OWN_ATTRIBUTES) - 1
 _INDISTINCT = (
-    "the hook {hook} refers to the module that it is registered for ({module}), and several replicas, or parts of a "
-    "batch, on one device ({devices}) call it: what it keeps by module, or by device, may be that of one of them only. "
-    "Use it with the plain module, model.module, or with replicas on devices of their own."
+    "the hook {hook} holds its module ({module}), and several replicas or parts of a batch on one device "
+    "({devices}) call it. What it stores by module or by device may be of one replica only. Use the hook on "
+    "the plain module, model.module, or give each replica its own device."
 )
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 _UNINITIALIZED = {nn.UninitializedParameter, nn.UninitializedBuffer}
@@ -344,7 +344,7 @@ class Blueprint:
         if torch_private.is_scripted(module):
             if not torch_private.can_take_scripts_apart():
                 raise TypeError(
-                    f"{cls.__name__} is a ScriptModule, which cannot be replicated with torch {torch.__version__}: "
+                    f"{cls.__name__} is a ScriptModule, which torch {torch.__version__} cannot replicate: "
                     "wrap the Python module that it was made from"
                 )
             self._script_classes.add(cls)
@@ -449,8 +449,8 @@ def check_initialized(root: nn.Module, tensors: Iterable[torch.Tensor | None]) -
     path, module, name = next(uninitialized, ("", root, "parameters"))  # none if an attribute's module has it
     where = f"layer {path!r} ({type(module).__name__})" if path else type(module).__name__
     raise ValueError(
-        f"Attempted to use an uninitialized parameter: {where} does not know the shape of its {name!r} yet. It learns "
-        "it from its first input. Before it runs on several devices, and before the optimizer is made, call the plain "
-        "module once, such as `with torch.no_grad(): model(inputs[:1])`; the plain module of a wrapper is "
+        f"Attempted to use an uninitialized parameter: {where} does not know the shape of its {name!r} yet; "
+        "its first input decides it. Before you wrap the module and make the optimizer, call the plain "
+        "module once: `with torch.no_grad(): model(inputs[:1])`. In a wrapper the plain module is "
         "`model.module`."
     )

@@ -42,6 +42,8 @@ def check_names(given: Iterable[str], known: Collection[str], function: str, adv
         if name in known:
             continue
         meant = advice.get(name) or next(iter(get_close_matches(name, known, 1)), "")
+        if meant.isidentifier() and meant not in known:  # what another function has
+            meant = ""
         if meant in known:
             meant = f"did you mean {meant}?"
         raise TypeError(f"{function} has no argument {name!r}; {meant or 'it has ' + ', '.join(known)}")

@@ -19,12 +19,12 @@ from unisono.runtime.model_warnings import ModelWarnings
 
 _SCALAR_RULES = ("stack", "mean", "sum")
 _DIM_1 = (
-    "{name}(batch_first=False) has its rows on axis 1, in its input, its output and its hidden state, and DataParallel "
-    "with dim=0 splits and joins axis 0. Write DataParallel(module, ..., dim=1)."
+    "{name}(batch_first=False) has its batch on dimension 1 in input, output and hidden state; DataParallel "
+    "splits and joins dimension 0. Write DataParallel(module, ..., dim=1)."
 )
 _OUT_DIMS = (
-    "{name}(batch_first=True) has the rows of its hidden state on axis 1, and DataParallel with dim=0 joins it on axis "
-    "0. Write DataParallel(module, ..., out_dims=(0, 1))."
+    "{name}(batch_first=True) has the batch of its hidden state on dimension 1; DataParallel joins it along "
+    "dimension 0. Write DataParallel(module, ..., out_dims=(0, 1))."
 )
 
 
@@ -70,9 +70,9 @@ def pad(dim: int | Sequence[int], value: float = 0, *, rows: int | None = None) 
     dims = tuple(dim) if isinstance(dim, Sequence) and not isinstance(dim, str) else (dim,)
     for axis in (*dims, *([] if rows is None else [rows])):
         if not isinstance(axis, int) or isinstance(axis, bool):
-            raise TypeError(f"pad: {axis!r} is no axis: expected an int, or a tuple of these for dim")
+            raise TypeError(f"pad: {axis!r} is not a dimension: expected an int, or a tuple of ints")
     if not dims:
-        raise TypeError("pad: dim is empty: expected the axis on which sizes may differ")
+        raise TypeError("pad: dim is empty: expected the dimension whose size may differ between replicas")
     if not isinstance(value, int | float):
         raise TypeError(f"pad: value={value!r}: expected a number")
     return Padding(dims, value, rows)
@@ -122,7 +122,7 @@ def warn_if_rows_elsewhere(module: nn.Module, dim: int, out_dims: Any) -> bool:
 def check_dim(dim: object) -> int:
     """Return `dim`; raise TypeError if it cannot be the axis of the rows."""
     if not isinstance(dim, int) or isinstance(dim, bool):
-        raise TypeError(f"dim={dim!r}: expected an int, the axis that holds the rows")
+        raise TypeError(f"dim={dim!r}: expected an int, the batch dimension")
     return dim
 
 
@@ -135,20 +135,20 @@ def check_dims(dims: object, argument: str) -> Any:
         return dims
     for path, entry in pytree.leaves(dims, argument):
         if isinstance(entry, Padding) and argument == "in_dims":
-            raise TypeError(f"{path}={entry!r}: inputs are not padded; pad() is an entry of out_dims")
+            raise TypeError(f"{path}={entry!r}: inputs cannot be padded; use pad() in out_dims")
         if isinstance(entry, Padding):
             continue
         if entry is not None and (not isinstance(entry, int) or isinstance(entry, bool)):
             raise TypeError(
-                f"{path}={entry!r}: expected an int (the axis that holds the rows), None (no rows: whole), or tuples "
-                "and dicts of these, nested like what they describe"
+                f"{path}={entry!r}: expected an int (the batch dimension) or None (the same for every "
+                "replica), or tuples and dicts of these in the shape of the value"
             )
     return dims
 
 
 def check_scalars(scalars: object, argument: str = "scalars") -> Any:
     """Return `scalars`; raise TypeError or ValueError if it is no rule for 0-dim outputs."""
-    expected = 'expected "stack", "mean", "sum" or "mean:name", or these in tuples and dicts nested like the output'
+    expected = 'expected "stack", "mean", "sum" or "mean:name", or tuples and dicts of these in the shape of the output'
     for path, entry in pytree.leaves(scalars, argument):
         if not isinstance(entry, str):
             raise TypeError(f"{path}={entry!r}: {expected}")
@@ -183,8 +183,8 @@ def spread_inputs(
         entries = dict(enumerate(in_dims))
     else:
         raise ValueError(
-            f"in_dims={in_dims!r} has {len(in_dims)} entries for {num_inputs} positional inputs: give one each, or a "
-            "dict of names"
+            f"in_dims={in_dims!r} has {len(in_dims)} entries for {num_inputs} positional inputs: give one for "
+            "each, or a dict of names"
         )
     axes: list[int | None] = []
     for key, spec in zip((*range(num_inputs), *(kwargs.keys or ())), (*inputs.specs, *kwargs.specs), strict=True):
@@ -256,12 +256,12 @@ def _by_position(
         if key in kwargs or (isinstance(key, int) and not isinstance(key, bool) and key >= 0):
             entries[key] = entry
         elif not isinstance(key, str):
-            raise ValueError(f"in_dims has the key {key!r}: expected names of inputs, or positions from 0")
+            raise ValueError(f"in_dims has the key {key!r}: expected names of inputs, or positions (0, 1, ...)")
         elif key in given:
             positions = given[key] if isinstance(given[key], tuple) else [given[key]]
             entries.update(dict.fromkeys(positions, entry))
         elif key not in parameters and not takes_any:
-            raise ValueError(f"in_dims names {key!r}, which is no input: there are {', '.join(parameters)}")
+            raise ValueError(f"in_dims names {key!r}, but the inputs are: {', '.join(parameters)}")
     return entries
 
 
@@ -285,7 +285,7 @@ def _spread(rule: Any, spec: pytree.Spec, default: Any, argument: str) -> Iterat
         return
     kind = type(spec.value).__name__
     if spec.keys is None:
-        raise ValueError(f"{argument}={rule!r} is nested further than what it describes, a {kind}")
+        raise ValueError(f"{argument}={rule!r} is nested deeper than the value, a {kind}")
     if isinstance(rule, Sequence):
         if len(entries) != len(spec.keys):
             raise ValueError(f"{argument}={rule!r} has {len(entries)} entries for a {kind} of {len(spec.keys)}")

@@ -31,25 +31,28 @@ Place = Callable[[torch.Tensor, Placement], Sequence[Any]]
 _ONLY_LISTS = "lists as the only input"  # a kind of warnings
 _NAMED = 8  # inputs that a message names at most
 _WHOLE_ARRAY = (
-    "{path}, of type {type}, has as many entries as the batch has rows, and is no tensor: every replica gets all of "
-    "it. If each entry belongs to a row, give a tensor (torch.from_numpy), or a unisono.SampleList; if every replica "
-    "needs all: in_dims={in_dims}."
+    "{path} of type {type} has as many entries as the batch has rows, but it is not a tensor, so every "
+    "replica gets all of it. If each entry belongs to a row (a sample of the batch), give a tensor "
+    "(torch.from_numpy) or a unisono.SampleList. If every replica needs all: in_dims={in_dims}."
 )
 _WHOLE_OBJECT = (
-    "{path}, of type {type}, holds {held} with as many entries as the batch has rows, and is no container that is "
-    "split: every replica gets all of it. If each entry belongs to a row, say how it is split "
-    "(unisono.register_batch_type), or give its tensors one by one; if every replica needs all: in_dims={in_dims}."
+    "{path} of type {type} holds {held} with as many entries as the batch has rows. unisono does not know "
+    "how to split this class, so every replica gets all of it. If each entry belongs to a row (a sample of "
+    "the batch), register how it is split (unisono.register_batch_type), or give its tensors one by one. If "
+    "every replica needs all: in_dims={in_dims}."
 )
 _SPLIT_LIST = (
-    "{path} is a {type} of {entries} entries, and the tensors in each of them are split: a {type} is a container. If "
-    "each entry belongs to a row, give unisono.SampleList({path}); if each tensor has the rows of the batch: "
-    "in_dims={dim} says so."
+    "{path} is a {type} of {entries} entries: the tensors inside each entry are split, as in torch, and not "
+    "the {type} itself. If each entry is a row (a sample of the batch), give unisono.SampleList({path}). If "
+    "each tensor is a whole batch: in_dims={dim}."
 )
 _SPLIT = (
-    "the inputs were split by rows, {sizes}: {each}. An input that has no rows (class weights, a table, weights of "
-    "layers) goes whole to every replica if in_dims says so, such as in_dims={in_dims}"
+    "the inputs were split by rows, {sizes}: {each}. If an input has no batch dimension (class weights, a "
+    "table, weights of layers), give every replica all of it, such as in_dims={in_dims}"
 )
-_SPLIT_ENTRIES = "the inputs were split by rows, {sizes}: {each}. A list with one entry a row is a unisono.SampleList"
+_SPLIT_ENTRIES = (
+    "the inputs were split by rows, {sizes}: {each}. If a list has one entry for each row, make it a unisono.SampleList"
+)
 
 Flags: TypeAlias = tuple[tuple[Any, ...], tuple[str, ...]]  # of all leaves; and the names of the keyword inputs
 
@@ -111,7 +114,7 @@ class Arguments:
                 try:
                     rows = batch_type.rows(leaf)
                 except Exception as error:
-                    error.add_note(f"while {self.paths()[number]} was scattered")
+                    error.add_note(f"while scattering {self.paths()[number]}")
                     raise
                 if rows is not None:
                     counts[number] = rows
@@ -143,11 +146,11 @@ class Arguments:
         path = self.paths()[number]
         if leaf.is_nested:
             return TypeError(
-                f"cannot scatter {path}, a nested tensor: it has no axis along which it could be split. Give it padded "
+                f"cannot scatter {path}, a nested tensor: it has no dimension to split. Give it padded "
                 "(torch.nested.to_padded_tensor) with its lengths, or as a PackedSequence."
             )
         shape = tuple(leaf.shape)
-        return ValueError(f"cannot scatter {path} of shape {shape} along dim={axis}: it has no such axis")
+        return ValueError(f"cannot scatter {path} of shape {shape} along dim={axis}: it has no such dimension")
 
     def _different_rows(self, counts: dict[int, int], dim: int) -> ValueError:
         paths = self.paths()
@@ -159,10 +162,10 @@ class Arguments:
             axes[number] = None
         whole = _named([paths[number] for number in others])
         return ValueError(
-            f"cannot scatter tensors with different numbers of rows: {each}. Give every tensor the rows of the batch "
-            f"(tensor.expand). Or, if every replica needs all of {whole}: "
-            f"DataParallel(..., in_dims={in_dims_of(*self._structure(), axes, dim)}). A list with one entry a row is a "
-            "unisono.SampleList."
+            f"cannot scatter tensors with different numbers of rows (samples): {each}. Give every tensor one "
+            f"entry for each row (tensor.expand). If every replica needs all of {whole}: DataParallel(..., "
+            f"in_dims={in_dims_of(*self._structure(), axes, dim)}). Is it a list with one entry for each row? "
+            "Make it a unisono.SampleList."
         )
 
     def split(
@@ -440,8 +443,8 @@ def _parts(
     shards = list(batch_type.scatter(leaf, list(sizes))) if axis is not None else [leaf] * len(sizes)
     if len(shards) != len(sizes):
         raise ValueError(
-            f"the registered scatter of {type(leaf).__name__} returned {len(shards)} batches for the row counts "
-            f"{list(sizes)}: expected one each"
+            f"the registered scatter of {type(leaf).__name__} returned {len(shards)} batches for the row "
+            f"counts {list(sizes)}: expected one for each"
         )
     return [_placed(shard, index, place) for index, shard in enumerate(shards)]
 

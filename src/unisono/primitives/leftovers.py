@@ -34,32 +34,31 @@ from unisono.runtime.thread_pool import replica_path
 _MOST_NAMED = 6
 _FIRST = 3  # forwards of the plain composition, with the same hooks, that are watched: each has new replicas
 _ROWS_OF_ONE = (
-    "A buffer (register_buffer in __init__) fits what does not depend on the rows: the first replica's stays, which "
-    "has seen its own rows only. "
+    "A buffer (register_buffer in __init__) suits a value that does not depend on the rows: the first "
+    "replica's is kept, computed from its own rows only. "
 )
 _LOST = (
-    "forward of {model} assigns {names}: each replica does, for its own rows. Attributes and hooks of a replica, and "
-    "its parts of the inputs, end with its forward. So the model has not what one device would leave there. Return the "
-    f"value from forward, and keep the gathered one. {_ROWS_OF_ONE}What the first forward "
-    "makes, layers, parameters or hooks, make before wrapping: one forward of the plain module does, and an optimizer "
-    "finds them there."
+    "forward of {model} assigns {names}: each replica assigns its own value, computed from its own rows, "
+    "and it is lost when forward ends. Return the value from forward, and keep the gathered one. "
+    f"{_ROWS_OF_ONE}If the first forward creates layers, parameters or hooks, call the plain module once "
+    "before you wrap it; an optimizer finds them then."
 )
 _KEPT = (
-    "a hook keeps what it sees, {names}, and each replica calls it with its own rows, or with those of one of its "
-    "parts: what it keeps by name or in an attribute is one replica's, and a list is in the order of arrival. Return "
-    "what it sees from forward of {model}; or use the hook with the plain module, model.module."
+    "a hook stores {names}, and each replica calls it with its own rows, or with a part of them: a value "
+    "stored by name is one replica's, and a list is in the order in which replicas finish. Return the value "
+    "from forward of {model}; or use the hook on the plain module, model.module."
 )
 _SHARED = (
-    "forward of {model} writes into {names}, which all replicas share: each writes what it has of its own rows, in the "
-    "order in which replicas happen to run. What is written under a name is one replica's, a list is in the order of "
-    "arrival, and a count is that of replicas. So there is not what one device would leave there. Return the value "
+    "forward of {model} writes into {names}, which all replicas share: each writes values of its own "
+    "rows, in the order in which replicas happen to run. A value stored by name is one replica's, a list is "
+    "in that order, and a count counts replicas. So the result is not that of one device. Return the value "
     f"from forward, and keep the gathered one. {_ROWS_OF_ONE}"
 ).strip()
 _DRAWN = (
-    "{names} was drawn from while the replicas of {model} ran, or parts of a batch. They share it, in the order in "
-    "which they happen to run, and a part draws other numbers where it is computed once more in backward. So runs with "
-    "equal seeds may differ. Draw with torch's functions, for which each replica has a stream of its own; or draw "
-    "outside of the model, and pass the result to it as an input."
+    "{names} was drawn from while the replicas of {model} ran, or parts of a batch. They share this generator, in the "
+    "order in which they happen to run, and a part that backward computes a second time draws other numbers. So runs "
+    "with equal seeds may differ. Use torch's functions without generator=, for which each replica has its own stream; "
+    "or draw outside the model, and pass the result as an input."
 )
 _OF_EVERY_MODULE = {*nn.Module().__dict__} - {"training"}
 # Of torch's own classes, the attributes that follow from others: they are assigned again where they are used.

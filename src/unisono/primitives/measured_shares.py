@@ -139,9 +139,10 @@ class MeasuredShares:
         figures = "; ".join(f"{self._name(other)} {self._ms(self._rows, other)}" for _, other in others)
         to_write = f"device_ids=[{self._devices[0]!r}]" if self.on_first_device else self._name(weights)
         log.warning(
-            f"measured shares of {self._kind}, batches of {self._rows} rows: {self._name(weights)} is fastest, "
-            f"{self._ms(self._rows, weights)} a step" + (f" ({figures})" if figures else "") + ". "
-            f"It is kept. To have it at once, write {to_write}"
+            f"measured shares of {self._kind}, batches of {self._rows} rows: {self._name(weights)} is "
+            f"fastest, {self._ms(self._rows, weights)} per step"
+            + (f" ({figures})" if figures else "")
+            + f". These shares are kept. To skip the measurement next time, write {to_write}"
         )
 
     def _has_other_time(self, rows: int, seconds: float) -> bool:
@@ -151,9 +152,9 @@ class MeasuredShares:
     def _begin_anew(self, rows: int, seconds: float) -> None:
         if self.is_frozen:
             log.warning(
-                f"measured shares of {self._kind}: batches of {rows} rows take {1000 * seconds:.3g} ms for some time "
-                f"with {self._name(self.weights)}; those of {self._rows} rows took "
-                f"{self._ms(self._rows, self.weights)}. They are measured again."
+                f"measured shares of {self._kind}: batches of {rows} rows now take {1000 * seconds:.3g} ms "
+                f"with {self._name(self.weights)}, batches of {self._rows} rows took "
+                f"{self._ms(self._rows, self.weights)}. Measuring again."
             )
             self._patience *= 2  # so that what changes back and forth is not followed for ever
         self._begin()

@@ -30,33 +30,31 @@ _SIZES = "sizes in outputs"
 
 _MOST_NAMED = 4
 _LIST = (
-    "{path} is a {kind} with as many entries as each replica has rows: the first entries of all replicas are joined, "
-    "then the second ones, and so on. If each entry belongs to a row, return unisono.SampleList(entries). If not, "
-    "DataParallel(..., out_dims={as_now}) says that this is meant{or_whole}."
+    "{path} is a {kind} with as many entries as each replica has rows (samples): the first entries of all "
+    "replicas are joined, then the second ones, and so on, as in torch. If each entry belongs to a row, "
+    "return unisono.SampleList(entries). To keep this without the warning: DataParallel(..., "
+    "out_dims={as_now}){or_whole}."
 )
-_OR_WHOLE = "; out_dims={whole}, that every replica returns the same"
+_OR_WHOLE = "; if every replica returns the same: out_dims={whole}"
 _OTHER_ROWS = (
-    "{path} of shape {shape} comes from {rows} rows, and has {size} entries on axis {axis}, along which it is joined. "
-    "Write DataParallel(..., {remedies}. If neither is so, return one entry a row; or, for a sum or mean over the "
-    "rows, a 0-dim tensor, with scalars=."
+    "{path} of shape {shape} comes from {rows} rows (samples), but has {size} entries on dimension {axis}, "
+    "along which it is joined. Write DataParallel(..., {remedies}. Otherwise return one entry for each row; "
+    "or, for a sum or mean over rows, a 0-dim tensor with scalars=."
 )
 _ELSEWHERE = (
-    "out_dims={out_dims}) if {condition}; out_dims={as_now} if its entries follow the rows in order, as they are "
-    "joined now"
+    "out_dims={out_dims}) if {condition}; out_dims={as_now} if the entries follow the rows in order, as joined now"
 )
-_FILTERED = (
-    "out_dims={as_now}) if its entries follow the rows in order, as where forward filters rows: so they are joined now"
-)
+_FILTERED = "out_dims={as_now}) if the entries follow the rows in order, as when forward filters rows"
 _ONE_NUMBER = (
-    "{names} in each replica, of its own rows: from the replicas comes a list, with one entry a replica. Write "
-    'DataParallel(..., scalars="mean"), or "sum", to have one number; out_dims={whole} if every replica returns the '
-    "same; out_dims={as_now} if the list is meant. Numbers that belong to rows are a tensor, or "
-    "unisono.SampleList(entries): return one of these."
+    "{names} in each replica, computed from its own rows (samples): you get a list with one entry for each "
+    'replica. Write DataParallel(..., scalars="mean"), or "sum", for one number; out_dims={whole} if every '
+    "replica returns the same; out_dims={as_now} if you want the list. If the numbers belong to rows, return a "
+    "tensor or unisono.SampleList(entries)."
 )
 _SIZE = (
-    "{path} is {value} in each replica, which has {rows} of the batch's {total} rows, and is returned as it is. Take "
-    "the size of the gathered tensor, outside of the model; or, if it has nothing to do with rows, write "
-    "DataParallel(..., out_dims={whole})."
+    "{path} is {value} in each replica, which has {rows} of the {total} rows of the batch, and is returned "
+    "unchanged. Take the size of the gathered tensor, outside the model. If the number is not a batch size, "
+    "write DataParallel(..., out_dims={whole})."
 )
 
 
@@ -251,7 +249,7 @@ def _about_tensors(output: pytree.Spec, leaves: Sequence[Leaf], numbers: Sequenc
     as_now = _out_dims(output, leaves, {number: leaves[number].axis for number in numbers})
     remedies = _FILTERED.format(as_now=as_now)
     if found is not None or _have_one_shape(leaf):
-        condition = "every replica returns the same" if found is None else f"its rows are on axis {found}"
+        condition = "every replica returns the same" if found is None else f"its batch is on dimension {found}"
         out_dims = _out_dims(output, leaves, rows_on)
         remedies = _ELSEWHERE.format(out_dims=out_dims, condition=condition, as_now=as_now)
     return _OTHER_ROWS.format(

@@ -44,14 +44,14 @@ LiveTensors: TypeAlias = Sequence[Mapping[int, torch.Tensor]]
 Maker: TypeAlias = Callable[[Sequence[Any], torch.device], Any]  # a leaf's gathered value, from the joined tensors
 
 _STACKED = (
-    "gathering 0-dim outputs, such as a loss: they become a vector with one entry a replica. For the exact mean over "
-    'the batch write DataParallel(..., scalars="mean"), for a sum scalars="sum". The mean of the vector is another '
-    "number where replicas have different numbers of rows."
+    "Each replica returned a scalar (a loss?), so you get a vector with one entry for each replica. For the "
+    'exact mean over the batch write DataParallel(..., scalars="mean"), for a sum scalars="sum". The '
+    "vector's own mean is wrong if replicas have different numbers of rows (samples)."
 )
-_DIFFERENT_LENGTHS = (
-    "If the module pads its sequences (pad_packed_sequence), each replica pads to the longest of its own: give "
-    "total_length=, or have the outputs padded: DataParallel(..., out_dims=unisono.pad(axis)). If the rows are on "
-    "another axis, say so: DataParallel(..., out_dims=...)."
+_DIFFERENT_SIZES = (
+    "cannot gather {path} along dimension {axis}: {each}. Only {may_differ} may differ. Is the batch on "
+    "dimension {dim}? Pass out_dims={dim}{nested}. Does each replica pad to its own longest sequence? Pass "
+    "out_dims=unisono.pad({dim}){nested}, or total_length= to pad_packed_sequence."
 )
 
 
@@ -173,7 +173,7 @@ class Outputs:
             return Group(given, Stack())
         if not -first.ndim <= axis < first.ndim:
             raise ValueError(
-                f"cannot gather {path} of shape {tuple(first.shape)} along dim={axis}: it has no such axis"
+                f"cannot gather {path} of shape {tuple(first.shape)} along dim={axis}: it has no such dimension"
             )
         axis %= first.ndim
         placement = Shard(axis, tuple([tensor.shape[axis] for tensor in given]))
@@ -182,11 +182,7 @@ class Outputs:
         if len({tensor.shape[:axis] + tensor.shape[axis + 1 :] for tensor in given}) == 1:
             return Group(given, placement)
         if padding is None or len({_without_axes(tensor.shape, may_differ) for tensor in given}) > 1:
-            off = "".join(f", {dim}" for dim in padded)
-            where = f"axes {axis}{off} (joined, padded)" if padded else f"joined axis {axis}"
-            error = pytree.disagreement(path, f"sizes off the {where}", [tuple(t.shape) for t in given])
-            error.add_note(_DIFFERENT_LENGTHS)
-            raise error
+            raise _different_sizes(path, axis, padded, given)
         lengths = tuple([tuple([tensor.shape[dim] for dim in padded]) for tensor in given])
         return Group(given, PaddedShard(placement, padded, lengths, padding.value))
 
@@ -210,7 +206,7 @@ class Outputs:
             try:
                 return batch_type.gather(batches)
             except Exception as error:
-                error.add_note(f"while {path} was gathered")
+                error.add_note(f"while gathering {path}")
                 raise
 
         return gathered
@@ -227,8 +223,8 @@ class Outputs:
             given = self._sibling(path, name)
             if any(isinstance(value, torch.Tensor) and value.requires_grad for value in given):
                 raise ValueError(
-                    f'scalars="mean:{name}" for {path}: {name!r} requires a gradient, and a weight counts as a '
-                    'constant. detach() it in forward; or return a sum in place of the mean, with "sum" for both, and '
+                    f'scalars="mean:{name}" for {path}: {name!r} requires a gradient, but a weight must be a '
+                    f'constant. Call {name}.detach() in forward; or return sums with scalars="sum", and '
                     "divide outside."
                 )
             amounts = [float(value) for value in given]  # on an accelerator, waits for it
@@ -236,7 +232,7 @@ class Outputs:
             amounts = [float(amount) for amount in self._means_over]
         else:
             raise ValueError(
-                'scalars="mean": the number of rows of each replica is not known here; gather inside forward'
+                'scalars="mean": the number of rows of each replica is unknown here; call gather inside forward'
             )
         total = sum(amounts)
         return tuple(amount / total for amount in amounts) if total else (1 / num_replicas,) * num_replicas
@@ -250,8 +246,8 @@ class Outputs:
                     if all(_is_number(v) or (isinstance(v, torch.Tensor) and v.numel() == 1) for v in given):
                         return given
         raise ValueError(
-            f'scalars="mean:{name}" for {path}: expected an output {name!r} beside it that is a number or a 0-dim '
-            f"tensor; there are {', '.join(self._paths)}"
+            f'scalars="mean:{name}" for {path}: expected an output {name!r} beside it, a number or a 0-dim '
+            f"tensor; the outputs are {', '.join(self._paths)}"
         )
 
 
@@ -285,8 +281,8 @@ def _taken_apart(whole: Collection[int], leaf: Any) -> Any:
     return pytree.Items(type(leaf), [pytree.map_leaves(partial(_taken_apart, whole), item) for item in leaf])
 
 
-_NOTHING_TO_JOIN = "it has no rows to join"
-_NOT_MADE_AGAIN = "its class does not make the same object again from what iterating over it yields"
+_NOTHING_TO_JOIN = "it cannot be split into rows"
+_NOT_MADE_AGAIN = "its class does not rebuild the same object from its items"
 
 
 def _why_whole(value: Any) -> str | None:
@@ -297,7 +293,7 @@ def _why_whole(value: Any) -> str | None:
     an object is taken apart only if its class makes the same object again from its own items.
     """
     if isinstance(value, Set):
-        return "a set has no order by which the replicas' items could be matched"
+        return "a set has no order, so the replicas' items cannot be matched"
     if not isinstance(value, Iterable) or isinstance(value, Iterator | Mapping | nn.Module | range | memoryview):
         return _NOTHING_TO_JOIN
     try:
@@ -337,14 +333,14 @@ def padded_axes(path: str, tensor: torch.Tensor, rows: int, padding: Padding) ->
     shape = tuple(tensor.shape)
     for dim in padding.dims:
         if not -tensor.ndim <= dim < tensor.ndim or dim % tensor.ndim == rows:
-            problem = "the axis of the rows" if -tensor.ndim <= dim < tensor.ndim else "no axis of it"
+            problem = "the batch dimension" if -tensor.ndim <= dim < tensor.ndim else "not one of its dimensions"
             raise ValueError(f"cannot gather {path} of shape {shape} by {padding!r}: {dim} is {problem}")
     if tensor.layout != torch.strided:
         raise ValueError(
-            f"cannot gather {path} by {padding!r}: a sparse tensor cannot be padded; return it .to_dense()"
+            f"cannot gather {path} by {padding!r}: a sparse tensor cannot be padded; return tensor.to_dense()"
         )
     if not _holds(tensor.dtype, padding.value):
-        raise ValueError(f"cannot gather {path} by {padding!r}: its dtype {tensor.dtype} cannot hold that value")
+        raise ValueError(f"cannot gather {path} by {padding!r}: dtype {tensor.dtype} cannot hold this value")
     return tuple(dict.fromkeys(dim % tensor.ndim for dim in padding.dims))
 
 
@@ -352,6 +348,28 @@ def _holds(dtype: torch.dtype, value: float) -> bool:
     if dtype.is_floating_point or dtype.is_complex:
         return math.isfinite(value) == bool(torch.tensor(value, dtype=dtype, device="cpu").isfinite())
     return math.isfinite(value) and torch.tensor(value, device="cpu").to(dtype).item() == value
+
+
+def _different_sizes(path: str, axis: int, padded: Sequence[int], given: Sequence[torch.Tensor]) -> ValueError:
+    """Return the error for outputs whose sizes differ in a dimension that is neither joined nor padded."""
+    shapes = [tuple(tensor.shape) for tensor in given]
+    may_differ = f"dimension {axis}"
+    if padded:
+        may_differ = f"dimensions {axis} (joined), {', '.join(map(str, padded))} (padded)"
+    return ValueError(
+        _DIFFERENT_SIZES.format(
+            path=path,
+            axis=axis,
+            each=", ".join(f"replica {i} returned {shape}" for i, shape in enumerate(shapes)),
+            may_differ=may_differ,
+            dim=next(
+                dim
+                for dim, sizes in enumerate(zip(*shapes, strict=True))
+                if dim not in (axis, *padded) and len({*sizes}) > 1
+            ),
+            nested="" if path == "output" else f" for {path}",
+        )
+    )
 
 
 def _without_axes(shape: torch.Size, axes: set[int]) -> tuple[int, ...]:
@@ -378,11 +396,11 @@ def _check_alike(path: str, given: tuple[Any, ...]) -> None:
         raise cannot_be_placed("gather", path, wrong[0])
     if [tensor for tensor in given if tensor.is_nested]:
         raise TypeError(
-            f"cannot gather {path}, a nested tensor: it has no axis along which the replicas' could be joined. Return "
-            "it padded (torch.nested.to_padded_tensor) with its lengths, or as a PackedSequence."
+            f"cannot gather {path}, a nested tensor: it has no dimension along which replicas can be joined. "
+            "Return it padded (torch.nested.to_padded_tensor) with its lengths, or as a PackedSequence."
         )
     if len({tensor.ndim for tensor in given}) > 1:
-        raise pytree.disagreement(path, "numbers of axes", [tuple(tensor.shape) for tensor in given])
+        raise pytree.disagreement(path, "numbers of dimensions", [tuple(tensor.shape) for tensor in given])
     if len({tensor.dtype for tensor in given}) > 1:
         raise pytree.disagreement(path, "dtypes", [tensor.dtype for tensor in given])
 
@@ -395,7 +413,9 @@ def _check_agree(path: str, given: tuple[torch.Tensor, ...]) -> None:
         if other.shape != first.shape or not torch.allclose(
             _devices.copy_to(other.detach(), first.device), first, rtol=0, atol=rounding, equal_nan=True
         ):
-            raise pytree.disagreement(path, "values, but out_dims says None (one for all)", [_brief(t) for t in given])
+            raise pytree.disagreement(
+                path, "values, but out_dims=None says that all are equal", [_brief(t) for t in given]
+            )
 
 
 def _brief(tensor: torch.Tensor) -> str:
@@ -424,10 +444,10 @@ def _common_value(path: str, given: tuple[Any, ...], whole: bool) -> Any:
         return first
     reason, remedy = _why_whole(first), "tensors, numbers or strings, in tuples, lists, dicts or dataclasses"
     if hasattr(first, "__array__"):  # numpy's, say
-        reason = f"outputs are tensors, or containers of them: {reason}"
-        remedy = "the tensor itself (without .numpy()), or torch.as_tensor(array), and convert the gathered output"
+        reason = "outputs must be tensors, or containers of tensors"
+        remedy = "the tensor itself, without .numpy() or by torch.as_tensor(array), and convert the gathered output"
     raise TypeError(
-        f"cannot gather {path}: the replicas returned objects of type {type(first).__name__}, and {reason}. Return "
+        f"cannot gather {path}: each replica returned an object of type {type(first).__name__}, but {reason}. Return "
         f"{remedy}; or register how the class is joined: unisono.register_batch_type."
     )
 

@@ -46,13 +46,13 @@ def parallel_apply(
     """
     for name, sequence in (("modules", modules), ("inputs", inputs)):
         if isinstance(sequence, torch.Tensor) or not isinstance(sequence, Sequence | torch.nn.ModuleList):
-            raise TypeError(f"{name}: expected a list with one entry a call, got {type(sequence).__name__}")
+            raise TypeError(f"{name}: expected a list with one entry for each call, got {type(sequence).__name__}")
     calls = len(modules)
     if not calls:
         raise ValueError("no modules to apply: expected at least one")
     for name, given in (("inputs", inputs), ("kwargs_tup", kwargs_tup), ("devices", devices)):
         if given is not None and len(given) != calls:
-            raise ValueError(f"{calls} modules but {len(given)} {name}: expected one a module")
+            raise ValueError(f"{calls} modules but {len(given)} {name}: expected one for each module")
     all_kwargs = [kwargs or {} for kwargs in kwargs_tup] if kwargs_tup is not None else [{}] * calls
     all_inputs = [given if isinstance(given, tuple | list) else (given,) for given in inputs]
     if devices is None:

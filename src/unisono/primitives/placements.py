@@ -36,13 +36,13 @@ def cannot_be_placed(verb: str, path: str, tensor: torch.Tensor) -> TypeError:
     """Return the error for a tensor that torch cannot copy, split or join, with the remedy."""
     if tensor.is_meta:
         return TypeError(
-            f"cannot {verb} {path}, a tensor on the meta device: it has a shape and no data. Make it on a device that "
-            "has: torch.empty_like(tensor, device=...)."
+            f"cannot {verb} {path}, a tensor on the meta device: it has a shape but no data. Make it on a "
+            "real device: torch.empty_like(tensor, device=...)."
         )
     remedy = ".to_dense()" if tensor.layout == torch._mkldnn else ".to_sparse_coo() or .to_dense()"  # type: ignore[attr-defined]
     return TypeError(
-        f"cannot {verb} {path}, a tensor with the layout {tensor.layout}: torch cannot split or join its rows. Make it "
-        f"one that it can: {remedy}."
+        f"cannot {verb} {path}, a tensor with the layout {tensor.layout}: torch cannot split or join its "
+        f"rows. Convert it: {remedy}."
     )
 
 

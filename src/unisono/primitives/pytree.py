@@ -28,7 +28,7 @@ class Items(list[Any]):
         self.cls = cls
 
 
-ENTRIES_OF_ROWS = "If it is a list with one entry a row, return unisono.SampleList(entries)."
+ENTRIES_OF_ROWS = "If the list has one entry for each row, return unisono.SampleList(entries)."
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)})
 
@@ -225,8 +225,8 @@ def disagreement(path: str, what: str, given: Sequence[object]) -> ValueError:
     """Return the error for replicas' outputs that do not have one structure; it shows what each replica returned."""
     each = "; ".join(f"replica {i}: {value}" for i, value in enumerate(given))
     return ValueError(
-        f"cannot gather {path or 'the output'}: replicas returned different {what} ({each}). "
-        "Every replica's output must have the same structure; only the number of rows may differ."
+        f"cannot gather {path or 'the output'}: replicas returned different {what} ({each}). Every replica "
+        "must return the same structure; only the number of rows (samples) may differ."
     )
 
 
@@ -236,16 +236,18 @@ _DEEP = 100
 def _too_deep(value: object, path: str) -> ValueError:
     """Return the error for a value in which Python's recursion limit was reached; it names the path."""
     path = path or "value"
-    return ValueError(_why_deep(value, path, {}) or f"{path} is nested beyond Python's recursion limit: flatten it.")
+    return ValueError(
+        _why_deep(value, path, {}) or f"{path} is nested deeper than Python's recursion limit: flatten it."
+    )
 
 
 def _why_deep(value: object, path: str, around: dict[int, str]) -> str | None:
     """Return why a value is too deep; `around` has the paths of the containers around it, by their ids."""
     if id(value) in around:
-        return f"{path} is {around[id(value)]} again, so it has no end: a container may not contain itself."
+        return f"{path} is {around[id(value)]} again: a container must not contain itself."
     if len(around) > _DEEP:
         return (
-            f"{path[:60]}... is nested more than {_DEEP} deep, beyond Python's recursion limit: put the tensors "
+            f"{path[:60]}... is nested more than {_DEEP} deep, over Python's recursion limit: put the tensors "
             "into one list."
         )
     around = {**around, id(value): path}

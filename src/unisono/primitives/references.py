@@ -32,9 +32,9 @@ from unisono.primitives.pytree import fill_mapping
 LARGE = 1000
 DEEP = 100
 _GRAPHED = (
-    "this module replays CUDA graphs (torch.cuda.make_graphed_callables): a graph reads its input and writes its "
-    "output in one place, which replicas cannot share. Wrap it for one device, DataParallel(model, [0]), or wrap the "
-    "module as it was before."
+    "this module replays CUDA graphs (torch.cuda.make_graphed_callables): a graph has one fixed input and "
+    "output, which replicas cannot share. Wrap the module for one device, DataParallel(model, [0]), or wrap "
+    "it before make_graphed_callables."
 )
 
 # Values of exactly these types refer to no module or tensor.

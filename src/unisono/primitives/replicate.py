@@ -17,8 +17,8 @@ from unisono.runtime.model_warnings import of_process
 M = TypeVar("M", bound=nn.Module)
 
 _NOT_WHOLE = (
-    "DataParallel needs a module whose parameters are plain tensors, whole in each process, but {what}. "
-    "What shards parameters also sums their gradients: train the model with it alone, without DataParallel."
+    "DataParallel needs whole parameters in each process, as plain tensors, but {what}. The library that "
+    "shards parameters also sums their gradients: use it alone, without DataParallel."
 )
 
 
@@ -102,12 +102,12 @@ def check_device(root: nn.Module, tensors: Iterable[torch.Tensor], device: torch
             where = f"module must have its parameters and buffers on device {device} (device_ids[0]), but {name} is on"
             if tensor.is_meta:
                 raise RuntimeError(
-                    f"{where} the meta device, where tensors have no data. Give the whole module memory first, "
+                    f"{where} the meta device, which stores no data. First allocate the module, "
                     f"model.to_empty(device={str(device)!r}), and load or initialise its parameters."
                 )
             raise RuntimeError(
-                f"{where} {tensor.device}. Move the whole module there first, model.to({str(device)!r}), or wrap only "
-                "the part of the model that is to run on several devices."
+                f"{where} {tensor.device}. First move the whole module there, model.to({str(device)!r}), or "
+                "wrap only the part that runs on several devices."
             )
 
 

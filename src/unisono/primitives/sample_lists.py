@@ -92,9 +92,9 @@ def warn_of_whole_lists(
         for key in reversed(keys):
             in_dims = {key: in_dims}
         warnings.give(
-            f"{_path(inputs, name, keys)} has as many entries as the batch has rows, and no tensors: every replica "
-            "gets all of them. If each belongs to a row, give a unisono.SampleList; if every replica needs all: "
-            f"in_dims={in_dims}."
+            f"{_path(inputs, name, keys)} has as many entries as the batch has rows (samples), but its "
+            "entries are not tensors, so every replica gets all of them. If each entry belongs to a row, "
+            f"give a unisono.SampleList. If every replica needs all: in_dims={in_dims}."
         )
 
 

@@ -98,15 +98,15 @@ def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> A
         replica. Differentiable.
 
     Raises:
-        ValueError: outputs of different structure, rank, dtype or size off the joined axis; names the path, and what
+        ValueError: outputs of different structure, rank, dtype or size (but along `dim`); names the path, and what
             each replica gave.
         TypeError: an output of a type that cannot be gathered.
     """
     check_dim(dim)
     if not isinstance(outputs, list | tuple):
-        raise TypeError(f"outputs: expected a list with one output a replica, got {type(outputs).__name__}")
+        raise TypeError(f"outputs: expected a list with one output for each replica, got {type(outputs).__name__}")
     if not outputs:
-        raise ValueError("no outputs to gather: expected one a replica")
+        raise ValueError("no outputs to gather: expected one for each replica")
     if target_device is None:
         raise TypeError("target_device is None: expected an int, a string or a torch.device")
     device = _devices.resolve_output(target_device, ())

@@ -33,29 +33,31 @@ def check_shares(shares: object, num_replicas: int | None) -> Shares:
     """
     if isinstance(shares, str):
         if shares not in RULES:
-            raise ValueError(f"shares={shares!r}: {_EXPECTED} one weight a device")
+            raise ValueError(f"shares={shares!r}: {_EXPECTED} one weight for each device")
         return shares
     if not isinstance(shares, Sequence) or not all(
         isinstance(weight, int | float) and not isinstance(weight, bool) for weight in shares
     ):
-        raise TypeError(f"shares={shares!r}: {_EXPECTED} a sequence of numbers, one a device")
+        raise TypeError(f"shares={shares!r}: {_EXPECTED} a sequence of numbers, one for each device")
     try:
         weights = tuple(map(float, shares))
     except OverflowError:  # an int beyond the range of floats
         weights = (math.inf,) * len(shares)
     if num_replicas is not None and len(weights) != num_replicas:
-        raise ValueError(f"shares={shares!r} has {len(weights)} weights for {num_replicas} devices: give one a device")
+        raise ValueError(
+            f"shares={shares!r} has {len(weights)} weights for {num_replicas} devices: give one for each device"
+        )
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or sum(weights) <= 0:
-        raise ValueError(f"shares={shares!r}: expected finite weights of 0 or more, at least one of them above 0")
+        raise ValueError(f"shares={shares!r}: expected finite weights, 0 or more, at least one of them above 0")
     return weights
 
 
 def check_parts(parts: object) -> int:
     """Return the number of parts of a shard; raise TypeError or ValueError if it is none."""
     if isinstance(parts, bool) or not isinstance(parts, int):
-        raise TypeError(f"parts={parts!r}: expected a whole number, in how many parts each replica runs its shard")
+        raise TypeError(f"parts={parts!r}: expected a whole number: into how many parts each replica divides its rows")
     if parts < 1:
-        raise ValueError(f"parts={parts!r}: expected 1, which runs each shard whole, or more")
+        raise ValueError(f"parts={parts!r}: expected 1 (no division) or more")
     return parts
 
 
@@ -112,9 +114,10 @@ class IdleDevices:
             return
         idle = [str(d) for d, size, share in zip(devices, sizes, has_share(), strict=True) if share > size]
         if idle:
-            better = 'shares="even"' if rows >= len(sizes) else f"batches of {len(sizes)} rows or more"
+            better = 'shares="even"' if rows >= len(sizes) else f"batches of at least {len(sizes)} rows"
             batch = "1 row" if rows == 1 else f"{rows} rows"
             log_once(
-                f"a batch of {batch} gives {list(sizes)} rows to the {len(sizes)} devices: {len(idle)} of them "
-                f"({', '.join(dict.fromkeys(idle))}) {'stays' if len(idle) == 1 else 'stay'} idle. Use {better}."
+                f"a batch of {batch} gives {list(sizes)} rows to the {len(sizes)} devices: "
+                f"{len(idle)} of them ({', '.join(dict.fromkeys(idle))}) "
+                f"{'stays' if len(idle) == 1 else 'stay'} idle. Use {better}."
             )

@@ -26,13 +26,13 @@ from unisono.runtime.rng import shortened_rows
 
 _version = attrgetter("_version")
 _WRITTEN = (
-    "forward has written into {names}, {times}. What a replica in memory of its own writes is lost. Make what forward "
-    "updates a buffer (register_buffer), of which the first replica's updates stay, or update it outside of forward, "
-    "in model.module. For an initialisation from the first batch, call the plain module once before it is wrapped: "
-    "with torch.no_grad(): model(inputs)."
+    "forward has written into {names}, {times}. A value written into a replica's own memory is lost. Make "
+    "what forward updates a buffer (register_buffer; the first replica's updates are kept), or update it "
+    "outside forward, in model.module. To initialise from the first batch, call the plain module once before "
+    "you wrap it: with torch.no_grad(): model(inputs)."
 )
-IN_LANES = "in several replicas at once, where one device would have done so in one batch after the other"
-IN_OTHER_MEMORY = "in other memory than the module's, as `.data = ...` does"
+IN_LANES = "in several replicas at once; on one device it would happen batch by batch"
+IN_OTHER_MEMORY = "outside the module's memory, as `.data = ...` does"
 
 NameOf: TypeAlias = Callable[[torch.Tensor], str]
 Note: TypeAlias = Callable[[Sequence[torch.Tensor]], object]
@@ -42,7 +42,7 @@ Copy: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # a live parameter, and a r
 def in_each(num_replicas: int) -> str:
     """Return in words how often replicas write, or one replica that may run in parts."""
     each = f"{num_replicas} replicas" if num_replicas > 1 else "several parts of a batch"
-    return f"once in each of {each}, where one device would have done so once"
+    return f"once in each of {each}; on one device it would happen once"
 
 
 class WrittenParameters:

@@ -69,7 +69,7 @@ def _draw_shares(axes: Axes, lanes: Mapping[str, Mapping[str, float]]) -> None:
                 text = f"{share:.0%}"
                 axes.text(left + share / 2, number, text, ha="center", va="center", color=INK if light else "white")
             left += share
-    charts.style(axes, "Where a step goes, medians of all steps", "share of a step", grid="x")
+    charts.style(axes, "Where a step spends its time, medians of all steps", "share of a step", grid="x")
     _name_lanes(axes, list(lanes))
     axes.set_xlim(0, 1)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")

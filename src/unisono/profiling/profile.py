@@ -20,8 +20,8 @@ from unisono.runtime.timeline import StepRecording
 
 _MOST_STEPS = 1000  # the last ones are kept
 _NOTHING = (
-    "nothing was profiled: this thread did not call the model, or only on one device or inside torch.compile, where "
-    "torch.profiler shows what it does"
+    "nothing was profiled: this thread did not call the model on several devices, or did so inside "
+    "torch.compile. For one device or a compiled step use torch.profiler"
 )
 
 
@@ -126,7 +126,7 @@ class Profile:
         try:
             from unisono.profiling import picture
         except ModuleNotFoundError as error:
-            raise ImportError("a profile is drawn with matplotlib: pip install matplotlib") from error
+            raise ImportError("a picture of a profile needs matplotlib: pip install matplotlib") from error
         steps = self.steps()
         with replaced(Path(path)) as unfinished:
             picture.draw(unfinished, steps, self.summary(steps))

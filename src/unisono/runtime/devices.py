@@ -67,10 +67,13 @@ def resolve(device_ids: Sequence[DeviceLike] | None) -> list[torch.device]:
     if not present and all(_is_index(device_id) for device_id in device_ids):
         return []
     if not device_ids:
-        raise ValueError(f"device_ids is empty: leave it out for every accelerator, or name some of {_names(present)}")
+        raise ValueError(f"device_ids is empty: leave it out for all accelerators, or name some of {_names(present)}")
     devices = resolve_each(device_ids, "device_ids")
     if not are_one_kind(devices):
-        raise ValueError(f"device_ids={list(device_ids)!r} mixes kinds of device: replicas must all be of one kind")
+        raise ValueError(
+            f'device_ids={list(device_ids)!r} mixes kinds of device: expected one kind, such as ["cuda:0", '
+            '"cuda:1"] or ["cpu"] * 2'
+        )
     return devices
 
 
@@ -85,18 +88,20 @@ def resolve_one(device_id: DeviceLike, argument: str) -> torch.device:
     if _is_index(device_id):
         present = accelerators()
         if not 0 <= device_id < len(present):  # type: ignore[operator]
-            raise ValueError(f"{argument}: there is no accelerator {device_id}; {_visible(present)}")
+            raise ValueError(f"{argument}: there is no accelerator {device_id}; {_visible(present, argument)}")
         return present[device_id]  # type: ignore[index]
     if not isinstance(device_id, str | torch.device):
         raise TypeError(f"{argument}: expected an int, a string or a torch.device, got {device_id!r}")
     try:
         device = torch.device(device_id)
-    except RuntimeError as error:
-        raise ValueError(f"{argument}: {device_id!r} names no device ({str(error).splitlines()[0]})") from None
+    except RuntimeError:  # torch's message lists every kind of device that it knows
+        raise ValueError(
+            f'{argument}: {device_id!r} is not a device; expected an index (0), or a name ("cuda:0", "cpu")'
+        ) from None
     if device.type == "cpu":
         return _CPU
     if device.type == "meta":
-        raise ValueError(f"{argument}: the meta device holds no data, so no replica can run on it")
+        raise ValueError(f"{argument}: the meta device stores no data, so no replica can run on it")
     present = accelerators()
     if present and device.type == present[0].type:
         if device.index is None:
@@ -106,7 +111,9 @@ def resolve_one(device_id: DeviceLike, argument: str) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, ImportError) as error:  # what torch raises differs by kind
         reason = str(error).splitlines()[0].split(". ")[0][:200]  # torch's can be long
-        raise ValueError(f"{argument}: {device} cannot be used here ({reason}); {_visible(present)}") from None
+        raise ValueError(
+            f"{argument}: {device} cannot be used here ({reason}); {_visible(present, argument)}"
+        ) from None
     return torch.device(device.type, device.index or 0)
 
 
@@ -241,10 +248,10 @@ def copies_arrive(source: torch.device, target: torch.device) -> bool:
                     _arriving[pair] = elsewhere.submit(_arrives_both_ways, source, target).result()
         if not _arriving[pair]:
             log_once(
-                f"copies between {source} and {target} arrive damaged: some of {_NUM_TRIED} known numbers were "
-                "changed on the way. unisono copies through the host instead, which is slower; other programs on "
-                "this machine are likely to compute wrong numbers. The usual causes are PCIe access control (ACS) and "
-                "an IOMMU that translates traffic between devices."
+                f"copies between {source} and {target} damage data: some of {_NUM_TRIED} known numbers "
+                "changed on the way. unisono now copies through the host, which is slower; other programs on "
+                "this machine probably compute wrong numbers. The usual causes are PCIe access control (ACS) "
+                "and an IOMMU that translates traffic between devices."
             )
     return _arriving[pair]
 
@@ -597,11 +604,14 @@ def _names(devices: Sequence[torch.device]) -> str:
     return ", ".join(str(device) for device in devices)
 
 
-def _visible(present: Sequence[torch.device]) -> str:
+def _visible(present: Sequence[torch.device], argument: str) -> str:
+    """Return which accelerators a process sees, and what to write in a script where there is none."""
     visible = f"this process sees {_names(present)}" if present else "this process sees no accelerator"
     for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"):
         if variable in os.environ:
             visible += f" ({variable}={os.environ[variable]!r} hides the others and numbers these from 0)"
+    if not present and argument == "device_ids":
+        visible += '. For replicas on the CPU write ["cpu"] * 2'
     return visible
 
 

@@ -41,9 +41,9 @@ from unisono.runtime import torch_private
 _UNIFORM = 0.75
 _MOST_DRAWS = 100_000
 _ENDLESS = (
-    "random draws are switched off (each has one fixed value), and this forward has asked for {most} of them, at last "
-    "by {operation}: a loop that draws until a condition holds, as rejection sampling does, may not end then. Draw "
-    "outside of the model, and pass the result to it as an input."
+    "random draws are switched off (each has one fixed value), and this forward asked for {most} of them, "
+    "last by {operation}. Is it a loop that draws until a condition holds? It may never end. Draw outside "
+    "the model, and pass the result as an input."
 )
 _SEEDS_OF_INDUCTOR = (-(2**63), 2**63 - 1)  # the bounds of the seeds that code compiled by Inductor draws
 

@@ -78,9 +78,9 @@ def threads_timed_out(
     texts = [f"{names[i] if names else f'replica {i}'} is here:\n{stack}" for i, stack in stacks.items()]
     first = min(idents)
     return ReplicaTimeout(
-        f"{names[first] if names else f'replica {first}'}: no progress for {timeout_s:g} s (timeout={timeout_s:g}). "
-        f"{lost}; the module is as it was. The replica's thread cannot be ended: it is left alone, and ends with its "
-        "task. " + "\n".join(texts),
+        f"{names[first] if names else f'replica {first}'}: no progress for {timeout_s:g} s "
+        f"(timeout={timeout_s:g}). {lost}; the module is unchanged. The replica's thread cannot be stopped, "
+        "and ends when its task ends. " + "\n".join(texts),
         replica=names.numbers[first] if names else first,
         device=names.devices[first] if names else None,
         timeout=timeout_s,

@@ -100,8 +100,9 @@ class Request(NamedTuple):
 
 LOGGED_AFTER_S = 10.0  # without progress
 _NO_PROGRESS = (
-    "no progress for {seconds:g} s, while replicas wait for each other: {places}. If one waits for a lock that "
-    "another one holds, they wait for ever: release the lock around that call of the model, or give timeout=."
+    "no progress for {seconds:g} s, while replicas wait for each other: {places}. If one waits for a lock "
+    "that another one holds, this is a deadlock: release the lock around that call of the model, or give "
+    "timeout=."
 )
 
 # What a request gets: its result, or why the replicas cannot go on.

@@ -43,10 +43,10 @@ from unisono.runtime.stand_ins import StandIn, while_replicas_run
 T = TypeVar("T")
 
 _FORWARD_MODE = (
-    "forward-mode differentiation (torch.func.jvp, jacfwd, hessian; torch.autograd.forward_ad) in one of several "
-    "replicas that run in threads: torch can do it in one thread at a time. Differentiate in reverse mode "
-    "(torch.func.vjp, jacrev; torch.autograd.grad with create_graph=True), give each device a process of its own "
-    "(torchrun, with the same line), or wrap the module for one device."
+    "forward-mode differentiation (torch.func.jvp, jacfwd, hessian; torch.autograd.forward_ad) in replicas: "
+    "torch can do it in one thread at a time only. Use reverse mode (torch.func.vjp, jacrev; "
+    "torch.autograd.grad with create_graph=True), one process for each device (torchrun, with the same "
+    "line), or one device."
 )
 
 
@@ -54,9 +54,9 @@ class StateChange(Purpose):
     """A change of the process's state, which the replicas make together that still run."""
 
     went_different_ways = (
-        "torch keeps what forward sets here once a process, so all replicas change it together, and the replicas went "
-        "different ways: {ways}. Let all replicas make the same changes in the same order, whatever their rows are "
-        "(set it around the model, for all of them), or give each device a process (torchrun, with the same line)."
+        "torch has this setting once per process, so all replicas change it together, but they differ: "
+        "{ways}. Make the same changes in the same order in every replica, or set it outside, around the "
+        "model. Or use one process for each device (torchrun, with the same line)."
     )
     needs_withdrawn = False
 

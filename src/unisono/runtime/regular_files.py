@@ -18,7 +18,7 @@ class NotRegularFileError(OSError):
     """Under a name is a link, a pipe, a device or a folder, and an ordinary file is expected."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(errno.EINVAL, "a link, a pipe or a device is in the place of an ordinary file", str(path))
+        super().__init__(errno.EINVAL, "expected an ordinary file, but it is a link, a pipe or a device", str(path))
 
 
 def open_regular(path: Path, flags: int, mode: int = 0o666) -> int:

@@ -73,21 +73,24 @@ DRAWS = (
 )
 
 _SHARED = (
-    "torch's random generator was drawn from while the replicas of {name} ran, by {what}. All replicas share that "
-    "generator, so runs with equal seeds may differ. Draw with a torch.Generator of your own (generator=...), or "
-    "draw outside the model and pass the result to it as an input."
+    "torch's random generator was drawn from while the replicas of {name} ran, by {what}. All replicas share "
+    "that generator, so runs with equal seeds may differ. Use your own torch.Generator (generator=...), or "
+    "draw outside the model and pass the result as an input."
 )
 _WHAT_IS_NOT_CAUGHT = (
-    "something that cannot use the replicas' own streams: a custom operator, a tensor subclass, a thread that "
-    "forward starts, a method of torch.default_generator, or another thread of the program"
+    "an operation that cannot use the replicas' own streams of random numbers: a custom operator, a tensor "
+    "subclass, a thread that forward starts, a method of torch.default_generator, or another thread of the "
+    "program"
 )
-_NOTHING_IS_CAUGHT = "the model: this release of torch offers no way to give each replica a stream of its own"
-_ON_ACCELERATORS = "an operation on the CPU: replicas on accelerators have streams of their own on these only"
+_NOTHING_IS_CAUGHT = "the model: this release of torch cannot give each replica its own stream of random numbers"
+_ON_ACCELERATORS = (
+    "an operation on the CPU: replicas on accelerators have their own streams of random numbers only there"
+)
 _ONE_DEVICE = (
-    "several replicas of {name} are on {device}, draw from its one random generator, and wait for each other in "
-    "forward, so that they cannot run one after the other: runs with equal seeds may differ, and activation "
-    "checkpoints may draw other numbers. Give each replica a device of its own, or draw outside the model and pass the "
-    "result to it as an input."
+    "several replicas of {name} are on {device}, share its random generator, and wait for each other in "
+    "forward, so they cannot run one after the other: runs with equal seeds may differ, and activation "
+    "checkpoints may draw other numbers. Give each replica its own device, or draw outside the model and "
+    "pass the result as an input."
 )
 _AFTER_THE_PASS = 1 << 30  # in the place of a replica's number
 _PATIENCE_S = 60.0  # how long a replica waits for its turn on an accelerator

@@ -638,7 +638,7 @@ class _Pool:
                     ident = ctypes.c_ulong(worker.thread.ident or 0)
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
             if not self._join(ending, until=started + _EXIT_WAIT_S):
-                log.warning("a replica is still running %g s after the program ended", _EXIT_WAIT_S)
+                log.warning("a replica is still running %g s after the end of the program", _EXIT_WAIT_S)
 
     def _join(self, workers: Sequence[_Worker], until: float) -> bool:
         """Join workers; return False if one still runs, and is not asleep, when the time is over."""

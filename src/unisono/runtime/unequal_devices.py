@@ -24,9 +24,9 @@ def imbalance(devices: Sequence[torch.device]) -> str | None:
             least, most = values.index(min(known)), values.index(max(known))
             weights = [round(values[different.index(device)] / max(known), 2) for device in devices]
             return (
-                f"{different[least]} has less than 75 % of the {what} of {different[most]}: every step waits for the "
-                f"slowest replica. Give each its share, shares={weights}, or leave {different[least]} out of "
-                "device_ids."
+                f"There is an imbalance between your GPUs: {different[least]} has less than 75 % of the "
+                f"{what} of {different[most]}, and every step waits for the slowest replica. Use "
+                f"shares={weights}, or leave {different[least]} out of device_ids."
             )
     return None
 

@@ -24,29 +24,25 @@ from unisono.scripts.install import Installation, install
 from unisono.scripts.main_program import ProgramError, find_module, find_script, run_program
 from unisono.scripts.wrapper import Settings
 
-_COUNT_REPLICAS = (
-    ". If it makes one only where there are several GPUs: unisono run --devices 'cpu*2' --count-replicas answers with "
-    "the number of the replicas"
-)
+_COUNT_REPLICAS = ". If it wraps only where there are several GPUs: unisono run --devices 'cpu*2' --count-replicas"
 
 _NO_WRAPPER = (
-    "the script made no torch.nn.DataParallel that is unisono's in this process, and called none of the functions "
-    "beside it: it ran as with python alone"
+    "the script used no torch.nn.DataParallel in this process, nor the functions beside it, so unisono changed nothing"
 )
-_PLAIN = "no accelerator, where the plain module runs (--devices 'cpu*2' makes two replicas)"
+_PLAIN = "no accelerator, so the plain module ran (--devices 'cpu*2' makes two replicas)"
 
-SUMMARY = "run a script of yours with unisono in the place of torch.nn.DataParallel"
+SUMMARY = "run your script with unisono in place of torch.nn.DataParallel"
 
 DESCRIPTION = """\
-Run a script that is left as it is: torch.nn.DataParallel, data_parallel, replicate, scatter, parallel_apply and gather
-in it are unisono's. The options come before the script and hold for every wrapper that it makes; what follows the
-script is its own. At the end one line on standard error says which devices it used, how many rows a second, and where
-the time went.
+Run an unchanged script with unisono's functions in place of torch.nn.DataParallel, data_parallel, replicate, scatter,
+parallel_apply and gather. Put options of unisono before the script: they apply to every wrapper that it makes.
+Arguments after the script are passed to it. The last line on standard error names the devices, the rows (samples)
+per second, and where the time went.
 """
 
 EXAMPLES = """\
 examples:
-  unisono run train.py                            on the script's own devices
+  unisono run train.py                            on the devices that the script names
   unisono run --devices 'cpu*2' train.py --lr 0.1
   unisono run --devices 2 --sync-batch-norm -m package.train
   unisono run --devices 'cpu*2' --shares measured train.py
@@ -56,32 +52,38 @@ examples:
 
 exit status:
   that of the script: of sys.exit, 1 after an exception, 130 after Ctrl-C
-  2  also if nothing was run: there is no such script, or an option cannot be used
+  2  also if nothing was run: the script was not found, or an argument is wrong
 """
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.usage = "unisono run [options] (SCRIPT | -m MODULE) [ARGUMENT ...]"
-    program = "a file, a folder with a __main__.py, or -; all that follows are its own arguments"
+    program = "a file, a folder with a __main__.py, or -; arguments after it are passed to it"
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="SCRIPT", help=program)
-    parser.add_argument("-m", dest="is_module", action="store_true", help="a module instead, as with python -m")
+    parser.add_argument("-m", dest="is_module", action="store_true", help="run a module, as python -m does")
     parser.add_argument(
         "--devices",
         metavar="WHICH",
-        help="those of every wrapper, whatever the script names. auto: every accelerator, or two CPU replicas without "
-        "one; a count; or by name: 0,1, cuda:0,cuda:1, cpu,cpu, 'cpu*8' (default: the script's own)",
+        help=(
+            "use these devices for every wrapper, and ignore device_ids. auto: all accelerators, or else two CPU "
+            "replicas; a count; or names: 0,1, cuda:0,cuda:1, cpu,cpu, 'cpu*8' (default: device_ids of the "
+            "script)"
+        ),
     )
     add_options_of_wrappers(parser)
     parser.add_argument(
         "--count-replicas",
         action="store_true",
-        help="device_count() of torch.cuda is the number of --devices to the script, for one that makes no "
-        "DataParallel if it has less than two GPUs",
+        help=(
+            "report the number of --devices as torch.cuda.device_count(), for scripts that wrap only if it is above 1"
+        ),
     )
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="compare the first step of each wrapper with one device, and print the report; takes a few steps more",
+        help=(
+            "compare the first step of each wrapper with one device, and print the report; this takes a few more steps"
+        ),
     )
 
 
@@ -94,9 +96,9 @@ def run(given: dict[str, Any]) -> int:
     options = {name: given[name] for name in OF_WRAPPERS if name in given}
     counts_replicas = "count_replicas" in given
     if counts_replicas and devices is None:
-        raise OptionError("--count-replicas counts those of --devices: give --devices too, such as --devices 'cpu*2'")
+        raise OptionError("--count-replicas needs --devices, such as --devices 'cpu*2'")
     if "verify" in given and _among_several():
-        raise OptionError("--verify compares within one process: leave the launcher out")
+        raise OptionError("--verify compares within one process: run it without the launcher")
     if devices is not None:
         expect_weights(options, len(devices))
     try:
@@ -154,7 +156,9 @@ class _Ending:
             return  # a child that the script has forked, and another rank, have no line of their own
         text = f"unisono run: {closing_line(report, world_size, self._advice)}"
         if self._comparison is not None and not self._comparison.num_compared:
-            text += "; nothing was compared: no wrapper on several devices was called, or its model failed in verify"
+            text += (
+                "; nothing was compared: the script called no wrapper on several devices, or its model failed in verify"
+            )
         with contextlib.suppress(AttributeError, ValueError, OSError):
             sys.stdout.flush()  # the closing line comes after all that the script has printed
         with contextlib.suppress(ValueError, OSError):  # the script has closed it, or nothing reads it any more

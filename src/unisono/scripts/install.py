@@ -14,13 +14,14 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import nn
 
+from unisono.data_parallel import ELSEWHERE, arguments_of, data_parallel
 from unisono.data_parallel import DataParallel as OwnDataParallel
-from unisono.data_parallel import data_parallel
+from unisono.primitives.checks import check_names
 from unisono.primitives.parallel_apply import parallel_apply
 from unisono.primitives.replicate import replicate
 from unisono.primitives.scatter_gather import gather, scatter, scatter_kwargs
@@ -41,13 +42,14 @@ _NAMES = {
     "torch.nn.parallel.parallel_apply": ["parallel_apply"],
 }
 _STAYS_TORCHS = (
-    "{wrapper} ({file}:{line}) is torch's own DataParallel: its class was defined before unisono.install(), or kept "
-    "where install() does not look. Call install() before that, or take the class from torch.nn where it is used."
+    "{wrapper} ({file}:{line}) is torch's own DataParallel: its class was defined before unisono.install(), "
+    "or stored where install() does not look. Call install() first, or take the class from torch.nn where "
+    "you use it."
 )
 
 _CAME_TOO_LATE = (
-    "unisono.install() came too late for {names}: defined before, they stay torch's own DataParallel, which knows "
-    "accelerators only. Call install() before the program imports them."
+    "unisono.install() came too late for {names}: these classes were defined before and stay torch's own "
+    "DataParallel, which runs on accelerators only. Call install() before you import them."
 )
 
 
@@ -59,6 +61,7 @@ def install(
     out_dims: Any = ...,
     scalars: Any = "stack",
     sync_batch_norm: bool | None = None,
+    **unknown: Never,
 ) -> "Installation":
     """Let torch's DataParallel, data_parallel, replicate, scatter, parallel_apply and gather mean unisono's.
 
@@ -85,6 +88,7 @@ def install(
     Raises:
         TypeError, ValueError: arguments that cannot be used.
     """
+    check_names(unknown, arguments_of(install), "install", ELSEWHERE)
     devices = None if device_ids is None else tuple(_devices.resolve(device_ids))
     options: dict[str, Any] = {
         "shares": shares,
@@ -155,7 +159,9 @@ class Installation:
             wrapper.installed = self._before
 
     def __repr__(self) -> str:
-        return f"unisono.install: {', '.join(self.replaced) or 'options only, the names were replaced already'}"
+        if not self.replaced:
+            return "unisono.install: options only, the names were replaced already"
+        return f"unisono.install: {len(self.replaced)} names replaced"
 
 
 def _replace(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:

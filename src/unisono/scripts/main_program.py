@@ -49,7 +49,7 @@ def find_script(name: str) -> Program:
         with io.open_code(path) as file:
             source = file.read()
     except OSError as error:
-        raise ProgramError(f"{path} cannot be read ({error.strerror}): expected a script, or -m module") from error
+        raise ProgramError(f"cannot read {path} ({error.strerror}): expected a script, or -m module") from error
     loader = importlib.machinery.SourceFileLoader("__main__", path)
     attributes = {"__file__": path, "__loader__": loader, "__cached__": None}
     return Program(compile(source, path, "exec"), attributes, name, os.path.dirname(os.path.realpath(path)))

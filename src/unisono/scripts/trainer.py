@@ -29,8 +29,8 @@ _MODULE = "transformers.trainer"
 _ARITHMETIC = ("get_batch_samples", "training_step", "prediction_step", "compute_loss")
 _ADAPTED = "_unisono_adapted"  # an attribute of the class that was changed
 _UNKNOWN = (
-    "the Trainer of this version of transformers has no {names}, so it is left as it is: on several devices its losses "
-    "are those of its own arithmetic. unisono is tested with transformers 5.23."
+    "the Trainer of this version of transformers has no {names}, so unisono leaves it unchanged: on several "
+    "devices its losses may be wrong. Use transformers 5.23, with which unisono is tested."
 )
 
 

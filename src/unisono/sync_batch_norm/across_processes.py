@@ -32,9 +32,8 @@ from unisono.sync_batch_norm.kernels import KernelStatistics
 from unisono.sync_batch_norm.statistics import Statistics
 
 _UNEQUAL = (
-    "a derivative of a derivative through batch norm over all processes, which have different numbers of rows: it is "
-    "that of one device if the inner derivative is of a mean over rows too, or if the wrapper has loss='sum' and both "
-    "derivatives are of sums."
+    "second derivative through batch norm over processes with different numbers of rows: it is exact only if "
+    "the inner derivative is of a mean over rows too, or with loss='sum' if both derivatives are of sums."
 )
 _DOING = "a batch norm over all processes"
 
@@ -173,9 +172,9 @@ class CrossProcessAllGather:
         other = next((rank for rank, each in enumerate(same) if each != same[0]), None)
         if other is not None:
             error = RuntimeError(
-                f"the processes are at different batch norms: rank {self._communicator.rank} at {name!r}, {mine}; "
-                f"rank 0 at {steps[0]}, rank {other} at {steps[other]}. Every process has to take the same way through "
-                "the module."
+                f"the processes are at different batch norms: rank {self._communicator.rank} at {name!r}, "
+                f"{mine}; rank 0 at {steps[0]}, rank {other} at {steps[other]}. Every process must call the "
+                "same layers of the module in the same order."
             )
             self._communicator.abort(error)
             raise error

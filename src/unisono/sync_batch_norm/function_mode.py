@@ -66,23 +66,24 @@ from unisono.sync_batch_norm.kernels import KernelStatistics, dense
 from unisono.sync_batch_norm.statistics import ReduceGrad, Statistics
 
 _NOT_RUNNING_TOGETHER = (
-    "batch norm over all replicas (sync_batch_norm=True) needs the other replicas' values here, and they do not run "
-    "at the same time: gradients that are batched (is_grads_batched=True, vectorize=True), a dispatch or function mode "
-    "around backward, or a backward inside of another replica. Ask for gradients one by one and outside of such a "
-    "mode, or make the wrapper with sync_batch_norm=False."
+    "batch norm over all replicas (sync_batch_norm=True) needs values of the other replicas, which do not "
+    "run now. Causes: batched gradients (is_grads_batched=True, vectorize=True), a dispatch or function mode "
+    "around backward, or a backward inside another replica. Compute gradients one by one, outside such a "
+    "mode, or pass sync_batch_norm=False."
 )
 _CHECKPOINT = (
-    "batch norm over all replicas (sync_batch_norm=True) inside an activation checkpoint, with a verb of DataParallel "
-    "overridden: the checkpoint would recompute it when the other replicas do not run. Checkpoint parts without batch "
-    "norm, or make the wrapper with sync_batch_norm=False."
+    "batch norm over all replicas (sync_batch_norm=True) inside an activation checkpoint, in a subclass that "
+    "overrides replicate, scatter, parallel_apply or gather: the checkpoint would recompute it while other "
+    "replicas do not run. Checkpoint parts without batch norm, or pass sync_batch_norm=False."
 )
 _INSIDE_FORWARD = (
-    "batch norm over all replicas (sync_batch_norm=True) was differentiated inside forward, where a replica has only "
-    "its own part of the gradient. This works with none of DataParallel's verbs overridden."
+    "batch norm over all replicas (sync_batch_norm=True) was differentiated inside forward, where each "
+    "replica has only a part of the gradient. This works if the subclass does not override replicate, "
+    "scatter, parallel_apply or gather."
 )
 _TRANSFORM = (
-    "batch norm over all replicas (sync_batch_norm=True) inside a torch.func transform that forward applies: replicas "
-    "cannot exchange what exists in a transform only. Make the wrapper with sync_batch_norm=False."
+    "batch norm over all replicas (sync_batch_norm=True) inside a torch.func transform in forward: replicas "
+    "cannot exchange values inside a transform. Pass sync_batch_norm=False."
 )
 
 Tensors: TypeAlias = Sequence[torch.Tensor | None]
@@ -92,10 +93,10 @@ class StatisticsOfBatchNorm(Purpose):
     """The statistics of a batch norm in forward, and their gradients in backward."""
 
     went_different_ways = (
-        "batch norm over all replicas (sync_batch_norm=True) needs every replica, and the replicas went different "
-        "ways: {ways}. Let all replicas call the same batch norms in the same order, whatever their rows and random "
-        "numbers are, and let the output of each depend on all of them (output + 0 * unused.sum() does). Or make the "
-        "wrapper with sync_batch_norm=False."
+        "batch norm over all replicas (sync_batch_norm=True) needs every replica, but they differ: {ways}. "
+        "Call the same batch norms in the same order in every replica, whatever its rows and random numbers, "
+        "and let the output of each depend on all of them (output + 0 * unused.sum()). Or pass "
+        "sync_batch_norm=False."
     )
 
     @staticmethod

@@ -70,12 +70,12 @@ def read(folder: RunFolder) -> Checkpoint:
             config = file.metadata()["config"]
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no dict
         if not torch.equal(tensors.pop("sha256"), _digest(config, tensors)):
-            raise ValueError("its contents do not have the digest that is in it")
+            raise ValueError("its contents do not match its digest")
     except Exception as error:  # damage can make reading fail in any way
         reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
         raise FolderError(
-            f"{folder.checkpoint} cannot be read ({reason}): put it back as it was, or start again (--output {folder} "
-            "--overwrite)"
+            f"cannot read {folder.checkpoint} ({reason}): restore the file, or start a new run (--output "
+            f"{folder} --overwrite)"
         ) from error
     model, momenta = (
         {name.removeprefix(kind): tensor for name, tensor in tensors.items() if name.startswith(kind)}

@@ -27,10 +27,10 @@ from unisono.training.ranks import ALONE, Ranks, launch
 from unisono.training.run_folder import RunFolder
 from unisono.training.tensorboard import TensorBoard
 
-SUMMARY = "train an image classifier on every device"
+SUMMARY = "train an image classifier on all devices"
 
 DESCRIPTION = """\
-Train an image classifier on every device: every accelerator, or two replicas on the CPU where there is none.
+Train an image classifier on all devices: all accelerators, or else two replicas on the CPU.
 
 Batch size and learning rate are those of one optimizer step over all devices together.
 """
@@ -44,14 +44,14 @@ examples:
   unisono train --output runs/demo --tensorboard --profile
   unisono train --observer trackers:MyTracker
   unisono train --resume runs/demo --epochs 20
-  unisono train --output runs/job --resume      begin, or go on if it has begun: for a job that is started again
+  unisono train --output runs/job --resume      begin, or resume: for a job that is started several times
 
 files in the output folder:
   metrics.jsonl            loss of each step, loss and accuracy of each epoch
   curves.png               the same as a picture
   model.safetensors        the weights
-  config.json              the options, and what they came to
-  timeline.png, .json      with --profile: what each replica did when, and where a step goes
+  config.json              the options, and the values chosen
+  timeline.png, .json      with --profile: what each replica did and when, and where a step spends its time
   tensorboard/             with --tensorboard: the same as metrics.jsonl
   checkpoint.safetensors   what --resume needs
 """
@@ -71,35 +71,39 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
     results, observing = groups["results"], groups["observing"]
     results.add_argument(
-        "--output", type=folder, metavar="DIR", help="the folder for them (default: runs/ and the time)"
+        "--output", type=folder, metavar="DIR", help="the folder for the results (default: runs/ and the time)"
     )
-    results.add_argument("--overwrite", action="store_true", help="replace the run that is in the folder")
+    results.add_argument("--overwrite", action="store_true", help="replace an earlier run in the folder")
     results.add_argument(
         "--resume",
         type=folder,
         nargs="?",
         const=True,
         metavar="DIR",
-        help="go on with the run in this folder, however it ended, with its options; --devices, --compile and "
-        "--epochs may be given anew; --profile, --tensorboard and --observer have to be, if they are wanted. Without "
-        "DIR, beside --output: go on with the run in that folder if there is one, else begin it",
+        help=(
+            "resume the run in this folder, with its options; you may change --devices, --compile and --epochs, "
+            "and must repeat --profile, --tensorboard and --observer. Without DIR: resume the run in the folder "
+            "of --output, or begin one there"
+        ),
     )
     observing.add_argument(
         "--profile",
         action="store_true",
-        help="record what each replica does when, and write timeline.png and timeline.json after each epoch",
+        help="record what each replica does and when; write timeline.png and timeline.json after each epoch",
     )
     observing.add_argument(
         "--tensorboard",
         action="store_true",
-        help="write losses, accuracies, rates and options for TensorBoard too, in the folder tensorboard of the output",
+        help="also write losses, accuracies, rates and options for TensorBoard, in the subfolder tensorboard",
     )
     observing.add_argument(
         "--observer",
         action="append",
         metavar="package.module:Class",
-        help="tell a tracker of your own of each step and each epoch: a class derived from "
-        "unisono.training.observers.Observer, found from the current folder; may be repeated",
+        help=(
+            "report each step and each epoch to your own tracker, a class derived from "
+            "unisono.training.observers.Observer, found from the current folder; may be repeated"
+        ),
     )
 
 
@@ -149,15 +153,15 @@ def run(given: dict[str, Any], ranks: Ranks = ALONE) -> int:
             for line in ended.summary():
                 shown.say(line)
     except OSError as error:
-        left = f"nothing had been saved yet in {run_folder}"
+        left = f"nothing was saved yet in {run_folder}"
         if run_folder.checkpoint.exists():
-            left = f"what was saved before stays, and unisono train --resume {run_folder} goes on from there"
+            left = f"to resume from the last checkpoint: unisono train --resume {run_folder}"
         if isinstance(error, BrokenPipeError):
             raise OutputClosedError(
-                f"nothing reads the output any more, so the training has stopped: {left}. To see a part of the output, "
-                "send it to a file, and read that"
+                f"the training has stopped, because its output is no longer read: {left}. To see a part of "
+                "the output, write it to a file, and read that"
             ) from error
-        what = f"{error.filename} cannot be written ({error.strerror})" if error.filename else str(error)
+        what = f"cannot write {error.filename} ({error.strerror})" if error.filename else str(error)
         raise OSError(f"{what}; {left}") from error
     return DONE
 
@@ -185,13 +189,13 @@ def _plan_run(
     begun: RunFolder | None
     if isinstance(resume, Path):
         if output is not None or overwrite:
-            raise OptionError(f"--resume {resume} goes on in the same folder: leave out --output and --overwrite")
+            raise OptionError(f"--resume {resume} writes to the same folder: leave out --output and --overwrite")
         begun = RunFolder.reopen(resume)
     elif resume:
         if output is None or overwrite:
             raise OptionError(
-                "--resume without a folder goes on with the run in that of --output, or begins it: give --output DIR"
-                f"{', and leave out --overwrite' if overwrite else ''}"
+                "--resume without DIR needs the folder of the run: give --output "
+                f"DIR{', and leave out --overwrite' if overwrite else ''}"
             )
         begun = RunFolder(output) if RunFolder(output).has_begun else None
     else:

@@ -174,5 +174,5 @@ def cannot_compile(device: torch.device, error: Exception) -> OptionError:
     """Return an error of the compiler as one line for the user."""
     reason = (str(error).strip() or repr(error)).splitlines()[0]
     return OptionError(
-        f"--compile: torch.compile does not work for {device} here ({reason}): mend that, or take --no-compile"
+        f"--compile: torch.compile does not work for {device} here ({reason}): repair it, or pass --no-compile"
     )

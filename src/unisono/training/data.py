@@ -115,7 +115,7 @@ def known(source: str) -> str:
         return source
     folder = os.path.abspath(os.path.expanduser(source))
     if not os.path.isdir(folder):
-        raise DataError(f"--data {source} is no folder; expected digits, fashion-mnist, or a folder of IDX files")
+        raise DataError(f"--data {source} is not a folder; expected digits, fashion-mnist, or a folder of IDX files")
     return folder
 
 
@@ -160,8 +160,8 @@ def _downloaded(progress: Progress) -> Path:
             raise
         except (OSError, ValueError) as error:  # no connection, no such file, no room; another MD5
             raise DataError(
-                f"{url} cannot be downloaded to {folder} ({' '.join(str(error).split())}); --data DIR takes a folder "
-                "with the files, XDG_CACHE_HOME names another cache"
+                f"cannot download {url} to {folder} ({' '.join(str(error).split())}); pass a folder that has "
+                "the files (--data DIR), or another cache (XDG_CACHE_HOME)"
             ) from error
     return folder
 
@@ -187,11 +187,13 @@ def _load_split(folder: Path, split: str) -> tuple[Tensor, Tensor]:
     for name, dims in ((f"{split}-images-idx3-ubyte", 3), (f"{split}-labels-idx1-ubyte", 1)):
         found = [path for path in (folder / f"{name}.gz", folder / name) if path.is_file()]
         if not found:
-            raise DataError(f"{folder} lacks {name} (plain, or gzipped with .gz at the end)")
+            raise DataError(f"{folder} has no {name} (plain, or compressed as {name}.gz)")
         arrays.append(read_idx(found[0], dims=dims))
     images, labels = arrays
     if len(images) != len(labels):
-        raise DataError(f"{folder} has {len(images)} {split} pictures and {len(labels)} labels; expected as many")
+        raise DataError(
+            f"{folder} has {len(images)} {split} pictures but {len(labels)} labels; expected the same number"
+        )
     return images.unsqueeze(1).float().div_(255), labels.long()
 
 
@@ -208,7 +210,7 @@ def read_idx(path: Path, *, dims: int) -> Tensor:
         if content.startswith(_GZIP_MAGIC):
             content = gzip.decompress(content)
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        raise DataError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
     expected, header_bytes = bytes([0, 0, 8, dims]), 4 + 4 * dims
     if content[:4] != expected or len(content) < header_bytes:
         raise DataError(

@@ -81,7 +81,7 @@ def train(
                 _finish_epoch(run, epoch)
         except Interrupted:
             run.save()
-            progress.say(f"stopped after step {run.metrics.num_steps}; to go on: unisono train --resume {folder}")
+            progress.say(f"stopped after step {run.metrics.num_steps}; to resume: unisono train --resume {folder}")
             raise
     return run
 
@@ -204,18 +204,18 @@ def _explained(run: Run) -> Iterator[None]:
         if run.stop.received is None:
             raise cannot_compile(run.devices[0], error) from error
         # A signal from the terminal also ends the processes of the compiler, in the middle of a step.
-        run.progress.say(f"stopped while compiling; what had been saved stays in {run.folder}")
+        run.progress.say(f"stopped while compiling; earlier checkpoints stay in {run.folder}")
         raise Interrupted(run.stop.received) from error
     except torch.OutOfMemoryError as error:
         raise OptionError(
-            f"out of memory with --batch-size {options.batch_size} on {describe(*run.devices_by_rank)}: "
-            "take a smaller one, or more devices"
+            f"out of memory with --batch-size {options.batch_size} on {describe(*run.devices_by_rank)}: use a "
+            "smaller batch, or more devices"
         ) from error
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             raise
         num_shards = 1 if options.sync_batch_norm else sum(map(len, run.devices_by_rank))
         raise OptionError(
-            f"--batch-size {options.batch_size} on {describe(*run.devices_by_rank)} leaves a batch norm a single row, "
-            f"which it cannot train on: take --batch-size {4 * num_shards}"
+            f"--batch-size {options.batch_size} on {describe(*run.devices_by_rank)} leaves a single row "
+            f"(sample) for a batch norm, which needs two: use --batch-size {4 * num_shards}"
         ) from error

@@ -54,40 +54,40 @@ class Options:
     devices: str = _option(
         "auto",
         WHERE,
-        "auto: every accelerator, or two CPU replicas without one; a count: so many accelerators, or CPU replicas "
-        "without one; or by name: 0,1, cuda:0,cuda:1, cpu,cpu, 'cpu*8'",
+        "auto: all accelerators, or else two CPU replicas; a count: so many accelerators, or else CPU "
+        "replicas; or names: 0,1, cuda:0,cuda:1, cpu,cpu, 'cpu*8'",
         metavar="WHICH",
     )
-    batch_size: int = _option(128, HOW, "rows of one step, over all devices", metavar="ROWS")
-    epochs: int = _option(8, HOW, "times through the training pictures", metavar="N")
+    batch_size: int = _option(128, HOW, "pictures in one step, over all devices", metavar="ROWS")
+    epochs: int = _option(8, HOW, "passes over the training pictures", metavar="N")
     lr: float = _option(0.05, HOW, "learning rate after the first epoch, for the whole batch", metavar="RATE")
     sync_batch_norm: bool = _option(
         True,
         HOW,
-        "batch norm over the rows of all devices, so that their number changes no loss; or over those of each device "
-        "by itself, which is torch's rule for DataParallel (default: over all)",
+        "batch norm over the pictures of all devices, so that the loss does not depend on their number; "
+        "--no-sync-batch-norm: over those of each device, as in torch.nn.DataParallel (default: over all)",
     )
     precision: str = _option(
         "fp32",
         HOW,
-        "fp32: float32, exact; tf32: float32 whose products GPUs may round to TF32; bf16: torch.autocast to bfloat16 "
-        "(default: fp32; bf16 on GPUs of compute capability 8.0 and newer)",
+        "fp32: exact float32; tf32: float32, but GPUs may round products to TF32; bf16: torch.autocast to "
+        "bfloat16 (default: fp32; bf16 on GPUs of compute capability 8.0 and newer)",
         choices=("fp32", "tf32", "bf16"),
     )
     compile: bool = _option(
         False,
         HOW,
-        "compile the model with torch.compile, on one device the whole step; that takes up to some minutes at the "
-        "first step of each size, of which there are two at most, and at the first test, and needs a compiler: a C++ "
-        "compiler on the CPU, Triton and a C compiler on GPUs (default: not compiled, but on one GPU of compute "
+        "compile the model with torch.compile (on one device the whole step). This takes up to some minutes "
+        "at the first step of each of at most two sizes and at the first test, and needs a compiler: a C++ "
+        "compiler on the CPU, Triton and a C compiler on GPUs (default: only on one GPU of compute "
         "capability 8.0 or newer, if the compiler works)",
     )
-    seed: int = _option(0, HOW, "for weights and order", metavar="N")
+    seed: int = _option(0, HOW, "random seed for weights and order", metavar="N")
 
     def __post_init__(self) -> None:
         for name, holds, expected in (
-            ("batch_size", self.batch_size >= 1, "a whole number from 1 up"),
-            ("epochs", self.epochs >= 1, "a whole number from 1 up"),
+            ("batch_size", self.batch_size >= 1, "a whole number, 1 or more"),
+            ("epochs", self.epochs >= 1, "a whole number, 1 or more"),
             ("lr", math.isfinite(self.lr) and self.lr > 0, "a number above 0"),
             ("seed", 0 <= self.seed < 2**32, "a whole number from 0 to 4294967295"),
         ):
@@ -106,16 +106,16 @@ class Options:
             names = ", ".join(map(str, devices))
             one_device = " or --devices 1" if len(devices_by_rank) == 1 else ""
             raise OptionError(
-                f"--compile with batch norm synchronised over {len(devices)} replicas ({names}) would be compiled in "
-                "pieces between the batch norms, and be slower than without: take "
-                f"--no-sync-batch-norm{one_device}, or take --no-compile"
+                f"--compile with batch norm synchronised over {len(devices)} replicas ({names}) compiles in "
+                f"pieces, and is slower than no compilation: pass --no-sync-batch-norm{one_device}, or "
+                "--no-compile"
             )
         for of_rank in devices_by_rank if synchronised else ():
             if shared := next((one for one in of_rank if of_rank.count(one) > 1 and not computes_on_host(one)), None):
                 raise OptionError(
-                    f"--devices {self.devices}: {of_rank.count(shared)} replicas on {shared}, and batch norm over the "
-                    "rows of all devices, for which each replica needs an accelerator of its own: name each once, or "
-                    "take --no-sync-batch-norm"
+                    f"--devices {self.devices}: {of_rank.count(shared)} replicas on {shared}, but batch norm "
+                    "over all devices needs an accelerator for each replica: name each once, or pass "
+                    "--no-sync-batch-norm"
                 )
 
     @classmethod
@@ -128,15 +128,15 @@ class Options:
         names = {field.name for field in dataclasses.fields(cls)}
         if different := names ^ saved.keys():
             raise OptionError(
-                f"the run to resume is of another version of unisono ({min(different)} is not in both): start another"
+                f"another version of unisono wrote the run to resume ({min(different)} is not in both): start a new run"
             )
         begun = cls(**saved)
         for name, value in given.items():
             if name not in MAY_CHANGE_ON_RESUME and value != getattr(begun, name):
                 may_change = ", ".join(map(flag, MAY_CHANGE_ON_RESUME))
                 raise OptionError(
-                    f"{_typed(name, value)}: the run to resume has {_typed(name, getattr(begun, name))}; leave it "
-                    f"out, or start another run (what may change on resuming: {may_change})"
+                    f"{_typed(name, value)}: the run to resume has {_typed(name, getattr(begun, name))}; "
+                    f"leave this option out, or start a new run (options that may change: {may_change})"
                 )
         return dataclasses.replace(begun, **given)
 

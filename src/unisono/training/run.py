@@ -210,7 +210,9 @@ class Run:
             self.metrics.keep_in(self.folder.metrics)
             self._describe()
         if self.options.compile:
-            self.progress.begin("compiling the model, some minutes at the first step of each size and the first test")
+            self.progress.begin(
+                "compiling the model: some minutes at the first step of each size and at the first test"
+            )
         self.start_clock()
 
     @property
@@ -257,8 +259,8 @@ class Run:
     def diverged(self, what: str, rate: float) -> DivergedError:
         """Return the error of a loss that is infinite or not a number, with what to do about it."""
         return DivergedError(
-            f"{what}, at learning rate {rate:g}: start again with a lower rate (--lr {self.options.lr / 2:g}); what "
-            f"was saved before stays in {self.folder}"
+            f"{what}, at learning rate {rate:g}: start again with a lower rate (--lr "
+            f"{self.options.lr / 2:g}); earlier checkpoints stay in {self.folder}"
         )
 
     # ---- files, which the first process writes ---------------------------------------------------
@@ -321,13 +323,13 @@ class Run:
             say(f"{self.devices[0]} has no TF32: float32 stays exact, as with --precision fp32")
         if not in_main_thread():
             say(
-                "this is not the program's main thread, so Ctrl-C and SIGTERM do not save the run before they end it: "
-                "to go on from its last checkpoint, start it again with --resume"
+                "unisono train runs in another thread than the main one, so Ctrl-C and SIGTERM end it "
+                "without saving; to resume from its last checkpoint, start it with --resume"
             )
         if epochs >= self.options.epochs:
-            say(f"nothing left to do, {epochs} epochs are finished; --epochs {2 * epochs} goes on")
+            say(f"nothing left to do: {epochs} epochs are finished; to continue: --epochs {2 * epochs}")
         elif steps:
-            say(f"going on after step {steps}, epochs finished: {epochs}")
+            say(f"resuming after step {steps}, epochs finished: {epochs}")
 
 
 def has_room_for(device: torch.device, num_bytes: int) -> bool:
@@ -353,7 +355,7 @@ def _reopen(folder: RunFolder, data_checksum: str) -> Checkpoint:
     saved = checkpoint.read(folder)
     if saved.config["data_checksum"] != data_checksum:  # its steps would have other rows
         raise FolderError(
-            f"{folder} began on other data than --data {saved.config['options']['data']} now has: put them back as "
-            "they were, or start another run (--output DIR)"
+            f"the data of --data {saved.config['options']['data']} changed since the run in {folder} began: "
+            "restore it, or start a new run (--output DIR)"
         )
     return saved

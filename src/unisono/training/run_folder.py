@@ -51,8 +51,8 @@ class RunFolder:
         folder = cls(path or Path("runs") / time.strftime("%Y-%m-%d-%H-%M-%S"))
         if not overwrite and any(file.exists() for file in folder._files()):
             raise FolderError(
-                f"{folder} holds a run already: go on with it (--resume {folder}), replace it (--overwrite), or name "
-                "another folder (--output DIR)"
+                f"{folder} already has a run: resume it (--resume {folder}), replace it (--overwrite), or "
+                "give another folder (--output DIR)"
             )
         files.expect_writable(folder.path)
         return folder
@@ -63,8 +63,8 @@ class RunFolder:
         folder = cls(path)
         if not folder.has_begun:
             raise FolderError(
-                f"--resume {folder}: there is no {files.as_typed(folder.checkpoint)}; expected the --output of an "
-                f"earlier run, or start one there (--output {folder} --overwrite)"
+                f"--resume {folder}: found no {files.as_typed(folder.checkpoint)}; expected the --output of "
+                f"an earlier run, or start one there (--output {folder} --overwrite)"
             )
         return folder
 
@@ -80,15 +80,14 @@ class RunFolder:
         try:
             lock = open_regular(self._lock, os.O_RDWR | os.O_CREAT)
         except OSError as error:
-            raise FolderError(f"{self} cannot be used: {error.filename}: {error.strerror}") from error
+            raise FolderError(f"cannot use {self}: {error.filename}: {error.strerror}") from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.read(lock, 1000).decode(errors="replace") or "it has just begun"
             os.close(lock)
             raise FolderError(
-                f"another run is using {self} ({holder}): wait until it has ended, stop it, or name another folder "
-                "(--output DIR)"
+                f"another run is using {self} ({holder}): wait for it, stop it, or give another folder (--output DIR)"
             ) from None
         except OSError:  # no locks here
             os.close(lock)
@@ -112,7 +111,7 @@ class RunFolder:
             for path in self._files():
                 path.unlink(missing_ok=True)
         except OSError as error:
-            raise FolderError(f"--output {self}: {error}; name another folder (--output DIR)") from error
+            raise FolderError(f"--output {self}: {error}; give another folder (--output DIR)") from error
 
     def events(self) -> list[Path]:
         """Return the event files that runs in this folder have written; there may be files of other programs too."""

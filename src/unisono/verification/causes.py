@@ -22,7 +22,7 @@ from unisono.verification.compare import Tolerance, plain, values_in
 from unisono.verification.report import Cause, Finding, Kind, Row
 from unisono.verification.step import RecordedStep
 
-LOST = "what a replica assigns to its attributes is lost when its forward ends"
+LOST = "values that a replica assigns to its attributes are lost when forward ends"
 
 # An option that was given with this value explains the difference.
 _SEQUENCES = (list, tuple, deque, dict)
@@ -34,84 +34,86 @@ _PERHAPS_SPLIT_WRONGLY = (
     Cause.VALUE_OF_A_SHARD,
 )  # another way to split the inputs may
 _DRAWN = (
-    "{generators} is drawn from, or seeded, in a way that cannot be switched off. Draw with torch's functions, or "
-    "outside of the model, and pass the result to it as an input"
+    "random numbers come from {generators}, in a way that verify cannot switch off. Use torch's functions "
+    "without generator=; or draw outside the model, and pass the result as an input"
 )
 _PER_SHARD = (
-    "batch norm takes its statistics from each shard, not from the batch. With sync_batch_norm=True it takes those of "
-    "the batch; sync_batch_norm=False, given, says that this is intended"
+    "batch norm used each replica's own rows (samples). Fix: sync_batch_norm=True. Accept, as in torch: "
+    "sync_batch_norm=False"
 )
 _ROWS_INTERACT = (
-    "what it computes for a row depends on the other rows of the shard{where}. Compute such things from the gathered "
-    "output, outside of the model; or, if the rows are not on axis {dim}, say so with dim"
+    "the result for one row depends on other rows of the replica{where}. Compute this from the gathered "
+    "output, outside the model. Is the batch dimension not {dim}? Pass dim="
 )
 SPLIT_INPUT = (
-    "{inputs}: split by rows, although it has none. With in_dims={in_dims} every replica gets all of it, and the "
-    "numbers are those of one device"
+    "{inputs}: split by rows, but has no batch dimension. Fix: in_dims={in_dims} gives every replica all of "
+    "it; the numbers are then those of one device"
 )
 SPLIT_LIST = (
-    "{input} has one entry a row, and a {kind} is not split by entry: tensors in it are split one by one, and all else "
-    "goes whole to every replica. As unisono.SampleList({entries}) it is split by entry, and the numbers are those of "
-    "one device"
+    "{input} has one entry for each row, but a {kind} is not split by entry: its tensors are split one by "
+    "one, everything else goes to every replica. Fix: unisono.SampleList({entries}); the numbers are then "
+    "those of one device"
 )
 _WHOLE = (
-    ". Or {paths}, which has as many entries as the batch has rows, and goes whole to every replica, belongs to "
-    "them: then give it as a tensor or a unisono.SampleList, or say how it is split (unisono.register_batch_type)"
+    ". Or {paths}, which every replica gets whole, has one entry for each row: then give it as a tensor or a "
+    "unisono.SampleList, or register how it is split (unisono.register_batch_type)"
 )
 _LOST_AXIS = (
-    "output{path} has shape {one} on one device, and {shard} in a replica with one row: its axis of rows is gone, as "
-    "squeeze() removes each axis of size 1. Name the axis to remove, as in squeeze(-1)"
+    "output{path} has shape {one} on one device, but {shard} in a replica with one row: the batch dimension "
+    "is lost, as squeeze() removes every dimension of size 1. Name the dimension, such as squeeze(-1)"
 )
 _ROWS_COMPARED = (
-    "{output} compares rows with each other, and a replica has those of its shard only. Return what is computed of "
-    "each row, and compare them in the gathered output, outside of the model"
+    "{output} compares rows with each other, but each replica has only its own rows. Return one result for "
+    "each row, and compare them in the gathered output, outside the model"
 )
 _NO_ROWS = (
-    "{output} has no rows, and each replica returns one of its own, which are joined on {axis}. A sum or mean over the "
-    "rows belongs in a 0-dim output, for which scalars is the rule"
+    "{output} has no batch dimension, and each replica's value is joined along dimension {axis}. If it is a "
+    'sum or mean over rows, return a 0-dim tensor, and pass scalars="sum" or "mean"'
 )
 _LIST_OF_ROWS = (
-    "{output} has {one} entries on one device, and {many} on several: the first entries of all replicas are joined, "
-    "then the second ones, and so on. If each entry belongs to a row, return unisono.SampleList(entries)"
+    "{output} has {one} entries on one device, {many} on several: the first entries of all replicas are "
+    "joined, then the second ones, and so on. If each entry belongs to a row, return "
+    "unisono.SampleList(entries)"
 )
 _VALUE = (
-    "{output} is {values}: each replica has computed it from its own rows. Return what it is computed from, as a "
-    "tensor, and compute it from the gathered output, outside of the model"
+    "{output} is {values}: each replica computed it from its own rows. Return the tensor it is computed "
+    "from, and compute it from the gathered output, outside the model"
 )
 _ONE_NUMBER = (
-    "each replica returns one number{at} for its own rows ({rows}), and their mean is not the batch's. {remedy}"
+    "each replica returned one number{at} for its own rows ({rows}), and the mean of these is not the batch's. {remedy}"
 )
 _SCALARS = {
-    "mean": "scalars='mean' weights them",
-    "sum": "scalars='sum' adds them up",
-    "": "It is neither a mean over rows nor a sum: scalars='mean:name' weights by the output of that name, such as the "
-    "number of tokens; or return one number a row, and reduce outside of the model",
+    "mean": "Fix: scalars='mean'",
+    "sum": "Fix: scalars='sum'",
+    "": (
+        "It is neither a mean over rows nor a sum. Fix: scalars='mean:name', where name is the output with the "
+        "weights, such as the number of tokens; or return one number for each row, and reduce outside the model"
+    ),
 }
 _FIRST_BUFFERS = (
-    "{name} is updated in forward. Only the first replica's updates stay, and it has seen its own rows only. Nothing "
+    "forward updates {name}. The first replica's updates are kept, computed from its own rows only. Nothing "
     "else differs"
 )
 _BUFFER_OF_ROWS = (
-    ". It has an entry for each row, and each replica has rows of its own, so those of the others are missing: return "
-    "it from forward, and keep the gathered one"
+    ". It has one entry for each row, and those of the other replicas are missing: return it from forward, "
+    "and keep the gathered one"
 )
 _PARAMETERS = (
-    "forward writes into {names}, in every replica: those in the module's memory write into one tensor, and what a "
-    "replica writes in memory of its own, or assigns to `.data`, is lost. Make it a buffer, of which the first "
-    "replica's updates stay, or update it outside of forward. For an initialisation from the first batch, call the "
-    "plain module once before it is wrapped"
+    "forward writes into {names}, once in each replica; a value written into a replica's own memory, or "
+    "assigned to `.data`, is lost. Make it a buffer (the first replica's updates are kept), or update it "
+    "outside forward. To initialise from the first batch, call the plain module once before you wrap it"
 )
 _MADE = (
-    "forward makes {names}: each replica makes its own in each step, which ends with its forward, and no optimizer "
-    "knows it. Make it in __init__; or before wrapping, with one forward of the plain module"
+    "forward creates {names}: each replica creates its own in each step, it is lost when forward ends, and "
+    "no optimizer has it. Create it in __init__, or by one forward of the plain module before wrapping"
 )
 _ATTRIBUTES = (
-    f"forward updates {{names}}, and {LOST}; what it changes in place, such as a tensor, a list to which it appends or "
-    "an object, has the changes of all replicas, in the order of arrival. Update "
-    "it outside of forward, from the gathered output; or make it a buffer, of which the first replica's updates stay"
+    f"forward updates {{names}}: {LOST}. A tensor, list or object changed in place gets the changes of all "
+    "replicas, in the order in which they finish. Update it outside forward, from the gathered output; or "
+    "make it a buffer (the first replica's updates are kept)"
 )
 _NONDETERMINISTIC = (
-    "two runs on one device, from one state, differ as well{where}: an operation is not deterministic "
+    "two runs on one device, from the same state, differ too{where}: an operation is not deterministic "
     "(torch.use_deterministic_algorithms(True) names many), or draws random numbers that no seed controls"
 )
 
@@ -208,18 +210,21 @@ class Comparison:
             fits = None if found is None else found[1]
             if fits not in (None, axis):
                 dims[path] = fits
-                wrong.append(f"the rows of {output} are on axis {fits}, and it is joined on {axis}")
+                wrong.append(f"{output} has its batch on dimension {fits}, but is joined along dimension {axis}")
             elif tensor.dim() and axis is not None and all(part.shape == tensor.shape for part in parts):
                 if not all(self.tolerance.same(tensor, part) for part in parts):
                     yield self._finding("", Cause.JOINED_ON_ANOTHER_AXIS, _NO_ROWS.format(output=output, axis=axis))
                     continue
                 dims[path] = None
-                wrong.append(f"{output} has no rows, is the same in all replicas, and is joined on {axis}")
+                wrong.append(
+                    f"{output} has no batch dimension and is the same in all replicas, but is joined along "
+                    f"dimension {axis}"
+                )
             elif self._num_axes_with_rows(tensor, parts) > 1:
                 yield self._finding("", Cause.ROWS_INTERACT, _ROWS_COMPARED.format(output=output))
         if wrong:
             out_dims = pytree.unflatten(spec, [dims.get(path, self.wrapped.dim) for path in paths])
-            text = f"{wrong[0]}. out_dims={out_dims!r} says where they are"
+            text = f"{wrong[0]}. Fix: out_dims={out_dims!r}"
             yield self._finding("", Cause.JOINED_ON_ANOTHER_AXIS, text)
 
     def _lost_axis(self) -> Finding | None:
@@ -252,12 +257,12 @@ class Comparison:
         if inputs_same and all(tensor.dim() == 0 for _, tensor in first.outputs):
             yield self._numbers(name, "")
         elif inputs_same and self._takes_statistics(first) and self.wrapped.sync_batch_norm:
-            text = "batch norm, although its statistics are those of the whole batch: please report this"
+            text = "batch norm, although it used the statistics of the whole batch: please report this"
             yield self._finding(name, Cause.UNKNOWN, text)
         elif inputs_same and self._takes_statistics(first):
             yield self._finding(name, Cause.PER_SHARD_BATCH_NORM, _PER_SHARD)
         else:
-            where = "" if inputs_same else f" (in the code in front of {name})"
+            where = "" if inputs_same else f" (in the code before {name})"
             name = name if inputs_same else self._enclosing(name)
             text = _ROWS_INTERACT.format(where=where, dim=self.wrapped.dim)
             yield self._finding(name, Cause.ROWS_INTERACT, text)
@@ -288,8 +293,8 @@ class Comparison:
             text = _FIRST_BUFFERS.format(name=name) + (_BUFFER_OF_ROWS if has_rows else "")
             return self._finding(name.rpartition(".")[0], Cause.FIRST_REPLICAS_BUFFERS, text)
         if not any(row.kind in (Kind.OUTPUT, Kind.LOSS) for row in differing):
-            return self._finding("", Cause.UNKNOWN, "outputs and loss are the same, and the backward differs")
-        return self._finding("", Cause.UNKNOWN, "no submodule that could be compared differs")
+            return self._finding("", Cause.UNKNOWN, "outputs and loss are the same, but the backward differs")
+        return self._finding("", Cause.UNKNOWN, "no submodule differs, of those that could be compared")
 
     def _numbers(self, name: str, scalars: str, at: str = "") -> Finding:
         rows = " + ".join(map(str, self.many.rows)) or "their own"

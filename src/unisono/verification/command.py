@@ -14,16 +14,16 @@ from unisono.runtime.devices import accelerators
 from unisono.verification.targets import build_arguments
 from unisono.verification.verify import verify
 
-SUMMARY = "compare a model of yours on one device and on several"
+SUMMARY = "compare your model on one device and on several"
 
 DESCRIPTION = """\
-Run a model of yours on one device and on several, from one state, in training and in eval mode, and compare outputs,
-loss, gradients and buffers. Where they differ, say which submodule does first, and why. Random draws are switched off
-meanwhile: dropout drops nothing.
+Run your model on one device and on several, from the same state, in training and in eval mode, and compare outputs,
+loss, gradients and buffers. Where they differ, name the first submodule that does, the cause, and the line to write.
+Random draws are switched off meanwhile: dropout drops nothing. A row is one sample of the batch.
 
 package.module:build is a function without arguments, found from the current folder. It returns (model, inputs), or a
-dict with the arguments of unisono.verify by name: model, inputs, target, criterion, out_dims, and so on. Options
-given here replace those in the dict.
+dict with arguments of unisono.verify: model, inputs, target, criterion, out_dims, and so on. Options given here
+replace those in the dict.
 """
 
 EXAMPLES = """\
@@ -38,11 +38,10 @@ where train.py has, for instance:
       return model, torch.randn(30, 1, 28, 28)
 
 exit status:
-  0  the same, or the differences are explained by an option that was given and causes them (--no-sync-batch-norm,
-     --scalars stack)
+  0  the same, or the differences follow from an option that was given (--no-sync-batch-norm, --scalars stack)
   1  something differs
-  2  not compared: the arguments cannot be used, the model failed, or has nothing to compare, or draws random numbers
-     that cannot be switched off, or one device had all rows
+  2  not compared: a wrong argument; the model failed, has nothing to compare, or draws random numbers that cannot be
+     switched off; or one device had all rows
 """
 
 
@@ -51,8 +50,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--devices",
         metavar="WHICH",
-        help="auto: every accelerator (one alone counts twice), or two CPU replicas without one; a count: so many "
-        "accelerators, or CPU replicas without one; or by name: 0,1, cuda:0,cuda:1, cpu,cpu, 'cpu*8' (default: auto)",
+        help=(
+            "auto: all accelerators (one alone counts twice), or else two CPU replicas; a count: so many "
+            "accelerators, or else CPU replicas; or names: 0,1, cuda:0,cuda:1, cpu,cpu, 'cpu*8' (default: auto)"
+        ),
     )
     add_options_of_wrappers(parser)
 
@@ -74,8 +75,8 @@ def run(given: dict[str, Any]) -> int:
         raise TargetError(f"{target} could not be compared: {one_line(error)}") from error
     if report.num_replicas == 1:
         raise TargetError(
-            f"{target}: nothing was compared, because one device had all rows: give a batch with rows for each device, "
-            "and two devices or more (--devices cpu,cpu)"
+            f"{target}: nothing was compared, because one device had all rows (samples): give two devices or "
+            "more (--devices cpu,cpu), and a batch with at least one row for each"
         )
     if not report.rows and report.compared:
         raise TargetError(f"{target}: nothing was compared, because the model has no output, gradients or buffers")

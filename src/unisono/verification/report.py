@@ -1,4 +1,4 @@
-"""The report of `verify`: rows, findings, and the table as which they are printed.
+"""The report of `verify`: rows, findings, and the table as which they are printed, or shown by a notebook.
 
 A `Row` is one comparison: an output, the loss, a gradient, a parameter that forward has written into, a buffer or an
 attribute, in one mode. A `Finding` describes the differences of one mode: the first submodule whose output differs,
@@ -9,12 +9,16 @@ import enum
 import math
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from html import escape
+
+from unisono.console.tables import html_table
 
 MODES = ("training", "eval")
 
 _SHOWN = 6  # of the rows of one kind in one mode, the worst; the others are counted
 _SHOWN_SAME = 3  # if none of them differs
+_SHOWN_IN_NOTEBOOKS = 20  # of all rows
 _WIDTH = 110  # of a line of text
 
 
@@ -25,11 +29,11 @@ class Cause(enum.StrEnum):
     RANDOM_NUMBERS = "random numbers that cannot be switched off"
     ROWS_INTERACT = "rows interact"
     SPLIT_WRONGLY = "an input is not split as meant"
-    ONE_NUMBER_A_SHARD = "one number a shard"
-    LIST_OF_ROWS = "a list with one entry a row"
-    VALUE_OF_A_SHARD = "a value of each shard"
-    JOINED_ON_ANOTHER_AXIS = "joined on the wrong axis"
-    LOST_AXIS = "no axis of rows in a replica with one row"
+    ONE_NUMBER_A_SHARD = "one number per replica"
+    LIST_OF_ROWS = "a list with one entry per row"
+    VALUE_OF_A_SHARD = "a value of each replica"
+    JOINED_ON_ANOTHER_AXIS = "joined along the wrong dimension"
+    LOST_AXIS = "batch dimension lost in a replica with one row"
     NONDETERMINISTIC = "nondeterministic"
     FIRST_REPLICAS_BUFFERS = "buffers of the first replica"
     PARAMETERS_OF_REPLICAS = "parameters that forward writes into"
@@ -128,6 +132,7 @@ class Report:
         findings: at least one for each mode in which something differs, or is not compared.
         notes: for example, what could not be compared.
         num_replicas: how many had rows; with one, one device was compared with itself.
+        is_printed: whether `verify` has printed it, so that a notebook folds the table.
     """
 
     title: str
@@ -135,6 +140,7 @@ class Report:
     findings: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = ()
     num_replicas: int = 2
+    is_printed: bool = field(default=False, compare=False)
 
     @property
     def same(self) -> bool:
@@ -177,9 +183,23 @@ class Report:
         return "\n".join([self.title, "", *self._table(), "", *self._conclusion()])
 
     def __repr__(self) -> str:
-        first = self._main
-        where = "" if first is None else f"; first at {first.module or 'the model itself'} ({first.module_class})"
-        return f"Report({'; '.join(self._verdict())}{where})"
+        return f"Report({self._closing_line()})"
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the closing line, and below it the causes and a table, what differs first."""
+        rows = sorted(self.rows, key=lambda row: (not row.differs, -row.badness))
+        cells = [
+            [row.mode, *_place(row), _shape(row), _result(row) or "same", *_numbers(row)]
+            for row in rows[:_SHOWN_IN_NOTEBOOKS]
+        ]
+        header = ["mode", "module", "compared", "shape", "result", "largest value", "difference", "allowed"]
+        paragraphs = [self.title, *self._paragraphs()]
+        said = "".join(f"<p>{escape(paragraph)}</p>" for paragraph in paragraphs)
+        rest = rows[_SHOWN_IN_NOTEBOOKS:]
+        below = f"<p>{_counted(rest, 'comparison')}</p>" if rest else ""
+        summary = f"<summary><b>{escape(self._closing_line())}</b></summary>"
+        shown = f"{summary}{said}{html_table(header, cells, text_columns=5)}{below}"
+        return f"<details{'' if self.is_printed else ' open'}>{shown}</details>"
 
     def _table(self) -> Iterator[str]:
         """Yield the lines of the table: of each kind the worst rows."""
@@ -193,23 +213,30 @@ class Report:
                 rows.sort(key=lambda row: -row.badness)
                 shown = _SHOWN if any(row.differs for row in rows) else _SHOWN_SAME
                 for row in rows[:shown]:
-                    numbers = f"{row.largest:13.2e}  {row.difference:10.1e}  {row.allowed:7.1e}"
-                    verdict = ": ".join(filter(None, ("differs" if row.differs else "", row.note)))
-                    cells = [f"{_name(row):{names}}", f"{_shape(row):{shapes}}", numbers, verdict]
+                    largest, difference, allowed = _numbers(row)
+                    numbers = f"{largest:>13}  {difference:>10}  {allowed:>7}"
+                    cells = [f"{_name(row):{names}}", f"{_shape(row):{shapes}}", numbers, _result(row)]
                     yield "  ".join(cells).rstrip()
                 if rest := rows[shown:]:
-                    differ = sum(row.differs for row in rest)
-                    verdict = f"{differ} of which differ" if differ else "all the same"
-                    yield f"  {len(rest)} more {kind}{'s' * (len(rest) > 1)}, {verdict}"
+                    yield f"  {_counted(rest, kind)}"
 
     def _conclusion(self) -> Iterator[str]:
+        for paragraph in self._paragraphs():
+            yield from textwrap.wrap(paragraph, _WIDTH)
+        yield from self._verdict()
+
+    def _paragraphs(self) -> list[str]:
+        """Return the findings and the notes in words."""
         together: dict[Finding, list[str]] = {}  # a finding of both modes is printed once
         for finding in self.findings:
             together.setdefault(replace(finding, mode=""), []).append(finding.mode)
         said = [str(replace(finding, mode=" and ".join(modes))) for finding, modes in together.items()]
-        for paragraph in (*said, *self.notes):
-            yield from textwrap.wrap(paragraph, _WIDTH)
-        yield from self._verdict()
+        return [*said, *self.notes]
+
+    def _closing_line(self) -> str:
+        first = self._main
+        where = "" if first is None else f"; first at {first.module or 'the model itself'} ({first.module_class})"
+        return f"{'; '.join(self._verdict())}{where}"
 
     def _verdict(self) -> Iterator[str]:
         if self.differences:
@@ -226,8 +253,33 @@ def _name(row: Row) -> str:
     return f"  {row.kind}{' of ' if row.kind is Kind.GRADIENT else ' '}{row.name}".rstrip()
 
 
+def _place(row: Row) -> tuple[str, str]:
+    """Return the module that a comparison is about, "" for the model itself, and what of it is compared."""
+    module, _, name = row.name.rpartition(".")
+    is_dotted = all(part.isidentifier() or part.isdecimal() for part in row.name.split("."))
+    if row.kind in (Kind.OUTPUT, Kind.LOSS) or not is_dotted:  # a path, or in words what replicas share
+        module, name = "", row.name
+    return module, _name(replace(row, name=name)).strip()
+
+
 def _shape(row: Row) -> str:
     return "" if row.shape is None else " x ".join(map(str, row.shape)) or "0-dim"
+
+
+def _result(row: Row) -> str:
+    """Return whether it differs, and why; "" if it does not."""
+    return ": ".join(filter(None, ("differs" if row.differs else "", row.note)))
+
+
+def _numbers(row: Row) -> tuple[str, str, str]:
+    """Return the largest value, the difference and what is allowed, as tables show them."""
+    return f"{row.largest:.2e}", f"{row.difference:.1e}", f"{row.allowed:.1e}"
+
+
+def _counted(rows: Sequence[Row], what: str) -> str:
+    differ = sum(row.differs for row in rows)
+    verdict = f"{differ} of which differ" if differ else "all the same"
+    return f"{len(rows)} more {what}{'s' * (len(rows) > 1)}, {verdict}"
 
 
 def _modes(rows: Sequence[Row]) -> str:

@@ -36,8 +36,8 @@ def copied(model: nn.Module) -> nn.Module:
             new = copy.deepcopy(model, without_history)
     except Exception as error:
         raise TypeError(
-            f"verify runs each step on a copy of the model, and {type(model).__name__} cannot be copied with "
-            f"copy.deepcopy: {error}"
+            "verify runs each step on a copy of the model, but copy.deepcopy cannot copy "
+            f"{type(model).__name__}: {error}"
         ) from error
     for parameter, before in zip(new.parameters(), model.parameters(), strict=True):
         parameter.requires_grad_(before.requires_grad)

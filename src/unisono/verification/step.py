@@ -51,7 +51,7 @@ class Example:
             loss = criterion(output, *given)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
-            raise ValueError(f"criterion: expected one number, such as a mean over the rows, and it returned {shape}")
+            raise ValueError(f"criterion: expected one number, such as a mean over the rows, but it returned {shape}")
         return loss.reshape(())
 
 

@@ -51,24 +51,25 @@ from unisono.verification.state import RandomState, copied
 from unisono.verification.step import Example, RecordedStep, take_step
 
 _TRIED = 16  # inputs at most, to find the one that is split and has no rows
-_NO_ACCELERATOR = "this machine has no accelerator: the replicas were on the CPU"
+_NO_ACCELERATOR = "this machine has no accelerator, so the replicas ran on the CPU"
 _ONE_ACCELERATOR = (
-    "the replicas were on the CPU: there is one accelerator, and batch norm over all replicas needs one for each"
+    "the replicas ran on the CPU: batch norm over all replicas needs one accelerator for each, and there is only one"
 )
-_SWITCHED_OFF = "random draws have fixed values while it compares, and dropout drops nothing: {operations}"
-_BY_ALL = "all replicas write into it, in the order of arrival"
+_SWITCHED_OFF = "random draws are switched off during the comparison, so dropout drops nothing: {operations}"
+_BY_ALL = "all replicas write into it, in the order in which they finish"
 _CACHES = (
-    "forward keeps values in {names} that stay as they are when the step is repeated, as in a cache by the number of "
-    "rows: that is no difference"
+    "forward stores values in {names} that are the same when the step is repeated, as a cache does; this is "
+    "not counted as a difference"
 )
-_LOST = "each replica has its own, which ends with its forward"
+_LOST = "each replica has its own, which is lost when forward ends"
 _HOOKS = (
-    "hooks keep what they see, {names}, and each replica calls them with its own rows: what they keep by name is one "
-    "replica's, and a list is in the order of arrival"
+    "hooks store {names}, and each replica calls them with its own rows: a value stored by name is one "
+    "replica's, and a list is in the order in which replicas finish"
 )
 _JUMPS = (
-    "parameters and inputs that change by {nudge:.0e} of themselves move gradients by {moved:.0e} of the largest, as "
-    "activations at the kink of a ReLU do: gradients cannot be compared more exactly than that (in float64 they can)"
+    "gradients are compared only to about {moved:.0e} of the largest: a change of parameters and inputs by "
+    "{nudge:.0e} of themselves moves gradients by this much, as activations at the kink of a ReLU do. "
+    "float64 is more exact"
 )
 
 
@@ -190,7 +191,8 @@ def verify(
     finally:
         random.restore()
     num_replicas = len(many.rows) or len(devices)
-    report = Report(_title(wrapped, many), tuple(rows), tuple(findings), tuple(dict.fromkeys(notes)), num_replicas)
+    said = tuple(dict.fromkeys(notes))
+    report = Report(_title(wrapped, many), tuple(rows), tuple(findings), said, num_replicas, is_printed=show)
     if show:
         print(report)
     return report
@@ -213,14 +215,17 @@ def _wrap(
     check_initialized(model, chain(model.parameters(), model.buffers()))
     if isinstance(model, DataParallel):
         if device_ids is not None or output_device is not None or dim != 0 or options:
-            raise ValueError("the model is wrapped already, and compared as it is: leave out devices and options")
+            raise ValueError(
+                "the model is already wrapped, and compared with its own options: leave out devices and options"
+            )
         if not model.devices:
             raise ValueError(
-                'the wrapper runs the plain module here: verify(model.module, ..., device_ids=["cpu"] * 2)'
+                "this wrapper runs the plain module on this machine, so there are no replicas to compare. "
+                'Write verify(model.module, ..., device_ids=["cpu"] * 2)'
             )
         if model.spans_processes:
             raise ValueError(
-                "the wrapper spans several processes, and verify compares within one: verify(model.module)"
+                "this wrapper spans several processes, but verify compares within one. Write verify(model.module)"
             )
         return model
     devices = _devices.resolve(device_ids)
@@ -407,22 +412,22 @@ def _notes(mode: str, one: RecordedStep, many: RecordedStep) -> Iterator[str]:
     if operations := dict.fromkeys([*one.switched_off, *many.switched_off]):
         yield _SWITCHED_OFF.format(operations=", ".join(operations))
     if one.loss is None:
-        yield "no output is floating: there is no loss, and no gradients to compare"
+        yield "no output is floating point: there is no loss, and no gradients to compare"
     elif many.loss is None:
-        yield f"{mode}: loss and gradients are not compared, because the outputs have other shapes"
+        yield f"{mode}: loss and gradients are not compared, because the outputs differ in shape"
     elif one.no_gradients:
         yield f"{mode}: gradients are not compared, because the backward fails on one device: {one.no_gradients}"
     elif not one.gradients:
-        yield f"{mode}: there are no gradients to compare: the loss needs none"
+        yield f"{mode}: no gradients to compare: the loss does not require grad"
     # A cache, or values that are kept for who reads them: no difference, unless it is a number that is updated.
     updated = {*_updated(one, many), *(name for name in many.left[Left.ASSIGNED] if many.contents_before.get(name))}
     # A layer or parameter that it makes is in the findings.
     if filled := [name for name in many.left[Left.ASSIGNED] if name not in updated and not _is_made(name, one)]:
-        yield f"forward fills {listed(filled)}: {LOST}. If they are read after forward, return them as outputs"
+        yield f"forward stores {listed(filled)}: {LOST}. If you read them after forward, return them as outputs"
     if many.left[Left.HOOKS]:
         yield _HOOKS.format(names=listed(many.left[Left.HOOKS]))
     if len(many.rows) == 1:
-        yield "only one replica had rows: give a batch with more rows"
+        yield "only one replica had rows (samples): give a larger batch"
 
 
 def _is_made(name: str, one: RecordedStep) -> bool:

@@ -1,0 +1,74 @@
+"""Ask the search of the built site: `make docs` runs it last. Each search has to find its page among its first hits.
+
+The site's own search runs, as in a browser, by an engine for JavaScript (mini-racer). The Chinese pages are a site of
+their own, whose search divides Chinese text into words.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from py_mini_racer import MiniRacer
+
+SITE = Path(__file__).parent.parent / "site"
+NUM_HITS = 3  # of which one has to be on the page
+# What people search for, and the page with the answer.
+ENGLISH = {
+    "batch norm": "batch-norm-and-dropout",
+    "resume": "save-and-resume",
+    "checkpoint": "save-and-resume",
+    "learning rate": "two-devices",
+    "mixed precision": "two-devices",
+    "gradient accumulation": "two-devices",
+    "out of memory": "out-of-memory",
+    "kaggle": "notebook",
+    "slurm": "slurm",
+    "uneven gpus": "shares",
+    "lstm hidden state": "batch-dimension",
+    "gather scalar": "errors",
+}
+CHINESE = {
+    "安装": "install",
+    "数据并行": "from-data-parallel",
+    "梯度": "from-data-parallel",
+    "主卡": "from-data-parallel",
+    "负载不均衡": "from-data-parallel",
+    "学习率": "from-data-parallel",
+    "断点续训": "processes-and-errors",
+    "多进程": "processes-and-errors",
+    "报错": "processes-and-errors",
+}
+
+
+def hits(site: Path, searches: list[str]) -> dict[str, list[dict[str, Any]]]:
+    """Return for each search the first entries of the index that the site's search finds."""
+    index = json.loads((site / "search.json").read_text(encoding="utf-8"))
+    (worker,) = (site / "assets" / "javascripts" / "workers").glob("search.*.js")
+    found = {}
+    with MiniRacer() as engine:
+        engine.eval("var said = [], self = {postMessage: message => said.push(message)}; 0")
+        engine.eval(f"{worker.read_text(encoding='utf-8')}; 0")
+        engine.eval(f"self.onmessage({{data: {{type: 0, data: {json.dumps(index)}}}}}); 0")  # 0: make the index
+        for words in searches:
+            engine.eval(f"said = []; self.onmessage({{data: {{type: 2, data: {{input: {json.dumps(words)}}}}}}}); 0")
+            items = json.loads(str(engine.eval("JSON.stringify(said[0].data.items)")))
+            found[words] = [index["items"][item["id"]] for item in items[:NUM_HITS]]
+    return found
+
+
+def main() -> int:
+    """Print what is found, and return how many searches do not find their page."""
+    num_missing = 0
+    for site, searches in ((SITE, ENGLISH), (SITE / "zh", CHINESE)):
+        for words, entries in hits(site, [*searches]).items():
+            page = f"{searches[words]}.html"
+            is_found = any(entry["location"].partition("#")[0] == page for entry in entries)
+            num_missing += not is_found
+            titles = " / ".join(f"{entry['location']}: {entry['title']}" for entry in entries) or "nothing"
+            print(f"{words}: {titles}" + ("" if is_found else f"   <- {page} is not among the first {NUM_HITS}"))
+    return num_missing
+
+
+if __name__ == "__main__":
+    sys.exit(bool(main()))
