@@ -91,7 +91,7 @@ def test_to_the_same_device_is_the_same_tensor_and_to_another_is_a_copy():
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
 def test_what_is_refused():
     """A ninth device, sparse and nested tensors."""
-    with pytest.raises(RuntimeError, match="sim:8: there are 8 simulated devices, sim:0 to sim:7"):
+    with pytest.raises(RuntimeError, match="sim:8: there are only 8 simulated devices, sim:0 to sim:7"):
         torch.zeros(1, device="sim:8")
     with pytest.raises(RuntimeError, match="sim:8"):
         torch.zeros(1, device="sim:0").to("sim:8")

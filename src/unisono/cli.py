@@ -12,6 +12,7 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -151,13 +152,22 @@ def _parse(argv: Sequence[str]) -> tuple[ModuleType | None, dict[str, Any]]:
     given = vars(arguments)
     name = given.pop("command")
     if unknown:
-        (of_commands[name] if name else parser).error(f"there is no option {unknown[0]}")
+        _refuse(unknown[0], of_commands[name] if name else parser)
     if name is None:
         parser.print_help()
         return None, given
     command = _COMMANDS[name]
     expect_installed(command.needed(given) if hasattr(command, "needed") else ())
     return command, given
+
+
+def _refuse(unknown: str, parser: argparse.ArgumentParser) -> NoReturn:
+    """Raise the error for an argument that a parser does not know; it names the nearest option."""
+    if not unknown.startswith("-"):
+        parser.error(f"unexpected argument {unknown}")
+    name = unknown.partition("=")[0]
+    meant = get_close_matches(name, parser._option_string_actions, 1)
+    parser.error(f"there is no option {name}" + (f"; did you mean {meant[0]}?" if meant else ""))
 
 
 class _Parser(argparse.ArgumentParser):

@@ -117,5 +117,5 @@ def test_what_cannot_be_measured():
     task = Task.of_target("bench_script:integers")
     with pytest.raises(ValueError, match="the model has no floating-point output"):
         task.loss(task.model(*task.args))
-    with pytest.raises(TargetError, match=r"returned a int as the model: expected a torch\.nn\.Module"):
+    with pytest.raises(TargetError, match=r"returned an object of type int as the model: expected a torch\.nn\.Module"):
         Task.of_target("bench_script:no_model")

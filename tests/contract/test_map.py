@@ -380,7 +380,7 @@ def test_samples_on_another_axis() -> None:
             r"Tensor of shape \(\), which has no dimension 0",
         ),
         ({"progress": 1}, TypeError, "progress=1: expected True or False"),
-        ({"out": [1, 2]}, TypeError, r"out\[0\]: expected a tensor or an array"),
+        ({"out": [1, 2]}, TypeError, r"out\[0\]: expected a tensor or a numpy array"),
         ({"batches": torch.utils.data.DataLoader([1]), "batch_size": 2}, ValueError, "DataLoader makes batches itself"),
     ],
 )
@@ -400,7 +400,7 @@ CYCLIC[0].append(CYCLIC[0])
         ((X.to("meta"),), TypeError, r"cannot compute batch\[0\], a tensor on the meta device.*torch.empty_like"),
         (CYCLIC, ValueError, r"batch\[0\]\[0\] is batch\[0\] again"),
         ((X, X), TypeError, "positional arguments"),
-        ({1: X}, TypeError, "1 is no name"),
+        ({1: X}, TypeError, "1 is not a name"),
     ],
     ids=["meta", "cyclic", "with a target", "named by a number"],
 )
@@ -780,7 +780,7 @@ def read_only() -> Any:
         (torch.empty(6, 4), r"shape \(6, 4\), with 0 rows filled, but output of batch 0 has .*\(2, 2\)"),
         (torch.empty(5, 2), r"out has the shape \(5, 2\), with 4 rows filled, but output of batch 2"),
         (torch.empty(7, 2), r"out of shape \(7, 2\) has 7 rows, but all outputs together have 6"),
-        (torch.empty(6, 2, dtype=torch.int64), "out is of torch.int64, which cannot hold the torch.float64"),
+        (torch.empty(6, 2, dtype=torch.int64), "out is torch.int64, which cannot hold the torch.float64"),
         ({"a": torch.empty(6, 2)}, r"out has values at \['a'\], but the output of batch 0 has one value"),
         (torch.empty(2).expand(6, 2), "out: expected a dense tensor in which no elements share memory"),
         (read_only(), "out: the array is read-only"),

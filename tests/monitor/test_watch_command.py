@@ -193,7 +193,7 @@ def test_a_reader_that_ends() -> None:
         (["--every", "nan"], "expected a number from 0.1 to 3600; got 'nan'"),
         (["--every", "soon"], "expected a number from 0.1 to 3600; got 'soon'"),
         (["--twice"], "there is no option --twice"),
-        (["5"], "there is no option 5"),
+        (["5"], "unexpected argument 5"),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:

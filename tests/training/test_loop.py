@@ -383,7 +383,7 @@ def test_batch_norm_sees_the_rows_of_all_devices(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("batch_size", "synchronised", "message", "enough_rows"),
     [
-        (2, False, r" 2 on 2 replicas \(2 x cpu\) .* take --batch-size 8$", 8),
+        (2, False, r" 2 on 2 replicas \(2 x cpu\) .* use --batch-size 8$", 8),
         (1, True, r" 1 on .* leaves a single row .*: use --batch-size 4$", 4),
     ],
 )

@@ -124,7 +124,7 @@ def test_what_cannot_be_resumed_says_why_and_what_to_type(tmp_path: Path, pipe: 
     folder.model.write_bytes(b"weights")
     if pipe:
         os.mkfifo(folder.checkpoint)
-    with pytest.raises(FolderError, match=r"there is no .*checkpoint.safetensors.?; expected the --output") as raised:
+    with pytest.raises(FolderError, match=r"found no .*checkpoint.safetensors.?; expected the --output") as raised:
         RunFolder.reopen(folder.path)
     assert shlex.split(str(raised.value).split("(")[-1].rstrip(")")) == ["--output", str(folder.path), "--overwrite"]
     assert folder.model.read_bytes() == b"weights"

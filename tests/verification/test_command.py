@@ -141,10 +141,10 @@ def test_the_report_and_the_status(
     ("arguments", "error"),
     [
         ([], "the following arguments are required: package.module:build"),
-        (["theirs:build", "--device", "2"], "there is no option --device"),
+        (["theirs:build", "--device", "2"], "there is no option --device; did you mean --devices?"),
         (["theirs:build", "--shares", "1,2,3"], "error: --shares 1,2,3: 3 weights for 2 devices; give one"),
         (["theirs:build", "--in-dims", "x"], "argument --in-dims: expected Python's notation"),
-        (["theirs:number"], "expected a function without arguments, got a int"),
+        (["theirs:number"], "expected a function without arguments, got an object of type int"),
         (["theirs:fails"], "theirs:fails raised KeyError: 'as asked' ("),
         (["theirs:three"], "returned a tuple of 3: expected (model, inputs)"),
         (["theirs:nothing"], "returned a value of type NoneType: expected (model, inputs)"),

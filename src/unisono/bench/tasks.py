@@ -60,7 +60,9 @@ class Task:
         )
         model = model.module if isinstance(model, DataParallel) else model
         if not isinstance(model, nn.Module):
-            raise TargetError(f"{target} returned a {type(model).__name__} as the model: expected a torch.nn.Module")
+            raise TargetError(
+                f"{target} returned an object of type {type(model).__name__} as the model: expected a torch.nn.Module"
+            )
         args = () if isinstance(inputs, dict) else inputs if type(inputs) is tuple else (inputs,)
         kwargs = inputs if isinstance(inputs, dict) else {}
         options = {name: value for name, value in built.items() if name not in _OF_VERIFY}

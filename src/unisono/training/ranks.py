@@ -83,8 +83,8 @@ class Ranks:
         for rank, other in enumerate(values):
             if other != values[0]:
                 raise OptionError(
-                    f"the processes have different {what}: rank 0 has {values[0]}, rank {rank} has {other}; "
-                    "start all of them with the same arguments"
+                    f"{what} of the processes differ: rank 0 has {values[0]}, rank {rank} has {other}; "
+                    "start all of them with the same arguments and data"
                 )
 
     def all_gather(self, value: T) -> list[T]:

@@ -14,7 +14,9 @@ def build_arguments(target: str) -> dict[str, Any]:
     """Import `package.module:build`, call `build()`, and return what it returns as arguments by name."""
     build = find(target, f"package.module:build, a function that returns {_RETURNS}")
     if not callable(build):
-        raise TargetError(f"{target}: expected a function without arguments, got a {type(build).__name__}")
+        raise TargetError(
+            f"{target}: expected a function without arguments, got an object of type {type(build).__name__}"
+        )
     with explained(target):
         built = build()
     if isinstance(built, dict):
