@@ -30,14 +30,18 @@ ENGLISH = {
 }
 CHINESE = {
     "安装": "install",
+    "镜像": "install",
     "数据并行": "from-data-parallel",
     "梯度": "from-data-parallel",
+    "显存": "from-data-parallel",
     "主卡": "from-data-parallel",
     "负载不均衡": "from-data-parallel",
     "学习率": "from-data-parallel",
     "断点续训": "processes-and-errors",
+    "多卡": "processes-and-errors",
     "多进程": "processes-and-errors",
     "报错": "processes-and-errors",
+    "Missing key(s) in state_dict": "processes-and-errors",
 }
 
 

@@ -539,7 +539,7 @@ CHINESE = ["README.zh-CN.md", *(f"docs/{path.name}" for path in sorted((ROOT / "
 
 @pytest.mark.parametrize("path", CHINESE)
 def test_a_chinese_page_has_chinese_punctuation_and_the_terms_of_the_field(path):
-    """CONTRIBUTING.md has the terms; beside a Chinese character no ASCII comma, colon, question mark or semicolon."""
+    """docs/terms.md has the terms; beside a Chinese character no ASCII comma, colon, question mark or semicolon."""
     text = (ROOT / path).read_text(encoding="utf-8")
     prose = re.sub(r"`[^`\n]*`", "", text)
     wrong = re.findall(r".{0,9}(?:[\u4e00-\u9fff][,;:?!]|[,;:?!][\u4e00-\u9fff]).{0,9}", prose)
