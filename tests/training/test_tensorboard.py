@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("tensorboard", reason="event files are read by TensorBoard")
+
 from helpers.commands import assert_misused
 from helpers.event_files import read, scalars, scalars_expected
 from unisono.cli import main
