@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 READY := .venv/.ready
 
-.PHONY: help demo test test-all test-device compat clients clusters rows check format bench fuzz races gpu-check docs dist clean
+.PHONY: help demo test test-all test-device test-platforms compat clients clusters rows check format bench fuzz races gpu-check docs dist clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -51,6 +51,10 @@ test-device: $(READY)  ## run what concerns devices on the asynchronous device: 
 	$(if $(OPTIONS),,$(SIX_QUEUED) $(BIN)/python -m pytest -n auto --dist worksteal $(RANKS) $(TOGETHER))
 	$(if $(OPTIONS),,$(SIX_QUEUED) QUEUED_DELAY_US=300 $(BIN)/python -m pytest -n auto --dist worksteal $(TOGETHER))
 	$(if $(OPTIONS),,$(QUEUED) QUEUED_DELAY_US=300 $(BIN)/python -m pytest -n auto --dist worksteal $(WITH_DELAYS))
+
+test-platforms: $(READY)  ## run the suite with what macOS lacks taken away from Linux, then what Windows lacks
+	UNISONO_TEST_PLATFORM=macos $(BIN)/python -m pytest -n auto --dist worksteal $(OPTIONS)
+	UNISONO_TEST_PLATFORM=windows $(BIN)/python -m pytest -n auto --dist worksteal $(OPTIONS)
 
 # Each pair of Python and torch has an environment of its own, which is removed after its run: tests/compat/__main__.py says
 # what else. TORCH, PYTHON or both name one pair; KEEP=1 keeps the environments. OPTIONS is for pytest, and with it the page

@@ -152,7 +152,7 @@ def test_missing_packages_are_named_with_the_remedy(
     assert_misused(command, f"{installed_as} not installed: pip install {installed_as}", capsys)
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="a shell's way to close them")
+@pytest.mark.only_on("linux", "macos", because="a shell's way to close them")
 @pytest.mark.parametrize("closed", ["<&- >&-", "<&- >&- 2>&-"])
 def test_standard_streams_that_are_closed(closed: str, tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", "-m", "unisono", *SMALL, "--output", "out"]
@@ -169,7 +169,7 @@ def run_with_small_files() -> int:
     return main([*SMALL, "--output", "out"])
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="no limit on the size of files there")
+@pytest.mark.only_on("linux", "macos", because="no limit on the size of files there")
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     """A limit on the size of files, which the checkpoint is the first to reach."""
     with forked(run_with_small_files, cwd=tmp_path) as program:

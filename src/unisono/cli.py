@@ -27,7 +27,6 @@ from unisono.training import command as train
 from unisono.training.ranks import ALONE, Ranks
 from unisono.verification import command as verify
 
-_ASK_THE_SYSTEM = ("bench", "devices", "watch")
 _STOPPED = 128  # plus the number of the signal, as shells have it
 
 _COMMANDS: dict[str, ModuleType] = {
@@ -75,8 +74,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
 
     try:
-        if argv[:1] and argv[0] in _ASK_THE_SYSTEM and not hasattr(os, "sysconf"):
-            raise CommandError(f"it asks the system what Linux and macOS say, and this one ({sys.platform}) does not")
+        if argv[:1] == ["bench"] and not hasattr(os, "killpg"):
+            raise CommandError(
+                f"its programs are process groups, which this system ({sys.platform}) does not have: use Linux or macOS"
+            )
         if argv[:1] == ["train"]:  # the only command that runs in several processes
             ranks = Ranks.join()
         command, given = ranks.together(lambda: _parse(argv))

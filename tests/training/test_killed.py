@@ -1,7 +1,6 @@
 """Runs that are killed with SIGKILL and resumed. The oracle is a run that was never killed."""
 
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from helpers.killed_runs import ALL, WRITING, run_killed
 from unisono.training import checkpoint
 from unisono.training.run_folder import RunFolder
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="forks, and SIGKILL")
+pytestmark = pytest.mark.only_on("linux", "macos", because="forks, and SIGKILL")
 
 TRAIN = ["train", "--model", "mlp", "--devices", "cpu*2", "--epochs", "2", "--batch-size", "500"]  # 3 steps an epoch
 

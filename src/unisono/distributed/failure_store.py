@@ -7,6 +7,7 @@ a store that cannot be reached is gone with the process that hosted it; then wri
 import functools
 import os
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -84,7 +85,9 @@ def host_id() -> str:
 
 
 def _runs(pid: int) -> bool:
-    """Return whether a process of this host runs; a zombie does not."""
+    """Return whether a process of this host runs; a zombie does not. Where the system does not tell, it does."""
+    if sys.platform == "win32":  # where this signal is Ctrl-C, for all processes of the console
+        return True
     try:
         os.kill(pid, 0)
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] not in "ZX"
