@@ -101,7 +101,10 @@ def test_one_command_begins_a_run_or_goes_on_with_it(capsys: pytest.CaptureFixtu
         (["--model", "vgg"], "argument --model: invalid choice: 'vgg'"),
         (["--data", "nowhere"], "--data nowhere is no folder; expected digits, fashion-mnist, or a folder of IDX"),
         (["--output", "file"], "is not a folder; name another one (--output DIR)"),
-        (["--output", "/proc/out"], "--output /proc/out: /proc cannot be written to"),
+        pytest.param(
+            *(["--output", "/proc/out"], "--output /proc/out: /proc cannot be written to"),
+            marks=pytest.mark.only_on("linux", because="no such folder elsewhere"),
+        ),
         (["--output", ""], "argument --output: expected the name of a folder, got ''"),
         (
             ["--resume", "empty"],
@@ -232,6 +235,7 @@ def test_without_a_command_it_says_what_there_is(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out == f"unisono {unisono.__version__}\n"
 
 
+@pytest.mark.only_on("linux", "macos", because="signals that another process sends")
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_run_that_is_stopped_saves_and_says_how_to_go_on(tmp_path: Path, number: signal.Signals, status: int) -> None:
     """T3: SIGTERM is a scheduler's."""
@@ -252,6 +256,7 @@ def test_a_run_that_is_stopped_saves_and_says_how_to_go_on(tmp_path: Path, numbe
     assert [record["step"] for record in records("step")] == list(range(1, 12 * (steps // 12 + 1) + 1))
 
 
+@pytest.mark.only_on("linux", "macos", because="signals that another process sends")
 def test_ctrl_c_twice_stops_at_once(tmp_path: Path) -> None:
     """T3: in the middle of a step, whose replicas wait for each other at every batch norm."""
     arguments = ["train", "--devices", "cpu*2", "--batch-size", "32", "--output", "out"]

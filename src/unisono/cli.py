@@ -74,10 +74,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
 
     try:
-        if argv[:1] == ["bench"] and not hasattr(os, "killpg"):
-            raise CommandError(
-                f"its programs are process groups, which this system ({sys.platform}) does not have: use Linux or macOS"
-            )
         if argv[:1] == ["train"]:  # the only command that runs in several processes
             ranks = Ranks.join()
         command, given = ranks.together(lambda: _parse(argv))

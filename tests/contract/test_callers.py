@@ -93,6 +93,7 @@ def test_wrappers_that_come_and_go_leave_nothing() -> None:
     assert done.stdout.startswith("True"), done.stdout
 
 
+@pytest.mark.only_on("linux", "macos", because="forks")
 def test_a_fork_while_another_thread_is_in_a_step() -> None:
     """F5: the child's first forward waited for that thread's step for ever: the thread does not exist there."""
     done = run_script("""

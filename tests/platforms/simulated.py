@@ -74,6 +74,7 @@ _WINDOWS_HAS_NO = (
     {"fcntl", "grp", "pwd", "resource", "termios", "tty", "pty", "syslog", "readline", "curses", "posix"}
 )  # fmt: skip
 _F_OFD_SETLK = 37  # fcntl.h's; Python does not name it everywhere
+_NOTHING = object()
 _HIDDEN = ("/proc", "/sys")
 
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
@@ -142,7 +143,7 @@ class View(types.ModuleType):
         super().__init__(module.__name__, module.__doc__)
         quick = {n: value for n, value in vars(module).items() if isinstance(value, types.BuiltinFunctionType)}
         quick = {n: value for n, value in quick.items() if not (lacks.fullmatch(n) or n.endswith("hook"))}
-        self.__dict__.update(quick | dict(own), _module=module, _lacks=lacks, _own=set(own))
+        self.__dict__.update(quick | dict(own), _module=module, _lacks=lacks, _own=set(own), _before={})
 
     def __getattr__(self, name: str) -> Any:
         if self._lacks.fullmatch(name) and name not in self._own:
@@ -152,15 +153,19 @@ class View(types.ModuleType):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self._own or self._lacks.fullmatch(name):
             self._own.add(name)
-        else:
-            setattr(self._module, name, value)
-            if name not in self.__dict__:
-                return
-        self.__dict__[name] = value
+            self.__dict__[name] = value
+            return
+        self._before.setdefault(name, []).append(getattr(self._module, name, _NOTHING))
+        setattr(self._module, name, value)
+        if name in self.__dict__:
+            self.__dict__[name] = value
 
     def __delattr__(self, name: str) -> None:
+        """Delete it; one that was set goes back to what it was, as where monkeypatch undoes what it did."""
         if name in self._own:
             self._own.remove(name)
+        elif self._before.get(name) and (before := self._before[name].pop()) is not _NOTHING:
+            setattr(self._module, name, before)
         else:
             delattr(self._module, name)
         self.__dict__.pop(name, None)
