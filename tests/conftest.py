@@ -106,6 +106,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if simulated.SYSTEM not in marker.args:
                 why = f"only on {' and '.join(marker.args)}: {marker.kwargs['because']}"
                 item.add_marker(pytest.mark.skip(reason=why))
+        for name, why in simulated.DISTURBED.items() if simulated.VARIABLE in os.environ else ():
+            if item.nodeid.endswith(name):
+                item.add_marker(pytest.mark.skip(reason=f"not with a simulated system: {why}"))
 
 
 def pytest_collection_finish() -> None:

@@ -73,6 +73,10 @@ _WINDOWS_LACKS = {
 _WINDOWS_HAS_NO = (
     {"fcntl", "grp", "pwd", "resource", "termios", "tty", "pty", "syslog", "readline", "curses", "posix"}
 )  # fmt: skip
+# Tests that the simulation itself disturbs, by the end of their names; they are skipped in it, and run on the systems.
+DISTURBED = {
+    "test_targets.py::test_a_target_that_cannot_be_had_is_one_line[an import]": "an import passes through its function",
+}
 _F_OFD_SETLK = 37  # fcntl.h's; Python does not name it everywhere
 _NOTHING = object()
 _HIDDEN = ("/proc", "/sys")
@@ -123,6 +127,10 @@ def _views() -> dict[str, types.ModuleType]:
     lacks = {MACOS: _MACOS_LACKS, WINDOWS: _WINDOWS_LACKS}[SYSTEM]
     if SYSTEM == WINDOWS:
         own["os"] |= {"name": "nt", "kill": _kill}
+        own["ctypes"] = {
+            "WinDLL": lambda name, use_last_error: Kernel,
+            "get_last_error": lambda: 87,
+        }  # invalid parameter
         own["signal"] = {"signal": _signal, "CTRL_C_EVENT": 0, "CTRL_BREAK_EVENT": 1, "SIGBREAK": 21}
         kept = {s.name: int(s) for s in signal.Signals if not re.fullmatch(lacks["signal"], s.name)}
         own["signal"] |= {"Signals": enum.IntEnum("Signals", kept)}
@@ -174,11 +182,25 @@ class View(types.ModuleType):
         return sorted({*self._own, *(name for name in dir(self._module) if not self._lacks.fullmatch(name))})
 
 
+class Kernel:
+    """What unisono calls of Windows's kernel32: whether a process runs. A handle is the process's number."""
+
+    def OpenProcess(access: int, inherit: bool, pid: int) -> int:  # noqa: N802, N805
+        return pid if Path(f"/proc/{pid}").exists() else 0
+
+    def WaitForSingleObject(handle: Any, milliseconds: int) -> int:  # noqa: N802, N805
+        state = Path(f"/proc/{handle.value}/stat").read_text().rpartition(")")[2].split()[0]
+        return 0 if state in "ZX" else 0x102
+
+    def CloseHandle(handle: Any) -> bool:  # noqa: N802, N805
+        return True
+
+
 def _is_ours(file: str | None, module: str | None = None) -> bool:
     """Return whether code belongs to this checkout, or is a script that a test has written."""
     if file is None:
         return module in ("__main__", "__mp_main__")
-    if "site-packages" in file or file.startswith(_STANDARD_LIBRARY):
+    if "site-packages" in file or file.startswith(_STANDARD_LIBRARY) or file == __file__:
         return False
     return file.startswith(_CHECKOUT) or module in ("__main__", "__mp_main__")
 
