@@ -72,8 +72,8 @@ compat:  ## run the suite with each Python and torch of docs/compatibility.md; w
 CLIENTS = .venv-clients
 CLIENTS_NEED = tests/clients/requirements.txt tests/clients/constraints.txt
 
-clients: $(CLIENTS)/.ready  ## run other people's libraries on two replicas; writes their table in docs/compatibility.md
-	$(CLIENTS)/bin/python -m pytest tests/clients $(or $(OPTIONS),--table docs/compatibility.md)
+clients: $(CLIENTS)/.ready  ## run other people's libraries on two replicas; writes their table in docs/test-records.md
+	$(CLIENTS)/bin/python -m pytest tests/clients $(or $(OPTIONS),--table docs/test-records.md)
 
 $(CLIENTS)/.ready: pyproject.toml constraints.txt $(CLIENTS_NEED)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -90,7 +90,7 @@ $(CLIENTS)/.ready: pyproject.toml constraints.txt $(CLIENTS_NEED)
 # are installed where that is allowed. OPTIONS: make clusters OPTIONS="--only slurm"; OPTIONS=--help says more.
 CLUSTERS = .venv-clusters
 
-clusters: $(CLUSTERS)/.ready  ## run docs/clusters.md with Slurm, MPI, Ray, Monarch, ... here; writes its table and a log
+clusters: $(CLUSTERS)/.ready  ## run the pages of launchers with Slurm, MPI, Ray, Monarch, ... here; writes a table into docs/test-records.md, and a log
 	PYTHONPATH=tests $(CLUSTERS)/bin/python -m clusters $(OPTIONS)
 
 $(CLUSTERS)/.ready: pyproject.toml constraints.txt tests/clusters/requirements.txt tests/clusters/constraints.txt

@@ -1,4 +1,4 @@
-"""How far `unisono plan` predicts published runs right: a table of reports beside predictions, for docs/plan.md.
+"""How far `unisono plan` predicts published runs right: the table of reports and predictions in published.md.
 
     python benchmarks/published.py
 

@@ -3,7 +3,8 @@
 The pages are written to be read in the repository too, and link to files anywhere in it. A site has only its own pages.
 So this copies docs/*.md, and each page or source file that they link to, and rewrites every link. What it makes of
 
-    README.md, CONTRIBUTING.md ...     pages beside those of docs/
+    CONTRIBUTING.md, SECURITY.md ...   pages beside those of docs/
+    README.md                          nothing: docs/index.md is the home page, and links to the README lead there
     docs/behaviour.md                  a page for each of its tables: each row with the docstrings of its tests
     src/unisono/training/loop.py       a page with the source, if something links to it
 
@@ -31,7 +32,6 @@ from helpers.rows import rows_named  # noqa: E402 - the tests' own reading of do
 
 # Pages outside docs/, and where the site has them; all others are added when a page links to them.
 PLACES = {
-    "README.md": "index.md",
     "README.zh-CN.md": "index.zh-CN.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
@@ -41,11 +41,14 @@ PLACES = {
     "examples/two_devices.ipynb": "notebook.md",
     "tests/async_device/README.md": "asynchronous-device.md",
 }
+HOME = {"README.md": "index.md"}  # what the repository shows first, and what the site does
 _LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\]\()([^()\s]+)(\))")
 _FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 _ROW = re.compile(r"^\| ([A-Z]\d+) \| (.*) \|$")
-# Sources and single cases would come before the guides, because they are most of the text.
-_NOT_SEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
+_MORE_OF_ROW = re.compile(r"^\*\*([A-Z]\d+)\.\*\* (.+?)\n$", re.MULTILINE | re.DOTALL)  # a paragraph under a table
+# Sources, single cases and records would come before the guides, because they are most of the text.
+NOT_SEARCHED = ("source/", "behaviour/", "benchmarks/", "test-records.md")
+_HIDDEN = "---\nsearch:\n  exclude: true\n---\n\n"
 _LANGUAGES = {".py": "python", ".toml": "toml", ".json": "json", ".ini": "ini", ".txt": "text", "": "text"}
 
 
@@ -59,7 +62,7 @@ class Site:
     def __init__(self) -> None:
         self.pages: dict[str, str] = {}
         self.files: dict[str, Path] = {}  # pictures and the like: site path -> source
-        self._places = dict(PLACES)  # repository path -> site path
+        self._places = PLACES | HOME  # repository path -> site path
         self._anchors: dict[str, str] = {}  # "docs/behaviour.md#failure" -> "behaviour/failure.md"
         self._waiting: list[str] = []
 
@@ -73,9 +76,14 @@ class Site:
         for path in sorted((ROOT / "docs").glob("*.css")):
             self.files[path.name] = path
         self._add_behaviour()
+        checked = [  # what they link to is added
+            (place, self._relinked((ROOT / path).read_text(encoding="utf-8"), path, place))
+            for path, place in HOME.items()
+            if (ROOT / path).exists()
+        ]
         while self._waiting:
             self._add(self._waiting.pop())
-        for path, text in self.pages.items():
+        for path, text in [*self.pages.items(), *checked]:
             self._check_anchors(path, text)
 
     def _place(self, repository_path: str) -> str:
@@ -181,7 +189,7 @@ class Site:
         shutil.rmtree(folder, ignore_errors=True)
         for path, text in self.pages.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            hidden = _NOT_SEARCHED if path.startswith(("source/", "behaviour/")) else ""
+            hidden = _HIDDEN if path.startswith(NOT_SEARCHED) else ""
             (folder / path).write_text(hidden + text, encoding="utf-8")
         for path, source in self.files.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -220,15 +228,20 @@ def docstrings_by_row() -> dict[str, list[tuple[str, str, str]]]:
 
 
 def page_of_rows(title: str, body: str, shown: dict[str, list[tuple[str, str, str]]]) -> tuple[str, int]:
-    """Return a page with a part for each row of a section: its cells by column, and what its tests show."""
+    """Return a page with a part for each row of a section: its cells by column, more of it, and what its tests show."""
     lines, columns, num_rows = [f"# {title}", ""], [], 0
-    for line in body.splitlines():
+    more = defaultdict(list)
+    for row, paragraph in _MORE_OF_ROW.findall(body):
+        more[row].append(paragraph)
+    for line in _MORE_OF_ROW.sub("", body).splitlines():
         if match := _ROW.match(line):
             row, cells = match[1], re.split(r"(?<!\\) \| ", match[2])
             num_rows += 1
             lines += ["", f"## {row}: {cells[0]} {{ #{row.lower()} }}", ""]
             for column, cell in zip(columns, cells[1:], strict=True):
                 lines += [f"**{column}**: {cell}", ""]
+            for paragraph in more[row]:
+                lines += [paragraph, ""]
             tests = shown[row]
             lines += [f'??? note "{len(tests)} tests"', ""]
             for path, name, said in tests:
@@ -243,7 +256,7 @@ def page_of_rows(title: str, body: str, shown: dict[str, list[tuple[str, str, st
 
 
 def page_of_notebook(text: str) -> str:
-    """Return a notebook as a page: its cells, with the texts and pictures that they left."""
+    """Return a notebook as a page, whose title says that it is one: its cells, with what they left."""
     parts = []
     for cell in json.loads(text)["cells"]:
         source = "".join(cell["source"])
@@ -254,7 +267,7 @@ def page_of_notebook(text: str) -> str:
             elif "image/png" in output.get("data", {}):
                 picture = "".join(output["data"]["image/png"]).replace("\n", "")
                 parts.append(f"![what the cell shows](data:image/png;base64,{picture})")
-    return "\n\n".join(parts) + "\n"
+    return re.sub(r"\A# .*", "# Notebook", "\n\n".join(parts)) + "\n"
 
 
 if __name__ == "__main__":

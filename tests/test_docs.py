@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import shlex
 import threading
 import warnings
 from pathlib import Path
@@ -12,8 +13,10 @@ from torch import nn
 
 import unisono
 from helpers.benchmarks import import_file
+from helpers.forked import forked
 from helpers.modules import Calls
-from helpers.rows import find_tests_by_row, rows_of_behaviour
+from helpers.rows import BEHAVIOUR, find_tests_by_row, rows_of_behaviour
+from unisono.cli import parsers
 
 ROOT = Path(__file__).parent.parent
 
@@ -34,7 +37,9 @@ def test_every_page_is_in_the_navigation_and_every_entry_is_a_page(built):
     entries = re.findall(r"([\w./-]+\.md)$", navigation, re.MULTILINE)
     assert len(entries) == len(set(entries))
     assert [entry for entry in entries if entry not in built.pages] == []
-    led_to = {"license.md"} | {page for page in built.pages if page.startswith(("source/", "benchmarks/"))}
+    led_to = {"license.md", "test-records.md"} | {
+        page for page in built.pages if page.startswith(("source/", "benchmarks/"))
+    }
     assert built.pages.keys() - set(entries) - led_to == set()
 
 
@@ -54,12 +59,23 @@ def test_the_behaviour_pages_have_every_row_and_every_test(built):
 
 
 def test_the_behaviour_pages_lose_no_text(built):
-    """Every cell of the tables, and every paragraph between them, is on a page."""
+    """Every cell of the tables, and every paragraph between them and under them, is on a page."""
     everything = plain("\n".join(text for path, text in built.pages.items() if path.startswith("behaviour")))
-    for line in (ROOT / "docs" / "behaviour.md").read_text(encoding="utf-8").splitlines():
+    for line in BEHAVIOUR.read_text(encoding="utf-8").splitlines():
+        line = re.sub(r"^\*\*[A-Z]\d+\.\*\* ", "", line)  # on its row's part of a page
         for cell in re.split(r"(?<!\\) \| ", line.strip("| ")) if re.match(r"\| [A-Z]\d+ \|", line) else [line]:
             if not cell.startswith(("|--", "| # |", "#")):
                 assert plain(cell) in everything, cell
+
+
+def test_the_behaviour_tables_can_be_read() -> None:
+    """A cell has 40 words at most; what is longer is a paragraph under its table, which names its row."""
+    text = BEHAVIOUR.read_text(encoding="utf-8")
+    for section in re.split(r"^## ", text, flags=re.MULTILINE):
+        rows = re.findall(r"^\| ([A-Z]\d+) \| (.*) \|$", section, re.MULTILINE)
+        cells = [(row, cell) for row, line in rows for cell in re.split(r"(?<!\\) \| ", line)]
+        assert [(row, cell) for row, cell in cells if len(cell.split()) > 40] == []
+        assert set(re.findall(r"^\*\*([A-Z]\d+)\.\*\*", section, re.MULTILINE)) <= {row for row, _ in rows}
 
 
 def plain(text):
@@ -87,7 +103,7 @@ def test_links_in_code_are_left_alone(built):
 
 def test_the_first_script_is_the_example():
     """tests/test_examples.py runs it."""
-    text, example = (ROOT / "docs" / "usage.md").read_text(encoding="utf-8"), ROOT / "examples" / "first_steps.py"
+    text, example = (ROOT / "docs" / "two-devices.md").read_text(encoding="utf-8"), ROOT / "examples" / "first_steps.py"
     script = re.search(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[1]
     assert script.strip() == example.read_text().rpartition('"""')[2].strip()
     assert "    same: 12 comparisons, in training and eval\n" in text
@@ -176,7 +192,24 @@ def test_a_message_of_the_page_is_said(heading: str) -> None:
 
 # Code on pages
 
-RUN = ["docs/save-and-resume.md", "docs/from-data-parallel.md", "docs/from-ddp.md", "docs/from-data-parallel.zh-CN.md"]
+RUN = [
+    "docs/two-devices.md",
+    "docs/from-data-parallel.md",
+    "docs/from-ddp.md",
+    "docs/batch-dimension.md",
+    "docs/batch-norm-and-dropout.md",
+    "docs/state-in-forward.md",
+    "docs/shares.md",
+    "docs/out-of-memory.md",
+    "docs/save-and-resume.md",
+    "docs/inference.md",
+    "docs/verify.md",
+    "docs/profile.md",
+    "docs/training-step.md",
+    "docs/from-data-parallel.zh-CN.md",
+]
+# Of the whole process: names that are replaced, simulated devices.
+RUN_AS_PROGRAMS = ["docs/run.md", "docs/trainer.md", "docs/testing.md"]
 
 
 def program_of(page):
@@ -196,14 +229,68 @@ def program_of(page):
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize("path", RUN)
-def test_code_on_a_page_runs(path, tmp_path):
-    """From top to bottom, as a reader would type it; an error names the page and the line."""
+def run_page(path: str) -> None:
+    """Run its code from top to bottom, as a reader would type it; an error names the page and the line."""
     program = program_of((ROOT / path).read_text(encoding="utf-8"))
-    assert "unisono.DataParallel(" in program
+    assert "unisono." in program
+    torch.manual_seed(0)
+    exec(compile(program, str(ROOT / path), "exec"), {"__name__": "page"})
+
+
+@pytest.mark.parametrize("path", RUN)
+def test_code_on_a_page_runs(path: str, tmp_path: Path) -> None:
     with contextlib.chdir(tmp_path), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        exec(compile(program, str(ROOT / path), "exec"), {"__name__": "page"})
+        run_page(path)
+
+
+def test_the_page_of_verify_shows_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All but the figures."""
+    page = (ROOT / "docs" / "verify.md").read_text(encoding="utf-8")
+    conclusion = re.search(r"^    training: differs.*?in training$", page, re.MULTILINE | re.DOTALL)
+    assert conclusion
+    test_code_on_a_page_runs("docs/verify.md", tmp_path)
+    without_notes = re.sub(r"^random draws.*\n", "", capsys.readouterr().out, flags=re.MULTILINE)
+    assert plain(conclusion[0]) in plain(without_notes)
+
+
+@pytest.mark.parametrize("path", RUN_AS_PROGRAMS)
+def test_code_on_a_page_runs_as_a_program(path: str, tmp_path: Path) -> None:
+    with forked(run_page, path, cwd=tmp_path) as program:
+        assert program.wait() == 0, program.err
+
+
+COMMANDS = [
+    (path.name, re.split(r"\s{2,}|\s[#|]\s", line)[0])
+    for path in [ROOT / "README.md", ROOT / "README.zh-CN.md", *sorted((ROOT / "docs").glob("*.md"))]
+    for line in re.findall(r"^ +(unisono [a-z]+(?: .*)?)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+]
+
+
+@pytest.mark.parametrize(("page", "command"), COMMANDS)
+def test_a_command_on_a_page_is_understood(page: str, command: str, tmp_path: Path) -> None:
+    """An argument that cannot be used is an error."""
+    (tmp_path / "path/to/idx/files").mkdir(parents=True)
+    with contextlib.chdir(tmp_path):
+        parsers()[0].parse_args(shlex.split(command)[1:])
+
+
+def test_the_test_on_the_page_is_the_example() -> None:
+    """tests/test_pytest_plugin.py runs it."""
+    page = (ROOT / "docs" / "testing.md").read_text(encoding="utf-8")
+    example = (ROOT / "examples" / "two_device_tests" / "test_pooling.py").read_text(encoding="utf-8")
+    shown = re.search(r"^```python\n(def test_.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert shown
+    assert shown[1] in example
+
+
+def test_the_page_names_the_libraries_that_were_run():
+    """`make clients` writes their table."""
+    records, page = ((ROOT / "docs" / name).read_text() for name in ("test-records.md", "compatibility.md"))
+    table = records.partition("<!-- written by make clients -->\n")[2].partition("<!-- end -->")[0]
+    libraries = set(re.findall(r"^\| ([\w.-]+) \d[\w.]* \|", table, re.MULTILINE))
+    listed = re.findall(r"^- \*\*\w+\*\*: (.+?)[;.]$", page, re.MULTILINE | re.DOTALL)
+    assert len(libraries) > 15
+    assert {name for line in listed for name in re.split(r",\s+", line)} == libraries
 
 
 def test_the_api_page_has_every_public_name():
@@ -219,7 +306,7 @@ def sections_of(pages: dict[str, str]) -> list[tuple[str, str, str]]:
     """Return the page, the heading and the text of each section that the site's search has."""
     found = []
     for path, text in pages.items():
-        if not path.startswith(("source/", "behaviour/")) and "zh-CN" not in path:
+        if not path.startswith(site.NOT_SEARCHED) and "zh-CN" not in path:
             title = text.partition("\n")[0].removeprefix("# ")
             for part in re.split(r"^#+ ", text, flags=re.MULTILINE)[1:]:
                 heading, _, body = part.partition("\n")
@@ -230,17 +317,17 @@ def sections_of(pages: dict[str, str]) -> list[tuple[str, str, str]]:
 @pytest.mark.parametrize(
     ("words", "page"),
     [
-        ("batch norm", "usage.md"),
+        ("batch norm", "batch-norm-and-dropout.md"),
         ("resume", "save-and-resume.md"),
         ("checkpoint", "save-and-resume.md"),
-        ("learning rate", "usage.md"),
-        ("mixed precision", "usage.md"),
-        ("gradient accumulation", "usage.md"),
-        ("out of memory", "reliability.md"),
+        ("learning rate", "two-devices.md"),
+        ("mixed precision", "two-devices.md"),
+        ("gradient accumulation", "two-devices.md"),
+        ("out of memory", "out-of-memory.md"),
         ("kaggle", "notebook.md"),
         ("slurm", "clusters.md"),
-        ("uneven gpus", "usage.md"),
-        ("lstm hidden state", "from-data-parallel.md"),
+        ("uneven gpus", "shares.md"),
+        ("lstm hidden state", "batch-dimension.md"),
         ("gather scalar", "errors.md"),
     ],
 )

@@ -72,7 +72,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         shares: how many rows each replica gets. "chunk": ceil(rows / n) each, torch's rule; "even": differing by one
             row at most; or one weight a device, where 0 leaves a device idle. "measured": the fastest ones. Some tens
             of steps try a few, one device alone among them; then the fastest are kept, logged with the line to write
-            instead, and `model.shares` is what was chosen. See docs/measured-shares.md.
+            instead, and `model.shares` is what was chosen. See docs/shares.md.
         parts: in how many parts each replica runs its shard, each computed once more in backward, so that only one
             part's activations are in memory. For a loss over the whole batch that does not fit, and no batch norm in
             training; the same numbers within float rounding. `rescue=True` finds the number by itself.
@@ -117,6 +117,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         devices: the `torch.device` of each replica; empty where the plain module runs.
         device_ids, output_device: as torch has them: indices for accelerators, else `torch.device`s. Where the plain
             module runs, `[]` and None.
+        dim, shares, parts, rescue, timeout, scalars, in_dims, out_dims, sync_batch_norm: the options. Each can be
+            assigned between steps: `model.shares = [2, 1]`.
         replica_timings: what each replica did in the last step.
         spans_processes: whether several processes train the module together.
 

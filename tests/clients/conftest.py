@@ -1,4 +1,4 @@
-"""Other people's libraries, unmodified, on two CPU replicas; what `make clients` writes into docs/compatibility.md.
+"""Other people's libraries, unmodified, on two CPU replicas; what `make clients` writes into docs/test-records.md.
 
 Each file is about the library in its name, and is skipped where that is not installed. Models are small and random, and
 data is invented: nothing is downloaded. The oracle is the same library's code with the plain module. With `--table

@@ -1,6 +1,6 @@
-"""docs/clusters.md as it is run: by Slurm, Open MPI, Ray, Monarch and others, on this machine; see `__main__.py`.
+"""The pages of launchers as they are run: by Slurm, Open MPI, Ray, Monarch and others, here; see `__main__.py`.
 
-    page.py          the blocks of code of docs/clusters.md
+    page.py          the blocks of code of these pages
     uneven_rows.py   a training in double precision, whose ranks have uneven numbers of rows; the oracle is one device
     trainings.py     runs of `unisono train`, and how they are compared
     site.py          the folder, the processes and the log of one launcher's checks

@@ -1,6 +1,6 @@
-"""Run the code of docs/clusters.md with Slurm, Open MPI, Ray, Monarch and others on this machine, into a table.
+"""Run the code of the pages of launchers with Slurm, Open MPI, Ray, Monarch and others on this machine, into a table.
 
-    python -m clusters                      # all that is installed; writes the table of docs/clusters.md
+    python -m clusters                      # all that is installed; writes the table of docs/test-records.md
     python -m clusters --only slurm         # one launcher; several: --only slurm --only mpi
     python -m clusters --list               # the launchers, and what is missing here
     python -m clusters --no-install         # install no Debian packages, also where it may
@@ -12,8 +12,8 @@ Debian packages that are missing are installed with apt-get where this runs as r
 printed. A launcher that is not there is skipped, and the table says so. Daemons are started for these checks only, from
 a temporary folder, and end with them, also after Ctrl-C. Nothing of the system's own Slurm is touched.
 
-clusters-results.md gets the table and the log of every command. The table on the page docs/clusters.md is written by a
-run of everything, so not with --only. The exit status is 0 if nothing has failed, 1 otherwise, and 130 after Ctrl-C.
+clusters-results.md gets the table and the log of every command. The table in docs/test-records.md is written by a run
+of everything, so not with --only. The exit status is 0 if nothing has failed, 1 otherwise, and 130 after Ctrl-C.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from clusters import accelerate_launch, dask_cluster, monarch_mesh, mpi, ray_train, slurm, torchrun
-from clusters.page import PAGE, ROOT
+from clusters.page import RECORDS, ROOT
 from clusters.part import Check, Part
 from clusters.report import FAILED, Row, table, write_into_page, write_results
 from clusters.site import site
@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
         if rows:
             write_results(RESULTS, rows, logs)
     if not options.only:
-        write_into_page(PAGE, rows)
+        write_into_page(RECORDS, rows)
     num_failed = sum(row.outcome.startswith(FAILED) for row in rows)
     print(f"\n{table(rows)}\n{len(rows)} rows, {num_failed} failed; the log is in {RESULTS.name}")
     return 1 if num_failed else 0

@@ -15,7 +15,7 @@ def _open(site: Site) -> Iterator[Sequence[Check]]:
 
     def numbers() -> str:
         kept = site.new_folder("numbers")
-        command = page.block("Accelerate and Dask", 0).strip()
+        command = page.block("other-launchers", "Accelerate").strip()
         site.expect("sh", "-c", command, env={"UNISONO_CLUSTERS_KEEP": str(kept)})
         return uneven_rows.compared(kept, 2)
 

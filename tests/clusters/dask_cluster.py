@@ -13,7 +13,7 @@ _MAIN = "\n\nif __name__ == '__main__':\n    main()\n"
 
 @contextlib.contextmanager
 def _open(site: Site) -> Iterator[Sequence[Check]]:
-    code = page.changed(page.block("Accelerate and Dask", 1), {"29500": str(free_port())})
+    code = page.changed(page.block("other-launchers", "Dask"), {"29500": str(free_port())})
     site.write("train.py", page.with_training(code) + _MAIN)
 
     def numbers() -> str:

@@ -12,7 +12,7 @@ from clusters.site import CheckError, Site
 class _Checks:
     def __init__(self, site: Site) -> None:
         self.site = site
-        site.write("train.py", page.with_training(page.block("Monarch")))
+        site.write("train.py", page.with_training(page.block("other-launchers", "Monarch")))
 
     def numbers(self) -> str:
         kept = self.site.new_folder("numbers")

@@ -23,7 +23,7 @@ class _Checks:
 
     def numbers(self) -> str:
         kept = self.site.new_folder("numbers")
-        command = page.changed(page.block("MPI").strip(), {"-n 2": "-n 3"})
+        command = page.changed(page.block("mpi").strip(), {"-n 2": "-n 3"})
         self.site.expect("sh", "-c", command, env={"UNISONO_CLUSTERS_KEEP": str(kept), **ALLOWED})
         return uneven_rows.compared(kept, 3)
 
@@ -31,7 +31,7 @@ class _Checks:
         """mpirun itself ends the other processes when one is killed."""
         kept = self.site.new_folder("killed")
         env = {"UNISONO_CLUSTERS_KEEP": str(kept), "UNISONO_CLUSTERS_KILL": "1", **ALLOWED}
-        ended = self.site.run("sh", "-c", page.block("MPI").strip(), env=env, limit_s=100)
+        ended = self.site.run("sh", "-c", page.block("mpi").strip(), env=env, limit_s=100)
         if not ended.status or self.site.processes(OMPI_COMM_WORLD_SIZE="2"):
             raise CheckError(f"status {ended.status}, and processes are left")
         return f"mpirun has ended the others {uneven_rows.seconds_since_kill(kept)}, with status {ended.status}"

@@ -22,13 +22,13 @@ class _Checks:
 
     def numbers(self) -> str:
         kept = self.site.new_folder("numbers")
-        function = page.with_training(page.block("Ray Train", 0))
+        function = page.with_training(page.block("ray"))
         self._run_script("numbers", function, UNISONO_CLUSTERS_KEEP=str(kept))
         return uneven_rows.compared(kept, 4)
 
     def killed(self) -> str:
         kept = self.site.new_folder("killed")
-        function = page.with_training(page.block("Ray Train", 0))
+        function = page.with_training(page.block("ray"))
         script = self._script("killed", function, {"max_failures=3": "max_failures=0"})
         env = {"UNISONO_CLUSTERS_KEEP": str(kept), "UNISONO_CLUSTERS_KILL": "1"}
         ended = self.site.run("python", script, env=env)
@@ -59,11 +59,11 @@ class _Checks:
     def _command(self, name: str) -> str:
         words = ", ".join(f'"{word}"' for word in trainings.OPTIONS.split())
         changes = {"/shared/": f"{self.shared}/", "runs/ray": f"runs/{name}", '"--resume"]': f'"--resume", {words}]'}
-        return page.changed(page.block("Ray Train", 2), changes)
+        return page.changed(page.block("ray", "The training command"), changes)
 
     def _script(self, name: str, function: str, changes: dict[str, str] | None = None) -> str:
         begin = _BEGIN.format(folder=str(self.site.folder / "ray-files"))
-        trainer = page.changed(page.block("Ray Train", 1), changes or {})
+        trainer = page.changed(page.block("ray", number=1), changes or {})
         return str(self.site.write(f"ray_{name}.py", f"{begin}{function}\n\n{trainer}"))
 
     def _run_script(self, name: str, function: str, **env: str) -> None:

@@ -1,4 +1,4 @@
-"""The table of what was run, for docs/clusters.md, and the log beside it."""
+"""The table of what was run, for docs/test-records.md, and the log beside it."""
 
 import platform
 import sys

@@ -165,7 +165,7 @@ class _Checks:
         """Write the page's batch script: two processes a node, and a small model."""
         changes = {"/shared/": f"{self.shared}/", "--nproc-per-node 4": "--nproc-per-node 2"}
         changes |= {"29400": str(free_port()), **given}
-        text = page.changed(page.block("Slurm", 0), changes)
+        text = page.changed(page.block("slurm", "With torchrun, to restart after a failure"), changes)
         return self.site.write(f"{name}.sh", text.rstrip() + f" {options}\n" if options else text)
 
     def numbers(self) -> str:
@@ -252,12 +252,12 @@ class _Checks:
 
     def _tasks_script(self, name: str) -> Path:
         changes = {"--ntasks-per-node=4": "--ntasks-per-node=2", "python train.py": f"python {self.train_py}"}
-        return self.site.write(f"{name}.sh", page.changed(page.block("Slurm", 1), changes))
+        return self.site.write(f"{name}.sh", page.changed(page.block("slurm"), changes))
 
     def requeued_tasks(self) -> str:
-        command = page.changed(page.block("Slurm", 2).strip(), {"/shared/": f"{self.shared}/"})
+        command = page.changed(page.block("slurm", number=1).strip(), {"/shared/": f"{self.shared}/"})
         changes = {"--ntasks-per-node=4": "--ntasks-per-node=2", "srun python train.py": command}
-        text = page.changed(page.block("Slurm", 1), changes).rstrip() + f" {trainings.OPTIONS}\n"
+        text = page.changed(page.block("slurm"), changes).rstrip() + f" {trainings.OPTIONS}\n"
         job = self.cluster.submit(self.site.write("requeued-tasks.sh", text))
         job.wait_until_begun()
         self.site.expect("scontrol", "requeue", job.number)
@@ -267,7 +267,7 @@ class _Checks:
         kept = self.site.new_folder("mpi")
         first, second = _NODES
         changes = {"first-machine": first, "second-machine": second, ":4": ":2", "29500": str(free_port())}
-        command = page.changed(page.block("MPI", 1), changes)
+        command = page.changed(page.block("mpi", number=1), changes)
         command = command.replace("train.py", str(self.train_py))
         # The two nodes are one machine, where Open MPI refuses the loopback device.
         allowed = {**mpi.ALLOWED, "OMPI_MCA_btl_tcp_if_include": "lo", "OMPI_MCA_oob_tcp_if_include": "lo"}

@@ -19,19 +19,23 @@ pytestmark = pytest.mark.only_on("linux", "macos", because="process groups are n
 
 
 def test_the_page_has_the_code_that_is_run() -> None:
-    scripts = [page.training_script(), page.block("Ray Train", 1), page.block("Ray Train", 2)]
-    scripts += [page.with_training(page.block(*where)) for where in (("Ray Train", 0), ("Monarch", 0))]
-    scripts.append(page.with_training(page.block("Accelerate and Dask", 1)))
+    scripts = [page.training_script(), page.block("ray", number=1), page.block("ray", "The training command")]
+    for where in (("ray",), ("other-launchers", "Monarch"), ("other-launchers", "Dask")):
+        scripts.append(page.with_training(page.block(*where)))
     for script in scripts:
         compile(script, "page", "exec")
     assert all("model.batches(loader)" in script for script in (scripts[0], *scripts[3:]))
-    for number, line in ((0, "srun torchrun"), (1, "srun python train.py")):
-        assert line in page.block("Slurm", number)
-        assert page.block("Slurm", number).startswith("#!/bin/bash\n#SBATCH")
-    assert page.block("Slurm", 2).startswith("srun python -m unisono train --data /shared/")
-    assert page.block("MPI", 1).startswith("mpirun -host first-machine:4,second-machine:4 ")
-    for heading, begin in (("MPI", "mpirun"), ("One machine", "torchrun"), ("When a process dies", "torchrun")):
-        assert page.block(heading).startswith(begin)
+    for heading, line in (("", "srun python train.py"), ("With torchrun, to restart after a failure", "srun torchrun")):
+        assert line in page.block("slurm", heading)
+        assert page.block("slurm", heading).startswith("#!/bin/bash\n#SBATCH")
+    assert page.block("slurm", number=1).startswith("srun python -m unisono train --data /shared/")
+    assert page.block("mpi").startswith("mpirun -n 2 ")
+    assert page.block("mpi", number=1).startswith("mpirun -host first-machine:4,second-machine:4 ")
+    for heading in ("The training command", "When a process dies"):
+        assert page.block("torchrun", heading).startswith("torchrun")
+    assert page.block("clusters", number=1).startswith("torchrun --nproc-per-node 2 ")
+    assert page.block("other-launchers", "Accelerate").startswith("accelerate launch --multi_gpu --num_processes 2 ")
+    assert "<!-- written by make clusters -->\n" in page.RECORDS.read_text(encoding="utf-8")
     with pytest.raises(AssertionError, match="no longer has 'nowhere'"):
         page.changed("code", {"nowhere": ""})
 
@@ -92,10 +96,11 @@ def test_what_is_not_there_is_a_row_of_the_table(tmp_path: Path, capsys: pytest.
     ]
     assert "None: not run" in capsys.readouterr().out
     path = tmp_path / "page.md"
-    path.write_text("before\n<!-- written by make clusters -->\nold\n<!-- end -->\nafter\n")
+    path.write_text("before\n<!-- written by make clusters -->\nold\n<!-- end -->\nafter\n<!-- end -->\n")
     report.write_into_page(path, rows)
     assert "| Some 2 | a | good | 0 |\n" in path.read_text()
     assert "old" not in path.read_text()
+    assert path.read_text().endswith("\n<!-- end -->\nafter\n<!-- end -->\n")
     report.write_results(tmp_path / "results.md", [Row("a", "b", "c|d", None)], {"a": log})
     assert "| a | b | c\\|d | - |" in (tmp_path / "results.md").read_text()
 

@@ -20,13 +20,15 @@ class _Checks:
 
     def numbers(self) -> str:
         kept = self.site.new_folder("numbers")
-        command = page.changed(page.block("", 1).strip(), {"--nproc-per-node 2": "--standalone --nproc-per-node 3"})
+        command = page.changed(
+            page.block("clusters", number=1).strip(), {"--nproc-per-node 2": "--standalone --nproc-per-node 3"}
+        )
         self.site.expect("sh", "-c", command, env={"UNISONO_CLUSTERS_KEEP": str(kept)})
         return uneven_rows.compared(kept, 3)
 
     def killed(self) -> str:
         output = self.site.folder / "runs" / "two"
-        command = f"{page.block('When a process dies').strip()} {trainings.OPTIONS} --data {self.data}"
+        command = f"{page.block('torchrun', 'When a process dies').strip()} {trainings.OPTIONS} --data {self.data}"
         running = self.site.start("sh", "-c", command, to=self.site.folder / "killed.log")
         self.site.wait_until(lambda: len(trainings.records_of(output)) >= trainings.BEGUN, "the training has begun")
         (rank,) = self.site.processes(RANK="1")
@@ -42,7 +44,8 @@ class _Checks:
     def stopped_and_resumed(self) -> str:
         output = self.site.folder / "runs" / "stopped"
         command = page.changed(
-            f"{page.block('One machine').strip()} {trainings.OPTIONS} --data {self.data}", {"runs/two": "runs/stopped"}
+            f"{page.block('torchrun', 'The training command').strip()} {trainings.OPTIONS} --data {self.data}",
+            {"runs/two": "runs/stopped"},
         )
         running = self.site.start("sh", "-c", f"exec {command}", to=self.site.folder / "stopped.log")
         self.site.wait_until(lambda: len(trainings.records_of(output)) >= trainings.BEGUN, "the training has begun")

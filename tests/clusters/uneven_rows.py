@@ -1,7 +1,7 @@
 """A training in double precision whose ranks have uneven numbers of rows in each step; the oracle is one device.
 
-Scripts made from docs/clusters.md take `new_model()` and `loader` from here, and `keep` what they have come to. A rank
-that UNISONO_CLUSTERS_KILL names kills itself in its third step.
+Scripts made from the pages of launchers take `new_model()` and `loader` from here, and `keep` what they have come to. A
+rank that UNISONO_CLUSTERS_KILL names kills itself in its third step.
 """
 
 import os

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from helpers.commands import assert_misused, run_to_the_end
-from unisono.scripts.activity import Report
+from unisono.scripts.activity import ActivityReport
 from unisono.scripts.command import closing_line
 
 SOURCES = str(Path(__file__).parents[2] / "src")
@@ -223,7 +223,7 @@ print({name: value.tolist() for name, value in output.items()})
 def test_what_is_nothing_is_not_in_the_closing_line(backward_s: float, phases: str) -> None:
     """X5: short runs, and those without a backward, said "backward 0%"."""
     devices = ((torch.device("cpu"),) * 2,)
-    report = Report(devices, forwards=3, rows=9, seconds=1.0, forward_s=0.5, backward_s=backward_s)
+    report = ActivityReport(devices, forwards=3, rows=9, seconds=1.0, forward_s=0.5, backward_s=backward_s)
     assert closing_line(report).endswith(f" rows/s; {phases}")
 
 

@@ -8,6 +8,7 @@ import json
 import re
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -204,10 +205,9 @@ def test_of_several_processes_the_first_observes(tmp_path: Path) -> None:
 
 
 def test_the_tracker_in_the_documentation(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """T7: docs/training-command.md has one to start from; a run that is resumed makes its table whole."""
-    page = Path(observers.__file__).parents[3] / "docs" / "training-command.md"
-    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-    Path("trackers.py").write_text(code)
+    """T7: observers.py has one to start from; a run that is resumed makes its table whole."""
+    (code,) = re.findall(r"`unisono train --observer trackers:Table`:\n\n(.*)", observers.__doc__, re.DOTALL)
+    Path("trackers.py").write_text(textwrap.dedent(code))
     monkeypatch.delitem(sys.modules, "trackers", raising=False)
     assert main([*TRAIN, "--observer", "trackers:Table"]) == 0
     assert main(["train", "--resume", "out", "--epochs", "2", "--observer", "trackers:Table"]) == 0

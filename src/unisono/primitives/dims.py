@@ -29,8 +29,15 @@ _OUT_DIMS = (
 
 
 class Padding:
-    """What `pad` returns; not a dataclass, which would count as a container of its fields."""
+    """What `pad` returns, an entry of `out_dims`.
 
+    Attributes:
+        dims: the axes on which sizes may differ.
+        value: what is filled in.
+        rows: the axis of the rows; None: the wrapper's `dim`.
+    """
+
+    # Not a dataclass, which would count as a container of its fields.
     def __init__(self, dims: tuple[int, ...], value: float, rows: int | None) -> None:
         self.dims, self.value, self.rows = dims, value, rows
 

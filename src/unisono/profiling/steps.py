@@ -21,13 +21,19 @@ class ProfiledStep:
 
     The first lane is "host", what the caller's thread did, where the first replica computes elsewhere. Between two
     spans a lane waits, in a pass, or is outside of the model.
+
+    Attributes:
+        began, ended: in seconds of `time.perf_counter`.
+        passes: its forwards and backwards, in the caller's thread.
+        lanes: by name, what was recorded of each replica.
+        rows: by name of a replica, its rows in all batches of the step.
     """
 
-    began: float  # in seconds of `time.perf_counter`
+    began: float
     ended: float
-    passes: list[Span]  # its forwards and backwards, in the caller's thread
-    lanes: dict[str, list[Span]]  # by name, what was recorded of each replica
-    rows: dict[str, int]  # by name of a replica, its rows in all batches of the step
+    passes: list[Span]
+    lanes: dict[str, list[Span]]
+    rows: dict[str, int]
 
     @property
     def seconds(self) -> float:

@@ -29,6 +29,7 @@ from unisono.runtime import torch_private
 from unisono.runtime.errors import log_once, warn
 
 DeviceLike: TypeAlias = int | str | torch.device
+"""What names a device: an accelerator's index, a string such as "cuda:0" or "cpu", or a `torch.device`."""
 
 # Seeds differ by 2**64 / golden ratio: far from each other, and from seeds that people choose.
 _SEED_STEP = 0x9E3779B97F4A7C15

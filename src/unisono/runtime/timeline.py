@@ -43,7 +43,12 @@ _thread = threading.local()
 
 
 class Span(NamedTuple):
-    """A stretch of time with one phase, in seconds of `time.perf_counter`."""
+    """A stretch of time with one phase.
+
+    Attributes:
+        phase: such as "forward"; `Profile` lists them.
+        began, ended: in seconds of `time.perf_counter`.
+    """
 
     phase: str
     began: float

@@ -25,16 +25,26 @@ _MOST_PENDING = 64  # forwards whose backward may still come
 
 
 @dataclass
-class Report:
-    """What a script has done so far."""
+class ActivityReport:
+    """What a script has done so far.
 
-    devices: tuple[tuple[torch.device, ...], ...] = ()  # those of each wrapper, in the order in which they were made
-    functions: Counter[str] = field(default_factory=Counter)  # the calls of data_parallel and of the verbs, by name
-    forwards: int = 0  # of wrappers and of data_parallel, those without gradients too
-    rows: int = 0  # of these forwards
-    seconds: float = 0.0  # since the first forward began
-    forward_s: float = 0.0  # what all forwards took, in the caller's thread
-    backward_s: float = 0.0  # what all backwards took, each in the slowest replica; of one device it is not known
+    Attributes:
+        devices: those of each wrapper, in the order in which they were made.
+        functions: the calls of data_parallel and of the verbs, by name.
+        forwards: of wrappers and of data_parallel, those without gradients too.
+        rows: of these forwards.
+        seconds: since the first forward began.
+        forward_s: what all forwards took, in the caller's thread.
+        backward_s: what all backwards took, each in the slowest replica; of one device it is not known.
+    """
+
+    devices: tuple[tuple[torch.device, ...], ...] = ()
+    functions: Counter[str] = field(default_factory=Counter)
+    forwards: int = 0
+    rows: int = 0
+    seconds: float = 0.0
+    forward_s: float = 0.0
+    backward_s: float = 0.0
 
 
 class Activity:
@@ -43,7 +53,7 @@ class Activity:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._thread = threading.local()
-        self._so_far = Report()
+        self._so_far = ActivityReport()
         self._started: float | None = None
         self._pending: deque[list[ReplicaTiming]] = deque()
 
@@ -108,7 +118,7 @@ class Activity:
             if len(self._pending) > _MOST_PENDING:
                 so_far.backward_s += _slowest_backward(self._pending.popleft())
 
-    def report(self) -> Report:
+    def report(self) -> ActivityReport:
         now = time.perf_counter()
         with self._lock:
             return replace(

@@ -18,7 +18,7 @@ from unisono.console.options import OF_WRAPPERS, add_options_of_wrappers, expect
 from unisono.distributed.launchers import launch
 from unisono.runtime import devices as _devices
 from unisono.scripts import wrapper
-from unisono.scripts.activity import Report
+from unisono.scripts.activity import ActivityReport
 from unisono.scripts.first_step import FirstStepComparison
 from unisono.scripts.install import Installation, install
 from unisono.scripts.main_program import ProgramError, find_module, find_script, run_program
@@ -195,7 +195,7 @@ def _answering(device_count: Callable[[], int], count: int) -> Callable[[], int]
     return answer
 
 
-def closing_line(report: Report, world_size: int = 1, advice: str = "") -> str:
+def closing_line(report: ActivityReport, world_size: int = 1, advice: str = "") -> str:
     """Return one line of plain ASCII for people: that of rank 0; with advice, if the script has made no wrapper."""
     if not report.devices and not report.functions:
         return _NO_WRAPPER + advice
@@ -220,7 +220,7 @@ def _counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
-def _phases(report: Report, several: bool) -> str:
+def _phases(report: ActivityReport, several: bool) -> str:
     """Return the share of each phase in the time since the first forward; of one device backward is not known."""
     rest_s = max(0.0, report.seconds - report.forward_s - report.backward_s)
     rest = "the rest of the script" if several else "backward and the rest of the script"

@@ -28,7 +28,7 @@ from unisono.runtime import devices as _devices
 from unisono.runtime.devices import DeviceLike
 from unisono.runtime.errors import log_once
 from unisono.scripts import replacement, trainer, wrapper
-from unisono.scripts.activity import Report
+from unisono.scripts.activity import ActivityReport
 from unisono.scripts.wrapper import TORCHS_MODULE, DataParallel, Settings
 
 # torch's modules, and which names in them are replaced. Some names are both a module's and a function's.
@@ -139,7 +139,7 @@ class Installation:
         _replace(_ours, _torchs)
         trainer.stop_waiting()
 
-    def report(self) -> Report | None:
+    def report(self) -> ActivityReport | None:
         """Return what wrappers have done so far; None after `uninstall`."""
         now = wrapper.installed
         return None if now is None else now.activity.report()

@@ -1,4 +1,4 @@
-"""Observers: what is told of a run while it goes on, such as a tracker of experiments.
+r"""Observers: what is told of a run while it goes on, such as a tracker of experiments.
 
 An observer is told each step and each epoch with the record that metrics.jsonl has of it. metrics.jsonl and curves.png
 are not written by observers: a run needs its records to be resumed, and ends when it cannot write a file of its own. An
@@ -15,6 +15,25 @@ Guarantees
       stops at once.
 
 Assumes that a call returns soon: the next step waits for it.
+
+One that keeps a table for a spreadsheet, with all epochs of a run that is resumed. In trackers.py, it is
+`unisono train --observer trackers:Table`:
+
+    from unisono.training.metrics import EpochRecord
+    from unisono.training.observers import Observer
+
+
+    class Table(Observer):
+        def started(self, folder, config, earlier):
+            self.path = folder / "table.csv"
+            self.path.write_text("epoch,test_loss,test_accuracy\n")
+            for record in earlier:  # of a run that is resumed
+                if isinstance(record, EpochRecord):
+                    self.epoch(record)
+
+        def epoch(self, record):
+            with self.path.open("a") as file:
+                file.write(f"{record.epoch},{record.test_loss},{record.test_accuracy}\n")
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -50,19 +50,31 @@ class Kind(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison."""
+    """One comparison.
 
-    mode: str  # "training" or "eval"
+    Attributes:
+        mode: "training" or "eval".
+        kind: what is compared.
+        name: of the parameter, buffer or attribute, or the path in the output; "" if there is only one.
+        shape: on one device; None if there are no tensors to compare.
+        largest: the largest absolute value, to which the difference is compared.
+        difference: the largest absolute difference; infinite where values cannot be compared.
+        allowed: the largest difference that rounding explains.
+        note: why values cannot be compared.
+    """
+
+    mode: str
     kind: Kind
-    name: str  # of the parameter, buffer or attribute, or the path in the output; "" if there is only one
-    shape: tuple[int, ...] | None = None  # on one device; None if there are no tensors to compare
-    largest: float = 0.0  # the largest absolute value, to which the difference is compared
-    difference: float = 0.0  # the largest absolute difference; infinite where values cannot be compared
-    allowed: float = 0.0  # the largest difference that rounding explains
-    note: str = ""  # why values cannot be compared
+    name: str
+    shape: tuple[int, ...] | None = None
+    largest: float = 0.0
+    difference: float = 0.0
+    allowed: float = 0.0
+    note: str = ""
 
     @property
     def differs(self) -> bool:
+        """Whether the difference is above what is allowed."""
         return not self.difference <= self.allowed
 
     @property
@@ -75,14 +87,23 @@ class Row:
 
 @dataclass(frozen=True)
 class Finding:
-    """The first difference in one mode and its cause, or why the mode is not compared."""
+    """The first difference in one mode and its cause, or why the mode is not compared.
 
-    mode: str  # "training" or "eval"
-    module: str  # dotted name of the first submodule whose gathered output differs; "" is the model itself
-    module_class: str  # the name of its class
+    Attributes:
+        mode: "training" or "eval".
+        module: dotted name of the first submodule whose gathered output differs; "" is the model itself.
+        module_class: the name of its class.
+        cause: why it differs.
+        text: the cause in words, with the remedy.
+        explained: whether it follows from the options.
+    """
+
+    mode: str
+    module: str
+    module_class: str
     cause: Cause
-    text: str  # the cause in words, with the remedy
-    explained: bool = False  # whether it follows from the options
+    text: str
+    explained: bool = False
 
     @property
     def compared(self) -> bool:
@@ -99,13 +120,21 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """One device against several, number by number; `str(report)` is the table."""
+    """One device against several, number by number; `str(report)` is the table.
 
-    title: str  # what was compared, and on which devices
-    rows: tuple[Row, ...]  # every comparison
-    findings: tuple[Finding, ...] = ()  # at least one for each mode in which something differs, or is not compared
-    notes: tuple[str, ...] = ()  # for example, what could not be compared
-    num_replicas: int = 2  # that had rows; with one, one device was compared with itself
+    Attributes:
+        title: what was compared, and on which devices.
+        rows: every comparison.
+        findings: at least one for each mode in which something differs, or is not compared.
+        notes: for example, what could not be compared.
+        num_replicas: how many had rows; with one, one device was compared with itself.
+    """
+
+    title: str
+    rows: tuple[Row, ...]
+    findings: tuple[Finding, ...] = ()
+    notes: tuple[str, ...] = ()
+    num_replicas: int = 2
 
     @property
     def same(self) -> bool:
