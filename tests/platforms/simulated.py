@@ -145,13 +145,18 @@ def _views() -> dict[str, types.ModuleType]:
 
 
 class View(types.ModuleType):
-    """A module without some names, and with some that differ. Functions in C are found as quickly as in the module."""
+    """A module without some names, and with some that differ. What does not change is found as quickly as there."""
 
     def __init__(self, module: types.ModuleType, lacks: re.Pattern[str], own: Mapping[str, Any]) -> None:
         super().__init__(module.__name__, module.__doc__)
-        quick = {n: value for n, value in vars(module).items() if isinstance(value, types.BuiltinFunctionType)}
-        quick = {n: value for n, value in quick.items() if not (lacks.fullmatch(n) or n.endswith("hook"))}
-        self.__dict__.update(quick | dict(own), _module=module, _lacks=lacks, _own=set(own), _before={})
+        changing = module is sys  # its streams, arguments, hooks, ...: only functions in C stay as they are
+        kept = {
+            each: value
+            for each, value in vars(module).items()
+            if not (lacks.fullmatch(each) or each.endswith("hook"))
+            and (isinstance(value, types.BuiltinFunctionType) or not changing)
+        }
+        self.__dict__.update(kept | dict(own), _module=module, _lacks=lacks, _own=set(own), _before={})
 
     def __getattr__(self, name: str) -> Any:
         if self._lacks.fullmatch(name) and name not in self._own:
