@@ -1,7 +1,7 @@
 """Processes in which programs run, one after the other: what hangs or crashes is ended, and counts as a difference.
 
-A server is forked from a process that has imported torch (where the system forks), and keeps the process group of ranks from one program to the
-next. It ends with the process that has started it.
+A server is forked from a process that has imported torch, where the system forks. It keeps the process group of ranks
+from one program to the next, and ends with the process that has started it.
 """
 
 import contextlib
