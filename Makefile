@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 READY := .venv/.ready
 
-.PHONY: help demo test test-all test-device compat clients clusters rows check format bench fuzz races gpu-check docs dist clean
+.PHONY: help demo test test-all test-device test-platforms compat clients clusters rows check format bench fuzz races gpu-check docs dist clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -52,32 +52,20 @@ test-device: $(READY)  ## run what concerns devices on the asynchronous device: 
 	$(if $(OPTIONS),,$(SIX_QUEUED) QUEUED_DELAY_US=300 $(BIN)/python -m pytest -n auto --dist worksteal $(TOGETHER))
 	$(if $(OPTIONS),,$(QUEUED) QUEUED_DELAY_US=300 $(BIN)/python -m pytest -n auto --dist worksteal $(WITH_DELAYS))
 
-# Each release of torch has an environment of its own: up to 6 GB, because most releases come with CUDA. pip is told to
-# keep no copies of what it downloads. unisono itself is installed without its requirements, so that a torch below the
-# one that pyproject.toml asks for can be tried. OPTIONS is for pytest: make compat TORCH=2.9.1 OPTIONS="tests/runtime"
-COMPAT = .venv-compat-$(TORCH)
+test-platforms: $(READY)  ## run the suite with what macOS lacks taken away from Linux, then what Windows lacks
+	UNISONO_TEST_PLATFORM=macos $(BIN)/python -m pytest -n auto --dist worksteal $(OPTIONS)
+	UNISONO_TEST_PLATFORM=windows $(BIN)/python -m pytest -n auto --dist worksteal $(OPTIONS)
 
-compat:  ## run the test suite with another release of torch, in an environment of its own: make compat TORCH=2.9.1
-	@printf '%s\n' "$$TORCH" | grep -qxE '[0-9]+\.[0-9]+\.[0-9]+' || \
-	  { echo "make compat needs a release of torch, such as TORCH=2.9.1, and TORCH is \"$$TORCH\"" >&2; exit 1; }
-	@$(MAKE) --no-print-directory "$(COMPAT)/.ready"
-	$(COMPAT)/bin/python -m pytest -n auto --dist worksteal $(OPTIONS)
+# Each pair of Python and torch has an environment of its own, which is removed after its run: tests/compat/__main__.py says
+# what else. TORCH, PYTHON or both name one pair; KEEP=1 keeps the environments. OPTIONS is for pytest, and with it the page
+# stays as it is: make compat TORCH=2.9.1 OPTIONS="tests/runtime"
+OWN_PYTHON = $(if $(filter file,$(origin PYTHON)),,--python $(PYTHON))
 
-.venv-compat-%/.ready: pyproject.toml constraints.txt
+compat:  ## run the suite with each Python and torch of docs/compatibility.md; writes its table; see make compat OPTIONS=--help
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "unisono needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1). Name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
-	@echo "Setting up $(@D) (once; the largest part is torch)"
-	$(PYTHON) -m venv $(@D)
-	grep -v '^torch==' constraints.txt > $(@D)/constraints.txt
-	$(@D)/bin/python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-	  extras = project["optional-dependencies"]; \
-	  needed = project["dependencies"] + extras["train"] + extras["tensorboard"]; \
-	  print(*[each for each in needed if not each.startswith("torch")], sep="\n")' > $(@D)/requirements.txt
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-cache-dir -c $(@D)/constraints.txt \
-	  'torch==$*' -r $(@D)/requirements.txt accelerate hypothesis pytest pytest-xdist transformers && \
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable . || \
-	  { rm -rf $(@D); echo "torch $* cannot be installed here with $(PYTHON): what pip says is above" >&2; exit 1; }
-	@touch $@
+	  { echo "unisono needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1). Name another one: make compat PYTHON=python3.12" >&2; exit 1; }
+	@PYTHONPATH=tests $(PYTHON) -m compat $(OWN_PYTHON) $(if $(TORCH),--torch $(TORCH)) $(if $(KEEP),--keep) \
+	  $(if $(filter --help --list,$(OPTIONS)),$(OPTIONS),$(if $(OPTIONS),-- $(OPTIONS)))
 
 # Other people's libraries are many: an environment of their own keeps them out of .venv. OPTIONS is for pytest, and with
 # it the page stays as it is: make clients OPTIONS="-k fastai"

@@ -23,7 +23,6 @@ import argparse
 import ctypes
 import gc
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -171,6 +170,8 @@ def training_step(model: Any, kind: str, num_replicas: int, images: Any) -> Call
 
 def largest_resident() -> int:
     """Return the largest resident set of this process so far, in bytes."""
+    import resource  # not on Windows, where --help works all the same
+
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

@@ -12,6 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from platforms import simulated
+
+# On Linux, the suite can run with what macOS or Windows lacks taken away: platforms/simulated.py. This is done before
+# all else, and in the programs that tests start.
+if simulated.VARIABLE in os.environ:
+    simulated.begin()
+    os.environ.update(simulated.environment())
+
 # Where pytest runs in several processes (-n), each has its part of the cores: with all of them, torch's intra-op
 # threads, which spin while they wait, would take the processor from the tests in the other processes; and the second
 # replica of every process would be bound to the same cores. This is set before torch is imported, and holds for
@@ -68,6 +76,10 @@ if importlib.util.find_spec("hypothesis"):  # `make gpu-check` runs without it, 
     settings.load_profile("default")  # the option is read later, and then its profile holds
 
 
+def pytest_report_header() -> list[str]:
+    return [f"simulated: {simulated.SYSTEM}"] if simulated.VARIABLE in os.environ else []
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rows", action="store_true", help="list the tests of each row of docs/behaviour.md; run none")
 
@@ -85,6 +97,18 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark a test with the rows that its docstring begins with, so that `pytest -m "row(name='S5')"` runs a row's."""
     for row in rows_named(inspect.getdoc(getattr(item, "function", None)) or ""):
         item.add_marker(pytest.mark.row(name=row))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests of what this system lacks."""
+    for item in items:
+        for marker in item.iter_markers("only_on"):
+            if simulated.SYSTEM not in marker.args:
+                why = f"only on {' and '.join(marker.args)}: {marker.kwargs['because']}"
+                item.add_marker(pytest.mark.skip(reason=why))
+        for name, why in simulated.DISTURBED.items() if simulated.VARIABLE in os.environ else ():
+            if item.nodeid.endswith(name):
+                item.add_marker(pytest.mark.skip(reason=f"not with a simulated system: {why}"))
 
 
 def pytest_collection_finish() -> None:

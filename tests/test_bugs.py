@@ -145,6 +145,7 @@ def test_a_failed_plain_composition_changes_no_buffer() -> None:
         assert torch.equal(net.norm.running_mean, torch.zeros(2))
 
 
+@pytest.mark.only_on("linux", "macos", because="os.kill sends a signal to its own process")
 @pytest.mark.parametrize("seconds", [0.02, 0.2])
 def test_ctrl_c_in_the_first_backward(seconds: float) -> None:
     """F3: narrated.

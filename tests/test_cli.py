@@ -101,7 +101,10 @@ def test_one_command_begins_a_run_or_goes_on_with_it(capsys: pytest.CaptureFixtu
         (["--model", "vgg"], "argument --model: invalid choice: 'vgg'"),
         (["--data", "nowhere"], "--data nowhere is not a folder; expected digits, fashion-mnist, or a folder of IDX"),
         (["--output", "file"], "is not a folder; give another one (--output DIR)"),
-        (["--output", "/proc/out"], "--output /proc/out: cannot write to /proc"),
+        pytest.param(
+            *(["--output", "/proc/out"], "--output /proc/out: cannot write to /proc"),
+            marks=pytest.mark.only_on("linux", because="no such folder elsewhere"),
+        ),
         (["--output", ""], "argument --output: expected the name of a folder, got ''"),
         (
             ["--resume", "empty"],
@@ -152,7 +155,7 @@ def test_missing_packages_are_named_with_the_remedy(
     assert_misused(command, f"{installed_as} not installed: pip install {installed_as}", capsys)
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="a shell's way to close them")
+@pytest.mark.only_on("linux", "macos", because="a shell's way to close them")
 @pytest.mark.parametrize("closed", ["<&- >&-", "<&- >&- 2>&-"])
 def test_standard_streams_that_are_closed(closed: str, tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", "-m", "unisono", *SMALL, "--output", "out"]
@@ -169,7 +172,7 @@ def run_with_small_files() -> int:
     return main([*SMALL, "--output", "out"])
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="no limit on the size of files there")
+@pytest.mark.only_on("linux", "macos", because="no limit on the size of files there")
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     """A limit on the size of files, which the checkpoint is the first to reach."""
     with forked(run_with_small_files, cwd=tmp_path) as program:
@@ -230,6 +233,7 @@ def test_without_a_command_it_says_what_there_is(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out == f"unisono {unisono.__version__}\n"
 
 
+@pytest.mark.only_on("linux", "macos", because="signals that another process sends")
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_run_that_is_stopped_saves_and_says_how_to_go_on(tmp_path: Path, number: signal.Signals, status: int) -> None:
     """T3: SIGTERM is a scheduler's."""
@@ -250,6 +254,7 @@ def test_a_run_that_is_stopped_saves_and_says_how_to_go_on(tmp_path: Path, numbe
     assert [record["step"] for record in records("step")] == list(range(1, 12 * (steps // 12 + 1) + 1))
 
 
+@pytest.mark.only_on("linux", "macos", because="signals that another process sends")
 def test_ctrl_c_twice_stops_at_once(tmp_path: Path) -> None:
     """T3: in the middle of a step, whose replicas wait for each other at every batch norm."""
     arguments = ["train", "--devices", "cpu*2", "--batch-size", "32", "--output", "out"]

@@ -324,7 +324,7 @@ def program(*, each_act: bool) -> dict[str, list[str]]:
     return {"raised": raised, **found}
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the system's handlers as glibc has them")
+@pytest.mark.only_on("linux", because="reads the system's handlers as glibc has them")
 def test_torch_and_python_stay_as_they_are() -> None:
     """R17, F3: but for a function that is called when the program ends, which an import registers."""
     here = Path(__file__)

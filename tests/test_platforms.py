@@ -1,48 +1,75 @@
-"""A system that lacks what Windows lacks: the package is imported, threads work, and the rest is one clear error.
+"""Systems that lack what macOS and Windows lack: threads work, a training runs, and the rest is one clear error.
 
-It is simulated: Python's modules lose what they do not have there. That shows what unisono asks for, no more.
+They are simulated (platforms/simulated.py). These are small programs; `make test-platforms` runs the whole suite so.
 """
 
+import os
+import subprocess
+import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
-from helpers.programs import run_script
+from platforms import simulated
 
-# After torch has been imported, which has its own code for each system.
-_LIKE_WINDOWS = """
-    import os, select, signal, socket, subprocess, sys, tempfile
-    import torch, torch._dynamo, torch.distributed
+pytestmark = pytest.mark.only_on("linux", because="the other systems are simulated there")
 
-    MISSING = {
-        os: "fork forkpty register_at_fork memfd_create sched_getaffinity sched_setaffinity sched_yield getuid geteuid "
-            "getgid pread pwrite waitpid killpg setsid getpgid getloadavg statvfs sysconf O_NOFOLLOW O_NONBLOCK "
-            "O_CLOEXEC RTLD_NOLOAD WNOHANG uname",
-        select: "poll epoll",
-        socket: "AF_UNIX send_fds recv_fds",
-        signal: "SIGALRM SIGBUS SIGCHLD SIGCONT SIGHUP SIGKILL SIGSYS SIGURG SIGUSR1 SIGUSR2 SIGXCPU SIGXFSZ",
-    }
-    for module, names in MISSING.items():
-        for name in names.split():
-            if hasattr(module, name):
-                delattr(module, name)
-    for name in ("fcntl", "grp", "pwd", "resource", "termios"):
-        sys.modules[name] = None  # importing it is an ImportError
-"""
+SYSTEMS = [simulated.MACOS, simulated.WINDOWS]
 
 
-def on_windows(program: str) -> list[str]:
-    """Return the lines that a program prints on such a system."""
-    done = run_script(textwrap.dedent(_LIKE_WINDOWS) + textwrap.dedent(program))
+def run_as_on(system: str, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run Python with these arguments as on another system."""
+    path = os.pathsep.join([simulated.ENTRY_POINT, *sys.path])
+    env = {**os.environ, simulated.VARIABLE: system, "PYTHONPATH": path}
+    command = [sys.executable, "-W", "error", *arguments]
+    return subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, check=False, timeout=100)
+
+
+def lines_on(system: str, program: str) -> list[str]:
+    """Return the lines that a program prints there."""
+    done = run_as_on(system, "-c", textwrap.dedent(program))
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout.splitlines()
 
 
-def test_threads_work() -> None:
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_what_is_taken_away_is_missing_in_scripts_and_in_their_processes(system: str) -> None:
+    """And torch has it still: it has code of its own for each system."""
+    lines = lines_on(system, """
+        import multiprocessing, os, signal, subprocess, sys
+
+        def missing():
+            names = [name for name in ("fork", "sched_getaffinity") if not hasattr(os, name)]
+            names += [name for name in ("SIGHUP", "SIGPWR", "SIGINT") if not hasattr(signal, name)]
+            try:
+                import fcntl
+            except ImportError:
+                names.append("fcntl")
+            try:
+                open("/proc/self/stat").close()
+            except FileNotFoundError:
+                names.append("/proc")
+            return sys.platform, os.name, names
+
+        print(*missing())
+        print(multiprocessing.get_start_method())
+        print(subprocess.run([sys.executable, "-c", "import sys; print(sys.platform)"], capture_output=True).stdout)
+        import torch, psutil
+        print(torch.ones(2).sum().item(), psutil.Process().num_threads() > 0, "linux" in psutil._common.sys.platform)
+        """)  # fmt: skip
+    if system == simulated.MACOS:
+        assert lines[0] == "darwin posix ['sched_getaffinity', 'SIGPWR', '/proc']"
+    else:
+        assert lines[0] == "win32 nt ['fork', 'sched_getaffinity', 'SIGHUP', 'SIGPWR', 'fcntl', '/proc']"
+    assert lines[1:] == ["spawn", f"b'{lines[0].split()[0]}\\n'", "2.0 True True"]
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_threads_work(system: str) -> None:
     """F14: forward, backward, map and evaluate."""
-    lines = on_windows("""
-        from unisono import *
-        import unisono
+    lines = lines_on(system, """
+        import torch, unisono
 
         plain = torch.nn.Linear(5, 2)
         model, x = unisono.DataParallel(plain, ["cpu"] * 2), torch.randn(8, 5)
@@ -50,18 +77,47 @@ def test_threads_work() -> None:
         grads = [torch.autograd.grad(output.sum(), plain.weight)[0] for output in outputs[:2]]
         print([torch.allclose(outputs[1], output) for output in outputs], torch.allclose(*grads))
         print(model.evaluate([(x, plain(x))], torch.nn.functional.mse_loss) < 1e-12)
-        print(unisono.keep_freed_memory() in (True, False))
-        """)
-    assert lines == ["[True, True, True] True", "True", "True"]
+        print(unisono.keep_freed_memory())
+        """)  # fmt: skip
+    assert lines == ["[True, True, True] True", "True", "False"]
 
 
-@pytest.mark.parametrize("command", ["bench", "devices", "watch"])
-def test_commands_that_ask_the_system_say_so(command: str, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_training_runs_and_keeps_its_folder(system: str, tmp_path: Path) -> None:
+    """F14: `unisono train`; a second one in its folder is refused, by the lock that the system has."""
+    program = """
+        from unisono.cli import main
+        from unisono.training.run_folder import RunFolder
+        from pathlib import Path
+
+        train = ["train", "--model", "mlp", "--devices", "cpu*2", "--epochs", "1", "--output", "out"]
+        assert main(train) == 0
+        folder = RunFolder(Path("out"))
+        folder.claim()
+        print(main([*train, "--overwrite"]))
+        folder.close()
+        assert main([*train, "--overwrite"]) == 0
+        """
+    done = run_as_on(system, "-c", textwrap.dedent(program), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n2\n") == 1
+    assert "another run is using out (process " in done.stderr
+
+
+def test_bench_asks_for_process_groups() -> None:
     """F14: in one line."""
-    from unisono import cli
+    program = "from unisono.cli import main; import sys; sys.stderr = sys.stdout; print(main(['bench']))"
+    done = lines_on(simulated.WINDOWS, program)
+    assert done == [
+        "unisono bench: error: its programs are process groups, which this system (win32) does not have: use Linux or "
+        "macOS",
+        "2",
+    ]
 
-    monkeypatch.delattr("os.sysconf")
-    assert cli.main([command]) == 2
-    assert capsys.readouterr().err == (
-        f"unisono {command}: error: this command needs Linux or macOS; this system is linux\n"
-    )
+
+@pytest.mark.parametrize("command", [["devices", "--json"], ["watch", "--once"]])
+def test_commands_about_the_machine_say_what_the_system_tells(command: list[str]) -> None:
+    """F14: fewer figures, no error."""
+    done = lines_on(simulated.WINDOWS, f"from unisono.cli import main; print(main({command}))")
+    assert done[-1] == "0"
+    assert len(done) > 3

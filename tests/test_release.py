@@ -5,6 +5,9 @@ import tomllib
 from pathlib import Path
 
 import unisono
+from compat.__main__ import COMMAND, PAGE
+from compat.table import key
+from helpers.page_tables import read_table
 
 ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -31,3 +34,14 @@ def test_the_sdist_has_what_lies_beside_the_code():
     included = PYPROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
     assert [path for path in included if not (ROOT / path.removeprefix("/")).exists()] == []
     assert {f"/{name}" for name in ("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "SECURITY.md")} <= set(included)
+
+
+def test_pythons_and_torch_are_those_of_the_table():
+    """docs/compatibility.md, whose table `make compat` writes."""
+    rows = [key(line) for line in read_table(PAGE, COMMAND).splitlines()[2:]]
+    named = "Programming Language :: Python :: "
+    pythons = [each.removeprefix(named) for each in PROJECT["classifiers"] if re.match(rf"{named}\d\.\d", each)]
+    assert pythons == [".".join(map(str, release)) for release in sorted({release for release, _, _ in rows})]
+    assert PROJECT["requires-python"] == f">={pythons[0]}"
+    oldest = min(torch for _, _, torch in rows)
+    assert PROJECT["dependencies"] == [f"torch>={oldest[0]}.{oldest[1]}"]

@@ -28,7 +28,6 @@ from unisono.training import command as train
 from unisono.training.ranks import ALONE, Ranks
 from unisono.verification import command as verify
 
-_ASK_THE_SYSTEM = ("bench", "devices", "watch")
 _STOPPED = 128  # plus the number of the signal, as shells have it
 
 _COMMANDS: dict[str, ModuleType] = {
@@ -76,8 +75,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
 
     try:
-        if argv[:1] and argv[0] in _ASK_THE_SYSTEM and not hasattr(os, "sysconf"):
-            raise CommandError(f"this command needs Linux or macOS; this system is {sys.platform}")
         if argv[:1] == ["train"]:  # the only command that runs in several processes
             ranks = Ranks.join()
         command, given = ranks.together(lambda: _parse(argv))

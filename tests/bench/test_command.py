@@ -17,6 +17,8 @@ from unisono.bench.contenders import Contender
 from unisono.bench.results import Line, Workload
 from unisono.cli import main
 
+pytestmark = pytest.mark.only_on("linux", "macos", because="its programs are process groups")
+
 SCRIPT = """\
 import torch
 from torch import nn
@@ -137,6 +139,7 @@ def test_with_programs_of_its_own(capsys: pytest.CaptureFixture[str]):
     assert {line["failure"] for line in saved["workloads"][0]["lines"]} == {""}
 
 
+@pytest.mark.only_on("linux", "macos", because="signals that another process sends")
 @pytest.mark.slow
 def test_ctrl_c_ends_everything():
     """In the middle of the turns, when all contenders are there."""

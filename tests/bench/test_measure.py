@@ -119,6 +119,7 @@ def test_steps_in_this_process_are_judged_alike(monkeypatch: pytest.MonkeyPatch)
 # ---- with real processes -------------------------------------------------------------------------
 
 
+@pytest.mark.only_on("linux", "macos", because="its programs are process groups")
 def test_programs_take_steps_and_end():
     with contextlib.closing(ContenderProcesses(Contender("limit", 2), TINY)) as limit:
         assert [ready.rows for ready in limit.wait_until_ready()] == [32, 32]
@@ -135,6 +136,7 @@ def test_programs_take_steps_and_end():
     assert psutil.wait_procs(processes, timeout=20)[1] == []
 
 
+@pytest.mark.only_on("linux", "macos", because="its programs are process groups")
 def test_a_target_that_cannot_be_built():
     with (
         contextlib.closing(ContenderProcesses(Contender("plain", 1), "unisono.bench.workloads:nothing")) as started,

@@ -21,13 +21,13 @@ import torch
 from torch import nn
 
 import unisono
+from helpers.page_tables import write_table
 from unisono.scripts.install import Installation
 
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
 CPUS = ["cpu", "cpu"]
 _FOLDER = Path(__file__).parent
-_BETWEEN = "<!-- written by make clients -->\n", "<!-- end -->\n"
 _HEAD = "| library | what was run | outcome |\n|---|---|---|\n"
 _OUTCOMES = {
     "passed": "passed", "failed": "FAILED", "error": "FAILED", "skipped": "not run", "xfailed": "fails, known"
@@ -86,10 +86,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     page: Path | None = config.getoption("--table", None)
     if page is not None and (items := config.stash.get(_ITEMS, [])):
-        begin, end = _BETWEEN
-        before, rest = page.read_text(encoding="utf-8").split(begin)
-        _, after = rest.split(end, 1)  # a page may have another table behind this one
-        page.write_text(before + begin + _table(items, terminalreporter.stats) + end + after, encoding="utf-8")
+        write_table(page, "make clients", _table(items, terminalreporter.stats))
 
 
 def _table(items: Sequence[pytest.Item], stats: Mapping[str, Sequence[Any]]) -> str:

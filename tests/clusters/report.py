@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-_BEGIN, _END = "<!-- written by make clusters -->\n", "<!-- end -->\n"
+from helpers.page_tables import write_table
+
 _HEAD = "| launcher | what was run | outcome | seconds |\n|---|---|---|---|\n"
 FAILED = "FAILED: "
 
@@ -43,6 +44,4 @@ def write_results(path: Path, rows: Sequence[Row], logs: Mapping[str, Sequence[s
 
 def write_into_page(page: Path, rows: Sequence[Row]) -> None:
     """Replace the table in a page."""
-    before, rest = page.read_text(encoding="utf-8").split(_BEGIN)
-    _, after = rest.split(_END, 1)  # a page may have another table behind this one
-    page.write_text(f"{before}{_BEGIN}{table(rows)}{_END}{after}", encoding="utf-8")
+    write_table(page, "make clusters", table(rows))

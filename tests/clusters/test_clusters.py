@@ -15,7 +15,7 @@ from clusters.part import Check, Part
 from clusters.report import Row
 from clusters.site import CheckError, site
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="process groups are not Windows's")
+pytestmark = pytest.mark.only_on("linux", "macos", because="process groups are not Windows's")
 
 
 def test_the_page_has_the_code_that_is_run() -> None:

@@ -1,7 +1,5 @@
 """Several threads that call, wrappers that come and go, forks, and programs that end."""
 
-import sys
-
 import pytest
 import torch
 
@@ -66,7 +64,7 @@ def test_sys_exit_inside_a_replica_ends_the_program() -> None:
     assert (done.returncode, done.stderr) == (5, "")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="what a process holds is read from /proc")
+@pytest.mark.only_on("linux", because="what a process holds is read from /proc")
 def test_wrappers_that_come_and_go_leave_nothing() -> None:
     """F5, N10: no thread, process or descriptor: a forward, a backward and a map each."""
     done = run_script("""
@@ -95,6 +93,7 @@ def test_wrappers_that_come_and_go_leave_nothing() -> None:
     assert done.stdout.startswith("True"), done.stdout
 
 
+@pytest.mark.only_on("linux", "macos", because="forks")
 def test_a_fork_while_another_thread_is_in_a_step() -> None:
     """F5: the child's first forward waited for that thread's step for ever: the thread does not exist there."""
     done = run_script("""

@@ -42,6 +42,7 @@ def test_an_interrupt_leaves_nothing_behind(case: str, times: int) -> None:
     assert count > (number / 2 if case in OPTIONS else 0)
 
 
+@pytest.mark.only_on("linux", "macos", because="time limits by SIGALRM")
 @pytest.mark.parametrize(("case", "every"), [("training", 7), ("map", 500)])
 def test_a_time_limit_that_raises_leaves_nothing_behind(case: str, every: int) -> None:
     """F3: test runners set time limits by SIGALRM, with a handler that raises.

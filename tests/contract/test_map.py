@@ -624,6 +624,7 @@ def test_ctrl_c_while_waiting(wrap: Wrap) -> None:
     assert_equal(list(outputs), plus_1(numbered(6)))
 
 
+@pytest.mark.only_on("linux", "macos", because="forks")
 def test_a_fork_does_not_wait_for_its_parents_devices() -> None:
     """I7, F5: iterating in the child is an error; the parent goes on."""
     done = run_script("""

@@ -8,6 +8,7 @@ there many times over. benchmarks/memory.py measures how large the peak is.
 import contextlib
 import ctypes
 import gc
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -146,7 +147,7 @@ class _MallocInfo(ctypes.Structure):
 
 def allocated_bytes() -> int:
     """What is allocated through malloc; 0 where only glibc would know."""
-    mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None) if os.name == "posix" else None
     if mallinfo2 is None:
         return 0
     mallinfo2.restype = _MallocInfo

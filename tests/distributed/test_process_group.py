@@ -312,6 +312,7 @@ def fails(rank: int, where: str, options: dict) -> None:
 
 
 TWO = {"device_ids": ["cpu"] * 2}
+SIGKILL = pytest.mark.only_on("linux", "macos", because="SIGKILL")
 
 
 @pytest.mark.parametrize(
@@ -329,7 +330,9 @@ def test_the_others_learn_why_one_has_failed(where, options):
 
 
 @pytest.mark.parametrize(
-    ("where", "options"), [("forward", {}), ("backward", {}), ("kill", {}), ("backward", TWO)], ids=str
+    ("where", "options"),
+    [("forward", {}), ("backward", {}), pytest.param("kill", {}, marks=SIGKILL), ("backward", TWO)],
+    ids=str,
 )
 def test_a_rank_that_waits_at_a_batch_norm_learns_it_too(where, options):
     """C12, C9"""
@@ -338,11 +341,11 @@ def test_a_rank_that_waits_at_a_batch_norm_learns_it_too(where, options):
     assert where == "kill" or "TroubleError: no more memory" in ended[0].error
 
 
-@pytest.mark.parametrize("where", ["exit", "exit 3", "kill", "_exit"])
+@pytest.mark.parametrize("where", ["exit", "exit 3", pytest.param("kill", marks=SIGKILL), "_exit"])
 def test_the_others_learn_that_one_has_ended(where):
     """C12"""
     ended = end_ranks(3, fails, where, {})
-    assert ended[1].exit_code == {"exit": 0, "exit 3": 3, "kill": -signal.SIGKILL, "_exit": 0}[where]
+    assert ended[1].exit_code == {"exit": 0, "exit 3": 3, "kill": -9, "_exit": 0}[where]
     found = [last_error(ended[rank]) for rank in (0, 2)]  # the second of them may see that the first has ended too
     assert all(" ended while" in line or "Rank 2 says" in line or "Rank 0 says" in line for line in found), found
     assert any("rank 1 has ended while this one was at summing gradients over the processes" in line for line in found)
@@ -432,6 +435,7 @@ def run_program(body: str) -> list[subprocess.CompletedProcess[str]]:
     return run_scripts([(script, {**own, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"])
 
 
+@pytest.mark.only_on("linux", "macos", because="forks")
 def test_a_program_ends_without_messages():
     """With warnings as errors, loaders with workers, and ranks that end at different times.
 
@@ -466,7 +470,7 @@ def num_open():
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counted in /proc")
+@pytest.mark.only_on("linux", because="counts in /proc")
 def test_the_groups_end_before_the_interpreter():
     """C18: with a group made by hand and not destroyed: gloo's threads freed tensors too late, an abort."""
     body = """
@@ -490,7 +494,7 @@ def test_the_groups_end_before_the_interpreter():
     assert all("no longer connected: the program ends" in end.stdout for end in ended)
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counted in /proc")
+@pytest.mark.only_on("linux", because="counts in /proc")
 def test_groups_leave_no_files_and_threads():
     """C7: neither the default group of the line, nor one that it was given, nor steps."""
     body = """
@@ -596,6 +600,7 @@ def test_a_program_that_fails_in_the_first_process():
     assert "ended" in last or "bad line in the file" in last
 
 
+@pytest.mark.only_on("linux", "macos", because="SIGKILL")
 def test_a_first_process_that_is_killed():
     """C12: the store ends with it."""
     ended = run_program("step()\nif rank == 0:\n    os.kill(os.getpid(), 9)\nstep()")
@@ -603,6 +608,7 @@ def test_a_first_process_that_is_killed():
     assert "RuntimeError: rank 0 has ended while this one was at summing gradients" in ended[1].stderr
 
 
+@pytest.mark.only_on("linux", because="counts in /proc")
 def test_ctrl_c_while_waiting(tmp_path):
     """C12: it ends the wait at once, and is reported to the other rank, which has no part in that."""
     pid = tmp_path / "pid"

@@ -9,7 +9,6 @@ only, which have no way out; both are removed when the test ends, with all that 
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import select
@@ -33,7 +32,7 @@ TOOLS = ("ip", "tc", "unshare", "mount")
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(sys.platform != "linux", reason="network namespaces are Linux's"),
+    pytest.mark.only_on("linux", because="network namespaces are Linux's"),
     pytest.mark.skipif(sys.platform == "linux" and os.geteuid() != 0, reason="network namespaces need root"),
     pytest.mark.skipif(not os.path.exists("/dev/net/tun"), reason="the link needs /dev/net/tun"),
     pytest.mark.skipif(not all(map(shutil.which, TOOLS)), reason=f"needs {', '.join(TOOLS)} (iproute2)"),
@@ -118,6 +117,8 @@ def connected(a: Host, b: Host) -> Iterator[None]:
         ends = [stack.enter_context(open("/dev/net/tun", "r+b", buffering=0)) for _ in (a, b)]
         for end, host in zip(ends, (a, b), strict=True):
             tun_without_header = 0x0001 | 0x1000
+            import fcntl  # not on Windows
+
             fcntl.ioctl(end, 0x400454CA, struct.pack("16sH22x", host.device.encode(), tun_without_header))  # TUNSETIFF
             command("ip", "link", "set", host.device, "netns", host.namespace)
             command("tc", "-n", host.namespace, "qdisc", "add", "dev", host.device, "root", "tbf", *RATE)

@@ -1,7 +1,7 @@
 """Processes in which programs run, one after the other: what hangs or crashes is ended, and counts as a difference.
 
-A server is forked from a process that has imported torch, and keeps the process group of ranks from one program to the
-next. It ends with the process that has started it.
+A server is forked from a process that has imported torch, where the system forks. It keeps the process group of ranks
+from one program to the next, and ends with the process that has started it.
 """
 
 import contextlib
@@ -116,7 +116,8 @@ def _serve(
     prepare: Callable[[], None] | None,
     path: list[str],
 ) -> None:
-    os.setpgid(0, 0)  # Ctrl-C at the terminal is for the process that has started this one
+    if hasattr(os, "setpgid"):  # Windows has no process groups
+        os.setpgid(0, 0)  # Ctrl-C at the terminal is for the process that has started this one
     os.environ["UNISONO_BIND_CORES"] = "0"  # the second replica of every server would have the same core
     sys.path[:] = path
     torch.set_num_threads(1)

@@ -206,6 +206,7 @@ def run(
     return done
 
 
+@pytest.mark.only_on("linux", "macos", because="make gpu-check runs process groups")
 def test_every_outcome_is_reported(gpu_check, tmp_path):
     """A hang, a crash and a lost GPU each cost one check; the others run in a new process."""
     files = {
@@ -231,6 +232,7 @@ def hide_packages(gpu_check: ModuleType, folder: Path, *others: str) -> None:
     (folder / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({absent!r}))\n")
 
 
+@pytest.mark.only_on("linux", "macos", because="make gpu-check runs process groups")
 def test_plain_checks_need_torch_alone(gpu_check, tmp_path):
     hide_packages(gpu_check, tmp_path, "pytest")
     done = run(gpu_check, ["cpu,cpu"], kind="programs", path=str(tmp_path))
@@ -238,6 +240,7 @@ def test_plain_checks_need_torch_alone(gpu_check, tmp_path):
     assert "two ranks under torchrun train as the plain module" in done.checks
 
 
+@pytest.mark.only_on("linux", "macos", because="make gpu-check runs process groups")
 def test_the_gpu_tests_need_little(gpu_check, tmp_path):
     """They can be collected, and would run, where nothing is installed but torch and pytest."""
     hide_packages(gpu_check, tmp_path)
@@ -250,6 +253,7 @@ def test_the_gpu_tests_need_little(gpu_check, tmp_path):
     assert not done.failed
 
 
+@pytest.mark.only_on("linux", "macos", because="make gpu-check runs process groups")
 @pytest.mark.parametrize(("body", "first"), [("pass", "passed"), ("threading.Event().wait()", "cut")])
 def test_checks_are_cut_when_the_time_is_over(gpu_check, tmp_path, monkeypatch, body, first):
     """Later ones do not begin; one that does not end is stopped."""
@@ -262,6 +266,7 @@ def test_checks_are_cut_when_the_time_is_over(gpu_check, tmp_path, monkeypatch, 
     assert not done.failed
 
 
+@pytest.mark.only_on("linux", "macos", because="make gpu-check runs process groups")
 def test_a_group_that_cannot_be_run(gpu_check, tmp_path):
     done = run(gpu_check, [tmp_path / "test_nothing.py"])
     assert done.failed
@@ -269,6 +274,7 @@ def test_a_group_that_cannot_be_run(gpu_check, tmp_path):
     assert "test_nothing.py" in done.problem
 
 
+@pytest.mark.only_on("linux", "macos", because="make gpu-check runs process groups")
 def test_ctrl_c_ends_what_runs_beside(gpu_check, tmp_path):
     file, begun = tmp_path / "test_some.py", tmp_path / "begun"
     file.write_text(
@@ -348,6 +354,7 @@ def test_the_report_without_pytest(report_of):
     assert report_of(FAILED, no_pytest="no answer")[0] == 1
 
 
+@pytest.mark.only_on("linux", "macos", because="make gpu-check runs process groups")
 def test_ctrl_c_loses_nothing(report_of, tmp_path):
     began = {"event": "began", "name": "four", "limit_s": 60}
     status, report = report_of(PASSED, FIGURE, began, KeyboardInterrupt())

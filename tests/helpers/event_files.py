@@ -3,13 +3,17 @@
 import json
 import struct
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+if TYPE_CHECKING:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 _OF_EPOCHS = ("train_loss", "test_loss", "test_accuracy", "train_seconds", "test_seconds")
 
 
-def read(folder: Path) -> EventAccumulator:
+def read(folder: Path) -> "EventAccumulator":
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # not on all Pythons
+
     return EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
 
 

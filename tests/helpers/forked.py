@@ -1,7 +1,7 @@
 """Functions that run as programs, forked from a process that has imported torch and much of unisono.
 
 They start in milliseconds, and end as multiprocessing's processes do, without the end of an interpreter. Scripts that
-end as Python ends them are those of helpers/programs.py.
+end as Python ends them are those of helpers/programs.py. Where the system does not fork, each starts anew, in seconds.
 """
 
 import contextlib
@@ -21,14 +21,15 @@ import torch
 
 _LIMIT_S = 300  # for what hangs: on a machine that does other things too, a program may take minutes
 
-context = multiprocessing.get_context("forkserver")
+context: Any = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
 # Backward and the first optimizer import these, which takes a second and more in each process.
 _LATE_IMPORTS = ["torch.fx.experimental.symbolic_shapes", "torch._dynamo"]
 # And these are what `unisono train` imports.
 _LATE_IMPORTS += ["unisono.cli", "matplotlib.figure", "matplotlib.backends.backend_agg", "safetensors.torch"]
 _LATE_IMPORTS += ["sklearn.datasets"]
 _ROOT = Path(__file__).parents[2]  # where a program finds test modules, such as tests.training.test_ranks
-context.set_forkserver_preload(["torch", "torch.distributed", "pytest", "unisono", *_LATE_IMPORTS])
+if hasattr(os, "fork"):
+    context.set_forkserver_preload(["torch", "torch.distributed", "pytest", "unisono", *_LATE_IMPORTS])
 
 
 class Program:

@@ -21,7 +21,7 @@ WRITING = tuple(
     str(_PACKAGE / name)
     for name in ("training/checkpoint.py", "training/run_folder.py", "training/metrics.py", "console/files.py")
 )
-KILLED = -signal.SIGKILL
+KILLED = -9  # SIGKILL, which Windows does not name
 
 
 def run_killed(

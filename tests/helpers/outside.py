@@ -25,6 +25,8 @@ from typing import Any
 
 import torch
 
+from unisono.bench.machine import usable_cores
+
 _torch: Any = torch
 _warnings: Any = warnings
 Snapshot = dict[str, tuple[Any, ...]]
@@ -67,7 +69,7 @@ _FLAGS: dict[str, Callable[[], Any]] = {
     "warn always": torch.is_warn_always_enabled,
     "collector": lambda: (gc.isenabled(), gc.get_threshold()),
     "collector's callbacks": lambda: [*map(id, gc.callbacks)],
-    "cores": lambda: os.sched_getaffinity(0),
+    "cores": usable_cores,
     "environment": lambda: dict(os.environ),
     "exit functions": atexit._ncallbacks,
     "faulthandler": faulthandler.is_enabled,
@@ -175,7 +177,7 @@ def _settings(name: str) -> dict[str, Any]:
     return {} if module is None else {key: getattr(module, key) for key in module._config}
 
 
-_libc = ctypes.CDLL(None)
+_libc: Any = ctypes.CDLL(None) if os.name == "posix" else None
 _RESTORER = 0x04000000  # glibc sets this flag itself
 
 

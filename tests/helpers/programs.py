@@ -1,7 +1,8 @@
 """Scripts that run in processes of their own and end as Python ends them; warnings are errors.
 
 To import torch takes two seconds of processor time, which every script would pay. So they are forked from a server that
-has imported it and does nothing else: `run_script` differs from `python -W error -c script` in that alone.
+has imported it and does nothing else: `run_script` differs from `python -W error -c script` in that alone. Where the
+system does not fork, it is `python -W error -c script`.
 """
 
 import atexit
@@ -16,6 +17,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 WAIT_S = 60.0
@@ -79,6 +81,8 @@ def run_scripts(
     scripts: Sequence[tuple[str, Mapping[str, str]]], timeout_s: float = SCRIPT_S
 ) -> list[subprocess.CompletedProcess[str]]:
     """Run scripts at the same time, each with variables of its environment besides those of this process."""
+    if not hasattr(os, "fork"):
+        return _run_each_anew(scripts, timeout_s)
     with tempfile.TemporaryDirectory() as name:
         folders = [Path(name, str(number)) for number in range(len(scripts))]
         for folder, (script, env) in zip(folders, scripts, strict=True):
@@ -95,6 +99,26 @@ def run_scripts(
             raise TimeoutError(f"a script has not ended after {timeout_s:.0f} s: {written}")
         codes = [int((folder / "status").read_text()) for folder in folders]
         return [subprocess.CompletedProcess(["-c"], code, *each) for code, each in zip(codes, written, strict=True)]
+
+
+def _run_each_anew(
+    scripts: Sequence[tuple[str, Mapping[str, str]]], timeout_s: float
+) -> list[subprocess.CompletedProcess[str]]:
+    """The same, each in a Python that starts for it."""
+
+    def run(script: str, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-W", "error", "-c", textwrap.dedent(script)]
+        return subprocess.run(
+            command, check=False, env={**os.environ, **env}, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            timeout=timeout_s,
+        )  # fmt: skip
+
+    with ThreadPoolExecutor(len(scripts)) as pool:
+        try:
+            done = list(pool.map(run, *zip(*scripts, strict=True)))
+        except subprocess.TimeoutExpired as late:
+            raise TimeoutError(f"a script has not ended after {timeout_s:.0f} s: {late.output, late.stderr}") from None
+    return [subprocess.CompletedProcess(["-c"], each.returncode, each.stdout, each.stderr) for each in done]
 
 
 def until(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> bool:

@@ -12,6 +12,7 @@ import torch
 
 from helpers.commands import assert_misused, status_of
 from helpers.fake_gpus import GIB, NVMLError, install, nvml, say_torch_has
+from unisono.bench.machine import num_cores
 from unisono.monitor import cpu
 from unisono.monitor.nvml import GpuReader
 from unisono.runtime import devices
@@ -42,7 +43,7 @@ def test_a_machine_without_accelerators(no_accelerators: None, capsys: pytest.Ca
     """M1: cores, threads, limits and nodes are there."""
     shown = lines(capsys)
     assert shown[0] == "accelerators: none that torch can use"
-    assert f"cores: {len(os.sched_getaffinity(0))} of {os.cpu_count()}" in " ".join(shown)
+    assert f"cores: {num_cores()} of {os.cpu_count()}" in " ".join(shown)
     assert f"intra-op threads: {torch.get_num_threads()} (OMP_NUM_THREADS: " in " ".join(shown)
     assert any(line.startswith("cgroup limits: ") for line in shown)
 

@@ -25,7 +25,7 @@ from unisono.monitor.nvml import GpuReader
 from unisono.monitor.sample import Sampler
 from unisono.runtime import devices
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="uses terminals and /proc")
+pytestmark = pytest.mark.only_on("linux", because="uses terminals and /proc")
 
 GPUS = [
     {"bus": 4, "load": 40, "pids": (11, 99)},

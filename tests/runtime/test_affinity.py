@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import unisono
+from unisono.bench.machine import num_cores
 from unisono.runtime import affinity
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not bind threads")
+pytestmark = pytest.mark.only_on("linux", because="cores are bound there")
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +57,7 @@ class _TellsItsCores(torch.nn.Module):
         return mine.expand(len(x), 1024)
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+@pytest.mark.skipif(num_cores() < 2, reason="needs two cores")
 def test_workers_run_on_their_part_and_the_caller_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     before = os.sched_getaffinity(0)
     part = set(affinity.cores_per_replica(2)[1])

@@ -111,6 +111,7 @@ def test_the_programs_own_handler_is_called_once_a_signal(handled: list[int]) ->
     assert signal.getsignal(signal.SIGINT) is own
 
 
+@pytest.mark.only_on("linux", "macos", because="signals of POSIX")
 def test_signals_are_handled_in_their_order_after_the_section() -> None:
     """F3: each by its own handler, and a handler that raises leaves all of the program's in place."""
     handled: list[int] = []
@@ -168,6 +169,7 @@ def test_a_handler_set_in_a_section_may_call_the_one_before(handled: list[int]) 
     assert (len(cleaned_up), len(handled)) == (2, 2)
 
 
+@pytest.mark.only_on("linux", "macos", because="forks")
 def test_a_child_that_is_forked_in_a_section_has_the_programs_handlers() -> None:
     """F3: a forward that starts a process by fork. A signal in it was a KeyError."""
 
@@ -193,7 +195,7 @@ def test_where_python_does_not_handle_the_signal_nothing_changes(disposition: si
     assert signal.getsignal(signal.SIGINT) is before
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the system's handlers as glibc has them")
+@pytest.mark.only_on("linux", because="reads the system's handlers as glibc has them")
 def test_a_handler_set_in_c_stays_and_nothing_is_deferred(handled: list[int]) -> None:
     """F3: faulthandler's, over one of Python's, was lost with the first step; and one of Python's lost its flags."""
     before = signal.signal(signal.SIGUSR1, lambda *_: None)

@@ -286,6 +286,7 @@ def test_under_a_mode_replicas_draw_from_torchs_generator() -> None:
     assert torch.equal(torch.cat(drawn), torch.cat([torch.rand(3, generator=generator) for _ in range(3)]))
 
 
+@pytest.mark.only_on("linux", "macos", because="forks")
 def test_a_fork_inside_a_replica() -> None:
     """F5: the child is no replica: it draws from torch's generator."""
     fork_lock = threading.Lock()  # filelock, which torch imports, raises an error in a fork during another one

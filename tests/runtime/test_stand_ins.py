@@ -81,6 +81,7 @@ def test_a_stand_in_that_is_put_back_later_goes_with_the_next_pass(of_places: An
     assert values(found) == before
 
 
+@pytest.mark.only_on("linux", "macos", because="forks")
 def test_in_the_child_of_a_fork_no_replica_runs(of_places: Any) -> None:
     """R17, F5: and what ends there, ends nothing else."""
     stand_ins, found = of_places
@@ -164,6 +165,7 @@ def test_a_pass_in_the_middle_of_a_beginning_and_an_end() -> None:
         assert (place._value, other.value) == ("own", "own")
 
 
+@pytest.mark.only_on("linux", "macos", because="forks")
 def test_a_fork_while_another_thread_begins_and_ends_passes(of_places: Any) -> None:
     """R17, F5: at any moment of it."""
     stand_ins, found = of_places

@@ -2,7 +2,6 @@
 
 import _thread
 import contextlib
-import os
 import signal
 import sys
 import threading
@@ -85,7 +84,10 @@ def signal_the_main_thread() -> None:
     [
         (lambda: signal.raise_signal(signal.SIGINT), nothing),
         (_thread.interrupt_main, nothing),
-        (nothing, signal_the_main_thread),
+        pytest.param(
+            *(nothing, signal_the_main_thread),
+            marks=pytest.mark.only_on("linux", "macos", because="a signal is sent to a thread"),
+        ),
     ],
     ids=["in its task", "in its task, in C", "while it waits for a result"],
 )
@@ -449,7 +451,7 @@ def test_an_interrupt_leaves_no_cycle() -> None:
 # ---- processes -------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.only_on("linux", "macos", because="forks")
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # it has threads
 def test_a_fork_has_workers_of_its_own() -> None:
     """F5: after the parent has used workers, and while it has some."""
@@ -466,7 +468,7 @@ def test_a_fork_has_workers_of_its_own() -> None:
 COMPUTE = "weight = torch.randn(300, 300, requires_grad=True); (weight @ weight).sum().backward()"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="whether a thread sleeps is read from /proc")
+@pytest.mark.only_on("linux", because="whether a thread sleeps is read from /proc")
 @pytest.mark.parametrize(
     "task", [COMPUTE, "time.sleep(1e6)", pytest.param("threading.Event().wait()", marks=pytest.mark.slow)]
 )

@@ -261,7 +261,7 @@ def test_a_mistake_is_one_line_and_runs_nothing(
     assert assert_misused(["run", *arguments], error, capsys) == ""
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="signals and pipes of POSIX")
+@pytest.mark.only_on("linux", "macos", because="signals and pipes of POSIX")
 def test_from_a_shell() -> None:
     """X6, X7: a script on standard input, LANG=C, no HOME, 20 columns, workers that are spawned, a reader who leaves.
 

@@ -97,3 +97,12 @@ def test_a_cut_or_a_flipped_bit_is_an_error_or_changes_nothing(folder: RunFolder
             assert_same(read, expected)
             changed_nothing += 1
     assert changed_nothing < 8, "only blanks and the like in the header may change"
+
+
+@pytest.mark.only_on("linux", because="/proc says which files are mapped")
+def test_a_file_that_was_read_is_not_held(folder: RunFolder) -> None:
+    """On Windows, a resumed run could not replace a file that its tensors are mapped from."""
+    Checkpoint(CONFIG, METRICS, trained(), {}).save(folder.checkpoint)
+    read = checkpoint.read(folder)
+    assert str(folder.checkpoint) not in Path("/proc/self/maps").read_text()
+    assert read.metrics == METRICS

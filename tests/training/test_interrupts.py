@@ -1,5 +1,4 @@
 import signal
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import pytest
 from helpers.commands import run_captured
 from unisono.training.run import StopRequest
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no such signals")
+pytestmark = pytest.mark.only_on("linux", "macos", because="no such signals")
 
 
 def test_a_scheduler_may_say_it_twice(capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,6 @@
 """Runs that are killed with SIGKILL and resumed. The oracle is a run that was never killed."""
 
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from helpers.killed_runs import ALL, WRITING, run_killed
 from unisono.training import checkpoint
 from unisono.training.run_folder import RunFolder
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="forks, and SIGKILL")
+pytestmark = pytest.mark.only_on("linux", "macos", because="forks, and SIGKILL")
 
 TRAIN = ["train", "--model", "mlp", "--devices", "cpu*2", "--epochs", "2", "--batch-size", "500"]  # 3 steps an epoch
 
@@ -43,6 +42,8 @@ SLOW = [pytest.param([], seed, marks=pytest.mark.slow) for seed in range(2, 5)]
 @pytest.mark.parametrize(("observed", "seed"), [([], 0), (["--tensorboard"], 1), *SLOW])
 def test_a_run_that_was_killed_anywhere_ends_in_the_same_numbers(undisturbed, tmp_path, observed, seed):
     """T1, T2, T8: killed four times, at lines drawn from all lines or from those that write files."""
+    if observed:
+        pytest.importorskip("tensorboard")
     oracle, num_lines = undisturbed
     out, draw = tmp_path / "out", random.Random(seed)
     lines_of = {ALL: num_lines, WRITING: 700}  # so many lines write the files of a run

@@ -5,7 +5,6 @@ import contextlib
 import inspect
 import io
 import json
-import os
 import re
 import signal
 import sys
@@ -88,7 +87,7 @@ class Needy(Observer):
 
 
 def ctrl_c() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)
 
 
 pytestmark = pytest.mark.usefixtures("own_folder")

@@ -1,6 +1,5 @@
 import os
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,7 @@ def test_a_run_is_replaced_only_when_asked_and_alone(tmp_path: Path, name: str) 
     assert {path.name for path in tmp_path.iterdir()} - {".lock"} == {"notes.txt"}
 
 
-NO_PIPES = pytest.mark.skipif(sys.platform == "win32", reason="no pipes of this kind")
+NO_PIPES = pytest.mark.only_on("linux", "macos", because="no pipes of this kind")
 
 
 @NO_PIPES
@@ -49,7 +48,6 @@ def test_links_and_pipes_of_others_are_not_used(tmp_path: Path, name: str, laid:
 IN_USE = r"another run is using {} \(process \d+ on .+\): wait .*--output DIR\)$"
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="no locks of this kind")
 def test_one_run_at_a_time(tmp_path: Path) -> None:
     first = RunFolder.for_new_run(tmp_path)
     first.make_empty()
@@ -64,7 +62,6 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
     RunFolder.reopen(tmp_path).claim()
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="no locks of this kind")
 def test_a_lock_with_commands_for_a_terminal_in_it(own_folder: None, capsys: pytest.CaptureFixture[str]) -> None:
     """T10: whoever may write into the folder could clear the screen, or write a title."""
     folder = RunFolder(Path("out"))
@@ -76,7 +73,7 @@ def test_a_lock_with_commands_for_a_terminal_in_it(own_folder: None, capsys: pyt
     folder.close()
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="no locks of this kind")
+@pytest.mark.only_on("linux", "macos", because="forks")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_process_that_was_forked_meanwhile_does_not_keep_the_folder(tmp_path: Path) -> None:
     """As an observer may leave one, which shares the lock."""
@@ -98,12 +95,10 @@ def test_a_process_that_was_forked_meanwhile_does_not_keep_the_folder(tmp_path: 
 
 
 def test_a_file_system_without_locks_does_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fcntl = pytest.importorskip("fcntl")
-
-    def refuse(lock: int, how: int) -> None:
+    def refuse(lock: int) -> None:
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr("unisono.training.file_lock._take", refuse)
     for _ in range(2):
         RunFolder.for_new_run(tmp_path).make_empty()
 

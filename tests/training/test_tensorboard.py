@@ -4,11 +4,12 @@ import importlib.machinery
 import importlib.util
 import json
 import shutil
-import sys
 import threading
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("tensorboard", reason="event files are read by TensorBoard")
 
 from helpers.commands import assert_misused
 from helpers.event_files import read, scalars, scalars_expected
@@ -74,7 +75,7 @@ def test_what_cannot_be_written_costs_the_events_and_not_the_run(capsys: pytest.
     assert Path("out/model.safetensors").exists()
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="has no such limit")
+@pytest.mark.only_on("linux", "macos", because="has no such limit")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
 def test_a_full_disk_is_known_at_once(tmp_path: Path) -> None:
     """T8: the call that cannot write a record raises."""

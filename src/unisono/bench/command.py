@@ -3,6 +3,8 @@
 import argparse
 import dataclasses
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,10 @@ def needed(given: dict[str, Any]) -> tuple[str, ...]:
 
 def run(given: dict[str, Any]) -> int:
     """Measure, print and save; return the exit status."""
+    if not hasattr(os, "killpg"):
+        raise OptionError(
+            f"its programs are process groups, which this system ({sys.platform}) does not have: use Linux or macOS"
+        )
     names = given.get("models") or WORKLOADS
     for name in names:
         if ":" not in name and name not in WORKLOADS:

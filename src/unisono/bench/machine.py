@@ -17,7 +17,7 @@ _TAKEN = 0.2  # of the cores, by other programs
 def describe() -> dict[str, Any]:
     """Return processor, cores that this process may use, memory, system and versions."""
     return {
-        "processor": _processor(),
+        "processor": processor(),
         "cores": num_cores(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
         "system": f"{platform.system()} {platform.machine()} {' '.join(platform.libc_ver())}".rstrip(),
@@ -63,9 +63,10 @@ def no_verdict(disturbance: str) -> str:
     )
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Return the name of the processor."""
     try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:
         found = None
     return " ".join(found[1].split()) if found else platform.processor() or platform.machine()

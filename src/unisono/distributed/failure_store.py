@@ -4,9 +4,11 @@ The store works before the ranks are connected, and after a connection is lost. 
 a store that cannot be reached is gone with the process that hosted it; then writes do nothing, and reads return "".
 """
 
+import ctypes
 import functools
 import os
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -83,12 +85,28 @@ def host_id() -> str:
     return f"{socket.gethostname()} {namespace}"
 
 
-def _runs(pid: int) -> bool:
-    """Return whether a process of this host runs; a zombie does not."""
-    try:
-        os.kill(pid, 0)
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] not in "ZX"
-    except ProcessLookupError:
-        return False
-    except (OSError, IndexError):  # no permission, or a system without /proc
-        return True
+if sys.platform == "win32":
+    _SYNCHRONIZE, _ACCESS_DENIED, _WAIT_TIMEOUT = 0x00100000, 5, 0x102  # winnt.h, winerror.h
+
+    def _runs(pid: int) -> bool:
+        """Return whether a process of this host runs. (`os.kill(pid, 0)` is Ctrl-C here, for a whole console.)"""
+        kernel = ctypes.WinDLL("kernel32", use_last_error=True)
+        kernel.OpenProcess.restype = ctypes.c_void_p
+        process = kernel.OpenProcess(_SYNCHRONIZE, False, pid)
+        if not process:
+            return ctypes.get_last_error() == _ACCESS_DENIED
+        try:
+            return kernel.WaitForSingleObject(ctypes.c_void_p(process), 0) == _WAIT_TIMEOUT
+        finally:
+            kernel.CloseHandle(ctypes.c_void_p(process))
+else:
+
+    def _runs(pid: int) -> bool:
+        """Return whether a process of this host runs; a zombie does not. Without /proc, it does."""
+        try:
+            os.kill(pid, 0)
+            return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] not in "ZX"
+        except ProcessLookupError:
+            return False
+        except (OSError, IndexError):  # no permission, or a system without /proc
+            return True

@@ -45,7 +45,7 @@ def describe(root: Path = Path("/")) -> Cpu:
     """Return what is known about the CPU. (`root`: of the system's files, for tests.)"""
     memory = _memory(root)
     return Cpu(
-        processor=machine.describe()["processor"],
+        processor=machine.processor(),
         cores=os.cpu_count() or 1,
         allowed=machine.num_cores(),
         physical=_physical_cores(root),

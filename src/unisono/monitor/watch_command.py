@@ -66,7 +66,8 @@ def run(given: dict[str, Any]) -> int:
     live = Live("one moment ...", console=console, screen=True, auto_refresh=False)
     if in_place:
         for name in ("SIGTERM", "SIGHUP"):  # they leave the terminal as it was, as Ctrl-C does
-            signal.signal(getattr(signal, name), signal.default_int_handler)
+            if hasattr(signal, name):  # Windows has no SIGHUP
+                signal.signal(getattr(signal, name), signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt), live if in_place else contextlib.nullcontext():  # the usual end
         sampler = Sampler(GpuReader())
         while True:

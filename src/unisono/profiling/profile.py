@@ -109,7 +109,7 @@ class Profile:
             OSError: the file cannot be written.
         """
         with replaced(Path(path)) as unfinished:
-            unfinished.write_text(_chrome_trace(self.steps(), self.model, self.rank))
+            unfinished.write_text(_chrome_trace(self.steps(), self.model, self.rank), encoding="utf-8")
 
     def draw(self, path: str | Path) -> None:
         """Draw some steps, one lane a replica, and what share of a step each phase takes, as a PNG; needs matplotlib.

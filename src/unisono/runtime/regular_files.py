@@ -10,8 +10,8 @@ import os
 import stat
 from pathlib import Path
 
-# Windows has none of these.
 _NO_LINK_NO_WAIT = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+_BYTES_AS_THEY_ARE = getattr(os, "O_BINARY", 0) | getattr(os, "O_NOINHERIT", 0)  # Windows has these, and not the others
 
 
 class NotRegularFileError(OSError):
@@ -29,7 +29,7 @@ def open_regular(path: Path, flags: int, mode: int = 0o666) -> int:
         OSError: it cannot be opened.
     """
     expect_regular(path)
-    file = os.open(path, flags | _NO_LINK_NO_WAIT, mode)  # whatever has come there since the check
+    file = os.open(path, flags | _NO_LINK_NO_WAIT | _BYTES_AS_THEY_ARE, mode)  # whatever has come there since the check
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
         raise NotRegularFileError(path)

@@ -68,7 +68,8 @@ def read(folder: RunFolder) -> Checkpoint:
     try:
         with safe_open(folder.checkpoint, framework="pt") as file:
             config = file.metadata()["config"]
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no dict
+            # Copies: tensors that share the file's memory would keep it open, and Windows then lets none replace it.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118  it is no dict
         if not torch.equal(tensors.pop("sha256"), _digest(config, tensors)):
             raise ValueError("its contents do not match its digest")
     except Exception as error:  # damage can make reading fail in any way

@@ -206,7 +206,7 @@ class Run:
         self.draw()
         if self.ranks.is_first:
             with replaced(self.folder.config) as unfinished:
-                unfinished.write_text(json.dumps(self._config, indent=2) + "\n")
+                unfinished.write_text(json.dumps(self._config, indent=2) + "\n", encoding="utf-8")
             self.metrics.keep_in(self.folder.metrics)
             self._describe()
         if self.options.compile:

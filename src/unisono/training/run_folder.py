@@ -4,23 +4,19 @@ metrics.jsonl and event files are appended to; every other file is replaced whol
 always a complete file, even after a power cut. The checkpoint is written first, before the first step too: where it is,
 a run has begun and can be resumed. It is the only file that is read. A resumed run writes the other ones again.
 
-One process at a time writes into a folder; of several that train together it is rank 0. It holds a lock (flock) on
-`.lock`, which names it, and which the system releases however the process ends. Windows, and file systems without
-locks, do without.
+One process at a time writes into a folder; of several that train together it is rank 0. It holds the lock of the file
+`.lock`, which names it, and which the system releases however the process ends. File systems without locks do without.
 """
 
 import os
 import socket
-import sys
 import time
 from pathlib import Path
 
 from unisono.console import files
 from unisono.console.errors import FolderError
 from unisono.runtime.regular_files import open_regular
-
-if sys.platform != "win32":
-    import fcntl
+from unisono.training import file_lock
 
 
 class RunFolder:
@@ -75,21 +71,19 @@ class RunFolder:
 
     def claim(self) -> None:
         """Keep other runs out of the folder, until `close` is called or this process ends."""
-        if sys.platform == "win32":
-            return
         try:
             lock = open_regular(self._lock, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise FolderError(f"cannot use {self}: {error.filename}: {error.strerror}") from error
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            has_locks = file_lock.take(lock)
         except BlockingIOError:
             holder = os.read(lock, 1000).decode(errors="replace") or "it has just begun"
             os.close(lock)
             raise FolderError(
                 f"another run is using {self} ({holder}): wait for it, stop it, or give another folder (--output DIR)"
             ) from None
-        except OSError:  # no locks here
+        if not has_locks:
             os.close(lock)
             return
         os.ftruncate(lock, 0)
@@ -99,7 +93,7 @@ class RunFolder:
     def close(self) -> None:
         """Let other runs use the folder, also where a forked process still has the lock open."""
         if self._claim is not None:
-            fcntl.flock(self._claim, fcntl.LOCK_UN)
+            file_lock.release(self._claim)
             os.close(self._claim)
             self._claim = None
 
