@@ -70,6 +70,7 @@ MOST_WORDS = {
     "verify.md": 400,
     "testing.md": 450,
     "profile.md": 600,
+    "free-threading.md": 450,
     "clusters.md": 600,
     "torchrun.md": 250,
     "machines.md": 250,
