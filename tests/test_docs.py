@@ -82,7 +82,7 @@ MOST_WORDS = {
     "differences.md": 700,
     "errors.md": 900,
     "compatibility.md": 650,
-    "benchmark.md": 400,
+    "benchmark.md": 500,
     "boundaries.md": 450,
     "training-step.md": 600,
     "same-numbers.md": 500,

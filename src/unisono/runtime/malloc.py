@@ -37,9 +37,11 @@ def keep_freed_memory() -> bool:
         >>> unisono.keep_freed_memory() or not sys.platform.startswith("linux")
         True
 
-    Training steps get faster by 5 to 25 % on the CPU, with and without `DataParallel`: each step uses the memory of the
-    last one. The process stays as large as its largest step so far. Call it once, before the first step. A plain
-    `import unisono` does not: it changes no setting of your process. `unisono train` calls this.
+    Training steps on the CPU get faster, with and without `DataParallel`, by up to a fifth (benchmarks/allocators.md):
+    each step uses the memory of the last one. The process stays as large as its largest step so far. Call it once,
+    before the first step. A plain `import unisono` does not: it changes no setting of your process. `unisono train`
+    calls this. Blocks of more than 64 MiB are kept in the main thread only; docs/benchmark.md says what keeps them in
+    all threads.
 
     Returns:
         Whether anything was done: it needs glibc, the C library of most Linux systems. Elsewhere nothing happens.
