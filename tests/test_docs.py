@@ -442,6 +442,14 @@ def test_the_test_on_the_page_is_the_example() -> None:
     assert shown[1] in example
 
 
+def test_the_figures_of_free_threading_are_those_that_were_measured() -> None:
+    """`python benchmarks/free_threading.py` writes them."""
+    measured = (ROOT / "benchmarks" / "free_threading.md").read_text(encoding="utf-8")
+    table = [line for line in measured.splitlines() if line.startswith("|")]
+    assert len(table) > 3
+    assert "\n".join(table) in (ROOT / "docs" / "free-threading.md").read_text(encoding="utf-8")
+
+
 def test_the_page_names_the_libraries_that_were_run():
     """`make clients` writes their table."""
     records, page = ((ROOT / "docs" / name).read_text() for name in ("test-records.md", "compatibility.md"))
