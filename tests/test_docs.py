@@ -369,6 +369,23 @@ RUN = [
 ]
 # Of the whole process: names that are replaced, simulated devices.
 RUN_AS_PROGRAMS = ["docs/run.md", "docs/trainer.md", "docs/testing.md"]
+# Run by other means, or not at all.
+RUN_ELSEWHERE = {
+    "docs/index.md": "README's, as a test above says",
+    "docs/clusters.md": "make clusters",
+    "docs/ray.md": "make clusters",
+    "docs/other-launchers.md": "make clusters",
+    "docs/gpus.md": "CUDA graphs need a GPU",
+}
+
+
+def test_every_page_with_code_is_run() -> None:
+    with_code = {
+        f"docs/{path.name}"
+        for path in (ROOT / "docs").glob("*.md")
+        if re.search(r"^```(python|diff)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    assert with_code == {*RUN, *RUN_AS_PROGRAMS, *RUN_ELSEWHERE}
 
 
 def program_of(page):
