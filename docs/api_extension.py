@@ -2,7 +2,8 @@
 
 Examples become blocks of code: a `>>>` at the beginning of a line is a quotation to Markdown; here it begins an
 example, up to the next empty line. What a function returns that is written as a generator of one value is shown as the
-context manager that it is. An enumeration has its values.
+context manager that it is. What a signature has only to refuse it (`**unknown: Never`) is left out. An enumeration has
+its values.
 """
 
 import re
@@ -21,6 +22,9 @@ class ApiExtension(griffe.Extension):
         """Called by griffe with each object that it has read."""
         if obj.docstring is not None:
             obj.docstring.value = _EXAMPLE.sub(_fenced, obj.docstring.value)
+        if obj.is_function:
+            for each in [each for each in obj.parameters if str(each.annotation) == "Never"]:
+                del obj.parameters[each.name]
         if obj.is_function and any(each.callable_path.endswith("contextmanager") for each in obj.decorators):
             obj.returns = str(obj.returns).replace("Iterator", "AbstractContextManager", 1)
 

@@ -7,6 +7,7 @@ tests/test_docs.py compares the page with what this would write.
 
 import argparse
 import re
+import textwrap
 from pathlib import Path
 
 from unisono.cli import parsers
@@ -31,7 +32,7 @@ def section(name: str, parser: argparse.ArgumentParser) -> str:
     """Return the section of a command: what it does, its options, examples and exit status."""
     rows = [f"| {named(action)} | {cell(action.help or '')} |" for action in parser._actions if action.dest != "help"]
     table = ["| argument | meaning |", "|---|---|", *rows] if rows else ["It has no options."]
-    head = [f"## unisono {name}", "", "```text", (parser.description or "").strip(), "```", ""]
+    head = [f"## unisono {name}", "", prose(parser.description or ""), ""]
     return "\n".join([*head, *table, "", "```text", (parser.epilog or "").strip(), "```", ""])
 
 
@@ -45,7 +46,17 @@ def named(action: argparse.Action) -> str:
 
 def cell(text: str) -> str:
     """Return a text for a cell of a table."""
-    return re.sub(r"\s+", " ", text).replace("|", r"\|").replace("%%", "%").replace("*", r"\*")
+    return plain(text).replace("|", r"\|")
+
+
+def prose(text: str) -> str:
+    """Return paragraphs, in lines of the page's width."""
+    return "\n\n".join(textwrap.fill(plain(each), 120, break_on_hyphens=False) for each in text.strip().split("\n\n"))
+
+
+def plain(text: str) -> str:
+    """Return a text of a parser as one line in which Markdown sees no marks of its own."""
+    return re.sub(r"\s+", " ", text).strip().replace("%%", "%").replace("*", r"\*").replace("__", r"\_\_")
 
 
 if __name__ == "__main__":

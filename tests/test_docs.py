@@ -369,6 +369,23 @@ RUN = [
 ]
 # Of the whole process: names that are replaced, simulated devices.
 RUN_AS_PROGRAMS = ["docs/run.md", "docs/trainer.md", "docs/testing.md"]
+# Run by other means, or not at all.
+RUN_ELSEWHERE = {
+    "docs/index.md": "README's, as a test above says",
+    "docs/clusters.md": "make clusters",
+    "docs/ray.md": "make clusters",
+    "docs/other-launchers.md": "make clusters",
+    "docs/gpus.md": "CUDA graphs need a GPU",
+}
+
+
+def test_every_page_with_code_is_run() -> None:
+    with_code = {
+        f"docs/{path.name}"
+        for path in (ROOT / "docs").glob("*.md")
+        if re.search(r"^```(python|diff)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    assert with_code == {*RUN, *RUN_AS_PROGRAMS, *RUN_ELSEWHERE}
 
 
 def program_of(page):
@@ -478,9 +495,11 @@ def test_the_program_for_torchrun_runs_in_two_processes(tmp_path):
 
 def test_the_api_pages_have_every_public_name_and_every_type() -> None:
     """Each once, with the classes of unisono in annotations of public functions, and their own annotations."""
-    pages = (path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("api-*.md"))
+    pages = [path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("api-*.md")]
     shown = [name for page in pages for name in re.findall(r"^::: ([\w.]+)$", page, re.MULTILINE)]
     assert len(shown) == len(set(shown))
+    for name in {name.rpartition(".")[0] for name in shown} & set(shown):  # its members have entries of their own
+        assert any(f"::: {name}\n    options: {{ members: false }}\n" in page for page in pages)
     objects = [pkgutil.resolve_name(name) for name in shown]
     assert [name for name in unisono.__all__ if not any(getattr(unisono, name) is each for each in objects)] == []
     public = [name for name in vars(unisono.DataParallel) if not name.startswith("_") and name != "extra_repr"]
