@@ -157,7 +157,8 @@ class _Ending:
         text = f"unisono run: {closing_line(report, world_size, self._advice)}"
         if self._comparison is not None and not self._comparison.num_compared:
             text += (
-                "; nothing was compared: the script called no wrapper on several devices, or its model failed in verify"
+                "; nothing was compared: the script called no torch.nn.DataParallel on several devices, or its model "
+                "failed in verify. For a unisono.DataParallel of the script's own, call unisono.verify"
             )
         with contextlib.suppress(AttributeError, ValueError, OSError):
             sys.stdout.flush()  # the closing line comes after all that the script has printed
