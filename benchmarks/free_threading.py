@@ -35,6 +35,7 @@ MODELS = {
     "mlp": WORKLOADS,
 }
 _PATH = (("PYTHONPATH", f"{HERE}{os.pathsep}{HERE.parent / 'src'}"),)
+_LOCK = (*_PATH, ("PYTHON_GIL", "1"))  # whatever the variable is where this runs
 _NO_LOCK = (*_PATH, ("PYTHON_GIL", "0"))  # else a module that does not say that it needs no lock switches it on
 _ONE_THREAD = ("OMP_NUM_THREADS", "1")
 COLUMNS = ("plain, lock", "plain, no lock", "threads, lock", "threads, no lock", "ddp, lock")
@@ -43,13 +44,13 @@ COLUMNS = ("plain, lock", "plain, no lock", "threads, lock", "threads, no lock",
 def contenders(python: str, free_threaded: str) -> list[Contender]:
     """Return the plain module with one and all cores in both interpreters, then the threads in both, then DDP."""
     return [
-        Contender("plain", 1, python, (*_PATH, _ONE_THREAD)),
-        Contender("plain", 1, python, _PATH),
+        Contender("plain", 1, python, (*_LOCK, _ONE_THREAD)),
+        Contender("plain", 1, python, _LOCK),
         Contender("plain", 1, free_threaded, (*_NO_LOCK, _ONE_THREAD)),
         Contender("plain", 1, free_threaded, _NO_LOCK),
-        Contender("threads", REPLICAS, python, _PATH),
+        Contender("threads", REPLICAS, python, _LOCK),
         Contender("threads", REPLICAS, free_threaded, _NO_LOCK),
-        Contender("ddp", REPLICAS, python, _PATH),
+        Contender("ddp", REPLICAS, python, _LOCK),
     ]
 
 
@@ -58,7 +59,8 @@ def row(workload: Workload) -> list[str]:
     one, all_cores, free_one, free_all, threads, free_threads, ddp = workload.lines
     best = _faster(one, all_cores)
     columns = (best, _faster(free_one, free_all), threads, free_threads, ddp)
-    return [workload.name, f"{1000 * best.step_s:.1f}", *(_speed(line, best) for line in columns[1:])]
+    time = f"{1000 * best.step_s:.1f}" if best.turns_s else "failed"
+    return [workload.name, time, *(_speed(line, best) for line in columns[1:])]
 
 
 def _faster(one: Line, other: Line) -> Line:
@@ -78,6 +80,8 @@ def main() -> None:
     add("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="default: all")
     add("--output", type=Path, default=HERE / "free_threading.md", help="default: beside this file")
     given = parser.parse_args()
+    if given.output.is_dir() or not given.output.parent.is_dir():
+        parser.error(f"--output {given.output}: expected a file, in a folder that exists")
     taking_part = contenders(given.python, given.free_threaded)
     task = Task(for_stdout(), "free threading", len(given.models) * expected_s(taking_part, ROUNDS, SECONDS))
     workloads = [measure(name, f"{MODELS[name]}:{name}", taking_part, ROUNDS, SECONDS, task) for name in given.models]
@@ -100,7 +104,9 @@ def main() -> None:
 
 def _versions(python: str) -> str:
     code = "import platform, torch; print(f'Python {platform.python_version()}, torch {torch.__version__}')"
-    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHON_GIL"}  # "0" ends some
+    run = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    return run.stdout.strip()
 
 
 def _interpreter(*, with_lock: bool) -> Callable[[str], str]:
