@@ -64,7 +64,7 @@ OWN_PYTHON = $(if $(filter file,$(origin PYTHON)),,--python $(PYTHON))
 compat:  ## run the suite with each Python and torch of docs/compatibility.md; writes its table; see make compat OPTIONS=--help
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "unisono needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1). Name another one: make compat PYTHON=python3.12" >&2; exit 1; }
-	@PYTHONPATH=tests $(PYTHON) -m compat $(OWN_PYTHON) $(if $(TORCH),--torch $(TORCH)) $(if $(KEEP),--keep) \
+	@PYTHONPATH=tests $(PYTHON) -m compat $(OWN_PYTHON) $(if $(filter undefined,$(origin TORCH)),,--torch '$(TORCH)') $(if $(KEEP),--keep) \
 	  $(if $(filter --help --list,$(OPTIONS)),$(OPTIONS),$(if $(OPTIONS),-- $(OPTIONS)))
 
 # Other people's libraries are many: an environment of their own keeps them out of .venv. OPTIONS is for pytest, and with

@@ -141,6 +141,8 @@ def main() -> None:
         "--output", type=Path, default=HERE / "allocators.md", help="default: allocators.md, beside this file"
     )
     given = parser.parse_args()
+    if given.output.is_dir() or not given.output.parent.is_dir():
+        parser.error(f"--output {given.output}: expected a file, in a folder that exists")
     settings = [*installed()]
     taking_part = contenders(settings)
     seconds = len(given.models) * expected_s(taking_part, ROUNDS, SECONDS)

@@ -34,8 +34,9 @@ MODELS = {
     "gpt": WORKLOADS,
     "mlp": WORKLOADS,
 }
-_PATH = ("PYTHONPATH", f"{HERE}{os.pathsep}{HERE.parent / 'src'}")
-_NO_LOCK = ("PYTHON_GIL", "0")  # else a module that does not say that it needs no lock switches it on
+_PATH = (("PYTHONPATH", f"{HERE}{os.pathsep}{HERE.parent / 'src'}"),)
+_LOCK = (*_PATH, ("PYTHON_GIL", "1"))  # whatever the variable is where this runs
+_NO_LOCK = (*_PATH, ("PYTHON_GIL", "0"))  # else a module that does not say that it needs no lock switches it on
 _ONE_THREAD = ("OMP_NUM_THREADS", "1")
 # An idle thread of OpenMP spins for some milliseconds. That is best for the plain module, whose next operation needs it
 # soon; beside replicas it takes the core of one.
@@ -46,13 +47,13 @@ COLUMNS = ("plain, lock", "plain, no lock", "threads, lock", "threads, no lock",
 def contenders(python: str, free_threaded: str) -> list[Contender]:
     """Return the plain module with one and all cores in both interpreters, then the threads in both, then DDP."""
     return [
-        Contender("plain", 1, python, (_PATH, _ONE_THREAD)),
-        Contender("plain", 1, python, (_PATH,)),
-        Contender("plain", 1, free_threaded, (_PATH, _NO_LOCK, _ONE_THREAD)),
-        Contender("plain", 1, free_threaded, (_PATH, _NO_LOCK)),
-        Contender("threads", REPLICAS, python, (_PATH, _NO_SPINNING)),
-        Contender("threads", REPLICAS, free_threaded, (_PATH, _NO_LOCK, _NO_SPINNING)),
-        Contender("ddp", REPLICAS, python, (_PATH, _NO_SPINNING)),
+        Contender("plain", 1, python, (*_LOCK, _ONE_THREAD)),
+        Contender("plain", 1, python, _LOCK),
+        Contender("plain", 1, free_threaded, (*_NO_LOCK, _ONE_THREAD)),
+        Contender("plain", 1, free_threaded, _NO_LOCK),
+        Contender("threads", REPLICAS, python, (*_LOCK, _NO_SPINNING)),
+        Contender("threads", REPLICAS, free_threaded, (*_NO_LOCK, _NO_SPINNING)),
+        Contender("ddp", REPLICAS, python, (*_LOCK, _NO_SPINNING)),
     ]
 
 
@@ -61,7 +62,8 @@ def row(workload: Workload) -> list[str]:
     one, all_cores, free_one, free_all, threads, free_threads, ddp = workload.lines
     best = _faster(one, all_cores)
     columns = (best, _faster(free_one, free_all), threads, free_threads, ddp)
-    return [workload.name, f"{1000 * best.step_s:.1f}", *(_speed(line, best) for line in columns[1:])]
+    time = f"{1000 * best.step_s:.1f}" if best.turns_s else "failed"
+    return [workload.name, time, *(_speed(line, best) for line in columns[1:])]
 
 
 def _faster(one: Line, other: Line) -> Line:
@@ -81,6 +83,8 @@ def main() -> None:
     add("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="default: all")
     add("--output", type=Path, default=HERE / "free_threading.md", help="default: beside this file")
     given = parser.parse_args()
+    if given.output.is_dir() or not given.output.parent.is_dir():
+        parser.error(f"--output {given.output}: expected a file, in a folder that exists")
     taking_part = contenders(given.python, given.free_threaded)
     task = Task(for_stdout(), "free threading", len(given.models) * expected_s(taking_part, ROUNDS, SECONDS))
     workloads = [measure(name, f"{MODELS[name]}:{name}", taking_part, ROUNDS, SECONDS, task) for name in given.models]
@@ -104,7 +108,9 @@ def main() -> None:
 
 def _versions(python: str) -> str:
     code = "import platform, torch; print(f'Python {platform.python_version()}, torch {torch.__version__}')"
-    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHON_GIL"}  # "0" ends some
+    run = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    return run.stdout.strip()
 
 
 def _interpreter(*, with_lock: bool) -> Callable[[str], str]:

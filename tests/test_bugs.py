@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import threading
+import warnings
 import weakref
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import nn
 import unisono
 from helpers.modules import Calls, Composed, Fn
 from helpers.programs import run_script
+from unisono.autograd.bucket import Collector
 
 TWO = ["cpu", "cpu"]
 
@@ -205,3 +208,34 @@ def test_the_plain_composition_knows_the_devices_of_calls_without_tensors(sim: l
     with pytest.raises(ValueError, match="no tensor") as raised:
         unisono.data_parallel(Fn(fail), "no tensor", sim[:2])
     assert f"replica 0 on {sim[0]}" in raised.value.__notes__[0]
+
+
+def test_gradients_are_on_their_way_while_another_thread_begins_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F3: a backward gives the replicas back before its gradients are with the live parameters. A forward in another
+    thread took these replicas, and dropped the gradients: `.grad` stayed None, without an error."""
+    net, x = nn.Linear(5, 3), torch.randn(6, 5)
+    model = unisono.DataParallel(net, TWO)
+    expected = grads_of(net, net, x)
+    grads_of(net, model, x)  # whose replicas are kept
+    add = Collector.add_of_boundary
+
+    def add_and_lose_time(collector: Collector, *args: Any) -> None:
+        add(collector, *args)
+        other = threading.Thread(target=model, args=(x,))
+        other.start()
+        other.join()
+
+    monkeypatch.setattr(Collector, "add_of_boundary", add_and_lose_time)
+    torch.testing.assert_close(grads_of(net, model, x), expected)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_what_is_warned_of_once_is_not_repeated_by_steps(num_replicas: int) -> None:
+    """R17: in Python 3.14 without the lock each step made Python forget which warnings it had shown."""
+    model = unisono.DataParallel(nn.Linear(5, 3), ["cpu"] * num_replicas)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            warnings.warn("once", stacklevel=1)
+            model(torch.zeros(4, 5))
+    assert [str(each.message) for each in seen] == ["once"]

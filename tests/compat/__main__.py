@@ -91,12 +91,12 @@ def _run(name: str, python: Python | None, torch: str, options: argparse.Namespa
     elif python.release < (3, 11):
         why_not = f"unisono needs Python 3.11 or newer, and {python.path} is {python}"
     else:
-        folder = ROOT / f".venv-compat-{python.key}-{torch}"
+        folder = ROOT / f".venv-compat-{python.version}{'t' * python.free_threaded}-{torch}"
         try:
             left_out = environment.set_up(folder, python, torch, downloads)
             return run_suite(folder, python, left_out, options.pytest, LOGS)
         except environment.NotInstalledError:
-            why_not = f"torch {torch} cannot be installed with {python.path}: what pip says is above"
+            why_not = f"torch {torch} cannot be installed with {python.path}: the reason is above"
         finally:
             if not options.keep:
                 print(f"Removing {folder.name}", flush=True)

@@ -20,20 +20,21 @@ _TESTS_NEED = ["hypothesis", "pytest", "pytest-xdist"]
 
 
 class NotInstalledError(Exception):
-    """pip could not install something, and has said why."""
+    """venv or pip could not install something, and has said why."""
 
 
 def set_up(folder: Path, python: Python, torch: str, downloads: Path) -> list[str]:
     """Set up an environment, unless one is there and newer than what it is made from; return what was left out.
 
     Raises:
-        NotInstalledError: the packages that are needed cannot be installed. pip has said why.
+        NotInstalledError: the packages that are needed cannot be installed. venv or pip has said why.
     """
     ready = folder / ".left-out"
     asked = max((ROOT / name).stat().st_mtime for name in ("pyproject.toml", "constraints.txt"))
     if not (ready.exists() and ready.stat().st_mtime > asked):
         print(f"Setting up {folder.name}. The largest part is torch", flush=True)
-        subprocess.run([python.path, "-m", "venv", "--clear", str(folder)], check=True)
+        if subprocess.run([python.path, "-m", "venv", "--clear", str(folder)], check=False).returncode != 0:
+            raise NotInstalledError  # Debian's Python without python3-venv, for example
         pins = folder / "constraints.txt"
         lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines(keepends=True)
         pins.write_text("".join(line for line in lines if not line.startswith("torch==")), encoding="utf-8")

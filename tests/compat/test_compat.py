@@ -2,6 +2,7 @@
 
 import datetime
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -137,6 +138,29 @@ def test_what_cannot_be_run_is_said_and_keeps_its_row(tmp_path: Path, monkeypatc
     assert sorted(path.name for path in tmp_path.iterdir()) == ["page.md"]
 
 
+def test_a_python_without_venv_is_passed_over(tmp_path: Path, monkeypatch, capsys) -> None:
+    """Debian's, without python3-venv. The pairs after it are run."""
+    monkeypatch.setattr(command, "ROOT", tmp_path)
+    monkeypatch.setattr(command, "find", lambda _: FREE)
+    monkeypatch.setattr(environment.subprocess, "run", lambda args, **_: subprocess.CompletedProcess(args, 1))
+    assert command.main(["--torch", "2.9.1", "--", "-k", "malloc"]) == 1
+    assert "not run: torch 2.9.1 cannot be installed" in capsys.readouterr().err
+
+
+def test_pythons_of_one_release_have_environments_of_their_own(tmp_path: Path, monkeypatch) -> None:
+    """The last number counts: with --keep, another Python's environment would be run under this one's name."""
+    folders = list[Path]()
+    monkeypatch.setattr(environment, "set_up", lambda folder, *_: folders.append(folder) or [])
+    monkeypatch.setattr(command, "run_suite", lambda *_: row("3.14.7", "2.9.1"))
+    monkeypatch.setattr(command, "ROOT", tmp_path)
+    for python in (FREE, FREE._replace(version="3.14.10"), FREE._replace(free_threaded=False)):
+        monkeypatch.setattr(command, "find", lambda _, python=python: python)
+        command.main(["--torch", "2.9.1", "--keep", "--", "-k", "malloc"])
+    assert [folder.name for folder in folders] == [
+        ".venv-compat-3.14.7t-2.9.1", ".venv-compat-3.14.10t-2.9.1", ".venv-compat-3.14.7-2.9.1",
+    ]  # fmt: skip
+
+
 def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         command.main(["--torch", "2.9"])
@@ -152,6 +176,7 @@ def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         (["TORCH=2.9.1", "OPTIONS=tests/runtime -x"], ["--torch", "2.9.1", "--", "tests/runtime", "-x"]),
         (["PYTHON=python3", "KEEP=1"], ["--python", "python3", "--keep"]),
         (["OPTIONS=--list"], ["--list"]),
+        (["TORCH="], ["--torch", ""]),  # a variable of a script that is not set: an error, not hours with every pair
     ],
 )
 def test_what_make_says(variables: list[str], arguments: list[str]) -> None:
@@ -159,5 +184,5 @@ def test_what_make_says(variables: list[str], arguments: list[str]) -> None:
         ["make", "--no-print-directory", "-n", "compat", *variables],
         cwd=command.PAGE.parents[1], capture_output=True, text=True, check=True,
     )  # fmt: skip
-    said = done.stdout.replace("\\\n", " ").split(" -m compat ")[1].split()
+    said = shlex.split(done.stdout.replace("\\\n", " ").split(" -m compat ")[1])
     assert said == arguments

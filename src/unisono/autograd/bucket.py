@@ -170,8 +170,10 @@ class Collector:
         self._contributions.setdefault(torch_private.number_of_backward(), []).extend(contributions)
 
     def drop(self) -> None:
-        """Forget what backwards that have failed have left."""
-        self._of_boundaries, self._contributions = {}, {}
+        """Forget what backwards that have failed have left. One of another thread may still be on its way here."""
+        for left in (self._of_boundaries, self._contributions):
+            for failed in sorted([*left])[:-_MOST_WAITING]:
+                left.pop(failed, None)
 
     def joined(self, contributions: Iterable[Contribution]) -> Gradients:
         """Return the gradient of each live tensor, for the calling thread's streams."""

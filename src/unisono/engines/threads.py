@@ -103,9 +103,9 @@ _GRAD_OF_NO_LEAF = ("ignore", re.compile("The .grad attribute of a Tensor that i
 _while_one_replica_runs = StandIns()
 for stand_ins in (while_replicas_run, _while_one_replica_runs):
     stand_ins.add(lambda: [(warnings, "filters", lambda filters: [_GRAD_OF_NO_LEAF, *filters])])
-# Where it is set (Python 3.14 without the lock), `warnings.catch_warnings` gives its context variables filters of its
-# own, in place of `warnings.filters`.
-_FILTERS_OF_CONTEXTS = bool(getattr(sys.flags, "context_aware_warnings", False))
+# Where it is set (Python 3.14 without the lock), `warnings.catch_warnings` has filters in a context variable instead of
+# `warnings.filters`. Without the private functions of Python for it the warning is seen in such a block.
+_CATCHING_HAS_FILTERS = bool(getattr(sys.flags, "context_aware_warnings", False)) and hasattr(warnings, "_set_context")
 
 
 class Threads:
@@ -262,7 +262,7 @@ class Forward:
             try:
                 with (
                     while_running(_while_one_replica_runs) if len(self.timings) == 1 else nullcontext(),
-                    _grad_of_no_leaf_ignored() if _FILTERS_OF_CONTEXTS else nullcontext(),
+                    _grad_of_no_leaf_ignored() if _CATCHING_HAS_FILTERS else nullcontext(),
                 ):
                     outputs = self._run_replicas(contexts)
             except (RuntimeError, ValueError) as error:
@@ -420,9 +420,22 @@ class Forward:
 
 @contextmanager
 def _grad_of_no_leaf_ignored() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
+    """Add the filter to those of the caller's `catch_warnings`; there may be none, and then the stand-in does it.
+
+    Not with `catch_warnings`: Python then forgets what it has warned of, and would repeat all warnings in each step.
+    """
+    of_python: Any = warnings
+    before = of_python._get_context()
+    if before._filters is warnings.filters:
         yield
+        return
+    own = before.copy()
+    own._filters.insert(0, _GRAD_OF_NO_LEAF)
+    of_python._set_context(own)
+    try:
+        yield
+    finally:
+        of_python._set_context(before)
 
 
 def _refuse_step(blueprint: Blueprint, optimizer: torch.optim.Optimizer, *_: object) -> None:
