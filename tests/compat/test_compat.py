@@ -142,7 +142,7 @@ def test_a_python_without_venv_is_passed_over(tmp_path: Path, monkeypatch, capsy
     """Debian's, without python3-venv. The pairs after it are run."""
     monkeypatch.setattr(command, "ROOT", tmp_path)
     monkeypatch.setattr(command, "find", lambda _: FREE)
-    monkeypatch.setattr(environment.subprocess, "run", lambda args, **_: subprocess.CompletedProcess(args, 1))
+    monkeypatch.setattr(subprocess, "run", lambda args, **_: subprocess.CompletedProcess(args, 1))
     assert command.main(["--torch", "2.9.1", "--", "-k", "malloc"]) == 1
     assert "not run: torch 2.9.1 cannot be installed" in capsys.readouterr().err
 
@@ -150,7 +150,12 @@ def test_a_python_without_venv_is_passed_over(tmp_path: Path, monkeypatch, capsy
 def test_pythons_of_one_release_have_environments_of_their_own(tmp_path: Path, monkeypatch) -> None:
     """The last number counts: with --keep, another Python's environment would be run under this one's name."""
     folders = list[Path]()
-    monkeypatch.setattr(environment, "set_up", lambda folder, *_: folders.append(folder) or [])
+
+    def set_up(folder: Path, *_: object) -> list[str]:
+        folders.append(folder)
+        return []
+
+    monkeypatch.setattr(environment, "set_up", set_up)
     monkeypatch.setattr(command, "run_suite", lambda *_: row("3.14.7", "2.9.1"))
     monkeypatch.setattr(command, "ROOT", tmp_path)
     for python in (FREE, FREE._replace(version="3.14.10"), FREE._replace(free_threaded=False)):
