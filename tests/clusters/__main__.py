@@ -56,7 +56,6 @@ def main(arguments: list[str] | None = None) -> int:
         for part in parts:
             print(f"{part.name:12}{part.title}: {part.why_not() or part.version()}")
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     _install(parts, may_install=options.install)
     rows, logs = list[Row](), dict[str, list[str]]()
     try:
@@ -153,4 +152,5 @@ def _parsed(arguments: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())

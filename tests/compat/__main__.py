@@ -70,7 +70,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, torch in pairs:
             print(f"Python {name:8}torch {torch:8}{pythons[name] or 'not found'}")
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     rows = list[Row]()
     with tempfile.TemporaryDirectory(prefix=".venv-compat-downloads-", dir=ROOT) as downloads:
         for name, torch in pairs:
@@ -126,6 +125,7 @@ def _release(text: str) -> str:
 
 if __name__ == "__main__":
     os.chdir(ROOT)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         sys.exit(main())
     except KeyboardInterrupt:

@@ -16,6 +16,8 @@ _MAY_BE_MISSING = {
     "transformers": ["transformers", "accelerate"],
     "nbmake": ["nbmake", "ipykernel"],
 }
+# The pinned releases have no wheels for a Python without the lock; newer ones have.
+_NOT_PINNED_WITHOUT_LOCK = ("safetensors==",)
 _TESTS_NEED = ["hypothesis", "pytest", "pytest-xdist"]
 
 
@@ -37,7 +39,8 @@ def set_up(folder: Path, python: Python, torch: str, downloads: Path) -> list[st
             raise NotInstalledError  # Debian's Python without python3-venv, for example
         pins = folder / "constraints.txt"
         lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines(keepends=True)
-        pins.write_text("".join(line for line in lines if not line.startswith("torch==")), encoding="utf-8")
+        not_pinned = ("torch==", *(_NOT_PINNED_WITHOUT_LOCK if python.free_threaded else ()))
+        pins.write_text("".join(line for line in lines if not line.startswith(not_pinned)), encoding="utf-8")
         project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
         (any_torch,) = (each for each in project["dependencies"] if each.startswith("torch"))
         others = [each for each in project["dependencies"] if each != any_torch]

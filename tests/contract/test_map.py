@@ -641,7 +641,7 @@ def test_a_fork_does_not_wait_for_its_parents_devices() -> None:
                 next(outputs)
             except RuntimeError as error:
                 del outputs
-                os._exit(7 if "forked while the outputs" in str(error) else 1)
+                os._exit(7 if "forked while a map was running" in str(error) else 1)
         _, status = os.waitpid(child, 0)
         print("child", os.waitstatus_to_exitcode(status), len(list(outputs)))
     """)

@@ -70,6 +70,6 @@ def test_a_script_names_the_module(of):
     """A15: torch's error was about code of the wrapper's. The model is as it was."""
     wrapper = DataParallel(nn.Linear(3, 2), ["cpu"] * 2)
     model = of(wrapper)
-    with pytest.raises(TypeError, match=r"torch\.jit\.script\(model\.module\)"):
+    with pytest.raises(TypeError, match=r"DataParallel\(torch\.jit\.script\(module\)\)"):
         torch.jit.script(model)
     assert wrapper in model.modules()

@@ -25,8 +25,6 @@ from typing import Any
 
 import torch
 
-from unisono.bench.machine import usable_cores
-
 _torch: Any = torch
 _warnings: Any = warnings
 Snapshot = dict[str, tuple[Any, ...]]
@@ -69,7 +67,7 @@ _FLAGS: dict[str, Callable[[], Any]] = {
     "warn always": torch.is_warn_always_enabled,
     "collector": lambda: (gc.isenabled(), gc.get_threshold()),
     "collector's callbacks": lambda: [*map(id, gc.callbacks)],
-    "cores": usable_cores,
+    "cores": lambda: os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None,
     "environment": lambda: dict(os.environ),
     "exit functions": atexit._ncallbacks,
     "faulthandler": faulthandler.is_enabled,

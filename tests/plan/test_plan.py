@@ -139,7 +139,7 @@ def test_the_conclusion_is_right_about_the_improvement_and_where_strong_scaling_
     speeds = {one.num_devices: one.num_devices * one.efficiency for one in plan.predictions}
     fastest = max(speeds, key=speeds.__getitem__)
     assert 1 < fastest < 1024
-    assert f"More than {fastest:,} are slower than {fastest:,}." in plan.conclusion()
+    assert f"More than {fastest:,} devices are slower than {fastest:,}." in plan.conclusion()
 
 
 def test_links_that_limit_together_are_named_together():

@@ -130,7 +130,7 @@ Point, Place = namedtuple("Point", "x"), namedtuple("Place", "x")
         ([{"x": (ROW,)}, {"x": ROW}], ValueError, "gather output['x']: .* (replica 0: tuple; replica 1: Tensor)"),
         ([Point(ROW), Place(ROW)], ValueError, "different types (replica 0: Point; replica 1: Place)"),
         ([{"a": ROW}, OrderedDict(a=ROW)], ValueError, "different types (replica 0: dict; replica 1: OrderedDict)"),
-        ([{1}, {1}], TypeError, "cannot gather output: the replicas returned objects of type set"),
+        ([{1}, {1}], TypeError, "cannot gather output: each replica returned an object of type set"),
         ([{"o": object()}, {"o": object()}], TypeError, "cannot gather output['o']: .* type object"),
         ([], ValueError, "no outputs to gather"),
     ],

@@ -48,6 +48,19 @@ def test_while_some_pass_is_open(of_places: Any) -> None:
         assert [now is value for now, value in zip(values(found), before, strict=True)] == [True] * 4
 
 
+def test_a_list_may_change_in_place() -> None:
+    """R17: as `warnings.filters` does by `filterwarnings`; the stand-in of the next pass has the change."""
+    stand_ins, owner = StandIns(), SimpleNamespace(items=["first"])
+    items = owner.items
+    stand_ins.add(lambda: [(owner, "items", lambda value: ["ours", *value])])
+    for expected in (["ours", "first"], ["ours", "first", "second"]):
+        entry = stand_ins.enter()
+        assert owner.items == expected
+        stand_ins.leave(entry)
+        assert owner.items is items
+        items.append("second")
+
+
 def test_what_somebody_else_sets_stays(of_places: Any) -> None:
     """R17: set meanwhile, and before the next pass, whose stand-ins refer to it."""
     stand_ins, found = of_places

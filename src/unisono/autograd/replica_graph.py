@@ -41,7 +41,7 @@ from unisono.runtime.buckets import BucketPlan, added
 from unisono.runtime.errors import ReplicaNames
 from unisono.runtime.stand_ins import StandIns, while_running
 from unisono.runtime.streams import keep_for_reader
-from unisono.runtime.thread_pool import PassContext, free_in_workers, one_pass, run_together
+from unisono.runtime.thread_pool import OBJECTS_HAVE_THREADS, PassContext, free_in_workers, one_pass, run_together
 from unisono.runtime.thread_state import modes_that_stay
 from unisono.runtime.timeline import ReplicaTiming, StepRecording
 
@@ -602,7 +602,8 @@ class ReplicaGraphs:
             here = 0 if _devices.all_on_host(devices) else here
             options: Any = {"names": self.where, "here": here, "may_have_modes": False}
             values_or_raise(run_together(tasks, devices, contexts, self.passes.timeout_s, **options), where)
-        free_in_workers()
+        if OBJECTS_HAVE_THREADS:
+            free_in_workers()
 
 
 _BackwardOf: TypeAlias = Callable[[Sequence[int]], None]  # called with numbers of replicas

@@ -66,10 +66,12 @@ from unisono.runtime.rng import own_streams
 from unisono.runtime.stand_ins import StandIns, while_replicas_run, while_running
 from unisono.runtime.streams import Copies
 from unisono.runtime.thread_pool import (
+    OBJECTS_HAVE_THREADS,
     PassContext,
     ReplicaContext,
     free_in_workers,
     inside_replica,
+    nothing_around,
     one_pass,
     run_together,
 )
@@ -145,6 +147,8 @@ class Threads:
             step = Forward(self, module, call, copies, again)
             if not inside_replica():
                 self._timings = step.timings
+            if not OBJECTS_HAVE_THREADS:
+                return step.forward()
             try:
                 return step.forward()
             finally:
@@ -260,10 +264,7 @@ class Forward:
                 look.begin()
             refusal = register_optimizer_step_pre_hook(partial(_refuse_step, self._pool.blueprint))
             try:
-                with (
-                    while_running(_while_one_replica_runs) if len(self.timings) == 1 else nullcontext(),
-                    _grad_of_no_leaf_ignored() if _CATCHING_HAS_FILTERS else nullcontext(),
-                ):
+                with while_running(_while_one_replica_runs) if len(self.timings) == 1 else nullcontext():
                     outputs = self._run_replicas(contexts)
             except (RuntimeError, ValueError) as error:
                 for text, note in _NOTES.items():
@@ -366,6 +367,8 @@ class Forward:
         """Return what is around each pass over the replicas."""
         call, name = self._call, type(module).__name__
         contexts: list[PassContext] = [partial(own_streams, name, call.devices)]
+        if _CATCHING_HAS_FILTERS:
+            contexts.append(_grad_of_no_leaf_ignored)
         if call.sync_batch_norm:
             contexts += _contexts_of_batch_norm(call, self._replicas.roots)
         elif self._pool.blueprint.compiled:  # not where replicas wait for each other: then none may wait for a lock
@@ -419,7 +422,7 @@ class Forward:
 
 
 @contextmanager
-def _grad_of_no_leaf_ignored() -> Iterator[None]:
+def _grad_of_no_leaf_ignored() -> Iterator[ReplicaContext]:
     """Add the filter to those of the caller's `catch_warnings`; there may be none, and then the stand-in does it.
 
     Not with `catch_warnings`: Python then forgets what it has warned of, and would repeat all warnings in each step.
@@ -427,13 +430,13 @@ def _grad_of_no_leaf_ignored() -> Iterator[None]:
     of_python: Any = warnings
     before = of_python._get_context()
     if before._filters is warnings.filters:
-        yield
+        yield nothing_around
         return
     own = before.copy()
     own._filters.insert(0, _GRAD_OF_NO_LEAF)
     of_python._set_context(own)
     try:
-        yield
+        yield nothing_around
     finally:
         of_python._set_context(before)
 

@@ -46,7 +46,14 @@ from unisono.runtime import torch_private
 from unisono.runtime.errors import annotate, threads_timed_out
 from unisono.runtime.interrupts import WAKE_S, critical, deliver, interruptibly
 from unisono.runtime.rng import BatchStreams
-from unisono.runtime.thread_pool import Background, Outcome, as_first_replica, free_in_workers, inside_replica
+from unisono.runtime.thread_pool import (
+    OBJECTS_HAVE_THREADS,
+    Background,
+    Outcome,
+    as_first_replica,
+    free_in_workers,
+    inside_replica,
+)
 from unisono.runtime.thread_state import ThreadState, modes_that_stay
 from unisono.runtime.tracebacks import without_own_frames
 
@@ -286,7 +293,8 @@ class BatchMap(OutputIterator):
         work, self._work = self._work, None
         if work is not None and os.getpid() == self._pid:
             work.wait()
-            free_in_workers()
+            if OBJECTS_HAVE_THREADS:
+                free_in_workers()
 
     def _stop(self) -> None:
         self._has_more = False

@@ -11,7 +11,7 @@ from unisono.runtime.devices import DeviceLike
 from unisono.runtime.errors import annotate
 from unisono.runtime.interrupts import critical, interruptibly
 from unisono.runtime.rng import own_streams
-from unisono.runtime.thread_pool import Outcome, free_in_workers, run_together
+from unisono.runtime.thread_pool import OBJECTS_HAVE_THREADS, Outcome, free_in_workers, run_together
 from unisono.runtime.thread_state import modes_that_stay
 from unisono.runtime.tracebacks import without_own_frames
 
@@ -73,7 +73,8 @@ def parallel_apply(
         try:
             return values_or_raise(run_together([task(i) for i in range(calls)], used), where)
         finally:
-            free_in_workers()
+            if OBJECTS_HAVE_THREADS:
+                free_in_workers()
 
 
 def values_or_raise(outcomes: Sequence[Outcome[Any]], where: Sequence[str]) -> list[Any]:

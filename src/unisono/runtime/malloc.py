@@ -38,10 +38,12 @@ def keep_freed_memory() -> bool:
         True
 
     Training steps on the CPU get faster, with and without `DataParallel`, by up to a fifth (benchmarks/allocators.md):
-    each step uses the memory of the last one. The process stays as large as its largest step so far. Call it once,
-    before the first step. A plain `import unisono` does not: it changes no setting of your process. `unisono train`
-    calls this. Blocks of more than 64 MiB are kept in the main thread only; docs/benchmark.md says what keeps them in
-    all threads.
+    each step uses the memory of the last one. Call it once, before the first step. A plain `import unisono` does not:
+    it changes no setting of your process. `unisono train` calls this.
+
+    The process does not get smaller: each thread keeps what it has had, which can be several times the largest step
+    where sizes differ from step to step. Blocks of more than 64 MiB are kept in the main thread only; docs/benchmark.md
+    says what keeps them in all threads.
 
     Returns:
         Whether anything was done: it needs glibc, the C library of most Linux systems. Elsewhere nothing happens.

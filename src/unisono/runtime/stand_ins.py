@@ -75,7 +75,7 @@ class StandIns:
             self._to_come.clear()
         for group in self._groups:
             found = (*group.read(),)
-            if found != group.values:
+            if found != group.seen:
                 group.take_note(found)
             (*group.write(group.to_put_in),)
         self._are_in = True
@@ -120,13 +120,18 @@ class _Group:
         self._makers, self.read, self.write, self._prepared = makers, read, write, prepared
         self.values: tuple[Any, ...] = (_NONE,) * len(makers)  # those that the stand-ins are made for
         self.stand_ins = self.values
+        self.seen = self.values  # the same, with copies of lists, which may change in place
         self.to_put_in = self.to_take_out = prepared(self.values)
 
     def take_note(self, found: tuple[Any, ...]) -> None:
         """Make stand-ins for what has been found; a stand-in that was put back later is known."""
-        known = zip(found, self._makers, self.values, self.stand_ins, strict=True)
-        pairs = [(v, ours) if now is v or now is ours else (now, make(now)) for now, make, v, ours in known]
+        known = zip(found, self._makers, self.values, self.stand_ins, self.seen, strict=True)
+        pairs = [
+            (v, ours) if now is ours or (now is v and now == seen) else (now, make(now))
+            for now, make, v, ours, seen in known
+        ]
         self.values, self.stand_ins = zip(*pairs, strict=True)
+        self.seen = (*[[*value] if type(value) is list else value for value in self.values],)
         self.to_put_in, self.to_take_out = self._prepared(self.stand_ins), self._prepared(self.values)
 
     def without_stand_ins(self, found: tuple[Any, ...]) -> Any:

@@ -88,7 +88,7 @@ class one_pass:  # noqa: N801 - a context manager, as a class because a step ent
     def __enter__(self) -> ReplicaContext:
         self._entered: AbstractContextManager[Any] = _NOTHING
         if not self._contexts:
-            return _no_context
+            return nothing_around
         if not self._contexts[1:]:
             self._entered = self._contexts[0]()
             only: ReplicaContext = self._entered.__enter__()
@@ -105,7 +105,7 @@ class one_pass:  # noqa: N801 - a context manager, as a class because a step ent
 _NOTHING = nullcontext()
 
 
-def _no_context(index: int) -> AbstractContextManager[None]:
+def nothing_around(index: int) -> AbstractContextManager[None]:
     return _NOTHING
 
 
@@ -144,7 +144,7 @@ def current_run() -> tuple[Run | None, int]:
 def run_together(
     tasks: Sequence[Callable[[], T]],
     devices: Sequence[torch.device],
-    around: ReplicaContext = _no_context,
+    around: ReplicaContext = nothing_around,
     timeout_s: float | None = None,
     names: ReplicaNames | None = None,
     *,
@@ -272,9 +272,10 @@ def _run_in_threads(
 def free_in_workers() -> None:
     """Have idle workers free what they have made and the calling thread has dropped: it calls this at a pass's end.
 
-    It does not wait for them. What the caller drops later is freed at the next pass, or by `gc.collect()`.
+    It is called only where OBJECTS_HAVE_THREADS, and does not wait for them. What the caller drops later is freed at
+    the next pass, or by `gc.collect()`.
     """
-    if OBJECTS_HAVE_THREADS and not inside_replica():
+    if not inside_replica():
         _pool.run_idle(SimpleQueue())
 
 
@@ -609,10 +610,10 @@ class _Pool:
 
     def run_idle(self, done: SimpleQueue[tuple[int, Outcome[Any]]]) -> int:
         """Have every idle worker run an empty task; return how many there are. Each puts its outcome into `done`."""
-        with self._lock:
-            for worker in self._idle:
-                worker.inbox.put(_Order(0, [_nothing], done))
-            return len(self._idle)
+        idle = [*self._idle]  # without the lock: a finalizer may run a pass in the middle of this
+        for worker in idle:
+            worker.inbox.put(_Order(0, [_nothing], done))
+        return len(idle)
 
     def abandon(self, workers: Sequence[_Worker]) -> None:
         """Let busy workers end with their current task."""

@@ -133,25 +133,17 @@ def _run_engine(*args: Any, **kwargs: Any) -> Any:
     torch has one `contextvars.Context` for a backward, and calls its `run`. Two threads, of two devices, cannot enter
     it at once: "cannot enter context". Here each call has a copy.
     """
-    torch._C._stash_obj_in_tls("context", _CopiedContext(contextvars.copy_context()))
+    context = contextvars.copy_context()
+    run = functools.partial(_run_in_copy, context)  # until torch 2.13; from then on torch itself enters a copy
+    torch._C._stash_obj_in_tls("context", types.SimpleNamespace(run=run, copy=context.copy))
     try:
         return torch.autograd.Variable._execution_engine.run_backward(*args, **kwargs)
     finally:
         torch._C._remove_obj_from_tls("context")
 
 
-class _CopiedContext:
-    """A context of which each call enters a copy."""
-
-    def __init__(self, context: contextvars.Context) -> None:
-        self._context = context
-
-    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self._context.copy().run(function, *args, **kwargs)
-
-    def copy(self) -> "_CopiedContext":
-        """Return what torch calls `run` of, from torch 2.14 on."""
-        return self
+def _run_in_copy(context: contextvars.Context, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return context.copy().run(function, *args, **kwargs)
 
 
 _SEEN = "unisono: seen in backward"  # a key among what torch takes along into the threads of a backward
