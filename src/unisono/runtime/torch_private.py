@@ -33,6 +33,9 @@ from unisono.runtime.interrupts import interruptible
 # ---- tracing -------------------------------------------------------------------------------------
 
 
+_FX_TRACES_BY_THREAD = hasattr(torch.fx._symbolic_trace, "_get_is_fx_tracing")  # from torch 2.14 on
+
+
 def has_tracer() -> bool:
     """Return whether torch.jit or torch.fx traces in this thread; before torch 2.14, torch.fx in any.
 
@@ -40,7 +43,7 @@ def has_tracer() -> bool:
     """
     of_fx: Any = torch.fx._symbolic_trace
     try:
-        flag = of_fx._get_is_fx_tracing() if hasattr(of_fx, "_get_is_fx_tracing") else of_fx._is_fx_tracing_flag
+        flag = of_fx._get_is_fx_tracing() if _FX_TRACES_BY_THREAD else of_fx._is_fx_tracing_flag
         return bool(torch._C._is_tracing() or flag)
     except AttributeError:
         return False
