@@ -16,8 +16,8 @@ _MAY_BE_MISSING = {
     "transformers": ["transformers", "accelerate"],
     "nbmake": ["nbmake", "ipykernel"],
 }
-# The pinned releases have no wheels for a Python without the lock; newer ones have.
-_NOT_PINNED_WITHOUT_LOCK = ("safetensors==",)
+# In the place of pins: the first releases with wheels for a Python without the lock.
+_WITHOUT_LOCK = {"safetensors": "0.9.0rc1"}
 _TESTS_NEED = ["hypothesis", "pytest", "pytest-xdist"]
 
 
@@ -38,9 +38,11 @@ def set_up(folder: Path, python: Python, torch: str, downloads: Path) -> list[st
         if subprocess.run([python.path, "-m", "venv", "--clear", str(folder)], check=False).returncode != 0:
             raise NotInstalledError  # Debian's Python without python3-venv, for example
         pins = folder / "constraints.txt"
-        lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines(keepends=True)
-        not_pinned = ("torch==", *(_NOT_PINNED_WITHOUT_LOCK if python.free_threaded else ()))
-        pins.write_text("".join(line for line in lines if not line.startswith(not_pinned)), encoding="utf-8")
+        lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+        instead = _WITHOUT_LOCK if python.free_threaded else {}
+        kept = [line for line in lines if line.partition("==")[0] not in {"torch", *instead}]
+        kept += [f"{name}=={release}" for name, release in instead.items()]
+        pins.write_text("\n".join(kept) + "\n", encoding="utf-8")
         project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
         (any_torch,) = (each for each in project["dependencies"] if each.startswith("torch"))
         others = [each for each in project["dependencies"] if each != any_torch]
