@@ -1056,7 +1056,7 @@ def is_only_reference(holder: list[torch.Tensor]) -> bool:
 
     Then it may be written into. Fallback: False.
     """
-    if _references(holder) != _REFERENCES_OF_ONE:
+    if sys.getrefcount(holder[0]) != _REFERENCES_OF_ONE:
         return False
     (tensor,) = holder
     try:
@@ -1068,12 +1068,8 @@ def is_only_reference(holder: list[torch.Tensor]) -> bool:
     return storages == 2 and in_cpp == 1
 
 
-def _references(holder: list[Any]) -> int:
-    (item,) = holder
-    return sys.getrefcount(item)
-
-
-_REFERENCES_OF_ONE = _references([object()])  # the list's, and those of the function that asks
+_an_object = [object()]
+_REFERENCES_OF_ONE = sys.getrefcount(_an_object[0])  # the list's, and that of the call
 
 
 def add_all_in_place(targets: list[torch.Tensor], others: list[torch.Tensor]) -> None:
