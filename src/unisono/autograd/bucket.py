@@ -172,7 +172,7 @@ class Collector:
     def drop(self) -> None:
         """Forget what backwards that have failed have left. One of another thread may still be on its way here."""
         for left in (self._of_boundaries, self._contributions):
-            for failed in sorted([*left])[:-_MOST_WAITING]:
+            for failed in [*left][:-_MOST_WAITING]:  # the oldest ones
                 left.pop(failed, None)
 
     def joined(self, contributions: Iterable[Contribution]) -> Gradients:
