@@ -633,13 +633,16 @@ class _Pool:
         for worker in ending:
             worker.inbox.put(None)
         started = time.monotonic()
-        if not self._join(ending, until=started + _EXIT_PATIENCE_S):
+        have_ended = self._join(ending, until=started + _EXIT_PATIENCE_S)
+        while not have_ended and time.monotonic() < started + _EXIT_WAIT_S:
+            # More than once: Python drops an exception that comes in a callback of the garbage collector.
             for worker in ending:
                 if worker.thread.is_alive():
                     ident = ctypes.c_ulong(worker.thread.ident or 0)
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
-            if not self._join(ending, until=started + _EXIT_WAIT_S):
-                log.warning("a replica is still running %g s after the end of the program", _EXIT_WAIT_S)
+            have_ended = self._join(ending, until=time.monotonic() + _EXIT_PATIENCE_S)
+        if not have_ended:
+            log.warning("a replica is still running %g s after the end of the program", _EXIT_WAIT_S)
 
     def _join(self, workers: Sequence[_Worker], until: float) -> bool:
         """Join workers; return False if one still runs, and is not asleep, when the time is over."""
