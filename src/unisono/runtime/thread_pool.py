@@ -14,7 +14,7 @@ Guarantees
     - While tasks run, and only then, some functions of torch and Python have stand-ins (stand_ins.py).
     - On the CPU a worker runs on its own part of the process's cores (affinity.py); the caller's thread is not bound.
     - Python without the global lock frees what a thread has made, and others have dropped, only when that thread runs
-      again. `free_in_workers` has idle workers run once; on other builds it does nothing.
+      again. `free_in_workers` has idle workers run once; it is called on such builds only.
     - After a fork the child starts workers of its own. At exit workers are stopped and joined, because a daemon thread
       that is inside torch when the interpreter ends aborts the process. Tasks that still run after a while are
       interrupted then. One that sleeps is left alone: it would not notice, and it is not inside torch's kernels.
