@@ -1,12 +1,13 @@
-"""How many Python calls a training step makes in the caller's thread, for each parameter and fixed.
+"""How many Python calls a training step makes for its caller, for each parameter and fixed.
 
     python benchmarks/host_calls.py
 
 A step is forward, loss, backward, foreach SGD, gradients set to None, of many small layers: nothing in it takes long
 but the calls themselves. Steps of a short and of a long model are counted; the difference, divided by that of their
 parameters, is the number of calls for each parameter, and the rest is fixed. The plain module's are subtracted. Calls
-do not depend on the clock, so the figures repeat exactly; calls of functions that wait are left out. The replicas share
-the module's memory, or have memory of their own as on several devices.
+do not depend on the clock, so the figures repeat exactly: calls of functions that wait are left out, and those that sum
+the replicas' gradients are counted in every thread, because the replica that is last makes them; all others are those
+of the caller's thread. The replicas share the module's memory, or have memory of their own as on several devices.
 """
 
 import argparse
@@ -14,7 +15,9 @@ import contextlib
 import functools
 import gc
 import sys
-from collections.abc import Callable
+import threading
+import traceback
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -22,6 +25,7 @@ import torch
 from torch import nn
 
 import unisono
+from unisono.autograd.bucket import BucketSums
 from unisono.console.tables import table
 from unisono.testing import separate_memory
 
@@ -35,6 +39,8 @@ _ROWS, _WIDTH = 16, 4
 _WARM_UP, _COUNTED = 4, 15
 # How often they are called depends on time.
 _WAITING = {"poll", "sched_yield", "perf_counter", "monotonic", "sleep"}
+# Sums parts of two replicas' gradients, in the thread of either.
+_SUM = BucketSums._add_next.__code__
 
 
 class Calls(NamedTuple):
@@ -54,7 +60,7 @@ class Cost(NamedTuple):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
-    print("Python calls of the caller's thread in one step, beyond the plain module's\n")
+    print("Python calls for the caller in one step, beyond the plain module's\n")
     rows = []
     for name in MEMORIES:
         for batch_norm in (False, True):
@@ -72,7 +78,7 @@ def cost(memory: str, replicas: int, *, batch_norm: bool) -> Cost:
         plain = plain_calls(num_layers, batch_norm=batch_norm)
         module = layers(num_layers, batch_norm=batch_norm)
         wrapped = unisono.DataParallel(module, ["cpu"] * replicas, sync_batch_norm=False)
-        with MEMORIES[memory]():
+        with MEMORIES[memory](), sums_in_workers_counted():
             ours = calls_of(wrapped)
         differences.append(Calls(ours.calls - plain.calls, plain.parameters))
     short, long = differences
@@ -106,15 +112,35 @@ def calls_of_steps(model: nn.Module, number: int) -> int:
 
     def count(frame: FrameType, event: str, arg: Any) -> None:
         nonlocal calls
-        calls += event == "call" or (event == "c_call" and not _waits(arg))
+        calls += _is_call(event, arg)
 
     gc.disable()  # what it finalizes is not the step's
+    _sums_in_workers.clear()
     sys.setprofile(count)  # of this thread; since Python 3.12 cProfile counts the calls of all
     for _ in range(number):
         step()
     sys.setprofile(None)
     gc.enable()
-    return calls
+    return calls + len(_sums_in_workers)
+
+
+_sums_in_workers: list[str] = []  # an entry a call
+
+
+@contextlib.contextmanager
+def sums_in_workers_counted() -> Iterator[None]:
+    """The context in which threads that start have their calls counted that sum gradients, for as long as they live."""
+
+    def count(frame: FrameType, event: str, arg: Any) -> None:
+        if _is_call(event, arg) and any(caller.f_code is _SUM for caller, _ in traceback.walk_stack(frame)):
+            _sums_in_workers.append(event)
+
+    before = threading.getprofile()
+    threading.setprofile(count)
+    try:
+        yield
+    finally:
+        threading.setprofile(before)
 
 
 def training_step(model: nn.Module) -> Callable[[], None]:
@@ -128,6 +154,10 @@ def training_step(model: nn.Module) -> Callable[[], None]:
         optimizer.step()
 
     return step
+
+
+def _is_call(event: str, arg: Any) -> bool:
+    return event == "call" or (event == "c_call" and not _waits(arg))
 
 
 def _waits(function: Any) -> bool:
