@@ -51,6 +51,14 @@ def _script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delitem(sys.modules, "bench_script", raising=False)
 
 
+def test_threads_do_not_spin_unless_the_user_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert Contender("threads", 2).variables["OMP_WAIT_POLICY"] == "passive"
+    assert "OMP_WAIT_POLICY" not in Contender("plain", 1).variables
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert Contender("threads", 2).variables["OMP_WAIT_POLICY"] == "active"
+
+
 def mean_over_rows(losses: list[list[float]], rows: list[int]) -> list[float]:
     """Return the losses of the whole batch, step by step, from those of each program over its own rows."""
     return [sum(map(operator.mul, rows, at)) / sum(rows) for at in zip(*losses, strict=True)]

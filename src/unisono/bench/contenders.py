@@ -6,6 +6,8 @@ its own rows of the batch, which communicate by torch.distributed (gloo over the
 no correct contender can be faster, except by chance.
 
 Every process has its part of the cores: the number of intra-op threads that torch would use, divided by the replicas.
+`threads` starts with OMP_WAIT_POLICY=passive, unless the variable is set: an idle thread of OpenMP, which an operation
+outside of the replicas has used, otherwise spins for a while on a core that a replica needs.
 """
 
 import os
@@ -23,6 +25,7 @@ from unisono.data_parallel import DataParallel
 DISTRIBUTED = ("ddp", "torchrun")
 CONTENDERS = ("plain", "limit", *DISTRIBUTED, "threads")
 MEASURED = "threads, measured"  # with shares="measured"; benchmarks/shares.py has it
+_IN_THREADS = ("threads", MEASURED)
 STEPS_UNTIL_FROZEN = 130  # with shares="measured" and two replicas, at most
 
 
@@ -32,7 +35,7 @@ class Contender:
 
     Attributes:
         python: the path of an interpreter that can import unisono; "": the one that runs the benchmark.
-        environment: names and values of environment variables, beside those of the benchmark.
+        environment: names and values of environment variables, before those of the benchmark.
         keeps_freed_memory: whether each process calls `unisono.keep_freed_memory()`.
     """
 
@@ -46,6 +49,12 @@ class Contender:
     def num_programs(self) -> int:
         """How many processes are started for it."""
         return self.replicas if self.name in ("limit", *DISTRIBUTED) else 1
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment variables of its processes."""
+        own = {"OMP_WAIT_POLICY": "passive"} if self.name in _IN_THREADS else {}
+        return {**own, **os.environ, **dict(self.environment)}
 
     def __str__(self) -> str:
         return self.name if self.name == "plain" else f"{self.name} on {self.replicas} replicas"
@@ -79,7 +88,7 @@ def step_of(contender: Contender, rank: int, task: Task, folder: Path) -> Callab
     if name in DISTRIBUTED:
         _join(rank, replicas, folder)
     options = {"sync_batch_norm": False, **task.options}  # the report says what that means for a model with batch norm
-    if name in ("threads", MEASURED):
+    if name in _IN_THREADS:
         options = {**options, "shares": "measured"} if name == MEASURED else options
         task.model = DataParallel(task.model, ["cpu"] * replicas, process_group=False, **options)
     elif name == "torchrun":

@@ -107,7 +107,7 @@ class ContenderProcesses:
             self._processes.append(
                 subprocess.Popen(
                     [contender.python or sys.executable, "-c", code.format(others.fileno())],
-                    env={**os.environ, **dict(contender.environment)},
+                    env=contender.variables,
                     pass_fds=[others.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=output,

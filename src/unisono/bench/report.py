@@ -14,9 +14,9 @@ batch, weights and allocator setting (unisono.keep_freed_memory). They take turn
 the lower quartile of its turns; its range is from the fastest turn to the upper quartile. `plain` is the module alone
 on all cores. `limit` is one process for each replica, with its rows (samples) of the batch and no communication:
 nothing can be faster. `ddp` is torch's DistributedDataParallel over gloo, one process for each replica, with
-gradient_as_bucket_view. `unisono, threads` is unisono.DataParallel; `unisono, torchrun` is the same line with one
-process for each replica. Memory is the peak of all processes of a contender together ({memory_kind}), while those of
-the others exist."""
+gradient_as_bucket_view. `unisono, threads` is unisono.DataParallel, started with OMP_WAIT_POLICY=passive unless the
+variable was set; `unisono, torchrun` is the same line with one process for each replica. Memory is the peak of all
+processes of a contender together ({memory_kind}), while those of the others exist."""
 
 
 def document(results: Results, *, picture: bool) -> str:
@@ -92,7 +92,8 @@ def advice(workload: Workload, cores: int) -> Iterator[str]:
         yield (
             f'**`unisono.DataParallel(model, ["cpu"] * {chosen.replicas})` is fastest here**: '
             f"{_ms(chosen.step_s)} ms a step, {chosen.speed_of(plain):.2f} times as fast as the plain module "
-            f"with all cores ({_ms(plain.step_s)} ms), whose operations do not keep all cores busy."
+            f"with all cores ({_ms(plain.step_s)} ms), whose operations do not keep all cores busy. Start your script "
+            "with the OMP_WAIT_POLICY of this run: passive, unless you set it."
         )
         if limit := workload.line("limit", chosen.replicas):
             yield (
