@@ -274,6 +274,7 @@ CACHES = (
     *("torch.utils.hooks.RemovableHandle.next_id", "torch.jit._builtins._builtin_table (entries)"),
     *("weakref.finalize._registry (entries)", "threading._active (entries)"),
     *("torch.nn.utils.parametrize._cache", "torch._ops.cached_ops (entries)"),
+    "ast._Unparser",  # what ast.unparse has imported, since Python 3.14
 )
 SEEDS = "._lazy_seed_tracker."  # calls of `torch.manual_seed`, for devices that have not been used yet
 # What torch.compile writes into when it compiles. Its settings are one of the flags.

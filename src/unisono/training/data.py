@@ -150,7 +150,7 @@ def _downloaded(progress: Progress) -> Path:
 
     def download(url: str, *where: Any) -> None:  # called for what is missing or damaged
         progress.begin(f"downloading {url}")
-        pooch.HTTPDownloader()(url, *where)
+        pooch.HTTPDownloader(stream=False)(url, *where)  # with a stream, an error leaves the connection open
 
     for name, md5 in FASHION_MNIST_MD5.items():
         url = f"{FASHION_MNIST_URL}{name}"
