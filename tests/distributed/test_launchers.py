@@ -138,8 +138,8 @@ def test_which_launcher_counts(environment_of):
     assert launch() == Launch(1, 4, 0, "first", 29500, "")
     environment_of(SLURM, OPEN_MPI)
     assert launch()[:2] == (1, 2), "mpirun starts its daemons with srun, one a node"
-    environment_of(SLURM, HYDRA)
-    assert launch()[:2] == (1, 2)
+    environment_of(SLURM, HYDRA, MASTER_PORT="7")
+    assert launch()[:5] == (1, 2, 1, "127.0.0.1", 7)
     environment_of(SLURM, PMI_RANK="5", PMI_SIZE="8")
     assert launch().job == "Slurm 1017.0"
     environment_of({**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, OPEN_MPI)
@@ -186,7 +186,14 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "Slurm",
+        pytest.param("Hydra", marks=pytest.mark.only_on("linux", because="its job is the process that began it")),
+        "by hand, without LOCAL_RANK",
+    ],
+)
 def test_processes_find_each_other(launcher):
     """C1, C14: a shell, which has no rank, starts them; each by way of another shell, which has one."""
     port = free_port()

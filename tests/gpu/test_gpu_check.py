@@ -42,12 +42,17 @@ def gpu_check() -> Iterator[ModuleType]:
 # ---- where there is nothing to check -------------------------------------------------------------
 
 
+def path_with(*folders: Path | str) -> str:
+    """Return PYTHONPATH with other folders before those that it has."""
+    return os.pathsep.join(filter(None, [*map(str, folders), os.environ.get("PYTHONPATH")]))
+
+
 def program(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     """Run the program as it is typed, without a GPU."""
     return subprocess.run(
         [sys.executable, str(REPOSITORY / "benchmarks" / "gpu_check.py"), *arguments],
         cwd=folder,
-        env={**os.environ, **NO_GPU, "PYTHONPATH": f"{folder}{os.pathsep}{REPOSITORY / 'src'}"},
+        env={**os.environ, **NO_GPU, "PYTHONPATH": path_with(folder, REPOSITORY / "src")},
         capture_output=True,
         text=True,
         timeout=400,
@@ -201,7 +206,7 @@ def run(
     path: str = "",
 ) -> Any:
     done = gpu_check.Done(gpu_check.Group("some", kind, list(map(str, arguments)), 100, check_limit_s=limit_s))
-    path = os.pathsep.join(filter(None, (path, str(REPOSITORY / "src"))))
+    path = path_with(path, REPOSITORY / "src")
     gpu_check.run_group(done, {**os.environ, **NO_GPU, "PYTHONPATH": path}, budget_s)
     return done
 
@@ -284,7 +289,7 @@ def test_ctrl_c_ends_what_runs_beside(gpu_check, tmp_path):
 
     def run(done: Any) -> None:
         if done is hanging:
-            gpu_check.run_group(done, {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}, 100)
+            gpu_check.run_group(done, {**os.environ, "PYTHONPATH": path_with(REPOSITORY / "src")}, 100)
         elif until(begun.exists):
             raise KeyboardInterrupt
 
