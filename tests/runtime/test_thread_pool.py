@@ -196,8 +196,9 @@ def test_torch_compiles_after_dispatch_modes_that_overlapped() -> None:
     assert counter.frame_count == 1
 
 
-def test_a_dispatch_mode_of_another_thread_stays_active() -> None:
-    """R17: the flags of torch that say so were switched off at the end of each pass."""
+@pytest.mark.parametrize("ends", ["after the pass", "during the pass"])
+def test_a_dispatch_mode_of_another_thread(ends: str) -> None:
+    """R17: the flags of torch that say that it is active were switched off at the end of each pass, or on again."""
     from torch.utils import _python_dispatch
 
     entered, leave = threading.Event(), threading.Event()
@@ -207,15 +208,19 @@ def test_a_dispatch_mode_of_another_thread_stays_active() -> None:
             entered.set()
             assert leave.wait(WAIT_S)
 
+    def end() -> None:
+        leave.set()
+        thread.join()
+
+    assert not _python_dispatch._is_in_torch_dispatch_mode
     thread = threading.Thread(target=in_mode)
     thread.start()
     assert entered.wait(WAIT_S)
     try:
-        values(int, int)
-        assert _python_dispatch._is_in_torch_dispatch_mode
+        values(int, end if ends == "during the pass" else int)
+        assert _python_dispatch._is_in_torch_dispatch_mode == (ends == "after the pass")
     finally:
-        leave.set()
-        thread.join()
+        end()
     assert not _python_dispatch._is_in_torch_dispatch_mode
 
 

@@ -38,7 +38,7 @@ def lacking(owner: Any, *names: str) -> Iterator[None]:
 
 
 def keep_flags() -> None:
-    torch_private.set_dispatch_mode_flags(torch_private.dispatch_mode_flags())
+    torch_private.clear_dispatch_mode_flags(torch_private.dispatch_mode_flags())
 
 
 FALLBACKS: list[tuple[Any, str, Callable[[], Any], Any]] = [

@@ -361,7 +361,7 @@ class Background:
             finally:
                 _backgrounds.discard(self)
                 while_replicas_run.leave(self._entry)
-                torch_private.set_dispatch_mode_flags(self._flags)  # those of the tasks' threads may have overlapped
+                torch_private.clear_dispatch_mode_flags(self._flags)  # modes of the tasks' threads may have overlapped
                 self._ended.set()
 
     @property
@@ -455,7 +455,7 @@ def _set_intra_op_threads(count: int) -> None:
 
 
 class _ThreadCounts:
-    """Restores torch's number of intra-op threads, and its flags of dispatch modes.
+    """Restores torch's number of intra-op threads, and clears its flags of dispatch modes.
 
     Each thread has its own number, but setting it also sets the initial number of new threads. So a thread that first
     uses torch while a call runs starts with a replica's number. If such a thread calls for the first time, we assume
@@ -488,7 +488,7 @@ class _ThreadCounts:
         with self._lock:
             self._running.remove(each)
             if not self._running:
-                torch_private.set_dispatch_mode_flags(self._flags)
+                torch_private.clear_dispatch_mode_flags(self._flags)
             wrong_default = not self._running and before != self._default
         if wrong_default:  # an earlier call found another number; a new thread sets it, so that this one keeps its own
             setter = threading.Thread(target=torch.set_num_threads, args=(self._default,))

@@ -652,10 +652,13 @@ def dispatch_mode_flags() -> list[Any]:
     return [*map(_namespace_of_flags.get, _DISPATCH_MODE_FLAGS)]
 
 
-def set_dispatch_mode_flags(flags: Sequence[Any]) -> None:
-    """Set what `dispatch_mode_flags` returned."""
-    found = zip(_DISPATCH_MODE_FLAGS, flags, strict=True)
-    _namespace_of_flags.update([(name, flag) for name, flag in found if flag is not None])
+def clear_dispatch_mode_flags(before: Sequence[Any]) -> None:
+    """Clear the flags that were not set when `dispatch_mode_flags` returned these.
+
+    Those that were are left alone: the mode of another thread may have ended, or go on.
+    """
+    found = zip(_DISPATCH_MODE_FLAGS, before, strict=True)
+    _namespace_of_flags.update([(name, False) for name, flag in found if flag is False])
 
 
 _namespace_of_flags = vars(_python_dispatch)
