@@ -146,6 +146,7 @@ def test_runs_as_a_program(name):
     check(name, output_of(name))
 
 
+@pytest.mark.filterwarnings("ignore:In sim autocast")  # torch 2.9 warns of one that is switched off
 @pytest.mark.parametrize("name", sorted(WITH_ANY_DEVICE))
 def test_on_accelerators_too(name, two_accelerators, monkeypatch):
     """The first replica is on the first of two accelerators, the second on the second, and so on."""

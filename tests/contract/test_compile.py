@@ -263,11 +263,12 @@ def test_the_verbs() -> None:
 
 @pytest.mark.parametrize("way", ["torch.compile", "module.compile"])
 def test_compiled_after_wrapping(way: str, wrap: Wrap, caplog: pytest.LogCaptureFixture) -> None:
-    """R13: right numbers; the replicas are not compiled, as the log says."""
+    """R13: right numbers; the replicas are not compiled, as the log says with newer releases of torch."""
     net = Net()
     plain, wrapped = copy.deepcopy(net), wrap(net, 3)
     train_both(plain, WAYS[way](wrapped, "aot_eager"), batches(FEW))
-    assert "compile the module inside: DataParallel(torch.compile(model))" in caplog.text
+    if torch.__version__ >= (2, 13):  # an older one does not begin to compile a wrapper
+        assert "compile the module inside: DataParallel(torch.compile(model))" in caplog.text
 
 
 @pytest.mark.skipif(not ON_CPU, reason="about machines without accelerators")

@@ -185,6 +185,7 @@ class DispatchMode(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.filterwarnings("ignore:Exception ignored in. <generator object _checkpoint_without")  # torch 2.9 leaves it
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints_in_a_backward_under_a_mode(wrap: Wrap, reentrant: bool) -> None:
     """N5, R13, R14: one call runs all replicas. A reentrant checkpoint recomputed with each replica's own rows there,

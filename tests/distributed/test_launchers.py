@@ -202,7 +202,8 @@ def test_processes_find_each_other(launcher):
     env = {**os.environ, "PYTHON": sys.executable, "PROGRAM": PROGRAM}
     done = subprocess.run(["sh", "-c", script], env=env, capture_output=True, text=True, timeout=120, check=True)
     gradient = f"{(0 * 1 + 1 * 2) / 3 / 2:.3f}"
-    assert sorted(done.stdout.splitlines()) == [f"{rank} {rank} gloo 70.0 {gradient}" for rank in range(2)], done.stderr
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]  # torch 2.9 prints there
+    assert sorted(lines) == [f"{rank} {rank} gloo 70.0 {gradient}" for rank in range(2)], done.stderr
 
 
 def test_a_port_that_is_taken(environment_of):

@@ -42,17 +42,12 @@ def gpu_check() -> Iterator[ModuleType]:
 # ---- where there is nothing to check -------------------------------------------------------------
 
 
-def path_with(*folders: Path | str) -> str:
-    """Return PYTHONPATH with other folders before those that it has."""
-    return os.pathsep.join(filter(None, [*map(str, folders), os.environ.get("PYTHONPATH")]))
-
-
 def program(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     """Run the program as it is typed, without a GPU."""
     return subprocess.run(
         [sys.executable, str(REPOSITORY / "benchmarks" / "gpu_check.py"), *arguments],
         cwd=folder,
-        env={**os.environ, **NO_GPU, "PYTHONPATH": path_with(folder, REPOSITORY / "src")},
+        env={**os.environ, **NO_GPU, "PYTHONPATH": f"{folder}{os.pathsep}{REPOSITORY / 'src'}"},
         capture_output=True,
         text=True,
         timeout=400,
@@ -206,7 +201,7 @@ def run(
     path: str = "",
 ) -> Any:
     done = gpu_check.Done(gpu_check.Group("some", kind, list(map(str, arguments)), 100, check_limit_s=limit_s))
-    path = path_with(path, REPOSITORY / "src")
+    path = os.pathsep.join(filter(None, (path, str(REPOSITORY / "src"))))
     gpu_check.run_group(done, {**os.environ, **NO_GPU, "PYTHONPATH": path}, budget_s)
     return done
 
@@ -289,7 +284,7 @@ def test_ctrl_c_ends_what_runs_beside(gpu_check, tmp_path):
 
     def run(done: Any) -> None:
         if done is hanging:
-            gpu_check.run_group(done, {**os.environ, "PYTHONPATH": path_with(REPOSITORY / "src")}, 100)
+            gpu_check.run_group(done, {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}, 100)
         elif until(begun.exists):
             raise KeyboardInterrupt
 
@@ -395,6 +390,8 @@ def test_a_dry_run_from_end_to_end(gpu_check, tmp_path):
     hide_packages(gpu_check, tmp_path)
     done = program(tmp_path, "--dry-run", "--output", "results.md")
     assert done.returncode == 0, done.stdout + done.stderr
+    if "The simulated device cannot be built" in done.stdout:
+        pytest.skip("no compiler for the asynchronous device, or a torch that is too old for it")
     assert re.search(r"Complete: \d+ checks passed\.", done.stdout)
     report = (tmp_path / "results.md").read_text()
     assert report.startswith("# gpu-check\n\n**Dry run on 2 devices simulated on the CPU: not a measurement.**")

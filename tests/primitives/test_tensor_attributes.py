@@ -8,12 +8,12 @@ from unisono.primitives.tensor_attributes import carry_attributes
 def test_attributes_are_carried_over_where_there_are_none():
     """R6"""
     tensor, own, other = torch.ones(2), torch.ones(2), torch.ones(2)
-    tensor.scale, tensor.names = 2.0, ["a"]
+    tensor.scale, tensor.labels = 2.0, ["a"]
     own.scale = 3.0
     carry_attributes(tensor, [own, None, other])
     assert own.scale == 3.0
     assert other.scale == 2.0
-    assert other.names is own.names is tensor.names
+    assert other.labels is own.labels is tensor.labels
 
 
 def test_marks_of_the_compiler_stay_with_the_callers():

@@ -163,6 +163,7 @@ def test_what_was_decided_is_printed_recorded_and_resumed(tmp_path, monkeypatch,
 SMALL = ["train", "--model", "mlp", "--epochs", "1", "--no-compile", "--precision", "fp32"]
 
 
+@pytest.mark.filterwarnings("ignore:In sim autocast")  # torch 2.9 warns of one that is switched off
 def test_all_accelerators_for_few_rows_are_named(own_folder, capsys, sim):
     """T12: with the rows that each has, and the option that takes fewer; not where the devices were given."""
     assert status_of(*SMALL, "--output", "out") == 0

@@ -225,9 +225,18 @@ def fingerprints(tensors: Sequence[torch.Tensor]) -> list[Any]:
     values = {
         key: (key[-2], value)
         for of_device in by_device.values()
-        for key, value in zip(of_device, torch.stack([*map(by_memory.__getitem__, of_device)]).tolist(), strict=True)
+        for key, value in zip(of_device, _numbers([*map(by_memory.__getitem__, of_device)]), strict=True)
     }
     return [*map(values.get, keys)]
+
+
+def _numbers(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """Return the numbers in scalar tensors of one device, with one transfer where torch can."""
+    try:
+        numbers: list[Any] = torch.stack([*tensors]).tolist()
+    except RuntimeError:  # in torch.func, torch 2.9 cannot
+        numbers = [tensor.item() for tensor in tensors]
+    return numbers
 
 
 def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:

@@ -1061,18 +1061,29 @@ def is_only_reference(holder: list[torch.Tensor]) -> bool:
     """
     if sys.getrefcount(holder[0]) != _REFERENCES_OF_ONE:
         return False
-    (tensor,) = holder
+    return _uses_in_cpp(holder[0]) == _USES_OF_ONE
+
+
+def _uses_in_cpp(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Return how many references in C++ there are to a tensor's memory and to the tensor; None if that is not known."""
     try:
-        storages = int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
-        in_cpp = int(tensor._use_count())  # type: ignore[attr-defined]
+        return (
+            int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)),
+            int(tensor._use_count()),  # type: ignore[attr-defined]
+        )
     except (AttributeError, RuntimeError):  # the latter: a tensor without storage
-        return False
-    # The storage has the tensor's reference, and that of the object that asks.
-    return storages == 2 and in_cpp == 1
+        return None
 
 
-_an_object = [object()]
-_REFERENCES_OF_ONE = sys.getrefcount(_an_object[0])  # the list's, and that of the call
+def _uses_of_one(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the uses of a tensor whose memory nothing else shares. It depends on torch's release. Fallback: (0, 0)."""
+    alone, alias = _uses_in_cpp(tensor), tensor.detach()
+    return (0, 0) if alone is None or alone == _uses_in_cpp(tensor) or alias is tensor else alone
+
+
+_a_tensor = [torch.empty(1, device="cpu")]
+_REFERENCES_OF_ONE = sys.getrefcount(_a_tensor[0])  # the list's, and that of the call
+_USES_OF_ONE = _uses_of_one(_a_tensor[0])
 
 
 def add_all_in_place(targets: list[torch.Tensor], others: list[torch.Tensor]) -> None:
