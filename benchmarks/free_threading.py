@@ -38,8 +38,8 @@ _PATH = (("PYTHONPATH", f"{HERE}{os.pathsep}{HERE.parent / 'src'}"),)
 _LOCK = (*_PATH, ("PYTHON_GIL", "1"))  # whatever the variable is where this runs
 _NO_LOCK = (*_PATH, ("PYTHON_GIL", "0"))  # else a module that does not say that it needs no lock switches it on
 _ONE_THREAD = ("OMP_NUM_THREADS", "1")
-# As the threads have it. An idle thread of OpenMP spins for some milliseconds: best for the plain module, whose next
-# operation needs it soon; beside replicas it takes the core of one.
+# An idle thread of OpenMP spins for some milliseconds: best for the plain module, whose next operation needs it soon;
+# beside replicas it takes the core of one.
 _NO_SPINNING = ("OMP_WAIT_POLICY", "passive")
 COLUMNS = ("plain, lock", "plain, no lock", "threads, lock", "threads, no lock", "ddp, lock")
 
@@ -51,8 +51,8 @@ def contenders(python: str, free_threaded: str) -> list[Contender]:
         Contender("plain", 1, python, _LOCK),
         Contender("plain", 1, free_threaded, (*_NO_LOCK, _ONE_THREAD)),
         Contender("plain", 1, free_threaded, _NO_LOCK),
-        Contender("threads", REPLICAS, python, _LOCK),
-        Contender("threads", REPLICAS, free_threaded, _NO_LOCK),
+        Contender("threads", REPLICAS, python, (*_LOCK, _NO_SPINNING)),
+        Contender("threads", REPLICAS, free_threaded, (*_NO_LOCK, _NO_SPINNING)),
         Contender("ddp", REPLICAS, python, (*_LOCK, _NO_SPINNING)),
     ]
 

@@ -486,7 +486,10 @@ def test_the_program_for_torchrun_runs_in_two_processes(tmp_path):
         ended = run_scripts(
             [(f"{names}{program}print(num_processes)", {**given, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
         )
-    assert [(end.returncode, end.stdout.splitlines()[-1:]) for end in ended] == [(0, ["2"])] * 2, ended
+    lines = [
+        [line for line in end.stdout.splitlines() if not line.startswith("[Gloo]")] for end in ended
+    ]  # torch 2.9's
+    assert ([end.returncode for end in ended], lines) == ([0, 0], [["2"]] * 2), ended
     assert (tmp_path / "weights.pt").exists()
 
 

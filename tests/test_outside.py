@@ -275,6 +275,7 @@ CACHES = (
     *("weakref.finalize._registry (entries)", "threading._active (entries)"),
     *("torch.nn.utils.parametrize._cache", "torch._ops.cached_ops (entries)"),
     "ast._Unparser",  # what ast.unparse has imported, since Python 3.14
+    "torch._prims.broadcast_in_dim._namespace",  # set at its first use, since torch 2.15
 )
 SEEDS = "._lazy_seed_tracker."  # calls of `torch.manual_seed`, for devices that have not been used yet
 # What torch.compile writes into when it compiles. Its settings are one of the flags.

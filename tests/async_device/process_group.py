@@ -277,5 +277,6 @@ def _abort_all() -> None:
 
 def register() -> None:
     """Let torch.distributed use these for the device where no backend is named, as it uses NCCL for CUDA."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")  # the flight recorder of torch 2.15 wants a backend in C++
     dist.Backend.register_backend(NAME, Collectives, devices=[async_device.NAME])
     atexit.register(_abort_all)  # what waits for a rank that has gone would keep the device's streams from ending

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -397,7 +398,7 @@ def test_a_large_gradient_that_others_refer_to_is_not_written_into(of: str) -> N
 
 
 def test_which_tensor_may_be_written_into() -> None:
-    """N1: a view, its base, a detached alias and a second reference share memory; a fresh tensor does not."""
+    """N1: what shares its memory, with a view, an array or another process, may not; a fresh tensor may."""
     fresh = [torch.ones(4)]
     assert torch_private.is_only_reference(fresh)
     for make in (torch.Tensor.detach, lambda tensor: tensor[:2], lambda tensor: tensor):
@@ -406,4 +407,15 @@ def test_which_tensor_may_be_written_into() -> None:
         assert not torch_private.is_only_reference(other)
         other.clear()
         assert torch_private.is_only_reference(fresh)
+    for keep in (torch.Tensor.untyped_storage, torch.Tensor.numpy, torch.utils.dlpack.to_dlpack):
+        shared = [torch.ones(4)]
+        kept = keep(shared[0])
+        assert not torch_private.is_only_reference(shared)
+        del kept
+    for foreign in (
+        torch.from_numpy(np.ones(4)),
+        torch.frombuffer(bytearray(8), dtype=torch.float32),
+        torch.ones(4).share_memory_(),
+    ):
+        assert not torch_private.is_only_reference([foreign])
     assert not torch_private.is_only_reference([torch.ones(2, 2).to_sparse()])

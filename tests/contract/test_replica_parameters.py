@@ -145,6 +145,25 @@ def frozen_and_a_backward(net: Any, x: torch.Tensor) -> tuple[torch.Tensor, torc
     return net.critic(torch.tanh(net.foot(x))) + net.shift, loss.detach()
 
 
+def frozen_at_the_end(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """What has been computed before gives them no gradient either."""
+    hidden = torch.tanh(net.foot(x))
+    y = net.critic(hidden) + (hidden @ net.critic[0].weight.T).sum(1, keepdim=True) + net.shift
+    net.critic.requires_grad_(False)
+    return y
+
+
+def frozen_again_and_again(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """Used as they are: the graph has saved the parameters themselves."""
+    y, weight = torch.tanh(net.foot(x)), net.critic[0].weight
+    for _ in range(20):
+        weight.requires_grad_(False)
+        y = y + torch.tanh(y @ weight.T @ weight)
+        weight.requires_grad_(True)
+        y = y + torch.tanh(y @ weight.T @ weight)
+    return net.critic(y) + net.shift
+
+
 def frozen_for_good(net: Any, x: torch.Tensor) -> torch.Tensor:
     """In each forward, and not switched on again: no step gives them a gradient."""
     net.critic.requires_grad_(False)
@@ -197,6 +216,8 @@ USES: dict[str, Forward] = {
     "all frozen to differentiate": all_frozen_to_differentiate,
     "frozen after use": frozen_after_use,
     "frozen and a backward": frozen_and_a_backward,
+    "frozen at the end": frozen_at_the_end,
+    "frozen again and again": frozen_again_and_again,
     "frozen for good": frozen_for_good,
     "penalty inside": penalty_inside,
     "gradients inside": grads_inside,

@@ -186,13 +186,11 @@ LAUNCHERS = {
 }
 
 
+ON_LINUX = pytest.mark.only_on("linux", because="Hydra's job is the process that began it")
+
+
 @pytest.mark.parametrize(
-    "launcher",
-    [
-        "Slurm",
-        pytest.param("Hydra", marks=pytest.mark.only_on("linux", because="its job is the process that began it")),
-        "by hand, without LOCAL_RANK",
-    ],
+    "launcher", [pytest.param(name, marks=[ON_LINUX] if name == "Hydra" else []) for name in LAUNCHERS]
 )
 def test_processes_find_each_other(launcher):
     """C1, C14: a shell, which has no rank, starts them; each by way of another shell, which has one."""

@@ -23,6 +23,7 @@ DRAW_NOTHING_WITHOUT_DROPOUT = {  # and are called by operations that have a han
     *("_cudnn_init_dropout_state", "_lstm_mps", "_scaled_dot_product_flash_attention_for_cpu", "_fused_sdp_choice"),
     *("_cudnn_attention_backward", "_scaled_dot_product_cudnn_attention_backward"),
     *("_scaled_dot_product_efficient_attention_backward", "_nested_tensor_softmax_with_shape"),
+    "_cudnn_attention_forward_no_dropout_inplace",
 }
 FROM_A_GIVEN_SEED = {"_fill_mem_eff_dropout_mask_"}
 

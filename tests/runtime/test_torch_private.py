@@ -222,14 +222,19 @@ def test_batch_norms_in_a_graph() -> None:
     assert torch_private.is_batch_norm_in_training(unknown)
 
 
-@pytest.mark.parametrize("lacks", [False, True])
-def test_a_change_that_does_not_count(lacks: bool) -> None:
-    """R15: else what a graph has saved of the tensor is no longer valid."""
-    tensor = torch.ones(2)
-    with lacking(torch.autograd, *["_unsafe_preserve_version_counter"] * lacks):
-        with torch_private.keeping_version(tensor):
-            tensor.add_(0)
-        assert tensor._version == int(lacks)
+def test_an_exchange() -> None:
+    """R15: what a graph has saved stays valid, and nothing counts as a write."""
+    one, other = nn.Parameter(torch.ones(2)), torch.zeros(2)
+    one.label = "a"  # type: ignore[attr-defined]
+    saved = one * one
+    torch_private.exchange(one, other)
+    assert (type(one), vars(one), one.tolist(), one.requires_grad) == (nn.Parameter, {"label": "a"}, [0, 0], False)
+    assert (type(other), other.tolist(), other._version) == (torch.Tensor, [1, 1], 0)
+    saved.sum().backward()
+    assert other.grad is not None
+    assert other.grad.tolist() == [2, 2]
+    with lacking(torch._C, "_swap_tensor_impl"), pytest.raises(RuntimeError, match="Freeze it before forward"):
+        torch_private.exchange(one, other)
 
 
 @pytest.mark.parametrize("lacks", ["nothing", "the removal", "all"])

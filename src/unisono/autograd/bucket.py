@@ -129,6 +129,8 @@ class Collector:
         inside: has those of a backward inside forward while forward runs, else None.
         over_ranks: what sums gradients over ranks that no boundary has summed; None: there are no other ranks.
         latest: the number of the latest backward in which the LiveNode has run.
+        frozen: the parameters of replicas that forward has frozen: bucket, replica, place in the bucket. What came
+            through them before that is dropped, as torch drops it at a leaf that needs no gradient any more.
     """
 
     def __init__(self, live: Sequence[torch.Tensor], join: Callable[[Sequence[Contribution]], Gradients]) -> None:
@@ -138,6 +140,7 @@ class Collector:
         self.inside: InsideForward | None = None
         self.over_ranks: OverRanks | None = None
         self.latest = -1
+        self.frozen: set[tuple[int, int, int]] = set()
         # By the number of the caller's backward: those of boundaries, each with what sums it over the ranks if that is
         # still to be done; and those that have come beside them.
         self._of_boundaries: dict[int, list[tuple[Gradients, AllReduce | None]]] = {}
@@ -146,6 +149,8 @@ class Collector:
     def receive(self, bucket: int, replica: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Receive the gradients of a bucket of a replica. Called by torch's engine, in any of its threads."""
         receivers: Receivers = torch_private.seen_in_backward()
+        if self.frozen:
+            gradients = [None if (bucket, replica, n) in self.frozen else each for n, each in enumerate(gradients)]
         has_gradients = bool([gradient for gradient in gradients if gradient is not None])
         if self in receivers:
             if has_gradients:
@@ -411,6 +416,8 @@ def own_tensors(
     tensors: tuple[torch.Tensor, ...] = BucketNode.apply(*of_node, lambda: tuple(make()))  # type: ignore[no-untyped-call]
     torch_private.run_first(tensors[0].grad_fn, FIRST)
     _collectors[id(collector)] = collector
+    if collector.frozen:  # by an earlier forward
+        collector.frozen.difference_update([each for each in [*collector.frozen] if each[:2] == (bucket, replica)])
     for place, tensor in enumerate(tensors):
         link = Link(weakref.ref(tensor), token, collector, bucket, replica, place, len(tensors))
         tensor.__dict__.update({"requires_grad_": link, "__reduce_ex__": link.pickled})
@@ -435,12 +442,16 @@ class Link(NamedTuple):
     def __call__(self, requires_grad: bool = True) -> torch.Tensor:
         parameter = self.parameter()
         assert parameter is not None
+        # Not in place: what the graph has saved of the parameter stays as it was, and nothing counts as a write, which
+        # replicas in the same memory would see.
         if parameter.requires_grad and not requires_grad:
-            parameter.detach_()
+            self.collector.frozen.add((self.bucket, self.replica, self.place))
+            torch_private.exchange(parameter, parameter.detach())
         elif requires_grad and not parameter.requires_grad:
-            # No value changes: what the graph has saved of the parameter stays valid.
-            with torch.enable_grad(), torch_private.keeping_version(parameter):
-                _Relink.apply(self.token, self.collector.mark, self, parameter)  # type: ignore[no-untyped-call]
+            self.collector.frozen.discard((self.bucket, self.replica, self.place))
+            with torch.enable_grad():
+                linked = _Relink.apply(self.token, self.collector.mark, self, parameter)  # type: ignore[no-untyped-call]
+            torch_private.exchange(parameter, linked)
         return parameter
 
     def pickled(self, protocol: Any) -> Any:
@@ -466,8 +477,7 @@ class _Relink(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: torch.Tensor, _: torch.Tensor, link: Link, parameter: torch.Tensor) -> torch.Tensor:
         ctx.token, ctx.link, ctx.collector, ctx.replica = token, link, link.collector, link.replica
-        ctx.mark_dirty(parameter)
-        return parameter
+        return parameter.detach()
 
     @staticmethod
     @uninterruptible

@@ -6,7 +6,7 @@ its own rows of the batch, which communicate by torch.distributed (gloo over the
 no correct contender can be faster, except by chance.
 
 Every process has its part of the cores: the number of intra-op threads that torch would use, divided by the replicas.
-`threads` starts with OMP_WAIT_POLICY=passive, unless the variable is set: an idle thread of OpenMP, which an operation
+`threads` starts with OMP_WAIT_POLICY=passive, unless that is set: an idle thread of OpenMP, which an operation
 outside of the replicas has used, otherwise spins for a while on a core that a replica needs.
 """
 
@@ -35,7 +35,7 @@ class Contender:
 
     Attributes:
         python: the path of an interpreter that can import unisono; "": the one that runs the benchmark.
-        environment: names and values of environment variables, before those of the benchmark.
+        environment: names and values of environment variables, which override those of the benchmark.
         keeps_freed_memory: whether each process calls `unisono.keep_freed_memory()`.
     """
 
@@ -53,11 +53,16 @@ class Contender:
     @property
     def variables(self) -> dict[str, str]:
         """The environment variables of its processes."""
-        own = {"OMP_WAIT_POLICY": "passive"} if self.name in _IN_THREADS else {}
-        return {**own, **os.environ, **dict(self.environment)}
+        own = {"OMP_WAIT_POLICY": wait_policy()} if self.name in _IN_THREADS else {}
+        return {**os.environ, **own, **dict(self.environment)}
 
     def __str__(self) -> str:
         return self.name if self.name == "plain" else f"{self.name} on {self.replicas} replicas"
+
+
+def wait_policy() -> str:
+    """Return what idle threads of OpenMP do in `threads`: "passive" or what OMP_WAIT_POLICY says."""
+    return os.environ.get("OMP_WAIT_POLICY", "passive")
 
 
 def label(name: str) -> str:

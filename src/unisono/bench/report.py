@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from unisono.bench import machine
-from unisono.bench.contenders import label
+from unisono.bench.contenders import label, wait_policy
 from unisono.bench.results import NOISE, Line, Results, Workload
 from unisono.console.tables import table
 
@@ -14,14 +14,14 @@ batch, weights and allocator setting (unisono.keep_freed_memory). They take turn
 the lower quartile of its turns; its range is from the fastest turn to the upper quartile. `plain` is the module alone
 on all cores. `limit` is one process for each replica, with its rows (samples) of the batch and no communication:
 nothing can be faster. `ddp` is torch's DistributedDataParallel over gloo, one process for each replica, with
-gradient_as_bucket_view. `unisono, threads` is unisono.DataParallel, started with OMP_WAIT_POLICY=passive unless the
-variable was set; `unisono, torchrun` is the same line with one process for each replica. Memory is the peak of all
-processes of a contender together ({memory_kind}), while those of the others exist."""
+gradient_as_bucket_view. `unisono, threads` is unisono.DataParallel, started with OMP_WAIT_POLICY={wait_policy};
+`unisono, torchrun` is the same line with one process for each replica. Memory is the peak of all processes of a
+contender together ({memory_kind}), while those of the others exist."""
 
 
 def document(results: Results, *, picture: bool) -> str:
     """Return results.md; `picture` is whether there is a results.png."""
-    how = _HOW.format(**results.settings, memory_kind=results.memory_kind)
+    how = _HOW.format(**results.settings, memory_kind=results.memory_kind, wait_policy=wait_policy())
     parts = ["# Benchmark", f"{machine.in_one_line(results.machine)}.", how]
     parts += ["![Speed of each contender](results.png)"] if picture else []
     for workload in results.workloads:
@@ -93,7 +93,7 @@ def advice(workload: Workload, cores: int) -> Iterator[str]:
             f'**`unisono.DataParallel(model, ["cpu"] * {chosen.replicas})` is fastest here**: '
             f"{_ms(chosen.step_s)} ms a step, {chosen.speed_of(plain):.2f} times as fast as the plain module "
             f"with all cores ({_ms(plain.step_s)} ms), whose operations do not keep all cores busy. Start your script "
-            "with the OMP_WAIT_POLICY of this run: passive, unless you set it."
+            f"with OMP_WAIT_POLICY={wait_policy()}, as here."
         )
         if limit := workload.line("limit", chosen.replicas):
             yield (

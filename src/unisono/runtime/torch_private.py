@@ -254,13 +254,19 @@ def gradients(
     return tuple(found)
 
 
-def keeping_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
-    """Return a context in which no change of a tensor counts as a write into it: what a graph has saved stays valid.
+def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Exchange what two tensor objects are in C++: memory, place in a graph. Classes and attributes stay.
 
-    Fallback: one in which it counts. Then a backward through such a graph raises torch's error.
+    Unlike `torch.utils.swap_tensors`, which calls it, it does so also where a graph has saved them.
+    Fallback: RuntimeError.
     """
-    keeping: Any = getattr(torch.autograd, "_unsafe_preserve_version_counter", None)
-    return contextlib.nullcontext() if keeping is None else keeping(tensor)
+    swap = getattr(torch._C, "_swap_tensor_impl", None)
+    if swap is None:
+        raise RuntimeError(
+            "forward has frozen a parameter and trains it again (requires_grad_(False), then True): this release of "
+            "torch cannot do that in a replica. Freeze it before forward, in model.module."
+        )
+    swap(one, other)
 
 
 _counted = torch.zeros((), device="cpu", requires_grad=True)
@@ -1059,31 +1065,37 @@ def is_only_reference(holder: list[torch.Tensor]) -> bool:
 
     Then it may be written into. Fallback: False.
     """
-    if sys.getrefcount(holder[0]) != _REFERENCES_OF_ONE:
-        return False
-    return _uses_in_cpp(holder[0]) == _USES_OF_ONE
+    return sys.getrefcount(holder[0]) == _REFERENCES_OF_ONE and _uses_of_memory(holder[0]) in _uses_of_one
 
 
-def _uses_in_cpp(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Return how many references in C++ there are to a tensor's memory and to the tensor; None if that is not known."""
+def _uses_of_memory(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Return how many references there are to a tensor's memory and, in C++, to the tensor.
+
+    None: that is not known, or the memory is not torch's own (an array's, a file's, another process's).
+    """
     try:
-        return (
-            int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)),
-            int(tensor._use_count()),  # type: ignore[attr-defined]
-        )
+        storage = tensor.untyped_storage()
+        if not storage.resizable() or (storage.device.type == "cpu" and storage.is_shared()):
+            return None
+        in_cpp = torch._C._storage_Use_Count(storage._cdata), tensor._use_count()  # type: ignore[attr-defined]
+        return *map(int, in_cpp), sys.getrefcount(storage)
     except (AttributeError, RuntimeError):  # the latter: a tensor without storage
         return None
 
 
-def _uses_of_one(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the uses of a tensor whose memory nothing else shares. It depends on torch's release. Fallback: (0, 0)."""
-    alone, alias = _uses_in_cpp(tensor), tensor.detach()
-    return (0, 0) if alone is None or alone == _uses_in_cpp(tensor) or alias is tensor else alone
+def _find_uses_of_one() -> None:
+    tensor = torch.empty(1, device="cpu")
+    alone, alias = _uses_of_memory(tensor), tensor.detach()
+    if alone is not None and alone != _uses_of_memory(alias):
+        _uses_of_one.append(alone)
 
 
-_a_tensor = [torch.empty(1, device="cpu")]
-_REFERENCES_OF_ONE = sys.getrefcount(_a_tensor[0])  # the list's, and that of the call
-_USES_OF_ONE = _uses_of_one(_a_tensor[0])
+_an_object = [object()]
+_REFERENCES_OF_ONE = sys.getrefcount(_an_object[0])  # the list's, and that of the call
+_uses_of_one: list[tuple[int, ...]] = []  # of memory that one tensor has, in this release of torch; none: not known
+_finds = threading.Thread(target=_find_uses_of_one)  # in which no mode is active, whatever this module is imported in
+_finds.start()
+_finds.join()
 
 
 def add_all_in_place(targets: list[torch.Tensor], others: list[torch.Tensor]) -> None:
