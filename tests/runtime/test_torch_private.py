@@ -233,7 +233,7 @@ def test_an_exchange() -> None:
     saved.sum().backward()
     assert other.grad is not None
     assert other.grad.tolist() == [2, 2]
-    with lacking(torch._C, "_swap_tensor_impl"), pytest.raises(RuntimeError, match="Freeze it before forward"):
+    with lacking(torch._C, "_swap_tensor_impl"), pytest.raises(RuntimeError, match="Call it before forward"):
         torch_private.exchange(one, other)
 
 

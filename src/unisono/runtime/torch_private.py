@@ -263,8 +263,8 @@ def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
     swap = getattr(torch._C, "_swap_tensor_impl", None)
     if swap is None:
         raise RuntimeError(
-            "forward has frozen a parameter and trains it again (requires_grad_(False), then True): this release of "
-            "torch cannot do that in a replica. Freeze it before forward, in model.module."
+            "forward has called requires_grad_ of a parameter: this release of torch cannot do that in a replica. "
+            "Call it before forward, on model.module."
         )
     swap(one, other)
 
