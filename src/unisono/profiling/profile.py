@@ -62,7 +62,7 @@ class Profile:
                 yield
         finally:
             self._ended = time.perf_counter()
-            for step in list(self._steps):
+            for step in self._steps.copy():
                 step.is_open = False
 
     def new_step(self) -> StepRecording:
@@ -82,7 +82,7 @@ class Profile:
 
         A forward that has failed is left out.
         """
-        recorded = list(self._steps)  # a copy: other threads may add to it
+        recorded = self._steps.copy()  # at once, also without the lock: other threads may add to it
         own = [step for step in recorded if step.passes and step.replicas and step.thread == self._thread]
         return steps_of(own, self._ended if self._ended is not None else time.perf_counter())
 
