@@ -486,9 +486,8 @@ def test_the_program_for_torchrun_runs_in_two_processes(tmp_path):
         ended = run_scripts(
             [(f"{names}{program}print(num_processes)", {**given, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
         )
-    lines = [
-        [line for line in end.stdout.splitlines() if not line.startswith("[Gloo]")] for end in ended
-    ]  # torch 2.9's
+    # torch 2.9 prints lines of gloo's.
+    lines = [[line for line in end.stdout.splitlines() if not line.startswith("[Gloo]")] for end in ended]
     assert ([end.returncode for end in ended], lines) == ([0, 0], [["2"]] * 2), ended
     assert (tmp_path / "weights.pt").exists()
 
