@@ -68,25 +68,29 @@ def test_a_large_input_that_goes_whole(wrap: Wrap) -> None:
         (
             [(8, 3), (2,)],
             {},
-            "inputs[0] has 8, inputs[1] has 2. … all of inputs[1]: DataParallel(..., in_dims={1: None}). Is it a list",
+            "inputs[0] has 8, inputs[1] has 2. … all of inputs[1]: DataParallel(..., in_dims={1: None}). Otherwise",
         ),
         (
             [(8, 3), (7,), (8,), (2,)],
             {},
-            "all of inputs[1], inputs[3]: DataParallel(..., in_dims={1: None, 3: None}). Is it a list",
+            "all of inputs[1], inputs[3]: DataParallel(..., in_dims={1: None, 3: None}). Otherwise",
         ),
         ([(1, 3), (2,)], {}, "inputs[0] has 1, inputs[1] has 2. "),
         (
             [(8, 3), (2,)],
             {"in_dims": 0},
-            "inputs[1] has 2. … all of inputs[1]: DataParallel(..., in_dims={1: None}). Is it a list",
+            "inputs[1] has 2. … all of inputs[1]: DataParallel(..., in_dims={1: None}). Otherwise",
         ),
         (
             [(3, 8), (2, 2)],
             {"in_dims": 1},
-            "inputs[1] has 2. … all of inputs[1]: DataParallel(..., in_dims={0: 1, 1: None}). Is it a list",
+            "inputs[1] has 2. … all of inputs[1]: DataParallel(..., in_dims={0: 1, 1: None}). Otherwise",
         ),
-        ([(3, 8), (8,), (5,), (2,)], {"in_dims": {0: 1, 2: None}}, "in_dims={0: 1, 2: None, 3: None}). Is it a list"),
+        (
+            [(3, 8), (8,), (5,), (2,)],
+            {"in_dims": {0: 1, 2: None}},
+            "in_dims={0: 1, 2: None, 3: None}). Otherwise",
+        ),
         ([(3, 8), (2, 1)], {"dim": 1}, "inputs[0] has 8, inputs[1] has 1. "),
     ],
 )
@@ -114,6 +118,19 @@ def test_what_the_error_of_different_rows_says_is_right(wrap: Wrap) -> None:
     in_dims = ast.literal_eval(str(raised.value).partition("in_dims=")[2].partition("). ")[0])
     assert in_dims == {"loss": {"of": {0: None}}}
     torch.testing.assert_close(wrap(plain, 2, in_dims=in_dims)(x, **named), plain(x, **named))
+
+
+@at_one_place
+def test_the_error_of_different_rows_finds_the_batch_on_another_dimension(wrap: Wrap) -> None:
+    """S5: the state of an LSTM, which two tensors agree on; the tokens have the batch."""
+    lstm, tokens = nn.LSTM(3, 4, 2, batch_first=True), torch.randn(6, 5, 3)
+    state = torch.randn(2, 6, 4), torch.randn(2, 6, 4)
+    with pytest.raises(ValueError, match=r"the batch of inputs\[1\]\[0\], inputs\[1\]\[1\] is on another") as raised:
+        wrap(lstm, 2, out_dims=(0, 1))(tokens, state)
+    in_dims = ast.literal_eval(str(raised.value).partition("in_dims=")[2].partition("). ")[0])
+    assert in_dims == {1: 1}
+    output, (hidden, _) = wrap(lstm, 2, in_dims=in_dims, out_dims=(0, 1))(tokens, state)
+    torch.testing.assert_close((output, hidden), (lstm(tokens, state)[0], lstm(tokens, state)[1][0]))
 
 
 @at_one_place

@@ -165,8 +165,15 @@ def test_a_list_that_is_joined_by_entry_is_warned_of(entry, num_entries, is_warn
 def test_errors_name_the_remedy():
     """S17: pictures of several sizes in a plain list; and a plain list that is returned."""
     model = unisono.DataParallel(Fn(list), ["cpu"] * 2)
-    with pytest.raises(ValueError, match=r"inputs\[0\]\[7\] has 7, and 2 more\. .* Make it a unisono.SampleList"):
+    with pytest.raises(ValueError, match=r"inputs\[0\]\[7\] has 7, and 2 more\. .* give a unisono.SampleList"):
         model([torch.ones(rows) for rows in range(10)])
+    pictures = [torch.ones(3, 4 + i, 5) for i in range(6)]
+    boxes = [{"boxes": torch.ones(1 + i, 4)} for i in range(6)]
+    for targets in (boxes, torch.ones(6)):
+        with pytest.raises(ValueError, match=r"If each entry of inputs\[0\].* belongs to a row, give a") as raised:
+            model(pictures, targets)
+        assert ("inputs[0], inputs[1] belongs" in str(raised.value)) == (targets is boxes)
+        assert ("in_dims" in str(raised.value)) != (targets is boxes)  # it would have an entry for each tensor
     with pytest.raises(ValueError, match="different lengths") as raised:
         model(torch.ones(5, 2))
     assert "return unisono.SampleList(entries)" in raised.value.__notes__[0]

@@ -203,9 +203,9 @@ def in_dims_of(inputs: pytree.Spec, kwargs: pytree.Spec, axes: Sequence[int | No
         inputs, kwargs: the structures of the positional and the keyword inputs.
         axes: of every leaf of the inputs, positional ones first.
     """
-    of_leaves = iter(axes)
+    entries = iter([... if axis == dim else axis for axis in axes])
     each = {
-        key: _rule(spec, of_leaves, dim)
+        key: _nested(spec, entries)
         for inside in (inputs, kwargs)
         for key, spec in zip(inside.keys or (), inside.specs, strict=True)
     }
@@ -230,15 +230,6 @@ def _nested(spec: pytree.Spec, entries: Iterator[Any]) -> Any:
     if not isinstance(first, dict) and all(rule == first for rule in rules.values()):
         return first
     return {key: rule for key, rule in rules.items() if rule is not ...}
-
-
-def _rule(spec: pytree.Spec, axes: Iterator[int | None], dim: int) -> Any:
-    """Return the rule that gives the leaves of a structure their axes; `...` if each of them has `dim`."""
-    if spec.keys is None:
-        axis = next(axes)
-        return ... if axis == dim else axis
-    rules = {key: _rule(child, axes, dim) for key, child in zip(spec.keys, spec.specs, strict=True)}
-    return {key: rule for key, rule in rules.items() if rule is not ...} or ...
 
 
 def _by_position(

@@ -155,18 +155,66 @@ class Arguments:
     def _different_rows(self, counts: dict[int, int], dim: int) -> ValueError:
         paths = self.paths()
         each = _named([f"{paths[number]} has {rows}" for number, rows in counts.items()])
-        [(of_most, _)] = Counter(counts.values()).most_common(1)  # if as many have others, of the first
-        others = [number for number, rows in counts.items() if rows != of_most]
-        axes = [axis if counts.get(number) == of_most or axis is None else dim for number, axis in enumerate(self.axes)]
-        for number in others:
-            axes[number] = None
-        whole = _named([paths[number] for number in others])
+        rows, elsewhere = self._likely_rows(counts)
+        others = [number for number, count in counts.items() if count != rows]
+        named, on_others, whole = _named([paths[number] for number in others]), [*self.axes], [*self.axes]
+        for number, axis in enumerate(self.axes):
+            if number in others:
+                on_others[number], whole[number] = elsewhere.get(number), None
+            elif axis is not None and number not in counts:
+                on_others[number] = whole[number] = dim
+        remedies = []
+        if elsewhere:
+            there = _named([paths[number] for number in elsewhere])
+            in_dims = in_dims_of(*self._structure(), on_others, dim)
+            remedies.append(f"If the batch of {there} is on another dimension: DataParallel(..., in_dims={in_dims}).")
+        lists, hide_whole = self._lists_of_rows(counts, others)
+        if lists:
+            remedies.append(f"If each entry of {_named(lists)} belongs to a row, give a unisono.SampleList.")
+        if not hide_whole:
+            in_dims = in_dims_of(*self._structure(), whole, dim)
+            remedies.append(f"If every replica needs all of {named}: DataParallel(..., in_dims={in_dims}).")
+            remedies.append("Otherwise give every tensor one entry for each row (tensor.expand).")
         return ValueError(
-            f"cannot scatter tensors with different numbers of rows (samples): {each}. Give every tensor one "
-            f"entry for each row (tensor.expand). If every replica needs all of {whole}: DataParallel(..., "
-            f"in_dims={in_dims_of(*self._structure(), axes, dim)}). Is it a list with one entry for each row? "
-            "Make it a unisono.SampleList."
+            f"cannot scatter tensors with different numbers of rows (samples): {each}. {' '.join(remedies)}"
         )
+
+    def _likely_rows(self, counts: dict[int, int]) -> tuple[int, dict[int, int]]:
+        """Return how many rows the call is likely to have, and the axes on which tensors with another number have it.
+
+        That of the first tensor, if all others have it on some axis, as the state of an LSTM does; else that of most.
+        """
+        [(of_most, _)] = Counter(counts.values()).most_common(1)  # if as many have others, of the first
+        found: dict[int, dict[int, int]] = {}
+        for rows in (next(iter(counts.values())), of_most):
+            found[rows] = {
+                number: self.leaves[number].shape.index(rows)
+                for number, count in counts.items()
+                if count != rows and isinstance(self.leaves[number], torch.Tensor) and rows in self.leaves[number].shape
+            }
+            if len(found[rows]) == sum(count != rows for count in counts.values()):
+                return rows, found[rows]
+        return of_most, found[of_most]
+
+    def _lists_of_rows(self, counts: dict[int, int], others: Sequence[int]) -> tuple[list[str], bool]:
+        """Return the paths of lists that may have one entry for each row; and whether nothing else is likely.
+
+        Of lists of tensors, or of dicts of tensors: those whose tensors differ in their rows, or that have as many
+        entries as a tensor outside has rows; and those with as many entries as one of these.
+        """
+        of_inputs, of_kwargs = self._structure()
+        lists = [*split_lists(of_inputs, "inputs"), *split_lists(of_kwargs, "kwargs")]
+        paths, likely = self.paths(), []
+        inside: set[int] = set()
+        for path, spec in lists:
+            numbers = {number for number in counts if paths[number].startswith(f"{path}[")}
+            within = {counts[number] for number in numbers}
+            entries = len(spec.specs)
+            if len(within) > 1 or any(counts[number] == entries for number in counts.keys() - numbers):
+                likely.append(entries)
+                inside |= numbers
+        found = [path for path, spec in lists if len(spec.specs) in likely]
+        return found, max(likely, default=0) > 2 and inside.issuperset(others)
 
     def split(
         self, sizes: Sequence[int], place: Place, warnings: ModelWarnings | None = None, *, in_parts: bool = False
