@@ -266,11 +266,42 @@ def test_every_picture_is_on_a_page_and_drawn_by_the_script() -> None:
 
 
 @pytest.mark.parametrize("name", pictures.FILES)
-def test_a_picture_is_readable_in_the_dark_and_has_a_title(name: str) -> None:
+def test_a_picture_has_a_title_and_needs_no_network(name: str) -> None:
     drawn = pictures.FILES[name]()
-    assert "prefers-color-scheme: dark" in drawn
     assert 'role="img">\n  <title>' in drawn
-    assert "http" not in drawn.replace('xmlns="http://www.w3.org/2000/svg"', "")  # a page shows it without a network
+    assert "http" not in drawn.replace('xmlns="http://www.w3.org/2000/svg"', "")
+
+
+@pytest.mark.parametrize("name", pictures.FILES)
+def test_a_picture_is_readable_in_the_light_and_in_the_dark(name: str) -> None:
+    """Text has a contrast of 4.5 with what is behind it: the page, or for the class "in" one of the filled shapes."""
+    style = re.search(r"<style>(.*)</style>", pictures.FILES[name](), re.DOTALL)[1]
+    light, dark, _ = re.split(r"@media \(prefers-color-scheme: dark\) \{(.*?\}\s*)\}", style, flags=re.DOTALL)
+    for rules, page in ((light, "#ffffff"), (light + dark, "#0d1117")):
+        fills = {
+            name: colour
+            for names, colour in re.findall(r"([\w ,.]+) \{[^}]*?fill: (#\w+)[^}]*\}", rules)
+            for name in re.split(r", ", names.strip())
+        }
+        shapes = [fills[each] for each in (".d0", ".d1", ".all") if each in fills]
+        texts = [(fills[each], page) for each in ("text", ".small", ".dim") if each in fills]
+        assert {pair: contrast(*pair) for pair in texts if contrast(*pair) < 4.5} == {}
+        assert {shape: contrast(fills[".in"], shape) for shape in shapes if contrast(fills[".in"], shape) < 4.5} == {}
+        assert {shape: contrast(shape, page) for shape in shapes if contrast(shape, page) < 3} == {}
+
+
+def contrast(*colours: str) -> float:
+    """Return the contrast of two colours, by the formula of WCAG 2."""
+    lighter, darker = sorted(map(luminance, colours), reverse=True)
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+def luminance(colour: str) -> float:
+    """Return the relative luminance of a colour: #rgb or #rrggbb."""
+    digits = colour[1:] if len(colour) == 7 else "".join(2 * digit for digit in colour[1:])
+    parts = [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
 def test_the_page_of_commands_is_that_of_the_parsers() -> None:
@@ -512,6 +543,23 @@ def test_the_api_pages_have_every_public_name_and_every_type() -> None:
     types = {cls for name, hint in hints if not name.startswith("_") for cls in classes_in(hint)}
     shown_types = {each for each in objects if isinstance(each, type)} | {StepRecording, Track}  # of what records
     assert {cls for cls in types - shown_types if cls.__module__.startswith("unisono")} == set()
+
+
+def test_every_field_on_the_api_pages_has_an_entry_of_its_own_with_a_type() -> None:
+    """The builder reads "a, b: text" as a field a of the type b."""
+    pages = [path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("api-*.md")]
+    names = [name for page in pages for name in re.findall(r"^::: ([\w.]+)$", page, re.MULTILINE)]
+    classes = [each for each in map(pkgutil.resolve_name, names) if isinstance(each, type)]
+    num_fields = 0
+    for cls in classes:
+        _, _, fields = inspect.getdoc(cls).partition("\nAttributes:\n")
+        for entry in re.findall(r"^    (\S.*?): ", re.split(r"^\S", fields, flags=re.MULTILINE)[0], re.MULTILINE):
+            num_fields += 1
+            name, _, own_type = entry.partition(" ")
+            assert re.fullmatch(r"\w+", name), (cls, entry)
+            is_typed = name in inspect.get_annotations(cls) or isinstance(getattr(cls, name, None), property)
+            assert own_type or is_typed, (cls, entry)
+    assert num_fields > 40
 
 
 def public_functions(cls: type) -> list[object]:
