@@ -43,8 +43,8 @@ class Profile:
     Steps on one device, or through verbs of a subclass's own, are left out.
 
     Attributes:
-        model: the name of the module's class.
-        rank: of the process, among those that a launcher has started.
+        model (str): the name of the module's class.
+        rank (int): of the process, among those that a launcher has started.
     """
 
     def __init__(self, model: str, rank: int = 0) -> None:

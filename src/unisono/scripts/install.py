@@ -129,7 +129,8 @@ class Installation:
         >>> installed.uninstall()
 
     Attributes:
-        replaced: what was replaced, as `module.name` or `module.name['key']`; nothing if it was installed already.
+        replaced (tuple[str, ...]): what was replaced, as `module.name` or `module.name['key']`; nothing if it was
+            installed already.
     """
 
     def __init__(self, replaced: tuple[str, ...], before: Settings | None = None) -> None:
