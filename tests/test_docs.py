@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import json
 import pkgutil
 import posixpath
 import re
@@ -24,6 +25,7 @@ from helpers.programs import run_scripts
 from helpers.ranks import free_port
 from helpers.rows import BEHAVIOUR, find_tests_by_row, rows_of_behaviour
 from unisono.cli import parsers
+from unisono.primitives.measured_shares import lower_quartile
 from unisono.runtime.timeline import StepRecording, Track
 
 ROOT = Path(__file__).parent.parent
@@ -82,7 +84,7 @@ MOST_WORDS = {
     "differences.md": 700,
     "errors.md": 900,
     "compatibility.md": 650,
-    "benchmark.md": 500,
+    "benchmark.md": 400,
     "boundaries.md": 450,
     "training-step.md": 600,
     "same-numbers.md": 500,
@@ -488,6 +490,19 @@ def test_the_test_on_the_page_is_the_example() -> None:
     shown = re.search(r"^```python\n(def test_.*?)^```$", page, re.MULTILINE | re.DOTALL)
     assert shown
     assert shown[1] in example
+
+
+def test_the_speeds_of_benchmark_figures_are_those_that_were_measured() -> None:
+    """`make bench` writes them."""
+    measured = json.loads((ROOT / "benchmarks" / "results.json").read_text(encoding="utf-8"))
+    page = (ROOT / "docs" / "benchmark.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| .*?\((\w+)\) \| ([\d.]+)[^|]* \| ([\d.]+) \|$", page, re.MULTILINE)
+    speeds = {}
+    for each in measured["workloads"]:
+        turns = {line["contender"]: sorted(line["turns_s"]) for line in each["lines"]}
+        seconds = {name: lower_quartile(values) for name, values in turns.items()}
+        speeds[each["name"]] = tuple(f"{seconds[name] / seconds['threads']:.2f}" for name in ("ddp", "plain"))
+    assert {name: (of_ddp, of_plain) for name, of_ddp, of_plain in rows} == speeds
 
 
 def test_the_figures_of_free_threading_are_those_that_were_measured() -> None:
