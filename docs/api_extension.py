@@ -31,7 +31,8 @@ class ApiExtension(griffe.Extension):
                 del obj.parameters[each.name]
         if obj.is_function and any(each.callable_path.endswith("contextmanager") for each in obj.decorators):
             obj.returns = str(obj.returns).replace("Iterator", "AbstractContextManager", 1)
-            obj.docstring.value = obj.docstring.value.replace("\nYields:\n", "\nReturns:\n")
+            if obj.docstring is not None:
+                obj.docstring.value = obj.docstring.value.replace("\nYields:\n", "\nReturns:\n")
 
     def on_class_members(self, *, cls: Any, **_: Any) -> None:
         """Called by griffe with each class, when it has read what is in it."""
