@@ -307,6 +307,13 @@ def luminance(colour: str) -> float:
     return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
+def test_every_option_says_what_it_means() -> None:
+    """A default alone does not."""
+    actions = [(name, each) for name, parser in parsers()[1].items() for each in parser._actions]
+    assert len(actions) > 50
+    assert [(name, each.dest) for name, each in actions if not each.help or each.help.startswith("(")] == []
+
+
 def test_the_page_of_commands_is_that_of_the_parsers() -> None:
     """`python docs/command_line.py` writes it."""
     module = import_file(ROOT / "docs" / "command_line.py", "docs_command_line")
