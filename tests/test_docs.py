@@ -91,7 +91,7 @@ MOST_WORDS = {
     "gpus.md": 500,
     "failures.md": 500,
     "plan.md": 500,
-    "architecture.md": 1750,
+    "architecture.md": 1500,
     "contributing.md": 650,
 }
 NO_LIMIT = {
