@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import unisono
+import unisono.testing
 from helpers.benchmarks import import_file
 from helpers.forked import forked
 from helpers.modules import Calls
@@ -557,7 +558,8 @@ def test_the_api_pages_have_every_public_name_and_every_type() -> None:
     for name in {name.rpartition(".")[0] for name in shown} & set(shown):  # its members have entries of their own
         assert any(f"::: {name}\n    options: {{ members: false }}\n" in page for page in pages)
     objects = [pkgutil.resolve_name(name) for name in shown]
-    assert [name for name in unisono.__all__ if not any(getattr(unisono, name) is each for each in objects)] == []
+    for package in (unisono, unisono.testing):
+        assert [name for name in package.__all__ if not any(getattr(package, name) is each for each in objects)] == []
     public = [name for name in vars(unisono.DataParallel) if not name.startswith("_") and name != "extra_repr"]
     assert [name for name in public if f"unisono.DataParallel.{name}" not in shown] == []
     functions = [each.fget if isinstance(each, property) else each for each in objects]
