@@ -198,6 +198,11 @@ def test_links_between_the_english_and_the_chinese_pages_lead_to_built_ones(buil
     assert crossed > 10
 
 
+def test_a_bar_in_code_in_a_table_is_written_for_the_builder():
+    row = r"| `--data NAME\|DIR` | a name \| a folder |"
+    assert site.with_plain_bars(f"{row}\n\n`a\\|b`") == "| `--data NAME|DIR` | a name \\| a folder |\n\n`a\\|b`"
+
+
 def plain(text):
     return re.sub(r"\s+", " ", re.sub(r"\]\([^)]*\)", "]", text)).strip()
 
