@@ -1,6 +1,7 @@
 """DataParallel: the one line, and its plain composition `data_parallel`.
 
-ways.py decides how a call is run: by replicas in threads, by the plain composition of the four verbs, or on one device.
+ways.py decides how a call is run: by replicas in threads, by the plain composition of the four primitives, or on one
+device.
 """
 
 import contextlib
@@ -351,7 +352,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             >>> output = Loud(torch.nn.Linear(5, 2), ["cpu", "cpu"])(torch.zeros(30, 5))
             [15, 15] rows
 
-        A wrapper with a verb of its own runs the four of them one after the other, as `data_parallel` does: slower.
+        A wrapper that overrides one runs the four primitives one after the other, as `data_parallel` does: slower.
 
         Returns:
             Two sequences with one entry a shard: tuples of positional inputs, and dicts of keyword inputs.
@@ -509,7 +510,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             >>> [timing.rows for timing in model.replica_timings]
             [16, 15]
 
-        Empty before the first step, with one device, and with overridden verbs.
+        Empty before the first step, with one device, and with overridden primitives.
         """
         return self._threads.timings()
 
@@ -590,7 +591,7 @@ def data_parallel(
         The gathered output, linked to inputs and parameters for autograd.
 
     Raises:
-        RuntimeError: a parameter that is not on the first device. Else as the four verbs.
+        RuntimeError: a parameter that is not on the first device. Else as the four primitives.
     """
     check_names(unknown, arguments_of(data_parallel), "data_parallel", ELSEWHERE)
     check_module(module, "module")
