@@ -223,6 +223,19 @@ def test_links_in_code_are_left_alone(built):
     assert built._relinked(code, "docs/page.md", "page.md") == code
 
 
+def test_the_title_of_a_source_breaks_between_words(built):
+    """On a phone; and no underscore is a mark of Markdown."""
+    assert built.pages["source/examples/same_numbers.py.md"].startswith("# examples/<wbr>same_<wbr>numbers.py\n")
+
+
+def test_the_site_asks_no_other_host(built):
+    """The theme would load fonts; a page, pictures."""
+    assert "\n  font: false" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    shown = {path: re.findall(r"!\[[^\]]*\]\((?!data:)([^)]*)\)", text) for path, text in built.pages.items()}
+    assert sum(map(len, shown.values())) > 5
+    assert [path for path, links in shown.items() if any("//" in link for link in links)] == []
+
+
 # README
 
 
