@@ -40,8 +40,9 @@ def named(action: argparse.Action) -> str:
     """Return an option as it is typed, or what stands for a positional argument."""
     value = action.metavar or ("{" + ",".join(map(str, action.choices)) + "}" if action.choices else "")
     takes_value = not isinstance(action, argparse.BooleanOptionalAction) and action.nargs != 0
-    names = [f"`{name}{f' {value}' if value and takes_value else ''}`" for name in action.option_strings]
-    return cell(", ".join(names) or f"`{value or action.dest}`")
+    optional = {"?": f"[{value}]", "*": f"[{value} ...]"}.get(str(action.nargs), value)
+    names = [f"`{name}{f' {optional}' if value and takes_value else ''}`" for name in action.option_strings]
+    return cell(", ".join(names) or f"`{optional or action.dest}`")
 
 
 def cell(text: str) -> str:

@@ -56,12 +56,12 @@ STYLE = f"""
     .in {{ fill: #fff }} .small, .in {{ font-size: 11px }}
     .middle, .in {{ text-anchor: middle }}
     .box, .busy {{ fill: none; stroke: #8c959f; stroke-width: 1.5 }}
-    .d0 {{ fill: #2563c9 }} .d1 {{ fill: #c2570c }} .lane {{ fill: #8c959f; opacity: .18 }}
-    .busy {{ stroke-width: 3 }} .b0 {{ stroke: #2563c9 }} .b1 {{ stroke: #c2570c }}
+    .d0 {{ fill: #2563c9 }} .d1 {{ fill: #bf560c }} .lane {{ fill: #8c959f; opacity: .18 }}
+    .busy {{ stroke-width: 3 }} .b0 {{ stroke: #2563c9 }} .b1 {{ stroke: #bf560c }}
     .move {{ animation: {SECONDS}s infinite }}
     .head {{ stroke: #cf222e; stroke-width: 2; animation: head {SECONDS}s linear infinite }}
     @media (prefers-color-scheme: dark) {{
-      text {{ fill: #e6edf3 }} .in {{ fill: #fff }} .d0 {{ fill: #3f7fe0 }} .d1 {{ fill: #d4701f }}
+      text {{ fill: #e6edf3 }} .in {{ fill: #fff }} .d0 {{ fill: #3470d4 }}
     }}
     @media (prefers-reduced-motion: reduce) {{
       .move, .head {{ animation: none }}
@@ -75,9 +75,8 @@ def keyframes(name: str, frames: Mapping[int, str]) -> str:
     return f"    @keyframes {name} {{ " + " ".join(f"{at}% {{ {what} }}" for at, what in frames.items()) + " }\n"
 
 
-def row_of_batch(row: int) -> tuple[str, str]:
+def row_of_batch(row: int, device: int, place: int) -> tuple[str, str]:
     """Return the keyframes and the rectangle of one row: batch, device, output, and back to the device as gradient."""
-    device, place = divmod(row, NUM_ROWS // 2)
     start_y = 42 + row * 15
     device_y = DEVICE_Y[device] + 22 + place * (ROW_HEIGHT + 2)
     inside = DEVICE_X + (DEVICE_WIDTH - ROW_WIDTH) // 2
@@ -125,8 +124,9 @@ def step() -> str:
         body += f'  <rect class="move busy b{device}" style="animation-name: busy" {frame}/>\n'
     computing = [PHASES[name][:2] for name in ("forward", "backward")]
     style += keyframes("busy", while_in("opacity: 1", "opacity: 0", *computing))
-    for row in range(NUM_ROWS):
-        frames, rectangle = row_of_batch(row)
+    places = [(device, i) for device, size in enumerate(rows_of_devices(NUM_ROWS, "chunk")) for i in range(size)]
+    for row, (device, place) in enumerate(places):
+        frames, rectangle = row_of_batch(row, device, place)
         style, body = style + frames, body + rectangle
     begin, end, _ = PHASES["sum"]
     down = f"transform: translateY({DEVICE_Y[0] - DEVICE_Y[1]}px)"
@@ -148,7 +148,7 @@ def step() -> str:
     body += f'  <line class="head" x1="{LANE_X}" x2="{LANE_X}" y1="188" y2="258"/>\n'
     said = (
         "A training step on two devices: the batch is split, both replicas compute, the outputs are joined; in "
-        "backward both compute again, and their gradients are summed"
+        "backward both compute gradients, which are summed"
     )
     return drawing(WIDTH, HEIGHT, said, body, style, scale=1.25)
 
@@ -162,10 +162,10 @@ STILL = f"""
     .title, .split {{ font-weight: 600 }}
     .middle, .in {{ text-anchor: middle }} .end {{ text-anchor: end }}
     .box, .arrow {{ fill: none; stroke: #8c959f; stroke-width: 1.5 }}
-    .d0 {{ fill: #2563c9 }} .d1 {{ fill: #c2570c }} .all {{ fill: #6e7781 }} .in {{ fill: #fff }}
+    .d0 {{ fill: #2563c9 }} .d1 {{ fill: #bf560c }} .all {{ fill: #6a737d }} .in {{ fill: #fff }}
     @media (prefers-color-scheme: dark) {{
       text {{ fill: #e6edf3 }} .in {{ fill: #fff }} .small, .dim {{ fill: #9da7b3 }}
-      .d0 {{ fill: #3f7fe0 }} .d1 {{ fill: #d4701f }}
+      .d0 {{ fill: #3470d4 }}
     }}
 """
 WIDE = 360  # so that the letters keep their size on a phone

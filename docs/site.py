@@ -117,11 +117,11 @@ class Site:
                 f"- [{name}]({posixpath.relpath(self._place(f'{path}/{name}'), posixpath.dirname(place))})"
                 for name in names
             ]
-            self.pages[place] = "\n".join([f"# {path}", "", *lines, ""])
+            self.pages[place] = "\n".join([f"# {breakable(path)}", "", *lines, ""])
         else:
             language = _LANGUAGES.get(source.suffix, "text")
             code = source.read_text(encoding="utf-8").rstrip()
-            self.pages[place] = f"# {path}\n\n````{language}\n{code}\n````\n"
+            self.pages[place] = f"# {breakable(path)}\n\n````{language}\n{code}\n````\n"
 
     def _relinked(self, text: str, path: str, place: str) -> str:
         """Return a page with links that hold in the site."""
@@ -199,7 +199,7 @@ class Site:
             own = chinese / path.removeprefix("zh/") if path.startswith("zh/") else folder / path
             own.parent.mkdir(parents=True, exist_ok=True)
             hidden = _HIDDEN if path.startswith(NOT_SEARCHED) else ""
-            own.write_text(hidden + to_other_site(text, path), encoding="utf-8")
+            own.write_text(hidden + with_plain_bars(to_other_site(text, path)), encoding="utf-8")
         for path, source in self.files.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, folder / path)
@@ -220,6 +220,19 @@ def to_other_site(text: str, path: str) -> str:
 
     parts = _FENCE.split(text)
     return "".join(part if i % 2 else _LINK.sub(relink, part) for i, part in enumerate(parts))
+
+
+def breakable(path: str) -> str:
+    """Return a path that a narrow page breaks between its words."""
+    return re.sub(r"([/_])(?=.)", r"\1<wbr>", path)
+
+
+def with_plain_bars(text: str) -> str:
+    """Return a page without the backslash before a bar in code in a table: GitHub needs it, the builder shows it."""
+    code = re.compile(r"`[^`]*`")
+    return re.sub(
+        r"^\|.*\|$", lambda row: code.sub(lambda each: each[0].replace(r"\|", "|"), row[0]), text, flags=re.MULTILINE
+    )
 
 
 def slug(title: str) -> str:

@@ -1,6 +1,7 @@
 """DataParallel: the one line, and its plain composition `data_parallel`.
 
-ways.py decides how a call is run: by replicas in threads, by the plain composition of the four verbs, or on one device.
+ways.py decides how a call is run: by replicas in threads, by the plain composition of the four primitives, or on one
+device.
 """
 
 import contextlib
@@ -54,7 +55,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         >>> output.shape
         torch.Size([30, 2])
 
-    With GPUs, and nothing else to say: `model = unisono.DataParallel(model.to("cuda"))`.
+    With GPUs: `model = unisono.DataParallel(model.to("cuda"))`.
 
     Everything else of a training script stays as it is. Gradients arrive in the module's own parameters, summed over
     the replicas; outputs are in the order of the inputs. For a module whose rows do not interact, outputs and
@@ -81,9 +82,9 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             same within float rounding. How many rows fit is logged and remembered.
         timeout: after how many seconds without progress a wait for a replica ends in `ReplicaTimeout`, which has the
             Python stack of the stuck replica; progress is any part of its work that a replica has finished.
-            None: never. So it has to be longer than a replica's whole forward, or backward, may take after the first
-            replica's. The first replica runs in the calling thread: where it is stuck itself, nothing is raised. Where
-            this line makes the process group, it is the group's timeout too; None: torch's, half an hour.
+            None: never. Choose more than the whole forward, or backward, of the slowest replica can take. The first
+            replica runs in the calling thread: where it is stuck itself, nothing is raised. If the wrapper makes the
+            process group, it is the group's timeout too; None: torch's, half an hour.
         scalars: what becomes of 0-dim outputs (and of numbers), such as a loss. "stack": a vector, one entry a replica,
             torch's rule; "mean": their mean, weighted by rows, which is exact for a mean over rows; "sum". Where rows
             are not what the mean is over, "mean:name" weights by the output of that name:
@@ -110,15 +111,16 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
     of one device over all processes' rows, whatever each one's batch size. Buckets of gradients are summed over the
     processes while backward still runs. Forwards without gradients stay in their process.
 
-    Attributes read or assigned through the wrapper that only the module has are the module's: `model.config`.
+    `dim`, `shares`, `parts`, `rescue`, `timeout`, `scalars`, `in_dims`, `out_dims` and `sync_batch_norm` can be
+    assigned between steps: `model.shares = [2, 1]`. Attributes that only the module has are read from it and assigned
+    to it: `model.config`.
 
     Attributes:
-        module: the module itself; its parameters are the only truth.
-        devices: the `torch.device` of each replica; empty where the plain module runs.
-        device_ids, output_device: as torch has them: indices for accelerators, else `torch.device`s. Where the plain
-            module runs, `[]` and None.
-        dim, shares, parts, rescue, timeout, scalars, in_dims, out_dims, sync_batch_norm: the options. Each can be
-            assigned between steps: `model.shares = [2, 1]`.
+        module (nn.Module): your module, with the parameters that are trained.
+        devices (list[torch.device]): the device of each replica; empty where the plain module runs.
+        device_ids (list[int | torch.device]): the same as torch has it: indices for accelerators; `[]` where the plain
+            module runs.
+        output_device (int | torch.device | None): in the same form; None where the plain module runs.
         replica_timings: what each replica did in the last step.
         spans_processes: whether several processes train the module together.
 
@@ -350,7 +352,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             >>> output = Loud(torch.nn.Linear(5, 2), ["cpu", "cpu"])(torch.zeros(30, 5))
             [15, 15] rows
 
-        A wrapper with a verb of its own runs the four of them one after the other, as `data_parallel` does: slower.
+        A wrapper that overrides one runs the four primitives one after the other, as `data_parallel` does: slower.
 
         Returns:
             Two sequences with one entry a shard: tuples of positional inputs, and dicts of keyword inputs.
@@ -508,7 +510,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             >>> [timing.rows for timing in model.replica_timings]
             [16, 15]
 
-        Empty before the first step, with one device, and with overridden verbs.
+        Empty before the first step, with one device, and with overridden primitives.
         """
         return self._threads.timings()
 
@@ -589,7 +591,7 @@ def data_parallel(
         The gathered output, linked to inputs and parameters for autograd.
 
     Raises:
-        RuntimeError: a parameter that is not on the first device. Else as the four verbs.
+        RuntimeError: a parameter that is not on the first device. Else as the four primitives.
     """
     check_names(unknown, arguments_of(data_parallel), "data_parallel", ELSEWHERE)
     check_module(module, "module")

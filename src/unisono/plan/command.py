@@ -63,8 +63,8 @@ files in the output folder:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     inside, between, bucket = (f"(default: {_DEFAULTS[name]})" for name in ("inside", "between", "bucket"))
-    machine = f"(default: {_DEVICES_PER_MACHINE}; 1 for a step measured on a CPU)"
-    best = f"(default: {BEST}, the fastest of the others for each number of devices)"
+    machine = f"how many devices a machine has (default: {_DEVICES_PER_MACHINE}; 1 for a step measured on a CPU)"
+    best = f"the algorithm that sums gradients (default: {BEST}, the fastest of the others for each number of devices)"
     parser.add_argument("target", nargs="?", metavar=TARGET, help="your model, measured here")
     add = parser.add_argument_group("the step, if it is not measured here").add_argument
     add(

@@ -32,9 +32,9 @@ class Padding:
     """What `pad` returns, an entry of `out_dims`.
 
     Attributes:
-        dims: the axes on which sizes may differ.
-        value: what is filled in.
-        rows: the axis of the rows; None: the wrapper's `dim`.
+        dims (tuple[int, ...]): the axes on which sizes may differ.
+        value (float): what is filled in.
+        rows (int | None): the axis of the rows; None: the wrapper's `dim`.
     """
 
     # Not a dataclass, which would count as a container of its fields.

@@ -40,7 +40,8 @@ def parallel_apply(
         devices: the device that is current during each call; left out, that of the call's first tensor.
 
     Raises:
-        TypeError: modules or inputs that are no sequence. ValueError: sequences of different lengths, or none at all.
+        TypeError: modules or inputs that are no sequence.
+        ValueError: sequences of different lengths, or none at all.
         BaseException: what a call raised, the same object, with a note that names the replica and its device; of
             several the lowest replica's, the others named in the note.
     """

@@ -42,8 +42,8 @@ def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -
         there persist and replicas do not write into each other's.
 
     Raises:
-        TypeError: no module. ValueError: a device that does not exist; a lazy module that has not had its first input
-            yet.
+        TypeError: no module.
+        ValueError: a device that does not exist; a lazy module that has not had its first input yet.
     """
     check_module(network, "network")
     targets = _devices.resolve_each(devices, "devices")

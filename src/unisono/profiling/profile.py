@@ -40,11 +40,11 @@ class Profile:
     | wait | the replica waits for other replicas, or for the caller's thread |
     | outside | neither forward nor backward runs: the loss, the optimizer, the data |
 
-    Steps on one device, or through verbs of a subclass's own, are left out.
+    Steps on one device, or with primitives that a subclass overrides, are left out.
 
     Attributes:
-        model: the name of the module's class.
-        rank: of the process, among those that a launcher has started.
+        model (str): the name of the module's class.
+        rank (int): of the process, among those that a launcher has started.
     """
 
     def __init__(self, model: str, rank: int = 0) -> None:

@@ -23,7 +23,8 @@ class ProfiledStep:
     spans a lane waits, in a pass, or is outside of the model.
 
     Attributes:
-        began, ended: in seconds of `time.perf_counter`.
+        began: in seconds of `time.perf_counter`.
+        ended: in the same seconds.
         passes: its forwards and backwards, in the caller's thread.
         lanes: by name, what was recorded of each replica.
         rows: by name of a replica, its rows in all batches of the step.

@@ -45,10 +45,10 @@ class ReplicaTimeout(RuntimeError):  # noqa: N818 - named as what happened
     ended: the stuck replica's is left alone, and ends with its task.
 
     Attributes:
-        replica: its number, from 0: the place of its device in `device_ids`.
-        device: its device.
-        timeout: the seconds that were waited.
-        stack: where it was stuck: its Python stack, as traceback writes it; "" if it could not be read.
+        replica (int): its number, from 0: the place of its device in `device_ids`.
+        device (torch.device | None): its device.
+        timeout (float): the seconds that were waited.
+        stack (str): where it was stuck: its Python stack, as traceback writes it; "" if it could not be read.
     """
 
     def __init__(

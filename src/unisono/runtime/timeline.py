@@ -47,7 +47,8 @@ class Span(NamedTuple):
 
     Attributes:
         phase: such as "forward"; `Profile` lists them.
-        began, ended: in seconds of `time.perf_counter`.
+        began: in seconds of `time.perf_counter`.
+        ended: in the same seconds.
     """
 
     phase: str
@@ -118,15 +119,15 @@ class ReplicaTiming:
     Attributes:
         device: its device.
         rows: its share of the batch.
-        forward_s, backward_s: seconds that it took; on an accelerator, to queue the work. 0 until it has ended.
-        track: where it is recorded; None while nothing is.
+        forward_s: seconds that its forward took; on an accelerator, to queue the work. 0 until it has ended.
+        backward_s: the same of its backward.
     """
 
     device: torch.device
     rows: int
     forward_s: float = 0.0
     backward_s: float = 0.0
-    track: Track | None = field(default=None, repr=False, compare=False)
+    track: Track | None = field(default=None, repr=False, compare=False)  # what records it; None while nothing does
 
 
 class StepRecording:

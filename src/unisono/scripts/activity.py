@@ -30,7 +30,7 @@ class ActivityReport:
 
     Attributes:
         devices: those of each wrapper, in the order in which they were made.
-        functions: the calls of data_parallel and of the verbs, by name.
+        functions: the calls of data_parallel and of the primitives, by name.
         forwards: of wrappers and of data_parallel, those without gradients too.
         rows: of these forwards.
         seconds: since the first forward began.

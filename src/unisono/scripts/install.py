@@ -77,8 +77,8 @@ def install(
     torch's: the log names these subclasses, and says so when one is made. A second call only changes the options.
 
     Args:
-        device_ids: the devices of every wrapper, whatever the script names. A device's number, as the verbs take it, is
-            then its place in this list, counted round it. None: the script's own devices.
+        device_ids: the devices of every wrapper, whatever the script names. A device's number, as the primitives take
+            it, is its place in this list, modulo the list's length. None: the script's own devices.
         shares, in_dims, out_dims, scalars, sync_batch_norm: as in `unisono.DataParallel`.
 
     Returns:
@@ -129,7 +129,8 @@ class Installation:
         >>> installed.uninstall()
 
     Attributes:
-        replaced: what was replaced, as `module.name` or `module.name['key']`; nothing if it was installed already.
+        replaced (tuple[str, ...]): what was replaced, as `module.name` or `module.name['key']`; nothing if it was
+            installed already.
     """
 
     def __init__(self, replaced: tuple[str, ...], before: Settings | None = None) -> None:

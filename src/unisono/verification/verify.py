@@ -96,11 +96,11 @@ def verify(
         >>> unisono.verify(model, torch.randn(30, 5), device_ids=["cpu", "cpu"], show=False).same
         True
 
-    Both modes are run: training mode with the flags that the submodules have (a frozen batch norm stays frozen) if the
-    model is in training mode, else after `train()`; then eval mode. Each step runs on a copy of the model, and the
-    random state is what it was afterwards; hooks of your own have run, as in any step. Random draws are switched off
-    while it compares: dropout drops nothing. The tolerances are explained in unisono/verification/compare.py; the
-    memory that it takes, in call_recorder.py beside it.
+    Training mode is compared first, then eval mode. A model in training mode keeps the flags of its submodules, so a
+    frozen batch norm stays frozen; one in eval mode is switched with `train()`. Each step runs on a copy of the model,
+    and the random state is restored; your own hooks run, as in any step. Random draws are switched off meanwhile:
+    dropout drops nothing. It needs about as much memory on the host as the activations need on the device.
+    docs/same-numbers.md explains the tolerances.
 
     Args:
         model: a module that can be copied with copy.deepcopy, on any device; or a `DataParallel`, whose module, devices
