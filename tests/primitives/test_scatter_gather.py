@@ -101,6 +101,8 @@ def test_tensors_are_joined_in_order_on_the_target_device(sim):
         assert joined.tolist() == [[0, 1], [2, 3], [4, 5], [0, 1]]
     with pytest.raises(ValueError, match="there is no accelerator 7"):
         unisono.gather(outputs, 7)
+    with pytest.raises(ValueError, match="target_device: 'gpu' is not a device"):
+        unisono.gather(outputs, "gpu")
     with pytest.raises(TypeError, match="target_device is None"):
         unisono.gather(outputs, None)
     with pytest.warns(FutureWarning, match="deprecated"):

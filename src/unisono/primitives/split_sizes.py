@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from unisono.runtime.errors import log_once
+from unisono.runtime.errors import log_once, shown
 
 Shares = str | Sequence[float]
 MEASURED = "measured"
@@ -38,7 +38,7 @@ def check_shares(shares: object, num_replicas: int | None) -> Shares:
     if not isinstance(shares, Sequence) or not all(
         isinstance(weight, int | float) and not isinstance(weight, bool) for weight in shares
     ):
-        raise TypeError(f"shares={shares!r}: {_EXPECTED} a sequence of numbers, one for each device")
+        raise TypeError(f"shares={shown(shares)}: {_EXPECTED} a sequence of numbers, one for each device")
     try:
         weights = tuple(map(float, shares))
     except OverflowError:  # an int beyond the range of floats
@@ -55,7 +55,9 @@ def check_shares(shares: object, num_replicas: int | None) -> Shares:
 def check_parts(parts: object) -> int:
     """Return the number of parts of a shard; raise TypeError or ValueError if it is none."""
     if isinstance(parts, bool) or not isinstance(parts, int):
-        raise TypeError(f"parts={parts!r}: expected a whole number: into how many parts each replica divides its rows")
+        raise TypeError(
+            f"parts={shown(parts)}: expected a whole number: into how many parts each replica divides its rows"
+        )
     if parts < 1:
         raise ValueError(f"parts={parts!r}: expected 1 (no division) or more")
     return parts
