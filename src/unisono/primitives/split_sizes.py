@@ -17,6 +17,7 @@ from unisono.runtime.errors import log_once, shown
 
 Shares = str | Sequence[float]
 MEASURED = "measured"
+_MOST_SHOWN = 16  # replicas whose rows a message has
 RULES = ("chunk", "even", MEASURED)
 _EXPECTED = 'expected "chunk", "even", "measured" or'
 
@@ -119,7 +120,12 @@ class IdleDevices:
             better = 'shares="even"' if rows >= len(sizes) else f"batches of at least {len(sizes)} rows"
             batch = "1 row" if rows == 1 else f"{rows} rows"
             log_once(
-                f"a batch of {batch} gives {list(sizes)} rows to the {len(sizes)} devices: "
+                f"a batch of {batch} gives {_shown(sizes)} rows to the {len(sizes)} devices: "
                 f"{len(idle)} of them ({', '.join(dict.fromkeys(idle))}) "
                 f"{'stays' if len(idle) == 1 else 'stay'} idle. Use {better}."
             )
+
+
+def _shown(sizes: Sequence[int]) -> str:
+    more = ", ..." if len(sizes) > _MOST_SHOWN else ""
+    return f"[{', '.join(map(str, sizes[:_MOST_SHOWN]))}{more}]"

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from unisono.console.device_option import choose_devices, describe
+from unisono.console.device_option import AUTO, NAMED, choose_devices, describe
 from unisono.console.errors import OptionError
 from unisono.console.options import OF_WRAPPERS, add_options_of_wrappers, expect_weights
 from unisono.distributed.launchers import launch
@@ -65,9 +65,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--devices",
         metavar="WHICH",
         help=(
-            "use these devices for every wrapper, and ignore device_ids. auto: all accelerators, or else two CPU "
-            "replicas; a count; or names: 0,1, cuda:0,cuda:1, cpu,cpu, 'cpu*8' (default: device_ids of the "
-            "script)"
+            f"use these devices for every wrapper, and ignore device_ids. auto: {AUTO}; {NAMED} "
+            "(default: device_ids of the script)"
         ),
     )
     add_options_of_wrappers(parser)

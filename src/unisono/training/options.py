@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from unisono.console.device_option import AUTO, NAMED
 from unisono.console.errors import OptionError
 from unisono.console.options import flag
 from unisono.runtime.devices import computes_on_host
@@ -54,8 +55,7 @@ class Options:
     devices: str = _option(
         "auto",
         WHERE,
-        "auto: all accelerators, or else two CPU replicas; a count: so many accelerators, or else CPU "
-        "replicas; or names: 0,1, cuda:0,cuda:1, cpu,cpu, 'cpu*8'",
+        f"auto: {AUTO}; {NAMED}",
         metavar="WHICH",
     )
     batch_size: int = _option(128, HOW, "pictures in one step, over all devices", metavar="ROWS")
