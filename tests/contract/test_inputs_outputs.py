@@ -87,7 +87,14 @@ def test_a_large_input_that_goes_whole(wrap: Wrap) -> None:
             "inputs[1] has 2. … all of inputs[1]: DataParallel(..., in_dims={0: 1, 1: None}). Is it a list",
         ),
         ([(3, 8), (8,), (5,), (2,)], {"in_dims": {0: 1, 2: None}}, "in_dims={0: 1, 2: None, 3: None}). Is it a list"),
-        ([(3, 8), (2, 1)], {"dim": 1}, "inputs[0] has 8, inputs[1] has 1. "),
+        ([(3, 8), (2, 1)], {"dim": 1}, "inputs[0] has 8, inputs[1] has 1. Give every tensor one entry"),
+        (
+            [(8, 4, 3), (1, 8, 2), (1, 8, 2)],  # the hidden state of an LSTM
+            {},
+            "has 1. Is the batch of inputs[1], inputs[2] on dimension 1? DataParallel(..., in_dims={1: 1, 2: 1}). Give",
+        ),
+        ([(4, 8, 3), (1, 4, 2)], {}, "Is the batch of inputs[1] on dimension 1? DataParallel(..., in_dims={1: 1}). "),
+        ([(8, 4, 3), (1, 8, 2), (2, 3)], {}, "inputs[2] has 2. Give every tensor one entry"),
     ],
 )
 def test_tensors_with_different_numbers_of_rows(

@@ -165,7 +165,9 @@ def test_the_plain_module_is_called_so(capsys: pytest.CaptureFixture[str]) -> No
         pytest.skip("this machine has an accelerator")
     assert run_to_the_end(script(WRAPPED)) == 0
     closing = capsys.readouterr().err.splitlines()[-1]
-    assert closing.startswith("unisono run: 1 wrapper on no accelerator, so the plain module ran (--devices 'cpu*2'")
+    assert closing.startswith(
+        "unisono run: 1 wrapper on the CPU, without replicas, because there is no accelerator (--devices "
+    )
     assert "; 90 rows in 3 forwards, " in closing
     assert "backward and the rest of the script" in closing
 

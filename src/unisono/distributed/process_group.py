@@ -461,7 +461,7 @@ class Communicator:
             found.append(f"{ranks_of(not_waiting)} {'does' if len(not_waiting) == 1 else 'do'} not wait for any rank")
         text = (
             f"rank {self.rank} has waited {self.timeout_s:g} s for the others at {doing}; "
-            f"{'; '.join(found) or 'all ranks wait at the same'}. Wrap the same models and take the same "
+            f"{'; '.join(found) or 'all ranks wait at the same place'}. Wrap the same models and take the same "
             "steps in every process; for loaders of different lengths use DataParallel.batches(loader)."
         )
         self.report_failure(text)

@@ -162,10 +162,28 @@ class Arguments:
             axes[number] = None
         whole = _named([paths[number] for number in others])
         return ValueError(
-            f"cannot scatter tensors with different numbers of rows (samples): {each}. Give every tensor one "
-            f"entry for each row (tensor.expand). If every replica needs all of {whole}: DataParallel(..., "
+            f"cannot scatter tensors with different numbers of rows (samples): {each}. "
+            f"{self._batch_elsewhere(counts, dim)}Give every tensor one entry for each row (tensor.expand). "
+            f"If every replica needs all of {whole}: DataParallel(..., "
             f"in_dims={in_dims_of(*self._structure(), axes, dim)}). Is it a list with one entry for each row? "
             "Make it a unisono.SampleList."
+        )
+
+    def _batch_elsewhere(self, counts: dict[int, int], dim: int) -> str:
+        """Return what to write if the tensors with other rows than the first have them on another dimension."""
+        rows = next(iter(counts.values()))
+        found = {}
+        for number in (number for number, other in counts.items() if other != rows):
+            sizes = self.leaves[number].shape if isinstance(self.leaves[number], torch.Tensor) else ()
+            if rows not in sizes:
+                return ""
+            found[number] = [*sizes].index(rows)
+        paths = self.paths()
+        axes = [found.get(number, axis) for number, axis in enumerate(self.axes)]
+        return (
+            f"Is the batch of {_named([paths[number] for number in found])} on dimension "
+            f"{', '.join(map(str, dict.fromkeys(found.values())))}? DataParallel(..., "
+            f"in_dims={in_dims_of(*self._structure(), axes, dim)}). "
         )
 
     def split(

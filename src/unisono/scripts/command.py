@@ -29,7 +29,7 @@ _COUNT_REPLICAS = ". If it wraps only where there are several GPUs: unisono run 
 _NO_WRAPPER = (
     "the script used no torch.nn.DataParallel in this process, nor the functions beside it, so unisono changed nothing"
 )
-_PLAIN = "no accelerator, so the plain module ran (--devices 'cpu*2' makes two replicas)"
+_PLAIN = "the CPU, without replicas, because there is no accelerator (--devices 'cpu*2' makes two replicas)"
 
 SUMMARY = "run your script with unisono in place of torch.nn.DataParallel"
 

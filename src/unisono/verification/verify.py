@@ -454,7 +454,8 @@ def _notes(mode: str, one: RecordedStep, many: RecordedStep) -> Iterator[str]:
     if many.left[Left.HOOKS]:
         yield _HOOKS.format(names=listed(many.left[Left.HOOKS]))
     if len(many.rows) == 1:
-        yield "only one replica had rows (samples): give a larger batch"
+        replicas = "only one replica" if sum(many.rows) else "no replica"
+        yield f"{replicas} had rows (samples): give a larger batch"
 
 
 def _is_made(name: str, one: RecordedStep) -> bool:
