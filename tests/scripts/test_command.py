@@ -182,7 +182,7 @@ def test_a_script_without_a_wrapper_is_told_so(
     name = script(guarded + "\nprint(torch.cuda.device_count(), torch.cuda.is_available())")
     assert run_to_the_end("--devices", "cpu*2", name) == 0
     error = capsys.readouterr().err
-    assert "used no torch.nn.DataParallel" in error
+    assert "used neither torch.nn.DataParallel" in error
     assert "so unisono changed nothing. If it wraps only where there are several GPUs: " in error
     assert run_to_the_end("--devices", "cpu*2", "--count-replicas", name) == 0
     captured = capsys.readouterr()

@@ -60,7 +60,7 @@ def add_options_of_wrappers(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help=(
             "batch norm over the rows of all replicas; --no-sync-batch-norm: over each replica's own rows, as in "
-            "torch (default: the latter, with a warning)"
+            "torch (default: each replica's own, with a warning)"
         ),
     )
 

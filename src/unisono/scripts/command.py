@@ -27,7 +27,7 @@ from unisono.scripts.wrapper import Settings
 _COUNT_REPLICAS = ". If it wraps only where there are several GPUs: unisono run --devices 'cpu*2' --count-replicas"
 
 _NO_WRAPPER = (
-    "the script used no torch.nn.DataParallel in this process, nor the functions beside it, so unisono changed nothing"
+    "the script used neither torch.nn.DataParallel nor its functions in this process, so unisono changed nothing"
 )
 _PLAIN = "the CPU, without replicas, because there is no accelerator (--devices 'cpu*2' makes two replicas)"
 
@@ -51,8 +51,8 @@ examples:
   unisono run --devices 'cpu*2' --verify train.py
 
 exit status:
-  that of the script: of sys.exit, 1 after an exception, 130 after Ctrl-C
-  2  also if nothing was run: the script was not found, or an argument is wrong
+  the script's own: the status that it gives to sys.exit, 1 after an exception, 130 after Ctrl-C
+  2  if nothing was run: the script was not found, or an argument is wrong
 """
 
 

@@ -53,7 +53,7 @@ files in the output folder:
   config.json              the options, and the values chosen
   timeline.png, .json      with --profile: what each replica did and when, and where a step spends its time
   tensorboard/             with --tensorboard: the same as metrics.jsonl
-  checkpoint.safetensors   what --resume needs
+  checkpoint.safetensors   the state that --resume reads
 """
 
 

@@ -51,7 +51,7 @@ class Options:
         metavar="NAME|DIR",
         type=known,
     )
-    model: str = _option("resnet18", WHAT, "what is trained", choices=MODELS)
+    model: str = _option("resnet18", WHAT, "the model to train", choices=MODELS)
     devices: str = _option(
         "auto",
         WHERE,
@@ -65,7 +65,7 @@ class Options:
         True,
         HOW,
         "batch norm over the pictures of all devices, so that the loss does not depend on their number; "
-        "--no-sync-batch-norm: over those of each device, as in torch.nn.DataParallel (default: over all)",
+        "--no-sync-batch-norm: over each device's own, as in torch.nn.DataParallel (default: over all)",
     )
     precision: str = _option(
         "fp32",

@@ -46,7 +46,7 @@ exit status:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar=TARGET, help="what to compare")
+    parser.add_argument("target", metavar=TARGET, help="your function that returns the model and a batch")
     parser.add_argument(
         "--devices",
         metavar="WHICH",
