@@ -46,7 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", default=",".join(GOALS), help=f"some of {', '.join(GOALS)}")
     parser.add_argument("--rounds", type=int, default=9, help="turns of each way (default: %(default)s)")
-    parser.add_argument("--seconds-per-turn", type=float, default=1.0, help="about (default: %(default)s)")
+    parser.add_argument("--seconds-per-turn", type=float, default=1.0, help="length of a turn (default: %(default)s)")
     options = parser.parse_args()
     workloads = list(filter(None, options.workloads.split(",")))
     if unknown := set(workloads) - GOALS.keys():

@@ -78,8 +78,14 @@ def _speed(line: Line, best: Line) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--free-threaded", required=True, metavar="PYTHON", type=_interpreter(with_lock=False), help="without the lock")
-    add("--python", required=True, metavar="PYTHON", type=_interpreter(with_lock=True), help="with the lock")
+    add(
+        "--free-threaded",
+        required=True,
+        metavar="PYTHON",
+        type=_interpreter(with_lock=False),
+        help="a Python without the lock",
+    )
+    add("--python", required=True, metavar="PYTHON", type=_interpreter(with_lock=True), help="a Python with the lock")
     add("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="default: all")
     add("--output", type=Path, default=HERE / "free_threading.md", help="default: beside this file")
     given = parser.parse_args()

@@ -460,7 +460,9 @@ def options_from(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--wheels", type=Path, default=Path("wheels"), help="packages brought along (%(default)s)")
     parser.add_argument("--data", type=Path, help="IDX files for the accuracy, best a few thousand pictures")
     parser.add_argument("--only", action="append", metavar="WORD", help="only groups whose name contains WORD")
-    parser.add_argument("--dry-run", action="store_true", help="a few checks without a GPU: this program works")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="a few checks without a GPU, to see that this program works"
+    )
     options = parser.parse_args(arguments)
     if options.dry_run and HERE in options.output.resolve().parents:
         parser.error("a dry run measures nothing: its report does not belong into benchmarks/")

@@ -43,7 +43,10 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5, help="processes for each figure (default: 5)")
     parser.add_argument("--steps", type=int, default=5, help="training steps of ResNet-18 in each (default: 5)")
     parser.add_argument(
-        "--long-steps", type=int, default=1000, help="steps of the small network, after as many (default: 1000)"
+        "--long-steps",
+        type=int,
+        default=1000,
+        help="counted steps of the small network, after as many others (default: 1000)",
     )
     parser.add_argument("--replicas", type=int, default=2, help="replicas of the wrapped module (default: 2)")
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)  # for the child processes

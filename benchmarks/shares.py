@@ -33,9 +33,9 @@ STEPS_BEFORE, STEPS_COUNTED = 30, 10
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="some of them; '' for none")
+    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="some of the models; '' for none")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contender (default: %(default)s)")
-    parser.add_argument("--seconds-per-turn", type=float, default=2.0, help="about (default: %(default)s)")
+    parser.add_argument("--seconds-per-turn", type=float, default=2.0, help="length of a turn (default: %(default)s)")
     options = parser.parse_args()
     names = list(filter(None, options.workloads.split(",")))
     if unknown := [name for name in names if name not in WORKLOADS]:

@@ -97,7 +97,7 @@ def test_one_command_begins_a_run_or_goes_on_with_it(capsys: pytest.CaptureFixtu
     ("arguments", "error"),
     [
         (["--batch-size", "0"], "--batch-size 0: expected a whole number, 1 or more"),
-        (["--batch-size", "many"], "argument --batch-size: invalid int value: 'many'"),
+        (["--batch-size", "many"], "argument --batch-size: expected a whole number; got 'many'"),
         (["--model", "vgg"], "argument --model: invalid choice: 'vgg'"),
         (["--data", "nowhere"], "--data nowhere is not a folder; expected digits, fashion-mnist, or a folder of IDX"),
         (["--output", "file"], "is not a folder; give another one (--output DIR)"),
@@ -135,6 +135,18 @@ def test_a_loss_that_is_no_number_is_a_failure_of_the_run(capsys: pytest.Capture
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("unisono train: error: the t")
     assert "start again with a lower rate (--lr 5e+19)" in line
+
+
+@pytest.mark.parametrize(
+    ("command", "error"),
+    [
+        ("runn", "there is no command runn; did you mean run?"),
+        ("start", "there is no command start; the commands are run, "),
+    ],
+)
+def test_an_unknown_command_names_the_nearest(command: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "train.py"]) == 2
+    assert capsys.readouterr().err.startswith(f"unisono: error: {error}")
 
 
 @pytest.mark.parametrize(

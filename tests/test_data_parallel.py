@@ -86,7 +86,14 @@ def test_signature():
         ("devices", "did you mean device_ids?"),
         ("sync_bn", "did you mean sync_batch_norm?"),
         ("find_unused_parameters", "leave it out"),
+        ("find_unused_parameter", r"did you mean find_unused_parameters\? leave it out"),
         ("mixed_precision", r"use torch\.autocast"),
+        ("precision", r"use torch\.autocast"),
+        ("gradient_accumulation_steps", "call backward several times"),
+        *((name, "leave it out") for name in ("broadcast_buffers", "static_graph", "bucket_cap_mb", "split_batches")),
+        *((name, "leave it out") for name in ("strategy", "num_nodes", "num_processes", "device_placement")),
+        *((name, r"write device_ids=\[0, 1\]") for name in ("accelerator", "num_gpus", "num_replicas")),
+        ("weights", "did you mean shares?"),
         ("colour", r"it has .*device_ids"),
     ],
 )
@@ -108,12 +115,33 @@ def test_unknown_arguments_name_the_line_to_write(name: str, says: str) -> None:
         ("install", "mesh", "it has device_ids, shares"),
         ("data_parallel", "devices", "did you mean device_ids?"),
         ("data_parallel", "shares", "unisono.DataParallel has it"),
+        ("data_parallel", "share", "did you mean shares? unisono.DataParallel has it"),
         ("data_parallel", "kwargs", "did you mean module_kwargs?"),
+        ("scatter", "shares", "unisono.DataParallel has it"),
+        ("scatter", "device_ids", "did you mean target_gpus?"),
+        ("scatter_kwargs", "axis", "did you mean dim?"),
+        ("gather", "output_device", "did you mean target_device?"),
+        ("gather", "scalar", "did you mean scalars? unisono.DataParallel has it"),
+        ("replicate", "device_ids", "did you mean devices?"),
+        ("replicate", "buffers", "it has network, devices, detach"),
+        ("parallel_apply", "kwargs", "did you mean kwargs_tup?"),
+        ("parallel_apply", "timeout", "it has modules, inputs, kwargs_tup, devices"),
+        ("pad", "padding_value", "did you mean value?"),
+        ("pad", "colour", "it has dim, value, rows"),
     ],
 )
 def test_unknown_arguments_of_other_functions(function: str, name: str, says: str) -> None:
     """A1: an argument that only `DataParallel` has is said to be there."""
-    arguments = [nn.Linear(5, 2), torch.ones(4, 5)] if function == "data_parallel" else []
+    x = torch.ones(4, 5)
+    arguments: list[Any] = {
+        "data_parallel": [nn.Linear(5, 2), x],
+        "scatter": [x, ["cpu"]],
+        "scatter_kwargs": [(x,), {}, ["cpu"]],
+        "gather": [[x], "cpu"],
+        "replicate": [nn.Linear(5, 2), ["cpu"]],
+        "parallel_apply": [[nn.Linear(5, 2)], [x]],
+        "pad": [1],
+    }.get(function, [])
     with pytest.raises(TypeError, match=re.escape(f"{function} has no argument '{name}'; {says}")):
         getattr(unisono, function)(*arguments, **{name: None})
 

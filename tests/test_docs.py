@@ -1,6 +1,7 @@
 """The documentation site: its source is made from the repository's pages and the tests (docs/site.py)."""
 
 import contextlib
+import importlib
 import inspect
 import json
 import pkgutil
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._utils import ExceptionWrapper
 
 import unisono
 import unisono.testing
@@ -378,19 +380,53 @@ CAUSES = {
         lambda net, x: net.layer(x) if len(x) == 3 else threading.Event().wait(2), timeout=0.1
     )(X),
 }
-OF_TORCH = [
-    "Expected all tensors to be on the same device",
-    "Was asked to gather along dimension 0, but all input tensors were scalars",
-    "Missing key(s) in state_dict, Unexpected key(s): module.",
-    "Expected more than 1 value per channel when training",
-    "There is an imbalance between your GPUs",
-    "CUDA out of memory",
-]
+
+
+def hidden_state_of_all_rows():
+    nn.LSTM(3, 2)(torch.ones(4, 2, 3), (torch.ones(1, 4, 2), torch.ones(1, 4, 2)))
+
+
+def on_accelerators_only():
+    """Say all that torch's sources have, because they say it on accelerators only."""
+    names = ("data_parallel", "_functions")
+    sources = "".join(inspect.getsource(importlib.import_module(f"torch.nn.parallel.{name}")) for name in names)
+    raise RuntimeError(re.sub(r'"\s+"', "", sources))
+
+
+# Of each message of torch's that the page has: what causes it; None where only a GPU does.
+OF_TORCH = {
+    "Expected all tensors to be on the same device": None,
+    "Input type (torch.cuda.FloatTensor) and weight type (torch.FloatTensor) should be the same": None,
+    "CUDA out of memory": None,
+    "Caught RuntimeError in replica 0 on device 0": lambda: ExceptionWrapper(
+        (RuntimeError, RuntimeError("no"), None), "in replica 0 on device 0"
+    ).reraise(),
+    "There is an imbalance between your GPUs": on_accelerators_only,
+    "Was asked to gather along dimension 0, but all input tensors were scalars": on_accelerators_only,
+    "'DataParallel' object has no attribute": lambda: nn.DataParallel(nn.Linear(3, 2)).classes,
+    "Expected hidden[0] size": hidden_state_of_all_rows,
+    "Expected more than 1 value per channel when training": lambda: nn.BatchNorm1d(3)(X[:1]),
+    "Missing key(s) in state_dict, Unexpected key(s): module.": lambda: nn.Linear(3, 2).load_state_dict(
+        nn.DataParallel(nn.Linear(3, 2)).state_dict()
+    ),
+    "chunk expects at least a 1-dimensional tensor": lambda: torch.tensor(1.0).chunk(2),
+    "grad can be implicitly created only for scalar outputs": lambda: nn.Linear(3, 2)(X).backward(),
+}
 
 
 def test_the_page_of_error_messages_has_what_is_said() -> None:
     headings = re.findall(r"^## (.+)$", (ROOT / "docs" / "errors.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert sorted(headings) == sorted([*CAUSES, *OF_TORCH])
+
+
+@pytest.mark.parametrize("heading", [heading for heading, cause in OF_TORCH.items() if cause])
+def test_a_message_of_the_page_is_torchs(heading: str) -> None:
+    """As the torch that is installed has it."""
+    with pytest.raises((RuntimeError, ValueError, AttributeError)) as raised:
+        OF_TORCH[heading]()
+    said = " ".join(str(raised.value).split())
+    for part in heading.split(", Unexpected key(s): "):
+        assert part in said
 
 
 @pytest.mark.parametrize("heading", CAUSES)

@@ -145,6 +145,10 @@ def _parse(argv: Sequence[str]) -> tuple[ModuleType | None, dict[str, Any]]:
         OptionError: the arguments cannot be understood, or a package is not installed.
     """
     parser, of_commands = parsers()
+    if argv and not argv[0].startswith("-") and argv[0] not in of_commands:
+        meant = get_close_matches(argv[0], of_commands, 1)
+        remedy = f"did you mean {meant[0]}?" if meant else f"the commands are {', '.join(of_commands)}"
+        parser.error(f"there is no command {argv[0]}; {remedy}")
     arguments, unknown = parser.parse_known_args(argv)
     given = vars(arguments)
     name = given.pop("command")

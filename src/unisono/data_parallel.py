@@ -26,13 +26,12 @@ from unisono.engines.threads import Threads
 from unisono.inference.map_and_evaluate import evaluate_batches, map_batches
 from unisono.options import OF_OTHER_LIBRARIES, Options, check_timeout, decided
 from unisono.primitives.batch_types import batch_type_of
-from unisono.primitives.checks import check_flag, check_module, check_names, check_word
+from unisono.primitives.checks import check_flag, check_kwargs, check_module, check_names, check_word
 from unisono.primitives.dims import check_dim, warn_if_rows_elsewhere
 from unisono.primitives.output_rows import ROWS
 from unisono.primitives.outputs import gathered
 from unisono.primitives.parallel_apply import parallel_apply
 from unisono.primitives.replicate import replicate
-from unisono.primitives.scatter_gather import check_kwargs
 from unisono.primitives.split_sizes import IdleDevices
 from unisono.profiling.profile import Profile
 from unisono.runtime import devices as _devices

@@ -10,6 +10,7 @@ from unisono.primitives.dims import OutputRules, check_dim, check_dims, check_sc
 from unisono.primitives.measured_shares import MeasuredShares
 from unisono.primitives.split_sizes import MEASURED, Shares, check_parts, check_shares, split_rows
 from unisono.runtime import devices as _devices
+from unisono.runtime.errors import shown
 from unisono.runtime.model_warnings import ModelWarnings
 
 _SHARED_ACCELERATOR = (
@@ -17,23 +18,40 @@ _SHARED_ACCELERATOR = (
     "backwards of one accelerator in one thread, and replicas that wait for each other there would never "
     "finish. Name each accelerator once, or pass sync_batch_norm=False."
 )
+_COUNT = 'write device_ids=[0, 1] or ["cpu"] * 2; for all accelerators leave device_ids out'
+_LAUNCHER = "leave it out: one process uses all devices; for several processes start the same script with torchrun"
+_LOADER = "leave it out: your DataLoader makes whole batches, of any size, and each is split over the devices"
+_LOOP = "leave it out: DataParallel wraps a module only, and the training loop stays yours"
+_PRECISION = "use torch.autocast around forward, as without a wrapper"
+_ACCUMULATION = "call backward several times before optimizer.step(), as without a wrapper"
 # What to say of arguments that DistributedDataParallel, Accelerate and Lightning have.
 OF_OTHER_LIBRARIES = {
     **dict.fromkeys(("devices", "device", "gpus", "gpu_ids", "devices_ids", "ids"), "device_ids"),
+    **dict.fromkeys(("num_gpus", "n_gpus", "n_gpu", "num_devices", "num_replicas", "accelerator", "cpu"), _COUNT),
     **dict.fromkeys(("sync_bn", "sync_batchnorm", "convert_sync_batchnorm"), "sync_batch_norm"),
     **dict.fromkeys(("batch_dim", "axis", "batch_axis"), "dim"),
+    **dict.fromkeys(("weights", "chunk_sizes"), "shares"),
+    "gather_dim": "out_dims",
     **dict.fromkeys(
-        ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "bucket_cap_mb", "check_reduction"),
-        "leave it out: unused parameters need no option here, and buckets choose their own size",
+        (
+            "find_unused_parameters",
+            "static_graph",
+            "gradient_as_bucket_view",
+            "bucket_cap_mb",
+            "check_reduction",
+            "skip_all_reduce_unused_params",
+        ),
+        "leave it out: unused parameters need no option here, and the size of buckets is chosen for you",
     ),
-    **dict.fromkeys(
-        ("broadcast_buffers", "forward_sync_buffers", "init_sync"),
-        "leave it out: training starts from the module's own parameters and buffers, or from those of rank 0 "
-        "under a launcher",
-    ),
+    "init_sync": "leave it out: under a launcher all processes begin with rank 0's parameters and buffers",
+    "broadcast_buffers": "leave it out: under a launcher all processes get the same buffers in each step",
     **dict.fromkeys(("device_mesh", "mesh"), "process_group"),
-    **dict.fromkeys(("mixed_precision", "precision"), "use torch.autocast around forward, as without a wrapper"),
-    "gradient_accumulation_steps": "call backward several times before optimizer.step(), as without a wrapper",
+    **dict.fromkeys(("mixed_precision", "precision"), _PRECISION),
+    **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches"), _ACCUMULATION),
+    **dict.fromkeys(("strategy", "num_nodes", "num_processes", "rank", "world_size"), _LAUNCHER),
+    **dict.fromkeys(("split_batches", "dispatch_batches", "even_batches", "batch_size"), _LOADER),
+    **dict.fromkeys(("max_epochs", "callbacks", "logger", "log_with"), _LOOP),
+    "device_placement": "leave it out: inputs are copied for you; move the module to the first device before wrapping",
 }
 _MAX_TIMEOUT_S = 2_000_000  # a longer wait overflows in systems that count milliseconds in 32 bits
 
@@ -133,7 +151,7 @@ def _check_devices(options: Options, name: str, value: Any) -> Any:
 
 def _check_output_device(options: Options, _: str, value: Any) -> Any:
     if value is not None and not isinstance(value, int | str | torch.device):
-        raise TypeError(f"output_device: expected an int, a string or a torch.device, got {value!r}")
+        raise TypeError(f"output_device: expected an int, a string or a torch.device, got {shown(value)}")
     if not options.devices:
         return None
     options.__dict__["gather_on"] = _devices.resolve_output(value, options.devices)
@@ -152,7 +170,7 @@ def check_timeout(value: object, name: str = "timeout") -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name}={value!r}: {expected}")
+        raise TypeError(f"{name}={shown(value)}: {expected}")
     if not 0 < value <= _MAX_TIMEOUT_S:
         raise ValueError(f"{name}={value!r}: {expected}")
     return float(value)

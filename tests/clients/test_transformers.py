@@ -314,7 +314,7 @@ def test_a_script_that_is_left_as_it_is(tmp_path: Path, no_accelerators: None) -
         return [float(word) for word in done.stdout.splitlines()[-1].split()], done.stderr.splitlines()[-1]
 
     (one, no_wrapper), (two, closing) = run(8), run(4, "--count-replicas")
-    assert "used no torch.nn.DataParallel" in no_wrapper
+    assert "used neither torch.nn.DataParallel" in no_wrapper
     assert "--count-replicas" in no_wrapper
     assert "1 wrapper on 2 replicas (2 x cpu); 32 rows in 4 forwards" in closing
     assert two == pytest.approx(one, rel=1e-5, abs=1e-5)

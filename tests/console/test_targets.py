@@ -13,7 +13,16 @@ EXPECTED = "package.module:name"
 @pytest.mark.parametrize(
     ("code", "target", "error"),
     [
-        ("", "targeted.py:Tracker", "targeted.py:Tracker: expected package.module:name"),
+        (
+            "",
+            "targeted.py:Tracker",
+            "targeted.py:Tracker: expected package.module:name; for targeted.py write targeted:Tracker",
+        ),
+        (
+            "",
+            "./inside/targeted.py",
+            "./inside/targeted.py: expected package.module:name; for ./inside/targeted.py write inside.targeted:build",
+        ),
         ("", "targeted:Tracker", "targeted:Tracker: there is no Tracker in targeted ({folder}/targeted.py)"),
         ("class A: pass", "targeted:A.B", "targeted:A.B: there is no B in A"),
         (
@@ -43,7 +52,7 @@ EXPECTED = "package.module:name"
             "targeted:Tracker: looking up Tracker raised ImportError: install the extra ({folder}/targeted.py, line 2)",
         ),
     ],
-    ids=["a file", "a name", "an attribute", "a module inside", "an error", "an import", "cancelled", "an extra"],
+    ids=["a file", "path", "a name", "an attribute", "a module inside", "an error", "an import", "cancelled", "extra"],
 )
 def test_a_target_that_cannot_be_had_is_one_line(
     code: str, target: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

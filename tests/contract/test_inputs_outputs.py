@@ -91,7 +91,13 @@ def test_a_large_input_that_goes_whole(wrap: Wrap) -> None:
             {"in_dims": {0: 1, 2: None}},
             "in_dims={0: 1, 2: None, 3: None}). Otherwise",
         ),
-        ([(3, 8), (2, 1)], {"dim": 1}, "inputs[0] has 8, inputs[1] has 1. "),
+        ([(3, 8), (2, 1)], {"dim": 1}, "inputs[0] has 8, inputs[1] has 1. If every"),
+        (
+            [(8, 4, 3), (1, 8, 2), (1, 8, 2)],  # the hidden state of an LSTM
+            {},
+            "If the batch of inputs[1], inputs[2] is on another dimension: DataParallel(..., in_dims={1: 1, 2: 1}). If",
+        ),
+        ([(8, 4, 3), (1, 8, 2), (2, 3)], {}, "in_dims={1: 1, 2: None}). If every … in_dims={1: None, 2: None}). Other"),
     ],
 )
 def test_tensors_with_different_numbers_of_rows(
@@ -138,7 +144,9 @@ def test_replicas_that_do_not_agree_on_what_is_whole(wrap: Wrap) -> None:
     """G3: with what each gave."""
     model = wrap(Fn(lambda x: x.sum()), 2, out_dims=None)
     assert model(torch.zeros(4)).dim() == 0
-    with pytest.raises(ValueError, match=r"different values, .*out_dims=None says.*replica 0: 1; replica 1: 5"):
+    with pytest.raises(
+        ValueError, match=r"different values, .*out_dims=None says.*replica 0: 1; replica 1: 5\)\. Leave"
+    ):
         model(torch.arange(4.0))
 
 

@@ -47,6 +47,7 @@ START = r"\. Start the program with torchrun.*process_group=False.*$"
     ("variables", "message"),
     [
         *(({n: v for n, v in COMPLETE.items() if n != name}, rf"^[^\n]* but not {name}{START}") for name in NEEDED),
+        (dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK"), "0"), "^RANK, WORLD_SIZE and LOCAL_RANK are set, "),
         ({"RANK": "0"}, rf"^RANK is set, .* but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT{START}"),
         ({**COMPLETE, "RANK": "one"}, "RANK='one': expected a whole number"),
         ({**COMPLETE, "WORLD_SIZE": ""}, "WORLD_SIZE='': expected a whole number"),

@@ -151,7 +151,7 @@ def differ_in(rank: int, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "expected"),
     [
-        ("order", "rank 0 is in backward of wrapped model 2, rank 1 in that of 1"),
+        ("order", "rank 0 is in backward of wrapped model 2, rank 1 in backward of wrapped model 1"),
         ("forwards", "rank 0 is in backward of its forward 1, rank 1 of its 2"),
         ("mode", "of ranks 0 and 1, rank 0 ran forward in training mode, the other did not"),
         ("no_sync", "of ranks 0 and 1, rank 0 is inside no_sync(), the other is not"),
@@ -256,7 +256,7 @@ def waits_alone(rank: int, steps: bool, seen: Path) -> str:
     ("steps", "expected"),
     [
         (False, ["at a DataParallel that spans processes", "rank 1 did not reach it", "Wrap the same models"]),
-        (True, ["at summing gradients over the processes", "rank 1 does not wait for any rank"]),
+        (True, ["at summing gradients over the processes", "rank 1 is in no collective"]),
     ],
     ids=["wrapping", "backward"],
 )

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 
 from unisono import parallel_apply
 
@@ -32,6 +33,22 @@ def test_positional_and_keyword_inputs() -> None:
 def test_lengths_that_differ_are_refused(args: tuple[Any, ...], message: str) -> None:
     """Nothing is dropped silently."""
     with pytest.raises(ValueError, match=message):
+        parallel_apply(*args)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((describe, [()]), "modules: expected a list with one entry for each call"),
+        (([describe], torch.ones(1)), r"inputs: expected a list with one entry for each call, got a Tensor of shape"),
+        (([describe], [()], {"x": 1}), "kwargs_tup: expected a list with one entry for each call, got {'x': 1}"),
+        (([describe], [()], [1]), r"kwargs_tup\[0\]: expected a dict from names to inputs, got 1"),
+        (([describe], [()], None, 2), "devices=2: expected a list"),
+        (([describe, 3], [(), ()]), r"modules\[1\]: expected a module or a function, got 3"),
+    ],
+)
+def test_arguments_of_other_types_are_named(args: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
         parallel_apply(*args)
 
 

@@ -101,6 +101,8 @@ def test_tensors_are_joined_in_order_on_the_target_device(sim):
         assert joined.tolist() == [[0, 1], [2, 3], [4, 5], [0, 1]]
     with pytest.raises(ValueError, match="there is no accelerator 7"):
         unisono.gather(outputs, 7)
+    with pytest.raises(ValueError, match="target_device: 'gpu' is not a device"):
+        unisono.gather(outputs, "gpu")
     with pytest.raises(TypeError, match="target_device is None"):
         unisono.gather(outputs, None)
     with pytest.warns(FutureWarning, match="deprecated"):
@@ -115,6 +117,7 @@ Point, Place = namedtuple("Point", "x"), namedtuple("Place", "x")
     ("outputs", "error", "message"),
     [
         ([torch.zeros(2), None], ValueError, "cannot gather output: .* (replica 0: Tensor; replica 1: NoneType)"),
+        ([torch.zeros(2), None], ValueError, "Return an empty tensor in place of None."),
         (
             [TABLE, TABLE, ROW],
             ValueError,
@@ -122,7 +125,7 @@ Point, Place = namedtuple("Point", "x"), namedtuple("Place", "x")
         ),
         ([[ROW], [ROW.long()]], ValueError, "output[0]: .* dtypes (replica 0: torch.float32; replica 1: torch.int64)"),
         ([TABLE, TABLE.t()], ValueError, "along dimension 0: replica 0 returned (2, 3), replica 1 returned (3, 2)."),
-        (["a", "b"], ValueError, "different values (replica 0: 'a'; replica 1: 'b')"),
+        (["a", "b"], ValueError, "different values (replica 0: 'a'; replica 1: 'b'). Values that depend on the rows"),
         ([True, 1], ValueError, "different types (replica 0: bool; replica 1: int)"),
         ([{"a": ROW}, {"a": ROW, "b": ROW}], ValueError, "different keys (replica 0: ['a']; replica 1: ['a', 'b'])"),
         ([(ROW, [ROW]), (ROW, [])], ValueError, "cannot gather output[1]: .* lengths (replica 0: 1; replica 1: 0)"),

@@ -3,8 +3,9 @@
 import math
 
 import pytest
+import torch
 
-from unisono.primitives.split_sizes import check_shares
+from unisono.primitives.split_sizes import IdleDevices, check_shares
 
 
 @pytest.mark.parametrize(
@@ -34,3 +35,9 @@ def test_check_shares_says_what_is_wrong(shares, error, message):
     """S2, A13: the value is shown, and what was expected."""
     with pytest.raises(error, match=message):
         check_shares(shares, 2)
+
+
+def test_of_many_devices_the_message_has_the_first_ones(caplog: pytest.LogCaptureFixture) -> None:
+    cpu = torch.device("cpu")
+    IdleDevices().see([1] * 6 + [0] * 93, [cpu] * 99, lambda: [True] * 99)
+    assert "a batch of 6 rows gives [1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, ...] rows to the 99" in caplog.text

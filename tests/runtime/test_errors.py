@@ -35,3 +35,12 @@ def test_annotate_does_not_name_one_exception_twice():
     for _ in range(2):
         assert errors.annotate([("replica 0", shared), ("replica 1", shared)]) is shared
     assert shared.__notes__ == ["raised in replica 0"]
+
+
+def test_a_value_in_a_message_is_one_short_line() -> None:
+    assert errors.shown([0, 1]) == "[0, 1]"
+    assert errors.shown("cuda") == "'cuda'"
+    assert errors.shown(torch.nn.Linear) == "the class Linear"
+    assert errors.shown(torch.zeros(2, 3)) == "a Tensor of shape (2, 3)"
+    assert errors.shown(torch.nn.Sequential(torch.nn.ReLU())) == "an object of type Sequential"  # has several lines
+    assert errors.shown(["cpu"] * 99) == "an object of type list"

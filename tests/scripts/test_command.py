@@ -165,7 +165,9 @@ def test_the_plain_module_is_called_so(capsys: pytest.CaptureFixture[str]) -> No
         pytest.skip("this machine has an accelerator")
     assert run_to_the_end(script(WRAPPED)) == 0
     closing = capsys.readouterr().err.splitlines()[-1]
-    assert closing.startswith("unisono run: 1 wrapper on no accelerator, so the plain module ran (--devices 'cpu*2'")
+    assert closing.startswith(
+        "unisono run: 1 wrapper on the CPU, without replicas, because there is no accelerator (--devices "
+    )
     assert "; 90 rows in 3 forwards, " in closing
     assert "backward and the rest of the script" in closing
 
@@ -180,7 +182,7 @@ def test_a_script_without_a_wrapper_is_told_so(
     name = script(guarded + "\nprint(torch.cuda.device_count(), torch.cuda.is_available())")
     assert run_to_the_end("--devices", "cpu*2", name) == 0
     error = capsys.readouterr().err
-    assert "used no torch.nn.DataParallel" in error
+    assert "used neither torch.nn.DataParallel" in error
     assert "so unisono changed nothing. If it wraps only where there are several GPUs: " in error
     assert run_to_the_end("--devices", "cpu*2", "--count-replicas", name) == 0
     captured = capsys.readouterr()

@@ -141,6 +141,7 @@ def test_the_report_and_the_status(
     ("arguments", "error"),
     [
         ([], "the following arguments are required: package.module:build"),
+        (["theirs.py"], "expected package.module:build, such as theirs:build; or compare the first step of the script"),
         (["theirs:build", "--device", "2"], "there is no option --device; did you mean --devices?"),
         (["theirs:build", "--shares", "1,2,3"], "error: --shares 1,2,3: 3 weights for 2 devices; give one"),
         (["theirs:build", "--in-dims", "x"], "argument --in-dims: expected Python's notation"),

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 
 from helpers.as_accelerators import simulated_as_accelerators
 from helpers.modules import Calls, Composed, Fn, WithBackward
@@ -785,13 +786,32 @@ def test_the_criterion_is_used() -> None:
         ({"device_ids": ["cpu:nowhere"]}, ValueError, "is not a device"),
         ({"rtol": math.nan}, ValueError, "rtol=nan: expected a finite number, 0 or more"),
         ({"rtol": -1.0}, ValueError, "rtol=-1.0: expected a finite number, 0 or more"),
+        ({"rtol": "1e-5"}, TypeError, "rtol='1e-5': expected a finite number, 0 or more"),
         ({"inputs": (ROWS, ROWS)}, TypeError, "positional argument"),
+        ({"model": nn.Linear}, TypeError, r"got the class Linear; make one: Linear\(\.\.\.\)"),
+        ({"target": nn.MSELoss()}, TypeError, r"got MSELoss\(\); write verify\(model, inputs, target, criterion\)"),
+        ({"criterion": ROWS}, TypeError, r"got a Tensor of shape \(9, 5\); write verify\(model, inputs"),
+        ({"criterion": nn.MSELoss}, TypeError, r"got the class MSELoss; make one: MSELoss\(\)"),
+        (
+            {"loss": nn.MSELoss()},
+            TypeError,
+            r"expected 'mean' or 'sum'; write verify\(model, inputs, target, criterion",
+        ),
+        ({"loss_fn": nn.MSELoss()}, TypeError, r"did you mean criterion\?"),
+        ({"labels": ROWS}, TypeError, r"did you mean target\?"),
+        ({"inputs": DataLoader(TensorDataset(ROWS))}, TypeError, r"got a DataLoader; take one: inputs, target = next"),
     ],
 )
 def test_mistakes(arguments: dict[str, Any], error: type[Exception], says: str) -> None:
     given: dict[str, Any] = {"model": mlp(), "inputs": ROWS, "device_ids": ["cpu", "cpu"], "show": False} | arguments
     with pytest.raises(error, match=says):
         verify(**given)
+
+
+def test_a_batch_that_the_model_does_not_take_has_a_note_on_the_target() -> None:
+    with pytest.raises(TypeError) as caught:
+        compared(mlp(), (ROWS, ROWS))
+    assert "the model got 2 positional inputs. If one of them is the target, write verify(" in caught.value.__notes__[0]
 
 
 def test_a_wrapper_without_devices_is_refused(no_accelerators: None) -> None:

@@ -41,8 +41,8 @@ from unisono.runtime.tracebacks import without_own_frames
 
 _KEEP_GRAPH = (
     "backward reaches both the module's output and a tensor that left forward another way (a hook or a list "
-    "stored it); the first frees what the second needs. Call backward(retain_graph=True), or return the "
-    "tensor from forward."
+    "stored it), and the backward of one frees tensors that the other needs. Call backward(retain_graph=True), or "
+    "return the tensor from forward."
 )
 
 

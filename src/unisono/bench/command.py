@@ -16,6 +16,7 @@ from unisono.console import options, progress
 from unisono.console.errors import DONE, FAILED, OptionError
 from unisono.console.files import expect_writable, write
 from unisono.console.options import TARGET, folder, number
+from unisono.console.targets import module_of
 from unisono.runtime.devices import accelerators
 
 WORKLOADS = ("resnet", "mlp", "gpt", "tiny")
@@ -83,12 +84,13 @@ def run(given: dict[str, Any]) -> int:
     """Measure, print and save; return the exit status."""
     if not hasattr(os, "killpg"):
         raise OptionError(
-            f"its programs are process groups, which this system ({sys.platform}) does not have: use Linux or macOS"
+            f"bench needs process groups, which this system ({sys.platform}) does not have: use Linux or macOS"
         )
     names = given.get("models") or WORKLOADS
     for name in names:
         if ":" not in name and name not in WORKLOADS:
-            raise OptionError(f"{name}: expected a built-in model ({', '.join(WORKLOADS)}), or {TARGET} for your own")
+            own = f"{module_of(name)}:build" if name.endswith(".py") else TARGET
+            raise OptionError(f"{name}: expected a built-in model ({', '.join(WORKLOADS)}), or {own} for your own")
     targets = {name: f"unisono.bench.workloads:{name}" if name in WORKLOADS else name for name in names}
     settings = dict(_QUICK if "quick" in given else _USUAL)
     settings["seconds_per_turn"] = given.get("seconds_per_turn", settings["seconds_per_turn"])

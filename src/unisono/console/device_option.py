@@ -6,11 +6,18 @@ from collections.abc import Sequence
 import torch
 
 from unisono.console.errors import OptionError
+from unisono.console.files import as_typed
 from unisono.distributed import environment
 from unisono.runtime import devices
 
 _MAX_REPLICAS, _LONGEST = 1024, 1000
 _FORMS = "auto, a count, or devices such as 0,1 or cuda:0,cuda:1 or cpu,cpu or 'cpu*8'"
+# For the help of the option.
+AUTO = "all accelerators, or two CPU replicas if there is none"
+NAMED = (
+    "a count, such as 2: the first two accelerators, or two CPU replicas; or a list: 0,1, cuda:0,cuda:1, cpu,cpu, "
+    "'cpu*8'; 0, with a comma, is accelerator 0 only"
+)
 
 
 def choose_devices(text: str, *, among_several: bool = False) -> list[torch.device]:
@@ -25,7 +32,7 @@ def choose_devices(text: str, *, among_several: bool = False) -> list[torch.devi
     Several processes of one machine each have their own devices: auto is the accelerator of this process, or one CPU
     replica; 3 are three accelerators, those that follow the ones of the processes with a lower local rank.
     """
-    present = devices.accelerators()
+    text, present = text.strip(), devices.accelerators()
     if text == "auto" and not among_several:
         return present or [torch.device("cpu")] * 2
     if text == "auto":
@@ -34,13 +41,13 @@ def choose_devices(text: str, *, among_several: bool = False) -> list[torch.devi
         except ValueError as error:
             raise OptionError(error) from error
     if len(text) > _LONGEST or any(int(number) > _MAX_REPLICAS for number in re.findall(r"\d+", text)):
-        raise OptionError(f"--devices {text:.80}: no machine has so many devices; expected {_FORMS}")
+        raise OptionError(f"--devices {as_typed(text[:80])}: no machine has so many devices; expected {_FORMS}")
     if text.isdecimal():
         return _take(int(text), present, (environment.local_rank() or 0) if among_several else 0)
     named = [device for part in text.removesuffix(",").split(",") for device in _repeated(part.strip(), text)]
     if not devices.are_one_kind(named):
         raise OptionError(
-            f"--devices {text}: expected one kind of device for all replicas, such as cuda:0,cuda:1 or cpu,cpu"
+            f"{_typed(text)}: expected one kind of device for all replicas, such as cuda:0,cuda:1 or cpu,cpu"
         )
     return named
 
@@ -48,31 +55,41 @@ def choose_devices(text: str, *, among_several: bool = False) -> list[torch.devi
 def _take(count: int, present: list[torch.device], local_rank: int) -> list[torch.device]:
     """Return `count` of the accelerators present, after those of the processes with a lower local rank."""
     if count < 1:
-        raise OptionError(f"--devices {count}: expected {_FORMS}")
+        raise OptionError(
+            f"--devices {count}: a number is a count, 1 or more; write --devices 0, (with a comma) for accelerator 0, "
+            "--devices cpu for one CPU replica"
+        )
     if not present:
         return [torch.device("cpu")] * count
     first = local_rank * count
     if first + count > len(present):
         there = ", ".join(map(str, present))
         needed = f" for each of {local_rank + 1} processes" if local_rank else ""
-        raise OptionError(
-            f"--devices {count}{needed}: this machine has only {len(present)} ({there}); "
-            f"'{present[0]}*{count}' puts {count} replicas on one device"
+        one_device = as_typed(f"{present[0]}*{count}")
+        remedy = (
+            f"start at most {len(present) // count} here"
+            if local_rank
+            else f"write --devices {len(present)}, or {one_device} for {count} replicas on one device"
         )
+        raise OptionError(f"--devices {count}{needed}: this machine has only {len(present)} ({there}); {remedy}")
     return present[first : first + count]
+
+
+def _typed(text: str) -> str:
+    return f"--devices {as_typed(text)}"
 
 
 def _repeated(part: str, text: str) -> list[torch.device]:
     name, star, times = part.partition("*")
     if not name or (star and not (times.isdecimal() and int(times) > 0)):
-        raise OptionError(f"--devices {text}: expected {_FORMS}")
+        raise OptionError(f"{_typed(text)}: expected {_FORMS}")
     try:
         if not name.isdecimal():
             torch.device(name)
     except (RuntimeError, ImportError):  # torch's message lists every kind of device that it knows
-        raise OptionError(f"--devices {text}: {name} is not a device; expected {_FORMS}") from None
+        raise OptionError(f"{_typed(text)}: {name} is not a device; expected {_FORMS}") from None
     try:
-        device = devices.resolve_one(int(name) if name.isdecimal() else name, f"--devices {text}")
+        device = devices.resolve_one(int(name) if name.isdecimal() else name, _typed(text))
     except ValueError as error:
         remedy = "" if devices.accelerators() else "; for two replicas on the CPU write --devices 'cpu*2'"
         raise OptionError(f"{error}{remedy}") from error

@@ -72,6 +72,6 @@ def write(folder: Path, files: Mapping[str, bytes]) -> None:
             unfinished.write_bytes(content)
 
 
-def as_typed(path: Path) -> str:
-    """Return a path as it is typed on a command line: in quotes, where a shell needs them."""
+def as_typed(path: Path | str) -> str:
+    """Return a path or a word as it is typed on a command line: in quotes, where a shell needs them."""
     return subprocess.list2cmdline([path]) if sys.platform == "win32" else shlex.quote(str(path))

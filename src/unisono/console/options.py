@@ -60,7 +60,7 @@ def add_options_of_wrappers(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help=(
             "batch norm over the rows of all replicas; --no-sync-batch-norm: over each replica's own rows, as in "
-            "torch (default: the latter, with a warning)"
+            "torch (default: each replica's own, with a warning)"
         ),
     )
 
@@ -82,10 +82,11 @@ def folder(name: str) -> Path:
     return Path(name)
 
 
-def number(kind: type[int] | type[float], least: float, most: float = math.inf) -> Callable[[str], Any]:
-    """Return the argparse type of finite numbers from `least` to `most`."""
-    what = "a whole number" if kind is int else "a number"
-    expected = f"expected {what} from {least:g} {'up' if most == math.inf else f'to {most:g}'}"
+def number(kind: type[int] | type[float], least: float = -math.inf, most: float = math.inf) -> Callable[[str], Any]:
+    """Return the argparse type of finite numbers from `least` to `most`; of all of them, where another checks more."""
+    expected = "expected a whole number" if kind is int else "expected a number"
+    if least > -math.inf:
+        expected += f" from {least:g} {'up' if most == math.inf else f'to {most:g}'}"
 
     def parsed(text: str) -> int | float:
         try:

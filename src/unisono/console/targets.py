@@ -6,6 +6,7 @@ Every error is one line, because the caller can fix it: no such module, no such 
 import contextlib
 import importlib
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -39,7 +40,7 @@ def find(target: str, expected: str) -> Any:
     module_name, colon, path = target.partition(":")
     names = path.split(".")
     if not (colon and all(map(str.isidentifier, [*module_name.split("."), *names]))) or module_name.endswith(".py"):
-        raise TargetError(f"{target}: expected {expected}")
+        raise TargetError(f"{target}: expected {expected}{_for_file(module_name, path)}")
     with explained(f"{target}: importing {module_name}"):
         try:
             found: Any = importlib.import_module(module_name)
@@ -67,6 +68,22 @@ def explained(doing: str) -> Iterator[None]:
         raise
     except BaseException as error:
         raise TargetError(f"{doing} raised {one_line(error)}") from error
+
+
+def _for_file(name: str, path: str) -> str:
+    """Return what to write in the place of a file's name."""
+    if not name.endswith(".py"):
+        return ""
+    return f"; for {name} write {module_of(name)}:{path or 'build'}"
+
+
+def module_of(file: str) -> str:
+    """Return the name of a file's module.
+
+    >>> module_of("./package/train.py")
+    'package.train'
+    """
+    return re.sub(r"[/\\]+", ".", file.removesuffix(".py").removeprefix("./"))
 
 
 def _described(found: Any) -> str:

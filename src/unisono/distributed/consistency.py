@@ -200,7 +200,7 @@ def _difference(steps: Sequence[RankStep], tensors: Sequence[tuple[Sequence[Any]
     (parameters, buffers, _), (other_parameters, other_buffers, _) = tensors[0], tensors[rank]
     if first.model != other.model:
         return (
-            f"rank 0 is in backward of wrapped model {first.model:.0f}, rank {rank} in that of "
+            f"rank 0 is in backward of wrapped model {first.model:.0f}, rank {rank} in backward of wrapped model "
             f"{other.model:.0f}, counted in the order of wrapping"
         )
     if first.digest != other.digest:

@@ -98,8 +98,9 @@ def launch() -> Launch | None:
             return None
         missing = [name for name in ("RANK", "WORLD_SIZE", *_MASTER_VARIABLES) if name not in os.environ]
         if missing:
+            named = ", ".join(given[:-1]) + " and " * (len(given) > 1) + given[-1]
             raise RuntimeError(
-                f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} set, as by a launcher, but not "
+                f"{named} {'is' if len(given) == 1 else 'are'} set, as by a launcher, but not "
                 f"{', '.join(missing)}. {_REMEDY}"
             )
     own = _RANK_VARIABLES if names is None else names

@@ -458,10 +458,10 @@ class Communicator:
         if missing:
             found.insert(0, missing)
         elif not_waiting:
-            found.append(f"{ranks_of(not_waiting)} {'does' if len(not_waiting) == 1 else 'do'} not wait for any rank")
+            found.append(f"{ranks_of(not_waiting)} {'is' if len(not_waiting) == 1 else 'are'} in no collective")
         text = (
             f"rank {self.rank} has waited {self.timeout_s:g} s for the others at {doing}; "
-            f"{'; '.join(found) or 'all ranks wait at the same'}. Wrap the same models and take the same "
+            f"{'; '.join(found) or 'all ranks wait at the same place'}. Wrap the same models and take the same "
             "steps in every process; for loaders of different lengths use DataParallel.batches(loader)."
         )
         self.report_failure(text)

@@ -39,7 +39,7 @@ backward bucket by bucket. Each device has the same number of rows (samples), so
 --strong divides one batch.
 
 The step is measured here on one device for your model (package.module:build, as for `unisono bench`; its batch is
-that of one device), or given by --compute and --gradients.
+for one device), or given by --compute and --gradients.
 """
 
 EXAMPLES = """\

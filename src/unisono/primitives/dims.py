@@ -9,14 +9,20 @@ import contextlib
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Never
 
 from torch import nn
 
 from unisono.primitives import pytree
-from unisono.runtime.errors import warn
+from unisono.primitives.checks import check_names
+from unisono.runtime.errors import shown, warn
 from unisono.runtime.model_warnings import ModelWarnings
 
+_OF_OTHER_PADS = {  # torch.nn.functional.pad, pad_sequence, pad_packed_sequence
+    **dict.fromkeys(("padding_value", "fill_value", "fill"), "value"),
+    **dict.fromkeys(("axis", "dims"), "dim"),
+    **dict.fromkeys(("batch_dim", "out_dims"), "rows"),
+}
 _SCALAR_RULES = ("stack", "mean", "sum")
 _DIM_1 = (
     "{name}(batch_first=False) has its batch on dimension 1 in input, output and hidden state; DataParallel "
@@ -46,7 +52,7 @@ class Padding:
         return f"pad({dims}, value={self.value}{'' if self.rows is None else f', rows={self.rows}'})"
 
 
-def pad(dim: int | Sequence[int], value: float = 0, *, rows: int | None = None) -> Padding:
+def pad(dim: int | Sequence[int], value: float = 0, *, rows: int | None = None, **unknown: Never) -> Padding:
     """Have outputs padded to the longest before they are joined: an entry of `out_dims`.
 
         >>> model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Flatten(1))
@@ -67,14 +73,15 @@ def pad(dim: int | Sequence[int], value: float = 0, *, rows: int | None = None) 
     Raises:
         TypeError: arguments of other types.
     """
+    check_names(unknown, ("dim", "value", "rows"), "pad", _OF_OTHER_PADS)
     dims = tuple(dim) if isinstance(dim, Sequence) and not isinstance(dim, str) else (dim,)
     for axis in (*dims, *([] if rows is None else [rows])):
         if not isinstance(axis, int) or isinstance(axis, bool):
-            raise TypeError(f"pad: {axis!r} is not a dimension: expected an int, or a tuple of ints")
+            raise TypeError(f"pad: {shown(axis)} is not a dimension: expected an int, or a tuple of ints")
     if not dims:
         raise TypeError("pad: dim is empty: expected the dimension whose size may differ between replicas")
     if not isinstance(value, int | float):
-        raise TypeError(f"pad: value={value!r}: expected a number")
+        raise TypeError(f"pad: value={shown(value)}: expected a number")
     return Padding(dims, value, rows)
 
 
@@ -122,7 +129,7 @@ def warn_if_rows_elsewhere(module: nn.Module, dim: int, out_dims: Any) -> bool:
 def check_dim(dim: object) -> int:
     """Return `dim`; raise TypeError if it cannot be the axis of the rows."""
     if not isinstance(dim, int) or isinstance(dim, bool):
-        raise TypeError(f"dim={dim!r}: expected an int, the batch dimension")
+        raise TypeError(f"dim={shown(dim)}: expected an int, the batch dimension")
     return dim
 
 
@@ -140,7 +147,7 @@ def check_dims(dims: object, argument: str) -> Any:
             continue
         if entry is not None and (not isinstance(entry, int) or isinstance(entry, bool)):
             raise TypeError(
-                f"{path}={entry!r}: expected an int (the batch dimension) or None (the same for every "
+                f"{path}={shown(entry)}: expected an int (the batch dimension) or None (the same for every "
                 "replica), or tuples and dicts of these in the shape of the value"
             )
     return dims
@@ -151,7 +158,7 @@ def check_scalars(scalars: object, argument: str = "scalars") -> Any:
     expected = 'expected "stack", "mean", "sum" or "mean:name", or tuples and dicts of these in the shape of the output'
     for path, entry in pytree.leaves(scalars, argument):
         if not isinstance(entry, str):
-            raise TypeError(f"{path}={entry!r}: {expected}")
+            raise TypeError(f"{path}={shown(entry)}: {expected}")
         rule, colon, name = entry.partition(":")
         if rule not in _SCALAR_RULES or (colon and (rule != "mean" or not name)):
             raise ValueError(f"{path}={entry!r}: {expected}")

@@ -1,19 +1,23 @@
 """parallel_apply: call replica i with shard i, all at once, each in a thread of its own."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Never
 
 import torch
 
 from unisono.primitives import pytree
+from unisono.primitives.checks import check_kwargs, check_names
 from unisono.runtime import devices as _devices
 from unisono.runtime.devices import DeviceLike
-from unisono.runtime.errors import annotate
+from unisono.runtime.errors import annotate, shown
 from unisono.runtime.interrupts import critical, interruptibly
 from unisono.runtime.rng import own_streams
 from unisono.runtime.thread_pool import OBJECTS_HAVE_THREADS, Outcome, free_in_workers, run_together
 from unisono.runtime.thread_state import modes_that_stay
 from unisono.runtime.tracebacks import without_own_frames
+
+_ARGUMENTS = ("modules", "inputs", "kwargs_tup", "devices")
+_OF_OTHERS = {"kwargs": "kwargs_tup", "module_kwargs": "kwargs_tup", "device_ids": "devices", "target_gpus": "devices"}
 
 
 @without_own_frames
@@ -23,6 +27,7 @@ def parallel_apply(
     inputs: Sequence[Any],
     kwargs_tup: Sequence[dict[str, Any] | None] | None = None,
     devices: Sequence[DeviceLike] | None = None,
+    **unknown: Never,
 ) -> list[Any]:
     """Call `modules[i](*inputs[i], **kwargs_tup[i])` for every i, all at once; return the outputs in order.
 
@@ -40,26 +45,31 @@ def parallel_apply(
         devices: the device that is current during each call; left out, that of the call's first tensor.
 
     Raises:
-        TypeError: modules or inputs that are no sequence.
+        TypeError: arguments that are no sequence; an entry that is no callable, or no dict of keyword inputs.
         ValueError: sequences of different lengths, or none at all.
         BaseException: what a call raised, the same object, with a note that names the replica and its device; of
             several the lowest replica's, the others named in the note.
     """
-    for name, sequence in (("modules", modules), ("inputs", inputs)):
-        if isinstance(sequence, torch.Tensor) or not isinstance(sequence, Sequence | torch.nn.ModuleList):
-            raise TypeError(f"{name}: expected a list with one entry for each call, got {type(sequence).__name__}")
+    check_names(unknown, _ARGUMENTS, "parallel_apply", _OF_OTHERS)
+    for name, sequence in (("modules", modules), ("inputs", inputs), ("kwargs_tup", kwargs_tup)):
+        if name == "kwargs_tup" and sequence is None:
+            continue
+        if isinstance(sequence, str) or not isinstance(sequence, Sequence | torch.nn.ModuleList):
+            raise TypeError(f"{name}: expected a list with one entry for each call, got {shown(sequence)}")
     calls = len(modules)
     if not calls:
         raise ValueError("no modules to apply: expected at least one")
-    for name, given in (("inputs", inputs), ("kwargs_tup", kwargs_tup), ("devices", devices)):
+    used = None if devices is None else _devices.resolve_each(devices, "devices")
+    for name, given in (("inputs", inputs), ("kwargs_tup", kwargs_tup), ("devices", used)):
         if given is not None and len(given) != calls:
             raise ValueError(f"{calls} modules but {len(given)} {name}: expected one for each module")
-    all_kwargs = [kwargs or {} for kwargs in kwargs_tup] if kwargs_tup is not None else [{}] * calls
+    for i, module in enumerate(modules):
+        if not callable(module):
+            raise TypeError(f"modules[{i}]: expected a module or a function, got {shown(module)}")
+    all_kwargs = [check_kwargs(kwargs, f"kwargs_tup[{i}]") for i, kwargs in enumerate(kwargs_tup or [{}] * calls)]
     all_inputs = [given if isinstance(given, tuple | list) else (given,) for given in inputs]
-    if devices is None:
+    if used is None:
         used = [_device_of(args, kwargs) for args, kwargs in zip(all_inputs, all_kwargs, strict=True)]
-    else:
-        used = _devices.resolve_each(devices, "devices")
 
     where = [f"replica {i} on {device}" for i, device in enumerate(used)]
     with own_streams(type(modules[0]).__name__, used[:1] if modes_that_stay() else used) as streams:

@@ -224,10 +224,14 @@ def _registered(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any], Any]
 def disagreement(path: str, what: str, given: Sequence[object]) -> ValueError:
     """Return the error for replicas' outputs that do not have one structure; it shows what each replica returned."""
     each = "; ".join(f"replica {i}: {value}" for i, value in enumerate(given))
-    return ValueError(
-        f"cannot gather {path or 'the output'}: replicas returned different {what} ({each}). Every replica "
-        "must return the same structure; only the number of rows (samples) may differ."
-    )
+    rule = "Every replica must return the same structure; only the number of rows (samples) may differ."
+    if what == "values":
+        rule = "Values that depend on the rows (samples) need one entry for each row: return a unisono.SampleList."
+    elif what.startswith("values"):
+        rule = "Leave this None out, or return the same value in every replica."
+    elif type(None).__name__ in given:
+        rule += " Return an empty tensor in place of None."
+    return ValueError(f"cannot gather {path or 'the output'}: replicas returned different {what} ({each}). {rule}")
 
 
 _DEEP = 100

@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from unisono.runtime.errors import log_once
+from unisono.runtime.errors import log_once, shown
 
 Shares = str | Sequence[float]
 MEASURED = "measured"
+_MOST_SHOWN = 16  # replicas whose rows a message has
 RULES = ("chunk", "even", MEASURED)
 _EXPECTED = 'expected "chunk", "even", "measured" or'
 
@@ -38,7 +39,7 @@ def check_shares(shares: object, num_replicas: int | None) -> Shares:
     if not isinstance(shares, Sequence) or not all(
         isinstance(weight, int | float) and not isinstance(weight, bool) for weight in shares
     ):
-        raise TypeError(f"shares={shares!r}: {_EXPECTED} a sequence of numbers, one for each device")
+        raise TypeError(f"shares={shown(shares)}: {_EXPECTED} a sequence of numbers, one for each device")
     try:
         weights = tuple(map(float, shares))
     except OverflowError:  # an int beyond the range of floats
@@ -55,7 +56,9 @@ def check_shares(shares: object, num_replicas: int | None) -> Shares:
 def check_parts(parts: object) -> int:
     """Return the number of parts of a shard; raise TypeError or ValueError if it is none."""
     if isinstance(parts, bool) or not isinstance(parts, int):
-        raise TypeError(f"parts={parts!r}: expected a whole number: into how many parts each replica divides its rows")
+        raise TypeError(
+            f"parts={shown(parts)}: expected a whole number: into how many parts each replica divides its rows"
+        )
     if parts < 1:
         raise ValueError(f"parts={parts!r}: expected 1 (no division) or more")
     return parts
@@ -117,7 +120,12 @@ class IdleDevices:
             better = 'shares="even"' if rows >= len(sizes) else f"batches of at least {len(sizes)} rows"
             batch = "1 row" if rows == 1 else f"{rows} rows"
             log_once(
-                f"a batch of {batch} gives {list(sizes)} rows to the {len(sizes)} devices: "
+                f"a batch of {batch} gives {_shown(sizes)} rows to the {len(sizes)} devices: "
                 f"{len(idle)} of them ({', '.join(dict.fromkeys(idle))}) "
                 f"{'stays' if len(idle) == 1 else 'stay'} idle. Use {better}."
             )
+
+
+def _shown(sizes: Sequence[int]) -> str:
+    more = ", ..." if len(sizes) > _MOST_SHOWN else ""
+    return f"[{', '.join(map(str, sizes[:_MOST_SHOWN]))}{more}]"

@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 import torch
 
 from unisono.runtime import torch_private
-from unisono.runtime.errors import log_once, warn
+from unisono.runtime.errors import log_once, shown, warn
 
 DeviceLike: TypeAlias = int | str | torch.device
 """What names a device: an accelerator's index, a string such as "cuda:0" or "cpu", or a `torch.device`."""
@@ -91,7 +91,7 @@ def resolve_one(device_id: DeviceLike, argument: str) -> torch.device:
             raise ValueError(f"{argument}: there is no accelerator {device_id}; {_visible(present, argument)}")
         return present[device_id]  # type: ignore[index]
     if not isinstance(device_id, str | torch.device):
-        raise TypeError(f"{argument}: expected an int, a string or a torch.device, got {device_id!r}")
+        raise TypeError(f"{argument}: expected an int, a string or a torch.device, got {shown(device_id)}")
     try:
         device = torch.device(device_id)
     except RuntimeError:  # torch's message lists every kind of device that it knows
@@ -117,7 +117,9 @@ def resolve_one(device_id: DeviceLike, argument: str) -> torch.device:
     return torch.device(device.type, device.index or 0)
 
 
-def resolve_output(output_device: DeviceLike | None, devices: Sequence[torch.device]) -> torch.device:
+def resolve_output(
+    output_device: DeviceLike | None, devices: Sequence[torch.device], argument: str = "output_device"
+) -> torch.device:
     """Return the device on which outputs are gathered: the first replica's unless another is named.
 
     -1 is the CPU, as in torch, and deprecated there as here.
@@ -125,9 +127,9 @@ def resolve_output(output_device: DeviceLike | None, devices: Sequence[torch.dev
     if output_device is None:
         return devices[0]
     if _is_index(output_device) and output_device == -1:
-        warn('output_device=-1 is deprecated: write output_device="cpu"', FutureWarning)
+        warn(f'{argument}=-1 is deprecated: write {argument}="cpu"', FutureWarning)
         return _CPU
-    return resolve_one(output_device, "output_device")
+    return resolve_one(output_device, argument)
 
 
 def public_id(device: torch.device) -> int | torch.device:
@@ -593,7 +595,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def _check_is_list(device_ids: object, argument: str) -> None:
     if isinstance(device_ids, str | bytes) or not isinstance(device_ids, Sequence):
-        raise TypeError(f'{argument}={device_ids!r}: expected a list, such as [0, 1], ["cuda:0"] or ["cpu"] * 2')
+        raise TypeError(f'{argument}={shown(device_ids)}: expected a list, such as [0, 1], ["cuda:0"] or ["cpu"] * 2')
 
 
 def _is_index(device_id: object) -> bool:

@@ -17,7 +17,22 @@ from collections.abc import Mapping, Sequence
 import torch
 
 log = logging.getLogger("unisono")
+_LONGEST_SHOWN = 200  # characters of a value in a message
 _NOT_THE_USERS = ("unisono", "torch", "pytest_unisono")  # packages between the user's line and a warning
+
+
+def shown(value: object) -> str:
+    """Return a value as a message names it: as it is written, if that is one short line, else by its type.
+
+    >>> shown("cpu"), shown(torch.Tensor), shown(torch.zeros(2, 3))
+    ("'cpu'", 'the class Tensor', 'a Tensor of shape (2, 3)')
+    """
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(shape := getattr(value, "shape", None), tuple):  # a tensor's, an array's
+        return f"a {type(value).__name__} of shape {tuple(shape)}"
+    text = repr(value)
+    return text if len(text) <= _LONGEST_SHOWN and text.isprintable() else f"an object of type {type(value).__name__}"
 
 
 class ReplicaNames(list[str]):

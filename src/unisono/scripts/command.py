@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from unisono.console.device_option import choose_devices, describe
+from unisono.console.device_option import AUTO, NAMED, choose_devices, describe
 from unisono.console.errors import OptionError
 from unisono.console.options import OF_WRAPPERS, add_options_of_wrappers, expect_weights
 from unisono.distributed.launchers import launch
@@ -27,9 +27,9 @@ from unisono.scripts.wrapper import Settings
 _COUNT_REPLICAS = ". If it wraps only where there are several GPUs: unisono run --devices 'cpu*2' --count-replicas"
 
 _NO_WRAPPER = (
-    "the script used no torch.nn.DataParallel in this process, nor the functions beside it, so unisono changed nothing"
+    "the script used neither torch.nn.DataParallel nor its functions in this process, so unisono changed nothing"
 )
-_PLAIN = "no accelerator, so the plain module ran (--devices 'cpu*2' makes two replicas)"
+_PLAIN = "the CPU, without replicas, because there is no accelerator (--devices 'cpu*2' makes two replicas)"
 
 SUMMARY = "run your script with unisono in place of torch.nn.DataParallel"
 
@@ -51,8 +51,8 @@ examples:
   unisono run --devices 'cpu*2' --verify train.py
 
 exit status:
-  that of the script: of sys.exit, 1 after an exception, 130 after Ctrl-C
-  2  also if nothing was run: the script was not found, or an argument is wrong
+  the script's own: the status that it gives to sys.exit, 1 after an exception, 130 after Ctrl-C
+  2  if nothing was run: the script was not found, or an argument is wrong
 """
 
 
@@ -65,9 +65,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--devices",
         metavar="WHICH",
         help=(
-            "use these devices for every wrapper, and ignore device_ids. auto: all accelerators, or else two CPU "
-            "replicas; a count; or names: 0,1, cuda:0,cuda:1, cpu,cpu, 'cpu*8' (default: device_ids of the "
-            "script)"
+            f"use these devices for every wrapper, and ignore device_ids. auto: {AUTO}; {NAMED} "
+            "(default: device_ids of the script)"
         ),
     )
     add_options_of_wrappers(parser)

@@ -16,7 +16,7 @@ from unisono import __version__, keep_freed_memory
 from unisono.console import files
 from unisono.console.device_option import choose_devices
 from unisono.console.errors import DONE, OptionError, OutputClosedError
-from unisono.console.options import flag, folder
+from unisono.console.options import flag, folder, number
 from unisono.console.progress import Progress, for_stdout
 from unisono.console.targets import TargetError, current_folder_first
 from unisono.runtime.devices import is_cpu
@@ -53,7 +53,7 @@ files in the output folder:
   config.json              the options, and the values chosen
   timeline.png, .json      with --profile: what each replica did and when, and where a step spends its time
   tensorboard/             with --tensorboard: the same as metrics.jsonl
-  checkpoint.safetensors   what --resume needs
+  checkpoint.safetensors   the state that --resume reads
 """
 
 
@@ -65,7 +65,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         if isinstance(option.default, bool):
             about["action"] = argparse.BooleanOptionalAction
         elif isinstance(option.default, int | float):
-            about["type"] = type(option.default)
+            about["type"] = number(type(option.default))
         default = "" if "(default" in text or option.default is None else f" (default: {option.default})"
         group.add_argument(flag(option.name), help=text + default, **about)
 

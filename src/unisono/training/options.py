@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from unisono.console.device_option import AUTO, NAMED
 from unisono.console.errors import OptionError
 from unisono.console.options import flag
 from unisono.runtime.devices import computes_on_host
@@ -50,12 +51,11 @@ class Options:
         metavar="NAME|DIR",
         type=known,
     )
-    model: str = _option("resnet18", WHAT, "what is trained", choices=MODELS)
+    model: str = _option("resnet18", WHAT, "the model to train", choices=MODELS)
     devices: str = _option(
         "auto",
         WHERE,
-        "auto: all accelerators, or else two CPU replicas; a count: so many accelerators, or else CPU "
-        "replicas; or names: 0,1, cuda:0,cuda:1, cpu,cpu, 'cpu*8'",
+        f"auto: {AUTO}; {NAMED}",
         metavar="WHICH",
     )
     batch_size: int = _option(128, HOW, "pictures in one step, over all devices", metavar="ROWS")
@@ -65,7 +65,7 @@ class Options:
         True,
         HOW,
         "batch norm over the pictures of all devices, so that the loss does not depend on their number; "
-        "--no-sync-batch-norm: over those of each device, as in torch.nn.DataParallel (default: over all)",
+        "--no-sync-batch-norm: over each device's own, as in torch.nn.DataParallel (default: over all)",
     )
     precision: str = _option(
         "fp32",

@@ -6,10 +6,10 @@ Every error is one line: in the arguments, in finding and calling `build`, and i
 import argparse
 from typing import Any
 
-from unisono.console.device_option import choose_devices
+from unisono.console.device_option import NAMED, choose_devices
 from unisono.console.errors import DONE, FAILED, MISUSED, CommandError
 from unisono.console.options import TARGET, add_options_of_wrappers, expect_weights
-from unisono.console.targets import TargetError, current_folder_first, one_line
+from unisono.console.targets import TargetError, current_folder_first, module_of, one_line
 from unisono.runtime.devices import accelerators
 from unisono.verification.targets import build_arguments
 from unisono.verification.verify import verify
@@ -46,13 +46,13 @@ exit status:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar=TARGET, help="what to compare")
+    parser.add_argument("target", metavar=TARGET, help="your function that returns the model and a batch")
     parser.add_argument(
         "--devices",
         metavar="WHICH",
         help=(
-            "auto: all accelerators (one alone counts twice), or else two CPU replicas; a count: so many "
-            "accelerators, or else CPU replicas; or names: 0,1, cuda:0,cuda:1, cpu,cpu, 'cpu*8' (default: auto)"
+            "auto: all accelerators (two replicas on it if there is only one), or two CPU replicas if there is none; "
+            f"{NAMED} (default: auto)"
         ),
     )
     add_options_of_wrappers(parser)
@@ -61,6 +61,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(given: dict[str, Any]) -> int:
     """Find the model, compare, print the report, and return the exit status."""
     target, which = given.pop("target"), given.pop("devices", "auto")
+    if target.endswith(".py"):
+        raise TargetError(
+            f"{target}: expected {TARGET}, such as {module_of(target)}:build; or compare the first step of the script "
+            f"as it is: unisono run --verify {target}"
+        )
     if which != "auto":
         given["device_ids"] = choose_devices(which)
 

@@ -21,6 +21,7 @@ from unisono.verification.call_recorder import CallRecorder
 from unisono.verification.compare import difference, joined_numbers, plain, tensors_in
 from unisono.verification.state import RandomState, contents_in, copied, numbers_in
 
+_TARGET = "If one of them is the target, write verify(model, inputs, target, criterion)"
 _SEED = 0  # of the projection and the nudges, which are the same in every step
 
 
@@ -163,6 +164,10 @@ def take_step(
             if like is None or not step.recorder.root_calls() or is_of_replica(error):
                 raise
             step.error = error
+        except TypeError as error:
+            if like is None and len(args) > 1:
+                error.add_note(f"the model got {len(args)} positional inputs. {_TARGET}")
+            raise
     if isinstance(model, DataParallel):
         step.rows = [timing.rows for timing in model.replica_timings]
     if step.error is None:

@@ -3,9 +3,8 @@
 from typing import Any
 
 from unisono.console.targets import TargetError, explained, find
-from unisono.options import OF_OTHER_LIBRARIES
 from unisono.primitives.checks import check_names
-from unisono.verification.verify import VERIFY_ARGUMENTS
+from unisono.verification.verify import OF_OTHERS, VERIFY_ARGUMENTS
 
 _RETURNS = "(model, inputs), or a dict with the arguments of unisono.verify by name"
 
@@ -22,7 +21,7 @@ def build_arguments(target: str) -> dict[str, Any]:
     if isinstance(built, dict):
         known = [name for name in VERIFY_ARGUMENTS if name != "show"]
         try:
-            check_names(built, known, "unisono.verify", OF_OTHER_LIBRARIES)
+            check_names(built, known, "unisono.verify", OF_OTHERS)
         except TypeError as error:
             raise TargetError(f"the dict that {target} returned: {error}") from error
         missing = [name for name in ("model", "inputs") if name not in built]

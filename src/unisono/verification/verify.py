@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from unisono.data_parallel import ARGUMENTS, DataParallel
 from unisono.options import OF_OTHER_LIBRARIES
@@ -33,6 +34,7 @@ from unisono.primitives.sample_lists import SampleList
 from unisono.primitives.shared_iterators import shared
 from unisono.runtime import devices as _devices
 from unisono.runtime.devices import DeviceLike
+from unisono.runtime.errors import shown
 from unisono.verification import compare
 from unisono.verification.causes import (
     LOST,
@@ -128,14 +130,13 @@ def verify(
         TypeError, ValueError: arguments that cannot be used.
         Exception: any error that the model raised, on one device or in a replica.
     """
-    check_names(options, VERIFY_ARGUMENTS, "verify", OF_OTHER_LIBRARIES)
+    check_names(options, VERIFY_ARGUMENTS, "verify", OF_OTHERS)
+    _check_batch(inputs, target, criterion, options.get("loss"))
     wrapped = _wrap(model, device_ids, output_device, dim, options)
-    if target is not None and criterion is None:
-        raise ValueError("target without criterion: give a criterion(output, target) that returns the loss")
-    if criterion is not None and not callable(criterion):
-        raise TypeError(f"criterion: expected a function of output and target, got {criterion!r}")
-    if rtol is not None and not 0 <= rtol < math.inf:
-        raise ValueError(f"rtol={rtol}: expected a finite number, 0 or more")
+    if rtol is not None and not (isinstance(rtol, int | float) and 0 <= rtol < math.inf):
+        raise (ValueError if isinstance(rtol, int | float) else TypeError)(
+            f"rtol={shown(rtol)}: expected a finite number, 0 or more"
+        )
     check_have_data("compare", inputs, "inputs")
     check_have_data("compare", target, "target")
     devices = wrapped.devices
@@ -201,6 +202,32 @@ def verify(
 _OWN = [name for name in inspect.signature(verify).parameters if name != "options"]
 VERIFY_ARGUMENTS = [*dict.fromkeys([*_OWN, *ARGUMENTS[1:]])]  # all but the module: those of the wrapper, too
 VERIFY_ARGUMENTS.remove("process_group")  # it compares within one process
+OF_OTHERS = {
+    **OF_OTHER_LIBRARIES,
+    **dict.fromkeys(("loss_fn", "loss_function", "criteria", "loss_func"), "criterion"),
+    **dict.fromkeys(("label", "labels", "y"), "target"),
+    **dict.fromkeys(("atol", "tol", "tolerance"), "rtol"),
+    "mode": "leave it out: training and eval mode are both compared",
+}
+
+
+def _check_batch(inputs: object, target: object, criterion: object, loss: object) -> None:
+    """Raise TypeError or ValueError if the arguments are not those of one step, or in another order."""
+    in_order = "write verify(model, inputs, target, criterion)"
+    if isinstance(inputs, DataLoader):
+        raise TypeError(
+            "inputs: expected those of one batch, got a DataLoader; take one: inputs, target = next(iter(loader))"
+        )
+    if callable(loss):
+        raise TypeError(f"loss={shown(loss)}: expected 'mean' or 'sum'; {in_order}")
+    if target is not None and criterion is None:
+        if callable(target):
+            raise TypeError(f"target: expected the target of the batch, got {shown(target)}; {in_order}")
+        raise ValueError("target without criterion: give a criterion(output, target) that returns the loss")
+    is_class = isinstance(criterion, type) and issubclass(criterion, nn.Module)
+    if criterion is not None and (is_class or not callable(criterion)):
+        remedy = f"make one: {criterion.__name__}()" if is_class else in_order  # type: ignore[attr-defined]
+        raise TypeError(f"criterion: expected a function of output and target, got {shown(criterion)}; {remedy}")
 
 
 def _wrap(
@@ -427,7 +454,8 @@ def _notes(mode: str, one: RecordedStep, many: RecordedStep) -> Iterator[str]:
     if many.left[Left.HOOKS]:
         yield _HOOKS.format(names=listed(many.left[Left.HOOKS]))
     if len(many.rows) == 1:
-        yield "only one replica had rows (samples): give a larger batch"
+        replicas = "only one replica" if sum(many.rows) else "no replica"
+        yield f"{replicas} had rows (samples): give a larger batch"
 
 
 def _is_made(name: str, one: RecordedStep) -> bool:
