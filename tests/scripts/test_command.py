@@ -492,6 +492,23 @@ def test_the_status_of_a_script_that_ends_otherwise_is_its_own(
     assert run_to_the_end("--devices", "cpu*2", "--verify", script(HEAD + text)) == status
 
 
+def test_ctrl_c_in_a_comparison_ends_the_script(capsys: pytest.CaptureFixture[str]) -> None:
+    """X7, X10: standard output is the script's again."""
+    text = """
+class Net(nn.Linear):
+    def forward(self, x):
+        raise KeyboardInterrupt
+try:
+    nn.DataParallel(Net(5, 2))(torch.randn(30, 5))
+finally:
+    print("the script's")
+"""
+    assert run_to_the_end("--devices", "cpu*2", "--verify", script(HEAD + text)) == 130
+    captured = capsys.readouterr()
+    assert captured.out == "the script's\n"
+    assert captured.err.endswith("; first steps compared with one device: 1 not compared\n")
+
+
 def test_nothing_that_was_compared_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     """X10: where no wrapper was called, and where the model cannot be copied, or draws."""
     assert "; nothing was compared: no call" in compared("", capsys=capsys, status=2)

@@ -94,6 +94,20 @@ def test_of_hundreds_of_rows_the_worst_are_shown_and_the_others_counted(differin
     assert lines[-1] == f"  {200 - shown} more gradients, {counted}"
 
 
+def test_where_nothing_is_compared_there_is_no_table() -> None:
+    drawn = report(findings=(DRAWN, dataclasses.replace(DRAWN, mode="eval")))
+    assert repr(drawn) == "Report(not compared: training and eval; first at 0 (Dice))"
+    assert str(drawn).splitlines() == [
+        "Net on cpu, and on 2 replicas",
+        "",
+        "training and eval: not compared, because of 0 (Dice): dice.",
+        "a note",
+        "not compared: training and eval",
+    ]
+    assert "<table>" not in drawn._repr_html_()
+    assert "largest value" not in str(report())
+
+
 def test_its_repr_is_one_line() -> None:
     """For the last line of a cell in a notebook: the table has been printed."""
     assert repr(report(SAME)) == "Report(same: 1 comparisons, in training)"

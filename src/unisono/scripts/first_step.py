@@ -25,7 +25,7 @@ from unisono.runtime import torch_private
 from unisono.runtime.errors import users_line
 from unisono.runtime.thread_pool import inside_replica
 from unisono.verification.first_call import FirstCall
-from unisono.verification.report import Finding, Report
+from unisono.verification.report import Report
 
 _Inputs: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 _Kind: TypeAlias = tuple[bool, bool]  # of a call: is the model in training mode, and are gradients on
@@ -112,8 +112,11 @@ class FirstStepComparison:
         try:
             call = FirstCall(wrapped(), inputs, kwargs)
             report = call.verify(self._given)
-        except Exception as error:  # noqa: BLE001 - of the script's model, which the call itself will raise, too
+        except BaseException as error:
             self._reports.append(None)
+            if not isinstance(error, Exception):  # Ctrl-C, say
+                raise
+            # It is of the script's model, and the call itself will raise it, too.
             _say(f"{place}: not compared with one device: {type(error).__name__}: {error}".splitlines()[0])
             return True
         if report.num_replicas == 1:
@@ -121,7 +124,8 @@ class FirstStepComparison:
         self._reports.append(report)
         _say(f"{place}: first step in {call.mode}, compared with one device")
         print(report, file=sys.stderr, flush=True)
-        if written := [*dict.fromkeys(filter(None, (_option(each, options) for each in report.findings)))]:
+        fixes = [fix for finding in report.findings if not finding.explained for fix in finding.fix]
+        if written := [*filter(None, (_option(fix, options) for fix in dict.fromkeys(fixes)))]:
             _say(f"without a change of the script: unisono run {' '.join(written)} ...")
         return True
 
@@ -157,10 +161,10 @@ def _is_missing(report: Report | None) -> bool:
     return report is None or (not report.compared and not report.differences)
 
 
-def _option(finding: Finding, options: Mapping[str, str]) -> str:
-    """Return the remedy as an option of the command; "" if there is none."""
-    name, _, value = finding.fix.partition("=")
-    if name not in options or finding.explained:
+def _option(fix: str, options: Mapping[str, str]) -> str:
+    """Return an argument of `DataParallel` as an option of the command; "" if there is none."""
+    name, _, value = fix.partition("=")
+    if name not in options:
         return ""
     if value == "True":
         return options[name]

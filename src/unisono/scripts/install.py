@@ -83,7 +83,7 @@ def install(
 
     Returns:
         What was installed. `uninstall()`, or the end of a `with` block, puts torch's names back; wrappers that were
-        made stay usable. Its text names what was replaced.
+        made stay usable. `replaced` names what was replaced.
 
     Raises:
         TypeError, ValueError: arguments that cannot be used.

@@ -43,8 +43,8 @@ _ROWS_INTERACT = (
     "output, outside the model. Is the batch dimension not {dim}? Pass dim="
 )
 SPLIT_INPUT = (
-    "{inputs}: split by rows, but has no batch dimension. Fix: {fix} gives every replica all of "
-    "it; the numbers are then those of one device"
+    "{inputs}: split by rows, but has no batch dimension. Fix: {fix}. Every replica then has all of it, and "
+    "the numbers are those of one device"
 )
 SPLIT_LIST = (
     "{input} has one entry for each row, but a {kind} is not split by entry: its tensors are split one by "
@@ -161,7 +161,7 @@ class Comparison:
         where = next((call.name for call in self.one.recorder.calls if call.drew), "")  # inner calls end first
         return self._finding(where, Cause.RANDOM_NUMBERS, _DRAWN.format(generators=" and ".join(generators)))
 
-    def _finding(self, name: str, cause: Cause, text: str, fix: str = "") -> Finding:
+    def _finding(self, name: str, cause: Cause, text: str, *fix: str) -> Finding:
         option, value = _ASKS_FOR.get(cause, ("", None))
         explained = option in self.given and self.given[option] == value
         if cause is Cause.PER_SHARD_BATCH_NORM and self.wrapped.sync_batch_norm is False:
@@ -294,7 +294,7 @@ class Comparison:
         rows = " + ".join(map(str, self.many.rows)) or "their own"
         fix = f"scalars={scalars!r}" if scalars else ""
         text = _ONE_NUMBER.format(at=at, rows=rows, remedy=f"Fix: {fix}" if fix else _NO_SCALARS)
-        return self._finding(name, Cause.ONE_NUMBER_A_SHARD, text, fix)
+        return self._finding(name, Cause.ONE_NUMBER_A_SHARD, text, *filter(None, [fix]))
 
     def _values(self, differing: Sequence[Row]) -> Iterator[Finding]:
         """Yield findings about values in the output that are no tensors, and differ."""
@@ -345,7 +345,7 @@ def may_be_split_wrongly(findings: Sequence[Finding]) -> bool:
     return any(finding.cause in _PERHAPS_SPLIT_WRONGLY for finding in findings)
 
 
-def split_wrongly(findings: Sequence[Finding], text: str, fix: str) -> list[Finding]:
+def split_wrongly(findings: Sequence[Finding], text: str, fix: tuple[str, ...]) -> list[Finding]:
     """Return the findings; the cause of those that it explains is how an input is split, which `text` says."""
     explained = _PERHAPS_SPLIT_WRONGLY
     return [

@@ -100,7 +100,7 @@ class Finding:
         cause: why it differs.
         text: the cause in words, with the remedy.
         explained: whether it follows from the options.
-        fix: the argument of `DataParallel` that gives one device's numbers, as it is written; "" if there is none.
+        fix: arguments of `DataParallel` that give one device's numbers, as they are written.
     """
 
     mode: str
@@ -109,7 +109,7 @@ class Finding:
     cause: Cause
     text: str
     explained: bool = False
-    fix: str = ""
+    fix: tuple[str, ...] = ()
 
     @property
     def compared(self) -> bool:

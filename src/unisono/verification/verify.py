@@ -384,10 +384,10 @@ def _wrongly_split(
     one: RecordedStep,
     tolerance: Tolerance,
     step: Callable[..., RecordedStep],
-) -> tuple[str, str] | None:
+) -> tuple[str, tuple[str, ...]] | None:
     """Return what is to be said of an input that has no rows and is split, or of a list that is not split by entry.
 
-    With it comes the argument to write, if one helps. None: there is no such input. With the remedy the step gives the
+    With it come the arguments to write, if they help. None: there is no such input. With the remedy the step gives the
     numbers of one device: that is tried.
     """
     arguments = _arguments(wrapped, example)
@@ -400,16 +400,21 @@ def _wrongly_split(
         rows = [row for row in _rows("", one, many, tolerance) if row.kind in (Kind.OUTPUT, Kind.LOSS)]
         return many.error is None and not any(row.differs for row in rows)
 
+    has_numbers = wrapped.scalars == "stack" and any(tensor.dim() == 0 for tensor in one.outputs.values())
     for numbers in arguments.may_have_no_rows()[:_TRIED]:
         attempt: DataParallel = copied(wrapped)  # type: ignore[assignment]
         attempt.in_dims = in_dims = arguments.in_dims_with_whole(numbers)
-        if gives_the_same(attempt, example):
-            fix = f"in_dims={in_dims!r}"
-            return SPLIT_INPUT.format(inputs=arguments.described(numbers), fix=fix), fix
+        fix: tuple[str, ...] = (f"in_dims={in_dims!r}",)
+        is_same = gives_the_same(attempt, example)
+        if not is_same and has_numbers:  # a mean over rows differs for another reason
+            attempt.scalars, fix = "mean", (*fix, "scalars='mean'")
+            is_same = gives_the_same(attempt, example)
+        if is_same:
+            return SPLIT_INPUT.format(inputs=arguments.described(numbers), fix=", ".join(fix)), fix
     for name, kind, with_samples in _with_samples(example):
         if gives_the_same(wrapped, with_samples):
             entries = f"{name}.values()" if kind == "dict" else name
-            return SPLIT_LIST.format(input=name, kind=kind, entries=entries), ""
+            return SPLIT_LIST.format(input=name, kind=kind, entries=entries), ()
     return None
 
 
@@ -489,6 +494,6 @@ def _is_made(name: str, one: RecordedStep) -> bool:
 def _title(wrapped: DataParallel, many: RecordedStep) -> str:
     devices = [str(device) for device in wrapped.devices]
     if len(many.rows) == len(devices):
-        devices = [f"{device} {rows} rows" for device, rows in zip(devices, many.rows, strict=True)]
+        devices = [f"{device} {rows} row{'s' * (rows != 1)}" for device, rows in zip(devices, many.rows, strict=True)]
     count = f"{len(devices)} replicas" if len(devices) > 1 else "one replica"
     return f"{type(wrapped.module).__name__} on {wrapped.devices[0]}, and on {count} ({', '.join(devices)})"
