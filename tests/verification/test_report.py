@@ -72,14 +72,17 @@ def test_a_difference_that_is_no_number_differs() -> None:
 
 def test_the_table_is_aligned() -> None:
     lines = str(report(SAME, DIFFERS, LOST)).splitlines()
-    assert lines[2:8] == [
+    assert lines[2:10] == [
         "                             shape  largest value  difference  allowed",
         "training",
         "  output                     9 x 2       2.00e+00     1.0e-07  2.0e-05",
         "  gradient of linear.weight  2 x 5       2.00e+00     5.0e-01  2.0e-05  differs",
         "eval",
         "  buffer norm.mean           5           2.00e+00         inf  0.0e+00  differs: gone",
+        "",
+        "differs: the difference is above allowed, which is relative to the largest value",
     ]
+    assert "above allowed" not in str(report(SAME))
 
 
 @pytest.mark.parametrize(("differing", "shown"), [(0, 3), (1, 6), (50, 6)])

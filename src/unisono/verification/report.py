@@ -20,6 +20,7 @@ _SHOWN = 6  # of the rows of one kind in one mode, the worst; the others are cou
 _SHOWN_SAME = 3  # if none of them differs
 _SHOWN_IN_NOTEBOOKS = 20  # of all rows
 _WIDTH = 110  # of a line of text
+_LEGEND = "differs: the difference is above allowed, which is relative to the largest value"
 
 
 class Cause(enum.StrEnum):
@@ -183,6 +184,8 @@ class Report:
 
     def __str__(self) -> str:
         table = [*self._table(), ""] if self.rows else []
+        if self.differences:
+            table += [_LEGEND, ""]
         return "\n".join([self.title, "", *table, *self._conclusion()])
 
     def __repr__(self) -> str:
