@@ -13,7 +13,7 @@ Without the option nothing is imported but this file: it is a module of its own,
 
 import contextlib
 import weakref
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -84,7 +84,7 @@ class _SimulatedDevices:
 
         self._count = count
         # Of the running test, by the wrapper's id.
-        self._first_calls: dict[int, tuple[DataParallel, FirstCall]] | None = None
+        self._first_calls: dict[int, FirstCall] | None = None
         opened = contextlib.ExitStack()
         config.add_cleanup(opened.close)
         try:
@@ -98,32 +98,25 @@ class _SimulatedDevices:
     def pytest_report_header(self) -> str:
         return f"unisono: {self._count} simulated accelerators, sim:0 to sim:{self._count - 1}"
 
-    @contextlib.contextmanager
-    def _recording(self) -> Iterator[None]:
+    def _recording(self) -> contextlib.AbstractContextManager[None]:
         """Keep the inputs of each wrapper's first call in a test that raised no error."""
-        from unisono.data_parallel import DataParallel
         from unisono.primitives.shared_iterators import shared
         from unisono.runtime.thread_pool import inside_replica
-        from unisono.verification.first_call import FirstCall
+        from unisono.verification.first_call import FirstCall, forwards_through
 
-        forward = DataParallel.forward
         plugin = weakref.proxy(self)
 
-        def recorded(model: DataParallel, *inputs: Any, **kwargs: Any) -> Any:
+        def recorded(forward: Any, model: "DataParallel", inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             calls = plugin._first_calls
             if calls is None or id(model) in calls or len(model.devices) < 2 or inside_replica():
                 return forward(model, *inputs, **kwargs)
             inputs, kwargs = shared((inputs, kwargs))
-            before = FirstCall(model.module, inputs, kwargs)
+            before = FirstCall(model, inputs, kwargs)
             output = forward(model, *inputs, **kwargs)
-            calls[id(model)] = model, before
+            calls[id(model)] = before
             return output
 
-        DataParallel.forward = recorded  # type: ignore[method-assign, assignment]
-        try:
-            yield
-        finally:
-            DataParallel.forward = forward  # type: ignore[method-assign]
+        return forwards_through(recorded)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, None, None]:
@@ -134,7 +127,7 @@ class _SimulatedDevices:
             self._first_calls = None
         if getattr(item, "_excinfo", None):  # a unittest.TestCase's test that has failed
             return
-        said = [_compared(model, call) for model, call in calls.values()]
+        said = [_compared(call) for call in calls.values()]
         item.user_properties += [(_PROPERTY, outcome) for outcome, _ in said]
         reports = [report for _, report in said if report]
         if reports:
@@ -160,19 +153,18 @@ class _SimulatedDevices:
                 terminalreporter.line(f"{nodeid}: {outcome}")
 
 
-def _compared(model: "DataParallel", call: "FirstCall") -> tuple[str, str]:
+def _compared(call: "FirstCall") -> tuple[str, str]:
     """Return what the comparison with one device says: the outcome in a line, and the report if that fails the test."""
-    from unisono import verify
     from unisono.verification.report import Cause
 
     # torch.nn.DataParallel is documented to do these on several devices.
     as_torch = {Cause.PER_SHARD_BATCH_NORM, Cause.ONE_NUMBER_A_SHARD, Cause.FIRST_REPLICAS_BUFFERS}
     try:
-        report = verify(model, call.inputs(), show=False)
-    except Exception as error:  # noqa: BLE001  verify calls in both modes, with gradients; the test did not
+        report = call.verify()
+    except Exception as error:  # noqa: BLE001  verify calls with gradients; the test may not have
         return f"{_NOT_COMPARED}: {type(error).__name__}: {error}".splitlines()[0], ""
-    findings = [finding for finding in report.findings if finding.mode == call.mode]
-    if not findings and not any(row.mode == call.mode for row in report.differences):
+    findings = report.findings
+    if not findings and not report.differences:
         return _SAME, ""
     if not_compared := [finding for finding in findings if not finding.compared]:
         return f"{_NOT_COMPARED}: {not_compared[0].cause}, in {not_compared[0].module or 'the model itself'}", ""

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -29,6 +30,31 @@ def test_it_runs(tmp_path):
     assert run.returncode == 0, run.stdout + run.stderr
     assert "1 passed" in run.stdout
     assert (tmp_path / "step.png").stat().st_size > 10_000
+
+
+def test_its_first_cell_installs_a_wheel_or_says_what_is_missing(tmp_path, monkeypatch):
+    """Where unisono is not installed: the newest wheel beside it; pip's failure alone would not stop the notebook."""
+    transform = pytest.importorskip("IPython.core.inputtransformer2").TransformerManager().transform_cell
+    cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
+    source, calls = transform("".join(cells[0]["source"])), []
+    shell = SimpleNamespace(run_line_magic=lambda *call: calls.append(call))
+
+    def run(*, installs):
+        found = iter([None, installs or None])
+        monkeypatch.setattr("importlib.util.find_spec", lambda _: next(found))
+        names = {"get_ipython": lambda: shell}
+        exec(source, names)
+        return names["wheels"][-1]
+
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match="put a wheel beside this notebook"):
+        run(installs=True)
+    for version in ("0.2.0", "0.1.0"):
+        Path(f"unisono-{version}-py3-none-any.whl").touch()
+    assert run(installs=True) == "unisono-0.2.0-py3-none-any.whl"
+    assert calls == [("pip", 'install -q matplotlib "{wheels[-1]}"')]
+    with pytest.raises(ImportError, match=r"it needs torch 2\.9"):
+        run(installs=False)
 
 
 def test_its_outputs_are_there_and_name_no_folder():

@@ -561,6 +561,13 @@ ELSEWHERE = dict.fromkeys(ARGUMENTS, "unisono.DataParallel has it") | OF_OTHER_L
 _first_steps_of: WeakKeyDictionary[nn.Module, FirstSteps] = WeakKeyDictionary()
 
 
+def inputs_of(inputs: Any) -> tuple[Any, ...]:
+    """Return the positional inputs that `data_parallel` is given: a tuple of them, the only one, or None."""
+    if isinstance(inputs, tuple) and batch_type_of(inputs) is None:
+        return inputs
+    return () if inputs is None else (inputs,)
+
+
 @without_own_frames
 def data_parallel(
     module: nn.Module,
@@ -595,8 +602,7 @@ def data_parallel(
     check_names(unknown, arguments_of(data_parallel), "data_parallel", ELSEWHERE)
     check_module(module, "module")
     check_dim(dim)
-    if not isinstance(inputs, tuple) or batch_type_of(inputs) is not None:
-        inputs = () if inputs is None else (inputs,)
+    inputs = inputs_of(inputs)
     kwargs = check_kwargs(module_kwargs, "module_kwargs")
     devices = _devices.resolve(device_ids)
     if not devices:

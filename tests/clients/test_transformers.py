@@ -4,6 +4,7 @@ The models are tiny and random, the data invented: nothing is downloaded.
 """
 
 import copy
+import dataclasses
 import importlib
 import subprocess
 import sys
@@ -17,6 +18,9 @@ from torch import nn
 
 import unisono
 from unisono.scripts import trainer as adapted
+from unisono.scripts import wrapper
+from unisono.scripts.first_step import FirstStepComparison
+from unisono.scripts.wrapper import Settings
 
 transformers = pytest.importorskip("transformers", reason="the Trainer of the library transformers")
 pytest.importorskip("accelerate", reason="the Trainer needs it")
@@ -218,17 +222,31 @@ def test_mixed_precision(tmp_path: Path, installed: Any) -> None:
     assert two["predictions"].dtype == one["predictions"].dtype == torch.float32
 
 
+@pytest.mark.parametrize("make", [gpt2, bert_tags])
+def test_the_first_step_is_compared_with_one_device(
+    make: Callable[[], nn.Module], tmp_path: Path, installed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """X8, X10: also with rows that have more labels than others, and a number of tokens."""
+    comparison = FirstStepComparison({})
+    monkeypatch.setattr(
+        wrapper, "installed", dataclasses.replace(wrapper.installed or Settings(), comparison=comparison)
+    )
+    model = make()
+    transformers.Trainer(model, arguments(tmp_path, 2, max_steps=2), train_dataset=sequences(model, 16)).train()
+    assert comparison.conclusion() == "first steps compared with one device: 1 the same"
+
+
 def test_replicas_do_not_run_in_parts(tmp_path: Path, installed: Any) -> None:
     """X8: of a part it is not known how many of the replica's tokens are its own. Rows without labels can be parted."""
     model = gpt2()
     trainer = transformers.Trainer(model, arguments(tmp_path, 2))
-    wrapper = trainer._wrap_model(model)
-    wrapper.parts = 2
+    wrapped = trainer._wrap_model(model)
+    wrapped.parts = 2
     batch = transformers.default_data_collator(sequences(model, 8))
     with pytest.raises(RuntimeError, match=r"in parts .*the weight of each part in a mean is unknown"):
-        wrapper(**batch)
+        wrapped(**batch)
     del batch["labels"]
-    torch.testing.assert_close(wrapper(**batch).logits, model(**batch).logits)
+    torch.testing.assert_close(wrapped(**batch).logits, model(**batch).logits)
 
 
 def test_a_trainer_without_a_wrapper_of_ours_stays_as_it_is(tmp_path: Path, no_accelerators: None) -> None:

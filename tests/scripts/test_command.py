@@ -1,9 +1,11 @@
 """`unisono run`: what the script sees of its program, how it ends, the closing line, errors."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -301,50 +303,239 @@ if __name__ == "__main__":
     assert "Traceback" not in done.stderr
 
 
-def compared(text: str, *options: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """Run a script with --verify on two CPU replicas; return what is on standard error, its closing line too."""
-    assert run_to_the_end("--devices", "cpu*2", "--verify", *options, script(text)) == 0
+HEAD = """
+import warnings
+warnings.simplefilter("ignore")
+import torch
+from torch import nn
+batch_norm = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
+"""
+STEP = "model(torch.randn(30, 5)).square().sum().backward()"
+
+
+def compared(
+    text: str,
+    *options: str,
+    capsys: pytest.CaptureFixture[str],
+    status: int = 0,
+    devices: Sequence[str] = ("--devices", "cpu*2"),
+) -> str:
+    """Run a script with --verify; return what is on standard error, its closing line too."""
+    assert run_to_the_end(*devices, "--verify", *options, script(HEAD + text)) == status
     return capsys.readouterr().err
 
 
 def test_the_first_step_is_compared_with_one_device(capsys: pytest.CaptureFixture[str]) -> None:
-    """X10: before it, with a loss of its own; the script sees the numbers that it would see."""
-    said = compared(WRAPPED + "print(model.module.bias.grad)", capsys=capsys)
-    assert "same: 8 comparisons, in training and eval\n" in said
+    """X10: before it, in the mode in which it is, with a loss of its own."""
+    said = compared(WRAPPED, capsys=capsys)
+    line = WRAPPED.count("\n") + HEAD.count("\n")
+    assert said.startswith(f"unisono run: {Path('train.py').absolute()}:{line}: first step in training, compared with")
+    assert "same: 4 comparisons, in training\n" in said
     assert said.count("Linear on cpu, and on 2 replicas") == 1
     assert "unisono run: 1 wrapper on 2 replicas (2 x cpu); 90 rows in 3 forwards" in said
+    assert said.endswith("; first steps compared with one device: 1 the same\n")
 
 
-def test_a_first_step_that_differs_has_the_cause(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_first_step_that_differs_has_the_cause_and_the_option_to_write(capsys: pytest.CaptureFixture[str]) -> None:
     """X10: of each wrapper once."""
-    text = """
-import torch
-for layers in (torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4)), torch.nn.Linear(5, 4)):
-    model = torch.nn.DataParallel(layers)
+    text = f"""
+for layers in (batch_norm, nn.Linear(5, 4)):
+    model = nn.DataParallel(layers)
     for _ in range(3):
-        model(torch.randn(30, 5)).square().sum().backward()
+        {STEP}
 """
-    said = compared(text, "--no-sync-batch-norm", capsys=capsys)
+    said = compared(text, capsys=capsys, status=1)
     assert "first at 1 (BatchNorm1d): batch norm used each replica's own rows" in said
-    assert said.count("comparisons, in ") == 2
+    assert "unisono run: without a change of the script: unisono run --sync-batch-norm ...\n" in said
+    assert said.count("comparisons, in training") == 2
     assert "2 wrappers on 2 replicas" in said
+    assert said.endswith("; first steps compared with one device: 1 the same, 1 differs\n")
+
+
+@pytest.mark.parametrize("option", ["--sync-batch-norm", "--no-sync-batch-norm"])
+def test_a_difference_that_an_option_explains_is_no_failure(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said = compared(f"model = nn.DataParallel(batch_norm)\n{STEP}", option, capsys=capsys)
+    assert said.endswith(f" 1 {'the same' if option == '--sync-batch-norm' else 'as expected'}\n")
+
+
+@pytest.mark.parametrize(
+    ("forward", "call", "option"),
+    [
+        ("x, 2 * x.square().mean()", "x", "--scalars mean"),
+        ("x, self.table", "x", "--out-dims '(0, None)'"),
+        ("x * t.sum()", "x, torch.ones(31, 5)", "--in-dims '{1: None}'"),
+        ("x * t.sum()", "x, t=torch.ones(31, 5)", "--in-dims \"{'t': None}\""),
+    ],
+)
+def test_the_option_of_each_remedy(forward: str, call: str, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """X10: with it the first step is that of one device."""
+    text = f"""
+class Net(nn.Linear):
+    table = torch.ones(3, 2)
+    def forward(self, x, t=None):
+        x = super().forward(x)
+        return {forward}
+model, x = nn.DataParallel(Net(5, 2)), torch.randn(31, 5)
+model({call})
+"""
+    assert f"unisono run {option} ...\n" in compared(text, capsys=capsys, status=1)
+    name, value = shlex.split(option)
+    assert compared(text, name, value, capsys=capsys).endswith(": 1 the same\n")
+
+
+def test_training_is_compared_after_a_first_call_without_gradients(capsys: pytest.CaptureFixture[str]) -> None:
+    """X10: other inputs lead forward another way. The loss of 9 and 10 rows is no mean over 19."""
+    text = """
+class Net(nn.Linear):
+    def forward(self, x, y=None):
+        out = super().forward(x)
+        return out if y is None else nn.functional.mse_loss(out, y)
+model = nn.DataParallel(Net(5, 2)).eval()
+for _ in range(2):
+    with torch.no_grad():
+        model(torch.randn(19, 5))
+    model.train()
+    model(torch.randn(19, 5), torch.randn(19, 2)).mean().backward()
+    model.eval()
+"""
+    said = compared(text, capsys=capsys, status=1)
+    assert "first step in eval, compared" in said
+    assert "Fix: scalars='mean'" in said
+    assert said.endswith(": 1 the same, 1 differs\n")
+
+
+def test_a_first_call_with_one_row_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """X10: one that finds out a shape, say. The next call is compared."""
+    said = compared(f"model = nn.DataParallel(batch_norm).eval()\nmodel(torch.zeros(1, 5))\n{STEP}", capsys=capsys)
+    assert said.count("compared with one device\n") == 1
+    assert "(cpu 15 rows, cpu 15 rows)" in said
+    said = compared("model = nn.DataParallel(nn.Linear(5, 4))\nmodel(torch.zeros(1, 5))", capsys=capsys, status=2)
+    assert "; nothing was compared: no call" in said
+
+
+@pytest.mark.parametrize(
+    ("make", "devices"),
+    [
+        ("nn.DataParallel(batch_norm)", ()),
+        ("nn.DataParallel(batch_norm)", ("--devices", "cpu,")),
+        ("lambda x: nn.parallel.data_parallel(batch_norm, x)", ()),
+        ("lambda x: nn.parallel.data_parallel(batch_norm, x)", ("--devices", "cpu*2")),
+        ("unisono.DataParallel(batch_norm)", ()),
+        ("unisono.DataParallel(batch_norm, ['cpu', 'cpu'])", ()),
+        ("torch.compile(nn.DataParallel(batch_norm), backend='eager')", ("--devices", "cpu*2")),
+    ],
+)
+def test_whatever_the_script_wraps_with(
+    make: str, devices: Sequence[str], no_accelerators: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """X10: a wrapper without a second device is compared as it would be with two replicas."""
+    text = f"import unisono\nmodel = {make}\nfor _ in range(2):\n    {STEP}"
+    said = compared(text, devices=devices, capsys=capsys, status=1)
+    assert said.count("compared with one device\n") == 1
+    assert "Sequential on cpu, and on 2 replicas (cpu 15 rows, cpu 15 rows)" in said
+    assert "first at 1 (BatchNorm1d)" in said
+    assert ("unisono run --sync-batch-norm" in said) == ("unisono." not in make)
+    alone = "the wrapper has no second device here, so the comparison has replicas on cpu, cpu"
+    assert (alone in said) == ("*2" not in str(devices) and "'cpu'" not in make)
+
+
+def test_a_call_of_the_own_wrapper_keeps_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "import unisono\nmodel = unisono.DataParallel(batch_norm, ['cpu'] * 3, sync_batch_norm=True)\n" + STEP
+    assert "on 3 replicas (cpu 10 rows, cpu 10 rows, cpu 10 rows)" in compared(text, capsys=capsys)
+
+
+def test_inputs_by_position_and_by_name_and_those_that_need_gradients(capsys: pytest.CaptureFixture[str]) -> None:
+    text = """
+class Net(nn.Linear):
+    def forward(self, *xs, scale):
+        energy = super().forward(xs[0]) * scale
+        return energy, torch.autograd.grad(energy.sum(), xs[0], create_graph=True)[0]
+model = nn.DataParallel(Net(5, 2))
+energy, force = model(torch.randn(30, 5, requires_grad=True), scale=2.0)
+"""
+    said = compared(text, capsys=capsys)
+    assert "  gradient of inputs[0]  30 x 5 " in said
+
+
+def test_the_script_goes_on_as_without(capsys: pytest.CaptureFixture[str]) -> None:
+    """X10: the same draws, inputs and hooks; what copies of the model print is not on its standard output."""
+    text = """
+import random, types
+torch.manual_seed(0)
+class Net(nn.Linear):
+    def forward(self, x, state, more):
+        state.calls.append(len(x))
+        state.tensor += 1
+        next(more)
+        print("in forward", len(x), "\\n", end="")
+        return nn.functional.dropout(super().forward(x) + random.random() * 0)
+model, optimizer = nn.DataParallel(Net(5, 2)), None
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+state = types.SimpleNamespace(calls=[], tensor=torch.zeros(2))
+for _ in range(3):
+    model(torch.randn(30, 5), state, iter(range(9))).sum().backward()
+    optimizer.step()
+print(torch.rand(2), state, [p.sum().item() for p in model.parameters()])
+"""
+    outputs = []
+    for options in ((), ("--verify",)):
+        assert run_to_the_end("--devices", "cpu*2", *options, script(HEAD + text)) == (2 if options else 0)
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1]
+    assert outputs[0].count("in forward") == 6
+
+
+@pytest.mark.parametrize(("code", "status"), [(None, 1), (0, 1), (7, 7), ("no data", "no data")])
+def test_the_status_of_a_script_that_ends_otherwise_is_its_own(
+    code: object, status: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """X10: that of the comparison only after a script that ends well."""
+    text = f"import sys\nmodel = nn.DataParallel(batch_norm)\n{STEP}\nsys.exit({code!r})"
+    assert run_to_the_end("--devices", "cpu*2", "--verify", script(HEAD + text)) == status
+
+
+def test_ctrl_c_in_a_comparison_ends_the_script(capsys: pytest.CaptureFixture[str]) -> None:
+    """X7, X10: standard output is the script's again."""
+    text = """
+class Net(nn.Linear):
+    def forward(self, x):
+        raise KeyboardInterrupt
+try:
+    nn.DataParallel(Net(5, 2))(torch.randn(30, 5))
+finally:
+    print("the script's")
+"""
+    assert run_to_the_end("--devices", "cpu*2", "--verify", script(HEAD + text)) == 130
+    captured = capsys.readouterr()
+    assert captured.out == "the script's\n"
+    assert captured.err.endswith("; first steps compared with one device: 1 not compared\n")
 
 
 def test_nothing_that_was_compared_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    """X10: where no wrapper was called, and where the model cannot be copied."""
-    assert "nothing was compared" in compared("import torch", capsys=capsys)
-    uncopied = """
-import threading, torch
-class Net(torch.nn.Linear):
-    lock = None
+    """X10: where no wrapper was called, and where the model cannot be copied, or draws."""
+    assert "; nothing was compared: no call" in compared("", capsys=capsys, status=2)
+    uncopied = f"""
+class Net(nn.Linear):
     def __deepcopy__(self, memo):
         raise RuntimeError("only one")
-model = torch.nn.DataParallel(Net(5, 2))
+model = nn.DataParallel(Net(5, 2))
 for _ in range(3):
-    model(torch.zeros(30, 5)).sum().backward()
+    {STEP}
 """
-    said = compared(uncopied, capsys=capsys)
-    assert said.count("unisono run: a wrapper was not compared: TypeError: verify runs each step on a copy") == 1
+    said = compared(uncopied, capsys=capsys, status=2)
+    assert said.count(":13: not compared with one device: TypeError: verify runs each step on a copy of the model") == 1
+    assert said.endswith(": 1 not compared\n")
+    draws = f"""
+import random
+class Net(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * random.random()
+model = nn.DataParallel(Net(5, 2))
+{STEP}
+"""
+    said = compared(draws, capsys=capsys, status=2)
+    assert "not compared: training\n" in said
+    assert said.endswith(": 1 not compared\n")
 
 
 def test_verify_is_for_one_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -229,15 +229,17 @@ def test_a_class_that_is_defined_later_is_ours_by_name_too() -> None:
 
 
 def test_copies_keep_what_the_script_has_set() -> None:
-    """X4, A14: mode, hooks, devices."""
+    """X4, A14: mode, hooks, devices, options."""
     calls: list[int] = []
     with unisono.install(CPUS):
         wrapper = nn.DataParallel(nn.Linear(5, 2)).eval()
+        wrapper.shares = [2, 1]
         wrapper.register_forward_hook(lambda *_: calls.append(1))
         twin = copy.deepcopy(wrapper)
         assert type(twin) is type(wrapper)
         assert not twin.training
         assert twin.devices == wrapper.devices
+        assert twin.shares == (2, 1)
         twin.load_state_dict(wrapper.module.state_dict())  # without the prefix, once
         torch.testing.assert_close(twin(torch.ones(4, 5)), wrapper(torch.ones(4, 5)))
     assert len(calls) == 2

@@ -72,14 +72,17 @@ def test_a_difference_that_is_no_number_differs() -> None:
 
 def test_the_table_is_aligned() -> None:
     lines = str(report(SAME, DIFFERS, LOST)).splitlines()
-    assert lines[2:8] == [
+    assert lines[2:10] == [
         "                             shape  largest value  difference  allowed",
         "training",
         "  output                     9 x 2       2.00e+00     1.0e-07  2.0e-05",
         "  gradient of linear.weight  2 x 5       2.00e+00     5.0e-01  2.0e-05  differs",
         "eval",
         "  buffer norm.mean           5           2.00e+00         inf  0.0e+00  differs: gone",
+        "",
+        "differs: the difference is above allowed, which is relative to the largest value",
     ]
+    assert "above allowed" not in str(report(SAME))
 
 
 @pytest.mark.parametrize(("differing", "shown"), [(0, 3), (1, 6), (50, 6)])
@@ -92,6 +95,20 @@ def test_of_hundreds_of_rows_the_worst_are_shown_and_the_others_counted(differin
     assert [line.split()[2] for line in lines[:-1]] == [f"p{199 - i}" for i in range(shown)]
     counted = "all the same" if differing <= 6 else f"{differing - 6} of which differ"
     assert lines[-1] == f"  {200 - shown} more gradients, {counted}"
+
+
+def test_where_nothing_is_compared_there_is_no_table() -> None:
+    drawn = report(findings=(DRAWN, dataclasses.replace(DRAWN, mode="eval")))
+    assert repr(drawn) == "Report(not compared: training and eval; first at 0 (Dice))"
+    assert str(drawn).splitlines() == [
+        "Net on cpu, and on 2 replicas",
+        "",
+        "training and eval: not compared, because of 0 (Dice): dice.",
+        "a note",
+        "not compared: training and eval",
+    ]
+    assert "<table>" not in drawn._repr_html_()
+    assert "largest value" not in str(report())
 
 
 def test_its_repr_is_one_line() -> None:

@@ -673,6 +673,23 @@ def test_everything_is_as_before(fails: bool, wrapped: bool) -> None:
     assert (state_of(given, head), ROWS.tolist(), steps) == (before, rows, [])
 
 
+def test_objects_among_the_inputs_are_as_before() -> None:
+    """What forward writes into them is seen by no other step, and not by the caller; an object may refuse a copy."""
+
+    def forward(self: Any, x: torch.Tensor, state: Any, uncopied: Any) -> torch.Tensor:
+        state.calls += 1
+        state.features = state.features.add_(1)
+        return x * 2
+
+    history = torch.zeros(5, requires_grad=True) * 1
+    state = types.SimpleNamespace(calls=0, features=torch.zeros(5), history=history)
+    uncopied = (threading.Lock(), object(), iter(range(3)))
+    report = compared(calls(forward), (ROWS, state, uncopied))
+    assert {row.kind for row in report.differences} == {Kind.ATTRIBUTE}
+    assert (state.calls, state.features.tolist(), state.history is history) == (0, [0.0] * 5, True)
+    assert [*uncopied[2]] == [0, 1, 2]
+
+
 def test_what_a_model_keeps_with_its_history_is_copied() -> None:
     """torch copies leaves only: a weight norm of the old kind, after a forward, and features in a list."""
 
@@ -881,6 +898,11 @@ def test_what_forward_keeps_in_attributes_is_no_difference_unless_it_is_updated(
             "in_dims={1: None}",
         ),
         (
+            lambda self, x, table: (x + table.sum(0), (x + table.sum(0)).square().mean()),
+            (torch.randn(5, 3), torch.randn(5, 3)),
+            "in_dims={1: None}, scalars='mean'",
+        ),
+        (
             lambda self, pictures: torch.stack([picture.sum() for picture in pictures]),
             ([torch.randn(3, 5) for _ in range(4)],),
             "unisono.SampleList(inputs[0])",
@@ -891,7 +913,7 @@ def test_what_forward_keeps_in_attributes_is_no_difference_unless_it_is_updated(
             "unisono.SampleList(inputs[1].values())",
         ),
     ],
-    ids=["a layer's weights", "scales", "table", "several", "list", "numbered dict"],
+    ids=["a layer's weights", "scales", "table", "several", "and a loss", "list", "numbered dict"],
 )
 def test_an_input_that_is_not_split_as_meant(function: Any, inputs: Any, said: str) -> None:
     """S18: it said that rows interact, or that outputs are joined on the wrong axis."""

@@ -142,6 +142,14 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     warnings.warn(message, category, stacklevel=level)
 
 
+def users_line() -> str:
+    """Return the place, file:line, that a warning would be about."""
+    frame = sys._getframe()
+    while frame.f_back is not None and _package(frame) in _NOT_THE_USERS:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
 def _package(frame: types.FrameType) -> str:
     """Return the top package of the code that a frame runs."""
     return str(frame.f_globals.get("__name__")).partition(".")[0]

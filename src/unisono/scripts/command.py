@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from unisono.console.device_option import AUTO, NAMED, choose_devices, describe
-from unisono.console.errors import OptionError
+from unisono.console.errors import DONE, OptionError
 from unisono.console.options import OF_WRAPPERS, add_options_of_wrappers, expect_weights
 from unisono.distributed.launchers import launch
 from unisono.runtime import devices as _devices
@@ -23,6 +23,7 @@ from unisono.scripts.first_step import FirstStepComparison
 from unisono.scripts.install import Installation, install
 from unisono.scripts.main_program import ProgramError, find_module, find_script, run_program
 from unisono.scripts.wrapper import Settings
+from unisono.verification.first_call import forwards_through
 
 _COUNT_REPLICAS = ". If it wraps only where there are several GPUs: unisono run --devices 'cpu*2' --count-replicas"
 
@@ -53,6 +54,9 @@ examples:
 exit status:
   the script's own: the status that it gives to sys.exit, 1 after an exception, 130 after Ctrl-C
   2  if nothing was run: the script was not found, or an argument is wrong
+  with --verify, after a script that ends with 0:
+  1  a first step differs from one device, and no given option explains it
+  2  nothing was compared, or a first step could not be
 """
 
 
@@ -81,7 +85,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--verify",
         action="store_true",
         help=(
-            "compare the first step of each wrapper with one device, and print the report; this takes a few more steps"
+            "compare the first steps of each wrapper with one device, and print the reports; a script's own "
+            "unisono.DataParallel is compared too"
         ),
     )
 
@@ -105,10 +110,12 @@ def run(given: dict[str, Any]) -> int:
     except (TypeError, ValueError) as error:
         raise OptionError(error) from error
 
-    comparison = FirstStepComparison() if "verify" in given else None
+    comparison = FirstStepComparison(options) if "verify" in given else None
     wrapper.installed = dataclasses.replace(wrapper.installed or Settings(), comparison=comparison)
     replaced = contextlib.ExitStack()
     replaced.enter_context(installed)
+    if comparison is not None:  # the script's own unisono.DataParallel, too
+        replaced.enter_context(forwards_through(comparison.around))
     if devices and counts_replicas:
         replaced.enter_context(counted_as_gpus(len(devices)))
     advice = "" if counts_replicas or len(_devices.accelerators()) > 1 else _COUNT_REPLICAS
@@ -121,9 +128,13 @@ def run(given: dict[str, Any]) -> int:
         atexit.unregister(ending)
         replaced.close()
         raise
+    except SystemExit as end:
+        if comparison is None or end.code not in (None, DONE):
+            raise
+        status = DONE
     with contextlib.suppress(AttributeError, ValueError):  # the script has put None there, or closed it
         sys.stdout.flush()
-    return status
+    return status or (DONE if comparison is None else comparison.exit_status())
 
 
 class _Ending:
@@ -153,12 +164,10 @@ class _Ending:
                 rank, world_size = process.rank, process.world_size
         if report is None or os.getpid() != self._process or rank:
             return  # a child that the script has forked, and another rank, have no line of their own
-        text = f"unisono run: {closing_line(report, world_size, self._advice)}"
-        if self._comparison is not None and not self._comparison.num_compared:
-            text += (
-                "; nothing was compared: the script called no torch.nn.DataParallel on several devices, or its model "
-                "failed in verify. For a unisono.DataParallel of the script's own, call unisono.verify"
-            )
+        has_own = self._comparison is not None and self._comparison.has_tried()  # then it lacks no wrapper
+        text = f"unisono run: {closing_line(report, world_size, '' if has_own else self._advice)}"
+        if self._comparison is not None:
+            text += f"; {self._comparison.conclusion()}"
         with contextlib.suppress(AttributeError, ValueError, OSError):
             sys.stdout.flush()  # the closing line comes after all that the script has printed
         with contextlib.suppress(ValueError, OSError):  # the script has closed it, or nothing reads it any more

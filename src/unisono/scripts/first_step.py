@@ -1,54 +1,183 @@
-"""`unisono run --verify`: the first step of each wrapper of a script, compared with one device.
+"""`unisono run --verify`: the first steps of each wrapper of a script, compared with one device.
 
-The comparison runs just before the wrapper's first call, with copies of the model and of the inputs. It has a loss of
-its own, so the script needs none.
+A comparison runs just before a call, with copies of the model and of the inputs. It has a loss of its own, so the
+script needs none. A wrapper's first call is compared, in the mode in which the model is; so are its first call in the
+other mode, and its first one with gradients. What forward prints meanwhile goes to standard error.
 """
 
+import ast
+import contextlib
+import shlex
 import sys
 import threading
 import weakref
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeAlias, cast
 
+import torch
+from torch import nn
+
+from unisono.console.errors import DONE, FAILED, MISUSED
 from unisono.data_parallel import DataParallel
 from unisono.primitives.shared_iterators import shared
+from unisono.runtime import torch_private
+from unisono.runtime.errors import users_line
 from unisono.runtime.thread_pool import inside_replica
 from unisono.verification.first_call import FirstCall
-from unisono.verification.verify import verify
+from unisono.verification.report import Report
+
+_Inputs: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+_Kind: TypeAlias = tuple[bool, bool]  # of a call: is the model in training mode, and are gradients on
+
+_NO_CALL = (
+    "nothing was compared: no call of a torch.nn.DataParallel or unisono.DataParallel in this process had rows "
+    "(samples) for two replicas"
+)
+_TRIES = 3  # of calls of one kind, until one has rows for two replicas
 
 
 class FirstStepComparison:
-    """Compares each wrapper's first step, and prints the report on standard error.
+    """Compares first steps, and prints each report on standard error.
 
-    Attributes:
-        num_compared: wrappers that were compared.
+    Args:
+        given: the options of the command line; one that causes a difference explains it.
     """
 
-    def __init__(self) -> None:
-        self.num_compared = 0
-        self._tried: weakref.WeakSet[DataParallel] = weakref.WeakSet()
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self._given = given
+        self._reports: list[Report | None] = []  # None: it could not be compared
+        # By wrapper, or module of `data_parallel`: how many more calls of each kind are to be tried.
+        self._tries: weakref.WeakKeyDictionary[nn.Module, dict[_Kind, int]] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()  # held while a comparison runs, whose own calls are not compared
 
+    def around(
+        self, forward: Callable[..., Any], model: DataParallel, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run the forward of a wrapper, after the comparison if it is due."""
+        inputs, kwargs = self.before(model, inputs, kwargs)
+        return forward(model, *inputs, **kwargs)
+
     def before(
-        self, model: DataParallel, inputs: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Compare, if this is the first call of a wrapper on several devices; return the inputs for the call."""
-        is_due = len(model.devices) > 1 and model not in self._tried and not inside_replica()
-        if not is_due or not self._lock.acquire(blocking=False):
+        self,
+        key: nn.Module,
+        inputs: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        wrapped: Callable[[], DataParallel] | None = None,
+        options: Mapping[str, str] = {},
+    ) -> _Inputs:
+        """Compare a call if it is a first one; return the inputs for the call.
+
+        Args:
+            key: the wrapper; or the module, where `wrapped` makes a wrapper that does the same as the call.
+            options: of the command, by the argument of `DataParallel` that each sets for this call.
+        """
+        before = torch_private.uncompiled(self._before)
+        result: _Inputs = before(key, inputs, kwargs, wrapped or partial(cast, DataParallel, key), options)
+        return result
+
+    def _before(
+        self,
+        key: nn.Module,
+        inputs: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        wrapped: Callable[[], DataParallel],
+        options: Mapping[str, str],
+    ) -> _Inputs:
+        is_training = (key.module if isinstance(key, DataParallel) else key).training
+        kind = (is_training, torch.is_grad_enabled())
+        tries = self._tries.setdefault(key, {})
+        if not tries.get(kind, _TRIES) or tries.get((is_training, True)) == 0 or inside_replica():
+            return inputs, kwargs
+        if not self._lock.acquire(blocking=False):
             return inputs, kwargs
         try:
-            self._tried.add(model)
             inputs, kwargs = shared((inputs, kwargs))
-            self._compare(model, FirstCall(model.module, inputs, kwargs))
+            with contextlib.redirect_stdout(sys.stderr):
+                is_compared = self._compare(wrapped, inputs, kwargs, options)
+            tries[kind] = 0 if is_compared else tries.get(kind, _TRIES) - 1
         finally:
             self._lock.release()
         return inputs, kwargs
 
-    def _compare(self, model: DataParallel, call: FirstCall) -> None:
+    def _compare(
+        self,
+        wrapped: Callable[[], DataParallel],
+        inputs: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        options: Mapping[str, str],
+    ) -> bool:
+        """Return whether the call could show anything: not if only one replica had rows."""
+        place = users_line()
         try:
-            report = verify(model, call.inputs(), show=False)
-        except Exception as error:  # noqa: BLE001 - of the script's model, which the call itself will raise, too
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            print(f"unisono run: a wrapper was not compared: {reason}", file=sys.stderr, flush=True)
-            return
-        self.num_compared += 1
+            call = FirstCall(wrapped(), inputs, kwargs)
+            report = call.verify(self._given)
+        except BaseException as error:
+            self._reports.append(None)
+            if not isinstance(error, Exception):  # Ctrl-C, say
+                raise
+            # It is of the script's model, and the call itself will raise it, too.
+            _say(f"{place}: not compared with one device: {type(error).__name__}: {error}".splitlines()[0])
+            return True
+        if report.num_replicas == 1:
+            return False
+        self._reports.append(report)
+        _say(f"{place}: first step in {call.mode}, compared with one device")
         print(report, file=sys.stderr, flush=True)
+        fixes = [fix for finding in report.findings if not finding.explained for fix in finding.fix]
+        if written := [*filter(None, (_option(fix, options) for fix in dict.fromkeys(fixes)))]:
+            _say(f"without a change of the script: unisono run {' '.join(written)} ...")
+        return True
+
+    def has_tried(self) -> bool:
+        """Return whether there was anything to compare."""
+        return bool(self._reports)
+
+    def conclusion(self) -> str:
+        """Return what was found, for the closing line."""
+        if not self._reports:
+            return _NO_CALL
+        counts = {
+            "the same": sum(report is not None and report.same for report in self._reports),
+            "as expected": sum(report is not None and report.explained for report in self._reports),
+            "differs": sum(map(_fails, self._reports)),
+            "not compared": sum(map(_is_missing, self._reports)),
+        }
+        found = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+        return f"first steps compared with one device: {found}"
+
+    def exit_status(self) -> int:
+        """Return that of `unisono verify`: 1 if something differs, 2 if something was not compared."""
+        if any(map(_fails, self._reports)):
+            return FAILED
+        return MISUSED if not self._reports or any(map(_is_missing, self._reports)) else DONE
+
+
+def _fails(report: Report | None) -> bool:
+    return report is not None and bool(report.differences) and not report.explained
+
+
+def _is_missing(report: Report | None) -> bool:
+    return report is None or (not report.compared and not report.differences)
+
+
+def _option(fix: str, options: Mapping[str, str]) -> str:
+    """Return an argument of `DataParallel` as an option of the command; "" if there is none."""
+    name, _, value = fix.partition("=")
+    if name not in options:
+        return ""
+    if value == "True":
+        return options[name]
+    with contextlib.suppress(ValueError, SyntaxError):  # a value that cannot be written on a command line
+        literal = ast.literal_eval(value)
+        return f"{options[name]} {_quoted(literal if isinstance(literal, str) else value)}"
+    return ""
+
+
+def _quoted(word: str) -> str:
+    """Return a word for the shell, in double quotes if it has single ones only."""
+    return f'"{word}"' if "'" in word and not {*'"$`\\!'} & {*word} else shlex.quote(word)
+
+
+def _say(text: str) -> None:
+    print(f"unisono run: {text}", file=sys.stderr, flush=True)

@@ -19,7 +19,7 @@ from typing import Any, Never
 import torch
 from torch import nn
 
-from unisono.data_parallel import ELSEWHERE, arguments_of, data_parallel
+from unisono.data_parallel import ELSEWHERE, arguments_of, data_parallel, inputs_of
 from unisono.data_parallel import DataParallel as OwnDataParallel
 from unisono.primitives.checks import check_names
 from unisono.primitives.parallel_apply import parallel_apply
@@ -83,7 +83,7 @@ def install(
 
     Returns:
         What was installed. `uninstall()`, or the end of a `with` block, puts torch's names back; wrappers that were
-        made stay usable. Its text names what was replaced.
+        made stay usable. `replaced` names what was replaced.
 
     Raises:
         TypeError, ValueError: arguments that cannot be used.
@@ -236,13 +236,23 @@ def _installed_data_parallel(
     if now.devices is not None:
         device_ids, output_device = now.devices, _placed(output_device, now.devices) if now.devices else None
 
-    def call(*_: Any, **__: Any) -> Any:
-        sync_batch_norm = now.options.get("sync_batch_norm")
-        return data_parallel(
-            module, inputs, device_ids, output_device, dim, module_kwargs, sync_batch_norm=sync_batch_norm
-        )
+    given, kwargs = inputs_of(inputs), module_kwargs or {}
+    sync_batch_norm = now.options.get("sync_batch_norm")
+    if now.comparison is not None:
 
-    return now.activity.measure(call, inputs if isinstance(inputs, tuple) else (inputs,), module_kwargs or {}, dim)
+        def wrapped() -> OwnDataParallel:
+            return OwnDataParallel(
+                module, device_ids, output_device, dim, sync_batch_norm=sync_batch_norm, process_group=False
+            )
+
+        options = {"sync_batch_norm": wrapper.OPTIONS["sync_batch_norm"]}
+        with now.activity.uncounted():
+            given, kwargs = now.comparison.before(module, given, kwargs, wrapped, options)
+
+    def call(*inputs: Any, **kwargs: Any) -> Any:
+        return data_parallel(module, inputs, device_ids, output_device, dim, kwargs, sync_batch_norm=sync_batch_norm)
+
+    return now.activity.measure(call, given, kwargs, dim)
 
 
 _torchs: dict[str, Any] = {

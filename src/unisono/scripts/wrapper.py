@@ -9,6 +9,7 @@ A subclass of torch's wrapper that was defined before stays torch's, and may cal
 this class.
 """
 
+import copy
 import copyreg
 import functools
 import importlib
@@ -27,6 +28,7 @@ from unisono.data_parallel import DataParallel as OwnDataParallel
 from unisono.engines.call import Call
 from unisono.runtime import devices as _devices
 from unisono.runtime.devices import DeviceLike
+from unisono.runtime.tracebacks import without_own_frames
 from unisono.scripts.activity import Activity
 from unisono.scripts.first_step import FirstStepComparison
 from unisono.scripts.label_counts import LabelWeights
@@ -44,8 +46,11 @@ class Settings:
     devices: tuple[torch.device, ...] | None = None  # whatever the script names; None: the script decides
     options: dict[str, Any] = field(default_factory=dict)  # further arguments of `unisono.DataParallel`
     activity: Activity = field(default_factory=Activity)  # what counts the rows
-    comparison: FirstStepComparison | None = None  # compares the first step of each wrapper with one device
+    comparison: FirstStepComparison | None = None  # compares first steps with one device
 
+
+# What the command line calls the arguments of wrappers.
+OPTIONS = {name: f"--{name.replace('_', '-')}" for name in ("in_dims", "out_dims", "scalars", "sync_batch_norm")}
 
 installed: Settings | None = None  # what holds for wrappers; None while unisono is not installed
 
@@ -123,17 +128,18 @@ class DataParallel(OwnDataParallel, metaclass=_NamedAsTorchs):
 
     scatter, replicate, parallel_apply, gather = map(_verb, ("scatter", "replicate", "parallel_apply", "gather"))
 
+    @without_own_frames
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if not is_own(self):
             return _Torchs.forward(self, *inputs, **kwargs)
+        now = installed
+        if now is not None and now.comparison is not None:
+            with now.activity.uncounted():
+                inputs, kwargs = now.comparison.before(self, inputs, kwargs, options=OPTIONS)
         if self.label_weights is not None:
             kwargs = self.label_weights.inputs(kwargs)
-        now = installed
         if now is None:
             return super().forward(*inputs, **kwargs)
-        if now.comparison is not None:
-            with now.activity.uncounted():
-                inputs, kwargs = now.comparison.before(self, inputs, kwargs)
         return now.activity.measure(super().forward, inputs, kwargs, self.dim, self._threads.timings)
 
     def _plan(self, *args: Any, **kwargs: Any) -> Call:
@@ -161,6 +167,17 @@ class DataParallel(OwnDataParallel, metaclass=_NamedAsTorchs):
         own_hooks = self.__dict__["_load_state_dict_pre_hooks"]
         self.__dict__.update({name: value for name, value in state.items() if name not in self._own_names})
         self.__dict__["_load_state_dict_pre_hooks"] = own_hooks | state.get("_load_state_dict_pre_hooks", {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return a copy as by pickle, which has also what was decided after this one was made."""
+        make, given, state = self.__reduce_ex__(2)
+        new = memo[id(self)] = make(*copy.deepcopy(given, memo))
+        new.__setstate__(copy.deepcopy(state, memo))
+        if is_own(new):
+            new.__dict__["_options"] = copy.deepcopy(self._options, memo)
+            new._show_torchs_attributes()
+            new.label_weights = copy.copy(self.label_weights)
+        return new
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         pickled_as = _TorchsClass() if type(self) is DataParallel else type(self)

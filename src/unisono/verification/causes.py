@@ -37,17 +37,14 @@ _DRAWN = (
     "random numbers come from {generators}, in a way that verify cannot switch off. Use torch's functions "
     "without generator=; or draw outside the model, and pass the result as an input"
 )
-_PER_SHARD = (
-    "batch norm used each replica's own rows (samples). Fix: sync_batch_norm=True. Accept, as in torch: "
-    "sync_batch_norm=False"
-)
+_PER_SHARD = "batch norm used each replica's own rows (samples). Fix: {fix}. Accept, as in torch: sync_batch_norm=False"
 _ROWS_INTERACT = (
     "the result for one row depends on other rows of the replica{where}. Compute this from the gathered "
     "output, outside the model. Is the batch dimension not {dim}? Pass dim="
 )
 SPLIT_INPUT = (
-    "{inputs}: split by rows, but has no batch dimension. Fix: in_dims={in_dims} gives every replica all of "
-    "it; the numbers are then those of one device"
+    "{inputs}: split by rows, but has no batch dimension. Fix: {fix}. Every replica then has all of it, and "
+    "the numbers are those of one device"
 )
 SPLIT_LIST = (
     "{input} has one entry for each row, but a {kind} is not split by entry: its tensors are split one by "
@@ -82,14 +79,10 @@ _VALUE = (
 _ONE_NUMBER = (
     "each replica returned one number{at} for its own rows ({rows}), and the mean of these is not the batch's. {remedy}"
 )
-_SCALARS = {
-    "mean": "Fix: scalars='mean'",
-    "sum": "Fix: scalars='sum'",
-    "": (
-        "It is neither a mean over rows nor a sum. Fix: scalars='mean:name', where name is the output with the "
-        "weights, such as the number of tokens; or return one number for each row, and reduce outside the model"
-    ),
-}
+_NO_SCALARS = (
+    "It is neither a mean over rows nor a sum. Fix: scalars='mean:name', where name is the output with the "
+    "weights, such as the number of tokens; or return one number for each row, and reduce outside the model"
+)
 _FIRST_BUFFERS = (
     "forward updates {name}. The first replica's updates are kept, computed from its own rows only. Nothing "
     "else differs"
@@ -168,12 +161,12 @@ class Comparison:
         where = next((call.name for call in self.one.recorder.calls if call.drew), "")  # inner calls end first
         return self._finding(where, Cause.RANDOM_NUMBERS, _DRAWN.format(generators=" and ".join(generators)))
 
-    def _finding(self, name: str, cause: Cause, text: str) -> Finding:
+    def _finding(self, name: str, cause: Cause, text: str, *fix: str) -> Finding:
         option, value = _ASKS_FOR.get(cause, ("", None))
         explained = option in self.given and self.given[option] == value
         if cause is Cause.PER_SHARD_BATCH_NORM and self.wrapped.sync_batch_norm is False:
             explained = True
-        return Finding(self.mode, name, type(self._submodule(name)).__name__, cause, text, explained)
+        return Finding(self.mode, name, type(self._submodule(name)).__name__, cause, text, explained, fix)
 
     def _submodule(self, name: str) -> nn.Module:
         modules: dict[str, nn.Module] = dict(self.wrapped.module.named_modules(remove_duplicate=False))
@@ -224,8 +217,8 @@ class Comparison:
                 yield self._finding("", Cause.ROWS_INTERACT, _ROWS_COMPARED.format(output=output))
         if wrong:
             out_dims = pytree.unflatten(spec, [dims.get(path, self.wrapped.dim) for path in paths])
-            text = f"{wrong[0]}. Fix: out_dims={out_dims!r}"
-            yield self._finding("", Cause.JOINED_ON_ANOTHER_AXIS, text)
+            fix = f"out_dims={out_dims!r}"
+            yield self._finding("", Cause.JOINED_ON_ANOTHER_AXIS, f"{wrong[0]}. Fix: {fix}", fix)
 
     def _lost_axis(self) -> Finding | None:
         """Return the finding about the first call whose output has fewer axes in a replica with one row."""
@@ -260,7 +253,8 @@ class Comparison:
             text = "batch norm, although it used the statistics of the whole batch: please report this"
             yield self._finding(name, Cause.UNKNOWN, text)
         elif inputs_same and self._takes_statistics(first):
-            yield self._finding(name, Cause.PER_SHARD_BATCH_NORM, _PER_SHARD)
+            fix = "sync_batch_norm=True"
+            yield self._finding(name, Cause.PER_SHARD_BATCH_NORM, _PER_SHARD.format(fix=fix), fix)
         else:
             where = "" if inputs_same else f" (in the code before {name})"
             name = name if inputs_same else self._enclosing(name)
@@ -298,8 +292,9 @@ class Comparison:
 
     def _numbers(self, name: str, scalars: str, at: str = "") -> Finding:
         rows = " + ".join(map(str, self.many.rows)) or "their own"
-        text = _ONE_NUMBER.format(at=at, rows=rows, remedy=_SCALARS[scalars])
-        return self._finding(name, Cause.ONE_NUMBER_A_SHARD, text)
+        fix = f"scalars={scalars!r}" if scalars else ""
+        text = _ONE_NUMBER.format(at=at, rows=rows, remedy=f"Fix: {fix}" if fix else _NO_SCALARS)
+        return self._finding(name, Cause.ONE_NUMBER_A_SHARD, text, *filter(None, [fix]))
 
     def _values(self, differing: Sequence[Row]) -> Iterator[Finding]:
         """Yield findings about values in the output that are no tensors, and differ."""
@@ -350,10 +345,13 @@ def may_be_split_wrongly(findings: Sequence[Finding]) -> bool:
     return any(finding.cause in _PERHAPS_SPLIT_WRONGLY for finding in findings)
 
 
-def split_wrongly(findings: Sequence[Finding], text: str) -> list[Finding]:
+def split_wrongly(findings: Sequence[Finding], text: str, fix: tuple[str, ...]) -> list[Finding]:
     """Return the findings; the cause of those that it explains is how an input is split, which `text` says."""
     explained = _PERHAPS_SPLIT_WRONGLY
-    return [replace(f, cause=Cause.SPLIT_WRONGLY, text=text) if f.cause in explained else f for f in findings]
+    return [
+        replace(finding, cause=Cause.SPLIT_WRONGLY, text=text, fix=fix) if finding.cause in explained else finding
+        for finding in findings
+    ]
 
 
 def with_whole_inputs(findings: Sequence[Finding], paths: Sequence[str]) -> list[Finding]:

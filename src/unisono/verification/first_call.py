@@ -1,40 +1,46 @@
-"""The inputs of a wrapper's first call, for a comparison with one device by `verify`."""
+"""The first call of a wrapper in a program that goes on: what was given to it, for a comparison with one device."""
 
-import inspect
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torch import nn
+import torch
 
-from unisono.primitives import pytree
-from unisono.primitives.shared_iterators import iterators_anew
+from unisono.data_parallel import DataParallel
+from unisono.runtime.tracebacks import without_own_frames
+from unisono.verification.report import Report
+from unisono.verification.state import fresh
+from unisono.verification.verify import verify_call
 
 
 class FirstCall:
-    """The inputs of a call, copied before the call can change them, and the mode in which the model was.
+    """A call, with copies of its inputs, which it may change, and the mode in which the model was.
 
     Args:
         inputs, kwargs: iterators in them are shared ones, of which the call has its own.
     """
 
-    def __init__(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.module, self.mode = module, "training" if module.training else "eval"
-        self._inputs, self._kwargs = pytree.map_tensors(
-            lambda tensor: tensor.detach().clone(), (iterators_anew(inputs), iterators_anew(kwargs))
-        )
+    def __init__(self, model: DataParallel, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.model, self.mode = model, "training" if model.module.training else "eval"
+        with torch.inference_mode(False):
+            self._inputs, self._kwargs = fresh((inputs, kwargs))
 
-    def inputs(self) -> Any:
-        """Return them as `verify` takes them: all by position, or all by name.
+    def verify(self, given: Mapping[str, Any] | None = None) -> Report:
+        """Compare it in its mode; `given` are options that explain a difference, as those of `verify` do."""
+        return verify_call(self.model, self._inputs, self._kwargs, self.mode, given or {})
 
-        Raises:
-            TypeError: some can be given by position only, and others by name only.
-        """
-        if not self._kwargs or not self._inputs:
-            return self._kwargs or self._inputs
-        bound = inspect.signature(self.module.forward).bind(*self._inputs, **self._kwargs)
-        named: dict[str, Any] = {}
-        for name, value in bound.arguments.items():
-            kind = bound.signature.parameters[name].kind
-            if kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY):
-                raise TypeError(f"{name} is given by position only, other inputs by name")
-            named.update(value if kind is inspect.Parameter.VAR_KEYWORD else {name: value})
-        return named
+
+@contextlib.contextmanager
+def forwards_through(around: Callable[..., Any]) -> Iterator[None]:
+    """Let each wrapper's forward be `around(forward, model, inputs, kwargs)` meanwhile."""
+    forward = DataParallel.forward
+
+    @without_own_frames
+    def surrounded(model: DataParallel, *inputs: Any, **kwargs: Any) -> Any:
+        return around(forward, model, inputs, kwargs)
+
+    DataParallel.forward = surrounded  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        DataParallel.forward = forward  # type: ignore[method-assign]

@@ -20,6 +20,7 @@ _SHOWN = 6  # of the rows of one kind in one mode, the worst; the others are cou
 _SHOWN_SAME = 3  # if none of them differs
 _SHOWN_IN_NOTEBOOKS = 20  # of all rows
 _WIDTH = 110  # of a line of text
+_LEGEND = "differs: the difference is above allowed, which is relative to the largest value"
 
 
 class Cause(enum.StrEnum):
@@ -100,6 +101,7 @@ class Finding:
         cause: why it differs.
         text: the cause in words, with the remedy.
         explained: whether it follows from the options.
+        fix: arguments of `DataParallel` that give one device's numbers, as they are written.
     """
 
     mode: str
@@ -108,6 +110,7 @@ class Finding:
     cause: Cause
     text: str
     explained: bool = False
+    fix: tuple[str, ...] = ()
 
     @property
     def compared(self) -> bool:
@@ -180,7 +183,10 @@ class Report:
         return next((f for f in self.findings if not f.explained), next(iter(self.findings), None))
 
     def __str__(self) -> str:
-        return "\n".join([self.title, "", *self._table(), "", *self._conclusion()])
+        table = [*self._table(), ""] if self.rows else []
+        if self.differences:
+            table += [_LEGEND, ""]
+        return "\n".join([self.title, "", *table, *self._conclusion()])
 
     def __repr__(self) -> str:
         return f"Report({self._closing_line()})"
@@ -198,13 +204,14 @@ class Report:
         rest = rows[_SHOWN_IN_NOTEBOOKS:]
         below = f"<p>{_counted(rest, 'comparison')}</p>" if rest else ""
         summary = f"<summary><b>{escape(self._closing_line())}</b></summary>"
-        shown = f"{summary}{said}{html_table(header, cells, text_columns=5)}{below}"
+        table = html_table(header, cells, text_columns=5) if cells else ""
+        shown = f"{summary}{said}{table}{below}"
         return f"<details{'' if self.is_printed else ' open'}>{shown}</details>"
 
     def _table(self) -> Iterator[str]:
         """Yield the lines of the table: of each kind the worst rows."""
-        names = max((len(_name(row)) for row in self.rows), default=0)
-        shapes = max((len(_shape(row)) for row in self.rows), default=0)
+        names = max(len(_name(row)) for row in self.rows)
+        shapes = max(len(_shape(row)) for row in self.rows)
         yield f"{'':{names}}  {'shape':{shapes}}  largest value  difference  allowed"
         for mode in dict.fromkeys(row.mode for row in self.rows):
             yield mode

@@ -1,4 +1,5 @@
-"""What a step begins with: a copy of the model, the state of all random number generators, numbers in attributes.
+"""What a step begins with: copies of the model and of its inputs, the state of all random number generators, numbers in
+attributes.
 
 Each step runs on a copy, so whatever it does, the caller's model is not touched. Gradients do not belong to a copy, nor
 do hooks of parameters, such as an optimizer's that steps in backward.
@@ -7,7 +8,7 @@ do hooks of parameters, such as an optimizer's that steps in backward.
 import contextlib
 import copy
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,14 +16,19 @@ from torch import nn
 
 from unisono.data_parallel import DataParallel
 from unisono.engines.shared_generators import GeneratorStates
+from unisono.primitives import pytree
+from unisono.primitives.batch_types import batch_type_of
 from unisono.primitives.object_state import state_of as state_of_object
 from unisono.primitives.references import INERT, references
+from unisono.primitives.shared_iterators import iterators_anew
 from unisono.runtime import devices as _devices
 from unisono.verification.compare import plain
 
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 _NO_CONTENTS = (torch.Tensor, nn.Module, types.FunctionType, types.MethodType, torch.Generator)
 _TOO_LARGE = 2**62  # for an integer tensor
+_SHARED = INERT | {object}  # a plain object marks something, by its identity
+_NO_OBJECTS = (*_NO_CONTENTS, type, Iterator)
 
 
 def copied(model: nn.Module) -> nn.Module:
@@ -42,6 +48,29 @@ def copied(model: nn.Module) -> nn.Module:
     for parameter, before in zip(new.parameters(), model.parameters(), strict=True):
         parameter.requires_grad_(before.requires_grad)
     return new
+
+
+def fresh(value: Any, device: torch.device | None = None) -> Any:
+    """Return a copy of inputs, so that what forward does with them is seen by nobody else.
+
+    Tensors are leaves of a new graph, on `device` if it is given; shared iterators are others over the same items.
+    Objects are copied too, unless they cannot be.
+    """
+
+    def tensor_copied(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to(device or tensor.device, copy=True).requires_grad_(tensor.requires_grad)
+
+    return iterators_anew(pytree.map_all_tensors(tensor_copied, pytree.map_leaves(_object_copied, value)))
+
+
+def _object_copied(value: Any) -> Any:
+    if type(value) in _SHARED or isinstance(value, _NO_OBJECTS) or batch_type_of(value) is not None:
+        return value
+    with contextlib.suppress(Exception):  # an object of any class
+        state = state_of_object(value, without=(nn.Module, nn.Parameter))
+        tensors = [each for each in state.values() if isinstance(each, torch.Tensor) and not each.is_leaf]
+        return copy.deepcopy(value, {id(each): each.detach().clone() for each in tensors})
+    return value
 
 
 class RandomState:

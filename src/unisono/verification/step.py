@@ -13,13 +13,12 @@ from unisono.engines.replica import leaves_and_nodes
 from unisono.engines.shared_generators import generators_of
 from unisono.primitives import pytree
 from unisono.primitives.leftovers import Kind as Left
-from unisono.primitives.shared_iterators import iterators_anew
 from unisono.runtime import devices as _devices
 from unisono.runtime.draws_off import DrawsOff
 from unisono.runtime.errors import is_of_replica
 from unisono.verification.call_recorder import CallRecorder
 from unisono.verification.compare import difference, joined_numbers, plain, tensors_in
-from unisono.verification.state import RandomState, contents_in, copied, numbers_in
+from unisono.verification.state import RandomState, contents_in, copied, fresh, numbers_in
 
 _TARGET = "If one of them is the target, write verify(model, inputs, target, criterion)"
 _SEED = 0  # of the projection and the nudges, which are the same in every step
@@ -27,9 +26,10 @@ _SEED = 0  # of the projection and the nudges, which are the same in every step
 
 @dataclass(frozen=True)
 class Example:
-    """The inputs of a step, and how its loss is computed: the first three as `verify` takes them."""
+    """The inputs of a step, and how its loss is computed: target and criterion as `verify` takes them."""
 
-    inputs: Any
+    inputs: tuple[Any, ...]  # those by position
+    kwargs: dict[str, Any]  # those by name
     target: Any
     criterion: Callable[..., Any] | None
     device: torch.device  # of the inputs
@@ -37,10 +37,8 @@ class Example:
 
     def fresh_inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return positional and keyword inputs, whose tensors are copies and leaves of a new graph."""
-        if isinstance(self.inputs, dict):
-            return (), {name: _fresh(value, self.device) for name, value in self.inputs.items()}
-        inputs = self.inputs if type(self.inputs) is tuple else (self.inputs,)  # a named tuple is one input
-        return tuple(_fresh(value, self.device) for value in inputs), {}
+        inputs, kwargs = fresh((self.inputs, self.kwargs), self.device)
+        return inputs, kwargs
 
     def loss(self, output: Any, like: dict[str, torch.Tensor], off: DrawsOff) -> torch.Tensor | None:
         """Return the loss of an output; None if it has no tensors to compute one from, or not `like` one device."""
@@ -48,19 +46,12 @@ class Example:
             return _projection(dict(tensors_in(output)), like)
         with off:
             criterion = copied(self.criterion) if isinstance(self.criterion, nn.Module) else self.criterion
-            given = () if self.target is None else (_fresh(self.target, self.output_device),)
+            given = () if self.target is None else (fresh(self.target, self.output_device),)
             loss = criterion(output, *given)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
             raise ValueError(f"criterion: expected one number, such as a mean over the rows, but it returned {shape}")
         return loss.reshape(())
-
-
-def _fresh(value: Any, device: torch.device) -> Any:
-    def copied(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)
-
-    return iterators_anew(pytree.map_all_tensors(copied, value))
 
 
 def _projection(outputs: dict[str, torch.Tensor], like: dict[str, torch.Tensor]) -> torch.Tensor | None:

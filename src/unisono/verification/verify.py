@@ -12,7 +12,7 @@ value. A draw that this does not reach moves a random state. Then the mode is no
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -57,6 +57,7 @@ _NO_ACCELERATOR = "this machine has no accelerator, so the replicas ran on the C
 _ONE_ACCELERATOR = (
     "the replicas ran on the CPU: batch norm over all replicas needs one accelerator for each, and there is only one"
 )
+_ALONE = "the wrapper has no second device here, so the comparison has replicas on {devices}"
 _SWITCHED_OFF = "random draws are switched off during the comparison, so dropout drops nothing: {operations}"
 _BY_ALL = "all replicas write into it, in the order in which they finish"
 _CACHES = (
@@ -139,31 +140,77 @@ def verify(
         )
     check_have_data("compare", inputs, "inputs")
     check_have_data("compare", target, "target")
-    devices = wrapped.devices
-    gathered_on = _devices.resolve_output(wrapped.output_device, devices)
-    example = Example(shared(inputs), target, criterion, devices[0], gathered_on)
+    args, kwargs = _by_position_and_name(shared(inputs))
+    ids = _devices.resolve(device_ids)
+    note = [_ONE_ACCELERATOR if ids else _NO_ACCELERATOR] if wrapped is not model and _went_to_cpu(wrapped, ids) else []
+    example = _example(wrapped, args, kwargs, target, criterion)
+    report = replace(_compared(wrapped, example, MODES, options, rtol, note), is_printed=show)
+    if show:
+        print(report)
+    return report
+
+
+def verify_call(
+    model: DataParallel, inputs: tuple[Any, ...], kwargs: dict[str, Any], mode: str, given: Mapping[str, Any]
+) -> Report:
+    """Compare a call of a wrapper in one mode; where it has fewer than two devices, as it would be with two replicas.
+
+    Args:
+        mode: "training" or "eval".
+        given: options that explain a difference if they cause it, as those of `verify` do.
+    """
+    wrapped, notes = model, []
+    if len(model.devices) < 2 and not model.spans_processes:
+        options = {name: getattr(model, name) for name in ("scalars", "in_dims", "out_dims", "sync_batch_norm")}
+        on_the_cpu = bool(model.devices) and _devices.is_cpu(model.devices[0])
+        ids = ["cpu", "cpu"] if on_the_cpu else None
+        wrapped = _wrap(model.module, ids, None, model.dim, options)
+        notes = [_ALONE.format(devices=", ".join(map(str, wrapped.devices)))]
+    wrapped = _wrap(wrapped, None, None, 0, {})
+    return _compared(wrapped, _example(wrapped, inputs, kwargs), [mode], given, None, notes)
+
+
+def _by_position_and_name(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, dict):
+        return (), inputs
+    return (inputs if type(inputs) is tuple else (inputs,)), {}  # a named tuple is one input
+
+
+def _went_to_cpu(wrapped: DataParallel, wanted: Sequence[torch.device]) -> bool:
+    return _devices.is_cpu(wrapped.devices[0]) and not any(map(_devices.is_cpu, wanted))
+
+
+def _example(
+    wrapped: DataParallel, inputs: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None, criterion: Any = None
+) -> Example:
+    gathered_on = _devices.resolve_output(wrapped.output_device, wrapped.devices)
+    return Example(inputs, kwargs, target, criterion, wrapped.devices[0], gathered_on)
+
+
+def _compared(
+    wrapped: DataParallel,
+    example: Example,
+    modes: Sequence[str],
+    given: Mapping[str, Any],
+    rtol: float | None,
+    notes: Sequence[str],
+) -> Report:
+    """Compare one device with several, in each mode."""
     rows: list[Row] = []
     findings: list[Finding] = []
-    notes = []
-    if (
-        wrapped is not model
-        and _devices.is_cpu(devices[0])
-        and not any(map(_devices.is_cpu, _devices.resolve(device_ids)))
-    ):
-        notes.append(_ONE_ACCELERATOR if _devices.resolve(device_ids) else _NO_ACCELERATOR)
-
+    notes = [*notes]
     random = RandomState()
     try:
         with torch.inference_mode(False), torch.enable_grad():
-            for mode in MODES:
+            for mode in modes:
                 step = functools.partial(take_step, example=example, random=random, mode=mode)
                 one = step(wrapped.module)
                 many = step(wrapped, like=one)
                 computed = [tensor for call in one.recorder.calls for _, tensor in call.outputs]
                 dtypes = [t.dtype for t in (*computed, *one.outputs.values(), *wrapped.module.parameters())]
-                tolerance = Tolerance.of(dtypes, devices[0], rtol)
+                tolerance = Tolerance.of(dtypes, example.device, rtol)
                 notes += _notes(mode, one, many)
-                comparison = Comparison(mode, wrapped, options, one, many, tolerance)
+                comparison = Comparison(mode, wrapped, given, one, many, tolerance)
                 if drawn := comparison.draws():
                     findings.append(drawn)
                     if many.error is None:  # else the shapes of the outputs say more
@@ -185,18 +232,15 @@ def verify(
                     is_nondeterministic = any(row.differs for row in _rows(mode, one, again, tolerance))
                     of_mode = nondeterministic(of_mode, one, again, tolerance) if is_nondeterministic else of_mode
                 if not is_nondeterministic and may_be_split_wrongly(of_mode):
-                    text = _wrongly_split(wrapped, example, one, tolerance, step)
-                    whole = _arguments(wrapped, example).whole_with_rows() if text is None else []
-                    of_mode = with_whole_inputs(of_mode, whole) if text is None else split_wrongly(of_mode, text)
+                    split = _wrongly_split(wrapped, example, one, tolerance, step)
+                    whole = _arguments(wrapped, example).whole_with_rows() if split is None else []
+                    of_mode = with_whole_inputs(of_mode, whole) if split is None else split_wrongly(of_mode, *split)
                 findings += of_mode
     finally:
         random.restore()
-    num_replicas = len(many.rows) or len(devices)
+    num_replicas = len(many.rows) or len(wrapped.devices)
     said = tuple(dict.fromkeys(notes))
-    report = Report(_title(wrapped, many), tuple(rows), tuple(findings), said, num_replicas, is_printed=show)
-    if show:
-        print(report)
-    return report
+    return Report(_title(wrapped, many), tuple(rows), tuple(findings), said, num_replicas)
 
 
 _OWN = [name for name in inspect.signature(verify).parameters if name != "options"]
@@ -367,10 +411,11 @@ def _wrongly_split(
     one: RecordedStep,
     tolerance: Tolerance,
     step: Callable[..., RecordedStep],
-) -> str | None:
+) -> tuple[str, tuple[str, ...]] | None:
     """Return what is to be said of an input that has no rows and is split, or of a list that is not split by entry.
 
-    None: there is none. With the remedy the step gives the numbers of one device: that is tried.
+    With it come the arguments to write, if they help. None: there is no such input. With the remedy the step gives the
+    numbers of one device: that is tried.
     """
     arguments = _arguments(wrapped, example)
 
@@ -382,15 +427,21 @@ def _wrongly_split(
         rows = [row for row in _rows("", one, many, tolerance) if row.kind in (Kind.OUTPUT, Kind.LOSS)]
         return many.error is None and not any(row.differs for row in rows)
 
+    has_numbers = wrapped.scalars == "stack" and any(tensor.dim() == 0 for tensor in one.outputs.values())
     for numbers in arguments.may_have_no_rows()[:_TRIED]:
         attempt: DataParallel = copied(wrapped)  # type: ignore[assignment]
         attempt.in_dims = in_dims = arguments.in_dims_with_whole(numbers)
-        if gives_the_same(attempt, example):
-            return SPLIT_INPUT.format(inputs=arguments.described(numbers), in_dims=in_dims)
-    for name, kind, inputs in _with_samples(example.inputs):
-        if gives_the_same(wrapped, replace(example, inputs=inputs)):
+        fix: tuple[str, ...] = (f"in_dims={in_dims!r}",)
+        is_same = gives_the_same(attempt, example)
+        if not is_same and has_numbers:  # a mean over rows differs for another reason
+            attempt.scalars, fix = "mean", (*fix, "scalars='mean'")
+            is_same = gives_the_same(attempt, example)
+        if is_same:
+            return SPLIT_INPUT.format(inputs=arguments.described(numbers), fix=", ".join(fix)), fix
+    for name, kind, with_samples in _with_samples(example):
+        if gives_the_same(wrapped, with_samples):
             entries = f"{name}.values()" if kind == "dict" else name
-            return SPLIT_LIST.format(input=name, kind=kind, entries=entries)
+            return SPLIT_LIST.format(input=name, kind=kind, entries=entries), ()
     return None
 
 
@@ -399,19 +450,24 @@ def _arguments(wrapped: DataParallel, example: Example) -> Arguments:
     return Arguments(inputs, kwargs, wrapped.dim, wrapped.in_dims, wrapped.module.forward)
 
 
-def _with_samples(inputs: Any) -> Iterator[tuple[str, str, Any]]:
-    """Yield inputs with a SampleList in the place of a list, or of a dict whose keys number its entries.
+def _with_samples(example: Example) -> Iterator[tuple[str, str, Example]]:
+    """Yield the example with a SampleList in the place of a list, or of a dict whose keys number its entries.
 
     Each comes with the name of what it replaces, and the class of that.
     """
-    given = inputs if isinstance(inputs, dict) else dict(enumerate(inputs if type(inputs) is tuple else (inputs,)))
-    name = "kwargs" if isinstance(inputs, dict) else "inputs"
-    for key, value in given.items():
-        is_numbered = type(value) is dict and [*value] == [*range(len(value))]
-        if type(value) in (list, tuple) or is_numbered:
-            with_samples = given | {key: SampleList(value.values() if is_numbered else value)}
-            all_inputs = with_samples if isinstance(inputs, dict) else (*with_samples.values(),)
-            yield f"{name}[{key!r}]", type(value).__name__, all_inputs
+    for number, value in enumerate(example.inputs):
+        if (samples := _as_samples(value)) is not None:
+            inputs = (*example.inputs[:number], samples, *example.inputs[number + 1 :])
+            yield f"inputs[{number}]", type(value).__name__, replace(example, inputs=inputs)
+    for name, value in example.kwargs.items():
+        if (samples := _as_samples(value)) is not None:
+            yield f"kwargs[{name!r}]", type(value).__name__, replace(example, kwargs=example.kwargs | {name: samples})
+
+
+def _as_samples(value: Any) -> SampleList[Any] | None:
+    if type(value) in (list, tuple):
+        return SampleList(value)
+    return SampleList(value.values()) if type(value) is dict and [*value] == [*range(len(value))] else None
 
 
 def _updated(one: RecordedStep, many: RecordedStep) -> dict[str, torch.Tensor]:
@@ -466,6 +522,6 @@ def _is_made(name: str, one: RecordedStep) -> bool:
 def _title(wrapped: DataParallel, many: RecordedStep) -> str:
     devices = [str(device) for device in wrapped.devices]
     if len(many.rows) == len(devices):
-        devices = [f"{device} {rows} rows" for device, rows in zip(devices, many.rows, strict=True)]
+        devices = [f"{device} {rows} row{'s' * (rows != 1)}" for device, rows in zip(devices, many.rows, strict=True)]
     count = f"{len(devices)} replicas" if len(devices) > 1 else "one replica"
     return f"{type(wrapped.module).__name__} on {wrapped.devices[0]}, and on {count} ({', '.join(devices)})"
