@@ -117,31 +117,11 @@ def test_unknown_arguments_name_the_line_to_write(name: str, says: str) -> None:
         ("data_parallel", "shares", "unisono.DataParallel has it"),
         ("data_parallel", "share", "did you mean shares? unisono.DataParallel has it"),
         ("data_parallel", "kwargs", "did you mean module_kwargs?"),
-        ("scatter", "shares", "unisono.DataParallel has it"),
-        ("scatter", "device_ids", "did you mean target_gpus?"),
-        ("scatter_kwargs", "axis", "did you mean dim?"),
-        ("gather", "output_device", "did you mean target_device?"),
-        ("gather", "scalar", "did you mean scalars? unisono.DataParallel has it"),
-        ("replicate", "device_ids", "did you mean devices?"),
-        ("replicate", "buffers", "it has network, devices, detach"),
-        ("parallel_apply", "kwargs", "did you mean kwargs_tup?"),
-        ("parallel_apply", "timeout", "it has modules, inputs, kwargs_tup, devices"),
-        ("pad", "padding_value", "did you mean value?"),
-        ("pad", "colour", "it has dim, value, rows"),
     ],
 )
 def test_unknown_arguments_of_other_functions(function: str, name: str, says: str) -> None:
     """A1: an argument that only `DataParallel` has is said to be there."""
-    x = torch.ones(4, 5)
-    arguments: list[Any] = {
-        "data_parallel": [nn.Linear(5, 2), x],
-        "scatter": [x, ["cpu"]],
-        "scatter_kwargs": [(x,), {}, ["cpu"]],
-        "gather": [[x], "cpu"],
-        "replicate": [nn.Linear(5, 2), ["cpu"]],
-        "parallel_apply": [[nn.Linear(5, 2)], [x]],
-        "pad": [1],
-    }.get(function, [])
+    arguments = [nn.Linear(5, 2), torch.ones(4, 5)] if function == "data_parallel" else []
     with pytest.raises(TypeError, match=re.escape(f"{function} has no argument '{name}'; {says}")):
         getattr(unisono, function)(*arguments, **{name: None})
 

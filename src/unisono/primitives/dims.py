@@ -9,20 +9,14 @@ import contextlib
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Never
+from typing import Any
 
 from torch import nn
 
 from unisono.primitives import pytree
-from unisono.primitives.checks import check_names
 from unisono.runtime.errors import shown, warn
 from unisono.runtime.model_warnings import ModelWarnings
 
-_OF_OTHER_PADS = {  # torch.nn.functional.pad, pad_sequence, pad_packed_sequence
-    **dict.fromkeys(("padding_value", "fill_value", "fill"), "value"),
-    **dict.fromkeys(("axis", "dims"), "dim"),
-    **dict.fromkeys(("batch_dim", "out_dims"), "rows"),
-}
 _SCALAR_RULES = ("stack", "mean", "sum")
 _DIM_1 = (
     "{name}(batch_first=False) has its batch on dimension 1 in input, output and hidden state; DataParallel "
@@ -52,7 +46,7 @@ class Padding:
         return f"pad({dims}, value={self.value}{'' if self.rows is None else f', rows={self.rows}'})"
 
 
-def pad(dim: int | Sequence[int], value: float = 0, *, rows: int | None = None, **unknown: Never) -> Padding:
+def pad(dim: int | Sequence[int], value: float = 0, *, rows: int | None = None) -> Padding:
     """Have outputs padded to the longest before they are joined: an entry of `out_dims`.
 
         >>> model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Flatten(1))
@@ -73,7 +67,6 @@ def pad(dim: int | Sequence[int], value: float = 0, *, rows: int | None = None, 
     Raises:
         TypeError: arguments of other types.
     """
-    check_names(unknown, ("dim", "value", "rows"), "pad", _OF_OTHER_PADS)
     dims = tuple(dim) if isinstance(dim, Sequence) and not isinstance(dim, str) else (dim,)
     for axis in (*dims, *([] if rows is None else [rows])):
         if not isinstance(axis, int) or isinstance(axis, bool):

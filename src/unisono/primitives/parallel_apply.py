@@ -1,12 +1,12 @@
 """parallel_apply: call replica i with shard i, all at once, each in a thread of its own."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Never
+from typing import Any
 
 import torch
 
 from unisono.primitives import pytree
-from unisono.primitives.checks import check_kwargs, check_names
+from unisono.primitives.checks import check_kwargs
 from unisono.runtime import devices as _devices
 from unisono.runtime.devices import DeviceLike
 from unisono.runtime.errors import annotate, shown
@@ -16,9 +16,6 @@ from unisono.runtime.thread_pool import OBJECTS_HAVE_THREADS, Outcome, free_in_w
 from unisono.runtime.thread_state import modes_that_stay
 from unisono.runtime.tracebacks import without_own_frames
 
-_ARGUMENTS = ("modules", "inputs", "kwargs_tup", "devices")
-_OF_OTHERS = {"kwargs": "kwargs_tup", "module_kwargs": "kwargs_tup", "device_ids": "devices", "target_gpus": "devices"}
-
 
 @without_own_frames
 @critical
@@ -27,7 +24,6 @@ def parallel_apply(
     inputs: Sequence[Any],
     kwargs_tup: Sequence[dict[str, Any] | None] | None = None,
     devices: Sequence[DeviceLike] | None = None,
-    **unknown: Never,
 ) -> list[Any]:
     """Call `modules[i](*inputs[i], **kwargs_tup[i])` for every i, all at once; return the outputs in order.
 
@@ -50,7 +46,6 @@ def parallel_apply(
         BaseException: what a call raised, the same object, with a note that names the replica and its device; of
             several the lowest replica's, the others named in the note.
     """
-    check_names(unknown, _ARGUMENTS, "parallel_apply", _OF_OTHERS)
     for name, sequence in (("modules", modules), ("inputs", inputs), ("kwargs_tup", kwargs_tup)):
         if name == "kwargs_tup" and sequence is None:
             continue

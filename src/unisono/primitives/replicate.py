@@ -2,13 +2,13 @@
 
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, Never, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from unisono.primitives.blueprint import Blueprint, check_initialized, collector_paused, warn_of_observers
-from unisono.primitives.checks import check_module, check_names
+from unisono.primitives.checks import check_module
 from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
 from unisono.runtime.devices import DeviceLike
@@ -21,10 +21,8 @@ _NOT_WHOLE = (
     "shards parameters also sums their gradients: use it alone, without DataParallel."
 )
 
-_OF_OTHERS = {"module": "network", "model": "network", "device_ids": "devices", "target_gpus": "devices"}
 
-
-def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False, **unknown: Never) -> list[M]:
+def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -> list[M]:
     """Return one copy of `network` for each device; the copies' parameters are linked to its own for autograd.
 
         >>> model = torch.nn.Linear(5, 2)
@@ -47,7 +45,6 @@ def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False, *
         TypeError: no module.
         ValueError: a device that does not exist; a lazy module that has not had its first input yet.
     """
-    check_names(unknown, ("network", "devices", "detach"), "replicate", _OF_OTHERS)
     check_module(network, "network")
     targets = _devices.resolve_each(devices, "devices")
     with collector_paused:

@@ -5,9 +5,9 @@ differentiable. `DataParallel` splits and joins by the same code, in inputs.py a
 """
 
 from collections.abc import Sequence
-from typing import Any, Never
+from typing import Any
 
-from unisono.primitives.checks import check_kwargs, check_names
+from unisono.primitives.checks import check_kwargs
 from unisono.primitives.dims import OutputRules, check_dim
 from unisono.primitives.inputs import Arguments, scattered
 from unisono.primitives.outputs import gathered
@@ -16,13 +16,8 @@ from unisono.runtime import devices as _devices
 from unisono.runtime.devices import DeviceLike
 from unisono.runtime.model_warnings import of_process
 
-_OF_DATA_PARALLEL = dict.fromkeys(("shares", "in_dims", "out_dims", "scalars"), "unisono.DataParallel has it")
-_AXIS = dict.fromkeys(("axis", "batch_dim"), "dim")
-_OF_SCATTER = _OF_DATA_PARALLEL | _AXIS | dict.fromkeys(("devices", "device_ids", "gpus"), "target_gpus")
-_OF_GATHER = _OF_DATA_PARALLEL | _AXIS | dict.fromkeys(("device", "output_device"), "target_device")
 
-
-def scatter(inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0, **unknown: Never) -> list[Any]:
+def scatter(inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0) -> list[Any]:
     """Split the tensors in `inputs` along `dim` by torch's rule, ceil(rows / n) rows each; one result a device.
 
     Containers keep their types; objects that are not tensors are the same in every result. With fewer rows than
@@ -43,12 +38,11 @@ def scatter(inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0, **unkn
     Raises:
         ValueError: tensors with different numbers of rows, or without the axis.
     """
-    check_names(unknown, ("inputs", "target_gpus", "dim"), "scatter", _OF_SCATTER)
     return [args[0] for args, _ in _scatter_call((inputs,), {}, target_gpus, dim)]
 
 
 def scatter_kwargs(
-    inputs: Any, kwargs: dict[str, Any] | None, target_gpus: Sequence[DeviceLike], dim: int = 0, **unknown: Never
+    inputs: Any, kwargs: dict[str, Any] | None, target_gpus: Sequence[DeviceLike], dim: int = 0
 ) -> tuple[tuple[Any, ...], tuple[dict[str, Any], ...]]:
     """Scatter the positional and keyword inputs of one call; both results have one entry a shard.
 
@@ -58,7 +52,6 @@ def scatter_kwargs(
 
     Args, Raises: as `scatter`. `inputs` is the tuple of positional arguments; anything else is the only one.
     """
-    check_names(unknown, ("inputs", "kwargs", "target_gpus", "dim"), "scatter_kwargs", _OF_SCATTER)
     inputs = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
     shards = _scatter_call(inputs, check_kwargs(kwargs, "kwargs"), target_gpus, dim)
     return tuple(args for args, _ in shards), tuple(kw for _, kw in shards)
@@ -80,7 +73,7 @@ def _scatter_call(
     )  # by torch's rule the last devices may get no rows
 
 
-def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0, **unknown: Never) -> Any:
+def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> Any:
     """Join the replicas' outputs along `dim`, in order, on `target_device`: the inverse of `scatter`.
 
         >>> unisono.gather([{"y": torch.zeros(3, 2)}, {"y": torch.ones(1, 2)}], "cpu")["y"].shape
@@ -101,7 +94,6 @@ def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0, **un
             each replica gave.
         TypeError: an output of a type that cannot be gathered.
     """
-    check_names(unknown, ("outputs", "target_device", "dim"), "gather", _OF_GATHER)
     check_dim(dim)
     if not isinstance(outputs, list | tuple):
         raise TypeError(f"outputs: expected a list with one output for each replica, got {type(outputs).__name__}")
