@@ -109,8 +109,7 @@ def test_bench_asks_for_process_groups() -> None:
     program = "from unisono.cli import main; import sys; sys.stderr = sys.stdout; print(main(['bench']))"
     done = lines_on(simulated.WINDOWS, program)
     assert done == [
-        "unisono bench: error: its programs are process groups, which this system (win32) does not have: use Linux or "
-        "macOS",
+        "unisono bench: error: bench needs process groups, which this system (win32) does not have: use Linux or macOS",
         "2",
     ]
 
