@@ -77,6 +77,14 @@ ENGLISH = {
     "windows": "install",
     "cuda version": "install",
     "apple silicon": "compatibility",
+    # Messages, as they are pasted.
+    "RuntimeError: module must have its parameters and buffers on device cuda:0 (device_ids[0]) but found": "errors",
+    "RuntimeError: Expected all tensors to be on the same device, but found at least two devices": "errors",
+    "UserWarning: Was asked to gather along dimension 0, but all input tensors were scalars; will instead": "errors",
+    "RuntimeError: Error(s) in loading state_dict": "errors",
+    "grad can be implicitly created only for scalar outputs": "errors",
+    "There is an imbalance between your GPUs. You may want to exclude GPU 1": "errors",
+    "CUDA out of memory. Tried to allocate": "errors",
 }
 CHINESE = {
     "安装": "install",

@@ -29,7 +29,7 @@ class WithLoss(nn.Module):
 
 
 class WithState(nn.Module):
-    """A model with an LSTM inside, which returns its last hidden state: of all sequences, on axis 1."""
+    """A model with an LSTM inside, which returns its last hidden state; its batch is on dimension 1."""
 
     def __init__(self):
         super().__init__()
@@ -49,7 +49,8 @@ def gradient(net, step, options=None):
 def compare(name, net, step, as_torch, **option):
     one = gradient(net, step)
     theirs, ours = (((gradient(net, step, each) - one).norm() / one.norm()).item() for each in (as_torch, option))
-    print(f"{name}: gradients {theirs:.0%} off by torch's rule, {ours:.0e} with {option}")
+    [(argument, value)] = option.items()
+    print(f"{name}: gradients {theirs:.0%} off by torch's rule, {ours:.0e} with {argument}={value!r}")
 
 
 torch.manual_seed(0)
@@ -67,7 +68,8 @@ compare(
     "batch norm", net, lambda model: nn.functional.cross_entropy(model(pictures), classes), {}, sync_batch_norm=True
 )
 
-# torch joins all outputs on axis 0, where the state has an entry a layer.
+# torch joins all outputs along dimension 0; the state has its layers there, and its batch on dimension 1.
 net, sequences = WithState().to(FIRST), torch.randn(8, 5, 8, device=FIRST)
-shapes = [tuple(unisono.DataParallel(net, FOUR, out_dims=axis)(sequences).shape) for axis in (0, 1)]
-print(f"state of an LSTM: {tuple(net(sequences).shape)}; {shapes[0]} by torch's rule, {shapes[1]} with out_dims=1")
+shapes = [tuple(unisono.DataParallel(net, FOUR, out_dims=dim)(sequences).shape) for dim in (0, 1)]
+one_device = tuple(net(sequences).shape)
+print(f"state of an LSTM: {shapes[0]} by torch's rule, {shapes[1]} with out_dims=1; {one_device} on one device")

@@ -535,7 +535,7 @@ def test_half_of_the_model_on_the_cpu(sim, wrap):
         ({"module": None}, TypeError, "got None"),
         ({"dim": "0"}, TypeError, "dim='0': expected an int"),
         ({"dim": True}, TypeError, "dim=True"),
-        ({"shares": [1]}, ValueError, "has 1 weights for 2 devices"),
+        ({"shares": [1]}, ValueError, "has 1 weight for 2 devices"),
         ({"device_ids": [0, 7]}, ValueError, r"no accelerator 7; .*CUDA_VISIBLE_DEVICES='2,3'.* from 0"),
         ({"output_device": 9}, ValueError, "output_device: there is no accelerator 9.*CUDA_VISIBLE_DEVICES='2,3'"),
     ],

@@ -427,6 +427,9 @@ def test_a_message_of_the_page_is_torchs(heading: str) -> None:
     said = " ".join(str(raised.value).split())
     for part in heading.split(", Unexpected key(s): "):
         assert part in said
+    page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    whole = re.search(rf"^## {re.escape(heading)}\n\n((?:    .*\n)*)", page, re.MULTILINE)[1]
+    assert re.sub(r"GPU \d", "GPU {}", " ".join(whole.split()).partition(": ")[2]) in said
 
 
 @pytest.mark.parametrize("heading", CAUSES)

@@ -27,7 +27,10 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 # module's, and end in an error where these differ.
 CHECKS = {
     "first_steps.py": ([], "same: 12 comparisons, in training and eval"),
-    "same_numbers.py": ([], r"state of an LSTM: \(1, 8, 4\); \(4, 2, 4\) by torch's rule, \(1, 8, 4\) with out_dims=1"),
+    "same_numbers.py": (
+        [],
+        r"state of an LSTM: \(4, 2, 4\) by torch's rule, \(1, 8, 4\) with out_dims=1; \(1, 8, 4\) on one device",
+    ),
     "transcript.py": (["--devices", "8"], r"Outside: input \[10, 5\] output \[10, 2\]"),
     "middle_block.py": ([], "Output and gradients: as without the wrapper"),
     "sequences.py": ([], r"Packed: \[17, 4\] in 6 steps, as without the wrapper"),
@@ -128,6 +131,19 @@ def output_as_rank(rank: int) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as out:
         run_example("several_processes.py")
     return out.getvalue()
+
+
+@pytest.mark.parametrize("path", ["README.md", "README.zh-CN.md"])
+def test_the_figures_of_the_readme_are_printed_by_an_example(path: str) -> None:
+    """An error that a README gives as 1e-7 is rounding, whose last digits differ between processors."""
+    readme, printed = (EXAMPLES.parent / path).read_text(encoding="utf-8"), output_of("same_numbers.py")
+    percent = re.findall(r"(\d+)% off", printed)
+    assert len(percent) == 2
+    assert re.findall(r"^\|.* (\d+) % .*1e-7", readme, re.MULTILINE) == percent
+    assert max(float(error) for error in re.findall(r"\de-\d+", printed)) < 5e-7
+    shapes = re.findall(r"\(\d(?:, \d)+\)", printed)
+    assert re.findall(r"\(\d(?:, \d)+\)", re.search(r"^\|.*LSTM.*", readme, re.MULTILINE)[0]) == shapes[:2]
+    assert shapes[1] == shapes[2]
 
 
 def test_several_processes_print_what_one_prints() -> None:

@@ -71,7 +71,8 @@ def expect_weights(given: Mapping[str, Any], num_devices: int) -> None:
     if isinstance(weights, list) and len(weights) != num_devices:
         typed = ",".join(f"{weight:g}" for weight in weights)
         raise OptionError(
-            f"--shares {typed}: {len(weights)} weights for {num_devices} devices; give one for each device"
+            f"--shares {typed}: {len(weights)} weight{'s' * (len(weights) != 1)} for {num_devices} devices; "
+            "give one for each device"
         )
 
 

@@ -46,7 +46,8 @@ def check_shares(shares: object, num_replicas: int | None) -> Shares:
         weights = (math.inf,) * len(shares)
     if num_replicas is not None and len(weights) != num_replicas:
         raise ValueError(
-            f"shares={shares!r} has {len(weights)} weights for {num_replicas} devices: give one for each device"
+            f"shares={shares!r} has {len(weights)} weight{'s' * (len(weights) != 1)} for {num_replicas} devices: "
+            "give one for each device"
         )
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or sum(weights) <= 0:
         raise ValueError(f"shares={shares!r}: expected finite weights, 0 or more, at least one of them above 0")
