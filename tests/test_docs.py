@@ -86,7 +86,7 @@ MOST_WORDS = {
     "examples.md": 250,
     "differences.md": 700,
     "errors.md": 900,
-    "compatibility.md": 650,
+    "compatibility.md": 500,
     "benchmark.md": 400,
     "boundaries.md": 450,
     "training-step.md": 600,
