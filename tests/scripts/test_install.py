@@ -242,6 +242,10 @@ def test_copies_keep_what_the_script_has_set() -> None:
         assert twin.shares == (2, 1)
         twin.load_state_dict(wrapper.module.state_dict())  # without the prefix, once
         torch.testing.assert_close(twin(torch.ones(4, 5)), wrapper(torch.ones(4, 5)))
+        shallow = copy.copy(wrapper)
+        assert type(shallow) is type(wrapper)
+        assert shallow.module is wrapper.module
+        assert shallow.devices == wrapper.devices
     assert len(calls) == 2
 
 

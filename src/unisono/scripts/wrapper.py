@@ -170,13 +170,17 @@ class DataParallel(OwnDataParallel, metaclass=_NamedAsTorchs):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return a copy as by pickle, which has also what was decided after this one was made."""
-        make, given, state = self.__reduce_ex__(2)
-        new = memo[id(self)] = make(*copy.deepcopy(given, memo))
-        new.__setstate__(copy.deepcopy(state, memo))
-        if is_own(new):
-            new.__dict__["_options"] = copy.deepcopy(self._options, memo)
-            new._show_torchs_attributes()
-            new.label_weights = copy.copy(self.label_weights)
+        new = memo[id(self)] = type(self).__new__(type(self))
+        new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        new.__dict__["_options"] = copy.deepcopy(self._options, memo)
+        new._show_torchs_attributes()
+        new.label_weights = copy.copy(self.label_weights)
+        return new
+
+    def __copy__(self) -> Any:
+        """Return a wrapper that shares everything with this one, as a copy of any module does."""
+        new = type(self).__new__(type(self))
+        new.__dict__.update(self.__dict__)
         return new
 
     def __reduce_ex__(self, protocol: Any) -> Any:
