@@ -135,7 +135,7 @@ class DataParallel(OwnDataParallel, metaclass=_NamedAsTorchs):
         now = installed
         if now is not None and now.comparison is not None:
             with now.activity.uncounted():
-                inputs, kwargs = now.comparison.before(self, inputs, kwargs, options=OPTIONS)
+                inputs, kwargs = now.comparison.before(self.module, inputs, kwargs, lambda: self, OPTIONS)
         if self.label_weights is not None:
             kwargs = self.label_weights.inputs(kwargs)
         if now is None:

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from unisono.data_parallel import ARGUMENTS, DataParallel
 from unisono.options import OF_OTHER_LIBRARIES
 from unisono.primitives.blueprint import check_initialized
-from unisono.primitives.checks import check_module, check_names
+from unisono.primitives.checks import check_kwargs, check_module, check_names
 from unisono.primitives.inputs import Arguments
 from unisono.primitives.leftovers import Kind as Left
 from unisono.primitives.leftovers import listed
@@ -155,6 +155,8 @@ def verify_call(
 ) -> Report:
     """Compare a call of a wrapper in one mode; where it has fewer than two devices, as it would be with two replicas.
 
+    Inputs are those of the library's forward: hooks of the wrapper, and a forward of a subclass, ran before.
+
     Args:
         mode: "training" or "eval".
         given: options that explain a difference if they cause it, as those of `verify` do.
@@ -167,12 +169,14 @@ def verify_call(
         wrapped = _wrap(model.module, ids, None, model.dim, options)
         notes = [_ALONE.format(devices=", ".join(map(str, wrapped.devices)))]
     wrapped = _wrap(wrapped, None, None, 0, {})
-    return _compared(wrapped, _example(wrapped, inputs, kwargs), [mode], given, None, notes)
+    library = next(cls for cls in type(wrapped).__mro__ if cls.__module__.startswith("unisono."))
+    example = replace(_example(wrapped, inputs, kwargs), forward=vars(library)["forward"])
+    return _compared(wrapped, example, [mode], given, None, notes)
 
 
 def _by_position_and_name(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, dict):
-        return (), inputs
+        return (), check_kwargs(inputs, "inputs")
     return (inputs if type(inputs) is tuple else (inputs,)), {}  # a named tuple is one input
 
 
