@@ -249,6 +249,18 @@ def test_copies_keep_what_the_script_has_set() -> None:
     assert len(calls) == 2
 
 
+def test_a_deep_copy_is_as_the_wrapper_was_made() -> None:
+    """A14: with no further warning, on its devices, whatever is installed by then."""
+    with unisono.install(CPUS):
+        with pytest.warns(UserWarning, match="hidden state"):
+            wrapper = nn.DataParallel(nn.LSTM(5, 4))
+        with unisono.install(["cpu"] * 3):
+            assert copy.deepcopy(wrapper).devices == wrapper.devices
+    twin = copy.deepcopy(wrapper)
+    assert type(twin) is type(wrapper)
+    assert twin.devices == wrapper.devices
+
+
 def test_a_pickle_is_torchs_in_both_directions(tmp_path: Path) -> None:
     """X4: a plain program loads torch's wrapper, without unisono; and what it saves is unisono's here."""
     with unisono.install(CPUS):

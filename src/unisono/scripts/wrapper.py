@@ -169,12 +169,9 @@ class DataParallel(OwnDataParallel, metaclass=_NamedAsTorchs):
         self.__dict__["_load_state_dict_pre_hooks"] = own_hooks | state.get("_load_state_dict_pre_hooks", {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return a copy as by pickle, which has also what was decided after this one was made."""
+        """Return a copy as of unisono's wrapper: a pickle has neither options nor what the Trainer has set."""
         new = memo[id(self)] = type(self).__new__(type(self))
-        new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        new.__dict__["_options"] = copy.deepcopy(self._options, memo)
-        new._show_torchs_attributes()
-        new.label_weights = copy.copy(self.label_weights)
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return new
 
     def __copy__(self) -> Any:
