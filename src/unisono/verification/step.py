@@ -170,7 +170,9 @@ def take_step(
         if loss is not None and loss.requires_grad and not (like is not None and like.no_gradients):
             with off:
                 step.no_gradients = _backward(loss, leaves, may_fail=mode == "eval")
-            step.gradients = {} if step.no_gradients else dict(_gradients(module, args, kwargs))
+        gradients = {} if step.no_gradients else dict(_gradients(module, args, kwargs))
+        if any(gradient is not None for gradient in gradients.values()):  # forward may have called backward, too
+            step.gradients = gradients
         step.loss = None if loss is None else plain(loss)
         values, spec = pytree.flatten(pytree.map_all_tensors(lambda tensor: tensor.detach().clone(), output))
         step.output = pytree.unflatten(spec, values, rebuild_all=True)  # a list may be one to which forward appends

@@ -330,6 +330,7 @@ def _rows(mode: str, one: RecordedStep, many: RecordedStep, tolerance: Tolerance
     if one.loss is not None and many.loss is not None:
         scale = max(map(compare.largest, (one.loss, *outputs.values())))
         rows += compare.rows_of(mode, Kind.LOSS, {"": one.loss}, {"": many.loss}, tolerance, {"": scale})
+    if (one.loss is None) == (many.loss is None):
         scales = compare.common_scales(one.gradients)
         rows += compare.rows_of(mode, Kind.GRADIENT, one.gradients, many.gradients, tolerance, scales)
     written = one.written.keys() | many.written.keys()
@@ -499,13 +500,14 @@ def _notes(mode: str, one: RecordedStep, many: RecordedStep) -> Iterator[str]:
     if operations := dict.fromkeys([*one.switched_off, *many.switched_off]):
         yield _SWITCHED_OFF.format(operations=", ".join(operations))
     if one.loss is None:
-        yield "no output is floating point: there is no loss, and no gradients to compare"
+        of_gradients = "" if one.gradients else ", and no gradients to compare"
+        yield f"no output is floating point: there is no loss{of_gradients}"
     elif many.loss is None:
         yield f"{mode}: loss and gradients are not compared, because the outputs differ in shape"
     elif one.no_gradients:
         yield f"{mode}: gradients are not compared, because the backward fails on one device: {one.no_gradients}"
     elif not one.gradients:
-        yield f"{mode}: no gradients to compare: the loss does not require grad"
+        yield f"{mode}: no gradients to compare: no parameter or input got one"
     # A cache, or values that are kept for who reads them: no difference, unless it is a number that is updated.
     updated = {*_updated(one, many), *(name for name in many.left[Left.ASSIGNED] if many.contents_before.get(name))}
     # A layer or parameter that it makes is in the findings.
