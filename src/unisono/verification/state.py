@@ -28,7 +28,7 @@ _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 _NO_CONTENTS = (torch.Tensor, nn.Module, types.FunctionType, types.MethodType, torch.Generator)
 _TOO_LARGE = 2**62  # for an integer tensor
 _SHARED = INERT | {object}  # a plain object marks something, by its identity
-_NO_OBJECTS = (*_NO_CONTENTS, type, Iterator)
+_NO_OBJECTS = (torch.Tensor, types.FunctionType, types.MethodType, torch.Generator, type, Iterator)
 
 
 def copied(model: nn.Module) -> nn.Module:
@@ -70,6 +70,8 @@ def _object_copied(value: Any) -> Any:
     if type(value) in _SHARED or isinstance(value, _NO_OBJECTS) or batch_type_of(value) is not None:
         return value
     with contextlib.suppress(Exception):  # an object of any class
+        if isinstance(value, nn.Module):
+            return copied(value)
         state = state_of_object(value, without=(nn.Module, nn.Parameter))
         tensors = [each for each in state.values() if isinstance(each, torch.Tensor) and not each.is_leaf]
         return copy.deepcopy(value, {id(each): each.detach().clone() for each in tensors})
