@@ -75,6 +75,12 @@ def test_a_large_input_that_goes_whole(wrap: Wrap) -> None:
             {},
             "all of inputs[1], inputs[3]: DataParallel(..., in_dims={1: None, 3: None}). Otherwise",
         ),
+        (  # the batch may be the first one, or most of them
+            [(8, 3), (6,), (6,)],
+            {},
+            "all of inputs[1], inputs[2]: DataParallel(..., in_dims={1: None, 2: None}). If every replica needs all of "
+            "inputs[0]: DataParallel(..., in_dims={0: None}). Otherwise",
+        ),
         ([(1, 3), (2,)], {}, "inputs[0] has 1, inputs[1] has 2. "),
         (
             [(8, 3), (2,)],

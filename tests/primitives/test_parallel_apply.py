@@ -43,6 +43,7 @@ def test_lengths_that_differ_are_refused(args: tuple[Any, ...], message: str) ->
         (([describe], torch.ones(1)), r"inputs: expected a list with one entry for each call, got a Tensor of shape"),
         (([describe], [()], {"x": 1}), "kwargs_tup: expected a list with one entry for each call, got {'x': 1}"),
         (([describe], [()], [1]), r"kwargs_tup\[0\]: expected a dict from names to inputs, got 1"),
+        (([describe], [()], [{1: torch.ones(2)}]), r"expected a dict from names to inputs, got the key 1"),
         (([describe], [()], None, 2), "devices=2: expected a list"),
         (([describe, 3], [(), ()]), r"modules\[1\]: expected a module or a function, got 3"),
     ],

@@ -460,22 +460,25 @@ energy, force = model(torch.randn(30, 5, requires_grad=True), scale=2.0)
 def test_the_script_goes_on_as_without(capsys: pytest.CaptureFixture[str]) -> None:
     """X10: the same draws, inputs and hooks; what copies of the model print is not on its standard output."""
     text = """
-import random, types
+import random, threading, types
 torch.manual_seed(0)
 class Net(nn.Linear):
-    def forward(self, x, state, more):
+    def forward(self, x, state, more, with_lock, kept):
         state.calls.append(len(x))
         state.tensor += 1
+        with_lock.seen += 1
+        kept["rows"].append(len(x))
         next(more)
         print("in forward", len(x), "\\n", end="")
         return nn.functional.dropout(super().forward(x) + random.random() * 0)
 model, optimizer = nn.DataParallel(Net(5, 2)), None
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 state = types.SimpleNamespace(calls=[], tensor=torch.zeros(2))
+with_lock, kept = types.SimpleNamespace(lock=threading.Lock(), seen=0), {"rows": []}
 for _ in range(3):
-    model(torch.randn(30, 5), state, iter(range(9))).sum().backward()
+    model(torch.randn(30, 5), state, iter(range(9)), with_lock, kept).sum().backward()
     optimizer.step()
-print(torch.rand(2), state, [p.sum().item() for p in model.parameters()])
+print(torch.rand(2), state, with_lock.seen, kept, [p.sum().item() for p in model.parameters()])
 """
     outputs = []
     for options in ((), ("--verify",)):
@@ -483,6 +486,47 @@ print(torch.rand(2), state, [p.sum().item() for p in model.parameters()])
         outputs.append(capsys.readouterr().out)
     assert outputs[0] == outputs[1]
     assert outputs[0].count("in forward") == 6
+
+
+def test_what_a_wrapper_does_before_the_librarys_forward_is_done_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """X10: a hook of the wrapper, and a forward of its class, have changed the inputs that are compared."""
+    text = f"""
+class Scaling(nn.DataParallel):
+    def forward(self, x):
+        return super().forward(x * 3)
+model = Scaling(nn.Linear(5, 2))
+model.register_forward_pre_hook(lambda _, args: (args[0] * 2,))
+model.register_forward_hook(lambda *_: print("hook"))
+{STEP}
+"""
+    said = compared(text, capsys=capsys)
+    assert said.endswith(": 1 the same\n")
+    assert "hook" not in said
+
+
+def test_a_module_that_is_wrapped_in_every_step_is_compared_once(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "net = nn.Linear(5, 2)\nfor _ in range(3):\n    model = nn.DataParallel(net)\n    " + STEP
+    assert compared(text, capsys=capsys).endswith("; first steps compared with one device: 1 the same\n")
+
+
+def test_a_call_during_a_comparison_in_another_thread_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    """X10: it cannot wait: here the comparison waits for it."""
+    text = f"""
+import threading
+other, first = nn.DataParallel(nn.Linear(5, 2)), iter([True])
+class Net(nn.Linear):
+    def forward(self, x):
+        if next(first, False):
+            thread = threading.Thread(target=lambda: other(torch.ones(30, 5)))
+            thread.start()
+            thread.join()
+        return super().forward(x)
+model = nn.DataParallel(Net(5, 2))
+{STEP}
+"""
+    said = compared(text, capsys=capsys, status=2)
+    assert said.endswith(": 1 the same, 1 called only during comparisons in other threads\n")
+    assert compared(f"{text}\nother(torch.ones(30, 5))\n", capsys=capsys).endswith(": 2 the same\n")
 
 
 @pytest.mark.parametrize(("code", "status"), [(None, 1), (0, 1), (7, 7), ("no data", "no data")])

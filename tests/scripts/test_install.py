@@ -242,7 +242,23 @@ def test_copies_keep_what_the_script_has_set() -> None:
         assert twin.shares == (2, 1)
         twin.load_state_dict(wrapper.module.state_dict())  # without the prefix, once
         torch.testing.assert_close(twin(torch.ones(4, 5)), wrapper(torch.ones(4, 5)))
+        shallow = copy.copy(wrapper)
+        assert type(shallow) is type(wrapper)
+        assert shallow.module is wrapper.module
+        assert shallow.devices == wrapper.devices
     assert len(calls) == 2
+
+
+def test_a_deep_copy_is_as_the_wrapper_was_made() -> None:
+    """A14: with no further warning, on its devices, whatever is installed by then."""
+    with unisono.install(CPUS):
+        with pytest.warns(UserWarning, match="hidden state"):
+            wrapper = nn.DataParallel(nn.LSTM(5, 4))
+        with unisono.install(["cpu"] * 3):
+            assert copy.deepcopy(wrapper).devices == wrapper.devices
+    twin = copy.deepcopy(wrapper)
+    assert type(twin) is type(wrapper)
+    assert twin.devices == wrapper.devices
 
 
 def test_a_pickle_is_torchs_in_both_directions(tmp_path: Path) -> None:

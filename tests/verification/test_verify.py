@@ -10,6 +10,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -1202,3 +1203,19 @@ def test_a_layer_that_forward_makes_is_advised_of_once() -> None:
     """R6: what is made cannot be returned as an output."""
     report = compared(calls(lambda net, x: make_a_layer(net, net.layers[0](x)), nn.Linear(5, 5)), ROWS)
     assert "forward stores" not in str(report)
+
+
+@pytest.mark.parametrize("returned", [torch.Tensor.detach, torch.Tensor.item])
+def test_gradients_of_a_backward_in_forward_are_compared(returned: Callable[[torch.Tensor], Any]) -> None:
+    """R4: each replica has called backward of the mean over its own rows; the sum of these is no mean."""
+
+    def forward(self: Any, x: torch.Tensor, loss: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        value = loss(self.layers[0](x).square())
+        value.backward()
+        return returned(value)
+
+    for loss, is_same in ((torch.sum, True), (torch.mean, False)):
+        report = compared(calls(partial(forward, loss=loss), nn.Linear(5, 4)), ROWS, scalars=loss.__name__)
+        of_gradients = [row for row in report.rows if row.kind is Kind.GRADIENT]
+        assert [row.differs for row in of_gradients] == [not is_same] * 4
+        assert report.same == is_same

@@ -31,8 +31,11 @@ def check_kwargs(kwargs: object, argument: str) -> dict[str, Any]:
     """Return keyword inputs, {} for None; raise TypeError if they are no dict of names."""
     if kwargs is None:
         return {}
-    if not isinstance(kwargs, dict) or not all(isinstance(name, str) for name in kwargs):
+    if not isinstance(kwargs, dict):
         raise TypeError(f"{argument}: expected a dict from names to inputs, got {shown(kwargs)}")
+    for name in kwargs:
+        if not isinstance(name, str):
+            raise TypeError(f"{argument}: expected a dict from names to inputs, got the key {shown(name)}")
     return kwargs
 
 

@@ -157,23 +157,26 @@ class Arguments:
         each = _named([f"{paths[number]} has {rows}" for number, rows in counts.items()])
         rows, elsewhere = self._likely_rows(counts)
         others = [number for number, count in counts.items() if count != rows]
-        named, on_others, whole = _named([paths[number] for number in others]), [*self.axes], [*self.axes]
-        for number, axis in enumerate(self.axes):
-            if number in others:
-                on_others[number], whole[number] = elsewhere.get(number), None
-            elif axis is not None and number not in counts:
-                on_others[number] = whole[number] = dim
+
+        def in_dims_with(axes: dict[int, int | None]) -> Any:
+            now = [axis if axis is None or number in counts else dim for number, axis in enumerate(self.axes)]
+            return in_dims_of(*self._structure(), [axes.get(number, axis) for number, axis in enumerate(now)], dim)
+
         remedies = []
         if elsewhere:
             there = _named([paths[number] for number in elsewhere])
-            in_dims = in_dims_of(*self._structure(), on_others, dim)
+            in_dims = in_dims_with(dict.fromkeys(others) | elsewhere)
             remedies.append(f"If the batch of {there} is on another dimension: DataParallel(..., in_dims={in_dims}).")
         lists, hide_whole = self._lists_of_rows(counts, others)
         if lists:
             remedies.append(f"If each entry of {_named(lists)} belongs to a row, give a unisono.SampleList.")
         if not hide_whole:
-            in_dims = in_dims_of(*self._structure(), whole, dim)
-            remedies.append(f"If every replica needs all of {named}: DataParallel(..., in_dims={in_dims}).")
+            for batch in dict.fromkeys((next(iter(counts.values())), rows)):  # the first tensor may be the batch, too
+                whole = dict.fromkeys(number for number, count in counts.items() if count != batch)
+                named = _named([paths[number] for number in whole])
+                remedies.append(
+                    f"If every replica needs all of {named}: DataParallel(..., in_dims={in_dims_with(whole)})."
+                )
             remedies.append("Otherwise give every tensor one entry for each row (tensor.expand).")
         return ValueError(
             f"cannot scatter tensors with different numbers of rows (samples): {each}. {' '.join(remedies)}"

@@ -85,7 +85,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--verify",
         action="store_true",
         help=(
-            "compare the first steps of each wrapper with one device, and print the reports; a script's own "
+            "compare the first steps of each wrapped module with one device, and print the reports; a script's own "
             "unisono.DataParallel is compared too"
         ),
     )

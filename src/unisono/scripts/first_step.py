@@ -1,8 +1,8 @@
-"""`unisono run --verify`: the first steps of each wrapper of a script, compared with one device.
+"""`unisono run --verify`: the first steps of each module that a script wraps, compared with one device.
 
 A comparison runs just before a call, with copies of the model and of the inputs. It has a loss of its own, so the
-script needs none. A wrapper's first call is compared, in the mode in which the model is; so are its first call in the
-other mode, and its first one with gradients. What forward prints meanwhile goes to standard error.
+script needs none. A module's first call is compared, in the mode in which it is; so are its first call in the other
+mode, and its first one with gradients. What forward prints meanwhile goes to standard error.
 """
 
 import ast
@@ -12,8 +12,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -47,51 +46,55 @@ class FirstStepComparison:
     def __init__(self, given: Mapping[str, Any]) -> None:
         self._given = given
         self._reports: list[Report | None] = []  # None: it could not be compared
-        # By wrapper, or module of `data_parallel`: how many more calls of each kind are to be tried.
+        # How many more calls of each kind are to be tried. By module, because scripts may wrap one in every step.
         self._tries: weakref.WeakKeyDictionary[nn.Module, dict[_Kind, int]] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()  # held while a comparison runs, whose own calls are not compared
+        self._thread = 0  # which holds it
+        self._missed: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # called by another thread meanwhile
 
     def around(
         self, forward: Callable[..., Any], model: DataParallel, inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run the forward of a wrapper, after the comparison if it is due."""
-        inputs, kwargs = self.before(model, inputs, kwargs)
+        inputs, kwargs = self.before(model.module, inputs, kwargs, lambda: model)
         return forward(model, *inputs, **kwargs)
 
     def before(
         self,
-        key: nn.Module,
+        module: nn.Module,
         inputs: tuple[Any, ...],
         kwargs: dict[str, Any],
-        wrapped: Callable[[], DataParallel] | None = None,
+        wrapped: Callable[[], DataParallel],
         options: Mapping[str, str] = {},
     ) -> _Inputs:
         """Compare a call if it is a first one; return the inputs for the call.
 
         Args:
-            key: the wrapper; or the module, where `wrapped` makes a wrapper that does the same as the call.
+            wrapped: returns the module's wrapper, or makes one that does the same as the call.
             options: of the command, by the argument of `DataParallel` that each sets for this call.
         """
         before = torch_private.uncompiled(self._before)
-        result: _Inputs = before(key, inputs, kwargs, wrapped or partial(cast, DataParallel, key), options)
+        result: _Inputs = before(module, inputs, kwargs, wrapped, options)
         return result
 
     def _before(
         self,
-        key: nn.Module,
+        module: nn.Module,
         inputs: tuple[Any, ...],
         kwargs: dict[str, Any],
         wrapped: Callable[[], DataParallel],
         options: Mapping[str, str],
     ) -> _Inputs:
-        is_training = (key.module if isinstance(key, DataParallel) else key).training
-        kind = (is_training, torch.is_grad_enabled())
-        tries = self._tries.setdefault(key, {})
-        if not tries.get(kind, _TRIES) or tries.get((is_training, True)) == 0 or inside_replica():
+        kind = (module.training, torch.is_grad_enabled())
+        tries = self._tries.setdefault(module, {})
+        if not tries.get(kind, _TRIES) or tries.get((module.training, True)) == 0 or inside_replica():
             return inputs, kwargs
-        if not self._lock.acquire(blocking=False):
+        if not self._lock.acquire(blocking=False):  # to wait may be for ever: forward may have started this thread
+            if self._thread != threading.get_ident():
+                self._missed.add(module)
             return inputs, kwargs
         try:
+            self._thread = threading.get_ident()
             inputs, kwargs = shared((inputs, kwargs))
             with contextlib.redirect_stdout(sys.stderr):
                 is_compared = self._compare(wrapped, inputs, kwargs, options)
@@ -142,15 +145,20 @@ class FirstStepComparison:
             "as expected": sum(report is not None and report.explained for report in self._reports),
             "differs": sum(map(_fails, self._reports)),
             "not compared": sum(map(_is_missing, self._reports)),
+            "called only during comparisons in other threads": self._num_missed(),
         }
         found = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
         return f"first steps compared with one device: {found}"
+
+    def _num_missed(self) -> int:
+        return sum(0 not in self._tries[module].values() for module in self._missed)
 
     def exit_status(self) -> int:
         """Return that of `unisono verify`: 1 if something differs, 2 if something was not compared."""
         if any(map(_fails, self._reports)):
             return FAILED
-        return MISUSED if not self._reports or any(map(_is_missing, self._reports)) else DONE
+        is_missing = not self._reports or self._num_missed() or any(map(_is_missing, self._reports))
+        return MISUSED if is_missing else DONE
 
 
 def _fails(report: Report | None) -> bool:

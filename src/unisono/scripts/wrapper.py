@@ -135,7 +135,7 @@ class DataParallel(OwnDataParallel, metaclass=_NamedAsTorchs):
         now = installed
         if now is not None and now.comparison is not None:
             with now.activity.uncounted():
-                inputs, kwargs = now.comparison.before(self, inputs, kwargs, options=OPTIONS)
+                inputs, kwargs = now.comparison.before(self.module, inputs, kwargs, lambda: self, OPTIONS)
         if self.label_weights is not None:
             kwargs = self.label_weights.inputs(kwargs)
         if now is None:
@@ -169,14 +169,15 @@ class DataParallel(OwnDataParallel, metaclass=_NamedAsTorchs):
         self.__dict__["_load_state_dict_pre_hooks"] = own_hooks | state.get("_load_state_dict_pre_hooks", {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return a copy as by pickle, which has also what was decided after this one was made."""
-        make, given, state = self.__reduce_ex__(2)
-        new = memo[id(self)] = make(*copy.deepcopy(given, memo))
-        new.__setstate__(copy.deepcopy(state, memo))
-        if is_own(new):
-            new.__dict__["_options"] = copy.deepcopy(self._options, memo)
-            new._show_torchs_attributes()
-            new.label_weights = copy.copy(self.label_weights)
+        """Return a copy as of unisono's wrapper: a pickle has neither options nor what the Trainer has set."""
+        new = memo[id(self)] = type(self).__new__(type(self))
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return new
+
+    def __copy__(self) -> Any:
+        """Return a wrapper that shares everything with this one, as a copy of any module does."""
+        new = type(self).__new__(type(self))
+        new.__dict__.update(self.__dict__)
         return new
 
     def __reduce_ex__(self, protocol: Any) -> Any:

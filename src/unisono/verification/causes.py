@@ -256,7 +256,7 @@ class Comparison:
             fix = "sync_batch_norm=True"
             yield self._finding(name, Cause.PER_SHARD_BATCH_NORM, _PER_SHARD.format(fix=fix), fix)
         else:
-            where = "" if inputs_same else f" (in the code before {name})"
+            where = "" if inputs_same else f" (in the code before {name or 'the model'})"
             name = name if inputs_same else self._enclosing(name)
             text = _ROWS_INTERACT.format(where=where, dim=self.wrapped.dim)
             yield self._finding(name, Cause.ROWS_INTERACT, text)

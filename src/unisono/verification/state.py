@@ -28,7 +28,7 @@ _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 _NO_CONTENTS = (torch.Tensor, nn.Module, types.FunctionType, types.MethodType, torch.Generator)
 _TOO_LARGE = 2**62  # for an integer tensor
 _SHARED = INERT | {object}  # a plain object marks something, by its identity
-_NO_OBJECTS = (*_NO_CONTENTS, type, Iterator)
+_NO_OBJECTS = (torch.Tensor, types.FunctionType, types.MethodType, torch.Generator, type, Iterator)
 
 
 def copied(model: nn.Module) -> nn.Module:
@@ -54,22 +54,29 @@ def fresh(value: Any, device: torch.device | None = None) -> Any:
     """Return a copy of inputs, so that what forward does with them is seen by nobody else.
 
     Tensors are leaves of a new graph, on `device` if it is given; shared iterators are others over the same items.
-    Objects are copied too, unless they cannot be.
+    Containers and objects are copied too. An object that has something that cannot be copied, such as a lock, gets a
+    shallow copy; one that cannot be copied at all, such as a file, stays the same.
     """
 
     def tensor_copied(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().to(device or tensor.device, copy=True).requires_grad_(tensor.requires_grad)
 
-    return iterators_anew(pytree.map_all_tensors(tensor_copied, pytree.map_leaves(_object_copied, value)))
+    leaves, spec = pytree.flatten(value)
+    new = pytree.unflatten(spec, map(_object_copied, leaves), rebuild_all=True)
+    return iterators_anew(pytree.map_all_tensors(tensor_copied, new))
 
 
 def _object_copied(value: Any) -> Any:
     if type(value) in _SHARED or isinstance(value, _NO_OBJECTS) or batch_type_of(value) is not None:
         return value
     with contextlib.suppress(Exception):  # an object of any class
+        if isinstance(value, nn.Module):
+            return copied(value)
         state = state_of_object(value, without=(nn.Module, nn.Parameter))
         tensors = [each for each in state.values() if isinstance(each, torch.Tensor) and not each.is_leaf]
         return copy.deepcopy(value, {id(each): each.detach().clone() for each in tensors})
+    with contextlib.suppress(Exception):
+        return copy.copy(value)
     return value
 
 

@@ -1,6 +1,7 @@
 """One step: a forward and its backward from a given state, with all draws switched off, and the record of it."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +35,7 @@ class Example:
     criterion: Callable[..., Any] | None
     device: torch.device  # of the inputs
     output_device: torch.device  # of the outputs when they are compared
+    forward: Callable[..., Any] | None = None  # what is called with the wrapper; None: the wrapper itself
 
     def fresh_inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return positional and keyword inputs, whose tensors are copies and leaves of a new graph."""
@@ -127,6 +129,7 @@ def take_step(
     original: nn.Module = model if like is None else model.module  # type: ignore[assignment]
     model = copied(model)
     module: nn.Module = model if like is None else model.module  # type: ignore[assignment]
+    run = model if like is None or example.forward is None else functools.partial(example.forward, model)
     module.to(example.device)
     if mode == "eval":
         model.eval()
@@ -135,7 +138,7 @@ def take_step(
     if repeated:
         args, kwargs = example.fresh_inputs()
         with DrawsOff(), contextlib.suppress(Exception):  # without warnings; what it raises, the step raises too
-            model(*args, **kwargs)
+            run(*args, **kwargs)
         if isinstance(model, DataParallel):
             model._threads.first_steps.leftovers.found[Left.SHARED].clear()
     args, kwargs = example.fresh_inputs()
@@ -150,7 +153,7 @@ def take_step(
     off, before = DrawsOff(), RandomState(generators)
     with step.recorder.attached(module), off:
         try:
-            output = model(*args, **kwargs)
+            output = run(*args, **kwargs)
         except ValueError as error:
             if like is None or not step.recorder.root_calls() or is_of_replica(error):
                 raise
@@ -167,7 +170,9 @@ def take_step(
         if loss is not None and loss.requires_grad and not (like is not None and like.no_gradients):
             with off:
                 step.no_gradients = _backward(loss, leaves, may_fail=mode == "eval")
-            step.gradients = {} if step.no_gradients else dict(_gradients(module, args, kwargs))
+        gradients = {} if step.no_gradients else dict(_gradients(module, args, kwargs))
+        if any(gradient is not None for gradient in gradients.values()):  # forward may have called backward, too
+            step.gradients = gradients
         step.loss = None if loss is None else plain(loss)
         values, spec = pytree.flatten(pytree.map_all_tensors(lambda tensor: tensor.detach().clone(), output))
         step.output = pytree.unflatten(spec, values, rebuild_all=True)  # a list may be one to which forward appends

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from unisono.data_parallel import ARGUMENTS, DataParallel
 from unisono.options import OF_OTHER_LIBRARIES
 from unisono.primitives.blueprint import check_initialized
-from unisono.primitives.checks import check_module, check_names
+from unisono.primitives.checks import check_kwargs, check_module, check_names
 from unisono.primitives.inputs import Arguments
 from unisono.primitives.leftovers import Kind as Left
 from unisono.primitives.leftovers import listed
@@ -155,6 +155,8 @@ def verify_call(
 ) -> Report:
     """Compare a call of a wrapper in one mode; where it has fewer than two devices, as it would be with two replicas.
 
+    Inputs are those of the library's forward: hooks of the wrapper, and a forward of a subclass, ran before.
+
     Args:
         mode: "training" or "eval".
         given: options that explain a difference if they cause it, as those of `verify` do.
@@ -167,12 +169,14 @@ def verify_call(
         wrapped = _wrap(model.module, ids, None, model.dim, options)
         notes = [_ALONE.format(devices=", ".join(map(str, wrapped.devices)))]
     wrapped = _wrap(wrapped, None, None, 0, {})
-    return _compared(wrapped, _example(wrapped, inputs, kwargs), [mode], given, None, notes)
+    library = next(cls for cls in type(wrapped).__mro__ if cls.__module__.startswith("unisono."))
+    example = replace(_example(wrapped, inputs, kwargs), forward=vars(library)["forward"])
+    return _compared(wrapped, example, [mode], given, None, notes)
 
 
 def _by_position_and_name(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, dict):
-        return (), inputs
+        return (), check_kwargs(inputs, "inputs")
     return (inputs if type(inputs) is tuple else (inputs,)), {}  # a named tuple is one input
 
 
@@ -326,6 +330,7 @@ def _rows(mode: str, one: RecordedStep, many: RecordedStep, tolerance: Tolerance
     if one.loss is not None and many.loss is not None:
         scale = max(map(compare.largest, (one.loss, *outputs.values())))
         rows += compare.rows_of(mode, Kind.LOSS, {"": one.loss}, {"": many.loss}, tolerance, {"": scale})
+    if (one.loss is None) == (many.loss is None):
         scales = compare.common_scales(one.gradients)
         rows += compare.rows_of(mode, Kind.GRADIENT, one.gradients, many.gradients, tolerance, scales)
     written = one.written.keys() | many.written.keys()
@@ -495,13 +500,14 @@ def _notes(mode: str, one: RecordedStep, many: RecordedStep) -> Iterator[str]:
     if operations := dict.fromkeys([*one.switched_off, *many.switched_off]):
         yield _SWITCHED_OFF.format(operations=", ".join(operations))
     if one.loss is None:
-        yield "no output is floating point: there is no loss, and no gradients to compare"
+        of_gradients = "" if one.gradients else ", and no gradients to compare"
+        yield f"no output is floating point: there is no loss{of_gradients}"
     elif many.loss is None:
         yield f"{mode}: loss and gradients are not compared, because the outputs differ in shape"
     elif one.no_gradients:
         yield f"{mode}: gradients are not compared, because the backward fails on one device: {one.no_gradients}"
     elif not one.gradients:
-        yield f"{mode}: no gradients to compare: the loss does not require grad"
+        yield f"{mode}: no gradients to compare: no parameter or input got one"
     # A cache, or values that are kept for who reads them: no difference, unless it is a number that is updated.
     updated = {*_updated(one, many), *(name for name in many.left[Left.ASSIGNED] if many.contents_before.get(name))}
     # A layer or parameter that it makes is in the findings.
