@@ -74,4 +74,8 @@ def write(folder: Path, files: Mapping[str, bytes]) -> None:
 
 def as_typed(path: Path | str) -> str:
     """Return a path or a word as it is typed on a command line: in quotes, where a shell needs them."""
-    return subprocess.list2cmdline([path]) if sys.platform == "win32" else shlex.quote(str(path))
+    word = str(path)
+    if sys.platform == "win32":
+        return subprocess.list2cmdline([word])
+    in_double_quotes = "'" in word and not {*'"$`\\!'} & {*word}  # shlex.quote writes each single one as '"'"'
+    return f'"{word}"' if in_double_quotes else shlex.quote(word)

@@ -153,10 +153,14 @@ class Arguments:
         return ValueError(f"cannot scatter {path} of shape {shape} along dim={axis}: it has no such dimension")
 
     def _different_rows(self, counts: dict[int, int], dim: int) -> ValueError:
-        paths = self.paths()
+        paths, first = self.paths(), next(iter(counts.values()))
         each = _named([f"{paths[number]} has {rows}" for number, rows in counts.items()])
-        rows, elsewhere = self._likely_rows(counts)
-        others = [number for number, count in counts.items() if count != rows]
+        others = [number for number, rows in counts.items() if rows != first]
+        elsewhere = {  # as in the state of an LSTM
+            number: self.leaves[number].shape.index(first)
+            for number in others
+            if isinstance(self.leaves[number], torch.Tensor) and first in self.leaves[number].shape
+        }
 
         def in_dims_with(axes: dict[int, int | None]) -> Any:
             now = [axis if axis is None or number in counts else dim for number, axis in enumerate(self.axes)]
@@ -167,57 +171,39 @@ class Arguments:
             there = _named([paths[number] for number in elsewhere])
             in_dims = in_dims_with(dict.fromkeys(others) | elsewhere)
             remedies.append(f"If the batch of {there} is on another dimension: DataParallel(..., in_dims={in_dims}).")
-        lists, hide_whole = self._lists_of_rows(counts, others)
+        lists, are_all = self._lists_of_rows(counts, others)
         if lists:
             remedies.append(f"If each entry of {_named(lists)} belongs to a row, give a unisono.SampleList.")
-        if not hide_whole:
-            for batch in dict.fromkeys((next(iter(counts.values())), rows)):  # the first tensor may be the batch, too
-                whole = dict.fromkeys(number for number, count in counts.items() if count != batch)
-                named = _named([paths[number] for number in whole])
-                remedies.append(
-                    f"If every replica needs all of {named}: DataParallel(..., in_dims={in_dims_with(whole)})."
-                )
+        if not are_all:
+            batches = [first]  # or what most have
+            if len(elsewhere) < len(others):
+                batches += [rows for rows, _ in Counter(counts.values()).most_common(1) if rows != first]
+            for batch in batches:
+                whole = dict.fromkeys(number for number, rows in counts.items() if rows != batch)
+                named, in_dims = _named([paths[number] for number in whole]), in_dims_with(whole)
+                remedies.append(f"If every replica needs all of {named}: DataParallel(..., in_dims={in_dims}).")
             remedies.append("Otherwise give every tensor one entry for each row (tensor.expand).")
         return ValueError(
             f"cannot scatter tensors with different numbers of rows (samples): {each}. {' '.join(remedies)}"
         )
 
-    def _likely_rows(self, counts: dict[int, int]) -> tuple[int, dict[int, int]]:
-        """Return how many rows the call is likely to have, and the axes on which tensors with another number have it.
-
-        That of the first tensor, if all others have it on some axis, as the state of an LSTM does; else that of most.
-        """
-        [(of_most, _)] = Counter(counts.values()).most_common(1)  # if as many have others, of the first
-        found: dict[int, dict[int, int]] = {}
-        for rows in (next(iter(counts.values())), of_most):
-            found[rows] = {
-                number: self.leaves[number].shape.index(rows)
-                for number, count in counts.items()
-                if count != rows and isinstance(self.leaves[number], torch.Tensor) and rows in self.leaves[number].shape
-            }
-            if len(found[rows]) == sum(count != rows for count in counts.values()):
-                return rows, found[rows]
-        return of_most, found[of_most]
-
     def _lists_of_rows(self, counts: dict[int, int], others: Sequence[int]) -> tuple[list[str], bool]:
-        """Return the paths of lists that may have one entry for each row; and whether nothing else is likely.
+        """Return the paths of lists that may have one entry for each row; and whether `others` are in such ones only.
 
-        Of lists of tensors, or of dicts of tensors: those whose tensors differ in their rows, or that have as many
-        entries as a tensor outside has rows; and those with as many entries as one of these.
+        Likely numbers of entries are the rows of a tensor, and the entries of a list whose tensors differ in their
+        rows, such as pictures. A list of two may be a pair.
         """
         of_inputs, of_kwargs = self._structure()
-        lists = [*split_lists(of_inputs, "inputs"), *split_lists(of_kwargs, "kwargs")]
-        paths, likely = self.paths(), []
-        inside: set[int] = set()
-        for path, spec in lists:
-            numbers = {number for number in counts if paths[number].startswith(f"{path}[")}
-            within = {counts[number] for number in numbers}
-            entries = len(spec.specs)
-            if len(within) > 1 or any(counts[number] == entries for number in counts.keys() - numbers):
-                likely.append(entries)
-                inside |= numbers
-        found = [path for path, spec in lists if len(spec.specs) in likely]
-        return found, max(likely, default=0) > 2 and inside.issuperset(others)
+        paths = self.paths()
+        inside = {
+            (path, len(spec.specs)): {number for number in counts if paths[number].startswith(f"{path}[")}
+            for path, spec in [*split_lists(of_inputs, "inputs"), *split_lists(of_kwargs, "kwargs")]
+        }
+        likely = {entries for (_, entries), numbers in inside.items() if len({counts[each] for each in numbers}) > 1}
+        likely |= {*counts.values()}
+        found = {key: numbers for key, numbers in inside.items() if key[1] in likely}
+        in_lists = set().union(*(numbers for (_, entries), numbers in found.items() if entries > 2))
+        return [path for path, _ in found], in_lists.issuperset(others)
 
     def split(
         self, sizes: Sequence[int], place: Place, warnings: ModelWarnings | None = None, *, in_parts: bool = False

@@ -7,7 +7,6 @@ mode, and its first one with gradients. What forward prints meanwhile goes to st
 
 import ast
 import contextlib
-import shlex
 import sys
 import threading
 import weakref
@@ -18,6 +17,7 @@ import torch
 from torch import nn
 
 from unisono.console.errors import DONE, FAILED, MISUSED
+from unisono.console.files import as_typed
 from unisono.data_parallel import DataParallel
 from unisono.primitives.shared_iterators import shared
 from unisono.runtime import torch_private
@@ -178,13 +178,8 @@ def _option(fix: str, options: Mapping[str, str]) -> str:
         return options[name]
     with contextlib.suppress(ValueError, SyntaxError):  # a value that cannot be written on a command line
         literal = ast.literal_eval(value)
-        return f"{options[name]} {_quoted(literal if isinstance(literal, str) else value)}"
+        return f"{options[name]} {as_typed(literal if isinstance(literal, str) else value)}"
     return ""
-
-
-def _quoted(word: str) -> str:
-    """Return a word for the shell, in double quotes if it has single ones only."""
-    return f'"{word}"' if "'" in word and not {*'"$`\\!'} & {*word} else shlex.quote(word)
 
 
 def _say(text: str) -> None:
