@@ -4,6 +4,7 @@ Nothing here waits for time to pass: `held` keeps a stream from running until th
 reads too early it reads too early each time.
 """
 
+import ctypes
 import os
 import pickle
 import signal
@@ -277,6 +278,7 @@ def test_what_the_host_reads_it_waits_for(read: Callable[[torch.Tensor], object]
     marker = C.Marker()
     C.stream_waits(0, marker)
     x.fill_(4)
+    filled = current().record_event()  # of the stream a query says less: what other tests left is freed in its order
     began = threading.Event()
 
     def late() -> object:
@@ -286,11 +288,11 @@ def test_what_the_host_reads_it_waits_for(read: Callable[[torch.Tensor], object]
     reader = threading.Thread(target=late)
     reader.start()
     began.wait()
-    assert not current().query()
+    assert not filled.query()
     assert reader.is_alive()  # also where it has not come to the read yet
     marker.set()
     reader.join()
-    assert current().query()
+    assert filled.query()
 
 
 def test_a_host_that_waits_lets_other_threads_run() -> None:
@@ -442,9 +444,10 @@ def test_blocking() -> None:
     C.set_delay(200, 100)
     C.set_blocking(True)
     x = torch.zeros(4, device=FIRST)
-    for _ in range(5):
+    memory = (ctypes.c_float * 4).from_address(x.data_ptr())  # the host's; nothing waits
+    for number in range(1, 6):
         x.add_(1)
-        assert current().query()
+        assert [*memory] == [number] * 4
 
 
 # ---- the build -------------------------------------------------------------------------------------------------------
