@@ -68,7 +68,7 @@ def _take(count: int, present: list[torch.device], local_rank: int) -> list[torc
         one_device = as_typed(f"{present[0]}*{count}")
         remedy = (
             f"start at most {len(present) // count} here"
-            if local_rank
+            if local_rank and count <= len(present)
             else f"write --devices {len(present)}, or {one_device} for {count} replicas on one device"
         )
         raise OptionError(f"--devices {count}{needed}: this machine has only {len(present)} ({there}); {remedy}")

@@ -7,11 +7,12 @@ mode, and its first one with gradients. What forward prints meanwhile goes to st
 
 import ast
 import contextlib
+import functools
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, ParamSpec, TypeAlias, TypeVar, cast
 
 import torch
 from torch import nn
@@ -26,6 +27,8 @@ from unisono.runtime.thread_pool import inside_replica
 from unisono.verification.first_call import FirstCall
 from unisono.verification.report import Report
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 _Inputs: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 _Kind: TypeAlias = tuple[bool, bool]  # of a call: is the model in training mode, and are gradients on
 
@@ -34,6 +37,14 @@ _NO_CALL = (
     "(samples) for two replicas"
 )
 _TRIES = 3  # of calls of one kind, until one has rows for two replicas
+
+
+def _uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    @functools.wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:  # the wrapper may be compiled, at any time
+        return cast("_R", torch_private.uncompiled(function)(*args, **kwargs))
+
+    return run
 
 
 class FirstStepComparison:
@@ -59,6 +70,7 @@ class FirstStepComparison:
         inputs, kwargs = self.before(model.module, inputs, kwargs, lambda: model)
         return forward(model, *inputs, **kwargs)
 
+    @_uncompiled
     def before(
         self,
         module: nn.Module,
@@ -73,18 +85,6 @@ class FirstStepComparison:
             wrapped: returns the module's wrapper, or makes one that does the same as the call.
             options: of the command, by the argument of `DataParallel` that each sets for this call.
         """
-        before = torch_private.uncompiled(self._before)
-        result: _Inputs = before(module, inputs, kwargs, wrapped, options)
-        return result
-
-    def _before(
-        self,
-        module: nn.Module,
-        inputs: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        wrapped: Callable[[], DataParallel],
-        options: Mapping[str, str],
-    ) -> _Inputs:
         kind = (module.training, torch.is_grad_enabled())
         tries = self._tries.setdefault(module, {})
         if not tries.get(kind, _TRIES) or tries.get((module.training, True)) == 0 or inside_replica():
@@ -154,7 +154,7 @@ class FirstStepComparison:
         return sum(0 not in self._tries[module].values() for module in self._missed)
 
     def exit_status(self) -> int:
-        """Return that of `unisono verify`: 1 if something differs, 2 if something was not compared."""
+        """Return the exit status, as of `unisono verify`: 1 if something differs, 2 if something was not compared."""
         if any(map(_fails, self._reports)):
             return FAILED
         is_missing = not self._reports or self._num_missed() or any(map(_is_missing, self._reports))

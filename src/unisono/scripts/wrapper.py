@@ -169,7 +169,7 @@ class DataParallel(OwnDataParallel, metaclass=_NamedAsTorchs):
         self.__dict__["_load_state_dict_pre_hooks"] = own_hooks | state.get("_load_state_dict_pre_hooks", {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return a copy as of unisono's wrapper: a pickle has neither options nor what the Trainer has set."""
+        """Copy all attributes. By pickle, options and what the Trainer has set would be lost."""
         new = memo[id(self)] = type(self).__new__(type(self))
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return new

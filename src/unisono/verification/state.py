@@ -51,7 +51,7 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 def fresh(value: Any, device: torch.device | None = None) -> Any:
-    """Return a copy of inputs, so that what forward does with them is seen by nobody else.
+    """Return a copy of inputs, so that forward does not change those of the program.
 
     Tensors are leaves of a new graph, on `device` if it is given; shared iterators are others over the same items.
     Containers and objects are copied too. An object that has something that cannot be copied, such as a lock, gets a

@@ -161,14 +161,15 @@ def verify_call(
         mode: "training" or "eval".
         given: options that explain a difference if they cause it, as those of `verify` do.
     """
-    wrapped, notes = model, []
+    notes = []
     if len(model.devices) < 2 and not model.spans_processes:
         options = {name: getattr(model, name) for name in ("scalars", "in_dims", "out_dims", "sync_batch_norm")}
         on_the_cpu = bool(model.devices) and _devices.is_cpu(model.devices[0])
         ids = ["cpu", "cpu"] if on_the_cpu else None
         wrapped = _wrap(model.module, ids, None, model.dim, options)
         notes = [_ALONE.format(devices=", ".join(map(str, wrapped.devices)))]
-    wrapped = _wrap(wrapped, None, None, 0, {})
+    else:
+        wrapped = _wrap(model, None, None, 0, {})
     library = next(cls for cls in type(wrapped).__mro__ if cls.__module__.startswith("unisono."))
     example = replace(_example(wrapped, inputs, kwargs), forward=vars(library)["forward"])
     return _compared(wrapped, example, [mode], given, None, notes)
