@@ -457,7 +457,7 @@ class _Work:
             arrived = self._arrived(lane, {number: outcome})
             del outcome
             if number not in self._abandoned:
-                self._ready.update(arrived)
+                self._ready[number] = arrived.pop(number)  # no reference to it is left here
             del arrived
         if self._is_stopped:
             self._ready.clear()  # nobody takes it, and the traceback of an error refers to this object

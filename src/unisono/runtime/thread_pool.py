@@ -353,8 +353,8 @@ class Background:
             if index not in self._running:
                 return
             self._running.remove(index)
+            part_with(self._workers[index : index + 1])  # before another task, the last one, ends the wait
             is_last = not self._running
-        part_with(self._workers[index : index + 1])
         if is_last:
             try:
                 self._at_end()
