@@ -128,6 +128,15 @@ def _ignore_older_objects() -> None:
     gc.freeze()
 
 
+@pytest.fixture
+def collector_off() -> Iterator[None]:
+    """Have no garbage, such as an earlier test's, collected during the test."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
 @pytest.fixture(autouse=True)
 def _nothing_logged_yet() -> None:
     """Let each test see the messages that are given once in a process."""

@@ -30,7 +30,7 @@ from unisono.distributed.bucketed_all_reduce import BucketedAllReduce, plan_for_
 from unisono.distributed.process_group import Communicator
 
 FIRST, SECOND = BOTH = [torch.device("queued:0"), torch.device("queued:1")]
-STALLED_S = 5.0  # for which a thread waits that should not
+STALLED_S = 60.0  # for which a thread waits that should not
 PROGRAM_S = 100.0  # after which a program hangs
 RUNS = 20
 

@@ -25,8 +25,8 @@ BLOCK = 4096  # numbers of float32, which fill a block of the allocator
 
 
 @pytest.fixture(autouse=True)
-def _settings() -> Iterator[None]:
-    """Give each test the settings of the process, the default streams, and the first device."""
+def _settings(collector_off: None) -> Iterator[None]:
+    """Give each test the settings of the process, the default streams, the first device, and memory of its own."""
     settings = C.settings()
     yield
     C.set_seed(settings["QUEUED_SEED"])

@@ -5,7 +5,6 @@ Replicas share the parameters' memory, or have memory of their own, where the gr
 
 import contextlib
 import copy
-import gc
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -287,23 +286,19 @@ def test_a_backward_of_the_callers_goes_on_to_the_live_tensors() -> None:
     assert len(calls) == 2
 
 
+@pytest.mark.usefixtures("collector_off")
 def test_replicas_refer_to_no_cycle() -> None:
     """N10: their tensors and nodes go when the last reference to them goes, without the garbage collector."""
     live = zeros(3)
-    gc.collect()
-    gc.disable()
-    try:
-        replicas = Replicas.of(live, 2)
-        references = [weakref.ref(tensor) for own in replicas.own for tensor in own]
-        collector = weakref.ref(replicas.collector)
-        replicas.own[0][0].requires_grad_(False)
-        replicas.own[0][0].requires_grad_(True)
-        sum(tensor.sum() for own in replicas.own for tensor in own).backward()
-        Reduce(False)(replicas, lambda: None)
-        del replicas
-        assert [reference() for reference in [*references, collector]] == [None] * 7
-    finally:
-        gc.enable()
+    replicas = Replicas.of(live, 2)
+    references = [weakref.ref(tensor) for own in replicas.own for tensor in own]
+    collector = weakref.ref(replicas.collector)
+    replicas.own[0][0].requires_grad_(False)
+    replicas.own[0][0].requires_grad_(True)
+    sum(tensor.sum() for own in replicas.own for tensor in own).backward()
+    Reduce(False)(replicas, lambda: None)
+    del replicas
+    assert [reference() for reference in [*references, collector]] == [None] * 7
 
 
 def test_nodes_of_buckets() -> None:

@@ -7,7 +7,6 @@ The replicas are on the CPU, or on the devices that UNISONO_TEST_DEVICES names, 
 GPU, "cuda:0,cuda:1" on two. Models and batches are made on the first. That is how `make gpu-check` runs this folder.
 """
 
-import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,11 +46,3 @@ def numerics(float64: None) -> Iterator[None]:
     exact = torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False)  # no effect on the CPU
     with exact, on_first_device():
         yield
-
-
-@pytest.fixture
-def collector_off() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()

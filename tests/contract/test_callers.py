@@ -101,16 +101,19 @@ def test_a_fork_while_another_thread_is_in_a_step() -> None:
         import torch, unisono
 
         warnings.simplefilter("ignore", DeprecationWarning)  # of forks in a process with threads
-        builtins.inside, builtins.go_on = threading.Event(), threading.Event()
+        builtins.inside, builtins.other, builtins.go_on = (threading.Event() for _ in range(3))
         builtins.parent = os.getpid()
 
         class Waits(torch.nn.Linear):
             def forward(self, x):
                 import builtins, os, threading
-                if threading.current_thread().name == "another" and os.getpid() == builtins.parent:
-                    builtins.inside.set()
-                    builtins.go_on.wait(60)
-                return super().forward(x)
+                y = super().forward(x)
+                if os.getpid() == builtins.parent:
+                    if threading.current_thread().name == "another":
+                        builtins.inside.set()
+                        builtins.go_on.wait(60)
+                    builtins.other.set()
+                return y
 
         model = unisono.DataParallel(Waits(4, 2), ["cpu"] * 2)
 
@@ -119,12 +122,10 @@ def test_a_fork_while_another_thread_is_in_a_step() -> None:
             model(torch.ones(6, 4)).sum().backward()
             return bool((model.module.weight.grad == 6).all())
 
-        # torch sets up each operation in its first call, behind a C++ lock. A child that is forked meanwhile by another
-        # thread finds it locked for ever; here replica 1 may be in that call.
-        torch.nn.Linear(4, 2)(torch.ones(6, 4))
         another = threading.Thread(target=step, name="another")
         another.start()
         builtins.inside.wait(60)
+        builtins.other.wait(60)  # a child forked while a thread is in torch may find a C++ lock locked for ever
         child = os.fork()
         if not child:
             signal.alarm(60)

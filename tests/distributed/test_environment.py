@@ -72,7 +72,7 @@ def test_a_rank_that_does_not_start(environment_of):
     """C14: the others name it, after `timeout=`."""
     environment_of({**COMPLETE, "RANK": "0", "WORLD_SIZE": "3", "MASTER_PORT": str(free_port())})
     with pytest.raises(RuntimeError, match=r"rank 0 of 3 waited at 127\.0\.0\.1:.* ranks 1, 2 did not connect"):
-        unisono.DataParallel(nn.Linear(2, 2), ["cpu"], timeout=0.5)
+        unisono.DataParallel(nn.Linear(2, 2), ["cpu"], timeout=2)
 
 
 def test_a_torch_without_distributed(monkeypatch, environment_of):

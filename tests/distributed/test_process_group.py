@@ -41,12 +41,12 @@ def step(model: nn.Module) -> None:
     model(ROWS).sum().backward()
 
 
-def raised_by_all(world_size: int, function: Callable, *args, timeout_s: float = 60) -> list[str]:
+def raised_by_all(world_size: int, function: Callable, *args, timeout_s: float = 240) -> list[str]:
     """Return the last line of what each rank has raised."""
     began = time.monotonic()
     ended = end_ranks(world_size, function, *args, timeout_s=timeout_s)
     assert all(end.error for end in ended), ended
-    assert time.monotonic() - began < 60, "a rank has waited for the limit, not for an error"
+    assert time.monotonic() - began < 200, "a rank has waited for the limit, not for an error"
     return [last_error(end) for end in ended]
 
 
@@ -181,7 +181,7 @@ def backward_and_wrapping(rank: int) -> None:
     ("function", "timeout_s", "expected"),
     [
         (other_classes, 10, ["wrapping Linear", "wrapping Sequential"]),
-        (backward_and_wrapping, 2, ["summing gradients over the processes", "wrapping Sequential"]),
+        (backward_and_wrapping, 5, ["summing gradients over the processes", "wrapping Sequential"]),
     ],
     ids=["other classes", "backward and wrapping"],
 )
@@ -229,6 +229,9 @@ def test_different_collectives(function, expected):
         assert "reporting a mismatch" not in message
 
 
+LIMIT_S = 5
+
+
 def waits_alone(rank: int, steps: bool, seen: Path) -> str:
     """Have rank 0 wait for rank 1, which hangs until that is seen; return the error of rank 0."""
     if steps:
@@ -242,9 +245,9 @@ def waits_alone(rank: int, steps: bool, seen: Path) -> str:
     # Afterwards nothing waits again.
     for again in (lambda: step(model), wrapped, lambda: list(model.batches([ROWS]))) if steps else (wrapped,):
         started = time.monotonic()
-        with pytest.raises(RuntimeError, match="rank 0 has waited 2 s"):
+        with pytest.raises(RuntimeError, match=f"rank 0 has waited {LIMIT_S} s"):
             again()
-        assert time.monotonic() - started < 1
+        assert time.monotonic() - started < LIMIT_S
     if steps:
         with torch.no_grad():
             model(ROWS)  # this process alone
@@ -262,9 +265,9 @@ def waits_alone(rank: int, steps: bool, seen: Path) -> str:
 )
 def test_a_process_that_hangs(tmp_path, steps, expected):
     """C11, C12: the timeout names it."""
-    ended = end_ranks(2, waits_alone, steps, tmp_path / "seen", timeout_s=2)
+    ended = end_ranks(2, waits_alone, steps, tmp_path / "seen", timeout_s=LIMIT_S)
     assert ended[0].error is None, ended[0].error
-    for text in ["rank 0 has waited 2 s for the others", *expected]:
+    for text in [f"rank 0 has waited {LIMIT_S} s for the others", *expected]:
         assert text in ended[0].value
 
 
@@ -384,14 +387,14 @@ def test_a_rank_that_has_raised_and_lives_on(tmp_path):
 
 
 def goes_on(rank: int) -> None:
-    process_group._PATIENCE_S = 0.5
     model = wrapped(Calls(fails_on_three_rows if rank == 1 else net_of, net=net()))
     for _ in range(2):
         if rank == 1:
             with pytest.raises(TroubleError):
                 model(ROWS)
         model(ROWS[:2]).sum().backward()
-    if rank == 0:
+    process_group._PATIENCE_S = 0.5
+    if rank == 1:
         time.sleep(1)
     model(ROWS[:2]).sum().backward()
 
@@ -428,11 +431,11 @@ print("done", rank, flush=True)
 """
 
 
-def run_program(body: str) -> list[subprocess.CompletedProcess[str]]:
+def run_program(body: str, **variables: str) -> list[subprocess.CompletedProcess[str]]:
     """Run a program in two processes that connect at a port, as torchrun's do; return how each has ended."""
     script = PROGRAM.format(body=textwrap.dedent(body))
     own = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    return run_scripts([(script, {**own, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"])
+    return run_scripts([(script, {**own, **variables, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"])
 
 
 @pytest.mark.only_on("linux", "macos", because="forks")
@@ -498,25 +501,28 @@ def test_the_groups_end_before_the_interpreter():
 def test_groups_leave_no_files_and_threads():
     """C7: neither the default group of the line, nor one that it was given, nor steps."""
     body = """
-    import gc
-    def settled(expected=None):
+    import gc, math
+    def are_at_most(limits):
         gc.collect()
         deadline = time.monotonic() + 20  # threads end a little after their group
-        while expected and num_open() != expected and time.monotonic() < deadline:
+        while True:
+            if all(number <= limit for number, limit in zip(num_open(), limits, strict=True)):
+                return True
+            if time.monotonic() > deadline:
+                return False
             time.sleep(0.01)
-        return num_open()
     def train(model, num_steps):
         for _ in range(num_steps):
             model(torch.ones(2, 4)).sum().backward()
     distributed = torch.distributed
     train(model, 2)
-    in_steps = settled()
+    in_steps = num_open()
     train(model, 20)
-    assert settled(in_steps) == in_steps, (in_steps, settled())
+    assert are_at_most(in_steps), (in_steps, num_open())
 
     given = distributed.new_group([0, 1])
     distributed.barrier(given)
-    first = None
+    ended = None
     for _ in range(3):
         other = unisono.DataParallel(torch.nn.Linear(4, 2), process_group=given)
         train(other, 2)
@@ -524,8 +530,8 @@ def test_groups_leave_no_files_and_threads():
         distributed.destroy_process_group(given)
         del other, given
         distributed.barrier()
-        first = first or settled()
-        assert settled(first) == first, (first, settled())
+        ended = ended or num_open()
+        assert are_at_most(ended), (ended, num_open())
         given = distributed.new_group([0, 1])
     del given
 
@@ -534,18 +540,18 @@ def test_groups_leave_no_files_and_threads():
         distributed.destroy_process_group()
     end(model)
     del model
-    ends = []
-    for number in range(3):
-        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+    limits = [math.inf, 1]  # one thread: this one
+    for port in os.environ["PORTS"].split():
+        os.environ["MASTER_PORT"] = port
         model = unisono.DataParallel(torch.nn.Linear(4, 2))
         train(model, 2)
         end(model)
         del model
-        ends.append(settled(ends[0] if ends else None))
-    assert ends == [ends[0]] * 3, ends
-    assert ends[0][1] == 1, f"threads: {ends}"
+        assert are_at_most(limits), (limits, num_open())
+        limits = num_open()
     """
-    ended = run_program(OPEN + textwrap.dedent(body))
+    ports = " ".join(str(free_port()) for _ in range(3))
+    ended = run_program(OPEN + textwrap.dedent(body), PORTS=ports)
     assert [(end.returncode, end.stderr) for end in ended] == [(0, "")] * 2
 
 

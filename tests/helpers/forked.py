@@ -56,7 +56,8 @@ class Program:
         """Wait until it has written this."""
         deadline = time.monotonic() + _LIMIT_S
         while text not in self.out + self.err:
-            assert self._process.is_alive(), f"it has ended without {text!r}: {self.out}{self.err}"
+            if not self._process.is_alive():
+                assert text in self.out + self.err, f"it has ended without {text!r}: {self.out}{self.err}"
             assert time.monotonic() < deadline, f"no {text!r} after {_LIMIT_S} s: {self.out}{self.err}"
             self._process.join(0.02)
 

@@ -67,7 +67,8 @@ def test_processes_train_as_one_does(alone: Path, tmp_path: Path, world_size: in
 
 
 def test_batches_of_fewer_rows_than_processes(tmp_path: Path) -> None:
-    pictures, labels = torch.randint(256, (40, 8, 8)), torch.arange(40) % 10
+    own = torch.Generator().manual_seed(0)
+    pictures, labels = torch.randint(256, (40, 8, 8), generator=own), torch.arange(40) % 10
     write_idx(tmp_path, [pictures, labels, pictures[:10], labels[:10]])
     arguments = [*SMALL, "--data", str(tmp_path), "--batch-size", "3"]
     run(0, tmp_path, *arguments, "--output", "alone")
