@@ -21,7 +21,6 @@ from unisono.runtime.devices import accelerators
 
 WORKLOADS = ("resnet", "mlp", "gpt", "tiny")
 _MOST_REPLICAS = 256
-_PROGRAM_BYTES = 230 * 2**20  # of a contender's process: Python, torch, and a small model
 _USUAL = {"rounds": 5, "seconds_per_turn": 2.0}
 _QUICK = {"rounds": 3, "seconds_per_turn": 0.5}
 
@@ -106,7 +105,6 @@ def run(given: dict[str, Any]) -> int:
     counts = given.get("replicas", _up_to(machine.num_cores()))
     several = (Contender(name, count) for count in counts for name in CONTENDERS if name != "plain")
     participants = [Contender("plain", 1), *several]
-    _expect_memory(counts, sum(each.num_programs for each in participants))
     expected_s = len(targets) * measure.expected_s(participants, rounds, seconds)
     results = Results(machine.describe(), settings, programs.MEMORY_KIND, [])
     print(machine.in_one_line(results.machine), flush=True)
@@ -122,18 +120,6 @@ def run(given: dict[str, Any]) -> int:
         shown.close()
     _conclude(results, output)
     return FAILED if any(line.failure for workload in results.workloads for line in workload.lines) else DONE
-
-
-def _expect_memory(counts: list[int], num_programs: int) -> None:
-    """Raise OptionError if the contenders' processes, all of which live at once, need more memory than there is."""
-    import psutil
-
-    needed, available = num_programs * _PROGRAM_BYTES, psutil.virtual_memory().available
-    if needed > available:
-        raise OptionError(
-            f"up to {counts[-1]} replicas: {num_programs} processes would need about {needed / 2**30:.0f} GiB of "
-            f"memory, and {available / 2**30:.0f} GiB are available; name fewer replicas, as in --replicas 2,4"
-        )
 
 
 def _conclude(results: Results, output: Path) -> None:
