@@ -109,10 +109,9 @@ def test_a_fork_while_another_thread_is_in_a_step() -> None:
                 import builtins, os, threading
                 y = super().forward(x)
                 if os.getpid() == builtins.parent:
-                    if threading.current_thread().name == "another":
-                        builtins.inside.set()
-                        builtins.go_on.wait(60)
-                    builtins.other.set()
+                    is_first = threading.current_thread().name == "another"
+                    (builtins.inside if is_first else builtins.other).set()
+                    builtins.go_on.wait(60)
                 return y
 
         model = unisono.DataParallel(Waits(4, 2), ["cpu"] * 2)

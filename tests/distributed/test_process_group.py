@@ -516,6 +516,7 @@ def test_groups_leave_no_files_and_threads():
             model(torch.ones(2, 4)).sum().backward()
     distributed = torch.distributed
     train(model, 2)
+    gc.collect()
     in_steps = num_open()
     train(model, 20)
     assert are_at_most(in_steps), (in_steps, num_open())
@@ -530,6 +531,7 @@ def test_groups_leave_no_files_and_threads():
         distributed.destroy_process_group(given)
         del other, given
         distributed.barrier()
+        gc.collect()
         ended = ended or num_open()
         assert are_at_most(ended), (ended, num_open())
         given = distributed.new_group([0, 1])

@@ -113,9 +113,9 @@ def test_ctrl_c_while_workers_are_busy(by_caller: Callable[[], None], by_worker:
 def test_an_abandoned_worker_ends_silently(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     """F3: it is interrupted at its next Python instruction; nothing is printed. Many times: there is a race in it."""
     printed: list[Any] = []
-    monkeypatch.setattr(threading, "excepthook", printed.append)
     thread_pool._pool.stop()
     stuck = worker_threads()  # in earlier tests
+    monkeypatch.setattr(threading, "excepthook", printed.append)
     for _ in range(30):
         started = threading.Event()
 
