@@ -1,9 +1,14 @@
+import re
+
 import pytest
 import torch
 
 from unisono.console.device_option import choose_devices
 from unisono.console.errors import OptionError
+from unisono.console.files import as_typed
 from unisono.runtime import devices
+
+THREE_TYPED = re.escape(as_typed("cuda:0*3"))
 
 
 def with_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
@@ -59,9 +64,9 @@ def test_each_of_several_processes_has_its_own_accelerators(
 @pytest.mark.parametrize(
     ("text", "among_several", "message"),
     [
-        ("3", False, r"only 2 \(cuda:0, cuda:1\); write --devices 2, or '?cuda:0\*3'? for 3 replicas on one device"),
+        ("3", False, rf"only 2 \(cuda:0, cuda:1\); write --devices 2, or {THREE_TYPED} for 3 replicas on one device"),
         ("0", False, r"--devices 0: a number is a count, 1 or more; write --devices 0, \(with a comma\) for"),
-        ("", False, "--devices (''|\"\"): expected auto, a count, or devices"),
+        ("", False, f"--devices {as_typed('')}: expected auto, a count, or devices"),
         ("cuda:7", False, "--devices cuda:7: there is no accelerator 7"),
         ("0,2", False, "--devices 0,2: there is no accelerator 2"),
         ("cpu,cuda:0", False, "one kind"),

@@ -613,7 +613,7 @@ def test_ctrl_c_while_waiting(wrap: Wrap) -> None:
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         if x[0, 0] == 2 * AHEAD - 1:
-            are_pulled.set()  # what is pulled before the caller waits
+            are_pulled.set()  # it is the last batch that the caller pulls before it waits
         if x[0, 0] == 0:
             assert are_pulled.wait(60)
             _thread.interrupt_main()

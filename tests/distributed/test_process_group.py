@@ -501,29 +501,30 @@ def test_the_groups_end_before_the_interpreter():
 def test_groups_leave_no_files_and_threads():
     """C7: neither the default group of the line, nor one that it was given, nor steps."""
     body = """
-    import gc, math
-    def are_at_most(limits):
+    import gc
+    def settled(expected=None):
         gc.collect()
         deadline = time.monotonic() + 20  # threads end a little after their group
-        while True:
-            if all(number <= limit for number, limit in zip(num_open(), limits, strict=True)):
-                return True
-            if time.monotonic() > deadline:
-                return False
+        found, since = num_open(), time.monotonic()
+        while found != expected and time.monotonic() < deadline:
+            if expected is None and time.monotonic() > since + 1:  # as many for a second
+                break
             time.sleep(0.01)
+            if (now := num_open()) != found:
+                found, since = now, time.monotonic()
+        return found
     def train(model, num_steps):
         for _ in range(num_steps):
             model(torch.ones(2, 4)).sum().backward()
     distributed = torch.distributed
     train(model, 2)
-    gc.collect()
-    in_steps = num_open()
+    in_steps = settled()
     train(model, 20)
-    assert are_at_most(in_steps), (in_steps, num_open())
+    assert settled(in_steps) == in_steps, (in_steps, settled())
 
     given = distributed.new_group([0, 1])
     distributed.barrier(given)
-    ended = None
+    first = None
     for _ in range(3):
         other = unisono.DataParallel(torch.nn.Linear(4, 2), process_group=given)
         train(other, 2)
@@ -531,9 +532,8 @@ def test_groups_leave_no_files_and_threads():
         distributed.destroy_process_group(given)
         del other, given
         distributed.barrier()
-        gc.collect()
-        ended = ended or num_open()
-        assert are_at_most(ended), (ended, num_open())
+        first = first or settled()
+        assert settled(first) == first, (first, settled())
         given = distributed.new_group([0, 1])
     del given
 
@@ -542,15 +542,16 @@ def test_groups_leave_no_files_and_threads():
         distributed.destroy_process_group()
     end(model)
     del model
-    limits = [math.inf, 1]  # one thread: this one
+    ends = []
     for port in os.environ["PORTS"].split():
         os.environ["MASTER_PORT"] = port
         model = unisono.DataParallel(torch.nn.Linear(4, 2))
         train(model, 2)
         end(model)
         del model
-        assert are_at_most(limits), (limits, num_open())
-        limits = num_open()
+        ends.append(settled(ends[0] if ends else None))
+    assert ends == [ends[0]] * 3, ends
+    assert ends[0][1] == 1, f"threads: {ends}"
     """
     ports = " ".join(str(free_port()) for _ in range(3))
     ended = run_program(OPEN + textwrap.dedent(body), PORTS=ports)

@@ -353,7 +353,7 @@ class Background:
             if index not in self._running:
                 return
             self._running.remove(index)
-            part_with(self._workers[index : index + 1])  # before another task, the last one, ends the wait
+            part_with(self._workers[index : index + 1])  # in the lock: a wait that has ended finds no worker left
             is_last = not self._running
         if is_last:
             try:
