@@ -164,10 +164,12 @@ def _compared(call: "FirstCall") -> tuple[str, str]:
     except Exception as error:  # noqa: BLE001  verify calls with gradients; the test may not have
         return f"{_NOT_COMPARED}: {type(error).__name__}: {error}".splitlines()[0], ""
     findings = report.findings
-    if not findings and not report.differences:
+    if report.same:
         return _SAME, ""
     if not_compared := [finding for finding in findings if not finding.compared]:
         return f"{_NOT_COMPARED}: {not_compared[0].cause}, in {not_compared[0].module or 'the model itself'}", ""
+    if report.not_judged and not report.differs:
+        return f"{_NOT_COMPARED}: rounding decides {len(report.not_judged)} values", ""
     unexplained = [finding for finding in findings if not finding.explained and finding.cause not in as_torch]
     if findings and not unexplained:
         return f"{_AS_TORCH}: {findings[0].cause}", ""

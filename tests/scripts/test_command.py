@@ -331,7 +331,7 @@ def test_the_first_step_is_compared_with_one_device(capsys: pytest.CaptureFixtur
     said = compared(WRAPPED, capsys=capsys)
     line = WRAPPED.count("\n") + HEAD.count("\n")
     assert said.startswith(f"unisono run: {Path('train.py').absolute()}:{line}: first step in training, compared with")
-    assert "same: 4 comparisons, in training\n" in said
+    assert "same: 8 comparisons, in training\n" in said
     assert said.count("Linear on cpu, and on 2 replicas") == 1
     assert "unisono run: 1 wrapper on 2 replicas (2 x cpu); 90 rows in 3 forwards" in said
     assert said.endswith("; first steps compared with one device: 1 the same\n")

@@ -107,7 +107,7 @@ TWO = ("--devices", "cpu,cpu")
             0,
             [
                 "Sequential on cpu, and on 2 replicas (cpu 5 rows, cpu 4 rows)\n",
-                "same: 12 comparisons, in training and eval\n",
+                "same: 20 comparisons, in training and eval\n",
             ],
         ),
         (
@@ -115,7 +115,7 @@ TWO = ("--devices", "cpu,cpu")
             1,
             ["(cpu 6 rows, cpu 3 rows)", "first at 1 (BatchNorm1d): batch norm used each replica's own rows"],
         ),
-        (["theirs:with_dropout"], 0, ["dropout drops nothing: bernoulli_\n", "same: 12 comparisons"]),
+        (["theirs:with_dropout"], 0, ["dropout drops nothing: bernoulli_\n", "same: 20 comparisons"]),
         (["theirs:with_dice"], 2, ["not compared, because of 1 (Dice): ", "in eval\nnot compared: training\n"]),
         (["theirs:arguments"], 0, ["(cpu 6 rows, cpu 3 rows)"]),
         (["theirs:arguments", "--shares", "1,2"], 0, ["(cpu 3 rows, cpu 6 rows)"]),  # not those of the dict

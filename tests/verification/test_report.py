@@ -9,9 +9,10 @@ import pytest
 
 from unisono.verification.report import Cause, Finding, Kind, Report, Row
 
-SAME = Row("training", Kind.OUTPUT, "", (9, 2), 2.0, 1e-7, 2e-5)
-DIFFERS = Row("training", Kind.GRADIENT, "linear.weight", (2, 5), 2.0, 0.5, 2e-5)
-LOST = Row("eval", Kind.BUFFER, "norm.mean", (5,), 2.0, math.inf, 0.0, "gone")
+SAME = Row("training", Kind.OUTPUT, "", (9, 2), 2.0, 2.0, 1e-7, 2e-5)
+DIFFERS = Row("training", Kind.GRADIENT, "linear.weight", (2, 5), 1.0, 2.0, 0.5, 2e-5)
+LOST = Row("eval", Kind.BUFFER, "norm.mean", (5,), 2.0, 2.0, math.inf, 0.0, "gone")
+UNJUDGED = Row("eval", Kind.GRADIENT, "kink.weight", (5,), 1.0, 1.0, 0.3, 1e-5, judged=False, precision="float32")
 FOUND = Finding("training", "linear", "Linear", Cause.ROWS_INTERACT, "because.")
 EXPECTED = Finding("eval", "", "Net", Cause.ONE_NUMBER_A_SHARD, "asked for.", explained=True)
 DRAWN = Finding("training", "0", "Dice", Cause.RANDOM_NUMBERS, "dice.")
@@ -25,6 +26,16 @@ def report(*rows: Row, findings: tuple[Finding, ...] = ()) -> Report:
     ("found", "verdict", "lines"),
     [
         (report(SAME), (True, False, None, None), ["a note", "same: 1 comparisons, in training"]),
+        (
+            report(SAME, UNJUDGED),
+            (False, False, None, None),
+            ["same: 1 comparisons, in training and eval", "not judged: 1 values, in eval"],
+        ),
+        (
+            report(SAME, findings=(FOUND,)),  # a batch norm that uses a replica's rows, whatever the numbers
+            (False, False, "linear", Cause.ROWS_INTERACT),
+            ["training: differs, first at linear (Linear): because.", "differs: 1 comparisons are the same"],
+        ),
         (
             report(SAME, DIFFERS, LOST, findings=(EXPECTED, FOUND)),
             (False, False, "linear", Cause.ROWS_INTERACT),  # what is not explained comes first
@@ -62,7 +73,7 @@ def report(*rows: Row, findings: tuple[Finding, ...] = ()) -> Report:
 )
 def test_the_verdict(found: Report, verdict: tuple[Any, ...], lines: list[str]) -> None:
     assert (found.same, found.explained, found.first_module, found.cause) == verdict
-    assert found.differences == tuple(row for row in found.rows if row.difference > row.allowed)
+    assert found.differences == tuple(row for row in found.rows if row.judged and row.difference > row.allowed)
     assert [line for line in str(found).splitlines() if line in lines] == lines
 
 
@@ -71,16 +82,18 @@ def test_a_difference_that_is_no_number_differs() -> None:
 
 
 def test_the_table_is_aligned() -> None:
-    lines = str(report(SAME, DIFFERS, LOST)).splitlines()
-    assert lines[2:10] == [
-        "                             shape  largest value  difference  allowed",
+    lines = str(report(SAME, DIFFERS, LOST, UNJUDGED)).splitlines()
+    assert lines[2:12] == [
+        "                             shape       value       scale  difference     allowed",
         "training",
-        "  output                     9 x 2       2.00e+00     1.0e-07  2.0e-05",
-        "  gradient of linear.weight  2 x 5       2.00e+00     5.0e-01  2.0e-05  differs",
+        "  output                     9 x 2    2.00e+00    2.00e+00     1.0e-07     2.0e-05",
+        "  gradient of linear.weight  2 x 5    1.00e+00    2.00e+00     5.0e-01     2.0e-05  differs",
         "eval",
-        "  buffer norm.mean           5           2.00e+00         inf  0.0e+00  differs: gone",
+        "  buffer norm.mean           5        2.00e+00    2.00e+00         inf     0.0e+00  differs: gone",
+        "eval, in float32",
+        "  gradient of kink.weight    5        1.00e+00    1.00e+00     3.0e-01     1.0e-05  not judged",
         "",
-        "differs: the difference is above allowed, which is relative to the largest value",
+        "differs: the difference is above allowed, which is relative to the scale. Each is the largest of its tensor",
     ]
     assert "above allowed" not in str(report(SAME))
 
@@ -88,7 +101,7 @@ def test_the_table_is_aligned() -> None:
 @pytest.mark.parametrize(("differing", "shown"), [(0, 3), (1, 6), (50, 6)])
 def test_of_hundreds_of_rows_the_worst_are_shown_and_the_others_counted(differing: int, shown: int) -> None:
     rows = [
-        Row("training", Kind.GRADIENT, f"p{i}", (2,), 1.0, i * 1e-8 if i < 200 - differing else float(i), 1e-5)
+        Row("training", Kind.GRADIENT, f"p{i}", (2,), 1.0, 1.0, i * 1e-8 if i < 200 - differing else float(i), 1e-5)
         for i in range(200)
     ]
     lines = [line for line in str(report(*rows)).splitlines() if "gradient" in line]
@@ -108,7 +121,7 @@ def test_where_nothing_is_compared_there_is_no_table() -> None:
         "not compared: training and eval",
     ]
     assert "<table>" not in drawn._repr_html_()
-    assert "largest value" not in str(report())
+    assert "scale" not in str(report())
 
 
 def test_its_repr_is_one_line() -> None:
@@ -128,10 +141,18 @@ def test_a_notebook_shows_a_table_with_what_differs_first() -> None:
     assert "<p>training: differs, first at linear (Linear): because.</p><p>a note</p><table>" in shown
     cells = [re.findall(r"<t[hd] [^>]*>([^<]*)</t[hd]>", line) for line in shown.split("<tr>")[1:]]
     assert cells == [
-        ["mode", "module", "compared", "shape", "result", "largest value", "difference", "allowed"],
-        ["eval", "norm", "buffer mean", "5", "differs: gone", "2.00e+00", "inf", "0.0e+00"],
-        ["training", "linear", "gradient of weight", "2 x 5", "differs", "2.00e+00", "5.0e-01", "2.0e-05"],
-        ["training", "", "output", "9 x 2", "same", "2.00e+00", "1.0e-07", "2.0e-05"],
+        ["mode", "in", "module", "compared", "shape", "result", "value", "scale", "difference", "allowed"],
+        ["eval", "", "norm", "buffer mean", "5", "differs: gone", "2.00e+00", "2.00e+00", "inf", "0.0e+00"],
+        [
+            "training",
+            "",
+            "linear",
+            "gradient of weight",
+            "2 x 5",
+            "differs",
+            *["1.00e+00", "2.00e+00", "5.0e-01", "2.0e-05"],
+        ],
+        ["training", "", "", "output", "9 x 2", "same", "2.00e+00", "2.00e+00", "1.0e-07", "2.0e-05"],
     ]
     assert "color" not in shown
 
@@ -142,7 +163,7 @@ def test_what_has_been_printed_is_folded_in_a_notebook() -> None:
 
 @pytest.mark.parametrize(("differing", "counted"), [(0, "all the same"), (50, "30 of which differ")])
 def test_a_notebook_shows_the_first_of_many_rows(differing: int, counted: str) -> None:
-    rows = [Row("eval", Kind.GRADIENT, f"p{i}", (2,), 1.0, float(i >= 200 - differing), 1e-5) for i in range(200)]
+    rows = [Row("eval", Kind.GRADIENT, f"p{i}", (2,), 1.0, 1.0, float(i >= 200 - differing), 1e-5) for i in range(200)]
     shown = report(*rows)._repr_html_()
     assert shown.count("<tr>") == 21
     assert f"<p>180 more comparisons, {counted}</p></details>" in shown
@@ -159,4 +180,4 @@ def test_a_notebook_shows_the_first_of_many_rows(differing: int, counted: str) -
 )
 def test_a_notebook_shows_the_module_of_each_name(kind: Kind, name: str, place: list[str]) -> None:
     shown = report(Row("eval", kind, name))._repr_html_()
-    assert re.findall(r"<td [^>]*>([^<]*)</td>", shown)[1:3] == place
+    assert re.findall(r"<td [^>]*>([^<]*)</td>", shown)[2:4] == place

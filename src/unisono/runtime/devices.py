@@ -188,6 +188,15 @@ def is_cpu(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+def has_float64(device: torch.device) -> bool:
+    """Return whether a device computes in float64: Apple's GPUs, for one, do not."""
+    try:
+        torch.zeros(1, dtype=torch.float64, device=device)
+    except (TypeError, RuntimeError):
+        return False
+    return True
+
+
 def is_cuda(device: torch.device) -> bool:
     """Return whether a device is one of CUDA's, or of ROCm's."""
     return device.type == "cuda"

@@ -36,7 +36,7 @@ from typing import Any, Self
 
 import torch
 
-from unisono.runtime import torch_private
+from unisono.runtime import torch_private, widening
 
 _UNIFORM = 0.75
 _MOST_DRAWS = 100_000
@@ -63,18 +63,25 @@ class DrawsOff:
     It may be entered several times, one after the other. Where a release of torch does not allow it, draws are as
     always, and move random states.
 
+    Args:
+        least: the floating type to compute in where the code asks for a narrower one: see runtime/widening.py.
+
     Attributes:
         operations: the names of the operations that had a fixed value to draw, in the order of their first calls.
+        asked: the floating types that conversions, sums and constants asked for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, least: torch.dtype | None = None) -> None:
         self.operations: dict[str, None] = {}
+        self.asked: set[torch.dtype] = set()
+        self._least = least
         self._count = 0
 
     def __enter__(self) -> Self:
         with _lock:
             if not _caught:
-                _caught.append(torch_private.catch_operations(dict(_handlers()), torch_private.ABOVE_ALL))
+                caught = dict([*widening.handlers(_type_to_compute_in), *_handlers()])
+                _caught.append(torch_private.catch_operations(caught, torch_private.ABOVE_ALL))
         self._token, self._in_this_thread = _current.set(self), in_this_thread()
         self._in_this_thread.__enter__()
         return self
@@ -82,6 +89,12 @@ class DrawsOff:
     def __exit__(self, *error: Any) -> None:
         self._in_this_thread.__exit__(*error)
         _current.reset(self._token)
+
+    def widened(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the type to compute in where the code asks for `dtype`."""
+        if dtype.is_floating_point or dtype.is_complex:
+            self.asked.add(dtype)
+        return dtype if self._least is None else widening.widened(dtype, self._least)
 
     def note(self, operation: str) -> None:
         """Count a call; raise RuntimeError if there have been too many."""
@@ -99,6 +112,11 @@ _caught: list[Callable[[], AbstractContextManager[None]] | None] = []
 def in_this_thread() -> AbstractContextManager[None]:
     """Return the context in which draws are off in the calling thread, once they are in the one that it works for."""
     return contextlib.nullcontext() if not _caught or _caught[0] is None else _caught[0]()
+
+
+def _type_to_compute_in(dtype: torch.dtype) -> torch.dtype:
+    off = _current.get()
+    return dtype if off is None else off.widened(dtype)
 
 
 def are_off() -> bool:

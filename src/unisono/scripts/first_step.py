@@ -162,11 +162,11 @@ class FirstStepComparison:
 
 
 def _fails(report: Report | None) -> bool:
-    return report is not None and bool(report.differences) and not report.explained
+    return report is not None and report.differs
 
 
 def _is_missing(report: Report | None) -> bool:
-    return report is None or (not report.compared and not report.differences)
+    return report is None or not (report.same or report.explained or report.differs)
 
 
 def _option(fix: str, options: Mapping[str, str]) -> str:

@@ -121,11 +121,13 @@ class Comparison:
     one: RecordedStep
     many: RecordedStep
     tolerance: Tolerance
+    has_step: bool = False  # whether the outputs are those of a function of the caller's, not the model's
 
     def findings(self, rows: Sequence[Row]) -> list[Finding]:
-        """Return the findings, at least one, about the comparisons of the steps' results.
+        """Return the findings about the comparisons of the steps' results: at least one, if one differs.
 
-        Raise why outputs could not be gathered, if no finding explains it.
+        Without one there may be findings about submodules. Raise why outputs could not be gathered, if no finding
+        explains it.
         """
         findings = list(self._joins())
         if self.many.error is not None and not findings:
@@ -141,6 +143,8 @@ class Comparison:
         divergence = first_divergence(self.one.recorder, self.many.recorder, self.many.rows, self.tolerance)
         if divergence is not None:
             findings += self._submodules(*divergence)
+        if not any(finding.cause is Cause.PER_SHARD_BATCH_NORM for finding in findings):
+            findings += self._batch_norms()
         differing = [row for row in rows if row.differs and row.kind is not Kind.ATTRIBUTE]
         of_values = [*self._values(differing)]
         findings += [each for each in of_values if each.cause is Cause.LIST_OF_ROWS] or (
@@ -183,7 +187,7 @@ class Comparison:
     def _joins(self) -> Iterator[Finding]:
         """Yield findings about outputs whose shape is not that on one device, or that could not be joined."""
         outputs, joined, calls = self.one.outputs, self.many.outputs, self.many.recorder.root_calls()
-        if not calls or any(len(call.outputs) != len(outputs) for call in calls):
+        if self.has_step or not calls or any(len(call.outputs) != len(outputs) for call in calls):
             return
         _, spec = pytree.flatten(self.one.output)
         paths = [*spec.paths()]
@@ -253,13 +257,27 @@ class Comparison:
             text = "batch norm, although it used the statistics of the whole batch: please report this"
             yield self._finding(name, Cause.UNKNOWN, text)
         elif inputs_same and self._takes_statistics(first):
-            fix = "sync_batch_norm=True"
-            yield self._finding(name, Cause.PER_SHARD_BATCH_NORM, _PER_SHARD.format(fix=fix), fix)
+            yield self._per_shard(name)
         else:
             where = "" if inputs_same else f" (in the code before {name or 'the model'})"
             name = name if inputs_same else self._enclosing(name)
             text = _ROWS_INTERACT.format(where=where, dim=self.wrapped.dim)
             yield self._finding(name, Cause.ROWS_INTERACT, text)
+
+    def _batch_norms(self) -> Iterator[Finding]:
+        """Yield the finding about the first batch norm that uses a replica's rows, whether its numbers show it or not.
+
+        Classes with a forward of their own may do something else: their numbers decide.
+        """
+        several = sum(rows > 0 for rows in self.many.rows) > 1
+        for call in self.one.recorder.calls if several and not self.wrapped.sync_batch_norm else ():
+            if self._takes_statistics(call) and type(self._submodule(call.name)).forward is _BatchNorm.forward:
+                yield self._per_shard(call.name)
+                return
+
+    def _per_shard(self, name: str) -> Finding:
+        fix = "sync_batch_norm=True"
+        return self._finding(name, Cause.PER_SHARD_BATCH_NORM, _PER_SHARD.format(fix=fix), fix)
 
     def _takes_statistics(self, call: RecordedCall) -> bool:
         """Return whether a call is one of a batch norm that normalises with the statistics of its input."""
@@ -308,7 +326,7 @@ class Comparison:
                 yield self._finding("", Cause.LIST_OF_ROWS, text)
             elif isinstance(one, int | float) and isinstance(many, list):
                 as_tensor = torch.tensor(one, dtype=torch.float64, device="cpu")
-                scalars = self._scalars_for(torch.tensor(many, device="cpu"), as_tensor)
+                scalars = self._scalars_for(torch.tensor(many, dtype=torch.float64, device="cpu"), as_tensor)
                 yield self._numbers("", scalars, f", {output}," if path else "")
             else:
                 yield self._finding("", Cause.VALUE_OF_A_SHARD, _VALUE.format(output=output, values=differ[path]))

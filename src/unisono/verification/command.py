@@ -22,7 +22,7 @@ loss, gradients and buffers. Where they differ, name the first submodule that do
 Random draws are switched off meanwhile: dropout drops nothing. A row is one sample of the batch.
 
 package.module:build is a function without arguments, found from the current folder. It returns (model, inputs), or a
-dict with arguments of unisono.verify: model, inputs, target, criterion, out_dims, and so on. Options given here
+dict with arguments of unisono.verify: model, inputs, target, criterion, step, out_dims, and so on. Options given here
 replace those in the dict.
 """
 
@@ -40,8 +40,8 @@ where train.py has, for instance:
 exit status:
   0  the same, or the differences follow from an option that was given (--no-sync-batch-norm, --scalars stack)
   1  something differs
-  2  not compared: a wrong argument; the model failed, has nothing to compare, or draws random numbers that cannot be
-     switched off; or one device had all rows
+  2  not compared, or not judged: a wrong argument; the model failed, has nothing to compare, or draws random numbers
+     that cannot be switched off; rounding decides a value; or one device had all rows
 """
 
 
@@ -86,6 +86,6 @@ def run(given: dict[str, Any]) -> int:
     if not report.rows and report.compared:
         raise TargetError(f"{target}: nothing was compared, because the model has no output, gradients or buffers")
     print(report)
-    if report.differences and not report.explained:
+    if report.differs:
         return FAILED
-    return DONE if report.compared else MISUSED
+    return DONE if report.compared and not report.not_judged else MISUSED

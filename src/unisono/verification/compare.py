@@ -1,28 +1,37 @@
 """When two values count as the same, and the rows of the report.
 
 The rule. Integers and booleans are compared exactly, NaN equals NaN, an infinity equals itself. Two floating tensors
-are the same if their largest absolute difference is at most `rtol` times a *largest value*. They are not compared entry
-by entry: an entry near zero may be the difference of larger numbers, and has their rounding error. The largest value is
+are the same if their largest absolute difference is at most `rtol` times a *scale*. They are not compared entry by
+entry: an entry near zero may be the difference of larger numbers, and has their rounding error. The scale is
 
-    of an output       the largest in it
+    of an output       the largest value in it
     of the loss        the loss, or the largest output where that is larger: rounding comes from the terms
-    of a gradient      the largest gradient of any parameter. Replicas sum over rows in another order, and some sums
-                       cancel completely: the gradient of a bias before a batch norm is only rounding error of the
-                       others (measured on a ResNet-18 whose rows were put into another order: gradients moved by up
-                       to 3 times their own largest value, by 2e-6 of the largest of all)
+    of a gradient      the largest value in it; and a *floor* is added, 1e-12 of the largest gradient of any parameter,
+                       because some sums cancel completely: the gradient of a bias before a batch norm, or of the bias
+                       of an attention's keys, is only rounding error of the others
     of a buffer        the largest in any buffer of its module: a mean near zero is as exact as its variance
 
-Gradients can jump where outputs do not. An activation within rounding error of zero may be on the other side of a ReLU
-on several devices, and its part of the gradients appears or disappears; among the millions of activations of a ResNet
-this nearly always happens (measured: gradients move by 1e-3 to 1e-2 of the largest when parameters and inputs are
-changed by 1e-6 of themselves, and by as much between one device and two). So if gradients differ and outputs do not,
-the step on one device is repeated with parameters and inputs changed by `rtol` of themselves. Gradients may then differ
-by twice as much as they moved, but by a tenth of the largest at most, and the report says so. In float64 a jump is very
-rare.
+`rtol` is that of the coarsest floating type in the step on one device. In float64, where steps are compared first, it
+is 1e-10, for the first rounding errors grow in a deep model; the types in which models are trained have 1e-7 at best.
 
-`rtol` is that of the coarsest floating type in the step on one device: some hundred units in the last place for
-float32, which leaves room for a deep model to amplify the first rounding errors; less for the coarser types. If a GPU
-computes float32 products with TF32, float32 counts as float16.
+**What rounding explains is measured** where it matters: a value differs, or its gradient is so small that the floor
+could hide a fault. Then the step on one device is repeated with parameters and inputs changed by the floor, relative to
+themselves, in one direction and in the other, and each value may differ by twice as much as it moved:
+
+    it moved by 2 % of itself at most    the value is real, however small: the floor does not count for it
+    it moved by more, and is below       zero in exact arithmetic: the floor is allowed
+    the floor
+    it moved by more                     *not judged*, unless it differs by more than that. An activation within
+                                         rounding error of zero may be on the other side of a ReLU on several devices,
+                                         and its part of the gradients appears or disappears. In float64 this is rare
+
+**The model's own type** is compared after that, coarsely: it has other kernels, and other code may run in it. There a
+gradient's scale is the largest gradient of any parameter (measured on a ResNet-18 whose rows were put into another
+order: gradients moved by up to 3 times their own largest value, by 2e-6 of the largest of all). Among the millions of
+activations of a ResNet some nearly always lie at the kink of a ReLU: gradients move by 1e-3 to 1e-2 of the largest when
+parameters and inputs are changed by 1e-6 of themselves, and by as much between one device and two. So if gradients
+differ and outputs do not, gradients may differ by twice as much as the changed step moves them, but by a tenth of the
+largest at most, and the report says so. If a GPU computes float32 products with TF32, float32 counts as float16.
 """
 
 import contextlib
@@ -44,34 +53,37 @@ from unisono.verification.report import Kind, Row
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor | None]  # by name, or by the path in an output
 
-_RTOL = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+_RTOL = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 _RTOL_COARSE = 0.25  # of every other floating type, such as those of 8 bits
+_FLOOR = 1e-12  # in float64, of the largest gradient; in other types it is `rtol`
 
 _NUMBERS = (bool, int, float, complex)
 _SHOWN = 60  # characters of a value in a note
-_JUMPS = 2.0  # gradients may differ by so many times what nudges make of them,
-_JUMPS_AT_MOST = 0.1  # and by so much of the largest at most
+_JUMPS = 2.0  # values may differ by so many times what nudges make of them
+_JUMPS_AT_MOST = 0.1  # in the model's own type gradients may differ by so much of the largest at most
+_MOVES = 0.02  # a nudge moves by no more what rounding does not decide
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The largest allowed difference: `rtol` times the largest value."""
+    """The largest allowed difference: `rtol` times the scale; of gradients also `floor` times the largest of all."""
 
     rtol: float
+    floor: float = 0.0
 
     @classmethod
     def of(cls, dtypes: Iterable[torch.dtype], device: torch.device, rtol: float | None) -> "Tolerance":
         """Return the tolerance of the caller, or else that of the coarsest of the types."""
+        real = {dtype.to_real() for dtype in dtypes if dtype.is_floating_point or dtype.is_complex}
         if rtol is None:
-            real = {dtype.to_real() for dtype in dtypes if dtype.is_floating_point or dtype.is_complex}
             if torch.float32 in real and rounds_float32(device):
                 real.add(torch.float16)
             rtol = max((_RTOL.get(dtype, _RTOL_COARSE) for dtype in real), default=_RTOL[torch.float32])
-        return cls(rtol)
+        return cls(rtol, min(rtol, _FLOOR) if real == {torch.float64} else rtol)
 
-    def allowed(self, dtype: torch.dtype, largest: float) -> float:
+    def allowed(self, dtype: torch.dtype, scale: float) -> float:
         """Return the largest difference that rounding explains, in a tensor of this type."""
-        return self.rtol * largest if dtype.is_floating_point or dtype.is_complex else 0.0
+        return self.rtol * scale if dtype.is_floating_point or dtype.is_complex else 0.0
 
     def same(self, one: torch.Tensor, many: torch.Tensor) -> bool:
         """Return whether two tensors of one shape are the same, the first being that of one device."""
@@ -104,10 +116,13 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 def largest(tensor: torch.Tensor) -> float:
     """Return the largest finite absolute value of `tensor`; 0 if there is none."""
-    values = plain(tensor).double().abs()
-    most = values.max().item() if values.numel() else 0.0
+    values = plain(tensor)
+    if not values.numel():
+        return 0.0
+    values = values if values.is_floating_point() and values.itemsize > 1 else values.double()
+    most = max(abs(bound.item()) for bound in values.aminmax())
     if not math.isfinite(most):
-        most = values.masked_fill(~values.isfinite(), 0.0).max().item()
+        most = values.masked_fill(~values.isfinite(), 0.0).abs().max().item()
     return most
 
 
@@ -178,7 +193,7 @@ def row_of_value(mode: str, path: str, one: Any, many: Any, tolerance: Tolerance
             if joined.dim() == of_one.dim():
                 gap, scale = difference(of_one, joined), largest(of_one)
                 allowed = tolerance.allowed(of_one.dtype, scale)
-                return Row(mode, Kind.OUTPUT, path, (), scale, gap, allowed, "" if gap <= allowed else said)
+                return Row(mode, Kind.OUTPUT, path, (), scale, scale, gap, allowed, "" if gap <= allowed else said)
         many = many[0] if isinstance(many, list) and all(each == many[0] for each in many) else many
     is_same = type(one) is type(many) and pytree.children(one) is None and holds_the_same(one, many, tolerance)
     return Row(mode, Kind.OUTPUT, path, difference=0.0 if is_same else math.inf, note="" if is_same else said)
@@ -189,9 +204,9 @@ def _are_numbers(value: Any, kind: type) -> bool:
 
 
 def _as_tensor(value: Any) -> torch.Tensor:
-    tensor = torch.tensor(value, device="cpu")
-    is_complex, is_floating = tensor.is_complex(), tensor.is_floating_point()
-    return tensor.to(torch.complex128 if is_complex else torch.float64 if is_floating else tensor.dtype)
+    kind = type(value[0] if isinstance(value, list) else value)
+    dtype = {float: torch.float64, complex: torch.complex128}.get(kind)
+    return torch.tensor(value, dtype=dtype, device="cpu")
 
 
 def _shown(value: Any) -> str:
@@ -222,11 +237,6 @@ def own_scales(tensors: Tensors) -> dict[str, float]:
     return {name: largest(tensor) for name, tensor in tensors.items() if tensor is not None}
 
 
-def common_scales(tensors: Tensors) -> dict[str, float]:
-    """Return the largest value of all tensors, for each."""
-    return dict.fromkeys(tensors, max(own_scales(tensors).values(), default=0.0))
-
-
 def module_scales(buffers: Tensors) -> dict[str, float]:
     """Return for each buffer the largest value of its module's floating ones; of other buffers their own."""
     own = own_scales(buffers)
@@ -239,23 +249,81 @@ def module_scales(buffers: Tensors) -> dict[str, float]:
 
 
 def rows_of(
-    mode: str, kind: Kind, one: Tensors, many: Tensors, tolerance: Tolerance, scales: Mapping[str, float] | None = None
+    mode: str,
+    kind: Kind,
+    one: Tensors,
+    many: Tensors,
+    tolerance: Tolerance,
+    scales: Mapping[str, float] | None = None,
+    floor: float = 0.0,
 ) -> Iterator[Row]:
-    """Yield a row for each tensor that is there on one device, or on several; `scales`: their own, if not given."""
-    scales = own_scales(one) if scales is None else scales
+    """Yield a row for each tensor that is there on one device, or on several.
+
+    Args:
+        scales: of each tensor; None: its own largest value.
+        floor: what any of them may differ by in addition.
+    """
+    own = own_scales(one)
+    scales = own if scales is None else scales
     for name in dict.fromkeys([*one, *many]):
-        a, b, scale = one.get(name), many.get(name), scales.get(name, 0.0)
+        a, b = one.get(name), many.get(name)
+        value, scale = own.get(name, 0.0), scales.get(name, 0.0)
         if a is not None and b is not None and a.shape == b.shape and a.dtype == b.dtype:
-            allowed = tolerance.allowed(a.dtype, scale)
-            yield Row(mode, kind, name, tuple(a.shape), scale, difference(a, b), allowed)
+            allowed = tolerance.allowed(a.dtype, scale) + floor
+            yield Row(mode, kind, name, tuple(a.shape), value, scale, difference(a, b), allowed)
         elif a is not None or b is not None:
             note = f"{_described(a)} on one device, {_described(b)} on several"
             shape = tuple((b if a is None else a).shape)  # type: ignore[union-attr]
-            yield Row(mode, kind, name, shape, scale, math.inf, 0.0, note)
+            yield Row(mode, kind, name, shape, value, scale, math.inf, 0.0, note)
+
+
+def gradient_rows(mode: str, one: Tensors, many: Tensors, tolerance: Tolerance, *, coarsely: bool) -> Iterator[Row]:
+    """Yield the rows of gradients: each relative to itself; `coarsely`, to the largest of all."""
+    most = max(own_scales(one).values(), default=0.0)
+    if coarsely:
+        return rows_of(mode, Kind.GRADIENT, one, many, tolerance, dict.fromkeys(one, most))
+    return rows_of(mode, Kind.GRADIENT, one, many, tolerance, floor=tolerance.floor * most)
 
 
 def _described(tensor: torch.Tensor | None) -> str:
     return "none" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}".removeprefix("torch.")
+
+
+def is_undecided(row: Row, tolerance: Tolerance) -> bool:
+    """Return whether it matters how far rounding moves the value: it differs, or the floor may hide that it does."""
+    if row.kind is not Kind.GRADIENT or row.differs:
+        return row.differs and math.isfinite(row.difference)
+    return row.difference > tolerance.rtol * row.value and row.allowed > _MOVES * row.value
+
+
+def decided(rows: Sequence[Row], nudged: Iterable[Sequence[Row]], tolerance: Tolerance) -> list[Row]:
+    """Return the rows, the undecided ones judged by how far nudges move each value; see the module's docstring.
+
+    Args:
+        nudged: comparisons of the step on one device with the same step whose parameters and inputs were nudged, in
+            one direction, then in the other. One is asked for only if the last one leaves a difference.
+    """
+    moved: dict[tuple[Kind, str], float] = {}
+    judged = [*rows]
+    for of_one in nudged if any(is_undecided(row, tolerance) for row in rows) else ():
+        for row in of_one:
+            moved[row.kind, row.name] = max(moved.get((row.kind, row.name), 0.0), row.difference)
+        judged = [
+            _decided(row, moved.get((row.kind, row.name), 0.0), tolerance) if is_undecided(row, tolerance) else row
+            for row in rows
+        ]
+        if not any(row.differs for row in judged):
+            break
+    return judged
+
+
+def _decided(row: Row, moved: float, tolerance: Tolerance) -> Row:
+    if row.scale and moved <= _MOVES * row.scale:
+        without_floor = min(row.allowed, tolerance.rtol * row.scale)  # integers have to be equal
+        return dataclasses.replace(row, allowed=max(without_floor, _JUMPS * moved))
+    if row.kind is Kind.GRADIENT and row.value <= row.allowed:
+        return row
+    return dataclasses.replace(row, judged=row.difference > _JUMPS * moved)
 
 
 def sensitivity(one: Tensors, nudged: Tensors) -> float:
@@ -267,9 +335,9 @@ def sensitivity(one: Tensors, nudged: Tensors) -> float:
 
 
 def allowing(rows: Sequence[Row], sensitivity: float) -> list[Row]:
-    """Return the rows; gradients may differ as far as nudges move them."""
+    """Return the rows of the coarse comparison; gradients may differ as far as nudges move them."""
     part = min(_JUMPS * sensitivity, _JUMPS_AT_MOST)
     return [
-        dataclasses.replace(row, allowed=max(row.allowed, part * row.largest)) if row.kind is Kind.GRADIENT else row
+        dataclasses.replace(row, allowed=max(row.allowed, part * row.scale)) if row.kind is Kind.GRADIENT else row
         for row in rows
     ]

@@ -1,8 +1,8 @@
 """The report of `verify`: rows, findings, and the table as which they are printed, or shown by a notebook.
 
 A `Row` is one comparison: an output, the loss, a gradient, a parameter that forward has written into, a buffer or an
-attribute, in one mode. A `Finding` describes the differences of one mode: the first submodule whose output differs,
-and the cause. Nothing here knows of tensors.
+attribute, in one mode and one precision. A `Finding` describes the differences of one mode: the first submodule whose
+output differs, and the cause. Nothing here knows of tensors.
 """
 
 import enum
@@ -20,7 +20,7 @@ _SHOWN = 6  # of the rows of one kind in one mode, the worst; the others are cou
 _SHOWN_SAME = 3  # if none of them differs
 _SHOWN_IN_NOTEBOOKS = 20  # of all rows
 _WIDTH = 110  # of a line of text
-_LEGEND = "differs: the difference is above allowed, which is relative to the largest value"
+_LEGEND = "differs: the difference is above allowed, which is relative to the scale. Each is the largest of its tensor"
 
 
 class Cause(enum.StrEnum):
@@ -62,25 +62,32 @@ class Row:
         kind: what is compared.
         name: of the parameter, buffer or attribute, or the path in the output; "" if there is only one.
         shape: on one device; None if there are no tensors to compare.
-        largest: the largest absolute value, to which the difference is compared.
+        value: the largest absolute value on one device.
+        scale: the size to which the difference is compared: the value itself, or that of a larger one whose rounding
+            errors it has.
         difference: the largest absolute difference; infinite where values cannot be compared.
         allowed: the largest difference that rounding explains.
         note: why values cannot be compared.
+        judged: whether the comparison shows anything: not if rounding alone may change the value by a large part.
+        precision: the floating type of the step: "float64", or the model's own.
     """
 
     mode: str
     kind: Kind
     name: str
     shape: tuple[int, ...] | None = None
-    largest: float = 0.0
+    value: float = 0.0
+    scale: float = 0.0
     difference: float = 0.0
     allowed: float = 0.0
     note: str = ""
+    judged: bool = True
+    precision: str = ""
 
     @property
     def differs(self) -> bool:
         """Whether the difference is above what is allowed."""
-        return not self.difference <= self.allowed
+        return self.judged and not self.difference <= self.allowed
 
     @property
     def badness(self) -> float:
@@ -147,8 +154,8 @@ class Report:
 
     @property
     def same(self) -> bool:
-        """Whether both modes were compared, and nothing differs."""
-        return self.compared and not self.differences
+        """Whether both modes were compared, every value was judged, and nothing was found."""
+        return not self.findings and not self.differences and not self.not_judged
 
     @property
     def compared(self) -> bool:
@@ -158,12 +165,23 @@ class Report:
     @property
     def explained(self) -> bool:
         """Whether something differs, and all of it follows from the options."""
-        return not self.same and all(finding.explained for finding in self.findings)
+        return bool(self.findings) and all(finding.explained for finding in self.findings)
 
     @property
     def differences(self) -> tuple[Row, ...]:
         """The rows that differ."""
         return tuple(row for row in self.rows if row.differs)
+
+    @property
+    def differs(self) -> bool:
+        """Whether something differs, or was found, that no given option explains."""
+        found = self.differences or [finding for finding in self.findings if finding.compared]
+        return bool(found) and not self.explained
+
+    @property
+    def not_judged(self) -> tuple[Row, ...]:
+        """The rows that show nothing, because rounding alone may change the value by a large part."""
+        return tuple(row for row in self.rows if not row.judged)
 
     @property
     def first_module(self) -> str | None:
@@ -193,18 +211,18 @@ class Report:
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows: the closing line, and below it the causes and a table, what differs first."""
-        rows = sorted(self.rows, key=lambda row: (not row.differs, -row.badness))
+        rows = sorted(self.rows, key=lambda row: (not row.differs, row.judged, -row.badness))
         cells = [
-            [row.mode, *_place(row), _shape(row), _result(row) or "same", *_numbers(row)]
+            [row.mode, row.precision, *_place(row), _shape(row), _result(row) or "same", *_numbers(row)]
             for row in rows[:_SHOWN_IN_NOTEBOOKS]
         ]
-        header = ["mode", "module", "compared", "shape", "result", "largest value", "difference", "allowed"]
+        header = ["mode", "in", "module", "compared", "shape", "result", *_NUMBERS]
         paragraphs = [self.title, *self._paragraphs()]
         said = "".join(f"<p>{escape(paragraph)}</p>" for paragraph in paragraphs)
         rest = rows[_SHOWN_IN_NOTEBOOKS:]
         below = f"<p>{_counted(rest, 'comparison')}</p>" if rest else ""
         summary = f"<summary><b>{escape(self._closing_line())}</b></summary>"
-        table = html_table(header, cells, text_columns=5) if cells else ""
+        table = html_table(header, cells, text_columns=6) if cells else ""
         shown = f"{summary}{said}{table}{below}"
         return f"<details{'' if self.is_printed else ' open'}>{shown}</details>"
 
@@ -212,16 +230,15 @@ class Report:
         """Yield the lines of the table: of each kind the worst rows."""
         names = max(len(_name(row)) for row in self.rows)
         shapes = max(len(_shape(row)) for row in self.rows)
-        yield f"{'':{names}}  {'shape':{shapes}}  largest value  difference  allowed"
-        for mode in dict.fromkeys(row.mode for row in self.rows):
-            yield mode
+        yield f"{'':{names}}  {'shape':{shapes}}  {'  '.join(f'{name:>10}' for name in _NUMBERS)}"
+        for mode, precision in dict.fromkeys((row.mode, row.precision) for row in self.rows):
+            yield f"{mode}, in {precision}" if precision else mode
             for kind in Kind:
-                rows = [row for row in self.rows if (row.mode, row.kind) == (mode, kind)]
-                rows.sort(key=lambda row: -row.badness)
-                shown = _SHOWN if any(row.differs for row in rows) else _SHOWN_SAME
+                rows = [row for row in self.rows if (row.mode, row.precision, row.kind) == (mode, precision, kind)]
+                rows.sort(key=lambda row: (not row.differs, row.judged, -row.badness))
+                shown = _SHOWN if any(row.differs or not row.judged for row in rows) else _SHOWN_SAME
                 for row in rows[:shown]:
-                    largest, difference, allowed = _numbers(row)
-                    numbers = f"{largest:>13}  {difference:>10}  {allowed:>7}"
+                    numbers = "  ".join(f"{number:>10}" for number in _numbers(row))
                     cells = [f"{_name(row):{names}}", f"{_shape(row):{shapes}}", numbers, _result(row)]
                     yield "  ".join(cells).rstrip()
                 if rest := rows[shown:]:
@@ -249,8 +266,12 @@ class Report:
         if self.differences:
             counted = f"{len(self.differences)} of {len(self.rows)} comparisons, in {_modes(self.differences)}"
             yield f"differs{', as expected' if self.explained else ''}: {counted}"
-        elif self.rows:
-            yield f"same: {len(self.rows)} comparisons, in {_modes(self.rows)}"
+        elif self.findings and self.compared:
+            yield f"differs{', as expected' if self.explained else ''}: {len(self.rows)} comparisons are the same"
+        elif num_judged := len(self.rows) - len(self.not_judged):
+            yield f"same: {num_judged} comparisons, in {_modes(self.rows)}"
+        if self.not_judged:
+            yield f"not judged: {len(self.not_judged)} values, in {_modes(self.not_judged)}"
         if not self.compared:
             modes = dict.fromkeys(finding.mode for finding in self.findings if not finding.compared)
             yield f"not compared: {' and '.join(modes)}"
@@ -275,17 +296,21 @@ def _shape(row: Row) -> str:
 
 def _result(row: Row) -> str:
     """Return whether it differs, and why; "" if it does not."""
-    return ": ".join(filter(None, ("differs" if row.differs else "", row.note)))
+    return ": ".join(filter(None, ("differs" if row.differs else "" if row.judged else "not judged", row.note)))
 
 
-def _numbers(row: Row) -> tuple[str, str, str]:
-    """Return the largest value, the difference and what is allowed, as tables show them."""
-    return f"{row.largest:.2e}", f"{row.difference:.1e}", f"{row.allowed:.1e}"
+_NUMBERS = ("value", "scale", "difference", "allowed")
+
+
+def _numbers(row: Row) -> tuple[str, str, str, str]:
+    """Return the numbers of a row in the order of `_NUMBERS`, as tables show them."""
+    return f"{row.value:.2e}", f"{row.scale:.2e}", f"{row.difference:.1e}", f"{row.allowed:.1e}"
 
 
 def _counted(rows: Sequence[Row], what: str) -> str:
-    differ = sum(row.differs for row in rows)
-    verdict = f"{differ} of which differ" if differ else "all the same"
+    differ, unjudged = sum(row.differs for row in rows), sum(not row.judged for row in rows)
+    parts = [f"{differ} of which differ"] * bool(differ) + [f"{unjudged} of which are not judged"] * bool(unjudged)
+    verdict = ", ".join(parts) or "all the same"
     return f"{len(rows)} more {what}{'s' * (len(rows) > 1)}, {verdict}"
 
 

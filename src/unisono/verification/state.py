@@ -9,6 +9,7 @@ import contextlib
 import copy
 import types
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ from unisono.primitives.object_state import state_of as state_of_object
 from unisono.primitives.references import INERT, references
 from unisono.primitives.shared_iterators import iterators_anew
 from unisono.runtime import devices as _devices
-from unisono.verification.compare import plain
+from unisono.runtime.widening import widened
+from unisono.verification.compare import plain, tensors_in
 
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 _NO_CONTENTS = (torch.Tensor, nn.Module, types.FunctionType, types.MethodType, torch.Generator)
@@ -50,16 +52,35 @@ def copied(model: nn.Module) -> nn.Module:
     return new
 
 
-def fresh(value: Any, device: torch.device | None = None) -> Any:
+def widen(module: nn.Module, least: torch.dtype | None) -> None:
+    """Give the tensors of a copy the floating type `least` where theirs is narrower; None: leave them."""
+    if least is None:
+        return
+
+    def wide(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(widened(tensor.dtype, least)) if tensor.is_leaf else tensor
+
+    for tensor in chain(module.parameters(), module.buffers()):
+        tensor.data = wide(tensor.data)
+    for part in module.modules():
+        for name, value in [*vars(part).items()]:
+            is_own = name not in _OF_EVERY_MODULE and isinstance(value, torch.Tensor | list | tuple | dict)
+            if is_own and any(wide(each) is not each for _, each in tensors_in(value)):
+                vars(part)[name] = pytree.map_all_tensors(wide, value)
+
+
+def fresh(value: Any, device: torch.device | None = None, least: torch.dtype | None = None) -> Any:
     """Return a copy of inputs, so that forward does not change those of the program.
 
-    Tensors are leaves of a new graph, on `device` if it is given; shared iterators are others over the same items.
+    Tensors are leaves of a new graph, on `device` if it is given, and at least of the floating type `least`; shared
+    iterators are others over the same items.
     Containers and objects are copied too. An object that has something that cannot be copied, such as a lock, gets a
     shallow copy; one that cannot be copied at all, such as a file, stays the same.
     """
 
     def tensor_copied(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().to(device or tensor.device, copy=True).requires_grad_(tensor.requires_grad)
+        dtype = tensor.dtype if least is None else widened(tensor.dtype, least)
+        return tensor.detach().to(device or tensor.device, dtype, copy=True).requires_grad_(tensor.requires_grad)
 
     leaves, spec = pytree.flatten(value)
     new = pytree.unflatten(spec, map(_object_copied, leaves), rebuild_all=True)

@@ -19,7 +19,7 @@ from unisono.runtime.draws_off import DrawsOff
 from unisono.runtime.errors import is_of_replica
 from unisono.verification.call_recorder import CallRecorder
 from unisono.verification.compare import difference, joined_numbers, plain, tensors_in
-from unisono.verification.state import RandomState, contents_in, copied, fresh, numbers_in
+from unisono.verification.state import RandomState, contents_in, copied, fresh, numbers_in, widen
 
 _TARGET = "If one of them is the target, write verify(model, inputs, target, criterion)"
 _SEED = 0  # of the projection and the nudges, which are the same in every step
@@ -36,19 +36,25 @@ class Example:
     device: torch.device  # of the inputs
     output_device: torch.device  # of the outputs when they are compared
     forward: Callable[..., Any] | None = None  # what is called with the wrapper; None: the wrapper itself
+    step: Callable[..., Any] | None = None  # what is called with the model and the inputs; None: the model itself
 
-    def fresh_inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def fresh_inputs(self, least: torch.dtype | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return positional and keyword inputs, whose tensors are copies and leaves of a new graph."""
-        inputs, kwargs = fresh((self.inputs, self.kwargs), self.device)
+        inputs, kwargs = fresh((self.inputs, self.kwargs), self.device, least)
         return inputs, kwargs
 
-    def loss(self, output: Any, like: dict[str, torch.Tensor], off: DrawsOff) -> torch.Tensor | None:
+    def loss(
+        self, output: Any, like: dict[str, torch.Tensor], off: DrawsOff, least: torch.dtype | None
+    ) -> torch.Tensor | None:
         """Return the loss of an output; None if it has no tensors to compute one from, or not `like` one device."""
         if self.criterion is None:
             return _projection(dict(tensors_in(output)), like)
+        criterion = self.criterion
+        if isinstance(criterion, nn.Module):
+            criterion = copied(criterion)
+            widen(criterion, least)
+        given = () if self.target is None else (fresh(self.target, self.output_device, least),)
         with off:
-            criterion = copied(self.criterion) if isinstance(self.criterion, nn.Module) else self.criterion
-            given = () if self.target is None else (fresh(self.target, self.output_device),)
             loss = criterion(output, *given)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
@@ -98,12 +104,19 @@ class RecordedStep:
     error: ValueError | None = None  # why the replicas' outputs could not be gathered
     no_gradients: str = ""  # why the backward failed
     switched_off: Sequence[str] = ()  # the operations that would have drawn
+    asked: Collection[torch.dtype] = ()  # the floating types that conversions and constants asked for
     drawn_from: Sequence[str] = ()  # which generators were drawn from nevertheless: see `RandomState.moved`
 
     @property
     def outputs(self) -> dict[str, torch.Tensor]:
         """The tensors of the output, by path."""
         return dict(tensors_in(self.output))
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """The types of the outputs of every submodule, and of the parameters."""
+        computed = [tensor for call in self.recorder.calls for _, tensor in call.outputs]
+        return {each.dtype for each in (*computed, *self.outputs.values(), *self.parameters.values())}
 
 
 def take_step(
@@ -114,6 +127,9 @@ def take_step(
     like: RecordedStep | None = None,
     nudge: float = 0.0,
     repeated: bool = False,
+    least: torch.dtype | None = None,
+    record: bool = True,
+    backward: bool = True,
 ) -> RecordedStep:
     """Run one step of a copy of a model.
 
@@ -125,23 +141,28 @@ def take_step(
         like: the step on one device, if this is one of a wrapper.
         nudge: relative size of a random change of every parameter and every input.
         repeated: run forward once before the step, with other copies of the inputs, which are not nudged.
+        least: the floating type to compute in, where the model's own is narrower.
+        record: the calls of submodules, too.
+        backward: compute gradients, too.
     """
     original: nn.Module = model if like is None else model.module  # type: ignore[assignment]
     model = copied(model)
     module: nn.Module = model if like is None else model.module  # type: ignore[assignment]
     run = model if like is None or example.forward is None else functools.partial(example.forward, model)
+    run = run if example.step is None else functools.partial(example.step, run)
     module.to(example.device)
+    widen(module, least)
     if mode == "eval":
         model.eval()
     elif not module.training:
         model.train()
     if repeated:
-        args, kwargs = example.fresh_inputs()
-        with DrawsOff(), contextlib.suppress(Exception):  # without warnings; what it raises, the step raises too
+        args, kwargs = example.fresh_inputs(least)
+        with DrawsOff(least), contextlib.suppress(Exception):  # without warnings; what it raises, the step raises too
             run(*args, **kwargs)
         if isinstance(model, DataParallel):
             model._threads.first_steps.leftovers.found[Left.SHARED].clear()
-    args, kwargs = example.fresh_inputs()
+    args, kwargs = example.fresh_inputs(least)
     leaves = [tensor for _, tensor in (*tensors_in(args), *tensors_in(kwargs))] + [*module.parameters()]
     if nudge:
         _nudge(leaves, nudge)
@@ -150,8 +171,8 @@ def take_step(
     # The replicas' calls overlap: which of them has drawn cannot be seen.
     watch = (lambda: RandomState(generators).moved) if like is None else (lambda: lambda: False)
     step = RecordedStep(CallRecorder(watch), attributes_before=numbers_in(module), contents_before=contents_in(module))
-    off, before = DrawsOff(), RandomState(generators)
-    with step.recorder.attached(module), off:
+    off, before = DrawsOff(least), RandomState(generators)
+    with step.recorder.attached(module) if record else contextlib.nullcontext(), off:
         try:
             output = run(*args, **kwargs)
         except ValueError as error:
@@ -166,8 +187,8 @@ def take_step(
         step.rows = [timing.rows for timing in model.replica_timings]
     if step.error is None:
         output = pytree.map_all_tensors(lambda tensor: _devices.copy_to(tensor, example.output_device), output)
-        loss = example.loss(output, dict(tensors_in(output)) if like is None else like.outputs, off)
-        if loss is not None and loss.requires_grad and not (like is not None and like.no_gradients):
+        loss = example.loss(output, dict(tensors_in(output)) if like is None else like.outputs, off, least)
+        if loss is not None and loss.requires_grad and backward and not (like is not None and like.no_gradients):
             with off:
                 step.no_gradients = _backward(loss, leaves, may_fail=mode == "eval")
         gradients = {} if step.no_gradients else dict(_gradients(module, args, kwargs))
@@ -176,7 +197,7 @@ def take_step(
         step.loss = None if loss is None else plain(loss)
         values, spec = pytree.flatten(pytree.map_all_tensors(lambda tensor: tensor.detach().clone(), output))
         step.output = pytree.unflatten(spec, values, rebuild_all=True)  # a list may be one to which forward appends
-    step.switched_off, step.drawn_from = [*off.operations], before.moved()
+    step.switched_off, step.asked, step.drawn_from = [*off.operations], off.asked, before.moved()
     if isinstance(model, DataParallel):  # after backward, which hooks may see
         step.left = {kind: [*names] for kind, names in model._threads.first_steps.leftovers.found.items()}
     step.attributes, step.contents = numbers_in(module), contents_in(module)
@@ -189,7 +210,7 @@ def take_step(
 
 
 def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape != other.shape or difference(one, other) > 0
+    return one.shape != other.shape or difference(one, other.to(one.dtype)) > 0
 
 
 def _nudge(tensors: Sequence[torch.Tensor], by: float) -> None:
