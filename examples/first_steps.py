@@ -23,4 +23,4 @@ for _ in range(10):
     loss.backward()
     optimizer.step()
 print(f"loss {loss.item():.2f}, rows: {[each.rows for each in model.replica_timings]}")
-unisono.verify(net, inputs, labels, nn.functional.cross_entropy, device_ids=devices)
+unisono.verify(model, inputs, labels, nn.functional.cross_entropy)

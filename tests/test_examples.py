@@ -26,7 +26,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 # Of each example: the arguments it is run with, and its last line. Most compare their own numbers with the plain
 # module's, and end in an error where these differ.
 CHECKS = {
-    "first_steps.py": ([], "same: 12 comparisons, in training and eval"),
+    "first_steps.py": ([], "same: 20 comparisons, in training and eval"),
     "same_numbers.py": (
         [],
         r"state of an LSTM: \(4, 2, 4\) by torch's rule, \(1, 8, 4\) with out_dims=1; \(1, 8, 4\) on one device",

@@ -61,7 +61,7 @@ def test_its_outputs_are_there_and_name_no_folder():
     """So that it can be read without a kernel; a picture of the profile is among them."""
     outputs = [output for cell in json.loads(NOTEBOOK.read_text())["cells"] for output in cell.get("outputs", [])]
     texts = "".join("".join(output.get("text", [])) for output in outputs)
-    assert "same: 36 comparisons, in training and eval" in texts
+    assert "same: 62 comparisons, in training and eval" in texts
     assert [output["output_type"] for output in outputs].count("error") == 0
     assert [kind for output in outputs for kind in output.get("data", {})].count("image/png") == 1
     assert str(Path.home()) not in texts

@@ -22,10 +22,12 @@ from fuzz.program import Program, Step
 from fuzz.side import ONE_PROCESS, Observed, Rank, Side
 from unisono.runtime.errors import forget_logged
 from unisono.testing import separate_memory
+from unisono.verification.compare import difference, largest
 
-# Of the plain side's largest number, in a tensor: rounding, some layers deep.
+# Of the plain side's largest number, in a tensor: rounding, some layers deep, and some steps of an optimizer.
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 TOLERANCE = 1e-8
+FLOOR = 1e-12  # in double precision, of the largest number of a kind: what cancels has the rounding errors of others
 LARGEST = 1e15
 # Gradients that pass through float32 are rounded to it, one way or the other.
 TOLERANCE_OF_NARROW_DTYPES = 1e-5
@@ -153,10 +155,18 @@ def _compared(plain: Side, wrapped: Side) -> Difference | None:
     names, others = [[observed.what for observed in side.observed] for side in (plain, wrapped)]
     if names != others:
         return Difference("names", f"plain has {names}, wrapped has {others}")
+    largest_of: dict[str, float] = {}  # of gradients, of outputs, and so on
+    for one in plain.observed:
+        if isinstance(one.value, Tensor) and one.value.is_floating_point():
+            largest_of[_first_word(one.kind)] = max(largest_of.get(_first_word(one.kind), 0.0), largest(one.value))
     for one, two in zip(plain.observed, wrapped.observed, strict=True):
-        if apart := _apart(plain.program, one.value, two.value):
+        if apart := _apart(plain.program, one.value, two.value, largest_of.get(_first_word(one.kind), 0.0)):
             return Difference(one.kind, f"{one.what}: {apart}")
     return None
+
+
+def _first_word(text: str) -> str:
+    return text.split()[0]
 
 
 def _traceback_of(error: BaseException) -> str:
@@ -165,23 +175,21 @@ def _traceback_of(error: BaseException) -> str:
     return "\n".join(line for line in lines if line.strip(" ^~"))[-3000:]
 
 
-def _apart(program: Program, plain: Any, wrapped: Any) -> str | None:
-    """Return how far two values are apart, in words; None if they agree."""
+def _apart(program: Program, plain: Any, wrapped: Any, largest_of_kind: float) -> str | None:
+    """Return how far two values are apart, in words; None if they agree, by the rule of `verify`."""
     if not (isinstance(plain, Tensor) and isinstance(wrapped, Tensor)):
         is_same = type(plain) is type(wrapped) and plain == wrapped
         return None if is_same else f"{_brief(plain)}, wrapped {_brief(wrapped)}"
     if plain.shape != wrapped.shape or plain.dtype != wrapped.dtype:
         return f"{_brief(plain)}, wrapped {_brief(wrapped)}"
-    if torch.equal(plain, wrapped) or plain.numel() == 0:
-        return None
     is_exact = not (plain.is_floating_point() or plain.is_complex())
     usual = TOLERANCE_OF_NARROW_DTYPES if program.outputs == "narrow dtypes" else TOLERANCE
-    tolerance = 0.0 if is_exact else TOLERANCES.get(plain.dtype, usual)
-    size = max(1.0, float(plain.abs().nan_to_num(0, 0, 0).max())) if not is_exact else 1.0
-    if torch.allclose(plain, wrapped, rtol=tolerance, atol=tolerance * size, equal_nan=True):
+    rtol = TOLERANCES.get(plain.dtype, usual)
+    floor = FLOOR if rtol == TOLERANCE else rtol
+    distance, size = difference(plain, wrapped), largest(plain)
+    if distance <= (0.0 if is_exact else rtol * size + floor * largest_of_kind):
         return None
-    distance = (plain.to(torch.complex128) - wrapped.to(torch.complex128)).abs().max()
-    return f"{float(distance):.2g} apart, of numbers up to {size:.2g}"
+    return f"{distance:.2g} apart, of numbers up to {size:.2g}"
 
 
 def _brief(value: Any) -> str:

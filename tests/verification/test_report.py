@@ -29,7 +29,7 @@ def report(*rows: Row, findings: tuple[Finding, ...] = ()) -> Report:
         (
             report(SAME, UNJUDGED),
             (False, False, None, None),
-            ["same: 1 comparisons, in training and eval", "not judged: 1 values, in eval"],
+            ["same: 1 comparisons, in training", "not judged: 1 values, in eval"],
         ),
         (
             report(SAME, findings=(FOUND,)),  # a batch norm that uses a replica's rows, whatever the numbers

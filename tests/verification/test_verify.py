@@ -315,7 +315,7 @@ SIGMOIDS = nn.Sequential(*(layer for _ in range(10) for layer in (nn.Linear(5, 5
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("scale", "behind"), [(1.0, SIGMOIDS), (1e-6, nn.Tanh())])
 def test_a_small_gradient_is_judged_by_its_own_size(scale: float, behind: nn.Module, dtype: torch.dtype) -> None:
-    """It was 14 to 47 % off, and the same, because others are larger."""
+    """N16: it was 14 to 47 % off, and the same, because others are larger."""
     faulty = compared(scaled(scale, centered, behind).to(dtype), ROWS.to(dtype))
     assert {"layers.1.weight"} <= {row.name for row in faulty.differences}
     assert compared(scaled(scale, torch.sin, behind).to(dtype), ROWS.to(dtype)).same
@@ -387,7 +387,7 @@ def test_code_of_one_type_only_is_compared_in_that_type() -> None:
 
 
 def test_what_rounding_decides_is_not_judged() -> None:
-    """One row of nine lies at the kink of each ReLU, and rounding decides on which side."""
+    """N16: one row of nine lies at the kink of each ReLU, and rounding decides on which side."""
     layer = nn.Linear(5, 8)
     kink = copy.deepcopy(layer).double()(ROWS.double())[0].detach()
 
@@ -414,7 +414,7 @@ def test_a_submodule_that_differs_without_effect_is_named() -> None:
 
 
 def test_a_step_of_several_forwards() -> None:
-    """A buffer that each forward reads and changes shows there only: here each replica has its own number of calls."""
+    """N17: a buffer that each forward reads and changes shows there only: here each replica has its own number of calls."""
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         self.count += 1
@@ -981,9 +981,15 @@ def test_a_batch_that_the_model_does_not_take_has_a_note_on_the_target() -> None
     assert "the model got 2 positional inputs. If one of them is the target, write verify(" in caught.value.__notes__[0]
 
 
-def test_a_wrapper_without_devices_is_refused(no_accelerators: None) -> None:
-    with pytest.raises(ValueError, match=r"verify\(model.module"):
-        verify(DataParallel(mlp()), ROWS)
+@pytest.mark.parametrize("device_ids", [None, ["cpu"]])
+def test_a_wrapper_with_fewer_than_two_replicas_is_compared_with_two(no_accelerators: None, device_ids: Any) -> None:
+    """With its options: a script for several devices, tried where there is one, or none."""
+    for sync_batch_norm in (True, False):
+        wrapper = DataParallel(with_batch_norm(), device_ids, sync_batch_norm=sync_batch_norm)
+        report = verify(wrapper, ROWS, show=False)
+        assert report.same is sync_batch_norm
+        assert report.explained is not sync_batch_norm
+        assert any("replicas on cpu, cpu" in note for note in report.notes)
 
 
 def test_an_error_in_a_replica_and_outputs_that_cannot_be_gathered_raise() -> None:

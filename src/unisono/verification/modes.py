@@ -124,7 +124,9 @@ def compare_mode(
     if rtol is None:
         floors = (tolerance.floor, -tolerance.floor)
         nudged = (steps.take(steps.wrapped.module, nudge=nudge, record=False) for nudge in floors)
-        rows = compare.decided(rows, (_rows(mode, one, each, tolerance) for each in nudged), tolerance)
+        decided = compare.decided(rows, (_rows(mode, one, each, tolerance) for each in nudged), tolerance)
+        rounded = all(row.judged for row in decided) or _is_repeatable(steps, one, tolerance)
+        rows = decided if rounded else rows
     rows, caches = _with_containers_told_apart(rows, one, many, tolerance, steps)
     found.notes += [_CACHES.format(names=listed(caches))] if caches else []
     found.rows += [replace(row, precision=_precision(one.dtypes)) for row in rows]
@@ -194,8 +196,10 @@ def _compare_coarsely(
 ) -> None:
     """Compare the steps in the model's own types, of which `dtypes` are known; add to `found` what they show.
 
-    In eval mode, in which few programs call backward, without it: it is compared in float64.
+    In eval mode without backward, which few programs call there, and float64 has compared. What rounding decides in
+    float64 is not judged here either.
     """
+    undecided = {(row.kind, row.name) for row in found.rows if not row.judged}
 
     def compared(*, record: bool) -> tuple[RecordedStep, RecordedStep, list[Row], Tolerance]:
         one, many = steps.both(record=record, backward=steps.mode == "training")
@@ -209,7 +213,11 @@ def _compare_coarsely(
             before, rows = rows, compare.allowing(rows, moved)
             found.notes += [_JUMPS.format(nudge=tolerance.rtol, moved=moved)] if rows != before else []
         precision = _precision(dtypes | {*one.asked})
-        return one, many, [replace(row, precision=precision) for row in rows], tolerance
+        rows = [
+            replace(row, precision=precision, judged=not row.differs or (row.kind, row.name) not in undecided)
+            for row in rows
+        ]
+        return one, many, rows, tolerance
 
     try:
         _, _, rows, _ = compared(record=False)
@@ -222,14 +230,20 @@ def _compare_coarsely(
     found.rows += rows
 
 
+def _is_repeatable(steps: Steps, one: RecordedStep, tolerance: Tolerance) -> bool:
+    """Return whether the step on one device gives the same twice."""
+    again = steps.take(steps.wrapped.module, record=False)
+    return not any(row.differs for row in _rows(steps.mode, one, again, tolerance))
+
+
 def _findings(comparison: Comparison, rows: Sequence[Row], steps: Steps) -> list[Finding]:
     """Return the findings about what differs; uncertain ones after more steps that may explain them."""
     findings = comparison.findings(rows)
     if not any(row.differs for row in rows):
         return findings
-    one, tolerance, module = comparison.one, comparison.tolerance, steps.wrapped.module
+    one, tolerance = comparison.one, comparison.tolerance
     if is_uncertain(findings):
-        again = steps.take(module)
+        again = steps.take(steps.wrapped.module)
         if any(row.differs for row in _rows(steps.mode, one, again, tolerance)):
             return nondeterministic(findings, one, again, tolerance)
     if may_be_split_wrongly(findings):

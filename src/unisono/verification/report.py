@@ -268,8 +268,8 @@ class Report:
             yield f"differs{', as expected' if self.explained else ''}: {counted}"
         elif self.findings and self.compared:
             yield f"differs{', as expected' if self.explained else ''}: {len(self.rows)} comparisons are the same"
-        elif num_judged := len(self.rows) - len(self.not_judged):
-            yield f"same: {num_judged} comparisons, in {_modes(self.rows)}"
+        elif judged := [row for row in self.rows if row.judged]:
+            yield f"same: {len(judged)} comparisons, in {_modes(judged)}"
         if self.not_judged:
             yield f"not judged: {len(self.not_judged)} values, in {_modes(self.not_judged)}"
         if not self.compared:

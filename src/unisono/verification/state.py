@@ -49,6 +49,7 @@ def copied(model: nn.Module) -> nn.Module:
         ) from error
     for parameter, before in zip(new.parameters(), model.parameters(), strict=True):
         parameter.requires_grad_(before.requires_grad)
+        parameter.grad = None  # a copy of a parameter on some devices has that of the last step
     return new
 
 

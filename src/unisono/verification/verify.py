@@ -113,7 +113,11 @@ def verify(
     check_have_data("compare", target, "target")
     args, kwargs = _by_position_and_name(shared(inputs))
     ids = _devices.resolve(device_ids)
-    note = [_ONE_ACCELERATOR if ids else _NO_ACCELERATOR] if wrapped is not model and _went_to_cpu(wrapped, ids) else []
+    note = []
+    if isinstance(model, DataParallel):
+        note = [] if wrapped is model else [_alone(wrapped)]
+    elif _went_to_cpu(wrapped, ids):
+        note = [_ONE_ACCELERATOR if ids else _NO_ACCELERATOR]
     example = replace(_example(wrapped, args, kwargs, target, criterion), step=step)
     report = replace(_compared(wrapped, example, MODES, options, rtol, note), is_printed=show)
     if show:
@@ -132,15 +136,8 @@ def verify_call(
         mode: "training" or "eval".
         given: options that explain a difference if they cause it, as those of `verify` do.
     """
-    notes = []
-    if len(model.devices) < 2 and not model.spans_processes:
-        options = {name: getattr(model, name) for name in ("scalars", "in_dims", "out_dims", "sync_batch_norm")}
-        on_the_cpu = bool(model.devices) and _devices.is_cpu(model.devices[0])
-        ids = ["cpu", "cpu"] if on_the_cpu else None
-        wrapped = _wrap(model.module, ids, None, model.dim, options)
-        notes = [_ALONE.format(devices=", ".join(map(str, wrapped.devices)))]
-    else:
-        wrapped = _wrap(model, None, None, 0, {})
+    wrapped = _wrap(model, None, None, 0, {})
+    notes = [] if wrapped is model else [_alone(wrapped)]
     library = next(cls for cls in type(wrapped).__mro__ if cls.__module__.startswith("unisono."))
     example = replace(_example(wrapped, inputs, kwargs), forward=vars(library)["forward"])
     return _compared(wrapped, example, [mode], given, None, notes)
@@ -150,6 +147,10 @@ def _by_position_and_name(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]
     if isinstance(inputs, dict):
         return (), check_kwargs(inputs, "inputs")
     return (inputs if type(inputs) is tuple else (inputs,)), {}  # a named tuple is one input
+
+
+def _alone(wrapped: DataParallel) -> str:
+    return _ALONE.format(devices=", ".join(map(str, wrapped.devices)))
 
 
 def _went_to_cpu(wrapped: DataParallel, wanted: Sequence[torch.device]) -> bool:
@@ -223,7 +224,7 @@ def _wrap(
     dim: int,
     options: dict[str, Any],
 ) -> DataParallel:
-    """Return the model itself if it is a wrapper, else a wrapper of a copy."""
+    """Return the model itself if it is a wrapper with several replicas, else a wrapper of a copy, with its options."""
     check_module(model, "model")
     check_initialized(model, chain(model.parameters(), model.buffers()))
     if isinstance(model, DataParallel):
@@ -231,16 +232,15 @@ def _wrap(
             raise ValueError(
                 "the model is already wrapped, and compared with its own options: leave out devices and options"
             )
-        if not model.devices:
-            raise ValueError(
-                "this wrapper runs the plain module on this machine, so there are no replicas to compare. "
-                'Write verify(model.module, ..., device_ids=["cpu"] * 2)'
-            )
         if model.spans_processes:
             raise ValueError(
                 "this wrapper spans several processes, but verify compares within one. Write verify(model.module)"
             )
-        return model
+        if len(model.devices) > 1:
+            return model
+        names = ("scalars", "in_dims", "out_dims", "sync_batch_norm")
+        ids = ["cpu", "cpu"] if model.devices and _devices.is_cpu(model.devices[0]) else None
+        return _wrap(model.module, ids, None, model.dim, {name: getattr(model, name) for name in names})
     devices = _devices.resolve(device_ids)
     module = copied(model)
     if device_ids is None and len(devices) == 1:
