@@ -414,7 +414,7 @@ def test_a_submodule_that_differs_without_effect_is_named() -> None:
 
 
 def test_a_step_of_several_forwards() -> None:
-    """N17: a buffer that each forward reads and changes shows there only: here each replica has its own number of calls."""
+    """N17: a buffer that each forward reads and changes shows there only."""
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         self.count += 1
