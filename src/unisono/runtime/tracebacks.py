@@ -13,6 +13,7 @@ from functools import wraps
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
+from unisono.runtime.errors import notes_of
 from unisono.runtime.thread_pool import inside_replica
 
 P = ParamSpec("P")
@@ -44,9 +45,9 @@ def leave_out_own_frames(error: BaseException) -> None:
         each: BaseException | None = error
         while each is not None and id(each) not in seen:
             seen.add(id(each))
-            each.with_traceback(_without_own_frames(each.__traceback__))
+            BaseException.with_traceback(each, _without_own_frames(each.__traceback__))
             each = each.__context__ if each.__cause__ is None else each.__cause__
-    notes = getattr(error, "__notes__", ())
+    notes = notes_of(error)
     if notes and not _notes_are_shown() and not inside_replica():
         print(*notes, sep="\n", file=sys.stderr)
 
