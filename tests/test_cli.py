@@ -97,6 +97,7 @@ def test_one_command_begins_a_run_or_goes_on_with_it(capsys: pytest.CaptureFixtu
     ("arguments", "error"),
     [
         (["--batch-size", "0"], "--batch-size 0: expected a whole number, 1 or more"),
+        (["--lr", "1e308"], "--lr 1e+308: expected a number above 0, of at most 3.4e+38"),
         (["--batch-size", "many"], "argument --batch-size: expected a whole number; got 'many'"),
         (["--model", "vgg"], "argument --model: invalid choice: 'vgg'"),
         (["--data", "nowhere"], "--data nowhere is not a folder; expected digits, fashion-mnist, or a folder of IDX"),
@@ -131,10 +132,12 @@ def test_a_mistake_is_one_line_and_leaves_nothing_behind(
 
 
 def test_a_loss_that_is_no_number_is_a_failure_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, "--lr", "1e20", "--output", "out"]) == 1
+    """The advice is a rate that works: half of this one would not."""
+    assert main([*SMALL, "--lr", "1e30", "--output", "out"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("unisono train: error: the t")
-    assert "start again with a lower rate (--lr 5e+19)" in line
+    assert "start again with a lower rate (--lr 0.05, with --overwrite or another --output)" in line
+    assert main([*SMALL, "--lr", "0.05", "--output", "out", "--overwrite"]) == 0
 
 
 @pytest.mark.parametrize(
