@@ -269,6 +269,31 @@ def test_a_run_that_is_stopped_saves_and_says_how_to_go_on(tmp_path: Path, numbe
     assert [record["step"] for record in records("step")] == list(range(1, 12 * (steps // 12 + 1) + 1))
 
 
+SCRIPT_OF_COMMAND = "import sys\nfrom unisono.cli import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
+
+
+@pytest.mark.only_on("linux", "macos", because="signals that another process sends")
+@pytest.mark.parametrize("words", [["-m", "unisono", "train"], ["unisono", "devices"]], ids=["-m unisono", "unisono"])
+def test_ctrl_c_while_torch_is_imported(words: list[str], tmp_path: Path) -> None:
+    """It takes seconds, before any line of a command runs; there was a traceback through torch."""
+    Path("unisono").write_text(SCRIPT_OF_COMMAND)
+    (tmp_path / "before").mkdir()
+    (tmp_path / "before" / "torch.py").write_text("print('importing', flush=True)\nimport time\ntime.sleep(100)\n")
+    path = os.pathsep.join([str(tmp_path / "before"), *sys.path])
+    with subprocess.Popen(
+        [sys.executable, *words],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as program:
+        assert program.stdout is not None
+        assert program.stdout.readline() == "importing\n"
+        program.send_signal(signal.SIGINT)
+        _, err = program.communicate(timeout=60)
+    assert (program.returncode, err) == (130, "unisono: error: stopped at once\n")
+
+
 @pytest.mark.only_on("linux", "macos", because="signals that another process sends")
 def test_ctrl_c_twice_stops_at_once(tmp_path: Path) -> None:
     """T3: in the middle of a step, whose replicas wait for each other at every batch norm."""
