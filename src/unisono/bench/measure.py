@@ -48,8 +48,9 @@ def expected_bytes(contenders: Sequence[Contender], built: Built) -> int:
     That of this process, which has imported torch and built the model, and each one's gradients and momentum.
     """
     gradients = momentum = sum(parameter.nbytes for parameter in built.model.parameters())
-    each = psutil.Process().memory_full_info().uss + _FIRST_STEP_BYTES + gradients + momentum
-    return sum(contender.num_programs for contender in contenders) * each
+    own: int = psutil.Process().memory_full_info().uss
+    num_programs = sum(contender.num_programs for contender in contenders)
+    return num_programs * (own + _FIRST_STEP_BYTES + gradients + momentum)
 
 
 def measure(
