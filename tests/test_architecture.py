@@ -187,6 +187,12 @@ def test_private_calls_of_torch_are_in_one_file():
             assert not private, f"{module}:{node.lineno}: {private} belongs in torch_private.py"
 
 
+def test_notes_are_added_to_exceptions_in_one_place():
+    """F1: the class of an exception may take none."""
+    calls = [(name, node.func) for name in SOURCES for node in ast.walk(tree_of(name)) if isinstance(node, ast.Call)]
+    assert {name for name, func in calls if getattr(func, "attr", "") == "add_note"} == {"unisono.runtime.errors"}
+
+
 def test_nothing_of_torchs_data_parallel_is_used_but_its_name():
     """`DataParallel` is a subclass of torch's for isinstance; all that it does is this project's own.
 

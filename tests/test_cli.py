@@ -97,6 +97,7 @@ def test_one_command_begins_a_run_or_goes_on_with_it(capsys: pytest.CaptureFixtu
     ("arguments", "error"),
     [
         (["--batch-size", "0"], "--batch-size 0: expected a whole number, 1 or more"),
+        (["--lr", "1e308"], "--lr 1e+308: expected a number above 0, of at most 3.4e+38"),
         (["--batch-size", "many"], "argument --batch-size: expected a whole number; got 'many'"),
         (["--model", "vgg"], "argument --model: invalid choice: 'vgg'"),
         (["--data", "nowhere"], "--data nowhere is not a folder; expected digits, fashion-mnist, or a folder of IDX"),
@@ -131,10 +132,12 @@ def test_a_mistake_is_one_line_and_leaves_nothing_behind(
 
 
 def test_a_loss_that_is_no_number_is_a_failure_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, "--lr", "1e20", "--output", "out"]) == 1
+    """The advice is a rate that works: half of this one would not."""
+    assert main([*SMALL, "--lr", "1e30", "--output", "out"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("unisono train: error: the t")
-    assert "start again with a lower rate (--lr 5e+19)" in line
+    assert "start again with a lower rate (--lr 0.05, with --overwrite or another --output)" in line
+    assert main([*SMALL, "--lr", "0.05", "--output", "out", "--overwrite"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -264,6 +267,31 @@ def test_a_run_that_is_stopped_saves_and_says_how_to_go_on(tmp_path: Path, numbe
     steps = int(last.split()[3].rstrip(";"))
     assert main(["train", "--resume", "out", "--epochs", str(steps // 12 + 1)]) == 0
     assert [record["step"] for record in records("step")] == list(range(1, 12 * (steps // 12 + 1) + 1))
+
+
+SCRIPT_OF_COMMAND = "import sys\nfrom unisono.cli import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
+
+
+@pytest.mark.only_on("linux", "macos", because="signals that another process sends")
+@pytest.mark.parametrize("words", [["-m", "unisono", "train"], ["unisono", "devices"]], ids=["-m unisono", "unisono"])
+def test_ctrl_c_while_torch_is_imported(words: list[str], tmp_path: Path) -> None:
+    """It takes seconds, before any line of a command runs; there was a traceback through torch."""
+    Path("unisono").write_text(SCRIPT_OF_COMMAND)
+    (tmp_path / "before").mkdir()
+    (tmp_path / "before" / "torch.py").write_text("print('importing', flush=True)\nimport time\ntime.sleep(100)\n")
+    path = os.pathsep.join([str(tmp_path / "before"), *sys.path])
+    with subprocess.Popen(
+        [sys.executable, *words],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as program:
+        assert program.stdout is not None
+        assert program.stdout.readline() == "importing\n"
+        program.send_signal(signal.SIGINT)
+        _, err = program.communicate(timeout=60)
+    assert (program.returncode, err) == (130, "unisono: error: stopped at once\n")
 
 
 @pytest.mark.only_on("linux", "macos", because="signals that another process sends")

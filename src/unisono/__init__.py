@@ -3,6 +3,7 @@
 model = unisono.DataParallel(model)
 """
 
+import unisono.console.start  # noqa: F401  first: what follows imports torch
 from unisono.data_parallel import DataParallel, data_parallel
 from unisono.primitives.batch_types import register_batch_type
 from unisono.primitives.dims import pad

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from unisono import __version__
 from unisono.bench import command as bench
+from unisono.console import start
 from unisono.console.errors import DONE, FAILED, MISUSED, CommandError, Interrupted, OptionError, escaped
 from unisono.console.options import expect_installed
 from unisono.monitor import devices_command as devices
@@ -75,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
 
     try:
+        start.has_started()
         if argv[:1] == ["train"]:  # the only command that runs in several processes
             ranks = Ranks.join()
         command, given = ranks.together(lambda: _parse(argv))

@@ -43,7 +43,7 @@ from unisono.primitives.split_sizes import split_rows
 from unisono.primitives.written_parameters import LookAtParameters, WrittenParameters
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline, torch_private
-from unisono.runtime.errors import ReplicaTimeout, is_of_replica, log_once
+from unisono.runtime.errors import ReplicaTimeout, add_note, is_of_replica, log_once, text_of
 from unisono.runtime.interrupts import critical, interruptibly
 from unisono.runtime.step_timer import StepTimer
 from unisono.runtime.streams import Copies
@@ -391,8 +391,9 @@ def on_one_device(wrapper: Wrapper, invocation: Invocation) -> Any:
         named = chain(wrapper.module.named_parameters(), wrapper.module.named_buffers())
         elsewhere = next((name for name, t in named if not _devices.same_device(t.device, device)), None)
         if elsewhere is not None:
-            error.add_note(
-                f"{elsewhere!r} is not on {device}, the wrapper's device. Move the module: model.to('{device}')"
+            add_note(
+                error,
+                f"{elsewhere!r} is not on {device}, the wrapper's device. Move the module: model.to('{device}')",
             )
         raise
     return output if inside or options.gather_on == first else _moved(output, options.gather_on)
@@ -440,8 +441,8 @@ def on_all_devices(wrapper: Wrapper, invocation: Invocation) -> Any:
     except OneGraphNeededError:
         pass
     except _OF_SHAPES as error:
-        if _TOO_FEW_FOR_BATCH_NORM in str(error) and not wrapper._options.sync_batch_norm:
-            error.add_note(_ONE_ROW)
+        if _TOO_FEW_FOR_BATCH_NORM in text_of(error) and not wrapper._options.sync_batch_norm:
+            add_note(error, _ONE_ROW)
         else:
             _note_split(error, call)
         raise
@@ -450,11 +451,11 @@ def on_all_devices(wrapper: Wrapper, invocation: Invocation) -> Any:
 
 def _note_split(error: Exception, call: Call) -> None:
     """Say how the inputs of a call were split, if an error may follow from it."""
-    may_follow = is_of_replica(error) or str(error).startswith("cannot gather")
+    may_follow = is_of_replica(error) or text_of(error).startswith("cannot gather")
     if not may_follow or _devices.is_out_of_memory(error) or isinstance(error, ReplicaTimeout):
         return
     if note := call.arguments.how_split(call.sizes_of_runs):
-        error.add_note(note)
+        add_note(error, note)
 
 
 @critical

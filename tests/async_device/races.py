@@ -13,10 +13,12 @@ file of the contract of the replicas (tests/contract), in turn. Each run is a pr
 than the limit is ended, with the stacks of its threads. Threads still start when the machine lets them: a seed that has
 failed once may need several runs to fail again.
 
-The exit status is 0 if nothing has failed, 1 after the first failure, and 130 after Ctrl-C.
+The exit status is 0 if nothing has failed, 1 after the first failure, and 130 after Ctrl-C. All that the run that has
+failed has printed is in a file, which is named.
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -26,6 +28,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -33,18 +36,20 @@ from typing import NamedTuple, NoReturn
 from async_device.faults import FAULTS
 
 ROOT = Path(__file__).parents[2]
+KEPT = ROOT / "runs" / "races"  # what runs that have failed have printed
 DEVICES = "queued:0,queued:1"
 TRAINING = "training"
 CONTRACT = ("gradients", "map", "training_features", "inputs_outputs", "sync_batch_norm", "kept_replicas", "failures")
 DELAYS_US = (100, 300, 1000, 3000)  # the longest, by seed
 _DIFFERENCES_SHOWN, _LINES_SHOWN = 10, 60
+_END_S = 30.0  # for a run to print its stacks
 
 
 class Run(NamedTuple):
     """How a run of a program has ended."""
 
-    failure: str | None  # what it has printed; None: it has not failed
-    output: str
+    failure: str | None  # None: it has not failed
+    output: str  # what it has printed to standard output; after a failure, to standard error too
 
 
 class Parser(argparse.ArgumentParser):
@@ -73,6 +78,10 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print()  # ends the line of the run
         status, end = 130, "interrupted"
+    except Exception as error:  # noqa: BLE001 - of this program, or of the machine: what was run is told all the same
+        print()
+        traceback.print_exc()
+        status, end = 1, f"ended by {type(error).__name__}: {error}"
     else:
         status, end = (0, "nothing has failed") if found is None else (1, found)
     print(f"{num_runs} runs with {num_seeds} seeds in {(time.monotonic() - began) / 60:.1f} minutes: {end}", flush=True)
@@ -134,7 +143,7 @@ class Races:
         began, delay_us = time.monotonic(), random.Random(seed).choice(DELAYS_US)
         print(f"seed {seed}, delays up to {delay_us} us: {program} ", end="", flush=True)
         ended = self._ended(program, seed, delay_us)
-        failure, output = self._compared(ended) if program == TRAINING and ended.failure is None else ended
+        failure, output = self._compared(ended.output) if program == TRAINING and ended.failure is None else ended
         seconds = time.monotonic() - began
         if failure is None:
             print(f"{output} ({seconds:.0f} s)", flush=True)
@@ -142,13 +151,16 @@ class Races:
         again = ["--seed", str(seed), "--only", program]
         if self._options.fault is not None:
             again += ["--fault", self._options.fault]
-        print(f"failed ({seconds:.0f} s)\n{failure}", flush=True)
+        KEPT.mkdir(parents=True, exist_ok=True)
+        kept = KEPT / f"{program}-seed-{seed}.txt"
+        kept.write_text(output, encoding="utf-8")
+        print(f"failed ({seconds:.0f} s; all of its output: {kept})\n{failure}", flush=True)
         return f"to repeat it: PYTHONPATH=tests {sys.executable} -m async_device.races {shlex.join(again)}"
 
     def _bits_without_delays(self) -> dict[str, str]:
         ended = _end([sys.executable, "-m", "async_device.training"], {"QUEUED_DELAY_US": "0"}, self._options.limit)
         if ended.failure is not None:
-            sys.exit(f"races: the training fails without delays:\n{ended.failure}")
+            raise RuntimeError(f"the training fails without delays: {ended.failure}")
         bits: dict[str, str] = json.loads(ended.output)[0]
         return bits
 
@@ -171,15 +183,18 @@ class Races:
         ]
         return _end([*pytest, "-p", "no:cacheprovider", "--tb=short", *limit], env, self._options.limit, last_line=True)
 
-    def _compared(self, ended: Run) -> Run:
+    def _compared(self, output: str) -> Run:
         assert self._expected is not None
-        trainings = json.loads(ended.output)
+        try:
+            trainings = json.loads(output)
+        except ValueError as error:
+            return Run(f"it has printed no digests ({error})", output)
         different = [name for name, bits in self._expected.items() if {each[name] for each in trainings} != {bits}]
         if not different:
             return Run(None, f"has the same bits, {len(trainings)} times {len(self._expected)} tensors")
         shown = "\n".join(f"    {name}" for name in different[:_DIFFERENCES_SHOWN])
         return Run(
-            f"{len(different)} of {len(self._expected)} tensors have other bits than without delays:\n{shown}", ""
+            f"{len(different)} of {len(self._expected)} tensors have other bits than without delays:\n{shown}", output
         )
 
 
@@ -195,20 +210,30 @@ def _end(command: list[str], env: dict[str, str], limit_s: float, *, last_line: 
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        errors="replace",
         start_new_session=True,  # Ctrl-C in the terminal is for this process alone
     ) as process:
         try:
             out, err = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGABRT)  # faulthandler prints the stacks
-            out, err = process.communicate()
-            return Run(f"it takes longer than {limit_s:.0f} s:\n{_last_lines(out + err)}", "")
+            _signal_group(process, signal.SIGABRT)  # faulthandler prints the stacks
+            try:
+                out, err = process.communicate(timeout=_END_S)
+            except subprocess.TimeoutExpired:  # such as one that has stopped, or has left its output to another
+                _signal_group(process, signal.SIGKILL)
+                out, err = process.communicate()
+            return Run(f"it takes longer than {limit_s:.0f} s:\n{_last_lines(out + err)}", out + err)
         except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
+            _signal_group(process, signal.SIGKILL)
             raise
     if process.returncode:
-        return Run(f"exit status {process.returncode}:\n{_last_lines(out + err)}", "")
-    return Run(None, out.splitlines()[-1].strip("= ") if last_line else out)
+        return Run(f"exit status {process.returncode}:\n{_last_lines(out + err)}", out + err)
+    return Run(None, out.strip().rpartition("\n")[2].strip("= ") if last_line else out)
+
+
+def _signal_group(process: "subprocess.Popen[str]", number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+        os.killpg(process.pid, number)
 
 
 def _last_lines(text: str) -> str:

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 def build():
-    return nn.Linear(5, 4), torch.randn(8, 5)
+    return nn.Linear(5, 4), torch.randn(12, 5)
 """
 
 
@@ -44,11 +44,11 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, list[Conte
     """What would have been measured, which takes no time."""
     calls = []
 
-    def measure(name, target, contenders, rounds, seconds, task):
+    def measure(name, target, contenders, rounds, seconds, task, workloads):
         calls.append((name, target, contenders, rounds, seconds))
         times = {"plain": 0.2, "limit": 0.1, "ddp": 0.15, "torchrun": 0.14, "threads": 0.11}
         lines = [Line(c.name, c.replicas, [times[c.name]] * rounds, 2**20) for c in contenders]
-        return Workload(name, lines, 8, 24)
+        workloads.append(Workload(name, lines, 8, 24))
 
     monkeypatch.setattr(measure_module, "measure", measure)
     return calls
@@ -85,11 +85,36 @@ def test_a_model_of_the_callers(measured: list, monkeypatch: pytest.MonkeyPatch,
     assert 'DataParallel(model, ["cpu"] * 2)` is fastest here' in out
 
 
-def test_replicas_as_told(measured: list):
+def test_replicas_as_told(measured: list, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """What it takes is said first: with two cores, three times six processes start in five waves."""
+    monkeypatch.setattr("unisono.bench.measure.num_cores", lambda: 2)
     assert run("tiny", "--replicas", "4,2", "--seconds-per-turn", "1") == 0
     ((_, _, contenders, _, seconds),) = measured
     assert [c.replicas for c in contenders if c.name == "threads"] == [2, 4]
     assert seconds == 1
+    line = capsys.readouterr().out.splitlines()[1]
+    assert line.startswith("this takes about 3 minutes, or longer if a step takes more than 0.25 s; 21 processes")
+
+
+def test_a_default_suits_the_rows(measured: list, monkeypatch: pytest.MonkeyPatch):
+    """Where a batch has fewer of them than the machine has cores."""
+    monkeypatch.setattr("unisono.bench.machine.num_cores", lambda: 64)
+    assert run("own:build") == 0
+    assert [c.replicas for c in measured[0][2] if c.name == "threads"] == [2, 4]
+
+
+def test_what_is_stopped_prints_the_turns_so_far(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def measure(name, target, contenders, rounds, seconds, task, workloads):
+        workloads.append(Workload(name, [Line("plain", 1, [0.2, 0.3]), Line("ddp", 2, [0.1]), Line("threads", 2)]))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(measure_module, "measure", measure)
+    assert run("own:build") == 130
+    out = capsys.readouterr().out
+    assert "own:build, the 3 turns until it was stopped:" in out
+    assert "| plain      |" in out
+    assert "| ddp        |" in out
+    assert not Path("runs").exists()
 
 
 @pytest.mark.parametrize(("more", "expected"), [([], (3, 0.5)), (["--seconds-per-turn", "9"], (3, 9))])
@@ -112,7 +137,7 @@ def test_without_matplotlib_the_picture_is_left_out(
 
 def test_a_contender_that_fails_is_a_failure(measured: list, monkeypatch: pytest.MonkeyPatch):
     failed = Workload("tiny", [Line("plain", 1, [0.1]), Line("ddp", 2, failure="for some reason")])
-    monkeypatch.setattr(measure_module, "measure", lambda *_: failed)
+    monkeypatch.setattr(measure_module, "measure", lambda *args: args[-1].append(failed))
     assert run("tiny") == 1
 
 
@@ -124,6 +149,10 @@ def test_a_contender_that_fails_is_a_failure(measured: list, monkeypatch: pytest
         (["--replicas", "1,2"], "argument --replicas: expected a whole number from 2 to 256; got '1'"),
         (["--output", "own.py"], "own.py is not a folder; give another one"),
         (["missing:build"], "missing:build: cannot find module missing"),
+        (
+            ["own:build", "--replicas", "2,99"],
+            "--replicas 99: own:build: a batch of 12 rows (samples) is enough",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(arguments: list[str], error: str, measured: list, capsys: pytest.CaptureFixture[str]):

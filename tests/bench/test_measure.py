@@ -5,14 +5,18 @@ import io
 import itertools
 import os
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 
-from unisono.bench import measure
+from helpers.forked import forked
+from helpers.programs import until
+from unisono.bench import measure, programs
 from unisono.bench.contenders import Contender
+from unisono.bench.machine import num_cores
 from unisono.bench.programs import ContenderFailedError, ContenderProcesses, Ready
 from unisono.bench.tasks import Step
 from unisono.console.progress import Lines, Task
@@ -30,7 +34,7 @@ class Imagined:
         self.contender = contender
         self._turn = 0
 
-    def wait_until_ready(self) -> list[Ready]:
+    def start(self) -> list[Ready]:
         return [Ready(8, 100, False)] * self.contender.num_programs
 
     def take(self, num_steps: int) -> list[list[float]]:
@@ -122,7 +126,7 @@ def test_steps_in_this_process_are_judged_alike(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.only_on("linux", "macos", because="its programs are process groups")
 def test_programs_take_steps_and_end():
     with contextlib.closing(ContenderProcesses(Contender("limit", 2), TINY)) as limit:
-        assert [ready.rows for ready in limit.wait_until_ready()] == [32, 32]
+        assert [ready.rows for ready in limit.start()] == [32, 32]
         first, second = limit.take(3)
         assert min(first + second) > 0
         assert len(first) == len(second) == 3
@@ -136,10 +140,56 @@ def test_programs_take_steps_and_end():
     assert psutil.wait_procs(processes, timeout=20)[1] == []
 
 
+def test_as_many_processes_start_at_a_time_as_there_are_cores(monkeypatch: pytest.MonkeyPatch):
+    """They started all at once, and each takes seconds and memory to import torch."""
+    events: list[str] = []
+
+    def started(self: ContenderProcesses, log: Path) -> None:
+        events.append("started")
+        self._connections.append(SimpleNamespace(send=lambda _: None, close=lambda: None))
+
+    def replied(self: ContenderProcesses, connections: list[object]) -> list[Ready]:
+        events.append(f"{len(connections)} replied")
+        return [Ready(8, 100, False)] * len(connections)
+
+    monkeypatch.setattr(ContenderProcesses, "_start", started)
+    monkeypatch.setattr(ContenderProcesses, "_replies", replied)
+    monkeypatch.setattr(programs, "num_cores", lambda: 2)
+    with contextlib.closing(ContenderProcesses(Contender("ddp", 5), TINY)) as processes:
+        assert len(processes.start()) == 5
+    assert events == [*["started", "started", "2 replied"] * 2, "started", "1 replied"]
+
+
+BUILDS_FOR_EVER = """\
+import os, threading
+
+def build():
+    print(os.getpid(), file=open(f"pid-{os.getpid()}", "w"))
+    threading.Event().wait()
+"""
+
+
+def start_what_builds_for_ever() -> None:
+    ContenderProcesses(Contender("limit", 2), "for_ever:build").start()
+
+
+@pytest.mark.only_on("linux", "macos", because="its programs are process groups")
+def test_no_process_outlives_a_benchmark_that_is_killed(tmp_path: Path):
+    """While they still build the model, or wait for others, they did."""
+    (tmp_path / "for_ever.py").write_text(BUILDS_FOR_EVER)
+    with forked(start_what_builds_for_ever, cwd=tmp_path) as program:
+        assert until(lambda: len([*tmp_path.glob("pid-*")]) == min(2, num_cores()))
+        started = psutil.Process(program.pid).children(recursive=True)
+        os.kill(program.pid, signal.SIGKILL)
+        assert program.wait() == -signal.SIGKILL
+    assert started
+    assert psutil.wait_procs(started, timeout=30)[1] == []
+
+
 @pytest.mark.only_on("linux", "macos", because="its programs are process groups")
 def test_a_target_that_cannot_be_built():
     with (
         contextlib.closing(ContenderProcesses(Contender("plain", 1), "unisono.bench.workloads:nothing")) as started,
         pytest.raises(ContenderFailedError, match=r"there is no nothing in unisono\.bench\.workloads"),
     ):
-        started.wait_until_ready()
+        started.start()

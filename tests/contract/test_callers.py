@@ -66,7 +66,7 @@ def test_sys_exit_inside_a_replica_ends_the_program() -> None:
 
 @pytest.mark.only_on("linux", because="what a process holds is read from /proc")
 def test_wrappers_that_come_and_go_leave_nothing() -> None:
-    """F5, N10: no thread, process or descriptor: a forward, a backward and a map each."""
+    """F5, N10: no process or descriptor, no thread but one a device: a forward, a backward and a map each."""
     done = run_script("""
         import gc, threading
         import psutil, torch, unisono
@@ -87,7 +87,7 @@ def test_wrappers_that_come_and_go_leave_nothing() -> None:
         before = held()
         for _ in range(20):
             once()
-        print(held() == before, held(), before)
+        print(held() == before and before[0] <= 1 + 2, held(), before)
     """)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("True"), done.stdout

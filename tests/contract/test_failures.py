@@ -2,6 +2,8 @@
 
 import copy
 import threading
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -50,6 +52,75 @@ def test_the_first_of_several_exceptions(wrap: Wrap) -> None:
     notes = "\n".join(caught.value.__notes__)
     for text in (f"replica 1 on {in_turn(3)[1]}", f"replica 2 on {in_turn(3)[2]}", "KeyError", "in the third"):
         assert text in notes
+
+
+class NotesAreTextError(Exception):
+    __notes__ = "some text"
+
+
+class NotesAreNumbersError(ValueError):
+    def __init__(self) -> None:
+        self.__notes__ = [1, 2]
+
+
+class NoNotesError(RuntimeError):
+    def add_note(self, note: str) -> None:
+        raise OSError
+
+
+class FixedError(Exception):
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "__notes__":  # contextlib needs to set another one
+            raise AttributeError(name)
+
+
+class SilentError(RuntimeError):
+    def __str__(self) -> str:
+        raise OSError
+
+
+@over_places(
+    "error, in_backward, options",
+    each_with(
+        [NotesAreTextError(), NotesAreNumbersError(), NoNotesError(), FixedError(), SilentError()],
+        [(in_backward, options) for in_backward in (False, True) for options in ({}, {"rescue": True})],
+    ),
+    separate=[(NotesAreTextError(), False, {}), (NoNotesError(), True, {})],
+)
+def test_an_exception_that_takes_no_note(
+    wrap: Wrap, error: BaseException, in_backward: bool, options: dict[str, Any]
+) -> None:
+    """F1, F2: it is the caller's as it is, also where another replica has raised one."""
+    model = wrap(FailsOn(), 3, sync_batch_norm=False, **options)
+    assert_failure_leaves_nothing(model, error, 3.0, in_backward)
+    model.module.on, model.module.in_backward = {3.0: FailureError(1, "first"), 6.0: error}, in_backward
+    with pytest.raises(FailureError):
+        in_time(lambda: loss_of(model(numbered_rows())).backward())
+
+
+@at_one_place
+@pytest.mark.parametrize("error", [NotesAreTextError(), NotesAreNumbersError(), NoNotesError(), SilentError()])
+def test_an_exception_that_takes_no_note_in_a_map(wrap: Wrap, error: Exception) -> None:
+    """I6: of a batch, of the loader, and of a metric; it was waited for, for ever."""
+
+    def metric(output: torch.Tensor, target: torch.Tensor) -> float:
+        raise error
+
+    def batches() -> Iterator[torch.Tensor]:
+        yield torch.ones(2, 2)
+        raise error
+
+    model = wrap(FailsOn(), sync_batch_norm=False)
+    calls = [
+        lambda: list(model.map([torch.zeros(2, 2), torch.ones(2, 2)])),
+        lambda: list(model.map(batches())),
+        lambda: model.evaluate([(torch.ones(2, 2), torch.ones(2))], metric),
+    ]
+    model.module.on = {0.0: error}
+    for call in calls:
+        with pytest.raises(type(error)) as caught:
+            in_time(call)
+        assert caught.value is error
 
 
 def test_a_failed_backward_is_not_counted_twice(wrap: Wrap) -> None:

@@ -5,6 +5,7 @@ threads.
 """
 
 import pdb
+import signal
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -131,6 +132,35 @@ def test_an_error_in_backward(wrap: Wrap) -> None:
     outputs = [call(torch.zeros(8, 5)).sum() for call in (wrap(module, 2), module)]
     error, plain = [raised(output.backward) for output in outputs]
     assert_reads_as(error, plain, "fail")
+
+
+@pytest.mark.only_on("linux", "macos", because="signals as of a terminal")
+def test_ctrl_c_ends_in_the_users_code(wrap: Wrap) -> None:
+    """F13: in forward and backward, where the module runs, where a step waits, and at a step's end."""
+
+    def interrupt(grad: torch.Tensor) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if x[0] == where:
+            interrupt(x)
+        return x
+
+    def backward(x: torch.Tensor) -> torch.Tensor:
+        output = x * 2
+        if x[0] == where:
+            output.register_hook(interrupt)
+        return output
+
+    x = torch.arange(8.0, requires_grad=True)
+    of_forward, of_backward = wrap(Fn(forward), 2), wrap(Fn(backward), 2)
+    for where in (0.0, 4.0):  # of the first replica, in the caller's thread; of another, whose signal the caller gets
+        for call in (of_forward, lambda x: of_backward(x).sum().backward(), lambda x: list(of_forward.map([x, x[4:]]))):
+            with pytest.raises(KeyboardInterrupt) as interrupted:
+                call(x)
+            frames = frames_of(interrupted.value)
+            assert not [frame for frame in frames if frame[0].startswith(_OURS)]
+            assert frames[-1][2] == "interrupt" or call is not of_forward or where
 
 
 def test_an_error_in_a_map_and_in_an_evaluation(wrap: Wrap) -> None:

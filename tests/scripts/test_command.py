@@ -89,6 +89,27 @@ def test_the_end_is_the_scripts(text: str, status: object, error: str, capsys: p
     assert closing.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("text", "is_told"),
+    [
+        ("import torch\ntorch.distributed.init_process_group('gloo')", True),
+        ("import os\nrank = int(os.environ['LOCAL_RANK'])", True),
+        ("from torch import nn\nnn.parallel.DistributedDataParallel(nn.Linear(5, 2))", True),
+        ("{}['key']", False),
+    ],
+)
+def test_a_script_that_lacks_its_launcher_is_told_so(
+    text: str, is_told: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """X5: in the place of advice for scripts that have ended well."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert run_to_the_end(script(text)) == 1
+    error = capsys.readouterr().err
+    assert ("so unisono changed nothing. It needs several processes: torchrun --nproc-per-node 2" in error) == is_told
+    assert "--count-replicas" not in error
+
+
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_a_script_may_leave_no_stream(
     stream: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

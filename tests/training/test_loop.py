@@ -212,7 +212,7 @@ def test_a_finished_run_has_nothing_left_to_do(uninterrupted: RunFolder, folder:
             0,
             15,
             0,
-            r"in step 16 \(epoch 2\).*start again with a lower rate \(--lr 0.025\).* earlier checkpoints stay in",
+            r"in step 16 \(epoch 2\).*start again with a lower rate \(--lr 0.025, .* earlier checkpoints stay in",
         ),
         (1, 15, 0, r"the training loss is (nan|inf) in step 16 \(epoch 2\).* earlier checkpoints stay in"),
         (1, 15, 15, r"the training loss is (nan|inf) in step 16 \(epoch 2\).* earlier checkpoints stay in"),

@@ -35,6 +35,7 @@ from unisono.autograd.bucket import BOUNDARIES, FIRST, Gradients
 from unisono.autograd.replica_graph import ReplicaGraphs
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline, torch_private
+from unisono.runtime.errors import add_note, text_of
 from unisono.runtime.interrupts import critical
 from unisono.runtime.streams import current_streams_of, wait_for_makers
 from unisono.runtime.tracebacks import without_own_frames
@@ -177,8 +178,8 @@ def _backward(ctx: Any, incoming: _Incoming) -> tuple[torch.Tensor | None, ...]:
         else:
             of_parameters = reduction.sum(of_parameters, when_sent=release)
     except BaseException as error:
-        if others_follow and "backward through the graph a second time" in str(error):
-            error.add_note(_KEEP_GRAPH)
+        if others_follow and "backward through the graph a second time" in text_of(error):
+            add_note(error, _KEEP_GRAPH)
         if not higher:
             graphs.release(failed=True)
         if reduction is not None:

@@ -38,7 +38,7 @@ from unisono.primitives.placements import Placement, Replicate
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline, torch_private
 from unisono.runtime.buckets import BucketPlan, added
-from unisono.runtime.errors import ReplicaNames
+from unisono.runtime.errors import ReplicaNames, add_note, text_of
 from unisono.runtime.stand_ins import StandIns, while_running
 from unisono.runtime.streams import keep_for_reader
 from unisono.runtime.thread_pool import OBJECTS_HAVE_THREADS, PassContext, free_in_workers, one_pass, run_together
@@ -421,8 +421,8 @@ class ReplicaGraphs:
             try:
                 return torch_private.gradients(ends, [*marks, *tensors], end_grads, keep=keep)[len(marks) :]
             except RuntimeError as error:
-                if self.keep and "donated buffers" in str(error):
-                    error.add_note(_KEPT_GRAPHS)
+                if self.keep and "donated buffers" in text_of(error):
+                    add_note(error, _KEPT_GRAPHS)
                 raise
 
         def backward_of(replicas: Sequence[int]) -> None:

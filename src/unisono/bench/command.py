@@ -1,6 +1,7 @@
 """The command `unisono bench`: from the words of the command line to tables, files and advice."""
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -56,9 +57,10 @@ files in the output folder:
   results.json  all figures
 
 exit status:
-  0  measured
-  1  a contender failed
-  2  nothing was measured: a wrong argument
+  0    measured
+  1    a contender failed
+  2    nothing was measured: a wrong argument
+  130  stopped by Ctrl-C: the turns so far are printed, nothing is saved
 """
 
 
@@ -66,7 +68,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     turn = f"approximate seconds of a turn (default: {_USUAL['seconds_per_turn']:g})"
     quick = f"{_QUICK['rounds']} of {_QUICK['seconds_per_turn']:g} s"
-    counts = "numbers of replicas, such as 2 or 2,4,8 (default: 2, 4, 8 and so on, up to the cores)"
+    counts = "numbers of replicas, such as 2 or 2,4,8 (default: 2, 4, 8 and so on, up to the cores and the rows)"
     models = f"{TARGET}, or a built-in model: {', '.join(WORKLOADS)} (default: all built-in models)"
     add("models", nargs="*", metavar="MODEL", help=models)
     add("--replicas", type=_counts, metavar="COUNTS", help=counts)
@@ -96,28 +98,36 @@ def run(given: dict[str, Any]) -> int:
     settings["seconds_per_turn"] = given.get("seconds_per_turn", settings["seconds_per_turn"])
     rounds, seconds = int(settings["rounds"]), settings["seconds_per_turn"]
     output: Path = given.get("output", Path("runs/bench"))
-    for target in targets.values():
-        Task.of_target(target)  # raises before anything is started
     expect_writable(output)
 
     from unisono.bench import measure, programs  # they need psutil
 
-    counts = given.get("replicas", _up_to(machine.num_cores()))
-    several = (Contender(name, count) for count in counts for name in CONTENDERS if name != "plain")
-    participants = [Contender("plain", 1), *several]
-    expected_s = len(targets) * measure.expected_s(participants, rounds, seconds)
+    participants, expected_bytes = dict[str, list[Contender]](), 0
+    for name, target in targets.items():
+        task = Task.of_target(target)  # what it raises is raised before anything is started
+        several = [Contender(c, count) for count in _counts_for(task, name, given) for c in CONTENDERS if c != "plain"]
+        participants[name] = [Contender("plain", 1), *several]
+        expected_bytes = max(expected_bytes, measure.expected_bytes(participants[name], task))
+    expected_s = sum(measure.expected_s(contenders, rounds, seconds) for contenders in participants.values())
+    num_programs = max(sum(each.num_programs for each in contenders) for contenders in participants.values())
     results = Results(machine.describe(), settings, programs.MEMORY_KIND, [])
     print(machine.in_one_line(results.machine), flush=True)
-    print(f"this takes {progress.duration(expected_s)}; results in {output}", flush=True)
+    print(
+        f"this takes {progress.duration(expected_s)}, or longer if a step takes more than {seconds / 4:g} s; "
+        f"{num_programs} processes at a time, with {expected_bytes / 2**30:.1f} GiB of memory or more; "
+        f"results in {output}",
+        flush=True,
+    )
     if accelerators():
         print("this machine has accelerators; the benchmark runs on the CPU only", flush=True)
-    shown = progress.for_stdout()
     try:
-        task = progress.Task(shown, "measuring", expected_s)
-        for name, target in targets.items():
-            results.workloads.append(measure.measure(name, target, participants, rounds, seconds, task))
-    finally:
-        shown.close()
+        with contextlib.closing(progress.for_stdout()) as shown:
+            measuring = progress.Task(shown, "measuring", expected_s)
+            for name, target in targets.items():
+                measure.measure(name, target, participants[name], rounds, seconds, measuring, results.workloads)
+    except KeyboardInterrupt:
+        _print_turns(results)
+        raise
     _conclude(results, output)
     return FAILED if any(line.failure for workload in results.workloads for line in workload.lines) else DONE
 
@@ -136,6 +146,31 @@ def _conclude(results: Results, output: Path) -> None:
     print(f"\n{text}")
     if why_no_picture:
         print(why_no_picture)
+
+
+def _print_turns(results: Results) -> None:
+    """Print the tables of a benchmark that is stopped."""
+    for workload in results.workloads:
+        if num_turns := sum(len(line.turns_s) for line in workload.lines):
+            print(f"\n{workload.name}, the {num_turns} turns until it was stopped:\n")
+            print("\n\n".join(report.speed_tables(workload, results.memory_kind)), flush=True)
+
+
+def _counts_for(task: Task, name: str, given: dict[str, Any]) -> list[int]:
+    """Return the numbers of replicas to measure a model with: those that are given, or those that its rows suffice for.
+
+    Raises:
+        OptionError: its batch has too few rows for a number that is given.
+    """
+    counts, usable = given.get("replicas", _up_to(machine.num_cores())), []
+    for count in counts:
+        try:
+            task.sizes(count)
+            usable.append(count)
+        except ValueError as error:
+            if "replicas" in given:
+                raise OptionError(f"--replicas {count}: {name}: {error}") from error
+    return usable or counts[:1]  # whose lines then say why there are no figures
 
 
 def _up_to(cores: int) -> list[int]:

@@ -21,35 +21,61 @@ from unisono.bench.machine import num_cores, other_programs, usable_cores
 from unisono.bench.programs import ContenderFailedError, ContenderProcesses
 from unisono.bench.results import Line, Workload, in_turn
 from unisono.bench.tasks import Step
+from unisono.bench.tasks import Task as Built
 from unisono.console.progress import Task
 from unisono.primitives.measured_shares import lower_quartile
 
 _FIRST_STEPS = 3
+_FIRST_STEP_BYTES = 70 * 2**20  # of what torch imports with the first backward and the first optimizer, about
 _NUM_MEMORY_STEPS = 2
 _LONGEST_WARM_UP = 50
-_START_S = 6.0  # of a contender, about: torch is imported, the model is built
+_START_S = 6.0  # of as many processes as there are cores, about: torch is imported, the model is built
 _FEWEST_STEPS, _MOST_STEPS = 5, 100  # of `measure_here`
 
 
 def expected_s(contenders: Sequence[Contender], rounds: int, seconds: float) -> float:
     """Return about how long `measure` takes: each contender starts, warms up, and takes its turns."""
-    return len(contenders) * (_START_S + (1 + rounds) * seconds)
+    return sum(map(_start_s, contenders)) + len(contenders) * (1 + rounds) * seconds
+
+
+def _start_s(contender: Contender) -> float:
+    return math.ceil(contender.num_programs / num_cores()) * _START_S
+
+
+def expected_bytes(contenders: Sequence[Contender], built: Built) -> int:
+    """Return about how much memory the processes of contenders take, without what a step's own tensors need.
+
+    That of this process, which has imported torch and built the model, and each one's gradients and momentum.
+    """
+    gradients = momentum = sum(parameter.nbytes for parameter in built.model.parameters())
+    own: int = psutil.Process().memory_full_info().uss
+    num_programs = sum(contender.num_programs for contender in contenders)
+    return num_programs * (own + _FIRST_STEP_BYTES + gradients + momentum)
 
 
 def measure(
-    name: str, target: str, contenders: Sequence[Contender], rounds: int, seconds: float, task: Task
+    name: str,
+    target: str,
+    contenders: Sequence[Contender],
+    rounds: int,
+    seconds: float,
+    task: Task,
+    workloads: list[Workload] | None = None,
 ) -> Workload:
     """Return how fast contenders take training steps on a target, in turns of about so many seconds.
 
     Each has a line, in their order; that of one that fails has the reason. `task` shows the seconds of `expected_s`.
+    The workload is added to `workloads` at once: after Ctrl-C it has the turns so far.
     """
     workload = Workload(name, [Line(contender.name, contender.replicas) for contender in contenders])
+    if workloads is not None:
+        workloads.append(workload)
     with contextlib.ExitStack() as stack:
         pairs = zip(contenders, workload.lines, strict=True)
         runners = [_Runner(contender, line, target, stack) for contender, line in pairs]
         for runner in runners:
             runner.attempt(runner.start, workload)
-            task.advance(f"{name}, {runner.contender}: {runner.line.failure or 'started'}", _START_S)
+            task.advance(f"{name}, {runner.contender}: {runner.line.failure or 'started'}", _start_s(runner.contender))
         for runner in runners:
             runner.attempt(runner.warm_up, seconds)
             task.advance(f"{name}, {runner.contender}: {runner.line.failure or 'warmed up'}", seconds)
@@ -118,7 +144,7 @@ class _Runner:
         """Start the processes, note facts about the workload, and take the first steps."""
         started = ContenderProcesses(self.contender, self._target)
         self._processes = self._stack.enter_context(contextlib.closing(started))
-        ready = self._processes.wait_until_ready()
+        ready = self._processes.start()
         workload.rows, workload.num_parameters = sum(each.rows for each in ready), ready[0].num_parameters
         workload.normalises_shards = ready[0].normalises_shards
         self._step_s = max(seconds[-1] for seconds in self._processes.take(_FIRST_STEPS))

@@ -1,12 +1,16 @@
 """The processes of a contender: they start, take steps on request, and sleep otherwise.
 
-Each leads its own process group, so that Ctrl-C in a terminal reaches the benchmark only, which then ends them all. A
-process ends when its connection to the benchmark closes, which also happens when the benchmark is killed.
+As many as there are cores start at a time: each has imported torch and built the model before the next ones begin.
+Those of a distributed contender meet when all are there.
 
     benchmark   (contender, rank, target, folder) ──►            number of steps ──►              ...
     process                                        ◄── Ready             ◄── seconds of each step ...
 
     or the reply is a ContenderFailedError
+
+Each leads its own process group, so that Ctrl-C in a terminal reaches the benchmark only, which then ends them all. The
+benchmark holds one end of a pipe; a process that finds the other end closed kills its group. So none outlives a
+benchmark that is killed, whatever it is doing: importing, building, waiting for others.
 """
 
 import contextlib
@@ -16,7 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,10 +28,21 @@ from typing import Any, NamedTuple
 import psutil
 
 from unisono.bench.contenders import Contender, step_of, use_part_of_cores
-from unisono.bench.tasks import Step, Task
+from unisono.bench.machine import num_cores
+from unisono.bench.tasks import Task
 from unisono.console.targets import TargetError, one_line
 from unisono.runtime.malloc import keep_freed_memory
 
+# Before anything is imported: a thread that waits for the end of the benchmark.
+_PROGRAM = """\
+import os, signal, threading
+def end_with_benchmark():
+    os.read({pipe}, 1)
+    os.killpg(0, signal.SIGKILL)
+threading.Thread(target=end_with_benchmark, daemon=True).start()
+from unisono.bench.programs import serve
+serve({connection})
+"""
 _TURN_LIMIT_S = 600.0
 _SAMPLE_EVERY_S = 0.02
 
@@ -54,24 +69,24 @@ class ContenderProcesses:
     def __init__(self, contender: Contender, target: str) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
+        self._contender, self._target = contender, target
         self._folder = tempfile.TemporaryDirectory(prefix="unisono-bench-", ignore_cleanup_errors=True)
-        folder = Path(self._folder.name)
-        try:
-            for rank in range(contender.num_programs):
-                self._start(contender, folder / f"log-{rank}")
-                self._connections[rank].send((contender, rank, target, folder))
-        except BaseException:
-            self.close()
-            raise
+        self._watched, self._held = os.pipe()  # see the module's docstring
 
-    def wait_until_ready(self) -> list[Ready]:
-        """Return the replies when all processes are set up."""
-        return self._replies()
+    def start(self) -> list[Ready]:
+        """Start the processes; return the replies when all have built the model."""
+        folder, ready = Path(self._folder.name), list[Ready]()
+        for rank in range(self._contender.num_programs):
+            self._start(folder / f"log-{rank}")
+            self._connections[rank].send((self._contender, rank, self._target, folder))
+            if (rank + 1) % num_cores() == 0 or rank + 1 == self._contender.num_programs:
+                ready += self._replies(self._connections[len(ready) :])
+        return ready
 
     def take(self, num_steps: int) -> list[list[float]]:
         """Let every process take steps at the same time; return the seconds of each, by process."""
         self._request(num_steps)
-        return self._replies()
+        return self._replies(self._connections)
 
     def peak_memory_bytes(self, num_steps: int) -> int:
         """Return the peak memory during some steps, sampled."""
@@ -80,7 +95,7 @@ class ContenderProcesses:
         while not is_over:
             is_over = bool(wait(self._connections, _SAMPLE_EVERY_S))
             most = max(most, self._sum(_memory_bytes))
-        self._replies()
+        self._replies(self._connections)
         return int(most)
 
     def cpu_seconds(self) -> float:
@@ -89,6 +104,8 @@ class ContenderProcesses:
 
     def close(self) -> None:
         """Kill the processes; those that they have started end with them."""
+        os.close(self._held)
+        os.close(self._watched)
         for connection in self._connections:
             connection.close()
         for process in self._processes:
@@ -97,18 +114,18 @@ class ContenderProcesses:
             process.wait()
         self._folder.cleanup()
 
-    def _start(self, contender: Contender, log: Path) -> None:
+    def _start(self, log: Path) -> None:
         own, others = socket.socketpair()
-        code = "from unisono.bench.programs import serve; serve({})"
+        contender, code = self._contender, _PROGRAM.format(pipe=self._watched, connection=others.fileno())
         if not contender.python:
-            code = f"import sys; sys.path[:] = {sys.path!r}; {code}"
+            code = f"import sys; sys.path[:] = {sys.path!r}\n{code}"
         with others, log.open("wb") as output:
             self._connections.append(Connection(own.detach()))
             self._processes.append(
                 subprocess.Popen(
-                    [contender.python or sys.executable, "-c", code.format(others.fileno())],
+                    [contender.python or sys.executable, "-c", code],
                     env=contender.variables,
-                    pass_fds=[others.fileno()],
+                    pass_fds=[others.fileno(), self._watched],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
@@ -132,16 +149,16 @@ class ContenderProcesses:
             with contextlib.suppress(OSError):  # the process has ended: reading its reply will say so
                 connection.send(num_steps)
 
-    def _replies(self) -> list[Any]:
-        """Wait for the reply of every process; raise the first failure."""
+    def _replies(self, connections: Sequence[Connection]) -> list[Any]:
+        """Wait for the reply of each of these processes; raise the first failure."""
         replies: dict[Any, Any] = {}
-        while waiting := [connection for connection in self._connections if connection not in replies]:
+        while waiting := [connection for connection in connections if connection not in replies]:
             readable = wait(waiting, _TURN_LIMIT_S)
             if not readable:
                 raise ContenderFailedError(f"no reply for {_TURN_LIMIT_S:.0f} seconds")
             for connection in readable:
                 replies[connection] = self._reply(connection)
-        return [replies[connection] for connection in self._connections]
+        return [replies[connection] for connection in connections]
 
     def _reply(self, connection: Any) -> Any:
         try:
@@ -173,8 +190,10 @@ def serve(fd: int) -> None:
     """Set up the program that the first message names; take its steps until the connection closes."""
     connection = Connection(fd)
     try:
-        step, ready = _set_up(*connection.recv())
+        contender, rank, target, folder = connection.recv()
+        task, ready = _built(contender, rank, target)
         connection.send(ready)
+        step = step_of(contender, rank, task, folder)
         while True:
             connection.send([step().whole_s for _ in range(connection.recv())])
     except (EOFError, ConnectionError):
@@ -186,7 +205,7 @@ def serve(fd: int) -> None:
     connection.send(ContenderFailedError(failure))
 
 
-def _set_up(contender: Contender, rank: int, target: str, folder: Path) -> tuple[Callable[[], Step], Ready]:
+def _built(contender: Contender, rank: int, target: str) -> tuple[Task, Ready]:
     if contender.keeps_freed_memory:
         keep_freed_memory()
     use_part_of_cores(contender, rank)
@@ -194,5 +213,4 @@ def _set_up(contender: Contender, rank: int, target: str, folder: Path) -> tuple
     if contender.num_programs > 1:
         task = task.shard(rank, contender.replicas)
     num_parameters = sum(parameter.numel() for parameter in task.model.parameters())
-    ready = Ready(task.rows, num_parameters, task.normalises_shards())
-    return step_of(contender, rank, task, folder), ready
+    return task, Ready(task.rows, num_parameters, task.normalises_shards())

@@ -4,7 +4,7 @@ A step is gradients set to None, forward, loss, backward, SGD with momentum.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -75,14 +75,23 @@ class Task:
         batch_norms = [m for m in self.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         return bool(batch_norms) and not self.options.get("sync_batch_norm", False)
 
-    def shard(self, rank: int, replicas: int, device: torch.device = _CPU) -> "Task":
-        """Return the task of one replica, with its rows on this device."""
+    def sizes(self, replicas: int) -> Sequence[int]:
+        """Return the rows of each replica.
+
+        Raises:
+            ValueError: there are too few rows for so many.
+        """
         sizes = split_rows(self.rows, replicas)
         if not all(sizes):
             used = sum(map(bool, sizes))
             raise ValueError(
                 f"a batch of {self.rows} rows (samples) is enough for {used} replicas only, not for {replicas}"
             )
+        return sizes
+
+    def shard(self, rank: int, replicas: int, device: torch.device = _CPU) -> "Task":
+        """Return the task of one replica, with its rows on this device."""
+        sizes = self.sizes(replicas)
         devices = [device] * replicas
         args, kwargs = scattered(self._arguments(), devices, sizes)[rank]
         target = scatter(self.target, devices, self.options.get("dim", 0))[rank]

@@ -19,7 +19,8 @@ def expect_writable(folder: Path) -> None:
     Raises:
         FolderError: it cannot.
     """
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    # Where a link leads nowhere, no folder can be made.
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
     if not existing.is_dir():
         raise FolderError(f"--output {folder}: {existing} is not a folder; give another one (--output DIR)")
     try:  # permissions do not tell: /proc seems to be writable

@@ -2,8 +2,11 @@
 
 import argparse
 import ast
+import errno
 import importlib.util
 import math
+import os
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,8 @@ from unisono.primitives.dims import check_dims, check_scalars
 from unisono.primitives.split_sizes import RULES, check_shares
 
 TARGET = "package.module:build"
+_CONTROLS = ("Cc", "Zl", "Zp")  # in Unicode: control characters, and the two that end lines
+_LONGEST_FILE = "x" * 100  # longer than any path in a folder that a command writes
 _ON_THE_INDEX = {"sklearn": "scikit-learn"}  # packages that are installed by another name than they are imported
 OF_WRAPPERS = ("shares", "in_dims", "out_dims", "scalars", "sync_batch_norm")
 
@@ -77,10 +82,20 @@ def expect_weights(given: Mapping[str, Any], num_devices: int) -> None:
 
 
 def folder(name: str) -> Path:
-    """Return the path of a folder; an argparse type."""
+    """Return the path of a folder that can have the files of a command; an argparse type."""
     if not name:  # a path would take it for "."
         raise argparse.ArgumentTypeError("expected the name of a folder, got ''")
-    return Path(name)
+    if any(unicodedata.category(letter) in _CONTROLS for letter in name):
+        raise argparse.ArgumentTypeError(f"expected a name without line breaks and control characters, got {name!r}")
+    path = Path(name)
+    try:
+        os.lstat(path.absolute() / _LONGEST_FILE)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise argparse.ArgumentTypeError(
+                f"expected a shorter name than this one of {len(name)} letters, {name[:20]}... ({error.strerror})"
+            ) from None
+    return path
 
 
 def number(kind: type[int] | type[float], least: float = -math.inf, most: float = math.inf) -> Callable[[str], Any]:

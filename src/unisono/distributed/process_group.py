@@ -41,7 +41,7 @@ from unisono.distributed.failure_store import STORE_ERRORS, FailureStore, host_i
 from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
 from unisono.runtime.buckets import Bucket, Form, buckets_of
-from unisono.runtime.errors import log_once
+from unisono.runtime.errors import described, log_once
 from unisono.runtime.forks import in_forked_child, leak_process_group
 from unisono.runtime.interrupts import deliver
 
@@ -514,7 +514,7 @@ class Communicator:
         for a while, those that wait for it raise.
         """
         if self._broken is None:
-            self._raised = f"{self.rank}\n{type(error).__name__}: {error}"[:_MOST_TEXT]
+            self._raised = f"{self.rank}\n{described(error)}"[:_MOST_TEXT]
             self.failure_store.set("raised", self._raised)
 
     def _take_back_exception(self) -> None:
@@ -532,10 +532,10 @@ class Communicator:
 
     def abort(self, error: BaseException) -> None:
         """Tell the other ranks that this one has left a collective half-way, because of `error`."""
-        self.report_failure(f"{type(error).__name__}: {error}")
+        self.report_failure(described(error))
         if self._broken is None:
             self._break(
-                f"this process left a collective half-way ({type(error).__name__}: {error}), so the processes "
+                f"this process left a collective half-way ({described(error)}), so the processes "
                 "no longer agree on the next one. Restart them."
             )
 
@@ -685,7 +685,7 @@ def _report_program_end() -> None:
 
     def report(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         for communicator in list(_reporting):
-            communicator.report_failure(f"{kind.__name__}: {error}")
+            communicator.report_failure(described(error))
         before(kind, error, traceback)
 
     sys.excepthook = report

@@ -34,7 +34,7 @@ from unisono.primitives.replicate import write_values
 from unisono.primitives.written_parameters import LookAtParameters, WrittenParameters
 from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
-from unisono.runtime.errors import log_once
+from unisono.runtime.errors import add_note, log_once
 from unisono.runtime.thread_pool import inside_replica, run_together
 from unisono.runtime.thread_state import modes_that_stay
 from unisono.sync_batch_norm.across_processes import CrossProcessAllGather
@@ -131,7 +131,7 @@ class Ranks:
                 self._run(threads, module, stand_in, gradient_sync.sync_context(module, 0)), call.rules
             )
         except BaseException as error:
-            error.add_note(_NO_ROWS)
+            add_note(error, _NO_ROWS)
             raise
         write_values(buffers, before)
         for _, tensor in pytree.tensors(output):  # as early in a backward as the boundary of a rank with rows

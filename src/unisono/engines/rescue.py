@@ -32,7 +32,7 @@ from unisono.primitives.change_tracking import fill, restore
 from unisono.primitives.replicate import unchanged_on_failure, write_values
 from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
-from unisono.runtime.errors import log
+from unisono.runtime.errors import add_note, described, log, notes_of
 from unisono.runtime.thread_state import ThreadState
 
 T = TypeVar("T")
@@ -78,10 +78,10 @@ def run_rescued(
             if not _devices.is_out_of_memory(error):
                 raise
             if reason := why_not() or _lower_limits(row_limits, call, module, error):
-                error.add_note(reason)
+                add_note(error, reason)
                 raise
             failed_at = failed_at or time.perf_counter()
-            causes.append(f"{type(error).__name__}: {error}")
+            causes.append(described(error))
         else:
             if causes:
                 log.warning(_AGAIN, "\n".join(causes), time.perf_counter() - failed_at)
@@ -206,7 +206,7 @@ def _set_flags(parameters: Sequence[torch.Tensor], flags: Sequence[bool]) -> Non
 
 def _lower_limits(row_limits: dict[int, int], call: Call, module: nn.Module, error: Exception) -> str | None:
     """Halve the rows of the replica that raised an error, or of all if that is not known; return why not, if so."""
-    notes = "\n".join(getattr(error, "__notes__", ()))
+    notes = "\n".join(notes_of(error))
     where = call.where()
     failed = [i for i, place in enumerate(where) if place in notes] or range(len(where))
     if reason := why_no_parts(call, module):

@@ -60,6 +60,7 @@ from unisono.primitives.reassigned_buffers import Change, histories
 from unisono.primitives.replicate import check_device, unchanged_on_failure
 from unisono.primitives.written_parameters import LookAtParameters
 from unisono.runtime import draws_off, timeline
+from unisono.runtime.errors import add_note, text_of
 from unisono.runtime.exchange import Exchange, exchanging
 from unisono.runtime.model_warnings import ModelWarnings
 from unisono.runtime.rng import own_streams
@@ -268,8 +269,8 @@ class Forward:
                     outputs = self._run_replicas(contexts)
             except (RuntimeError, ValueError) as error:
                 for text, note in _NOTES.items():
-                    if text in str(error):
-                        error.add_note(note)
+                    if text in text_of(error):
+                        add_note(error, note)
                 raise
             finally:
                 refusal.remove()

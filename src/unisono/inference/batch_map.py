@@ -43,7 +43,7 @@ from unisono.inference.lane_choice import LaneChoice
 from unisono.primitives.dims import OutputRules
 from unisono.primitives.inputs import Arguments
 from unisono.runtime import torch_private
-from unisono.runtime.errors import annotate, threads_timed_out
+from unisono.runtime.errors import add_note, annotate, threads_timed_out
 from unisono.runtime.interrupts import WAKE_S, critical, deliver, interruptibly
 from unisono.runtime.rng import BatchStreams
 from unisono.runtime.thread_pool import (
@@ -513,8 +513,8 @@ class _Work:
 
 def _as_raised(error: BaseException, hint: str | None) -> BaseException:
     """Return the error to raise for a batch's."""
-    if isinstance(error, TypeError) and hint is not None and hint not in getattr(error, "__notes__", ()):
-        error.add_note(hint)
+    if isinstance(error, TypeError) and hint is not None:
+        add_note(error, hint)
     if isinstance(error, StopIteration):  # it would end the iteration
         replacement = RuntimeError("the module raised StopIteration")
         replacement.__cause__ = error

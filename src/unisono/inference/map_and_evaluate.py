@@ -16,6 +16,7 @@ from unisono.inference.out import OutFiller
 from unisono.inference.ranks import RankBatches, RankMap, merged
 from unisono.primitives import pytree
 from unisono.runtime import devices as _devices
+from unisono.runtime.errors import add_note
 from unisono.runtime.interrupts import critical, interruptibly
 from unisono.runtime.tracebacks import without_own_frames
 
@@ -107,7 +108,7 @@ def _add_all(
                 target = pytree.map_all_tensors(lambda tensor: _devices.copy_to(tensor, device), target)
                 totals.add(interruptibly(metric, output, target), rows)
             except Exception as error:
-                error.add_note(f"while computing the metric of batch {number}")
+                add_note(error, f"while computing the metric of batch {number}")
                 raise
 
 

@@ -9,6 +9,7 @@ import torch
 from unisono.primitives import pytree
 from unisono.primitives.dims import OutputRules, Padding
 from unisono.primitives.outputs import padded_axes
+from unisono.runtime.errors import add_note
 
 
 @dataclass
@@ -45,7 +46,7 @@ class OutFiller:
             leaves, spec = pytree.flatten(out)
             axes, paddings = rules.axes(spec)
         except ValueError as error:
-            error.add_note("out must have the shape of the output: a tuple for a tuple, a dict for a dict")
+            add_note(error, "out must have the shape of the output: a tuple for a tuple, a dict for a dict")
             raise
         self._targets = {
             path: _Target(_tensor_over(leaf, f"out{path}"), axis, padding)

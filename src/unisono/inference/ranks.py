@@ -28,6 +28,7 @@ from unisono.primitives import pytree
 from unisono.primitives.references import INERT
 from unisono.runtime import devices as _devices
 from unisono.runtime.buckets import is_plain
+from unisono.runtime.errors import described
 from unisono.runtime.thread_pool import Outcome
 from unisono.runtime.tracebacks import without_own_frames
 
@@ -186,7 +187,7 @@ class RankMap(OutputIterator):
         except StopIteration:
             return _NO_MORE, None, None
         except Exception as error:  # noqa: BLE001 - raised when all ranks know of it
-            return _FAILED, f"{type(error).__name__}: {error}", error
+            return _FAILED, described(error), error
         return _OUTPUT, output, None
 
     def _end(self) -> None:
@@ -221,7 +222,7 @@ def merged(communicator: Communicator, own_batches: RankBatches, totals: Totals,
     Raises:
         BaseException: `error`. RuntimeError: another process's, or batches that differ.
     """
-    text = None if error is None else f"{type(error).__name__}: {error}"
+    text = None if error is None else described(error)
     all_ranks = communicator.all_gather_object((totals, own_batches.digest, text), "the results of an evaluation")
     if error is not None:
         raise error

@@ -21,6 +21,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from unisono.primitives.object_state import same_value, state_of
+from unisono.runtime.errors import add_note
 
 # The tensors inside a value, and a function that makes a value like it with other tensors in their place.
 Parts = tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], Any]]
@@ -112,9 +113,10 @@ def _parts_by_pickle(value: Any) -> Parts:
     try:
         taker.dump(value)
     except Exception as error:
-        error.add_note(
+        add_note(
+            error,
             "a registered batch type is copied to the replicas by pickle, which cannot serialise this "
-            f"{type(value).__name__}"
+            f"{type(value).__name__}",
         )
         raise
     return taker.tensors, partial(_rebuilt, stream.getvalue(), taker.makers)

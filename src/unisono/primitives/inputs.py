@@ -23,6 +23,7 @@ from unisono.primitives.sample_lists import (
 from unisono.primitives.shared_iterators import SharedIterator, is_iterator
 from unisono.primitives.tensor_attributes import carry_attributes
 from unisono.runtime import devices as _devices
+from unisono.runtime.errors import add_note
 from unisono.runtime.model_warnings import ModelWarnings
 
 # Makes each replica's part from a tensor and its placement.
@@ -114,7 +115,7 @@ class Arguments:
                 try:
                     rows = batch_type.rows(leaf)
                 except Exception as error:
-                    error.add_note(f"while scattering {self.paths()[number]}")
+                    add_note(error, f"while scattering {self.paths()[number]}")
                     raise
                 if rows is not None:
                     counts[number] = rows

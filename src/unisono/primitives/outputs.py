@@ -27,6 +27,7 @@ from unisono.primitives.placements import (
     cannot_be_placed,
 )
 from unisono.runtime import devices as _devices
+from unisono.runtime.errors import add_note
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class Outputs:
                 self._makers.append(self._match(*leaf))
         except (TypeError, ValueError) as error:
             if pytree.is_in_list(self._spec, len(self._makers)):
-                error.add_note(pytree.ENTRIES_OF_ROWS)
+                add_note(error, pytree.ENTRIES_OF_ROWS)
             raise
 
     def put_together(self, joined: Sequence[torch.Tensor], device: torch.device) -> Any:
@@ -206,7 +207,7 @@ class Outputs:
             try:
                 return batch_type.gather(batches)
             except Exception as error:
-                error.add_note(f"while gathering {path}")
+                add_note(error, f"while gathering {path}")
                 raise
 
         return gathered

@@ -18,6 +18,7 @@ import torch
 
 from unisono.primitives.batch_types import batch_type_of
 from unisono.runtime import torch_private
+from unisono.runtime.errors import add_note
 
 
 class Items(list[Any]):
@@ -203,7 +204,7 @@ def _matched(specs: Sequence[Spec], path: str) -> Iterator[tuple[Any, ...]]:
     if any({*keys} != {*all_keys[0]} for keys in all_keys):
         if isinstance(first.value, tuple | list):
             error = disagreement(path, "lengths", [*map(len, all_keys)])
-            error.add_note(ENTRIES_OF_ROWS)
+            add_note(error, ENTRIES_OF_ROWS)
             raise error
         raise disagreement(path, "keys", [[*keys] for keys in all_keys])
     contexts = [taken[2] for spec in specs if (taken := _registered(spec.value)) is not None]

@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 import torch
 
 from unisono.runtime import torch_private
-from unisono.runtime.errors import log_once, shown, warn
+from unisono.runtime.errors import log_once, shown, text_of, warn
 
 DeviceLike: TypeAlias = int | str | torch.device
 """What names a device: an accelerator's index, a string such as "cuda:0" or "cpu", or a `torch.device`."""
@@ -598,7 +598,7 @@ def seed(device: torch.device, number: int | bytes) -> None:
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether torch found too little memory on a device or on the host; Python's MemoryError does not count."""
     return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in text_of(error)
     )
 
 

@@ -5,6 +5,7 @@ programs written for `torch.nn.DataParallel` catch what they caught before. An e
 the object it was; a note (PEP 678) says which replica raised it.
 """
 
+import contextlib
 import linecache
 import logging
 import sys
@@ -168,9 +169,41 @@ def _first_time(message: str) -> bool:
     return first
 
 
+def notes_of(error: BaseException) -> tuple[str, ...]:
+    """Return the notes of an exception; none where its class has something else in their place."""
+    try:
+        notes = error.__notes__
+    except Exception:  # noqa: BLE001 - no notes; or a class of the user's, which may do anything
+        return ()
+    return tuple([note for note in notes if isinstance(note, str)]) if isinstance(notes, list | tuple) else ()
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add a note to an exception, once; one that takes no notes stays as it is.
+
+    An exception's class may be frozen, may have an `add_note` that raises, or something else in `__notes__`.
+    """
+    if note not in notes_of(error):  # a module may raise one object several times
+        with contextlib.suppress(Exception):
+            error.add_note(note)
+
+
+def text_of(error: BaseException) -> str:
+    """Return what an exception says; where its class fails to, what Python's tracebacks have there."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - a class of the user's, which may do anything
+        return "<exception str() failed>"
+
+
+def described(error: BaseException) -> str:
+    """Return an exception's type and what it says, as in "ValueError: no such row"."""
+    return f"{type(error).__name__}: {text_of(error)}"
+
+
 def is_of_replica(error: BaseException) -> bool:
     """Return whether a replica has raised an error."""
-    return any(note.startswith("raised in ") for note in getattr(error, "__notes__", ()))
+    return any(note.startswith("raised in ") for note in notes_of(error))
 
 
 def annotate(errors: list[tuple[str, BaseException]]) -> BaseException:
@@ -180,13 +213,8 @@ def annotate(errors: list[tuple[str, BaseException]]) -> BaseException:
         errors: (where, exception) in replica order, at least one; `where` reads like "replica 1 on cpu, rows 8 to 15".
     """
     where, first = errors[0]
-    notes = [f"raised in {where}"]
-    notes += [
-        f"{elsewhere} raised too: {type(other).__name__}: {other}"
-        for elsewhere, other in errors[1:]
-        if other is not first
-    ]
-    for note in notes:
-        if note not in getattr(first, "__notes__", ()):  # a module may raise one object several times
-            first.add_note(note)
+    add_note(first, f"raised in {where}")
+    for elsewhere, other in errors[1:]:
+        if other is not first:
+            add_note(first, f"{elsewhere} raised too: {described(other)}")
     return first

@@ -3,7 +3,8 @@
 Between the call of a wrapper and the forward of its module there are some ten frames of this package.
 `leave_out_own_frames` removes ours where an exception leaves unisono, so that its traceback reads as the plain
 module's. It also removes the frames of torch that call the replica: the wrapper's own call has the same ones. Where
-unisono itself raises an exception, that last frame stays. With UNISONO_TRACEBACK=full in the environment all stay.
+unisono itself raises an exception, that last frame stays; Ctrl-C ends in the user's line. With UNISONO_TRACEBACK=full
+in the environment all stay.
 """
 
 import os
@@ -13,6 +14,7 @@ from functools import wraps
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
+from unisono.runtime.errors import notes_of
 from unisono.runtime.thread_pool import inside_replica
 
 P = ParamSpec("P")
@@ -44,9 +46,10 @@ def leave_out_own_frames(error: BaseException) -> None:
         each: BaseException | None = error
         while each is not None and id(each) not in seen:
             seen.add(id(each))
-            each.with_traceback(_without_own_frames(each.__traceback__))
+            raises = not isinstance(each, KeyboardInterrupt)  # which comes from outside
+            BaseException.with_traceback(each, _without_own_frames(each.__traceback__, raises=raises))
             each = each.__context__ if each.__cause__ is None else each.__cause__
-    notes = getattr(error, "__notes__", ())
+    notes = notes_of(error)
     if notes and not _notes_are_shown() and not inside_replica():
         print(*notes, sep="\n", file=sys.stderr)
 
@@ -65,13 +68,17 @@ def without_own_frames(function: Callable[P, T]) -> Callable[P, T]:
     return called
 
 
-def _without_own_frames(first: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without the frames of unisono, and of its calls, except for the innermost frame of all."""
+def _without_own_frames(first: TracebackType | None, *, raises: bool) -> TracebackType | None:
+    """Return a traceback without the frames of unisono, and of its calls.
+
+    Args:
+        raises: whether the innermost frame of all, which stays, may have raised the exception.
+    """
     entries: list[TracebackType] = []
     left_out = False
     while first is not None:
         left_out = _is_own(first) or (left_out and _is_torch_call(first))
-        if first.tb_next is None or not left_out:
+        if not left_out or (first.tb_next is None and raises):
             entries.append(first)
         first = first.tb_next
     kept: TracebackType | None = None

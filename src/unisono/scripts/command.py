@@ -17,6 +17,7 @@ from unisono.console.errors import DONE, OptionError
 from unisono.console.options import OF_WRAPPERS, add_options_of_wrappers, expect_weights
 from unisono.distributed.launchers import launch
 from unisono.runtime import devices as _devices
+from unisono.runtime.errors import text_of
 from unisono.scripts import wrapper
 from unisono.scripts.activity import ActivityReport
 from unisono.scripts.first_step import FirstStepComparison
@@ -26,6 +27,12 @@ from unisono.scripts.wrapper import Settings
 from unisono.verification.first_call import forwards_through
 
 _COUNT_REPLICAS = ". If it wraps only where there are several GPUs: unisono run --devices 'cpu*2' --count-replicas"
+
+_NEEDS_LAUNCHER = (
+    ". It needs several processes: torchrun --nproc-per-node 2 and the script. With unisono.DataParallel in the place "
+    "of DistributedDataParallel and its process group it needs none (docs/from-ddp.md)"
+)
+_SET_BY_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 _NO_WRAPPER = (
     "the script used neither torch.nn.DataParallel nor its functions in this process, so unisono changed nothing"
@@ -123,7 +130,7 @@ def run(given: dict[str, Any]) -> int:
     atexit.register(ending)  # before the script's own, so it is called after them
     find = find_module if "is_module" in given else find_script
     try:
-        status = run_program(partial(find, name), arguments)
+        status = run_program(partial(find, name), arguments, on_error=ending.advise_on)
     except ProgramError:
         atexit.unregister(ending)
         replaced.close()
@@ -155,6 +162,10 @@ class _Ending:
         self._comparison = comparison
         self._process, self._stream = os.getpid(), sys.stderr
 
+    def advise_on(self, error: BaseException) -> None:
+        """Let the advice follow from what has ended the script, before or after it would have made a wrapper."""
+        self._advice = _NEEDS_LAUNCHER if _lacks_launcher(error) else ""
+
     def __call__(self) -> None:
         report = self._installed.report()
         self._replaced.close()
@@ -172,6 +183,14 @@ class _Ending:
             sys.stdout.flush()  # the closing line comes after all that the script has printed
         with contextlib.suppress(ValueError, OSError):  # the script has closed it, or nothing reads it any more
             print(text, file=self._stream, flush=True)
+
+
+def _lacks_launcher(error: BaseException) -> bool:
+    """Return whether a script has failed for want of what a launcher sets, or of a process group."""
+    if isinstance(error, KeyError):
+        return error.args[:1] in [(name,) for name in _SET_BY_LAUNCHERS]
+    text = text_of(error)
+    return any(words in text for words in ("rendezvous: environment variable", "process group has not been init"))
 
 
 def _among_several() -> bool:

@@ -66,11 +66,13 @@ def find_module(name: str) -> Program:
     return Program(code, attributes, spec.origin or name, os.getcwd())
 
 
-def run_program(find: Callable[[], Program], arguments: Sequence[str]) -> int:
+def run_program(
+    find: Callable[[], Program], arguments: Sequence[str], on_error: Callable[[BaseException], object]
+) -> int:
     """Find a program and run it as `__main__`, with these arguments; return its exit status.
 
-    An exception is shown as Python does at the end, by the program's own hook if it has set one; SystemExit is left to
-    Python. If there is no such program, it is a ProgramError.
+    An exception is shown as Python does at the end, by the program's own hook if it has set one, after `on_error` has
+    been called with it; SystemExit is left to Python. If there is no such program, it is a ProgramError.
     """
     try:
         program = find()
@@ -84,6 +86,7 @@ def run_program(find: Callable[[], Program], arguments: Sequence[str]) -> int:
     except (ProgramError, SystemExit):
         raise
     except BaseException as error:  # noqa: BLE001  whatever the program raises, Python would show it
+        on_error(error)
         frames = _of_program(error.__traceback__)
         sys.excepthook(type(error), error.with_traceback(frames), frames)
         return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED

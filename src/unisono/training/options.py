@@ -4,7 +4,6 @@ The checkpoint has all of them, with what was decided for the devices: a run tha
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,8 @@ from unisono.training.ranks import Ranks
 
 # A run can be resumed on other devices and for more epochs; any other change makes it another run.
 MAY_CHANGE_ON_RESUME = ("devices", "compile", "epochs")
+
+_LARGEST_RATE = torch.finfo(torch.float32).max  # torch's optimizers take no larger one
 
 WHAT, WHERE, HOW = "what to train", "where", "how"  # the groups of the help
 
@@ -88,7 +89,7 @@ class Options:
         for name, holds, expected in (
             ("batch_size", self.batch_size >= 1, "a whole number, 1 or more"),
             ("epochs", self.epochs >= 1, "a whole number, 1 or more"),
-            ("lr", math.isfinite(self.lr) and self.lr > 0, "a number above 0"),
+            ("lr", 0 < self.lr <= _LARGEST_RATE, f"a number above 0, of at most {_LARGEST_RATE:.1e}"),
             ("seed", 0 <= self.seed < 2**32, "a whole number from 0 to 4294967295"),
         ):
             if not holds:

@@ -258,9 +258,10 @@ class Run:
 
     def diverged(self, what: str, rate: float) -> DivergedError:
         """Return the error of a loss that is infinite or not a number, with what to do about it."""
+        lower = min(self.options.lr / 2, Options.lr)  # half of a rate that is far too high is so, too
         return DivergedError(
-            f"{what}, at learning rate {rate:g}: start again with a lower rate (--lr "
-            f"{self.options.lr / 2:g}); earlier checkpoints stay in {self.folder}"
+            f"{what}, at learning rate {rate:g}: start again with a lower rate (--lr {lower:g}, with --overwrite or "
+            f"another --output); earlier checkpoints stay in {self.folder}"
         )
 
     # ---- files, which the first process writes ---------------------------------------------------

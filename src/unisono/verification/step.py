@@ -16,7 +16,7 @@ from unisono.primitives import pytree
 from unisono.primitives.leftovers import Kind as Left
 from unisono.runtime import devices as _devices
 from unisono.runtime.draws_off import DrawsOff
-from unisono.runtime.errors import is_of_replica
+from unisono.runtime.errors import add_note, is_of_replica, text_of
 from unisono.verification.call_recorder import CallRecorder
 from unisono.verification.compare import difference, joined_numbers, plain, tensors_in
 from unisono.verification.state import RandomState, contents_in, copied, fresh, numbers_in, widen
@@ -181,7 +181,7 @@ def take_step(
             step.error = error
         except TypeError as error:
             if like is None and len(args) > 1:
-                error.add_note(f"the model got {len(args)} positional inputs. {_TARGET}")
+                add_note(error, f"the model got {len(args)} positional inputs. {_TARGET}")
             raise
     if isinstance(model, DataParallel):
         step.rows = [timing.rows for timing in model.replica_timings]
@@ -229,7 +229,7 @@ def _backward(loss: torch.Tensor, leaves: Sequence[torch.Tensor], *, may_fail: b
         except RuntimeError as error:
             if not may_fail:
                 raise
-            return str(error).splitlines()[0]
+            return (text_of(error) or type(error).__name__).splitlines()[0]
     return ""
 
 
