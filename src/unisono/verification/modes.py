@@ -22,6 +22,7 @@ from unisono.primitives.leftovers import listed
 from unisono.primitives.object_state import same_state, same_value
 from unisono.primitives.sample_lists import SampleList
 from unisono.runtime import devices as _devices
+from unisono.runtime.errors import described
 from unisono.runtime.widening import widened
 from unisono.verification import compare
 from unisono.verification.causes import (
@@ -158,7 +159,7 @@ def _in_widest(
         except Exception as error:
             if least is None:
                 raise
-            first_error = first_error or f"{type(error).__name__}: {error}".splitlines()[0]
+            first_error = first_error or described(error).splitlines()[0]
             continue
         if first_error:
             notes.append(_NOT_WIDENED.format(mode=mode, precision=_precision(one.dtypes), error=first_error))
