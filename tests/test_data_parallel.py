@@ -90,7 +90,10 @@ def test_signature():
         ("mixed_precision", r"use torch\.autocast"),
         ("precision", r"use torch\.autocast"),
         ("gradient_accumulation_steps", "call backward several times"),
-        *((name, "leave it out") for name in ("broadcast_buffers", "static_graph", "bucket_cap_mb", "split_batches")),
+        *(
+            (name, "leave it out")
+            for name in ("broadcast_buffers", "forward_sync_buffers", "static_graph", "bucket_cap_mb", "split_batches")
+        ),
         *((name, "leave it out") for name in ("strategy", "num_nodes", "num_processes", "device_placement")),
         *((name, r"write device_ids=\[0, 1\]") for name in ("accelerator", "num_gpus", "num_replicas")),
         ("weights", "did you mean shares?"),

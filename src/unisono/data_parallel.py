@@ -108,7 +108,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
     Under a launcher the same line joins the processes. Each has its own device (that of its LOCAL_RANK; or several,
     named in `device_ids`) and its own batches; parameters and buffers begin as those of rank 0, and gradients are those
     of one device over all processes' rows, whatever each one's batch size. Buckets of gradients are summed over the
-    processes while backward still runs. Forwards without gradients stay in their process.
+    processes while backward still runs. Forwards without gradients stay in their process; with `sync_batch_norm=True`
+    those in training mode exchange batch norm's statistics, so every process calls them.
 
     `dim`, `shares`, `parts`, `rescue`, `timeout`, `scalars`, `in_dims`, `out_dims` and `sync_batch_norm` can be
     assigned between steps: `model.shares = [2, 1]`. Attributes that only the module has are read from it and assigned

@@ -44,7 +44,10 @@ OF_OTHER_LIBRARIES = {
         "leave it out: unused parameters need no option here, and the size of buckets is chosen for you",
     ),
     "init_sync": "leave it out: under a launcher all processes begin with rank 0's parameters and buffers",
-    "broadcast_buffers": "leave it out: under a launcher all processes get the same buffers in each step",
+    **dict.fromkeys(
+        ("broadcast_buffers", "forward_sync_buffers"),
+        "leave it out: under a launcher all processes get the same buffers in each step",
+    ),
     **dict.fromkeys(("device_mesh", "mesh"), "process_group"),
     **dict.fromkeys(("mixed_precision", "precision"), _PRECISION),
     **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches"), _ACCUMULATION),

@@ -64,8 +64,8 @@ _RUNS_WHOLE = (
     "hooks), and replicas cannot wait for each other in one thread."
 )
 _NO_VERBS_IN_RANKS = (
-    "{name}.{verb} is overridden, so its gradients cannot be summed over processes. Remove the override, or "
-    "do not sum over processes: process_group=False."
+    "{name}.{verb} is overridden, so its gradients cannot be summed over processes, nor can batch norm's "
+    "statistics. Remove the override, or do not sum over processes: process_group=False."
 )
 _CHECKPOINT_AROUND = (
     "an activation checkpoint with use_reentrant=False is around a DataParallel on several accelerators "
@@ -142,12 +142,13 @@ def run(wrapper: Wrapper, invocation: Invocation) -> Any:
     if not options.devices:
         return _on_the_module(wrapper, invocation)
     ranks = wrapper._ranks
-    in_ranks = ranks is not None and ranks.take_part(wrapper._modules["module"])
+    in_ranks = ranks is not None and ranks.take_part(wrapper._modules["module"], options.sync_batch_norm)
     if not in_ranks and (_is_alone(options, invocation, is_compiling) or _runs_whole(options)):
-        if ranks is not None and not is_compiling:
-            run = partial(on_one_device, wrapper, invocation)
-            return ranks.look_for_writes(wrapper._threads, wrapper.module, invocation.method, run)
-        return on_one_device(wrapper, invocation)
+        if ranks is None or (is_compiling and ranks.own_exchange(options.sync_batch_norm) is None):
+            return on_one_device(wrapper, invocation)
+        if not is_compiling:
+            run, method = partial(on_one_device, wrapper, invocation), invocation.method
+            return ranks.run_plain(wrapper._threads, wrapper.module, method, run, options.sync_batch_norm)
     if is_compiling:  # the wrapper, or a model around it: replicas stay out of its graph
         return torch.compiler.disable(_run_uncompiled)(wrapper, invocation, in_ranks)  # type: ignore[no-untyped-call]
     return _run_replicas(wrapper, invocation, in_ranks)
@@ -484,7 +485,9 @@ def plain_composition(wrapper: Wrapper, invocation: Invocation) -> Any:
             registries = buffer_registries(modules)
             calls: Sequence[Any] = [called(replica, invocation.method) for replica in replicas]
             if options.sync_batch_norm and len(replicas) > 1:
-                calls = run_synchronised(replicas, calls)
+                ranks = wrapper._ranks
+                cross_process = None if ranks is None else ranks.own_exchange(options.sync_batch_norm)
+                calls = run_synchronised(replicas, calls, cross_process)
             inputs = [*zip(shards, shard_kwargs, strict=False)]
             devices = [here or options.devices[i] for i in numbers][: len(shards)]
             looks = _looks_at_composition(wrapper, invocation, replicas, inputs, devices)

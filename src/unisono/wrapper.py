@@ -14,13 +14,15 @@ from unisono.options import Options
 from unisono.primitives.split_sizes import IdleDevices
 from unisono.profiling.profile import Profile
 
-# What torch's tools for DistributedDataParallel read off it, and what there is instead.
+_JOIN = (
+    "torch's Join is for DistributedDataParallel. For loaders of different lengths write `for batch in "
+    "model.batches(loader)`: every process then takes the same number of steps, and one without rows does "
+    "not count"
+)
+# What programs and torch's tools for DistributedDataParallel read off it, and what there is instead.
 _INSTEAD = {
-    "join_hook": (
-        "torch's Join is for DistributedDataParallel. For loaders of different lengths write `for batch in "
-        "model.batches(loader)`: every process then takes the same number of steps, and one without rows does "
-        "not count"
-    ),
+    "join": _JOIN,  # the method
+    "join_hook": _JOIN,  # what torch.distributed.algorithms.Join reads
     "process_group": (
         "a DataParallel does not expose its process group. ZeroRedundancyOptimizer(overlap_with_ddp=True) needs "
         "DistributedDataParallel; use ZeroRedundancyOptimizer(model.parameters(), ...) without it, and call its "

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed import checkpoint
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -43,6 +45,15 @@ def with_dtensors() -> nn.Module:
     return module
 
 
+def with_a_sharded_tensor() -> nn.Module:
+    module = net()
+    placements = [f"rank:{rank}/cpu" for rank in range(torch.distributed.get_world_size())]
+    weight = nn.Parameter(sharded_tensor.rand(ChunkShardingSpec(dim=0, placements=placements), 8, 8))
+    del module[0].weight
+    module[0].register_parameter("weight", weight)
+    return module
+
+
 def sharded_later() -> None:
     model = wrapped(net())
     step(model)
@@ -58,6 +69,7 @@ SHARDED: dict[str, tuple[Callable[[], object], str]] = {
     "FSDP2 around": (lambda: step(fully_shard(wrapped(net()))), "FSDP manages the module"),
     "FSDP2 later": (sharded_later, "FSDP manages the module"),
     "DTensor": (lambda: wrapped(with_dtensors()), r"0\.weight is a DTensor"),
+    "ShardedTensor": (lambda: wrapped(with_a_sharded_tensor()), r"0\.weight is a ShardedTensor"),
 }
 
 
@@ -77,16 +89,37 @@ def tools(rank: int) -> None:
     model = wrapped(net())
     with pytest.raises(AttributeError, match=r"torch's Join is for DistributedDataParallel.*model\.batches\(loader\)"):
         Join([model])
+    with pytest.raises(AttributeError, match=r"torch's Join is for DistributedDataParallel.*model\.batches\(loader\)"):
+        model.join()
     with pytest.raises(AttributeError, match=r"ZeroRedundancyOptimizer\(model\.parameters\(\), \.\.\.\) without it"):
         _ = model.process_group
     module = net()
     module.process_group = 3
+    module.join = "what the module has"
     assert wrapped(module).process_group == 3, "what the module has is the module's"
+    assert wrapped(module).join == "what the module has"
 
 
 def test_tools_that_need_ddp_say_what_to_use():
     """C17"""
     run_ranks(2, tools)
+
+
+def ignores(rank: int) -> None:
+    for name in ("0.weight", "1.running_mean"):
+        module = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
+        ddp = nn.parallel.DistributedDataParallel
+        ddp._set_params_and_buffers_to_ignore_for_model(module, [name, "of another model"])
+        with pytest.raises(ValueError, match=f"leave out {name} .*del module._ddp_params_and_buffers_to_ignore"):
+            wrapped(module)
+        unisono.DataParallel(module, ["cpu"], process_group=False)
+        del module._ddp_params_and_buffers_to_ignore
+        step(wrapped(module))
+
+
+def test_what_ddp_is_told_to_ignore():
+    """C17: these gradients and buffers were sent all the same, without a word."""
+    run_ranks(2, ignores)
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

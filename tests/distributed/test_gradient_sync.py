@@ -5,6 +5,7 @@ import copy
 import hashlib
 import io
 import itertools
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -262,8 +263,10 @@ def test_what_does_not_go_through_the_wrapper(rank: int, options: dict) -> None:
 def test_sparse_gradients(rank: int, options: dict) -> None:
     """C1, C3, C6, S15: in one rank only, and in some backwards only: torch adds a sparse tensor to a dense one only.
 
-    Dense gradients of no_sync() were lost, or could not be added to the sparse ones of the last backward.
+    Dense gradients of no_sync() were lost, or could not be added to the sparse ones of the last backward. torch warned
+    of a sparse tensor that it was given.
     """
+    warnings.filterwarnings("error", "Sparse invariant checks")
 
     def forward(module: nn.Module, index: torch.Tensor, how: str) -> torch.Tensor:
         words = module.words(index)

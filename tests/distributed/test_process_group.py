@@ -1,8 +1,10 @@
 """Processes that train together: they agree, or each says why they do not; none waits without end."""
 
+import atexit
 import contextlib
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -181,7 +183,8 @@ def backward_and_wrapping(rank: int) -> None:
     ("function", "timeout_s", "expected"),
     [
         (other_classes, 10, ["wrapping Linear", "wrapping Sequential"]),
-        (backward_and_wrapping, 5, ["summing gradients over the processes", "wrapping Sequential"]),
+        # Found before the timeout: neither can go on.
+        (backward_and_wrapping, 240, ["summing gradients over the processes", "wrapping Sequential"]),
     ],
     ids=["other classes", "backward and wrapping"],
 )
@@ -234,6 +237,9 @@ LIMIT_S = 5
 
 def waits_alone(rank: int, steps: bool, seen: Path) -> str:
     """Have rank 0 wait for rank 1, which hangs until that is seen; return the error of rank 0."""
+    said: list[str] = []
+    process_group.log_once = said.append
+    process_group._WRAPPING_S, process_group._SAID_AFTER_S = LIMIT_S, 1
     if steps:
         model = wrapped()
         step(model)
@@ -251,6 +257,9 @@ def waits_alone(rank: int, steps: bool, seen: Path) -> str:
     if steps:
         with torch.no_grad():
             model(ROWS)  # this process alone
+    else:
+        assert len(said) == 1, said
+        assert "rank 0 has waited 1 s at a DataParallel that spans processes, and rank 1 did not reach it" in said[0]
     seen.touch()
     return str(raised.value)
 
@@ -264,8 +273,8 @@ def waits_alone(rank: int, steps: bool, seen: Path) -> str:
     ids=["wrapping", "backward"],
 )
 def test_a_process_that_hangs(tmp_path, steps, expected):
-    """C11, C12: the timeout names it."""
-    ended = end_ranks(2, waits_alone, steps, tmp_path / "seen", timeout_s=LIMIT_S)
+    """C11, C12: the timeout names it. One that does not wrap the model was waited for half an hour."""
+    ended = end_ranks(2, waits_alone, steps, tmp_path / "seen", timeout_s=LIMIT_S if steps else 240)
     assert ended[0].error is None, ended[0].error
     for text in [f"rank 0 has waited {LIMIT_S} s for the others", *expected]:
         assert text in ended[0].value
@@ -415,6 +424,30 @@ def test_a_process_that_fails_before_it_wraps():
     """C12: found in the store, before there is any connection."""
     ended = end_ranks(2, fails_between_wraps, timeout_s=30)
     assert "TroubleError: no such file" in last_error(ended[1])
+
+
+def ends_slowly(rank: int) -> None:
+    model = wrapped()
+    step(model)
+    if rank == 1:
+        atexit.register(time.sleep, 3)  # as where much memory of a GPU is freed
+        raise TroubleError("no more memory")
+    step(model)
+
+
+def test_torchrun_blames_the_rank_that_has_failed(tmp_path):
+    """C12: it blames the process that ends first. The other one waited for two seconds only."""
+    script = tmp_path / "train.py"
+    script.write_text(f"""
+import os, sys
+sys.path[:0] = {sys.path!r}
+from {__name__} import ends_slowly
+ends_slowly(int(os.environ["RANK"]))
+""")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=200)
+    blamed = ended.stderr.partition("Root Cause")[2]
+    assert re.search(r"rank +: (\d)", blamed)[1] == "1", ended.stderr
 
 
 # A whole program, as torchrun starts it

@@ -501,6 +501,10 @@ def test_what_fsdp_and_ddp_mark(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not torch_private.is_sharded(module)
     module._is_fsdp_managed_module = True
     assert torch_private.is_sharded(module)
+    tensor = importlib.import_module("torch.distributed.tensor")
+    assert tensor.DTensor in torch_private.sharded_tensor_types()
+    monkeypatch.delattr(tensor, "DTensor")
+    assert "DTensor" not in [kind.__name__ for kind in torch_private.sharded_tensor_types()]
     ddp = torch.nn.parallel.DistributedDataParallel
     assert not torch_private.runs_in_ddp()
     monkeypatch.setattr(ddp, "_active_ddp_module", module)

@@ -2,11 +2,12 @@
 
 import re
 import sys
-from collections import Counter
+from collections import Counter, OrderedDict
 
 import pytest
 import torch
 from torch import nn
+from torch.optim import swa_utils
 
 import unisono
 from helpers.batch_norm_kernels import use_kernels
@@ -146,3 +147,104 @@ def test_by_kernels_processes_that_take_different_ways() -> None:
     """C11: noticed at the next batch norm at the latest."""
     for message in run_ranks(2, takes_another_way):
         assert "different batch norms: rank" in message or "failed while this one was at" in message
+
+
+# Forwards without gradients, and in eval mode
+
+
+def norm(*, tracks: bool = True) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5, track_running_stats=tracks), nn.Linear(5, 3)).double()
+
+
+def update(rank: int, world_size: int, num_replicas: int, by_kernels: bool, mode: type) -> list[float]:
+    """Compute running statistics anew, as after averaging weights, then go on training; return the buffers."""
+    if by_kernels:
+        as_on_accelerators(pytest.MonkeyPatch())
+    with on_own_devices(rank, num_replicas) as options:
+        model, oracle = twins(norm, sync_batch_norm=True, **options)
+        batches = [(each[:world_size], drawn(sum(each[:world_size]), 4, seed=i) * 3) for i, each in enumerate(SIZES)]
+        averaged = swa_utils.AveragedModel(model)
+        for each in (model, averaged):
+            with mode():
+                swa_utils.update_bn([x[rows_of(rank, sizes)] for sizes, x in batches], each)
+        swa_utils.update_bn([x for _, x in batches], oracle)
+        for name, buffer in oracle.named_buffers():
+            for each in (model.module, averaged.module.module):
+                torch.testing.assert_close(each.get_buffer(name), buffer, rtol=1e-12, atol=1e-12)
+        sizes, x = batches[0]
+        model.set_batch_weight(sizes[rank])  # of the next step: a forward without gradients does not take it
+        if rank == 0:  # batch norms in eval mode need no other process
+            model.module[1].eval()
+            with mode():
+                model(x)
+            model.module[1].train()
+        model(x[rows_of(rank, sizes)]).square().mean().backward()
+        oracle(x).square().mean().backward()
+        assert_same_gradients(model.module, oracle, rtol=1e-9, atol=1e-12)
+        return [value for buffer in model.module.buffers() for value in buffer.flatten().tolist()]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    ("world_size", "num_replicas", "by_kernels"), [(3, 1, False), (2, 2, False), (2, 1, True)], ids=str
+)
+def test_training_mode_without_gradients(world_size, num_replicas, by_kernels, mode):
+    """C15, C9, C2: each process had the statistics of its own rows; some have no rows in some batches."""
+    ends = run_ranks(world_size, update, world_size, num_replicas, by_kernels, mode)
+    assert ends == [ends[0]] * world_size, "every process has the same bits"
+
+
+class Always(nn.Module):
+    """Normalises by the batch in both modes, by a call of the function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4).double())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.batch_norm(x, None, None, self.weight, training=True)
+
+
+class OwnVerb(unisono.DataParallel):
+    def gather(self, outputs, output_device):
+        return super().gather(outputs, output_device)
+
+
+def evaluate(rank: int, num_replicas: int) -> None:
+    with on_own_devices(rank, num_replicas) as options:
+        options["sync_batch_norm"] = True
+        model = unisono.DataParallel(norm(), **options)
+        refusing = {
+            "1.weight": (unisono.DataParallel(norm(tracks=False), **options), lambda module: module.eval()),
+            "layer.weight": (
+                unisono.DataParallel(nn.Sequential(OrderedDict(layer=Always())), **options),
+                lambda module: module.eval(),
+            ),
+            "1.running_mean": (unisono.DataParallel(norm(), **options), lambda module: module.eval()[1].train()),
+        }
+        own_verb = OwnVerb(norm(tracks=False), **options).eval()
+        x = drawn(6, 4)
+        if rank == 0:
+            model.eval()
+            for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+                with mode():
+                    torch.testing.assert_close(model(x), model.module(x))
+            for name, (refused, prepare) in refusing.items():
+                prepare(refused.module)
+                for mode in (torch.enable_grad, torch.no_grad):
+                    for call in (refused, torch.compile(refused, backend="eager")):
+                        with mode(), pytest.raises(RuntimeError, match=f"the batch norm of {name} needs .*eval mode"):
+                            call(x)
+            with torch.no_grad(), pytest.raises(RuntimeError, match=r"1\.weight needs .*eval mode"):
+                own_verb(x)
+        model.train()
+        model(x).sum().backward()
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_in_eval_mode_no_process_waits(num_replicas):
+    """C15: the first process evaluates, before any step; it waited for the others, which were not there.
+
+    A batch norm that needs the statistics of its batch in eval mode had those of the process, without a word.
+    """
+    run_ranks(2, evaluate, num_replicas, timeout_s=30)

@@ -389,7 +389,8 @@ class BucketedAllReduce:
         tensor, part = self._tensors[number].detach(), self._late_part(number)
         if part is None or not part.is_sparse:  # no entries
             indices = torch.empty(1, 0, dtype=torch.int64, device=tensor.device)
-            part = torch.sparse_coo_tensor(indices, tensor.new_empty(0, *tensor.shape[1:]), tensor.shape)
+            values = tensor.new_empty(0, *tensor.shape[1:])
+            part = torch.sparse_coo_tensor(indices, values, tensor.shape, check_invariants=False)
         return self._communicator.all_reduce_sparse(part.coalesce(), self._group, DOING)
 
 

@@ -20,6 +20,11 @@ from unisono.runtime.errors import log_once
 from unisono.runtime.forks import in_forked_child
 
 _POLL_S = 0.02
+_NO_RANK = (
+    "waited {waited_s:g} s for rank {rank}, which has not come to a DataParallel. Every process has to wrap the model; "
+    "for a model of this process alone pass process_group=False."
+)
+MEETING_S = 300.0  # for how long processes wait for each other at first, as torch's stores do
 failed = threading.Event()  # set when the processes no longer agree on what comes next
 _counted_local_rank: int | None = None  # where the launcher does not say it: by the hosts of the ranks
 _num_made = 0  # groups that this process has made, as has every other that it has met
@@ -107,7 +112,7 @@ def _make_default_group(process: Launch, timeout: dict[str, timedelta]) -> None:
     global _counted_local_rank, _num_made  # noqa: PLW0603 - the process has one
     distributed: Any = torch.distributed
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store = _store_of_this_restart(process)
+        store = _store_of_this_restart(process, **timeout)
     else:
         try:
             store = distributed.TCPStore(
@@ -132,6 +137,8 @@ def _make_default_group(process: Launch, timeout: dict[str, timedelta]) -> None:
     backend = ",".join(["cpu:gloo", *backends]) if backends else "gloo"
     try:
         store.set(_host_of(process.rank), host_id())
+        all_hosts = [_host_of(rank) for rank in range(process.world_size)]
+        store.wait(all_hosts, timeout.get("timeout", timedelta(seconds=MEETING_S)))
         if launchers.local_rank() is None:
             _counted_local_rank = _count_local_rank(store, process)
         distributed.init_process_group(
@@ -171,7 +178,15 @@ def _not_met(store: Any, process: Launch, error: Exception) -> str:
     return f"rank {process.rank} of {process.world_size} could not connect to the others at {where}: {error}"
 
 
-def _store_of_this_restart(process: Launch) -> Any:
+def _text_of(rank: int, key: str, store: Any) -> str:
+    """Return a text that a rank writes when it comes to its first DataParallel; raise RuntimeError if it does not."""
+    try:
+        return str(store.get(key).decode())
+    except STORE_ERRORS as error:
+        raise RuntimeError(_NO_RANK.format(waited_s=store.timeout.total_seconds(), rank=rank)) from error
+
+
+def _store_of_this_restart(process: Launch, **timeout: timedelta) -> Any:
     """Return the launcher's store, under a prefix that no earlier start of the processes has used.
 
     torchrun keeps its store across restarts, so stale keys remain, such as addresses of processes that have ended. The
@@ -180,23 +195,26 @@ def _store_of_this_restart(process: Launch) -> Any:
     """
     distributed: Any = torch.distributed
     rank, world_size = process.rank, process.world_size
-    store = distributed.PrefixStore("unisono", distributed.TCPStore(process.address, process.port, is_master=False))
+    store = distributed.TCPStore(process.address, process.port, is_master=False, **timeout)
+    store = distributed.PrefixStore("unisono", store)
     if rank == 0:
         prefix = uuid.uuid4().hex
         store.set("prefix", prefix)
         for other in range(1, world_size):
-            challenge = store.get(f"{prefix}/challenge of {other}").decode()
+            challenge = _text_of(other, f"{prefix}/challenge of {other}", store)
             store.set(f"{prefix}/acknowledged {challenge}", "")
         return distributed.PrefixStore(prefix, store)
     challenge, prefix = uuid.uuid4().hex, ""
     deadline = time.monotonic() + store.timeout.total_seconds()
     while not prefix or not store.check([f"{prefix}/acknowledged {challenge}"]):
-        latest = store.get("prefix").decode()
+        latest = _text_of(0, "prefix", store)
         if latest != prefix:
             prefix = latest
             store.set(f"{prefix}/challenge of {rank}", challenge)
         if time.monotonic() > deadline:
-            raise RuntimeError(f"rank {rank} waited {store.timeout.total_seconds():g} s for rank 0 to start")
+            raise RuntimeError(
+                f"waited {store.timeout.total_seconds():g} s for rank 0, which itself waits for another rank"
+            )
         time.sleep(_POLL_S)
     return distributed.PrefixStore(prefix, store)
 

@@ -63,6 +63,13 @@ SENT_TWICE = (
     "accelerate's prepare for the model; or DistributedDataParallel around DataParallel(module, "
     "process_group=False)."
 )
+_NONE_IS_IGNORED = (
+    "the module tells DistributedDataParallel to leave out {names} (module._ddp_params_and_buffers_to_ignore). "
+    "DataParallel leaves out none: it sums the gradients of all parameters over the processes, and gives all "
+    "processes the same buffers. Write `del module._ddp_params_and_buffers_to_ignore`, and keep what each process "
+    "has for itself outside of the module."
+)
+_OF_BUFFERS = "broadcasting one rank's buffers"
 _MOST_PLANS = 8  # models whose parts are frozen in turn have several
 
 
@@ -160,6 +167,11 @@ class GradientSync:
         """Check that `module` is on the device and the same on all ranks; give all rank 0's parameters and buffers."""
         tensors = [*module.parameters(), *module.buffers()]
         check_device(module, tensors, self._device)
+        # Set by torch's `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model`.
+        ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+        names = [name for name, _ in (*module.named_parameters(), *module.named_buffers()) if name in ignored]
+        if names:
+            raise ValueError(_NONE_IS_IGNORED.format(names=", ".join(names[:8]) + (", ..." if len(names) > 8 else "")))
         if any(isinstance(each, nn.parallel.DistributedDataParallel) for each in module.modules()):
             warn(SENT_TWICE)
         self.communicator.barrier(f"wrapping {type(module).__name__}")
@@ -167,11 +179,23 @@ class GradientSync:
         check_same_model(self.communicator, module)
         self.communicator.broadcast(0, tensors, self.group, "broadcasting rank 0's parameters")()
 
+    def share_buffers(self, module: nn.Module, weights: Sequence[float]) -> None:
+        """Give ranks without rows the buffers of the first rank with rows, after a forward that no backward follows.
+
+        Args:
+            weights: of all ranks' batches; none if they do not know them, because they have exchanged nothing.
+        """
+        if any(weights) and not all(weights):
+            source = next(rank for rank, weight in enumerate(weights) if weight)
+            buffers = [buffer for buffer in module.buffers() if not buffer.is_sparse]
+            self.communicator.broadcast(source, buffers, self.group, _OF_BUFFERS)()
+
     def sync_context(self, module: nn.Module, rows: int | None) -> "SyncContext":
         """Return the context of a forward of so many rows."""
-        given = self.next_weight
+        is_step = torch.is_grad_enabled()
+        given = self.next_weight if is_step else None
         weight = 0.0 if rows == 0 else given if given is not None else float(1 if rows is None else rows)
-        number, training = self.num_forwards + module.training, module.training
+        number, training = self.num_forwards + (module.training and is_step), module.training
         return SyncContext(self, weakref.ref(module), weight, given is not None, number, training, self.synchronised)
 
     def structure(self, tensors: Sequence[torch.Tensor]) -> "_Structure":
@@ -468,8 +492,7 @@ class AllReduce(RankReduction):
             return lambda: None
         # The buffers of the first rank with rows persist, as those of the first replica do.
         source = next((rank for rank, step in enumerate(self._steps.all) if step.weight), 0)
-        doing = "broadcasting one rank's buffers"
-        return self._communicator.broadcast(source, buffers, self._gradient_sync.group, doing, plan)
+        return self._communicator.broadcast(source, buffers, self._gradient_sync.group, _OF_BUFFERS, plan)
 
 
 class LocalAccumulation(RankReduction):

@@ -6,7 +6,8 @@ something else, learns which rank failed and why, and never waits without end.
 Guarantees
     - A rank that waits for others checks now and then whether one of them has failed; if so, it raises an error that
       names that rank and the reason.
-    - A wait ends at the latest with the process group's timeout, with an error that names the missing ranks.
+    - A wait ends at the latest with the process group's timeout, with an error that names the missing ranks; one for
+      ranks that do not wrap a model ends earlier, and is logged before.
     - After such an error the ranks no longer agree on what comes next; every later call raises it again.
 
 Assumes that all processes make their communicators, wrap their models and call collectives in the same order. Where a
@@ -49,6 +50,11 @@ _FIRST_NAP_S, _LONGEST_NAP_S = 0.00005, 0.002
 _CHECK_EVERY_S = 0.2  # how often a waiting rank checks the store for failures; with many ranks, less often
 _REASON_TIMEOUT_S = 2.0  # how long to wait for the reason, when a connection has been lost
 _REASON_NAP_S = 0.05
+_EXIT_S = 10.0  # how long a rank that has failed may take to end
+_BLAME_S = 1.0  # a launcher blames the process that ends first: torchrun has times in whole seconds
+_STUCK_S = 2.0  # after which a rank that waits at one place is known to wait for this one
+_WRAPPING_S = environment.MEETING_S  # how long a rank waits for others to wrap a model
+_SAID_AFTER_S = 10.0  # that it waits for them
 _PATIENCE_S = 30.0  # how long a rank that has raised an exception may take to go on
 _MARGIN_S = 5.0
 _MOST_TEXT = 2000  # characters of a failure's reason
@@ -56,11 +62,20 @@ _NUM_GATHERED = 16  # numbers in each all-gather
 _BUCKETS_IN_FLIGHT = 2  # of a broadcast
 _REPORTING_MISMATCH = "reporting a mismatch"
 
+_NOT_THERE = (
+    "rank {rank} has waited {said_s:g} s at {doing}, and {missing}. Every process has to wrap the model; for a model "
+    "of this process alone pass process_group=False. To wait longer than {limit_s:g} s for slow processes, call "
+    "torch.distributed.barrier() before wrapping."
+)
 _SHARED_DEVICE = (
     "several processes share one GPU ({device} in this one), or slices of one, so their gradients go through "
     "the host, which is slow. Start one process for each GPU, or use unisono.DataParallel without a launcher."
 )
 
+_THE_SAME = (
+    "Wrap the same models and take the same steps in every process; for loaders of different lengths use "
+    "DataParallel.batches(loader)."
+)
 _NOT_IN_GROUP = -100  # torch.distributed.GroupMember.NON_GROUP_MEMBER
 
 distributed: Any = torch.distributed
@@ -170,23 +185,38 @@ class Communicator:
         self._num_barriers += 1
         key = f"barrier/{self._num_barriers}"
 
+        waits: dict[int, tuple[str, float]] = {}  # by rank, where else it waits, and since when
+
         def missing() -> list[int]:
             return [rank for rank in range(self.world_size) if not self.failure_store.get(f"{key}/{rank}")]
 
         def is_complete() -> bool:
             return bool(self._store.add(f"{key}/number", 0) >= self.world_size)
 
-        def raise_if_exited() -> None:
+        def raise_if_one_cannot_come() -> None:
             exited = [rank for rank in missing() if self.failure_store.has_exited(rank)]
             if exited and not is_complete():
-                raise self._failure(f"{ranks_of(exited)} {_has(exited)} ended and did not reach {name}")
+                raise self._failure_of(exited, f"{ranks_of(exited)} {_has(exited)} ended and did not reach {name}")
+            now = time.monotonic()
+            for rank in missing():
+                at = self.failure_store.get(f"at/{rank}")
+                if at != waits.get(rank, ("", now))[0]:
+                    waits[rank] = at, now
+                elif at and now - waits[rank][1] > _STUCK_S:
+                    text = f"rank {self.rank} is at {name}, and rank {rank} waits for it at {at}"
+                    self.report_failure(text)
+                    raise self._failure(f"{text}. {_THE_SAME}")
 
         try:
             first = self._store.compare_set(f"{key}/first", "", f"{self.rank}\n{name}").decode()
             self._store.set(f"{key}/{self.rank}", name)
             self._store.add(f"{key}/number", 1)
             self._wait_until(
-                is_complete, name, lambda: f"{ranks_of(missing())} did not reach it", check=raise_if_exited
+                is_complete,
+                name,
+                lambda: f"{ranks_of(missing())} did not reach it",
+                check=raise_if_one_cannot_come,
+                limit_s=min(self.timeout_s, _WRAPPING_S),
             )
         except STORE_ERRORS as error:
             raise self._connection_error(error, name) from error
@@ -227,7 +257,7 @@ class Communicator:
         lengths = [int(length) for (length,) in self.all_gather([tensor._nnz()], doing).wait()]
         indices = torch.cat(self._all_gather_padded(lengths, tensor.indices().t(), group, doing))
         values = torch.cat(self._all_gather_padded(lengths, tensor.values(), group, doing))
-        return torch.sparse_coo_tensor(indices.t(), values, tensor.shape).coalesce()
+        return torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=False).coalesce()
 
     def _all_gather_padded(
         self, lengths: Sequence[int], mine: torch.Tensor, group: Any, doing: str
@@ -312,7 +342,7 @@ class Communicator:
             return self._groups[str(device), purpose]
         # NCCL does not connect several processes on one GPU.
         mine = host_id(), _devices.identity(device), device.type
-        found = self.all_gather_object(mine, "choosing a backend")
+        found = self.all_gather_object(mine, f"connecting for {purpose}")
         self._kinds[str(device)] = kinds = {kind for _, _, kind in found}
         alone = len(set(found)) == self.world_size and len(kinds) == 1 and not _devices.computes_on_host(device)
         if not alone and len(kinds) == 1 and not _devices.computes_on_host(device):
@@ -407,19 +437,22 @@ class Communicator:
         check: Callable[[], None] | None = None,
         block: Callable[[float], None] | None = None,
         key: str = "",
+        limit_s: float | None = None,
     ) -> None:
         """Wait; now and then check the store for failures.
 
         Args:
-            missing: says, for the timeout's message, which ranks are missing.
+            missing: says, for messages, which ranks are missing.
             check: a further check, for an `is_done` that asks the store too, which should not be asked too often.
             block: waits for at most so many seconds, less if it is done before; None: sleep instead.
             key: is in the store while this waits for long.
+            limit_s: how long to wait; None: `timeout_s`.
         """
         started = last_check = time.monotonic()
         num_checks = 0
         nap_s, longest_nap_s = _FIRST_NAP_S, _LONGEST_NAP_S if check is None else self._check_every_s / 4
-        published = False
+        limit_s = self.timeout_s if limit_s is None else limit_s
+        published = said = False
         raised, raised_at = "", started
         while not is_done():
             now = time.monotonic()
@@ -438,8 +471,13 @@ class Communicator:
                     self.failure_store.set(f"at/{self.rank}", doing)
                     if key:
                         self.failure_store.set(key, doing)
-                if now - started > self.timeout_s:
-                    self._raise_timeout(doing, missing())
+                if not said and now - started > _SAID_AFTER_S:
+                    said = True
+                    if who := missing():
+                        times = {"said_s": _SAID_AFTER_S, "limit_s": limit_s}
+                        log_once(_NOT_THERE.format(rank=self.rank, doing=doing, missing=who, **times))
+                if now - started > limit_s:
+                    self._raise_timeout(doing, missing(), limit_s)
             if block is not None:
                 block(self._check_every_s)
             else:
@@ -451,7 +489,7 @@ class Communicator:
             if key:
                 self.failure_store.delete(key)
 
-    def _raise_timeout(self, doing: str, missing: str) -> None:
+    def _raise_timeout(self, doing: str, missing: str, waited_s: float) -> None:
         others = {rank: self.failure_store.get(f"at/{rank}") for rank in range(self.world_size) if rank != self.rank}
         found = [f"rank {rank} waits at {other}" for rank, other in others.items() if other and other != doing]
         not_waiting = [rank for rank, other in others.items() if not other]
@@ -460,9 +498,8 @@ class Communicator:
         elif not_waiting:
             found.append(f"{ranks_of(not_waiting)} {'is' if len(not_waiting) == 1 else 'are'} in no collective")
         text = (
-            f"rank {self.rank} has waited {self.timeout_s:g} s for the others at {doing}; "
-            f"{'; '.join(found) or 'all ranks wait at the same place'}. Wrap the same models and take the same "
-            "steps in every process; for loaders of different lengths use DataParallel.batches(loader)."
+            f"rank {self.rank} has waited {waited_s:g} s for the others at {doing}; "
+            f"{'; '.join(found) or 'all ranks wait at the same place'}. {_THE_SAME}"
         )
         self.report_failure(text)
         raise self._failure(text)
@@ -477,7 +514,7 @@ class Communicator:
             if exited:
                 # The others learn which ranks ended first, before this one ends too.
                 self.failure_store.set("failed", " ".join(map(str, exited)) + "\n", first_only=True)
-                return self._failure(_ended(exited, doing))
+                return self._failure_of(exited, _ended(exited, doing))
             time.sleep(_REASON_NAP_S)
         return self._failure(f"{doing} failed, and no other rank reports why: {_brief(error)}")
 
@@ -544,13 +581,8 @@ class Communicator:
         failed = [*map(int, rank.split())]
         if not failed or self.rank in failed:
             return
-        if not reason:
-            raise self._failure(_ended(failed, doing))
-        # A launcher blames the process that ends first: let the failed one end first.
-        deadline = time.monotonic() + _REASON_TIMEOUT_S
-        while time.monotonic() < deadline and not self.failure_store.has_exited(int(rank)):
-            time.sleep(_REASON_NAP_S)
-        raise self._failure(f"rank {rank} failed while this one was at {doing}. Rank {rank} says: {reason}")
+        says = f"rank {rank} failed while this one was at {doing}. Rank {rank} says: {reason}"
+        raise self._failure_of(failed, says if reason else _ended(failed, doing))
 
     def _raise_if_broken(self) -> None:
         if self._broken is not None:
@@ -570,6 +602,17 @@ class Communicator:
         self._host_groups.clear()
         end_groups(self._made)
         end_groups(others)
+
+    def _failure_of(self, ranks: Sequence[int], text: str) -> RuntimeError:
+        """Return the error of this rank for a failure of others: later than these end, so that they are blamed."""
+        error, have_ended = self._failure(text), False
+        deadline = time.monotonic() + _EXIT_S
+        while time.monotonic() < deadline:
+            if not have_ended and all(map(self.failure_store.has_exited, ranks)):
+                have_ended, deadline = True, time.monotonic() + _BLAME_S
+            time.sleep(_REASON_NAP_S)
+            deliver()
+        return error
 
     def _failure(self, text: str) -> RuntimeError:
         self._break(text)

@@ -1,7 +1,10 @@
 """What is added to a forward where this process trains a model together with others, under a launcher.
 
 The forward has a sync context (gradient_sync.py) that stays with the graph: its backward sums the gradients over the
-processes. Two cases are special:
+processes. Without gradients a forward stays in its process; with sync_batch_norm=True one in training mode exchanges
+the statistics of batch norm, as one with gradients does. In eval mode none waits for other processes.
+
+Two cases are special:
 
     a mode that other threads cannot join    the module runs whole and in the caller's graph; its parameters are behind
                                              a node that sums their gradients
@@ -37,7 +40,8 @@ from unisono.runtime import torch_private
 from unisono.runtime.errors import add_note, log_once
 from unisono.runtime.thread_pool import inside_replica, run_together
 from unisono.runtime.thread_state import modes_that_stay
-from unisono.sync_batch_norm.across_processes import CrossProcessAllGather
+from unisono.sync_batch_norm.across_processes import CrossProcessAllGather, InEvalMode
+from unisono.sync_batch_norm.function_mode import run_as_replica
 
 T = TypeVar("T")
 
@@ -89,18 +93,26 @@ class Ranks:
             self._gradient_sync = self._gradient_sync.bind(module)
         return self._gradient_sync
 
-    def _active(self, module: nn.Module) -> GradientSync | None:
-        return self.gradient_sync(module) if torch.is_grad_enabled() and not inside_replica() else None
+    def _active(self, module: nn.Module, sync_batch_norm: bool | None) -> GradientSync | None:
+        takes_part = torch.is_grad_enabled() or (sync_batch_norm and module.training)
+        return self.gradient_sync(module) if takes_part and not inside_replica() else None
 
-    def take_part(self, module: nn.Module) -> bool:
-        """Return whether a forward of `module` that begins now is summed over the ranks."""
-        return self._active(module) is not None
+    def take_part(self, module: nn.Module, sync_batch_norm: bool | None) -> bool:
+        """Return whether a forward of `module` that begins now is one of all ranks."""
+        return self._active(module, sync_batch_norm) is not None
+
+    def own_exchange(self, sync_batch_norm: bool | None) -> InEvalMode | None:
+        """Return what batch norm exchanges in a forward of this process alone; None if it is not kept from that."""
+        # A loaded model that has not run yet may have its process to itself.
+        is_bound = isinstance(self._gradient_sync, GradientSync)
+        return InEvalMode() if sync_batch_norm and is_bound and not inside_replica() else None
 
     def forward(self, threads: Threads, module: nn.Module, call: Call) -> Any:
         """Do what `Threads.forward` does; the backward of its output sums the gradients over the ranks."""
-        gradient_sync = self._active(module)
+        gradient_sync = self._active(module, call.sync_batch_norm)
         if gradient_sync is None:
-            return threads.forward(module, call)
+            exchange = self.own_exchange(call.sync_batch_norm)
+            return threads.forward(module, call if exchange is None else replace(call, cross_process=exchange))
         if torch_private.runs_in_ddp():
             threads.warnings.give(SENT_TWICE)
         try:
@@ -110,14 +122,25 @@ class Ranks:
             raise
 
     def _forward(self, threads: Threads, gradient_sync: GradientSync, module: nn.Module, call: Call) -> Any:
+        sync_context, all_gather = gradient_sync.sync_context(module, call.arguments.rows), None
+        if call.sync_batch_norm and module.training:
+            all_gather = CrossProcessAllGather(gradient_sync.communicator, call.source, sync_context.weight_of_loss)
+            sync_context = replace(sync_context, has_exchanges=True)
+        if call.sync_batch_norm:
+            call = replace(call, cross_process=all_gather or InEvalMode())
         if call.arguments.rows == 0:
-            return self._run_on_stand_in(threads, gradient_sync, module, call)
-        output = self._run(threads, module, call, gradient_sync.sync_context(module, call.arguments.rows))
+            output = self._run_on_stand_in(threads, gradient_sync, module, call, sync_context)
+        else:
+            output = self._run(threads, module, call, sync_context)
         if gradient_sync.sample is None and call.arguments.rows:
             gradient_sync.sample = call.arguments.first_rows(_STAND_IN_ROWS)
+        if all_gather is not None and not torch.is_grad_enabled():
+            gradient_sync.share_buffers(module, all_gather.end_forward())
         return output
 
-    def _run_on_stand_in(self, threads: Threads, gradient_sync: GradientSync, module: nn.Module, call: Call) -> Any:
+    def _run_on_stand_in(
+        self, threads: Threads, gradient_sync: GradientSync, module: nn.Module, call: Call, sync_context: SyncContext
+    ) -> Any:
         buffers = list(module.buffers())
         before = [buffer.detach().clone() for buffer in buffers]
         sample = gradient_sync.sample
@@ -127,9 +150,7 @@ class Ranks:
         # Its inputs need gradients as those of `call` do: so does what other ranks exchange in backward.
         stand_in = replace(call, arguments=call.arguments.with_rows_of(sample), sizes=(_STAND_IN_ROWS,))
         try:
-            output = without_rows(
-                self._run(threads, module, stand_in, gradient_sync.sync_context(module, 0)), call.rules
-            )
+            output = without_rows(self._run(threads, module, stand_in, sync_context), call.rules)
         except BaseException as error:
             add_note(error, _NO_ROWS)
             raise
@@ -139,11 +160,21 @@ class Ranks:
                 torch_private.run_first(tensor.grad_fn, FIRST)
         return output
 
-    def look_for_writes(self, threads: Threads, module: nn.Module, method: str | None, call: Callable[[], T]) -> T:
+    def run_plain(
+        self,
+        threads: Threads,
+        module: nn.Module,
+        method: str | None,
+        call: Callable[[], T],
+        sync_batch_norm: bool | None,
+    ) -> T:
         """Return what `call` returns, which runs the plain module outside of a step.
 
         Ranks compare what it writes into parameters, if it is the first of its kind.
         """
+        exchange = self.own_exchange(sync_batch_norm)
+        if exchange is not None:
+            call = partial(run_as_replica, module, call, exchange)
         first_steps, structure = threads.first_steps, ("outside of a step", method, module.training)
         # A loaded model is bound to its processes in a step: one of them alone may evaluate it before.
         is_bound = isinstance(self._gradient_sync, GradientSync)
@@ -168,19 +199,13 @@ class Ranks:
             run = partial(self._run_in_callers_graph, threads, module, call, sync_context)
             output = self._noting_writes(module, run, with_values=False)
         else:
-            cross_process = None
-            if call.sync_batch_norm:
-                communicator = sync_context.gradient_sync.communicator
-                cross_process = CrossProcessAllGather(communicator, call.source, sync_context.weight_of_loss)
-                sync_context = replace(sync_context, has_exchanges=True)
             rules = call.rules
             if len(self._devices) == 1:  # as with one device alone: outputs are not joined, and 0-dim ones stay 0-dim
                 rules = OutputRules(rules.dim, None, rules.scalars)
-            call = replace(
-                call, sync_context=sync_context, cross_process=cross_process, rules=rules, part_rules=call.rules
-            )
+            call = replace(call, sync_context=sync_context, rules=rules, part_rules=call.rules)
             output = threads.forward(module, call)
-        sync_context.has_run()
+        if torch.is_grad_enabled():
+            sync_context.has_run()
         return output
 
     @staticmethod

@@ -1,6 +1,5 @@
 """replicate: copies of a module on several devices, linked to it for autograd."""
 
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -112,16 +111,16 @@ def check_device(root: nn.Module, tensors: Iterable[torch.Tensor], device: torch
 
 
 def _check_whole(root: nn.Module, tensors: Sequence[torch.Tensor]) -> None:
-    """Raise TypeError if FSDP or a DTensor has parameters of `root`, which no process has as a whole then."""
-    # There is no DTensor before it is imported.
-    dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    """Raise TypeError if some parameters of `root` are sharded: no process has them as a whole then."""
+    kinds = torch_private.sharded_tensor_types()
     sharded = next((path for path, module in root.named_modules() if torch_private.is_sharded(module)), None)
     if sharded is not None:
         raise TypeError(_NOT_WHOLE.format(what=f"FSDP manages {f'layer {sharded!r}' if sharded else 'the module'}"))
-    if any(isinstance(tensor, dtensor) for tensor in tensors):
+    part = next((tensor for tensor in tensors if isinstance(tensor, kinds)), None)
+    if part is not None:
         named = (*root.named_parameters(), *root.named_buffers())
-        name = next((name for name, tensor in named if isinstance(tensor, dtensor)), "a tensor of it")
-        raise TypeError(_NOT_WHOLE.format(what=f"{name} is a DTensor"))
+        name = next((name for name, tensor in named if tensor is part), "a tensor of it")
+        raise TypeError(_NOT_WHOLE.format(what=f"{name} is a {type(part).__name__}"))
 
 
 class unchanged_on_failure:  # noqa: N801 - a context manager, as a class because a step enters it each time

@@ -1342,6 +1342,16 @@ def is_sharded(module: torch.nn.Module) -> bool:
     return bool(module.__dict__.get("_is_fsdp_managed_module"))
 
 
+def sharded_tensor_types() -> tuple[type, ...]:
+    """Return the classes of tensors of which each process has a part; one that is not imported has no tensors.
+
+    Fallback: none. Then torch raises an error of its own.
+    """
+    places = ("torch.distributed.tensor", "DTensor"), ("torch.distributed._shard.sharded_tensor", "ShardedTensor")
+    found = [getattr(sys.modules.get(module), name, None) for module, name in places]
+    return tuple([kind for kind in found if kind is not None])
+
+
 def runs_in_ddp() -> bool:
     """Return whether the forward that is running is one of a DistributedDataParallel. Fallback: False."""
     return getattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module", None) is not None

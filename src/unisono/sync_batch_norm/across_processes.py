@@ -19,7 +19,8 @@ the kernels of kernels.py need the counts on the host.
 
 import itertools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple, Never
 
 import torch
 
@@ -36,6 +37,12 @@ _UNEQUAL = (
     "the inner derivative is of a mean over rows too, or with loss='sum' if both derivatives are of sums."
 )
 _DOING = "a batch norm over all processes"
+_IN_EVAL_MODE = (
+    "the batch norm of {name} needs the statistics of its batch, with sync_batch_norm=True those of all processes; but "
+    "the model is in eval mode, in which no process waits for the others. To train, call model.train(). To evaluate, "
+    "give batch norm running statistics (track_running_stats=True, and eval() for each such layer), or pass "
+    "sync_batch_norm=False: each process then normalises its own rows."
+)
 
 
 class _Step(NamedTuple):
@@ -55,6 +62,16 @@ class _Step(NamedTuple):
         return f"batch norm {self.number + 1:.0f} of its {direction}, with {self.num_channels:.0f} channels"
 
 
+class InEvalMode:
+    """In the place of a `CrossProcessAllGather` where the model is in eval mode: an exchange is an error."""
+
+    one_kind_of_device = True
+
+    def __call__(self, name: str, values: Mapping[int, Any], /) -> Never:
+        """Raise RuntimeError, with the name of the batch norm."""
+        raise RuntimeError(_IN_EVAL_MODE.format(name=name))
+
+
 class CrossProcessAllGather:
     """All-gathers the combined values of this process's replicas over the processes, in one pass.
 
@@ -69,12 +86,20 @@ class CrossProcessAllGather:
 
     def __init__(self, communicator: Communicator, device: torch.device, weight: float) -> None:
         self._communicator, self._weight, self._device = communicator, weight, device
-        self._group = communicator.group_for(device, "batch norm")
         self.one_kind_of_device = communicator.has_one_kind_of_device(device)
         self._numbers = itertools.count()
         self._has_kernels = self.one_kind_of_device and _devices.has_batch_norm_kernels(device)
-        self._host_waits = communicator.waits_on_host(self._group) or not self._has_kernels
         self._unchecked: list[tuple[str, _Step, AllGatherWork]] = []  # at most one
+        self._steps: list[_Step] = []  # of all processes in the last exchange that was compared
+
+    @cached_property
+    def _group(self) -> Any:
+        """The process group. Its first use is a collective: in an exchange all processes are there."""
+        return self._communicator.group_for(self._device, "batch norm")
+
+    @cached_property
+    def _host_waits(self) -> bool:
+        return self._communicator.waits_on_host(self._group) or not self._has_kernels
 
     def __call__(self, name: str, values: Mapping[int, Any], /) -> dict[int, Any]:
         """Return each process's combined values, by rank, from the values of this process's replicas.
@@ -89,6 +114,11 @@ class CrossProcessAllGather:
             return dict(enumerate(self._forward(name, values, rows, stream)))
         parts = self._backward(name, sum_gradients(values))
         return {rank: Gradients(part, first.weighted, stream) for rank, part in enumerate(parts)}
+
+    def end_forward(self) -> list[float]:
+        """Return the weights of all processes after a forward that no backward follows; none if it had no exchange."""
+        self._check_last()
+        return [step.weight for step in self._steps]
 
     def _forward(
         self, name: str, values: Mapping[int, ReplicaStatistics], rows: int, stream: torch.Stream | None
@@ -147,15 +177,16 @@ class CrossProcessAllGather:
     ) -> tuple[list[_Step | None], list[torch.Tensor]]:
         """Return the step and the tensor of every process, in rank order; of steps None where the host did not wait."""
         self._check_last()
+        group = self._group  # made before this exchange begins, if it is the first
         rows = rows if self._weight else 0
         step = _Step(
             self._weight, count, rows, next(self._numbers), is_forward, is_weighted, num_channels, digest_of(name)
         )
         work = self._communicator.all_gather(step, _DOING)
-        tensors, data_work = self._communicator.start_all_gather(mine.contiguous(), self._group)
+        tensors, data_work = self._communicator.start_all_gather(mine.contiguous(), group)
         self._unchecked.append((name, step, work))
         steps: list[_Step] = self._check_last() if self._host_waits else []
-        self._communicator.wait(data_work, _DOING, self._group)
+        self._communicator.wait(data_work, _DOING, group)
         return list(steps) or [None] * self._communicator.world_size, tensors
 
     def _check_last(self) -> list[_Step]:
@@ -180,4 +211,5 @@ class CrossProcessAllGather:
             raise error
         if not mine.is_forward and not mine.is_weighted and len({step.weight for step in steps}) > 1:
             log_once(_UNEQUAL)
+        self._steps = steps
         return steps

@@ -39,7 +39,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -52,6 +52,7 @@ from unisono.autograd.replica_graph import while_backward_runs
 from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
 from unisono.runtime.exchange import (
+    CrossProcess,
     Exchange,
     Purpose,
     Request,
@@ -86,6 +87,7 @@ _TRANSFORM = (
     "cannot exchange values inside a transform. Pass sync_batch_norm=False."
 )
 
+T = TypeVar("T")
 Tensors: TypeAlias = Sequence[torch.Tensor | None]
 
 
@@ -203,11 +205,11 @@ class BatchNormOverReplicas:
 
 
 def run_synchronised(
-    replicas: Sequence[Callable[..., Any]], calls: Sequence[Callable[..., Any]]
+    replicas: Sequence[Callable[..., Any]], calls: Sequence[Callable[..., Any]], cross_process: CrossProcess | None
 ) -> list[Callable[..., Any]]:
     """Return `calls`, one a replica, with batch norm over all replicas. Each is to be called once, all at once."""
     batch_norm = BatchNormOverReplicas(replicas, in_one_graph=True)
-    exchange = Exchange(len(replicas)) if not inside_replica() else None
+    exchange = Exchange(len(replicas), cross_process) if not inside_replica() else None
 
     def synchronised(index: int) -> Callable[..., Any]:
         def run(*inputs: Any, **kwargs: Any) -> Any:
@@ -217,6 +219,12 @@ def run_synchronised(
         return run
 
     return [synchronised(index) for index in range(len(replicas))]
+
+
+def run_as_replica(module: nn.Module, call: Callable[[], T], cross_process: CrossProcess) -> T:
+    """Return what `call` returns, which calls `module` itself, as the only replica of its process."""
+    with taking_part(Exchange(1, cross_process), 0), BatchNormOverReplicas([module]).in_replica(0, _Turn([])):
+        return call()
 
 
 def not_running_together() -> AbstractContextManager[None]:
@@ -430,7 +438,7 @@ class _BatchNormMode(TorchFunctionMode):
         self._run_batch_norm = torch_private.uncompiled(_BatchNormMode._batch_norm)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.batch_norm:
+        if func is F.batch_norm and (args[_TRAINING] if len(args) > _TRAINING else kwargs and kwargs.get("training")):
             output = self._run_batch_norm(self, *args, **(kwargs or {}))
             deliver()
             return output
@@ -455,7 +463,7 @@ class _BatchNormMode(TorchFunctionMode):
         def of_torch() -> torch.Tensor:
             return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
 
-        if not training or input.dim() < 2:  # the latter is an error, which torch raises
+        if input.dim() < 2:  # an error, which torch raises
             return of_torch()
         if eps <= 0:  # newer releases of torch refuse it, and raise an error here; older ones compute with it
             F.batch_norm(input.new_ones(2, 1), None, None, training=True, eps=eps)
@@ -509,6 +517,7 @@ class _BatchNormMode(TorchFunctionMode):
                 while_backward_runs.leave(entry)
 
 
+_TRAINING = 5  # the place of `training` among the arguments of batch norm
 _BACKWARD = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 
 
