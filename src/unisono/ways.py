@@ -568,5 +568,6 @@ def device_of_replica(wrapper: Wrapper) -> torch.device | None:
     """Return the device of all replicas if the wrapper is inside a replica itself; None if it is not."""
     if not inside_replica():
         return None
-    tensor = next(chain(wrapper.module.parameters(), wrapper.module.buffers()), None)
+    tensors = chain(wrapper.module.parameters(), wrapper.module.buffers())
+    tensor = next((tensor for tensor in tensors if not tensor.is_meta), None)
     return tensor.device if tensor is not None else replica_device()

@@ -174,7 +174,8 @@ class Threads:
         pool = self._pool
         if pool is None or not pool.is_current(module, source):
             blueprint = Blueprint(module)
-            check_device(module, [*blueprint.parameters.values(), *blueprint.buffers.values()], source)
+            tensors = [*blueprint.without_data, *blueprint.parameters.values(), *blueprint.buffers.values()]
+            check_device(module, tensors, source)
             blueprint.keep()
             has_wrappers = any(isinstance(part.__dict__.get("_threads"), Threads) for part in blueprint.modules)
             pool = ReplicaPool(blueprint, source, self.first_steps.leftovers, has_wrappers=has_wrappers)

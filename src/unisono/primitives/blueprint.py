@@ -97,6 +97,7 @@ class Blueprint:
         constants: id -> tensor, of plain tensors that are attributes and need no gradient. (Those in a list or dict
             are left out, so that a list to which replicas append is the live module's own.)
         histories: id -> tensor, of tensors in attributes that have a history; a replica cannot use these.
+        without_data: parameters on the meta device. What is there is in none of the above: replicas share it.
         compiled: whether an attribute or a class holds a function made by torch.compile. Such functions close over the
             live module, and are rebound like any other.
         replays_cuda_graphs: whether such a function replays CUDA graphs.
@@ -162,7 +163,10 @@ class Blueprint:
                 modules.extend(hidden)
         check_initialized(root, chain(parameters, buffers))
         self.parameters = {id(parameter): parameter for parameter in parameters if parameter is not None}
-        self.buffers = {id(buffer): buffer for buffer in buffers if buffer is not None}
+        self.buffers = {id(buffer): buffer for buffer in buffers if buffer is not None and not buffer.is_meta}
+        self.without_data = [parameter for parameter in self.parameters.values() if parameter.is_meta]
+        for parameter in self.without_data:
+            del self.parameters[id(parameter)]
         self._sort_tensors(found)
 
     @cached_property
@@ -367,7 +371,7 @@ class Blueprint:
         value = module.__dict__[name]
         self.compiled = self.compiled or torch_private.is_compiled(value)
         self.replays_cuda_graphs = self.replays_cuda_graphs or torch_private.replays_cuda_graphs(value)
-        if issubclass(type(value), torch.Tensor) and not value.requires_grad:
+        if issubclass(type(value), torch.Tensor) and not value.requires_grad and not value.is_meta:
             self.constants[id(value)] = value
         referred = references(value)
         if referred:
@@ -382,7 +386,8 @@ class Blueprint:
             self.parameters.update(need_grad)
             self.buffers = {key: buffer for key, buffer in self.buffers.items() if key not in need_grad}
         for key, tensor in found.items():
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad and key not in self.parameters:
+            is_tracked = isinstance(tensor, torch.Tensor) and tensor.requires_grad and not tensor.is_meta
+            if is_tracked and key not in self.parameters:
                 (self.parameters if tensor.is_leaf else self.histories)[key] = tensor
         for key in self.constants.keys() & (self.parameters.keys() | self.buffers.keys()):
             del self.constants[key]
