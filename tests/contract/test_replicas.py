@@ -342,6 +342,43 @@ def test_a_template_on_the_meta_device(wrap: Wrap, place_in: Callable[[nn.Module
         model(x)
 
 
+def test_slots_of_a_modules_class(wrap: Wrap) -> None:
+    """R7: `__slots__` beside the attributes; the slots of replicas were empty."""
+
+    class Base(nn.Module):
+        __slots__ = ("__factor", "empty")
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.__factor = 3.0
+
+        def factor(self) -> float:
+            return self.__factor
+
+    class Slotted(Base):
+        __slots__ = ("layers", "op", "table")
+
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.linear = nn.Linear(5, 5)
+            self.layers, self.op, self.table = [self.linear, nn.Linear(5, 5)], self.run, torch.randn(5)
+
+        def run(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers[1](self.layers[0](x)) + self.linear(x)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.op(x) * self.factor() + self.table
+
+    plain, model, x = Slotted(), wrap(nn.Sequential(Slotted()), 3), torch.randn(7, 5)
+    for factor in (3.0, 2.0):
+        plain._Base__factor = model.module[0]._Base__factor = factor
+        loss_of(plain(x)).backward()
+        loss_of(model(x)).backward()
+        assert_same_gradients(nn.ModuleList(model.module[0].layers), nn.ModuleList(plain.layers))
+    assert model.module[0].layers[0] is model.module[0].linear
+
+
 def test_methods_lists_and_lambdas_are_the_replicas_own(wrap: Wrap) -> None:
     """R7: gradients arrive through every way by which a module can refer to itself."""
 

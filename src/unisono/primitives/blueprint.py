@@ -15,8 +15,9 @@ has its own.
 
 import gc
 import threading
+import types
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, islice
 from operator import setitem
@@ -26,6 +27,7 @@ import torch
 from torch import nn
 
 from unisono.primitives.change_tracking import ChangeTracker, TensorSnapshot, attribute_dicts
+from unisono.primitives.object_state import filled_slots
 from unisono.primitives.references import MODES, is_inert, may_refer_later, observes, rebind, references
 from unisono.primitives.tensor_attributes import carry_attributes
 from unisono.runtime import devices as _devices
@@ -52,6 +54,7 @@ _HOOK_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "
 STAMPED = (*_REGISTRIES, *HOOKS, *_HOOK_FLAGS)  # the dicts that each replica's modules have of their own
 _is_tracked = gc.is_tracked
 _new: Any = object.__new__  # of any class, whatever its own __new__ asks for
+_set_slot: Any = object.__setattr__
 _set_dict: Any = nn.Module.__dict__["__dict__"].__set__  # of any class, whatever its __setattr__ does
 
 
@@ -115,6 +118,10 @@ class Blueprint:
         self._script_classes: set[type] = set()
         self._copied_by_class: dict[type, Any] = {}  # by class, its own `_replicate_for_data_parallel`
         self._script_attributes: list[tuple[int, str, Any]] = []  # id of a module, name, and value that refers
+        self._slotted_classes: set[type] = set()  # those with `__slots__`
+        self._slots: list[
+            tuple[int, types.MemberDescriptorType, Any]
+        ] = []  # id of a module, its slots and their values
         self.compiled = self.replays_cuda_graphs = False
         self._to_search: list[tuple[dict[str, Any], str]] = []  # attributes that may refer to live objects later
         self._num_registered = 0
@@ -148,6 +155,10 @@ class Blueprint:
                 # An object that the garbage collector does not track refers to none that it tracks; it tracks modules.
                 if _is_tracked(value) and not is_inert(value):
                     self._inspect_attribute(module, name, found)
+            if self._slotted_classes and type(module) in self._slotted_classes:
+                for _, slot, value in filled_slots(module):
+                    self._inspect_value(value, found)
+                    self._slots.append((id(module), slot, value))
             if (
                 attributes["_forward_hooks"]
                 or attributes["_forward_pre_hooks"]
@@ -174,9 +185,9 @@ class Blueprint:
         """Whether `is_current` can ever be True: what the blueprint follows from can be compared.
 
         Not where a function in an attribute or hook refers to a module or a parameter; nor where only a weak reference
-        leads to one, which would be kept alive here; nor where a class copies what forward may change.
+        leads to one, which would be kept alive here; nor where a class copies what forward may change, or has slots.
         """
-        if self._script_classes or self._copied_by_class or self.compiled or self.histories:
+        if self._script_classes or self._copied_by_class or self._slotted_classes or self.compiled or self.histories:
             return False
         if not all([parameter.is_leaf for parameter in self.parameters.values()] + [*map(is_plain, self.tensors)]):
             return False
@@ -304,12 +315,14 @@ class Blueprint:
         # By this torch warns of zero_grad. Only the root has it: libraries take it to mean that parameters() is empty.
         replicas[0].__dict__["_is_replica"] = True
         links: list[Link] = []
-        if self._to_rebind or self._script_attributes:
-            links = [(own[key], name, value) for key, name, value in self._referring_attributes()]
+        if self._to_rebind or self._script_attributes or self._slots:
+            referring = self._referring_attributes()
+            links = [(setitem, own[key].__dict__, name, value) for key, name, value in referring]
+            links += [(_set_slot, own[key], slot.__name__, value) for key, slot, value in self._slots]
             # The live tensors too, where they are the replica's own: a list that holds any is each replica's own.
             self._rebind_attributes({**self.parameters, **self.buffers, **own})
         if len(self.modules) > self._num_registered:  # weak references keep none of them alive
-            links.append((replicas[0], "_hidden_replicas", None))
+            links.append((setitem, replicas[0].__dict__, "_hidden_replicas", None))
             replicas[0].__dict__["_hidden_replicas"] = replicas[self._num_registered :]
         for replica in replicas if self._script_classes else ():
             if type(replica) in self._script_classes:
@@ -345,6 +358,8 @@ class Blueprint:
 
     def _inspect_class(self, module: nn.Module) -> None:
         cls = type(module)
+        if any(vars(base).get("__slots__") for base in cls.__mro__):
+            self._slotted_classes.add(cls)
         if torch_private.is_scripted(module):
             if not torch_private.can_take_scripts_apart():
                 raise TypeError(
@@ -369,16 +384,20 @@ class Blueprint:
     def _inspect_attribute(self, module: nn.Module, name: str, found: dict[int, nn.Module | torch.Tensor]) -> None:
         """Add what an attribute refers to to `found`; remember the attribute if it refers to anything."""
         value = module.__dict__[name]
+        if self._inspect_value(value, found):
+            self._to_rebind.setdefault(id(module), []).append(name)
+        elif may_refer_later(value):
+            self._to_search.append((module.__dict__, name))
+
+    def _inspect_value(self, value: Any, found: dict[int, nn.Module | torch.Tensor]) -> bool:
+        """Add what an attribute's value refers to to `found`; return whether it refers to anything."""
         self.compiled = self.compiled or torch_private.is_compiled(value)
         self.replays_cuda_graphs = self.replays_cuda_graphs or torch_private.replays_cuda_graphs(value)
         if issubclass(type(value), torch.Tensor) and not value.requires_grad and not value.is_meta:
             self.constants[id(value)] = value
         referred = references(value)
-        if referred:
-            self._to_rebind.setdefault(id(module), []).append(name)
-            found.update((id(reference), reference) for reference in referred)
-        elif may_refer_later(value):
-            self._to_search.append((module.__dict__, name))
+        found.update((id(reference), reference) for reference in referred)
+        return bool(referred)
 
     def _sort_tensors(self, found: dict[int, nn.Module | torch.Tensor]) -> None:
         if any(buffer.requires_grad for buffer in self.buffers.values()):
@@ -405,6 +424,8 @@ class Blueprint:
                 own[key].__dict__[name] = rebound
         for key, name, value in self._script_attributes:
             torch_private.set_script_attribute(own[key], name, rebind(value, own, memo))
+        for key, slot, value in self._slots:
+            slot.__set__(own[key], rebind(value, own, memo))
 
 
 def warn_of_observers(blueprint: Blueprint, devices: Sequence[torch.device], warnings: ModelWarnings) -> None:
@@ -427,14 +448,15 @@ def names_of(modules: Sequence[nn.Module], root: nn.Module) -> list[str]:
     return [paths.get(id(module), f"a {type(module).__name__}") for module in modules]
 
 
-Link: TypeAlias = tuple[nn.Module, str, Any]  # a module of a replica, the name of an attribute, its live value
+# What sets an attribute, where (the dict of a module of a replica, or the module), its name, and its live value.
+Link: TypeAlias = tuple[Callable[..., object], Any, str, Any]
 
 
 def unlinked_at_deletion(links: list[Link]) -> at_deletion | None:
     """Return what sets attributes to the live values when it goes: a replica is freed with the last reference to it."""
     if not links:
         return None
-    return at_deletion(*[map(setitem, [module.__dict__], [name], [value]) for module, name, value in links])
+    return at_deletion(*[map(set_, [owner], [name], [value]) for set_, owner, name, value in links])
 
 
 def check_initialized(root: nn.Module, tensors: Iterable[torch.Tensor | None]) -> None:
