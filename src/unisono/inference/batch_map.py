@@ -43,7 +43,7 @@ from unisono.inference.lane_choice import LaneChoice
 from unisono.primitives.dims import OutputRules
 from unisono.primitives.inputs import Arguments
 from unisono.runtime import torch_private
-from unisono.runtime.errors import annotate, threads_timed_out
+from unisono.runtime.errors import annotate, note_thread_local, threads_timed_out
 from unisono.runtime.interrupts import WAKE_S, critical, deliver, interruptibly
 from unisono.runtime.rng import BatchStreams
 from unisono.runtime.thread_pool import (
@@ -519,4 +519,4 @@ def _as_raised(error: BaseException, hint: str | None) -> BaseException:
         replacement = RuntimeError("the module raised StopIteration")
         replacement.__cause__ = error
         return replacement
-    return error
+    return note_thread_local(error)

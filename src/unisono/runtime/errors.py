@@ -18,6 +18,11 @@ import torch
 
 log = logging.getLogger("unisono")
 _LONGEST_SHOWN = 200  # characters of a value in a message
+_THREAD_LOCAL = (
+    "the calling thread has set {name!r} in a threading.local, which is empty in the threads of the other replicas. "
+    "Pass the value as an input, make it an attribute of the module, or use a contextvars.ContextVar: replicas see the "
+    "caller's."
+)
 _NOT_THE_USERS = ("unisono", "torch", "pytest_unisono")  # packages between the user's line and a warning
 
 
@@ -189,4 +194,12 @@ def annotate(errors: list[tuple[str, BaseException]]) -> BaseException:
     for note in notes:
         if note not in getattr(first, "__notes__", ()):  # a module may raise one object several times
             first.add_note(note)
-    return first
+    return note_thread_local(first)
+
+
+def note_thread_local(error: BaseException) -> BaseException:
+    """Return an error, with a note if it asks a threading.local for what only the calling thread has there."""
+    holder = getattr(error, "obj", None)
+    if isinstance(error, AttributeError) and isinstance(holder, threading.local) and error.name in vars(holder):
+        error.add_note(_THREAD_LOCAL.format(name=error.name))
+    return error
