@@ -121,7 +121,7 @@ def places_of_threads(idents: Mapping[int, int]) -> dict[int, str]:
         if (inner := frames.get(ident)) is None:
             continue
         frame: types.FrameType | None = inner
-        while frame is not None and _package(frame) in (*_NOT_THE_USERS, "threading"):
+        while frame is not None and not (is_users(frame) and _package(frame) != "threading"):
             frame = frame.f_back
         code, line = (frame or inner).f_code, (frame or inner).f_lineno
         text = linecache.getline(code.co_filename, line).strip()
@@ -142,7 +142,7 @@ def log_once(message: str) -> None:
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Issue a warning about the user's line: that of the innermost frame that is not unisono's or torch's."""
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and _package(frame) in _NOT_THE_USERS:
+    while frame.f_back is not None and not is_users(frame):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)
 
@@ -150,9 +150,14 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 def users_line() -> str:
     """Return the place, file:line, that a warning would be about."""
     frame = sys._getframe()
-    while frame.f_back is not None and _package(frame) in _NOT_THE_USERS:
+    while frame.f_back is not None and not is_users(frame):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def is_users(frame: types.FrameType) -> bool:
+    """Return whether a frame runs code that is neither unisono's nor torch's."""
+    return _package(frame) not in _NOT_THE_USERS
 
 
 def _package(frame: types.FrameType) -> str:
