@@ -415,6 +415,11 @@ def replica_path() -> tuple[int, ...]:
     return _thread.replica_path
 
 
+def at_end_of_task(function: Callable[[], None] | None) -> None:
+    """Have a function called when the calling thread's replica ends; None: nothing."""
+    _thread.at_end = function
+
+
 def _outcome(task: Callable[[], T]) -> Outcome[T]:
     try:
         return Outcome(value=task())
@@ -522,11 +527,14 @@ class _AsReplica:
         if self._streams is not None:
             self._using = _devices.using(self._device, self._streams)
             self._using.__enter__()
-        self._before = _thread.replica_device, _thread.replica_path
+        self._before = _thread.replica_device, _thread.replica_path, _thread.at_end
         _thread.replica_device, _thread.replica_path = self._device, (*self._before[1], self._index)
+        _thread.at_end = None
 
     def __exit__(self, *error: Any) -> None:
-        _thread.replica_device, _thread.replica_path = self._before
+        if _thread.at_end is not None:
+            _thread.at_end()
+        _thread.replica_device, _thread.replica_path, _thread.at_end = self._before
         if self._using is not None:
             self._using.__exit__(*error)
 
@@ -691,6 +699,7 @@ class _ThreadLocal(threading.local):
     replica_device: torch.device | None = None
     replica_path: tuple[int, ...] = ()
     run: tuple[Run | None, int] = (None, 0)
+    at_end: Callable[[], None] | None = None
 
 
 _thread = _ThreadLocal()
