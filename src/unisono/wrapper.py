@@ -166,7 +166,7 @@ def of_wrapper(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate
             leave_out_own_frames(error)
             raise
 
-    return called
+    return called  # type: ignore[return-value]
 
 
 def accept_clean_names(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:

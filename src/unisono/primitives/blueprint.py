@@ -405,8 +405,9 @@ class Blueprint:
             self.parameters.update(need_grad)
             self.buffers = {key: buffer for key, buffer in self.buffers.items() if key not in need_grad}
         for key, tensor in found.items():
-            is_tracked = isinstance(tensor, torch.Tensor) and tensor.requires_grad and not tensor.is_meta
-            if is_tracked and key not in self.parameters:
+            if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+                continue
+            if tensor.requires_grad and key not in self.parameters:
                 (self.parameters if tensor.is_leaf else self.histories)[key] = tensor
         for key in self.constants.keys() & (self.parameters.keys() | self.buffers.keys()):
             del self.constants[key]

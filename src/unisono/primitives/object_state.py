@@ -100,7 +100,7 @@ def _inside(value: Any) -> dict[str, Any] | None:
 def attributes_of(value: object) -> dict[str, Any]:
     """Return what an object has in its `__dict__`, and in the slots of its class; no code of the class is called."""
     found: dict[str, Any] = {}
-    of_dict = next((vars(base)["__dict__"] for base in type(value).__mro__ if "__dict__" in vars(base)), None)
+    of_dict: Any = next((vars(base)["__dict__"] for base in type(value).__mro__ if "__dict__" in vars(base)), None)
     if type(of_dict) in _DESCRIPTORS:  # a property of that name is another object's, as a proxy's
         found.update(of_dict.__get__(value))
     for name, _, held in filled_slots(value):
