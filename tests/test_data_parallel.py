@@ -845,6 +845,49 @@ def test_what_the_wrapper_has_itself_stays_its_own():
     assert getattr(model, "nowhere", None) is None
 
 
+class NamedAsTheWrapper(Configured):
+    def __init__(self):
+        super().__init__()
+        self.map, self.timeout, self.loss = nn.Linear(3, 3), 2.0, nn.ReLU()
+
+    def evaluate(self, state, action):
+        return state + action
+
+
+def test_names_of_the_module_that_the_wrapper_has_too_are_said(caplog):
+    """A7: an agent's `evaluate`: the wrapper's was taken, an option's in silence."""
+    model = DataParallel(NamedAsTheWrapper(), ["cpu"] * 2)
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith("NamedAsTheWrapper has evaluate, map, timeout, and so has DataParallel: ")
+    assert message.endswith("For the module's write model.module.evaluate.")
+    wrong_calls = {
+        "evaluate": [lambda: model.evaluate(torch.ones(3), torch.ones(3)), lambda: model.evaluate(torch.ones(3))],
+        "map": [model.map, lambda: model.map(torch.ones(3), torch.ones(3))],
+        "timeout": [lambda: setattr(model, "timeout", -1.0), lambda: setattr(model, "timeout", "never")],
+    }
+    for name, calls in wrong_calls.items():
+        for call in calls:
+            with pytest.raises((TypeError, ValueError)) as raised:
+                call()
+            assert raised.value.__notes__[-1].endswith(f"For the module's write model.module.{name}.")
+    with pytest.raises(ValueError, match="parts") as raised:
+        model.parts = -1
+    assert not hasattr(raised.value, "__notes__")
+
+
+def test_of_other_names_nothing_is_said(caplog):
+    """A7: those of any module, of a wrapper inside, of the user's own wrapper; and of the function."""
+
+    class Own(DataParallel):
+        def config(self):
+            return self.module.config
+
+    Own(Configured(), ["cpu"] * 2)
+    DataParallel(DataParallel(mlp(), ["cpu"] * 2), ["cpu"] * 2)
+    data_parallel(NamedAsTheWrapper(), torch.ones(4, 3), ["cpu"] * 2)
+    assert caplog.records == []
+
+
 def test_protocols_are_not_borrowed_from_the_module():
     """A7: a wrapper is copied and pickled as a wrapper, whatever its module defines."""
 

@@ -42,7 +42,7 @@ from unisono.runtime.interrupts import critical
 from unisono.runtime.timeline import ReplicaTiming
 from unisono.runtime.tracebacks import leave_out_own_frames, without_own_frames
 from unisono.runtime.unequal_devices import warn_if_unequal
-from unisono.wrapper import Wrapper, accept_clean_names
+from unisono.wrapper import Wrapper, accept_clean_names, of_wrapper
 
 
 class DataParallel(Wrapper, nn.DataParallel[Any]):
@@ -130,6 +130,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
     """
 
     _option_names: ClassVar[frozenset[str]] = Options.names
+    _says_names_of_both: ClassVar[bool] = True
     _plan = ways.plan_of
 
     def __init__(
@@ -178,6 +179,8 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         if devices:
             self.src_device_obj = devices[0]  # torch's, for code that reads it off a wrapper
         self.module = module  # the last one: from here on, what is assigned and only the module has is the module's
+        if self._says_names_of_both:
+            self._say_names_of_both()
         if not devices:
             log_once(ways.NO_ACCELERATOR)
         elif len(devices) == 1:
@@ -221,7 +224,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
             leave_out_own_frames(error)
             raise
 
-    @without_own_frames
+    @of_wrapper
     def call(self, method: str, /, *inputs: Any, **kwargs: Any) -> Any:
         """Call another method of the module on every device, its inputs scattered and outputs gathered as forward's.
 
@@ -239,7 +242,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         ways.check_method(self.module, method)
         return (ways.run_recorded if timeline.recording else ways.run)(self, ways.Invocation(method, inputs, kwargs))
 
-    @without_own_frames
+    @of_wrapper
     def map(
         self,
         batches: Iterable[Any],
@@ -292,7 +295,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         callee = ways.whole_batches(self, method)
         return map_batches(callee, batches, batch_size, out, check_flag(progress, "progress"))
 
-    @without_own_frames
+    @of_wrapper
     def evaluate(
         self,
         batches: Iterable[Any],
@@ -397,6 +400,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         live_of = live_of if len(live_of) == len(outputs) else ()
         return gathered(outputs, _devices.resolve_output(output_device, ()), rules, sizes, live_of)
 
+    @of_wrapper
     def refresh(self) -> None:
         """Have the next forward take the whole module anew, after a change that cannot be seen.
 
@@ -408,6 +412,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         """
         critical(self._threads.refresh)()
 
+    @of_wrapper
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Keep gradients to this process: those of forwards inside reach the others with the next backward outside.
 
@@ -423,6 +428,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         gradient_sync = self._gradient_sync()
         return contextlib.nullcontext() if gradient_sync is None else gradient_sync.suspended()
 
+    @of_wrapper
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of this process's loader, then empty ones until every process has had all its batches.
 
@@ -438,6 +444,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         communicator = gradient_sync.communicator if gradient_sync is not None else None
         return even_batches(communicator, loader, self.dim, next(iter(self._options.devices), torch.device("cpu")))
 
+    @of_wrapper
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Have `hook` sum the buckets of gradients over the processes, in the place of a plain sum.
 
@@ -460,6 +467,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         if gradient_sync is not None:
             gradient_sync.hook = (state, hook)
 
+    @of_wrapper
     def set_batch_weight(self, weight: float) -> None:
         """Set the weight of this process's next batch, relative to the other processes', in place of its rows.
 
@@ -514,6 +522,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         """
         return self._threads.timings()
 
+    @of_wrapper
     @contextlib.contextmanager
     def profile(self) -> Iterator[Profile]:
         """Record what every replica does when, while the block runs; print it to see where a step goes.
@@ -548,6 +557,12 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
 
 
 DataParallel._has_own_verbs = DataParallel
+
+
+class _OfOneCall(DataParallel):
+    """The wrapper of one call of `data_parallel`; no program reads its attributes."""
+
+    _says_names_of_both = False
 
 
 def arguments_of(function: Callable[..., Any]) -> list[str]:
@@ -609,7 +624,7 @@ def data_parallel(
     if not devices:
         log_once(ways.NO_ACCELERATOR)
         return module(*inputs, **kwargs)
-    wrapper = DataParallel(module, devices, output_device, dim, sync_batch_norm=sync_batch_norm, process_group=False)
+    wrapper = _OfOneCall(module, devices, output_device, dim, sync_batch_norm=sync_batch_norm, process_group=False)
     threads = wrapper._threads
     threads.first_steps = _first_steps_of.setdefault(module, threads.first_steps)
     wrapper._idle_devices.say_nothing()  # a single call cannot tell a short last batch from a full one

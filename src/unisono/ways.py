@@ -50,6 +50,7 @@ from unisono.runtime.streams import Copies
 from unisono.runtime.thread_pool import inside_replica, replica_device
 from unisono.runtime.thread_state import modes_that_stay
 from unisono.runtime.timeline import ReplicaTiming
+from unisono.runtime.tracebacks import is_raised_by_unisono
 from unisono.sync_batch_norm.function_mode import inside_synchronised_replica, run_synchronised
 from unisono.wrapper import Wrapper
 
@@ -77,7 +78,8 @@ _COMPILED_OUTSIDE = (
     "torch.compile stops at a DataParallel. To compile its replicas, compile the module inside: "
     "DataParallel(torch.compile(model))."
 )
-_OF_SHAPES = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)  # an input of other rows raises them
+# An input of other rows, or one that is not split, raises them.
+_OF_SHAPES = (RuntimeError, ValueError, IndexError, TypeError, AttributeError, AssertionError)
 _TOO_FEW_FOR_BATCH_NORM = "Expected more than 1 value per channel"  # torch's words
 _ONE_ROW = (
     "batch norm in training needs more than one row (sample), and each replica normalises its own rows. "
@@ -452,7 +454,8 @@ def on_all_devices(wrapper: Wrapper, invocation: Invocation) -> Any:
 
 def _note_split(error: Exception, call: Call) -> None:
     """Say how the inputs of a call were split, if an error may follow from it."""
-    may_follow = is_of_replica(error) or text_of(error).startswith("cannot gather")
+    of_replica = is_of_replica(error) and not is_raised_by_unisono(error)
+    may_follow = of_replica or text_of(error).startswith("cannot gather")
     if not may_follow or _devices.is_out_of_memory(error) or isinstance(error, ReplicaTimeout):
         return
     if note := call.arguments.how_split(call.sizes_of_runs):
@@ -572,5 +575,6 @@ def device_of_replica(wrapper: Wrapper) -> torch.device | None:
     """Return the device of all replicas if the wrapper is inside a replica itself; None if it is not."""
     if not inside_replica():
         return None
-    tensor = next(chain(wrapper.module.parameters(), wrapper.module.buffers()), None)
+    tensors = chain(wrapper.module.parameters(), wrapper.module.buffers())
+    tensor = next((tensor for tensor in tensors if not tensor.is_meta), None)
     return tensor.device if tensor is not None else replica_device()

@@ -4,7 +4,9 @@ Attributes that only the module has are read, assigned and deleted through the w
 Protocols (names with double underscores) are never the module's: a wrapper has no length because its module has one.
 """
 
-from typing import Any, ClassVar
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 from torch import nn
 
@@ -13,7 +15,16 @@ from unisono.engines.threads import Threads
 from unisono.options import Options
 from unisono.primitives.split_sizes import IdleDevices
 from unisono.profiling.profile import Profile
+from unisono.runtime.errors import add_note, log_once
+from unisono.runtime.tracebacks import leave_out_own_frames
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_OF_BOTH = (
+    "{module} has {names}, and so has DataParallel: model.{name} is DataParallel's. For the module's write "
+    "model.module.{name}."
+)
 _JOIN = (
     "torch's Join is for DistributedDataParallel. For loaders of different lengths write `for batch in "
     "model.batches(loader)`: every process then takes the same number of steps, and one without rows does "
@@ -64,7 +75,11 @@ class Wrapper(nn.Module):
         if owner is not self:
             setattr(owner, name, value)
         elif name in self._option_names:
-            setattr(self._options, name, value)
+            try:
+                setattr(self._options, name, value)
+            except (TypeError, ValueError, AttributeError) as error:
+                self._note_if_of_both(name, error)
+                raise
             self._show_torchs_attributes()
         else:
             nn.Module.__setattr__(self, name, value)
@@ -89,6 +104,29 @@ class Wrapper(nn.Module):
         """Have torch's attributes in `__dict__`, where a subclass that replaces `__getattr__` finds them."""
         options = self._options
         self.__dict__.update(device_ids=options.device_ids, output_device=options.output_device, dim=options.dim)
+
+    def _say_names_of_both(self) -> None:
+        """Log which of the module's names are the wrapper's, too, and so cannot be reached through it."""
+        if names := self._names_of_both(
+            {*dir(self._has_own_verbs), *self.__dict__, *self._option_names} - {*dir(nn.Module())}
+        ):
+            log_once(self._text_of_both(names))
+
+    def _note_if_of_both(self, name: str, error: Exception) -> None:
+        """Say in an error of the wrapper's attribute that the module has one of that name, which may be meant."""
+        if names := self._names_of_both({name}):
+            add_note(error, self._text_of_both(names))
+
+    def _names_of_both(self, names: set[str]) -> list[str]:
+        module = self.__dict__["_modules"].get("module")
+        if module is None or isinstance(module, nn.DataParallel):
+            return []
+        return sorted(n for n in names if not n.startswith("_") and _has(module, n) and self._owner_of(n) is self)
+
+    def _text_of_both(self, names: list[str]) -> str:
+        return _OF_BOTH.format(
+            module=type(self.__dict__["_modules"]["module"]).__name__, names=", ".join(names), name=names[0]
+        )
 
     def _has_option(self, name: str) -> bool:
         return name in self._option_names and hasattr(self.__dict__.get("_options"), name)
@@ -115,6 +153,22 @@ def _has(module: nn.Module, name: str) -> bool:
         or hasattr(type(module), name)
         or any(name in own.get(registry, ()) for registry in ("_modules", "_parameters", "_buffers"))
     )
+
+
+def of_wrapper(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """Make errors of a method of a wrapper name the module's method of that name, without unisono's frames."""
+
+    @wraps(method)
+    def called(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(self, *args, **kwargs)
+        except BaseException as error:
+            if isinstance(error, Exception):
+                self._note_if_of_both(method.__name__, error)
+            leave_out_own_frames(error)
+            raise
+
+    return called  # type: ignore[return-value]
 
 
 def accept_clean_names(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:

@@ -267,6 +267,25 @@ def test_a_mean_over_rows_inside_forward_is_exact(wrap: Wrap, shares: Any, rows:
     assert wrapped(x)["loss"].dim() == 0
 
 
+@over_places("rule, rows", each_with(["mean", "mean:tokens"], [(1,), (4,), (7,)]), separate=[("mean", 7)])
+def test_the_mean_of_equal_numbers_is_that_number(wrap: Wrap, rule: str, rows: int) -> None:
+    """G2, G4: with its type, as of the index of an optimizer: it was a float, or a list of bools with a warning."""
+
+    def outputs(y: torch.Tensor) -> dict[str, Any]:
+        numbers = {"index": 0, "epoch": 3, "is_last": True, "rate": 0.1, "phase": 2j}
+        tensors = {"step": torch.tensor(7), "flag": torch.tensor(False), "half": torch.tensor(3, dtype=torch.int16)}
+        return {"loss": y.square().mean(), "tokens": y.numel(), "nested": [numbers, tensors]}
+
+    model, x = Fn(outputs, mlp()), torch.randn(rows, 5)
+    wrapped = wrap(model, 3, scalars={"loss": rule, "tokens": "sum", "nested": rule})
+    expected, found = model(x), wrapped(x)
+    assert found["tokens"] == expected["tokens"]
+    for mine, theirs in zip(found["nested"], expected["nested"], strict=True):
+        assert {name: str(value) for name, value in mine.items()} == {n: str(value) for n, value in theirs.items()}
+    counts = wrap(Fn(lambda x: (x.mean(), len(x), torch.tensor(len(x)))), 2, scalars="mean")(torch.ones(3, 5))
+    assert [*map(float, counts[1:])] == pytest.approx([5 / 3, 5 / 3])
+
+
 @over_places("ignored, n", each_with([0, 3, 6, 7], [(2,), (4,)]), separate=[(6, 3)])
 def test_a_mean_over_tokens_is_weighted_by_the_output_that_counts_them(wrap: Wrap, n: int, ignored: int) -> None:
     """N4: cross entropy with ignore_index; a replica whose targets are all ignored has a loss of NaN, and no part."""

@@ -324,7 +324,7 @@ def test_a_filter_of_rows(wrap: Wrap) -> None:
         (lambda x: (x, 3), "output[1] is a number", {}),
         (lambda x: (x, (2.0, 3, 4)), "output[1][0], output[1][1], output[1][2] are numbers", {}),
         (lambda x: Pair(True, x), "output.entries is a number", {}),
-        (lambda x: Pair(True, x), "output.entries is a number", {"scalars": "mean"}),
+        (lambda x: Pair(True, x), "output.entries is a number", {"scalars": "sum"}),
         (
             lambda x: {"x": x, "n": [1j] * 5},
             "output['n'][0], output['n'][1], output['n'][2], output['n'][3] and 1 more",

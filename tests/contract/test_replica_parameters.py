@@ -233,18 +233,60 @@ def test_what_forward_does_with_them(wrap: Wrap, name: str, num_replicas: int) -
     assert_alike(wrap, Calls(USES[name], **layers()), training, num_replicas, 1e-10, scalars="sum")
 
 
-def test_the_live_flags_stay(wrap: Wrap) -> None:
-    """R4, R6: what forward freezes is the replica's, and the next forward has what the caller has set."""
-    plain, model = twins(wrap, Calls(frozen_for_good, **layers()), 3)
-    x = torch.randn(7, 5)
-    loss_of(model(x)).backward()
-    assert all(p.requires_grad for p in model.parameters())
-    assert {name for name, p in model.module.named_parameters() if p.grad is None} == {
-        f"critic.{name}" for name, _ in plain.critic.named_parameters()
-    }
-    model.module.function = lambda net, x: net.critic(torch.tanh(net.foot(x))) + net.shift
-    loss_of(model(x)).backward()
-    assert all(p.grad is not None for p in model.parameters())
+SWITCHED: dict[str, list[str]] = {  # what each forward does; "backward" is one of all losses since the last
+    "frozen, then used": ["freeze", "use", "backward"],
+    "used, then frozen": ["use", "freeze", "backward"],
+    "frozen, and a step later used": ["freeze", "backward", "use", "use", "backward"],
+    "frozen, then trained": ["freeze", "train", "backward", "use", "backward"],
+    "frozen, and a step later trained": ["freeze", "backward", "train", "backward", "freeze", "backward"],
+    "frozen for a while": ["freeze and train", "use", "backward", "use", "backward"],
+    "evaluated between": ["freeze", "evaluate", "train", "evaluate", "backward", "evaluate", "use", "backward"],
+    "the caller trains it": ["freeze", "backward", "caller trains", "use", "backward", "freeze", "use", "backward"],
+    "an error between": ["freeze", "fail", "use", "backward", "train", "fail", "use", "backward"],
+}
+
+
+@pytest.mark.parametrize("name", SWITCHED)
+@pytest.mark.parametrize("rescue", [False, True])
+def test_a_flag_that_forward_switches_stays(wrap: Wrap, name: str, rescue: bool) -> None:
+    """R4, R15: until forward or the caller switches it back. It ended with its forward: later ones gave a gradient."""
+
+    def forward(net: Any, x: torch.Tensor, action: str) -> torch.Tensor:
+        if action.startswith("freeze"):
+            net.critic.requires_grad_(False)
+        y = net.critic(torch.tanh(net.foot(x)))
+        if action in ("train", "freeze and train"):
+            net.critic.requires_grad_(True)
+        if action == "fail":
+            net.critic.requires_grad_(not net.critic[0].weight.requires_grad)
+            raise ArithmeticError
+        return y + net.critic(torch.cos(net.foot(x))) + net.shift
+
+    def steps(call: Call, root: Any) -> list[torch.Tensor | None]:
+        found, losses = [], []
+        for action in SWITCHED[name]:
+            if action == "backward":
+                sum(losses).backward()
+                found += [None if p.grad is None else p.grad.clone() for p in root.parameters()]
+                losses.clear()
+            elif action == "caller trains":
+                root.critic.requires_grad_(True)
+            elif action == "evaluate":
+                with torch.no_grad():
+                    found.append(call(torch.randn(7, 5), action))
+            elif action == "fail":
+                flags = [p.requires_grad for p in root.parameters()]
+                with pytest.raises(ArithmeticError):
+                    call(torch.randn(7, 5), action)
+                if call is root:  # the wrapper's step that fails changes nothing
+                    for parameter, flag in zip(root.parameters(), flags, strict=True):
+                        parameter.requires_grad_(flag)
+            else:
+                losses.append(loss_of(call(torch.randn(7, 5), action)))
+            found.append(torch.tensor([float(p.requires_grad) for p in root.parameters()]))
+        return found
+
+    assert_alike(wrap, Calls(forward, **layers()), steps, 3, 1e-10, rescue=rescue)
 
 
 # ---- an optimizer that steps inside forward ------------------------------------------------------

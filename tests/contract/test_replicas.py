@@ -307,6 +307,78 @@ def test_a_tensor_with_a_history_as_attribute_is_an_error(wrap: Wrap) -> None:
     loss_of(model(x)).backward()
 
 
+@pytest.mark.parametrize(
+    "place_in",
+    [lambda m: [m], lambda m: (m,), lambda m: {"a": [m]}, lambda m: m.forward],
+    ids=["list", "tuple", "dict", "method"],
+)
+def test_a_template_on_the_meta_device(wrap: Wrap, place_in: Callable[[nn.Module], Any]) -> None:
+    """R7, A4: of ensembles by functional_call. A tensor without data has nothing to copy; it was torch's error."""
+
+    class Ensemble(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            template = nn.Sequential(nn.Linear(5, 2), nn.BatchNorm1d(2, affine=False)).to("meta").eval()
+            self.base = place_in(template)
+            self.shapes = {name: [tensor.detach(), tensor] for name, tensor in template.named_parameters()}
+            self.like = torch.empty(2, device="meta")
+            self.register_buffer("unused", torch.empty(3, device="meta"), persistent=False)
+            self.weight, self.bias = nn.Parameter(torch.randn(2, 5)), nn.Parameter(torch.randn(2))
+            self.register_buffer("mean", torch.randn(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            base = self.base
+            while not isinstance(base, nn.Module):
+                base = base.__self__ if callable(base) else base["a"] if isinstance(base, dict) else base[0]
+            own = {"0.weight": self.weight, "0.bias": self.bias, "1.running_mean": self.mean}
+            own["1.running_var"] = torch.ones_like(self.mean)
+            return torch.func.functional_call(base, own, (x,)) * len(self.shapes["0.weight"][0]) + self.like.numel()
+
+    model = assert_alike(wrap, Ensemble(), lambda *step: [one_step(7, 5)(*step) for _ in range(2)])
+    with torch.no_grad():
+        assert_same(model(x := torch.randn(7, 5)), model.module(x))
+    model.module.template = nn.Linear(5, 2, device="meta")
+    with pytest.raises(RuntimeError, match=r"template\.weight is on the meta device.*self\.base = \[base\]"):
+        model(x)
+
+
+def test_slots_of_a_modules_class(wrap: Wrap) -> None:
+    """R7: `__slots__` beside the attributes; the slots of replicas were empty."""
+
+    class Base(nn.Module):
+        __slots__ = ("__factor", "empty")
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.__factor = 3.0
+
+        def factor(self) -> float:
+            return self.__factor
+
+    class Slotted(Base):
+        __slots__ = ("layers", "op", "table")
+
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.linear = nn.Linear(5, 5)
+            self.layers, self.op, self.table = [self.linear, nn.Linear(5, 5)], self.run, torch.randn(5)
+
+        def run(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers[1](self.layers[0](x)) + self.linear(x)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.op(x) * self.factor() + self.table
+
+    plain, model, x = Slotted(), wrap(nn.Sequential(Slotted()), 3), torch.randn(7, 5)
+    for factor in (3.0, 2.0):
+        plain._Base__factor = model.module[0]._Base__factor = factor
+        loss_of(plain(x)).backward()
+        loss_of(model(x)).backward()
+        assert_same_gradients(nn.ModuleList(model.module[0].layers), nn.ModuleList(plain.layers))
+    assert model.module[0].layers[0] is model.module[0].linear
+
+
 def test_methods_lists_and_lambdas_are_the_replicas_own(wrap: Wrap) -> None:
     """R7: gradients arrive through every way by which a module can refer to itself."""
 

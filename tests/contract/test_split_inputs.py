@@ -89,11 +89,45 @@ def test_the_plain_composition_names_them_too():
     assert len(notes(raised.value)) == 1
 
 
-def test_a_single_tensor_is_the_batch(wrap: Wrap):
-    """S18: nothing is said about it."""
+@pytest.mark.parametrize(
+    ("given", "dim", "described", "in_dims"),
+    [
+        (lambda pair: (pair,), 0, "inputs[0] of shape (2, 6, 3) along dim 0", "1"),
+        (lambda pair: ({"pair": pair},), 0, "inputs[0]['pair'] of shape (2, 6, 3) along dim 0", "1"),
+        (lambda pair: (pair.permute(2, 1, 0),), 2, "inputs[0] of shape (3, 6, 2) along dim 2", "0"),
+        (lambda pair: (pair, pair), {1: None}, "inputs[0] of shape (2, 6, 3) along dim 0", "{0: 1, 1: None}"),
+    ],
+    ids=["tensor", "in a dict", "last axis", "beside a whole one"],
+)
+def test_an_error_says_on_which_axis_the_only_tensor_was_split(wrap: Wrap, given, dim, described, in_dims):
+    """S18: pairs on the first axis: it said "expected 2, got 1" only."""
+
+    def forward(pair, *_):
+        one, other = pair["pair"] if isinstance(pair, dict) else pair
+        return (one - other).reshape(-1, 3)
+
+    options = {"in_dims": dim} if isinstance(dim, dict) else {"dim": dim}
+    with pytest.raises(ValueError, match="values to unpack") as raised:
+        wrap(Fn(forward), **options)(*given(torch.rand(2, 6, 3)))
+    (note,) = [note for note in raised.value.__notes__ if "were split" in note]
+    assert described in note
+    assert note.endswith(f"on another dimension: in_dims={in_dims}")
+
+
+def test_a_single_vector_is_the_batch(wrap: Wrap):
+    """S18: it has no other axis; nothing is said about it."""
     with pytest.raises(RuntimeError) as raised:
-        wrap(Fn(lambda x: x @ torch.ones(9, 9)))(torch.rand(4, 4))
+        wrap(Fn(lambda x: x @ torch.ones(9, 9)))(torch.rand(4))
     assert notes(raised.value) == []
+
+
+@pytest.mark.parametrize("forward", [nn.functional.relu, lambda x: x.unsqueeze(0)])
+def test_an_array_as_the_only_input(wrap: Wrap, forward):
+    """S4: the error said "no rows" only."""
+    with pytest.raises((TypeError, AttributeError)) as raised:
+        wrap(Fn(forward))(numpy.ones((4, 3)))
+    assert "inputs[0] is a numpy.ndarray: only tensors are split" in raised.value.__notes__[-1]
+    assert raised.value.__notes__[-1].endswith("torch.from_numpy(inputs[0])")
 
 
 # ---- a list as the only input ----------------------------------------------------------------------

@@ -1,6 +1,9 @@
 """State that torch and Python keep once a process, changed inside replicas that run at the same time."""
 
 import contextlib
+import copy
+import functools
+import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -49,22 +52,106 @@ FORWARD_MODE: dict[str, Callable[[Callable[..., Any], torch.Tensor], torch.Tenso
 
 @pytest.mark.parametrize("way", FORWARD_MODE)
 @pytest.mark.parametrize("inside", [False, True])
-def test_forward_mode(way: str, inside: bool) -> None:
-    """R16, A10: is an error that says what to do, also in a wrapper inside a replica.
+def test_forward_mode(way: str, inside: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """R16, A10: replicas take turns, also in a wrapper inside a replica; the log says so, once.
 
     torch has one level for all threads. What left it first took the tangents of the other replica along: zeros.
     """
 
-    def cube(z: torch.Tensor) -> torch.Tensor:
-        return z**3
+    def cubed(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return FORWARD_MODE[way](lambda z: net.layer(z) ** 3, x)
 
-    net: nn.Module = Calls(lambda net, x: FORWARD_MODE[way](cube, x))
+    torch.manual_seed(0)
+    layer = nn.Linear(1, 1, bias=False)
+    net = Calls(cubed, layer=layer)
     wrapped = DataParallel(Calls(lambda net, x: net.inner(x), inner=DataParallel(net, TWO)) if inside else net, TWO)
+    x = two_rows()
+    output = FORWARD_MODE[way](lambda z: layer(z) ** 3, x)
+    expected = output, *torch.autograd.grad(output.square().sum(), layer.weight)
+    for _ in range(TIMES):
+        output = wrapped(x)
+        torch.testing.assert_close((output, *torch.autograd.grad(output.square().sum(), layer.weight)), expected)
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert re.search("one after the other.*reverse mode.*torchrun", message)
+
+
+def linearised(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    parameters = dict(net.net.named_parameters())
+    moved = {name: net.get_parameter(f"change.{name.replace('.', '_')}") for name in parameters}
+    output, change = torch.func.jvp(lambda p: torch.func.functional_call(net.net, p, (x,)), (parameters,), (moved,))
+    return output + change
+
+
+def of_an_equation(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def u(z: torch.Tensor) -> torch.Tensor:
+        return net.net(z).sum()
+
+    laplacian = torch.vmap(lambda z: torch.func.hessian(u)(z).diagonal().sum())(x)
+    gradient = torch.vmap(torch.func.jacfwd(u))(x)
+    return laplacian + gradient.square().sum(1) - net.net(x)[:, 0]
+
+
+@pytest.mark.parametrize("function", [linearised, of_an_equation])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_models_that_differentiate_in_forward_mode(function: Any, checkpointed: bool) -> None:
+    """R16, N1: outputs and gradients of a linearised model and of an equation's residual are the plain module's."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    change = nn.ParameterDict({n.replace(".", "_"): torch.randn_like(p) for n, p in net.named_parameters()})
+    run = functools.partial(checkpoint, function, use_reentrant=True) if checkpointed else function
+    plain = Calls(run, net=net, change=change)
+    wrapped, x = DataParallel(copy.deepcopy(plain), ["cpu"] * 3), torch.randn(7, 3, dtype=torch.float64)
     for _ in range(3):
-        with pytest.raises(RuntimeError, match=r"reverse mode.*torchrun"):
-            wrapped(two_rows())
-    alone = DataParallel(net, ["cpu"])(two_rows())
-    torch.testing.assert_close(alone, FORWARD_MODE[way](cube, two_rows()))
+        found = []
+        for model in (plain, wrapped):
+            rows = x.clone().requires_grad_()
+            output = model(rows)
+            output.square().sum().backward()
+            found.append([output, rows.grad, *(p.grad for p in model.parameters() if p.grad is not None)])
+        torch.testing.assert_close(found[1], found[0])
+
+
+def test_a_level_that_forward_leaves_open() -> None:
+    """R16, F7: the next one to begin gets torch's error, as with the plain module; none waits for ever."""
+    net = Calls(lambda net, x: (forward_ad.enter_dual_level(), x * 2)[1])
+    try:
+        with pytest.raises(RuntimeError, match="Nested forward mode AD is not supported"):
+            in_time(lambda: DataParallel(net, TWO)(two_rows()))
+    finally:
+        forward_ad.exit_dual_level()
+    done = DataParallel(Calls(lambda net, x: with_dual_level(lambda z: z**3, x)), TWO)(two_rows())
+    torch.testing.assert_close(done, 3 * two_rows() ** 2)
+
+
+def test_settings_and_batch_norm_inside_forward_mode_are_errors() -> None:
+    """R16, N5: the other replicas wait for their turn, and would never come. Around it, they work."""
+
+    def in_double(x: torch.Tensor) -> torch.Tensor:
+        with torch.backends.cudnn.flags(enabled=False):
+            return x**3
+
+    def jvp(function: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
+        return torch.func.jvp(function, (x,), (torch.ones_like(x),))[1]
+
+    with pytest.raises(RuntimeError, match=r"inside forward-mode differentiation.* Change it around"):
+        in_time(lambda: DataParallel(Calls(lambda net, x: jvp(in_double, x)), TWO)(two_rows()))
+    norm = DataParallel(
+        Calls(lambda net, x: jvp(net.norm, x), norm=nn.BatchNorm1d(1, track_running_stats=False)),
+        TWO,
+        sync_batch_norm=True,
+    )
+    with pytest.raises(RuntimeError, match=r"inside a torch.func transform"):
+        in_time(lambda: norm(two_rows()))
+
+    def around(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with torch.backends.cudnn.flags(enabled=False):
+            tangent = jvp(lambda z: z**3, net.norm(x) if net.training else x)
+            return tangent if not torch.backends.cudnn.enabled else tangent * 0
+
+    model = DataParallel(Calls(around, norm=nn.BatchNorm1d(1, track_running_stats=False)), TWO, sync_batch_norm=True)
+    plain = copy.deepcopy(model.module)
+    for _ in range(TIMES):
+        torch.testing.assert_close(in_time(lambda: model(two_rows())), plain(two_rows()))
 
 
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # linearize, in the plain module too

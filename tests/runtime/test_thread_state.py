@@ -16,6 +16,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from helpers.modules import Fn
 from unisono import DataParallel, parallel_apply
 from unisono.testing import simulated_accelerators
 
@@ -124,6 +125,39 @@ def test_what_a_worker_sets_is_not_the_callers() -> None:
         assert in_every_replica(variable.get) == [caller] * 3
     finally:
         variable.reset(token)
+
+
+@pytest.mark.parametrize(
+    "run", [lambda model, x: model(x), lambda model, x: list(model.map([x] * 9, method="forward"))]
+)
+def test_a_threading_local_that_the_caller_has_filled(run: Callable[..., Any]) -> None:
+    """R14: it is empty in other threads. The error says so, if that is the cause."""
+
+    class Settings(threading.local):
+        known = 1.0
+
+    settings, by_thread = Settings(), threading.local()
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        by_thread.calls = getattr(by_thread, "calls", 0) + 1  # each thread's own
+        if threading.current_thread() is not threading.main_thread():
+            there.set()
+        elif not there.wait(10):
+            raise TimeoutError("no other thread has a batch")
+        return x * settings.known * settings.rate
+
+    there = threading.Event()
+    model, x = DataParallel(Fn(forward), ["cpu"] * 2, timeout=60.0), torch.ones(4, 3)
+    with pytest.raises(AttributeError, match="rate") as raised:
+        run(model, x)
+    assert not [note for note in raised.value.__notes__ if "threading" in note], "it is nowhere"
+    settings.rate = 2.0
+    there.clear()
+    with pytest.raises(AttributeError, match="rate") as raised:
+        run(model, x)
+    (note,) = [note for note in raised.value.__notes__ if "threading" in note]
+    assert "the calling thread has set 'rate' in a threading.local" in note
+    assert "contextvars.ContextVar" in note
 
 
 @pytest.fixture

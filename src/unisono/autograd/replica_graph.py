@@ -201,6 +201,19 @@ class LinkedParameters(NamedTuple):
         """As `LinkedTensors.begin_forward`."""
         self.collector.inside = InsideForward(self.own, self.plan.numbers)
 
+    def freeze(self, live: Sequence[torch.Tensor]) -> None:
+        """Have the replicas' parameters for some live ones need no gradient, as if forward had switched it off."""
+        numbers = [n for n, each in enumerate(self.live) if any(each is parameter for parameter in live)]
+        for own in self.own:
+            for n in numbers:
+                own[n].requires_grad_(False)
+
+    def frozen(self) -> list[torch.Tensor]:
+        """Return the live parameters of which all replicas have switched the gradient off, as the module would have."""
+        frozen, replicas = self.collector.frozen, range(len(self.own))
+        places = ((n, b, place) for b, numbers in enumerate(self.plan.numbers) for place, n in enumerate(numbers))
+        return [self.live[n] for n, b, place in places if all((b, i, place) in frozen for i in replicas)]
+
 
 class LeafTensors(NamedTuple):
     """One of the boundary's inputs behind which the replicas' tensors are leaves: nothing else can lead to them."""

@@ -177,6 +177,7 @@ class GradientSync:
         self.communicator.barrier(f"wrapping {type(module).__name__}")
         self._number = self.communicator.next_model_number()
         check_same_model(self.communicator, module)
+        tensors = [tensor for tensor in tensors if not tensor.is_meta]
         self.communicator.broadcast(0, tensors, self.group, "broadcasting rank 0's parameters")()
 
     def share_buffers(self, module: nn.Module, weights: Sequence[float]) -> None:

@@ -169,7 +169,7 @@ class Replica:
         self.modules, links = blueprint.stamp(tensors)
         self.registries = buffer_registries(self.modules)
         self._unlinked = unlinked_at_deletion(links)
-        self.rebound = [(module.__dict__[name], live) for module, name, live in links]
+        self.rebound = [(owner[name], live) for _, owner, name, live in links if isinstance(owner, dict)]
 
     def commit_buffers(self, pool: "ReplicaPool", changes: Sequence[Change], joined: Sequence[torch.Tensor]) -> None:
         """Give the live module this replica's buffers, after a forward that has succeeded.

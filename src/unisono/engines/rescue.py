@@ -128,6 +128,7 @@ class Replay:
         call, blueprint: the forward's (its inputs are copied), and the live module's.
         buffers: those of the live module, and what they were when the forward began.
         forward: runs the call's forward again, and lets the replay `take` its graphs.
+        frozen: the live parameters of which the replicas' began frozen.
     """
 
     def __init__(
@@ -137,7 +138,9 @@ class Replay:
         blueprint: Blueprint,
         buffers: unchanged_on_failure,
         forward: Callable[[Call, "Replay"], object],
+        frozen: Sequence[torch.Tensor],
     ) -> None:
+        self.frozen = frozen
         self._row_limits, self._module = row_limits, blueprint.root
         self._call = replace(call, arguments=call.arguments.copied())
         self._forward = forward

@@ -119,6 +119,7 @@ class Threads:
         search: finds tensors in replica graphs that are not the replicas' own.
         first_steps: looks for what is looked for in the first steps of a structure.
         compile_lock: the model's.
+        frozen: the live parameters that the last forward has left frozen.
     """
 
     def __init__(self) -> None:
@@ -126,6 +127,7 @@ class Threads:
         self.search = GraphSearch()
         self.first_steps = FirstSteps()
         self.compile_lock = CompileLock()
+        self.frozen: list[torch.Tensor] = []
         self._pool: ReplicaPool | None = None
         self._timings: list[ReplicaTiming] = []
 
@@ -144,16 +146,26 @@ class Threads:
 
     def run(self, module: nn.Module, call: Call, again: Replay | None = None) -> Any:
         """Do what `forward` does, once. `again` takes the graphs where a forward is rerun: the output is dropped."""
-        with Copies(call.devices) as copies:
-            step = Forward(self, module, call, copies, again)
-            if not inside_replica():
-                self._timings = step.timings
-            if not OBJECTS_HAVE_THREADS:
-                return step.forward()
-            try:
-                return step.forward()
-            finally:
+        frozen: Sequence[torch.Tensor] = again.frozen if again is not None else ()
+        if self.frozen and again is None and torch.is_grad_enabled() and not inside_replica():
+            frozen = [parameter for parameter in self.frozen if not parameter.requires_grad]
+        for parameter in frozen:  # so that the replicas' can be trained again; they begin frozen
+            parameter.requires_grad_(True)
+        try:
+            with Copies(call.devices) as copies:
+                step = Forward(self, module, call, copies, again, frozen)
+                if not inside_replica():
+                    self._timings = step.timings
+                output = step.forward()
+                frozen = step.linked.frozen() if step.linked.collector.frozen else ()
+                return output
+        finally:
+            if OBJECTS_HAVE_THREADS:
                 free_in_workers()
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+            if (frozen or self.frozen) and again is None and torch.is_grad_enabled():
+                self.frozen = [*frozen]
 
     def open_lanes(self, module: nn.Module, call: LaneCall) -> list[Lane]:
         """Return lanes on the devices of `call`, all with the module as it is now. Gradients are off.
@@ -175,7 +187,8 @@ class Threads:
         pool = self._pool
         if pool is None or not pool.is_current(module, source):
             blueprint = Blueprint(module)
-            check_device(module, [*blueprint.parameters.values(), *blueprint.buffers.values()], source)
+            tensors = [*blueprint.without_data, *blueprint.parameters.values(), *blueprint.buffers.values()]
+            check_device(module, tensors, source)
             blueprint.keep()
             has_wrappers = any(isinstance(part.__dict__.get("_threads"), Threads) for part in blueprint.modules)
             pool = ReplicaPool(blueprint, source, self.first_steps.leftovers, has_wrappers=has_wrappers)
@@ -215,12 +228,22 @@ class Forward:
         model: what the model keeps.
         module, call, copies: what is called, with what, and what copies to other devices.
         again: as in `Threads.run`.
+        frozen: live parameters of which the replicas' begin frozen.
 
     Attributes:
         timings: one a replica.
+        linked: the parameters.
     """
 
-    def __init__(self, model: Threads, module: nn.Module, call: Call, copies: Copies, again: Replay | None) -> None:
+    def __init__(
+        self,
+        model: Threads,
+        module: nn.Module,
+        call: Call,
+        copies: Copies,
+        again: Replay | None,
+        frozen: Sequence[torch.Tensor] = (),
+    ) -> None:
         self._model, self._call, self._copies = model, call, copies
         self._tracked = torch.is_grad_enabled()
         self._replay, self._is_again = again, again is not None
@@ -237,6 +260,9 @@ class Forward:
             is_summed = call.sync_context is not None and self._tracked and pool.live_parameters
             plan = call.sync_context.plan(pool.live_parameters) if is_summed else None
             self._replicas = pool.take(call.devices, self._tracked, copies, plan)
+        self.linked = self._replicas.linked
+        if frozen:
+            self.linked.freeze(frozen)
         self._linked: list[LinkedTensors | LinkedParameters] = [*self._inputs.linked, self._replicas.linked]
         self._where = call.where()
         if pool.blueprint.observers:
@@ -248,7 +274,7 @@ class Forward:
         self._buffers = unchanged_on_failure(pool.buffers)
         if call.rescue and self._tracked and again is None and not inside_replica():
             run = partial(model.run, module)
-            self._replay = Replay(model.row_limits, call, pool.blueprint, self._buffers, run)
+            self._replay = Replay(model.row_limits, call, pool.blueprint, self._buffers, run, frozen)
         self._step = timeline.current_step() if timeline.recording else None
         self._passes = self._passes_of(module)
         # One replica in the module's memory, with its rows as a whole, writes into parameters as the module does.

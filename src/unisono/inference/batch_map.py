@@ -43,9 +43,10 @@ from unisono.inference.lane_choice import LaneChoice
 from unisono.primitives.dims import OutputRules
 from unisono.primitives.inputs import Arguments
 from unisono.runtime import torch_private
-from unisono.runtime.errors import add_note, annotate, threads_timed_out
+from unisono.runtime.errors import add_note, annotate, note_thread_local, threads_timed_out
 from unisono.runtime.interrupts import WAKE_S, critical, deliver, interruptibly
 from unisono.runtime.rng import BatchStreams
+from unisono.runtime.stuck_threads import StuckThreads
 from unisono.runtime.thread_pool import (
     OBJECTS_HAVE_THREADS,
     Background,
@@ -386,7 +387,7 @@ class _Work:
         Raises:
             RuntimeError: nothing is left that could compute it.
         """
-        timeout_s, progress_at = self._timeout_s, time.monotonic()
+        timeout_s, progress_at, stuck = self._timeout_s, time.monotonic(), StuckThreads()
         while True:
             background = self._background
             has_ended = background is None or background.has_ended
@@ -399,8 +400,11 @@ class _Work:
                 progress_at = time.monotonic()
                 continue
             deliver()
-            if timeout_s is not None and time.monotonic() - progress_at > timeout_s:
+            waited_s = time.monotonic() - progress_at
+            if timeout_s is not None and waited_s > timeout_s:
                 self._give_up(number, timeout_s)
+            threads = dict([*self._computing.values()])
+            stuck.say(threads, [lane.name for lane in self._lanes], waited_s)
 
     def _give_up(self, number: int, timeout_s: float) -> None:
         """Take a batch from a lane that is stuck, with an error in its place; the lane's thread is left alone."""
@@ -519,4 +523,4 @@ def _as_raised(error: BaseException, hint: str | None) -> BaseException:
         replacement = RuntimeError("the module raised StopIteration")
         replacement.__cause__ = error
         return replacement
-    return error
+    return note_thread_local(error)

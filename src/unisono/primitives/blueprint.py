@@ -15,8 +15,9 @@ has its own.
 
 import gc
 import threading
+import types
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, islice
 from operator import setitem
@@ -26,6 +27,7 @@ import torch
 from torch import nn
 
 from unisono.primitives.change_tracking import ChangeTracker, TensorSnapshot, attribute_dicts
+from unisono.primitives.object_state import filled_slots
 from unisono.primitives.references import MODES, is_inert, may_refer_later, observes, rebind, references
 from unisono.primitives.tensor_attributes import carry_attributes
 from unisono.runtime import devices as _devices
@@ -52,6 +54,7 @@ _HOOK_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "
 STAMPED = (*_REGISTRIES, *HOOKS, *_HOOK_FLAGS)  # the dicts that each replica's modules have of their own
 _is_tracked = gc.is_tracked
 _new: Any = object.__new__  # of any class, whatever its own __new__ asks for
+_set_slot: Any = object.__setattr__
 _set_dict: Any = nn.Module.__dict__["__dict__"].__set__  # of any class, whatever its __setattr__ does
 
 
@@ -97,6 +100,7 @@ class Blueprint:
         constants: id -> tensor, of plain tensors that are attributes and need no gradient. (Those in a list or dict
             are left out, so that a list to which replicas append is the live module's own.)
         histories: id -> tensor, of tensors in attributes that have a history; a replica cannot use these.
+        without_data: parameters on the meta device. What is there is in none of the above: replicas share it.
         compiled: whether an attribute or a class holds a function made by torch.compile. Such functions close over the
             live module, and are rebound like any other.
         replays_cuda_graphs: whether such a function replays CUDA graphs.
@@ -114,6 +118,10 @@ class Blueprint:
         self._script_classes: set[type] = set()
         self._copied_by_class: dict[type, Any] = {}  # by class, its own `_replicate_for_data_parallel`
         self._script_attributes: list[tuple[int, str, Any]] = []  # id of a module, name, and value that refers
+        self._slotted_classes: set[type] = set()  # those with `__slots__`
+        self._slots: list[
+            tuple[int, types.MemberDescriptorType, Any]
+        ] = []  # id of a module, its slots and their values
         self.compiled = self.replays_cuda_graphs = False
         self._to_search: list[tuple[dict[str, Any], str]] = []  # attributes that may refer to live objects later
         self._num_registered = 0
@@ -147,6 +155,10 @@ class Blueprint:
                 # An object that the garbage collector does not track refers to none that it tracks; it tracks modules.
                 if _is_tracked(value) and not is_inert(value):
                     self._inspect_attribute(module, name, found)
+            if self._slotted_classes and type(module) in self._slotted_classes:
+                for _, slot, value in filled_slots(module):
+                    self._inspect_value(value, found)
+                    self._slots.append((id(module), slot, value))
             if (
                 attributes["_forward_hooks"]
                 or attributes["_forward_pre_hooks"]
@@ -162,7 +174,10 @@ class Blueprint:
                 modules.extend(hidden)
         check_initialized(root, chain(parameters, buffers))
         self.parameters = {id(parameter): parameter for parameter in parameters if parameter is not None}
-        self.buffers = {id(buffer): buffer for buffer in buffers if buffer is not None}
+        self.buffers = {id(buffer): buffer for buffer in buffers if buffer is not None and not buffer.is_meta}
+        self.without_data = [parameter for parameter in self.parameters.values() if parameter.is_meta]
+        for parameter in self.without_data:
+            del self.parameters[id(parameter)]
         self._sort_tensors(found)
 
     @cached_property
@@ -170,9 +185,9 @@ class Blueprint:
         """Whether `is_current` can ever be True: what the blueprint follows from can be compared.
 
         Not where a function in an attribute or hook refers to a module or a parameter; nor where only a weak reference
-        leads to one, which would be kept alive here; nor where a class copies what forward may change.
+        leads to one, which would be kept alive here; nor where a class copies what forward may change, or has slots.
         """
-        if self._script_classes or self._copied_by_class or self.compiled or self.histories:
+        if self._script_classes or self._copied_by_class or self._slotted_classes or self.compiled or self.histories:
             return False
         if not all([parameter.is_leaf for parameter in self.parameters.values()] + [*map(is_plain, self.tensors)]):
             return False
@@ -300,12 +315,14 @@ class Blueprint:
         # By this torch warns of zero_grad. Only the root has it: libraries take it to mean that parameters() is empty.
         replicas[0].__dict__["_is_replica"] = True
         links: list[Link] = []
-        if self._to_rebind or self._script_attributes:
-            links = [(own[key], name, value) for key, name, value in self._referring_attributes()]
+        if self._to_rebind or self._script_attributes or self._slots:
+            referring = self._referring_attributes()
+            links = [(setitem, own[key].__dict__, name, value) for key, name, value in referring]
+            links += [(_set_slot, own[key], slot.__name__, value) for key, slot, value in self._slots]
             # The live tensors too, where they are the replica's own: a list that holds any is each replica's own.
             self._rebind_attributes({**self.parameters, **self.buffers, **own})
         if len(self.modules) > self._num_registered:  # weak references keep none of them alive
-            links.append((replicas[0], "_hidden_replicas", None))
+            links.append((setitem, replicas[0].__dict__, "_hidden_replicas", None))
             replicas[0].__dict__["_hidden_replicas"] = replicas[self._num_registered :]
         for replica in replicas if self._script_classes else ():
             if type(replica) in self._script_classes:
@@ -341,6 +358,8 @@ class Blueprint:
 
     def _inspect_class(self, module: nn.Module) -> None:
         cls = type(module)
+        if any(vars(base).get("__slots__") for base in cls.__mro__):
+            self._slotted_classes.add(cls)
         if torch_private.is_scripted(module):
             if not torch_private.can_take_scripts_apart():
                 raise TypeError(
@@ -365,16 +384,20 @@ class Blueprint:
     def _inspect_attribute(self, module: nn.Module, name: str, found: dict[int, nn.Module | torch.Tensor]) -> None:
         """Add what an attribute refers to to `found`; remember the attribute if it refers to anything."""
         value = module.__dict__[name]
-        self.compiled = self.compiled or torch_private.is_compiled(value)
-        self.replays_cuda_graphs = self.replays_cuda_graphs or torch_private.replays_cuda_graphs(value)
-        if issubclass(type(value), torch.Tensor) and not value.requires_grad:
-            self.constants[id(value)] = value
-        referred = references(value)
-        if referred:
+        if self._inspect_value(value, found):
             self._to_rebind.setdefault(id(module), []).append(name)
-            found.update((id(reference), reference) for reference in referred)
         elif may_refer_later(value):
             self._to_search.append((module.__dict__, name))
+
+    def _inspect_value(self, value: Any, found: dict[int, nn.Module | torch.Tensor]) -> bool:
+        """Add what an attribute's value refers to to `found`; return whether it refers to anything."""
+        self.compiled = self.compiled or torch_private.is_compiled(value)
+        self.replays_cuda_graphs = self.replays_cuda_graphs or torch_private.replays_cuda_graphs(value)
+        if issubclass(type(value), torch.Tensor) and not value.requires_grad and not value.is_meta:
+            self.constants[id(value)] = value
+        referred = references(value)
+        found.update((id(reference), reference) for reference in referred)
+        return bool(referred)
 
     def _sort_tensors(self, found: dict[int, nn.Module | torch.Tensor]) -> None:
         if any(buffer.requires_grad for buffer in self.buffers.values()):
@@ -382,7 +405,9 @@ class Blueprint:
             self.parameters.update(need_grad)
             self.buffers = {key: buffer for key, buffer in self.buffers.items() if key not in need_grad}
         for key, tensor in found.items():
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad and key not in self.parameters:
+            if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+                continue
+            if tensor.requires_grad and key not in self.parameters:
                 (self.parameters if tensor.is_leaf else self.histories)[key] = tensor
         for key in self.constants.keys() & (self.parameters.keys() | self.buffers.keys()):
             del self.constants[key]
@@ -400,6 +425,8 @@ class Blueprint:
                 own[key].__dict__[name] = rebound
         for key, name, value in self._script_attributes:
             torch_private.set_script_attribute(own[key], name, rebind(value, own, memo))
+        for key, slot, value in self._slots:
+            slot.__set__(own[key], rebind(value, own, memo))
 
 
 def warn_of_observers(blueprint: Blueprint, devices: Sequence[torch.device], warnings: ModelWarnings) -> None:
@@ -422,14 +449,15 @@ def names_of(modules: Sequence[nn.Module], root: nn.Module) -> list[str]:
     return [paths.get(id(module), f"a {type(module).__name__}") for module in modules]
 
 
-Link: TypeAlias = tuple[nn.Module, str, Any]  # a module of a replica, the name of an attribute, its live value
+# What sets an attribute, where (the dict of a module of a replica, or the module), its name, and its live value.
+Link: TypeAlias = tuple[Callable[..., object], Any, str, Any]
 
 
 def unlinked_at_deletion(links: list[Link]) -> at_deletion | None:
     """Return what sets attributes to the live values when it goes: a replica is freed with the last reference to it."""
     if not links:
         return None
-    return at_deletion(*[map(setitem, [module.__dict__], [name], [value]) for module, name, value in links])
+    return at_deletion(*[map(set_, [owner], [name], [value]) for set_, owner, name, value in links])
 
 
 def check_initialized(root: nn.Module, tensors: Iterable[torch.Tensor | None]) -> None:

@@ -51,6 +51,13 @@ _SPLIT = (
     "the inputs were split by rows, {sizes}: {each}. If an input has no batch dimension (class weights, a "
     "table, weights of layers), give every replica all of it, such as in_dims={in_dims}"
 )
+_SPLIT_ONLY = (
+    "the inputs were split by rows, {sizes}: {each}. If its rows (samples) are on another dimension: in_dims={in_dims}"
+)
+_ARRAYS = (
+    "no input has rows, because {each}: only tensors are split, so one replica got everything. Give a tensor: "
+    "torch.from_numpy({path})"
+)
 _SPLIT_ENTRIES = (
     "the inputs were split by rows, {sizes}: {each}. If a list has one entry for each row, make it a unisono.SampleList"
 )
@@ -328,20 +335,41 @@ class Arguments:
         return _named([f"{paths[i]} of shape {tuple(self.leaves[i].shape)} along dim {self.axes[i]}" for i in numbers])
 
     def how_split(self, sizes: Sequence[int]) -> str | None:
-        """Return how the inputs were split, in words, and what to write if one of them has no rows.
+        """Return how the inputs were split, in words, and what to write if that is not meant.
 
-        None: one tensor has been split, which is the batch, or none; but the only one in a list may be one row.
+        None: there is nothing to doubt. The only tensor in a list may be one row.
         """
+        if self.rows is None:
+            return self._arrays()
         split = self._split_numbers()
         lists = self._split_lists(fewest=1 if len(split) == 1 else 2)
-        if len(sizes) < 2 or (len(split) < 2 and not lists):
+        if len(sizes) < 2 or not split or (len(split) == 1 and not lists and self.leaves[split[0]].dim() == 1):
             return None
         each = self.described(split)
         rows = f"{self.rows} = {' + '.join(map(str, sizes))}"
         if lists:
             return _SPLIT_ENTRIES.format(sizes=rows, each=each)
+        if len(split) == 1:
+            return _SPLIT_ONLY.format(sizes=rows, each=each, in_dims=self._in_dims_elsewhere(split[0]))
         in_dims = self.in_dims_with_whole(self.may_have_no_rows()[0])
         return _SPLIT.format(sizes=rows, each=each, in_dims=in_dims)
+
+    def _in_dims_elsewhere(self, number: int) -> Any:
+        """Return the `in_dims` with which the only tensor that is split is split along the first other axis."""
+        axis = 1 if self.axes[number] in (0, -self.leaves[number].dim()) else 0
+        if sum(isinstance(leaf, torch.Tensor) for leaf in self.leaves) == 1:
+            return axis
+        axes = [axis if each == number else own for each, own in enumerate(self.axes)]
+        return in_dims_of(*self._structure(), axes, self._dim)
+
+    def _arrays(self) -> str | None:
+        """Return in words which inputs are numpy's arrays; None: none is."""
+        each = zip(self.paths(), self.leaves, self.axes, strict=True)
+        kinds = ((path, type(leaf)) for path, leaf, axis in each if _num_entries(leaf, axis or 0) is not None)
+        arrays = [path for path, kind in kinds if kind.__module__ == "numpy"]
+        if not arrays:
+            return None
+        return _ARRAYS.format(each=_named([f"{path} is a numpy.ndarray" for path in arrays]), path=arrays[0])
 
     def first_rows(self, rows: int) -> "Arguments | None":
         """Return arguments with the first `rows` rows, copied; if there are fewer, they are repeated.

@@ -4,7 +4,6 @@ Two objects that hold the same can stand for each other. Classes, functions, dev
 they say what an object does, or where it is, not what is in it.
 """
 
-import contextlib
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -101,21 +100,28 @@ def _inside(value: Any) -> dict[str, Any] | None:
 def attributes_of(value: object) -> dict[str, Any]:
     """Return what an object has in its `__dict__`, and in the slots of its class; no code of the class is called."""
     found: dict[str, Any] = {}
-    has_dict = False
+    of_dict: Any = next((vars(base)["__dict__"] for base in type(value).__mro__ if "__dict__" in vars(base)), None)
+    if type(of_dict) in _DESCRIPTORS:  # a property of that name is another object's, as a proxy's
+        found.update(of_dict.__get__(value))
+    for name, _, held in filled_slots(value):
+        found.setdefault(name, held)
+    return found
+
+
+def filled_slots(value: object) -> Iterator[tuple[str, types.MemberDescriptorType, Any]]:
+    """Yield the attributes that an object has in slots of its class (`__slots__`), with the slots."""
     for base in type(value).__mro__:
         of_base = vars(base)
-        if not has_dict and "__dict__" in of_base:
-            has_dict = True
-            if type(of_base["__dict__"]) in _DESCRIPTORS:  # a property of that name is another object's, as a proxy's
-                found.update(of_base["__dict__"].__get__(value))
         slots = of_base.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             attribute = f"_{base.__name__.lstrip('_')}{name}" if _is_private(name) else name
             slot = of_base.get(attribute)
-            if type(slot) is types.MemberDescriptorType and attribute not in found:
-                with contextlib.suppress(AttributeError):  # it is empty
-                    found[attribute] = slot.__get__(value)
-    return found
+            if type(slot) is types.MemberDescriptorType:
+                try:
+                    held = slot.__get__(value)
+                except AttributeError:  # it is empty
+                    continue
+                yield attribute, slot, held
 
 
 def _is_private(name: str) -> bool:

@@ -29,6 +29,7 @@ _NUMBERS = "numbers in outputs"
 _SIZES = "sizes in outputs"
 
 _MOST_NAMED = 4
+_NUMBERS_OF_PYTHON = (bool, int, float, complex)
 _LIST = (
     "{path} is a {kind} with as many entries as each replica has rows (samples): the first entries of all "
     "replicas are joined, then the second ones, and so on, as in torch. If each entry belongs to a row, "
@@ -129,9 +130,24 @@ def _has_other_size(leaf: Leaf, sizes: Sequence[int]) -> bool:
 def _become_a_list(leaf: Leaf) -> bool:
     """Return whether the replicas' numbers become a list: by `scalars` bools and complex numbers do, too."""
     value = leaf.given[0]
-    if not isinstance(value, int | float | complex) or leaf.is_scalar:
+    if not isinstance(value, int | float | complex) or leaf.is_scalar or is_own_mean(leaf.scalars, leaf.given):
         return False
     return leaf.scalars == "stack" or isinstance(value, bool | complex)
+
+
+def is_own_mean(rule: str, given: Sequence[Any]) -> bool:
+    """Return whether the rule asks for a mean of what is the same in all replicas, and so stays as it is.
+
+    Numbers and bools, also in 0-dim tensors, of which the mean of integers would be a float. What may have a gradient
+    is not looked at. On an accelerator this waits for tensors of integers.
+    """
+    if not rule.startswith("mean"):
+        return False
+    first = given[0]
+    if isinstance(first, torch.Tensor):
+        is_exact = not (first.is_floating_point() or first.is_complex())
+        return is_exact and len({tensor.item() for tensor in given}) == 1
+    return isinstance(first, _NUMBERS_OF_PYTHON) and all(type(v) is type(first) and v == first for v in given)
 
 
 def _is_size_of_rows(given: Sequence[Any], sizes: Sequence[int]) -> bool:

@@ -15,7 +15,7 @@ from unisono.primitives import batch_types, pytree
 from unisono.primitives.batch_types import batch_type_of
 from unisono.primitives.dims import OutputRules, Padding, spread
 from unisono.primitives.object_state import same_state, state_of
-from unisono.primitives.output_rows import Leaf, warn_of_other_rows
+from unisono.primitives.output_rows import Leaf, is_own_mean, warn_of_other_rows
 from unisono.primitives.placements import (
     PaddedShard,
     Placement,
@@ -146,7 +146,9 @@ class Outputs:
             return self._joined(self._tensors(path, given, axis, padding, rule))
         if batch_type_of(given[0]) is not None:
             return self._batches(path, given, num_counting=1 if axis is None else len(given))
-        if axis is not None and rule != "stack" and all(_is_number(value) for value in given):
+        if axis is not None and is_own_mean(rule, given):
+            value = given[0]
+        elif axis is not None and rule != "stack" and all(_is_number(value) for value in given):
             weights = self._weights(path, rule, len(given))
             value = sum(v if w == 1 else v * w for v, w in zip(given, weights, strict=True) if w)
         else:
@@ -167,6 +169,8 @@ class Outputs:
             _check_agree(path, given)
             return Group((first, *[None] * (len(given) - 1)), Single(0))
         if first.ndim == 0:
+            if is_own_mean(rule, given):
+                return Group((first, *[None] * (len(given) - 1)), Single(0))
             if rule != "stack":
                 return Group(given, WeightedSum(self._weights(path, rule, len(given))))
             if self._warnings is not None:

@@ -94,15 +94,16 @@ def check_device(root: nn.Module, tensors: Iterable[torch.Tensor], device: torch
     _check_whole(root, tensors)
     for tensor in tensors:
         if tensor.device != device and not _devices.same_device(tensor.device, device):
-            named = (*root.named_parameters(), *root.named_buffers())
+            named = (*root.named_parameters(), *(() if tensor.is_meta else root.named_buffers()))
             name = next((name for name, other in named if other is tensor), None)
             if name is None:
-                continue  # only an attribute refers to it: each replica gets a copy
+                continue  # only an attribute refers to it: each replica gets a copy; or it is a buffer without data
             where = f"module must have its parameters and buffers on device {device} (device_ids[0]), but {name} is on"
             if tensor.is_meta:
                 raise RuntimeError(
                     f"{where} the meta device, which stores no data. First allocate the module, "
-                    f"model.to_empty(device={str(device)!r}), and load or initialise its parameters."
+                    f"model.to_empty(device={str(device)!r}), and load or initialise its parameters. A module that "
+                    "is only a template for torch.func.functional_call belongs in a list: self.base = [base]."
                 )
             raise RuntimeError(
                 f"{where} {tensor.device}. First move the whole module there, model.to({str(device)!r}), or "

@@ -19,6 +19,11 @@ import torch
 
 log = logging.getLogger("unisono")
 _LONGEST_SHOWN = 200  # characters of a value in a message
+_THREAD_LOCAL = (
+    "the calling thread has set {name!r} in a threading.local, which is empty in the threads of the other replicas. "
+    "Pass the value as an input, make it an attribute of the module, or use a contextvars.ContextVar: replicas see the "
+    "caller's."
+)
 _NOT_THE_USERS = ("unisono", "torch", "pytest_unisono")  # packages between the user's line and a warning
 
 
@@ -117,7 +122,7 @@ def places_of_threads(idents: Mapping[int, int]) -> dict[int, str]:
         if (inner := frames.get(ident)) is None:
             continue
         frame: types.FrameType | None = inner
-        while frame is not None and _package(frame) in (*_NOT_THE_USERS, "threading"):
+        while frame is not None and not (is_users(frame) and _package(frame) != "threading"):
             frame = frame.f_back
         code, line = (frame or inner).f_code, (frame or inner).f_lineno
         text = linecache.getline(code.co_filename, line).strip()
@@ -138,7 +143,7 @@ def log_once(message: str) -> None:
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Issue a warning about the user's line: that of the innermost frame that is not unisono's or torch's."""
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and _package(frame) in _NOT_THE_USERS:
+    while frame.f_back is not None and not is_users(frame):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)
 
@@ -146,9 +151,14 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 def users_line() -> str:
     """Return the place, file:line, that a warning would be about."""
     frame = sys._getframe()
-    while frame.f_back is not None and _package(frame) in _NOT_THE_USERS:
+    while frame.f_back is not None and not is_users(frame):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def is_users(frame: types.FrameType) -> bool:
+    """Return whether a frame runs code that is neither unisono's nor torch's."""
+    return _package(frame) not in _NOT_THE_USERS
 
 
 def _package(frame: types.FrameType) -> str:
@@ -217,4 +227,12 @@ def annotate(errors: list[tuple[str, BaseException]]) -> BaseException:
     for elsewhere, other in errors[1:]:
         if other is not first:
             add_note(first, f"{elsewhere} raised too: {described(other)}")
-    return first
+    return note_thread_local(first)
+
+
+def note_thread_local(error: BaseException) -> BaseException:
+    """Return an error, with a note if it asks a threading.local for what only the calling thread has there."""
+    holder = getattr(error, "obj", None)
+    if isinstance(error, AttributeError) and isinstance(holder, threading.local) and error.name in vars(holder):
+        add_note(error, _THREAD_LOCAL.format(name=error.name))
+    return error

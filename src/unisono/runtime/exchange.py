@@ -29,6 +29,7 @@ from unisono.runtime import timeline
 from unisono.runtime.errors import ReplicaNames, log, log_once, places_of_threads, threads_timed_out
 from unisono.runtime.interrupts import WAKE_S, deliver, uninterruptible
 from unisono.runtime.rng import waiting_for_others
+from unisono.runtime.stuck_threads import StuckThreads
 from unisono.runtime.thread_pool import PassContext, ReplicaContext, inside_replica
 
 T = TypeVar("T")
@@ -98,9 +99,9 @@ class Request(NamedTuple):
         return self.purpose.describe(self)
 
 
-LOGGED_AFTER_S = 10.0  # without progress
+LOGGED_AFTER_S = 10.0  # without progress; sooner where the replicas that have not come do not move
 _NO_PROGRESS = (
-    "no progress for {seconds:g} s, while replicas wait for each other: {places}. If one waits for a lock "
+    "no progress for {seconds:.0f} s, while replicas wait for each other: {places}. If one waits for a lock "
     "that another one holds, this is a deadlock: release the lock around that call of the model, or give "
     "timeout=."
 )
@@ -138,6 +139,7 @@ class Exchange:
     ) -> None:
         self._timeout_s, self._names, self._progress_at = timeout_s, names, time.monotonic()
         self.threads: dict[int, int] = {}
+        self._stuck: StuckThreads | None = None
         self._cross_process = cross_process
         self.failed = self.all_withdrawn = self._is_logged = False
         self.one_kind_of_device = cross_process is None or cross_process.one_kind_of_device
@@ -179,9 +181,11 @@ class Exchange:
         if self.error is not None or not self._waiting:
             return
         waited_s = time.monotonic() - self._progress_at
-        if waited_s > LOGGED_AFTER_S and not self._is_logged:
+        self._stuck = self._stuck or StuckThreads()
+        late = [self.threads[i] for i in sorted(self._present - self._waiting.keys()) if i in self.threads]
+        if not self._is_logged and (waited_s > LOGGED_AFTER_S or self._stuck.are_found(late, waited_s)):
             self._is_logged = True
-            self._log_places()
+            self._log_places(waited_s)
         if self._timeout_s is None or waited_s <= self._timeout_s:
             return
         stuck = {i: self.threads.get(i, 0) for i in sorted(self._present - self._waiting.keys())}
@@ -190,14 +194,14 @@ class Exchange:
             log.error("%s", self.error)
         self._condition.notify_all()
 
-    def _log_places(self) -> None:
+    def _log_places(self, waited_s: float) -> None:
         """Log where each replica of this process is: one may wait for what another one holds, for ever."""
         places = places_of_threads(self.threads)
         texts = []
         for i in sorted(self._present & self.threads.keys()):
             waits = f" waits for the others at {self._waiting[i][0]}," if i in self._waiting else " has not come:"
             texts.append(f"{self._names[i] if self._names else f'replica {i}'}{waits} {places.get(i, 'place unknown')}")
-        log_once(_NO_PROGRESS.format(seconds=LOGGED_AFTER_S, places="; ".join(texts)))
+        log_once(_NO_PROGRESS.format(seconds=waited_s, places="; ".join(texts)))
 
     def submit(self, index: int, request: Request, callback: Callable[[Response], None]) -> None:
         """Submit a replica's request; `callback` is called with the response, now or as soon as it is known."""

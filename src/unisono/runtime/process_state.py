@@ -12,8 +12,8 @@ call them: so names that a program has imported earlier work, too. They are caug
 Guarantees
     - Where the data leads replicas different ways, one of them raises an error that names the changes. Replicas that
       have ended are not waited for.
-    - Forward-mode differentiation, which torch can do in one thread at a time, is an error in replicas that run at the
-      same time. torch.fx traces, as `torch.func.linearize` does, in one replica after the other.
+    - Forward-mode differentiation, of which torch has one level for all threads, and traces of torch.fx, as of
+      `torch.func.linearize`, happen in one thread after the other. What a replica leaves open ends with its task.
     - Lanes of a map compute different batches. A lane that changes the state, or does one of these, waits until no
       other lane is in the middle of a batch, and then runs the rest of its batch alone.
     - `warnings.catch_warnings` is no meeting point: it changes no number, and libraries use it anywhere, also once a
@@ -27,6 +27,7 @@ that is left alone, after Ctrl-C or a `timeout`, changes the state by itself.
 
 import contextlib
 import functools
+import math
 import sys
 import threading
 import warnings
@@ -35,18 +36,24 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any, TypeVar
 
 from unisono.runtime import thread_pool, torch_private
-from unisono.runtime.errors import ReplicaTimeout
+from unisono.runtime.errors import ReplicaTimeout, log_once
 from unisono.runtime.exchange import Exchange, Purpose, Request, replica_exchange
+from unisono.runtime.forks import in_forked_child
 from unisono.runtime.interrupts import WAKE_S, acquire, deliver, uninterruptible
 from unisono.runtime.stand_ins import StandIn, while_replicas_run
 
 T = TypeVar("T")
 
 _FORWARD_MODE = (
-    "forward-mode differentiation (torch.func.jvp, jacfwd, hessian; torch.autograd.forward_ad) in replicas: "
-    "torch can do it in one thread at a time only. Use reverse mode (torch.func.vjp, jacrev; "
-    "torch.autograd.grad with create_graph=True), one process for each device (torchrun, with the same "
-    "line), or one device."
+    "forward-mode differentiation (torch.func.jvp, jacfwd, hessian; torch.autograd.forward_ad) in replicas: torch can "
+    "do it in one thread at a time, so replicas do it one after the other. To do it at once, use reverse mode "
+    "(torch.func.vjp, jacrev; torch.autograd.grad with create_graph=True), or one process for each device (torchrun, "
+    "with the same line)."
+)
+_CHANGE_IN_FORWARD_MODE = (
+    "{name} inside forward-mode differentiation: replicas change this setting together, but differentiate in forward "
+    "mode one after the other. Change it around the differentiation (torch.func.jvp, jacfwd, hessian, dual_level), or "
+    "around the model."
 )
 
 
@@ -66,6 +73,8 @@ def change(name: str, make: Callable[[], T]) -> T | None:
     run, index = thread_pool.current_run()
     if _is_alone() or run is None:
         return make()
+    if _has_turn():  # others wait for the turn, so they would never come
+        raise RuntimeError(_CHANGE_IN_FORWARD_MODE.format(name=name))
     exchange = replica_exchange() or _exchange_of(run)
     if exchange.is_last(index):
         return make()
@@ -167,6 +176,7 @@ class LaneTurns:
             yield
         finally:
             _thread.batch = None
+            _end_turn()
             with self._condition:
                 self._running.remove(mine)
                 self._alone = None if self._alone is mine else self._alone
@@ -212,8 +222,8 @@ class _Batch:
 def _stand_ins() -> Iterator[StandIn]:
     for owner, name in torch_private.process_state_setters():
         yield owner, name, functools.partial(_together, name)
-    for owner, name in torch_private.forward_mode_beginnings():
-        yield owner, name, _refused
+    for owner, name in torch_private.forward_mode():
+        yield owner, name, _IN_FORWARD_MODE[name]
     for owner, name in torch_private.tracing():
         yield owner, name, _in_turns
     for cell in torch_private.cell_of_cached_parametrizations():
@@ -236,16 +246,58 @@ def _together(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     return together
 
 
-def _refused(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what is called in place of a function that begins forward-mode differentiation."""
+def _beginning(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what is called in place of a function that begins forward-mode differentiation, until `_ending`."""
 
     @functools.wraps(original)
-    def refused(*args: Any, **kwargs: Any) -> Any:
-        if thread_pool.inside_replica() and not _is_alone():
-            raise RuntimeError(_FORWARD_MODE)
-        return original(*args, **kwargs)
+    def begin(*args: Any, **kwargs: Any) -> Any:
+        is_mine = _take_turn(_FORWARD_MODE)
+        try:
+            return original(*args, **kwargs)
+        except BaseException:
+            if is_mine:
+                _give_turn()
+            raise
 
-    return refused
+    return begin
+
+
+def _ending(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what is called in place of a function that ends what `_beginning` has begun."""
+
+    @functools.wraps(original)
+    def end(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        finally:
+            if _has_turn():
+                _give_turn()
+
+    return end
+
+
+def _in_context(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what is called in place of a function that returns a context of forward-mode differentiation."""
+
+    @functools.wraps(original)
+    @contextlib.contextmanager
+    def context(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        is_mine = _take_turn(_FORWARD_MODE)
+        try:
+            with original(*args, **kwargs) as value:
+                yield value
+        finally:
+            if is_mine:
+                _give_turn()
+
+    return context
+
+
+_IN_FORWARD_MODE: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "enter_dual_level": _beginning,
+    "exit_dual_level": _ending,
+    "jvp_increment_nesting": _in_context,
+}
 
 
 def _in_turns(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -259,15 +311,60 @@ def _in_turns(original: Callable[..., Any]) -> Callable[..., Any]:
     def in_turn(*args: Any, **kwargs: Any) -> Any:
         if not thread_pool.inside_replica() or _is_alone():
             return original(*args, **kwargs)
-        while not acquire(_turn, 1.0):
-            pass
+        is_mine = _take_turn()
         try:
             with alone():
                 return original(*args, **kwargs)
         finally:
-            _turn.release()
+            if is_mine:
+                _give_turn()
 
     return in_turn
+
+
+def _take_turn(said: str = "") -> bool:
+    """Wait for the turn of the calling thread, which may have it already; return False where it must not wait.
+
+    Args:
+        said: what the log says, once, where several replicas run.
+    """
+    if _is_loading(sys._getframe(1)):
+        return False
+    is_alone, run = _is_alone(), thread_pool.current_run()[0]  # a lane waits until it is
+    if not _has_turn():
+        if said and not is_alone and run is not None and run.num_tasks > 1:
+            log_once(said)
+        acquire(_turn, math.inf)
+        torch_private.take_forward_mode(threading.get_ident())
+        thread_pool.at_end_of_task(_end_turn)
+    _thread.depth = getattr(_thread, "depth", 0) + 1
+    return True
+
+
+def _give_turn() -> None:
+    if _thread.depth == 1:
+        _end_turn()
+    else:
+        _thread.depth -= 1
+
+
+def _end_turn() -> None:
+    """Give up the turn if the calling thread has it: also where forward leaves a level open."""
+    if _has_turn():
+        _thread.depth = 0
+        thread_pool.at_end_of_task(None)
+        torch_private.take_forward_mode(None)
+        _turn.release()
+
+
+def _has_turn() -> bool:
+    return getattr(_thread, "depth", 0) > 0
+
+
+def _after_fork() -> None:
+    global _turn  # a thread that does not exist here may have it
+    _turn, _thread.depth = threading.Lock(), 0
+    torch_private.take_forward_mode(None)
 
 
 # ---- warnings.catch_warnings -----------------------------------------------------------------------
@@ -348,4 +445,5 @@ def _cache_of_replica() -> Any:
 _lock = threading.Lock()
 _turn = threading.Lock()
 _thread = threading.local()
+in_forked_child(_after_fork)
 while_replicas_run.add(_stand_ins)

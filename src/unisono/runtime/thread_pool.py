@@ -37,7 +37,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import compress
 from operator import not_
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -49,6 +48,7 @@ from unisono.runtime.errors import ReplicaNames, ReplicaTimeout, log, threads_ti
 from unisono.runtime.forks import in_forked_child
 from unisono.runtime.interrupts import WAKE_S, deliver
 from unisono.runtime.stand_ins import while_replicas_run
+from unisono.runtime.stuck_threads import StuckThreads, sleep_state
 from unisono.runtime.thread_state import ThreadState, modes_that_stay
 
 T = TypeVar("T")
@@ -244,16 +244,18 @@ def _run_in_threads(
             if together.on_end is not None:
                 together.on_end(here, ended[here])
             _raise_if_urgent(ended[here])
-        progress_at = time.monotonic()
+        progress_at, stuck = time.monotonic(), None
         while num_running:
             try:
                 index, ended_now = done.get(timeout=WAKE_S)
             except Empty:
                 deliver()
-                if timeout_s is not None and time.monotonic() - progress_at > timeout_s:
-                    running = [(i, w) for i, w in zip(in_workers, workers, strict=True) if i not in ended]
-                    stuck = {i: worker.thread.ident or 0 for i, worker in running}
-                    raise threads_timed_out(stuck, timeout_s, names) from None
+                waited_s, pairs = time.monotonic() - progress_at, zip(in_workers, workers, strict=True)
+                running = {i: worker.thread.ident or 0 for i, worker in pairs if i not in ended}
+                if timeout_s is not None and waited_s > timeout_s:
+                    raise threads_timed_out(running, timeout_s, names) from None
+                stuck = stuck or StuckThreads()  # not before: most steps do not come here
+                stuck.say(running, names or [f"replica {i}" for i in range(num_tasks)], waited_s)
                 continue
             num_running, progress_at = num_running - 1, time.monotonic()
             ended[index] = ended_now
@@ -413,6 +415,11 @@ def replica_path() -> tuple[int, ...]:
     return _thread.replica_path
 
 
+def at_end_of_task(function: Callable[[], None] | None) -> None:
+    """Have a function called when the calling thread's replica ends; None: nothing."""
+    _thread.at_end = function
+
+
 def _outcome(task: Callable[[], T]) -> Outcome[T]:
     try:
         return Outcome(value=task())
@@ -520,11 +527,14 @@ class _AsReplica:
         if self._streams is not None:
             self._using = _devices.using(self._device, self._streams)
             self._using.__enter__()
-        self._before = _thread.replica_device, _thread.replica_path
+        self._before = _thread.replica_device, _thread.replica_path, _thread.at_end
         _thread.replica_device, _thread.replica_path = self._device, (*self._before[1], self._index)
+        _thread.at_end = None
 
     def __exit__(self, *error: Any) -> None:
-        _thread.replica_device, _thread.replica_path = self._before
+        if _thread.at_end is not None:
+            _thread.at_end()
+        _thread.replica_device, _thread.replica_path, _thread.at_end = self._before
         if self._using is not None:
             self._using.__exit__(*error)
 
@@ -652,7 +662,7 @@ class _Pool:
             running = []
             for worker in workers:
                 if worker.thread.is_alive():
-                    state = _sleep_state(worker.thread)
+                    state = sleep_state(worker.thread.native_id)
                     since, before = asleep_since.get(id(worker), (now, None))
                     asleep_since[id(worker)] = (since if state == before else now), state
                     if state is None or now - asleep_since[id(worker)][0] < _EXIT_ASLEEP_S:
@@ -675,19 +685,6 @@ def _nothing(index: int) -> Outcome[None]:
     return _DONE
 
 
-def _sleep_state(thread: threading.Thread) -> object:
-    """Return what stays the same as long as a thread sleeps, how often it has waited; None: it runs, or is not known.
-
-    Its processor time would not do: a loop that sleeps for 10 ms each time takes hardly any.
-    """
-    try:
-        lines = Path(f"/proc/self/task/{thread.native_id}/status").read_text().splitlines()
-    except OSError:
-        return None
-    facts = dict([line.split(":\t", 1) for line in lines if ":\t" in line])
-    return facts.get("voluntary_ctxt_switches", "") if facts.get("State", "R")[0] in "SD" else None
-
-
 def _after_fork() -> None:
     _pool.forget()
     _backgrounds.clear()
@@ -702,6 +699,7 @@ class _ThreadLocal(threading.local):
     replica_device: torch.device | None = None
     replica_path: tuple[int, ...] = ()
     run: tuple[Run | None, int] = (None, 0)
+    at_end: Callable[[], None] | None = None
 
 
 _thread = _ThreadLocal()

@@ -686,8 +686,24 @@ def has_transforms() -> bool:
 
 
 def is_forward_mode() -> bool:
-    """Return whether some thread differentiates in forward mode: torch has one level for all. Fallback: False."""
-    return bool(getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0)
+    """Return whether this thread differentiates in forward mode: torch has one level for all. Fallback: False.
+
+    It may be another thread's only where one has taken it (`take_forward_mode`).
+    """
+    is_open = getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
+    return bool(is_open and _forward_mode.thread in (None, threading.get_ident()))
+
+
+def take_forward_mode(ident: int | None) -> None:
+    """Note that a thread alone differentiates in forward mode from now on; None: any may."""
+    _forward_mode.thread = ident
+
+
+class _ForwardMode:
+    thread: int | None = None
+
+
+_forward_mode = _ForwardMode()
 
 
 def is_tracing() -> bool:
@@ -912,10 +928,11 @@ def process_state_setters() -> Iterator[tuple[Any, str]]:
     return ((owner, name) for owner, names in _PROCESS_STATE_SETTERS for name in names if name in vars(owner))
 
 
-def forward_mode_beginnings() -> Iterator[tuple[Any, str]]:
-    """Yield each function with which forward-mode differentiation begins, as above. Fallback: as above."""
+def forward_mode() -> Iterator[tuple[Any, str]]:
+    """Yield the functions with which forward-mode differentiation begins and ends, as above. Fallback: as above."""
     of_func: Any = torch._functorch.eager_transforms
-    places = (torch.autograd.forward_ad, "enter_dual_level"), (of_func, "jvp_increment_nesting")
+    by_hand = torch.autograd.forward_ad
+    places = (by_hand, "enter_dual_level"), (by_hand, "exit_dual_level"), (of_func, "jvp_increment_nesting")
     return ((owner, name) for owner, name in places if hasattr(owner, name))
 
 

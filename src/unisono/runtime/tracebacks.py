@@ -10,6 +10,7 @@ in the environment all stay.
 import os
 import sys
 from collections.abc import Callable
+from dis import opmap
 from functools import wraps
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
@@ -20,6 +21,7 @@ from unisono.runtime.thread_pool import inside_replica
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_RAISE = opmap["RAISE_VARARGS"]
 _PACKAGE = __name__.partition(".")[0]
 _SHOWS_NOTES = (8, 14)  # the first IPython that does
 _TORCH_CALLS = {  # how torch calls a module, and a backward: (module, function)
@@ -66,6 +68,14 @@ def without_own_frames(function: Callable[P, T]) -> Callable[P, T]:
             raise
 
     return called
+
+
+def is_raised_by_unisono(error: BaseException) -> bool:
+    """Return whether an exception comes from a `raise` of unisono's, and not from the user's code or torch."""
+    entry = error.__traceback__
+    while entry is not None and entry.tb_next is not None:
+        entry = entry.tb_next
+    return entry is not None and _is_own(entry) and entry.tb_frame.f_code.co_code[entry.tb_lasti] == _RAISE
 
 
 def _without_own_frames(first: TracebackType | None, *, raises: bool) -> TracebackType | None:

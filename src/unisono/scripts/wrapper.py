@@ -92,6 +92,7 @@ class DataParallel(OwnDataParallel, metaclass=_NamedAsTorchs):
     """
 
     _option_names: ClassVar[frozenset[str]] = OwnDataParallel._option_names - _NOT_TORCHS
+    _says_names_of_both: ClassVar[bool] = False  # a script for torch's wrapper writes model.module
     __class_getitem__: Any = classmethod(GenericAlias)  # torch's is generic: `nn.DataParallel[Model]`
 
     def __init__(

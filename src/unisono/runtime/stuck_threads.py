@@ -1,0 +1,82 @@
+"""Threads that others wait for, and that do not move: they may wait for a lock that a waiting thread holds.
+
+Such a wait has no end, and nothing raises there. So the log says where the threads are, once for one wait. Stuck are
+threads that have run no instruction for a while, and whose innermost frame is of the user's code. Where the system
+tells whether a thread sleeps (Linux), one that computes is not called stuck. One that sleeps need not wait for a lock:
+what is said holds for both.
+"""
+
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from unisono.runtime.errors import is_users, log_once, places_of_threads
+
+SAID_AFTER_S = 3.0  # without progress
+_LONGER = 4  # times that, where the system does not tell
+_HELD = (
+    "no progress for {seconds:.0f} s, while the calling thread waits: {places}. A lock that the calling thread holds, "
+    "an RLock too, is not held by the threads of the other replicas. If one waits for it, this is a deadlock: release "
+    "the lock around that call of the model, or give timeout=."
+)
+
+
+class StuckThreads:
+    """Finds that none of the threads moves for which somebody waits. It is called several times a second."""
+
+    def __init__(self) -> None:
+        self._states: list[object] = []
+        self._since = 0.0
+        self._is_found = False
+
+    def are_found(self, idents: Sequence[int], waited_s: float) -> bool:
+        """Return, once, whether none has moved for a while.
+
+        Args:
+            waited_s: since there was progress.
+        """
+        if self._is_found or waited_s < SAID_AFTER_S / 3 or not idents:
+            return False
+        states, now = _states(idents), time.monotonic()
+        if states != self._states:
+            self._states, self._since = states, now
+        enough_s = SAID_AFTER_S * 2 / 3 * (1 if _SYSTEM_TELLS else _LONGER)
+        self._is_found = now - self._since > enough_s
+        return self._is_found
+
+    def say(self, idents: Mapping[int, int], names: Mapping[int, str] | Sequence[str], waited_s: float) -> None:
+        """Log where replicas are, by index, if none of their threads moves while the calling thread waits for them."""
+        if self.are_found([*idents.values()], waited_s):
+            places = places_of_threads(idents)
+            texts = [f"{names[i]} is at {places.get(i, 'a place unknown')}" for i in idents]
+            log_once(_HELD.format(seconds=waited_s, places="; ".join(texts)))
+
+
+def _states(idents: Sequence[int]) -> list[object]:
+    """Return what is equal for two looks if no thread has moved between them."""
+    frames = sys._current_frames()
+    native_ids = {thread.ident: thread.native_id for thread in threading.enumerate()}
+    states: list[object] = []
+    for ident in idents:
+        frame, asleep = frames.get(ident), sleep_state(native_ids.get(ident)) or not _SYSTEM_TELLS
+        may_wait = frame is not None and asleep and is_users(frame)
+        states.append((id(frame), frame.f_lasti, asleep) if frame is not None and may_wait else object())
+    return states
+
+
+def sleep_state(native_id: int | None) -> object:
+    """Return what stays the same as long as a thread sleeps, how often it has waited; None: it runs, or is not known.
+
+    Its processor time would not do: a loop that sleeps for 10 ms each time takes hardly any.
+    """
+    try:
+        lines = Path(f"/proc/self/task/{native_id}/status").read_text().splitlines()
+    except OSError:
+        return None
+    facts = dict([line.split(":\t", 1) for line in lines if ":\t" in line])
+    return facts.get("voluntary_ctxt_switches", "") if facts.get("State", "R")[0] in "SD" else None
+
+
+_SYSTEM_TELLS = Path("/proc/self/task").is_dir()
