@@ -29,9 +29,10 @@ themselves, in one direction and in the other, and each value may differ by twic
 gradient's scale is the largest gradient of any parameter (measured on a ResNet-18 whose rows were put into another
 order: gradients moved by up to 3 times their own largest value, by 2e-6 of the largest of all). Among the millions of
 activations of a ResNet some nearly always lie at the kink of a ReLU: gradients move by 1e-3 to 1e-2 of the largest when
-parameters and inputs are changed by 1e-6 of themselves, and by as much between one device and two. So if gradients
-differ and outputs do not, gradients may differ by twice as much as the changed step moves them, but by a tenth of the
-largest at most, and the report says so. If a GPU computes float32 products with TF32, float32 counts as float16.
+parameters and inputs are changed by 1e-6 of themselves, and by as much between one device and two. So values that
+differ may differ by twice as much as the changed step moves them (gradients: as it moves any of them), but by a tenth
+of the scale at most, and the report says so; what it moves further is not judged. If a GPU computes float32 products
+with TF32, float32 counts as float16.
 """
 
 import contextlib
@@ -289,55 +290,46 @@ def _described(tensor: torch.Tensor | None) -> str:
     return "none" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}".removeprefix("torch.")
 
 
-def is_undecided(row: Row, tolerance: Tolerance) -> bool:
-    """Return whether it matters how far rounding moves the value: it differs, or the floor may hide that it does."""
-    if row.kind is not Kind.GRADIENT or row.differs:
-        return row.differs and math.isfinite(row.difference)
-    return row.difference > tolerance.rtol * row.value and row.allowed > _MOVES * row.value
-
-
-def decided(rows: Sequence[Row], nudged: Iterable[Sequence[Row]], tolerance: Tolerance) -> list[Row]:
+def decided(
+    rows: Sequence[Row], nudged: Iterable[Sequence[Row]], tolerance: Tolerance, *, coarsely: bool = False
+) -> list[Row]:
     """Return the rows, the undecided ones judged by how far nudges move each value; see the module's docstring.
 
     Args:
         nudged: comparisons of the step on one device with the same step whose parameters and inputs were nudged, in
             one direction, then in the other. One is asked for only if the last one leaves a difference.
+        coarsely: the rows are those of the model's own type.
     """
     moved: dict[tuple[Kind, str], float] = {}
     judged = [*rows]
-    for of_one in nudged if any(is_undecided(row, tolerance) for row in rows) else ():
+    for of_one in nudged if any(is_undecided(row, tolerance, coarsely=coarsely) for row in rows) else ():
         for row in of_one:
-            moved[row.kind, row.name] = max(moved.get((row.kind, row.name), 0.0), row.difference)
-        judged = [
-            _decided(row, moved.get((row.kind, row.name), 0.0), tolerance) if is_undecided(row, tolerance) else row
-            for row in rows
-        ]
+            key = row.kind, "" if coarsely and row.kind is Kind.GRADIENT else row.name  # coarsely, the most of all
+            moved[key] = max(moved.get(key, 0.0), row.difference)
+        judged = [_decided(row, moved, tolerance, coarsely) for row in rows]
         if not any(row.differs for row in judged):
             break
     return judged
 
 
-def _decided(row: Row, moved: float, tolerance: Tolerance) -> Row:
-    if row.scale and moved <= _MOVES * row.scale:
+def is_undecided(row: Row, tolerance: Tolerance, *, coarsely: bool = False) -> bool:
+    """Return whether it matters how far rounding moves the value: it differs, or the floor may hide that it does."""
+    if row.differs or coarsely or row.kind is not Kind.GRADIENT:
+        return row.differs and math.isfinite(row.difference)
+    return row.difference > tolerance.rtol * row.value and row.allowed > _MOVES * row.value
+
+
+def _decided(row: Row, moved: Mapping[tuple[Kind, str], float], tolerance: Tolerance, coarsely: bool) -> Row:
+    if not is_undecided(row, tolerance, coarsely=coarsely):
+        return row
+    if coarsely:
+        explained = _JUMPS * moved.get((row.kind, "" if row.kind is Kind.GRADIENT else row.name), 0.0)
+        allowed = max(row.allowed, min(explained, _JUMPS_AT_MOST * row.scale))
+        return dataclasses.replace(row, allowed=allowed, judged=not allowed < row.difference <= explained)
+    by = moved.get((row.kind, row.name), 0.0)
+    if row.scale and by <= _MOVES * row.scale:
         without_floor = min(row.allowed, tolerance.rtol * row.scale)  # integers have to be equal
-        return dataclasses.replace(row, allowed=max(without_floor, _JUMPS * moved))
+        return dataclasses.replace(row, allowed=max(without_floor, _JUMPS * by))
     if row.kind is Kind.GRADIENT and row.value <= row.allowed:
         return row
-    return dataclasses.replace(row, judged=row.difference > _JUMPS * moved)
-
-
-def sensitivity(one: Tensors, nudged: Tensors) -> float:
-    """Return how far gradients moved when everything was nudged, relative to the largest gradient."""
-    scale = max(own_scales(one).values(), default=0.0)
-    pairs = [(grad, nudged.get(name)) for name, grad in one.items()]
-    moved = [difference(grad, other) for grad, other in pairs if grad is not None and other is not None]
-    return max(moved) / scale if moved and scale else 0.0
-
-
-def allowing(rows: Sequence[Row], sensitivity: float) -> list[Row]:
-    """Return the rows of the coarse comparison; gradients may differ as far as nudges move them."""
-    part = min(_JUMPS * sensitivity, _JUMPS_AT_MOST)
-    return [
-        dataclasses.replace(row, allowed=max(row.allowed, part * row.scale)) if row.kind is Kind.GRADIENT else row
-        for row in rows
-    ]
+    return dataclasses.replace(row, judged=row.difference > _JUMPS * by)

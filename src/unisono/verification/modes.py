@@ -54,8 +54,8 @@ _HOOKS = (
     "replica's, and a list is in the order in which replicas finish"
 )
 _JUMPS = (
-    "gradients in the model's own type are compared only to about {moved:.0e} of the largest: a change of parameters "
-    "and inputs by {nudge:.0e} of themselves moves gradients by this much, as activations at the kink of a ReLU do"
+    "{mode}: in the model's own type, a change of parameters and inputs by {nudge:.0e} of themselves moves some values "
+    "by more than is allowed otherwise, as activations at the kink of a ReLU do; they may differ by twice as much"
 )
 _NOT_WIDENED = "{mode}: compared in {precision}, because the step raises an error in float64: {error}"
 _NO_EFFECT = (
@@ -84,10 +84,12 @@ class Steps:
     example: Example
     random: RandomState
     least: torch.dtype | None  # None: the model's own type
+    backward: bool = True  # whether gradients are computed
 
     def take(self, model: torch.nn.Module, example: Example | None = None, **arguments: Any) -> RecordedStep:
         """Take a step; the other arguments are those of `take_step`."""
-        return take_step(model, example or self.example, self.random, self.mode, least=self.least, **arguments)
+        given = {"least": self.least, "backward": self.backward, **arguments}
+        return take_step(model, example or self.example, self.random, self.mode, **given)
 
     def both(self, **arguments: Any) -> tuple[RecordedStep, RecordedStep]:
         """Take the step on one device, and the one on several; the arguments are those of `take_step`."""
@@ -123,11 +125,7 @@ def compare_mode(
             return found
     rows = _rows(mode, one, many, tolerance)
     if rtol is None:
-        floors = (tolerance.floor, -tolerance.floor)
-        nudged = (steps.take(steps.wrapped.module, nudge=nudge, record=False) for nudge in floors)
-        decided = compare.decided(rows, (_rows(mode, one, each, tolerance) for each in nudged), tolerance)
-        rounded = all(row.judged for row in decided) or _is_repeatable(steps, one, tolerance)
-        rows = decided if rounded else rows
+        rows = _with_rounding(rows, one, tolerance, tolerance.floor, steps)
     rows, caches = _with_containers_told_apart(rows, one, many, tolerance, steps)
     found.notes += [_CACHES.format(names=listed(caches))] if caches else []
     found.rows += [replace(row, precision=_precision(one.dtypes)) for row in rows]
@@ -141,7 +139,8 @@ def compare_mode(
     if steps.least is not None and not found.findings and many.error is None:
         own = _own_types(wrapped, example) | {*one.asked}
         if any(widened(dtype, steps.least) != dtype for dtype in own):
-            _compare_coarsely(replace(steps, wrapped=wrapped, example=example, least=None), own, given, rtol, found)
+            in_own = Steps(mode, wrapped, example, random, None, backward=mode == "training")
+            _compare_coarsely(in_own, own, given, rtol, found)
     return found
 
 
@@ -203,16 +202,13 @@ def _compare_coarsely(
     undecided = {(row.kind, row.name) for row in found.rows if not row.judged}
 
     def compared(*, record: bool) -> tuple[RecordedStep, RecordedStep, list[Row], Tolerance]:
-        one, many = steps.both(record=record, backward=steps.mode == "training")
+        one, many = steps.both(record=record)
         tolerance = Tolerance.of(dtypes | {*one.asked}, steps.example.device, rtol)
         rows = _rows(steps.mode, one, many, tolerance, coarsely=True)
         rows = [row for row in rows if row.kind is not Kind.ATTRIBUTE]  # float64 has judged them
-        differ = {row.kind for row in rows if row.differs}
-        if rtol is None and Kind.GRADIENT in differ and not differ & {Kind.OUTPUT, Kind.LOSS}:
-            nudged = steps.take(steps.wrapped.module, nudge=tolerance.rtol, record=False)
-            moved = compare.sensitivity(one.gradients, nudged.gradients)
-            before, rows = rows, compare.allowing(rows, moved)
-            found.notes += [_JUMPS.format(nudge=tolerance.rtol, moved=moved)] if rows != before else []
+        if rtol is None:
+            before, rows = rows, _with_rounding(rows, one, tolerance, tolerance.rtol, steps, coarsely=True)
+            found.notes += [_JUMPS.format(mode=steps.mode, nudge=tolerance.rtol)] if rows != before else []
         precision = _precision(dtypes | {*one.asked})
         rows = [
             replace(row, precision=precision, judged=not row.differs or (row.kind, row.name) not in undecided)
@@ -231,10 +227,18 @@ def _compare_coarsely(
     found.rows += rows
 
 
-def _is_repeatable(steps: Steps, one: RecordedStep, tolerance: Tolerance) -> bool:
-    """Return whether the step on one device gives the same twice."""
+def _with_rounding(
+    rows: list[Row], one: RecordedStep, tolerance: Tolerance, nudge: float, steps: Steps, *, coarsely: bool = False
+) -> list[Row]:
+    """Return the rows, judged by what rounding explains: steps on one device that are nudged show it."""
+    taken = (steps.take(steps.wrapped.module, nudge=by, record=False) for by in (nudge, -nudge))
+    nudged = (_rows(steps.mode, one, each, tolerance, coarsely=coarsely) for each in taken)
+    decided = compare.decided(rows, nudged, tolerance, coarsely=coarsely)
+    if all(row.judged for row in decided):
+        return decided
     again = steps.take(steps.wrapped.module, record=False)
-    return not any(row.differs for row in _rows(steps.mode, one, again, tolerance))
+    is_repeatable = not any(row.differs for row in _rows(steps.mode, one, again, tolerance))
+    return decided if is_repeatable else rows
 
 
 def _findings(comparison: Comparison, rows: Sequence[Row], steps: Steps) -> list[Finding]:

@@ -164,6 +164,7 @@ def take_step(
             model._threads.first_steps.leftovers.found[Left.SHARED].clear()
     args, kwargs = example.fresh_inputs(least)
     leaves = [tensor for _, tensor in (*tensors_in(args), *tensors_in(kwargs))] + [*module.parameters()]
+    with_gradient = [path for path, tensor in (*tensors_in(args), *tensors_in(kwargs)) if tensor.requires_grad]
     if nudge:
         _nudge(leaves, nudge)
     random.restore()
@@ -191,7 +192,7 @@ def take_step(
         if loss is not None and loss.requires_grad and backward and not (like is not None and like.no_gradients):
             with off:
                 step.no_gradients = _backward(loss, leaves, may_fail=mode == "eval")
-        gradients = {} if step.no_gradients else dict(_gradients(module, args, kwargs))
+        gradients = {} if step.no_gradients else dict(_gradients(module, args, kwargs, with_gradient))
         if any(gradient is not None for gradient in gradients.values()):  # forward may have called backward, too
             step.gradients = gradients
         step.loss = None if loss is None else plain(loss)
@@ -248,9 +249,12 @@ def _gradients_kept(loss: torch.Tensor, own: Sequence[torch.Tensor]) -> Iterator
             leaf.grad = grad
 
 
-def _gradients(module: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[str, torch.Tensor | None]]:
+def _gradients(
+    module: nn.Module, args: Any, kwargs: Any, with_gradient: Collection[str]
+) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Yield the gradients of parameters, and of the inputs at the paths that had to get one: forward may add others."""
     for name, parameter in module.named_parameters():
         yield name, parameter.grad
     for path, tensor in (*tensors_in(args), *tensors_in(kwargs)):
-        if tensor.requires_grad and tensor.is_leaf:
+        if path in with_gradient and tensor.is_leaf:
             yield f"inputs{path}", tensor.grad
