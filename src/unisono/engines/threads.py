@@ -115,6 +115,7 @@ class Threads:
 
     Attributes:
         row_limits: how many rows fit in each replica's memory, by its number, as far as rescues have shown.
+        written: the numbers of the parameters that forwards write (see `LookAtParameters`).
         search: finds tensors in replica graphs that are not the replicas' own.
         first_steps: looks for what is looked for in the first steps of a structure.
         compile_lock: the model's.
@@ -122,6 +123,7 @@ class Threads:
 
     def __init__(self) -> None:
         self.row_limits: dict[int, int] = {}
+        self.written: set[int] = set()
         self.search = GraphSearch()
         self.first_steps = FirstSteps()
         self.compile_lock = CompileLock()
@@ -142,17 +144,25 @@ class Threads:
         return self.run(module, call)
 
     def run(self, module: nn.Module, call: Call, again: Replay | None = None) -> Any:
-        """Do what `forward` does, once. `again` takes the graphs where a forward is rerun: the output is dropped."""
-        with Copies(call.devices) as copies:
-            step = Forward(self, module, call, copies, again)
-            if not inside_replica():
-                self._timings = step.timings
-            if not OBJECTS_HAVE_THREADS:
-                return step.forward()
-            try:
-                return step.forward()
-            finally:
-                free_in_workers()
+        """Do what `forward` does, once. `again` takes the graphs where a forward is rerun: the output is dropped.
+
+        A first forward that writes into parameters that its replicas share has changed nothing, and runs again with
+        replicas that have memory of their own: its side effects, such as a line that it prints, are seen twice.
+        """
+        while True:
+            with Copies(call.devices) as copies:
+                step = Forward(self, module, call, copies, again)
+                if not inside_replica():
+                    self._timings = step.timings
+                try:
+                    return step.forward()
+                except Exception:
+                    # Other processes take part in the first run's exchanges, and not in those of a second run.
+                    if call.cross_process is not None or step.parameters is None or not step.parameters.put_back():
+                        raise
+                finally:
+                    if OBJECTS_HAVE_THREADS:
+                        free_in_workers()
 
     def open_lanes(self, module: nn.Module, call: LaneCall) -> list[Lane]:
         """Return lanes on the devices of `call`, all with the module as it is now. Gradients are off.
@@ -171,13 +181,14 @@ class Threads:
 
     def pool_for(self, module: nn.Module, source: torch.device) -> ReplicaPool:
         """Return the replicas of `module` as it is now: those of the last forward, if nothing has changed."""
-        pool = self._pool
-        if pool is None or not pool.is_current(module, source):
+        pool, writes = self._pool, bool(self.written)
+        if pool is None or not pool.is_current(module, source, writes=writes):
             blueprint = Blueprint(module)
             check_device(module, [*blueprint.parameters.values(), *blueprint.buffers.values()], source)
             blueprint.keep()
             has_wrappers = any(isinstance(part.__dict__.get("_threads"), Threads) for part in blueprint.modules)
-            pool = ReplicaPool(blueprint, source, self.first_steps.leftovers, has_wrappers=has_wrappers)
+            leftovers = self.first_steps.leftovers
+            pool = ReplicaPool(blueprint, source, leftovers, writes=writes, has_wrappers=has_wrappers)
             if not inside_replica():  # there, each replica of an outer module has this object
                 self._pool = pool if blueprint.is_reusable else None
         return pool
@@ -217,6 +228,7 @@ class Forward:
 
     Attributes:
         timings: one a replica.
+        parameters: looks at those that forward writes; None: it is not looked at.
     """
 
     def __init__(self, model: Threads, module: nn.Module, call: Call, copies: Copies, again: Replay | None) -> None:
@@ -250,9 +262,7 @@ class Forward:
             self._replay = Replay(model.row_limits, call, pool.blueprint, self._buffers, run)
         self._step = timeline.current_step() if timeline.recording else None
         self._passes = self._passes_of(module)
-        # One replica in the module's memory, with its rows as a whole, writes into parameters as the module does.
-        is_whole = len(call.devices) == 1 and call.parts == 1 and not call.rescue
-        self._runs_as_module = is_whole and not self._replicas.is_remote
+        self.parameters: LookAtParameters | None = None
 
     def forward(self) -> Any:
         """Return the joined output."""
@@ -316,11 +326,15 @@ class Forward:
         known = kind in pool.kinds_past or self._is_again
         structure = None if known else self._structure_of_first_steps(kind, has_several)
         looks: list[Look] = []
-        if not self._runs_as_module or call.sync_context is not None or structure is not None:
+        runs_whole = call.parts == 1 and not call.rescue  # each replica once, so it may write as the module does
+        written = self._model.written if runs_whole else None
+        runs_as_module = runs_whole and len(call.devices) == 1 and not self._replicas.is_remote
+        if not runs_as_module or call.sync_context is not None or structure is not None or written:
             note = None if call.sync_context is None else call.sync_context.gradient_sync.note_written
-            is_first = structure is not None and self._model.first_steps.is_first(structure)
-            with_values = is_first and not draws_off.are_off()  # `verify` compares parameters by itself
-            looks = [LookAtParameters(self._replicas.written, note, with_values, self._runs_as_module)]
+            with_values = structure is not None and self._model.first_steps.is_first(structure)
+            may_differ = structure is not None and draws_off.are_off()  # `verify` compares parameters by itself
+            self.parameters = LookAtParameters(self._replicas.written, note, with_values, written, may_differ)
+            looks = [self.parameters]
         if self._replicas.are_new and self._model.first_steps.leftovers.looks and not self._is_again:
             looks.append(self._replicas.watched(self._inputs.shards, call.devices_of_runs))
         return looks if structure is None else [*looks, *self._first_looks(structure, has_several)]

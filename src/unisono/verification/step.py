@@ -114,6 +114,7 @@ def take_step(
     like: RecordedStep | None = None,
     nudge: float = 0.0,
     repeated: bool = False,
+    written: Collection[int] = (),
 ) -> RecordedStep:
     """Run one step of a copy of a model.
 
@@ -125,9 +126,13 @@ def take_step(
         like: the step on one device, if this is one of a wrapper.
         nudge: relative size of a random change of every parameter and every input.
         repeated: run forward once before the step, with other copies of the inputs, which are not nudged.
+        written: what is known of the parameters that forward writes (see `Threads`): it may find that out by running
+            twice, and the recorded step runs once.
     """
     original: nn.Module = model if like is None else model.module  # type: ignore[assignment]
-    model = copied(model)
+    given, model = model, copied(model)
+    if isinstance(model, DataParallel):
+        model._threads.written.update(written)
     module: nn.Module = model if like is None else model.module  # type: ignore[assignment]
     run = model if like is None or example.forward is None else functools.partial(example.forward, model)
     module.to(example.device)
@@ -162,6 +167,8 @@ def take_step(
             if like is None and len(args) > 1:
                 error.add_note(f"the model got {len(args)} positional inputs. {_TARGET}")
             raise
+    if isinstance(model, DataParallel) and not model._threads.written <= {*written}:
+        return take_step(given, example, random, mode, like, nudge, repeated, model._threads.written)
     if isinstance(model, DataParallel):
         step.rows = [timing.rows for timing in model.replica_timings]
     if step.error is None:
