@@ -299,6 +299,19 @@ def test_memory_that_recurrent_layers_replace(wrap: Wrap) -> None:
     assert not model._threads.written
 
 
+def test_other_memory_with_the_same_values_in_a_map(wrap: Wrap) -> None:
+    """R22: nothing is lost."""
+
+    def write(net: Any, x: torch.Tensor) -> None:
+        net.query.weight.data = net.query.weight.data.clamp(-9, 9)
+
+    plain, model = twins(wrap, network(write), 2)
+    batches = [torch.randn(3, 5) for _ in range(4)]
+    with torch.no_grad():
+        for output, x in zip(model.map(batches), batches, strict=True):
+            assert_same(output, plain(x))
+
+
 def test_a_map_says_so_too(wrap: Wrap) -> None:
     """R22: of the first batch that writes. With one device a map writes batch by batch, as a loop does."""
     batches = [torch.randn(3, 5) for _ in range(4)]

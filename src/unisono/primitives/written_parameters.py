@@ -36,7 +36,7 @@ _WRITTEN = (
     "replica's updates are kept), or update it outside forward, in model.module. To initialise from the first batch, "
     "call the plain module once before you wrap it: with torch.no_grad(): model(inputs)."
 )
-IN_LANES = "in several replicas at once; on one device it would happen batch by batch"
+IN_LANES = "in several replicas at once; on one device it would happen batch by batch, so call the model for each batch"
 _DIFFER = "with other values in each replica: they are computed from its rows, or drawn"
 _RECORDED = "and autograd has recorded that: write under torch.no_grad()"
 _MOST_BYTES = 1 << 30  # of parameters of which the first step of a structure keeps the values
@@ -125,10 +125,12 @@ class WrittenParameters:
                 _take_shorter_rows(live, tensor, shorten[id(of)])
         return found, shortened
 
-    def changed(self) -> list[torch.Tensor]:
-        """Return the live parameters that have other values or other memory than in `begin`, if it has looked at them.
+    def changed(self, *, with_memory: bool) -> list[torch.Tensor]:
+        """Return the live parameters that have other values than in `begin`, if it has looked at them.
 
-        Other memory may have other values in a later step. Not that of recurrent layers, which they need.
+        Args:
+            with_memory: add those that have other memory: in a later step the values there may be others. Not those of
+                recurrent layers, which `flatten_parameters` moves.
         """
         if self._values is None:
             return []
@@ -140,7 +142,7 @@ class WrittenParameters:
         found = [
             (live, own)
             for (live, _, own), values, values_now, address in of_each
-            if values_now != values or (_address(own) != address and id(live) not in may_move)
+            if values_now != values or (with_memory and _address(own) != address and id(live) not in may_move)
         ]
         return [live for live, own in found if id(live) not in shorten and not self._num_shortened(own)]
 
@@ -239,7 +241,7 @@ class LookAtParameters:
         if not known and written.is_untouched():
             return
         counted, noted = written.counted()
-        found = counted + written.changed()
+        found = counted + written.changed(with_memory=known is not None)
         if known is None:
             written.raise_if_any(found)
         elif known or found:
@@ -255,7 +257,8 @@ class LookAtParameters:
         before, self._before = self._before, []
         if not before or self._known is None:
             return False
-        numbers = self._written.numbers_of(self._written.counted()[0] + self._written.changed())
+        counted, _ = self._written.counted()
+        numbers = self._written.numbers_of(counted + self._written.changed(with_memory=True))
         self._known |= numbers
         for live, memory, values in before if numbers else ():
             if live.data_ptr() != memory.data_ptr():
