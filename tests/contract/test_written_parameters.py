@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -204,18 +205,48 @@ def test_parameters_too_large_to_be_kept(wrap: Wrap, monkeypatch: pytest.MonkeyP
         wrap(network(decay), 3)(torch.randn(6, 5))
 
 
-def test_a_step_that_runs_again_draws_the_same(wrap: Wrap) -> None:
-    """R22, N1: the first one, of replicas that share memory. An iterator gives the same items."""
+def test_a_step_that_runs_again_is_as_if_it_ran_once(wrap: Wrap) -> None:
+    """R22, N1: the first one, of replicas that share memory: draws, an iterator, a list and a dict of the module."""
 
     def forward(net: Any, x: torch.Tensor, items: Any) -> torch.Tensor:
         by_hand(net, x)
+        net.kept[0]["rows"].append(len(x))
         return torch.dropout(net.query(x), 0.5, train=True) + next(items)
 
-    model, x, outputs = wrap(Calls(forward, query=nn.Linear(5, 3))), torch.randn(6, 5), []
-    for _ in range(2):
-        torch.manual_seed(1)
-        outputs.append(model(x, iter([1, 2])))
+    net, x, outputs = Calls(forward, query=nn.Linear(5, 3), kept=[{"rows": []}]), torch.randn(6, 5), []
+    model = wrap(net)
+    with warnings.catch_warnings(action="ignore"):  # of the list
+        for number in (1, 2):
+            torch.manual_seed(1)
+            outputs.append(model(x, iter([1, 2])))
+            assert net.kept == [{"rows": [3, 3] * number}]
     assert_same(*outputs)
+
+
+@pytest.mark.parametrize("write", [in_place, of_frozen, replaced, binarised])
+@pytest.mark.parametrize("num_replicas", [1, 3])
+def test_several_forwards_before_one_backward(
+    wrap: Wrap, write: Callable[[Any, torch.Tensor], None], num_replicas: int
+) -> None:
+    """R22: a graph has what the last forward has written through `.data`, as torch has it, also without gradients."""
+
+    def scaled(net: Any, x: torch.Tensor) -> None:
+        write(net, x)
+        net.scale.data = net.scale.data * 0.9
+        net.table.data.mul_(0.9)
+
+    plain, model = twins(wrap, network(scaled), num_replicas)
+    for net in (plain, model.module):
+        net.query.weight.full = net.query.weight.detach().clone()  # type: ignore[union-attr, operator]
+    for _ in range(2):
+        x, other = torch.randn(6, 5), torch.randn(6, 5)
+        for each in (plain, model):
+            outputs = [each(x), each(other)]
+            with torch.no_grad():
+                each(other)
+            sum(map(loss_of, outputs)).backward()
+        assert_same_gradients(model.module, plain)
+    assert_same_state(model.module, plain)
 
 
 def test_writes_that_autograd_records(wrap: Wrap) -> None:

@@ -22,6 +22,7 @@ has replicas of its own.
 import re
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -49,9 +50,18 @@ from unisono.engines.call import Call, OneGraphNeededError
 from unisono.engines.compile_lock import CompileLock, check_cuda_graphs, compiler_prepared, kind_of
 from unisono.engines.first_steps import FirstSteps, Look
 from unisono.engines.lanes import Lane, LaneCall, open_lanes
-from unisono.engines.replica import GraphSearch, Inputs, ReplicaPool, call_replica, carries_objects, structure_of
+from unisono.engines.replica import (
+    GraphSearch,
+    Inputs,
+    ReplicaPool,
+    Replicas,
+    call_replica,
+    carries_objects,
+    structure_of,
+)
 from unisono.engines.rescue import Replay, run_rescued
 from unisono.primitives.blueprint import Blueprint, collector_paused, warn_of_observers
+from unisono.primitives.change_tracking import ContainerSnapshot
 from unisono.primitives.leftovers import Kind
 from unisono.primitives.outputs import Group, Outputs
 from unisono.primitives.parallel_apply import values_or_raise
@@ -116,6 +126,7 @@ class Threads:
     Attributes:
         row_limits: how many rows fit in each replica's memory, by its number, as far as rescues have shown.
         written: the numbers of the parameters that forwards write (see `LookAtParameters`).
+        writing: the replicas of forwards that have written.
         search: finds tensors in replica graphs that are not the replicas' own.
         first_steps: looks for what is looked for in the first steps of a structure.
         compile_lock: the model's.
@@ -124,6 +135,7 @@ class Threads:
     def __init__(self) -> None:
         self.row_limits: dict[int, int] = {}
         self.written: set[int] = set()
+        self.writing: weakref.WeakSet[Replicas] = weakref.WeakSet()
         self.search = GraphSearch()
         self.first_steps = FirstSteps()
         self.compile_lock = CompileLock()
@@ -147,7 +159,8 @@ class Threads:
         """Do what `forward` does, once. `again` takes the graphs where a forward is rerun: the output is dropped.
 
         A first forward that writes into parameters that its replicas share has changed nothing, and runs again with
-        replicas that have memory of their own: its side effects, such as a line that it prints, are seen twice.
+        replicas that have memory of their own: what it does outside of the module, such as a line that it prints, it
+        does twice.
         """
         while True:
             with Copies(call.devices) as copies:
@@ -157,8 +170,7 @@ class Threads:
                 try:
                     return step.forward()
                 except Exception:
-                    # Other processes take part in the first run's exchanges, and not in those of a second run.
-                    if call.cross_process is not None or step.parameters is None or not step.parameters.put_back():
+                    if not step.has_put_back():
                         raise
                 finally:
                     if OBJECTS_HAVE_THREADS:
@@ -228,7 +240,6 @@ class Forward:
 
     Attributes:
         timings: one a replica.
-        parameters: looks at those that forward writes; None: it is not looked at.
     """
 
     def __init__(self, model: Threads, module: nn.Module, call: Call, copies: Copies, again: Replay | None) -> None:
@@ -262,7 +273,8 @@ class Forward:
             self._replay = Replay(model.row_limits, call, pool.blueprint, self._buffers, run)
         self._step = timeline.current_step() if timeline.recording else None
         self._passes = self._passes_of(module)
-        self.parameters: LookAtParameters | None = None
+        self._parameters: LookAtParameters | None = None
+        self._containers: ContainerSnapshot | None = None
 
     def forward(self) -> Any:
         """Return the joined output."""
@@ -286,6 +298,8 @@ class Forward:
                 reached = [*chain.from_iterable([group.collector.end_forward() for group in self._linked])]
             for look in looks:
                 look.end()
+            if self._model.written and not inside_replica():
+                self._pass_on_written()
             if self._inputs.assigned_in_parts:
                 leftovers.add(Kind.ASSIGNED, self._inputs.assigned_in_parts)
             if timeline.recording:
@@ -317,6 +331,27 @@ class Forward:
             leftovers.say(self._pool.blueprint.root)
         return output
 
+    def _pass_on_written(self) -> None:
+        """Give the parameters that this forward has written to the graphs of earlier ones, which wait for backward."""
+        writing = self._model.writing
+        for earlier in [*writing]:
+            if earlier is not self._replicas and earlier.are_in_use:
+                earlier.written.follow(self._model.written)
+        if self._tracked:
+            writing.add(self._replicas)
+
+    def has_put_back(self) -> bool:
+        """Return whether this forward, which has failed, has written where replicas share memory, and can run again.
+
+        Parameters, and the containers in the module's attributes, are then as they were.
+        """
+        # Other processes take part in the first run's exchanges, and not in those of a second run.
+        if self._call.cross_process is not None or self._parameters is None or not self._parameters.put_back():
+            return False
+        if self._containers is not None:
+            self._containers.restore()
+        return True
+
     def _looks(self) -> list[Look]:
         """Return what looks at this forward; in a steady step only at parameters that it writes."""
         call, pool = self._call, self._pool
@@ -333,8 +368,12 @@ class Forward:
             note = None if call.sync_context is None else call.sync_context.gradient_sync.note_written
             with_values = structure is not None and self._model.first_steps.is_first(structure)
             may_differ = structure is not None and draws_off.are_off()  # `verify` compares parameters by itself
-            self.parameters = LookAtParameters(self._replicas.written, note, with_values, written, may_differ)
-            looks = [self.parameters]
+            self._parameters = LookAtParameters(self._replicas.written, note, with_values, written, may_differ)
+            looks = [self._parameters]
+            if with_values:
+                self._containers = ContainerSnapshot(
+                    chain(*[vars(module).values() for module in pool.blueprint.modules])
+                )
         if self._replicas.are_new and self._model.first_steps.leftovers.looks and not self._is_again:
             looks.append(self._replicas.watched(self._inputs.shards, call.devices_of_runs))
         return looks if structure is None else [*looks, *self._first_looks(structure, has_several)]
