@@ -465,14 +465,15 @@ def _cut_off(side: Side, step: Step, hook: Any, run: Callable[[], object], in_ba
     side.train(step.rows, step.seed + 1)
 
 
-# With one replica the wrapped module runs itself: what it has written stays, as it does in the plain one.
-@action(without=("ranks", "one replica", "lists"))
+# With one replica the wrapped module runs itself: what it has written stays, as it does in the plain one; so do
+# weights.
+@action(without=("ranks", "one replica", "lists", "weights"))
 def failure_in_forward(side: Side, step: Step) -> None:
     hook = side.core.head.register_forward_pre_hook(_raise_for_some)
     _cut_off(side, step, hook, lambda: side.run(side.batch(step.rows, step.seed)))
 
 
-@action(weight=0.5, without=("ranks", "profile", "one replica", "lists"))
+@action(weight=0.5, without=("ranks", "profile", "one replica", "lists", "weights"))
 def interrupt(side: Side, step: Step) -> None:
     """Ctrl-C in forward or in backward."""
     in_backward = step.seed % 2 == 0

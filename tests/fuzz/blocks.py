@@ -715,8 +715,11 @@ FAMILIES: dict[str, Family] = {
     ),
     "hooks in forward": Family(_of(HooksInForward, "for a while", "before it", "backward")),
     "hooks for good": Family(_of(HooksInForward, "for good", "of a parameter"), ("attributes", "buffers"), (ASSIGNED,)),
+    "weights written alike": Family(  # said of parts and maps
+        _of(WritesWeights, "decay", "momentum", "clamp", "copy", "data"), ("buffers", "weights"), (_WRITTEN,)
+    ),
     "written weights": Family(
-        _of(WritesWeights, "decay", "momentum", "clamp", "first batch", "copy", "data"),
+        _of(WritesWeights, "first batch"),
         ("attributes", "buffers"),
         (_WRITTEN, ASSIGNED),  # the latter: that the weights are not new any more
     ),

@@ -70,6 +70,8 @@ def random_program(seed: int, place: str) -> Program:
     if "compiled" in traits and options["inputs"] in ("generator", "array"):
         options["inputs"] = "tensor"  # torch raises where graphs with donated buffers are kept, and says what to set
         traits = Program(**options).traits
+    if "weights" in traits and options["wraps"] in ("twice", "both"):
+        options["wraps"] = "model"  # in there, graphs do not see what a later forward writes through `.data`
     allowed = [name for name, action in ACTIONS.items() if action.suits(traits)]
     weights = [ACTIONS[name].weight for name in allowed]
     fewest = 8 if options["outputs"] == "numbers" else 2 if place == "ranks" else 0

@@ -185,7 +185,7 @@ def inputs_for(action: Action) -> str:
 
 
 KINDS = [
-    *[Program((name,)) for name in NAMES if FAMILIES[name.partition("/")[0]].said],
+    *[Program((name,)) for name in NAMES if FAMILIES[name.partition("/")[0]].said and "alike" not in name],
     *[Program(inputs=name) for name, form in INPUTS.items() if form.said],
     *[Program(outputs=name) for name, form in OUTPUTS.items() if form.said],
     *[Program(steps=(Step(name),), inputs=inputs_for(action)) for name, action in ACTIONS.items() if action.said],

@@ -67,10 +67,13 @@ class CoalescedBroadcast:
     Args:
         tensors: by number.
         devices: one a replica.
+        separate_memory: whether each replica but the first gets copies even on the tensors' own device.
     """
 
-    def __init__(self, tensors: Mapping[int, torch.Tensor], devices: Sequence[torch.device]) -> None:
-        self._devices, separate_memory = list(devices), _devices.has_separate_memory()
+    def __init__(
+        self, tensors: Mapping[int, torch.Tensor], devices: Sequence[torch.device], *, separate_memory: bool
+    ) -> None:
+        self._devices = list(devices)
         sources = {tensor.device for tensor in tensors.values()}
         self._remote = {
             source: [i for i, device in enumerate(devices) if _is_remote(i, device, source, separate_memory)]

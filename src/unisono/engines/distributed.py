@@ -188,7 +188,7 @@ class Ranks:
         gradient_sync = self.gradient_sync(module)
         written = WrittenParameters.of_replicas([module], module, lambda tensor: Blueprint(module).name_of(tensor))
         note = None if gradient_sync is None else gradient_sync.note_written
-        look = LookAtParameters(written, note, with_values, writes_as_module=True)
+        look = LookAtParameters(written, note, with_values, known=set())
         look.begin()
         output = call()
         look.end()

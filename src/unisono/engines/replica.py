@@ -238,7 +238,7 @@ class Replicas:
         ]
         own = [pair for tensors in in_memory_of_module for pair in zip(linked.live, tensors, strict=True)]
         self.written = WrittenParameters(
-            blueprint.root, [*blueprint.parameters.values()], copies, own, blueprint.name_of, times
+            blueprint.root, [*blueprint.parameters.values()], copies, own, blueprint.name_of, times, len(here)
         )
         if returns_to is None:
             return
@@ -316,6 +316,11 @@ class Replicas:
             for own, live in self._buffers:
                 torch_private.copy_all_in_place(own, live)
 
+    @property
+    def are_in_use(self) -> bool:
+        """Whether a graph of theirs is left."""
+        return self._kept is not None
+
     def give_back(self) -> None:
         """Let a later forward use them. To be called when no graph of theirs is left.
 
@@ -391,6 +396,7 @@ class ReplicaPool:
 
     Args:
         times: how often forward writes into a parameter (see `WrittenParameters`); "": once in each replica.
+        writes: whether replicas write into parameters, so that each but the first has to have copies.
 
     Attributes:
         source: the live module's device.
@@ -409,19 +415,24 @@ class ReplicaPool:
         leftovers: Leftovers,
         times: str = "",
         *,
+        writes: bool = False,
         has_wrappers: bool = False,
     ) -> None:
         self.leftovers, self._times, self.has_wrappers = leftovers, times, has_wrappers
-        self.blueprint, self.source, self.has_separate_memory = blueprint, source, _devices.has_separate_memory()
+        self.blueprint, self.source, self.has_separate_memory = (
+            blueprint,
+            source,
+            writes or _devices.has_separate_memory(),
+        )
         self.live_parameters = [parameter for parameter in blueprint.parameters.values() if parameter.requires_grad]
         self.buffers = torch_private.of_one_kind(blueprint.buffers.values())
         self.kinds_past: set[tuple[Any, ...]] = set()
         self._idle: list[KeptReplicas] = []
         self._plans: dict[bool, BucketPlan] = {}
 
-    def is_current(self, module: nn.Module, source: torch.device) -> bool:
+    def is_current(self, module: nn.Module, source: torch.device, *, writes: bool) -> bool:
         """Return whether these are the replicas of `module` as it is now, on `source`."""
-        same_memory = self.source == source and self.has_separate_memory is _devices.has_separate_memory()
+        same_memory = self.source == source and self.has_separate_memory is (writes or _devices.has_separate_memory())
         return same_memory and self.blueprint.is_current(module)
 
     def take(
@@ -489,7 +500,7 @@ class ReplicaPool:
     def _broadcast_to(self, devices: Sequence[torch.device]) -> CoalescedBroadcast:
         blueprint = self.blueprint
         tensors = {**blueprint.parameters, **blueprint.buffers, **blueprint.constants_on(self.source)}
-        return CoalescedBroadcast(tensors, devices)
+        return CoalescedBroadcast(tensors, devices, separate_memory=self.has_separate_memory)
 
     def _plan(self, is_flat: bool, tracked: bool) -> BucketPlan:
         if not tracked:

@@ -22,6 +22,7 @@ has replicas of its own.
 import re
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -49,9 +50,18 @@ from unisono.engines.call import Call, OneGraphNeededError
 from unisono.engines.compile_lock import CompileLock, check_cuda_graphs, compiler_prepared, kind_of
 from unisono.engines.first_steps import FirstSteps, Look
 from unisono.engines.lanes import Lane, LaneCall, open_lanes
-from unisono.engines.replica import GraphSearch, Inputs, ReplicaPool, call_replica, carries_objects, structure_of
+from unisono.engines.replica import (
+    GraphSearch,
+    Inputs,
+    ReplicaPool,
+    Replicas,
+    call_replica,
+    carries_objects,
+    structure_of,
+)
 from unisono.engines.rescue import Replay, run_rescued
 from unisono.primitives.blueprint import Blueprint, collector_paused, warn_of_observers
+from unisono.primitives.change_tracking import ContainerSnapshot
 from unisono.primitives.leftovers import Kind
 from unisono.primitives.outputs import Group, Outputs
 from unisono.primitives.parallel_apply import values_or_raise
@@ -116,6 +126,8 @@ class Threads:
 
     Attributes:
         row_limits: how many rows fit in each replica's memory, by its number, as far as rescues have shown.
+        written: the numbers of the parameters that forwards write (see `LookAtParameters`).
+        writing: the replicas of forwards that have written.
         search: finds tensors in replica graphs that are not the replicas' own.
         first_steps: looks for what is looked for in the first steps of a structure.
         compile_lock: the model's.
@@ -124,6 +136,8 @@ class Threads:
 
     def __init__(self) -> None:
         self.row_limits: dict[int, int] = {}
+        self.written: set[int] = set()
+        self.writing: weakref.WeakSet[Replicas] = weakref.WeakSet()
         self.search = GraphSearch()
         self.first_steps = FirstSteps()
         self.compile_lock = CompileLock()
@@ -145,23 +159,35 @@ class Threads:
         return self.run(module, call)
 
     def run(self, module: nn.Module, call: Call, again: Replay | None = None) -> Any:
-        """Do what `forward` does, once. `again` takes the graphs where a forward is rerun: the output is dropped."""
+        """Do what `forward` does, once. `again` takes the graphs where a forward is rerun: the output is dropped.
+
+        A first forward that writes into parameters that its replicas share has changed nothing, and runs again with
+        replicas that have memory of their own: what it does outside of the module, such as a line that it prints, it
+        does twice.
+        """
         frozen: Sequence[torch.Tensor] = again.frozen if again is not None else ()
         if self.frozen and again is None and torch.is_grad_enabled() and not inside_replica():
             frozen = [parameter for parameter in self.frozen if not parameter.requires_grad]
         for parameter in frozen:  # so that the replicas' can be trained again; they begin frozen
             parameter.requires_grad_(True)
         try:
-            with Copies(call.devices) as copies:
-                step = Forward(self, module, call, copies, again, frozen)
-                if not inside_replica():
-                    self._timings = step.timings
-                output = step.forward()
-                frozen = step.linked.frozen() if step.linked.collector.frozen else ()
-                return output
+            while True:
+                with Copies(call.devices) as copies:
+                    step = Forward(self, module, call, copies, again, frozen)
+                    if not inside_replica():
+                        self._timings = step.timings
+                    try:
+                        output = step.forward()
+                    except Exception:
+                        if not step.has_put_back():
+                            raise
+                    else:
+                        frozen = step.linked.frozen() if step.linked.collector.frozen else ()
+                        return output
+                    finally:
+                        if OBJECTS_HAVE_THREADS:
+                            free_in_workers()
         finally:
-            if OBJECTS_HAVE_THREADS:
-                free_in_workers()
             for parameter in frozen:
                 parameter.requires_grad_(False)
             if (frozen or self.frozen) and again is None and torch.is_grad_enabled():
@@ -184,14 +210,15 @@ class Threads:
 
     def pool_for(self, module: nn.Module, source: torch.device) -> ReplicaPool:
         """Return the replicas of `module` as it is now: those of the last forward, if nothing has changed."""
-        pool = self._pool
-        if pool is None or not pool.is_current(module, source):
+        pool, writes = self._pool, bool(self.written)
+        if pool is None or not pool.is_current(module, source, writes=writes):
             blueprint = Blueprint(module)
             tensors = [*blueprint.without_data, *blueprint.parameters.values(), *blueprint.buffers.values()]
             check_device(module, tensors, source)
             blueprint.keep()
             has_wrappers = any(isinstance(part.__dict__.get("_threads"), Threads) for part in blueprint.modules)
-            pool = ReplicaPool(blueprint, source, self.first_steps.leftovers, has_wrappers=has_wrappers)
+            leftovers = self.first_steps.leftovers
+            pool = ReplicaPool(blueprint, source, leftovers, writes=writes, has_wrappers=has_wrappers)
             if not inside_replica():  # there, each replica of an outer module has this object
                 self._pool = pool if blueprint.is_reusable else None
         return pool
@@ -277,9 +304,8 @@ class Forward:
             self._replay = Replay(model.row_limits, call, pool.blueprint, self._buffers, run, frozen)
         self._step = timeline.current_step() if timeline.recording else None
         self._passes = self._passes_of(module)
-        # One replica in the module's memory, with its rows as a whole, writes into parameters as the module does.
-        is_whole = len(call.devices) == 1 and call.parts == 1 and not call.rescue
-        self._runs_as_module = is_whole and not self._replicas.is_remote
+        self._parameters: LookAtParameters | None = None
+        self._containers: ContainerSnapshot | None = None
 
     def forward(self) -> Any:
         """Return the joined output."""
@@ -303,6 +329,8 @@ class Forward:
                 reached = [*chain.from_iterable([group.collector.end_forward() for group in self._linked])]
             for look in looks:
                 look.end()
+            if self._model.written and not inside_replica():
+                self._pass_on_written()
             if self._inputs.assigned_in_parts:
                 leftovers.add(Kind.ASSIGNED, self._inputs.assigned_in_parts)
             if timeline.recording:
@@ -334,6 +362,27 @@ class Forward:
             leftovers.say(self._pool.blueprint.root)
         return output
 
+    def _pass_on_written(self) -> None:
+        """Give the parameters that this forward has written to the graphs of earlier ones, which wait for backward."""
+        writing = self._model.writing
+        for earlier in [*writing]:
+            if earlier is not self._replicas and earlier.are_in_use:
+                earlier.written.follow(self._model.written)
+        if self._tracked:
+            writing.add(self._replicas)
+
+    def has_put_back(self) -> bool:
+        """Return whether this forward, which has failed, has written where replicas share memory, and can run again.
+
+        Parameters, and the containers in the module's attributes, are then as they were.
+        """
+        # Other processes take part in the first run's exchanges, and not in those of a second run.
+        if self._call.cross_process is not None or self._parameters is None or not self._parameters.put_back():
+            return False
+        if self._containers is not None:
+            self._containers.restore()
+        return True
+
     def _looks(self) -> list[Look]:
         """Return what looks at this forward; in a steady step only at parameters that it writes."""
         call, pool = self._call, self._pool
@@ -343,11 +392,19 @@ class Forward:
         known = kind in pool.kinds_past or self._is_again
         structure = None if known else self._structure_of_first_steps(kind, has_several)
         looks: list[Look] = []
-        if not self._runs_as_module or call.sync_context is not None or structure is not None:
+        runs_whole = call.parts == 1 and not call.rescue  # each replica once, so it may write as the module does
+        written = self._model.written if runs_whole else None
+        runs_as_module = runs_whole and len(call.devices) == 1 and not self._replicas.is_remote
+        if not runs_as_module or call.sync_context is not None or structure is not None or written:
             note = None if call.sync_context is None else call.sync_context.gradient_sync.note_written
-            is_first = structure is not None and self._model.first_steps.is_first(structure)
-            with_values = is_first and not draws_off.are_off()  # `verify` compares parameters by itself
-            looks = [LookAtParameters(self._replicas.written, note, with_values, self._runs_as_module)]
+            with_values = structure is not None and self._model.first_steps.is_first(structure)
+            may_differ = structure is not None and draws_off.are_off()  # `verify` compares parameters by itself
+            self._parameters = LookAtParameters(self._replicas.written, note, with_values, written, may_differ)
+            looks = [self._parameters]
+            if with_values:
+                self._containers = ContainerSnapshot(
+                    chain(*[vars(module).values() for module in pool.blueprint.modules])
+                )
         if self._replicas.are_new and self._model.first_steps.leftovers.looks and not self._is_again:
             looks.append(self._replicas.watched(self._inputs.shards, call.devices_of_runs))
         return looks if structure is None else [*looks, *self._first_looks(structure, has_several)]

@@ -20,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, islice
-from operator import setitem
+from operator import attrgetter, setitem
 from typing import Any, TypeAlias
 
 import torch
@@ -52,7 +52,7 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 # Of which hooks are to be called always, or with keyword inputs, by their ids.
 _HOOK_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 STAMPED = (*_REGISTRIES, *HOOKS, *_HOOK_FLAGS)  # the dicts that each replica's modules have of their own
-_is_tracked = gc.is_tracked
+_is_tracked, _own_attributes = gc.is_tracked, attrgetter("__dict__")
 _new: Any = object.__new__  # of any class, whatever its own __new__ asks for
 _set_slot: Any = object.__setattr__
 _set_dict: Any = nn.Module.__dict__["__dict__"].__set__  # of any class, whatever its __setattr__ does
@@ -97,8 +97,9 @@ class Blueprint:
         modules: every module of the tree, then modules that are only reachable through attributes ("hidden").
         parameters: id -> tensor, of all that may need a gradient: parameters, and hidden leaf tensors.
         buffers: id -> tensor, of the buffers that need none.
-        constants: id -> tensor, of plain tensors that are attributes and need no gradient. (Those in a list or dict
-            are left out, so that a list to which replicas append is the live module's own.)
+        constants: id -> tensor, of plain tensors that are attributes, also of parameters and buffers, and need no
+            gradient. (Those in a list or dict are left out, so that a list to which replicas append is the live
+            module's own.)
         histories: id -> tensor, of tensors in attributes that have a history; a replica cannot use these.
         without_data: parameters on the meta device. What is there is in none of the above: replicas share it.
         compiled: whether an attribute or a class holds a function made by torch.compile. Such functions close over the
@@ -285,7 +286,7 @@ class Blueprint:
         own.update(tensors)
         for live in self.tensors:
             if live.__dict__ and id(live) in tensors:
-                carry_attributes(live, [tensors[id(live)]])
+                carry_attributes(live, [tensors[id(live)]], tensors)
         parameters_differ = not tensors.keys().isdisjoint(self.parameters)
         buffers_differ = parameters_differ or not tensors.keys().isdisjoint(self.buffers)
         for module, replica in zip(self.modules, replicas, strict=True):
@@ -404,6 +405,10 @@ class Blueprint:
             need_grad = {key: buffer for key, buffer in self.buffers.items() if buffer.requires_grad}
             self.parameters.update(need_grad)
             self.buffers = {key: buffer for key, buffer in self.buffers.items() if key not in need_grad}
+        of_tensors = filter(None, map(_own_attributes, chain(self.parameters.values(), self.buffers.values())))
+        for value in chain.from_iterable(map(dict.values, of_tensors)):  # such as `weight.full_precision`
+            if type(value) is torch.Tensor and is_plain(value) and not value.requires_grad:
+                self.constants[id(value)] = value
         for key, tensor in found.items():
             if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
                 continue

@@ -1,42 +1,51 @@
-"""Parameters that forward writes into, as in `with torch.no_grad(): self.weight.mul_(0.9)`: an error.
+"""Parameters that forward writes into, as in `with torch.no_grad(): self.weight.clamp_(-1, 1)`.
 
-On one device that happens once a step. Replicas in the module's memory would do it once each, and the writes of
-replicas in memory of their own would be lost. torch's version counters say after forward that it has happened: a
-replica in the module's memory shares the counters of the live parameters, and a copy has counters of its own. No
-counter sees a write through `.data`, through numpy, or into an inference tensor, and `self.weight.data = ...` gives a
-parameter other memory. In the first step of a structure a fingerprint of the values is taken before forward and after;
-`verify` compares the parameters after any step.
+On one device that happens once a step. So it has to happen once here: where each replica has memory of its own and all
+write the same values, those of the first replica become the live parameter's. Other values are an error: each replica
+has computed them from its own rows. Replicas that share memory would write several times, and read what others write.
+If the first step of a structure does so, the values from before are put back, and the step runs again, with memory of
+its own for each replica (`Threads.run`). In a later step it is an error.
 
-Under a launcher one replica a rank writes as the module does, for the rows of its rank. The ranks compare what they
-have written with the gradients of the next backward (distributed/consistency.py): the same everywhere is right.
+torch's version counters say after forward that it has written: a replica in the module's memory shares the counters of
+the live parameters, and a copy has counters of its own. No counter sees a write through `.data`, through numpy, or into
+an inference tensor, and `self.weight.data = ...` gives a parameter other memory. In the first step of a structure a
+fingerprint of the values is taken before forward and after: parameters in which it differs are compared in all later
+steps. `verify` compares the parameters after any step.
+
+Under a launcher the ranks compare what they have written with the gradients of the next backward
+(distributed/consistency.py): the same everywhere is right.
 
 The exception is `max_norm` of an embedding, which shortens rows that are too long: replicas shorten a row to the same
 values, however often. Rows that a copy has shortened are shortened in the live weights, too.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from operator import attrgetter, itemgetter
 from typing import Any, Self, TypeAlias
 
 import torch
 from torch import nn
 
+from unisono.runtime import devices as _devices
 from unisono.runtime.buckets import is_plain
 from unisono.runtime.rng import shortened_rows
 
-_version = attrgetter("_version")
+_version, _node = attrgetter("_version"), attrgetter("grad_fn")
 _WRITTEN = (
-    "forward has written into {names}, {times}. A value written into a replica's own memory is lost. Make "
-    "what forward updates a buffer (register_buffer; the first replica's updates are kept), or update it "
-    "outside forward, in model.module. To initialise from the first batch, call the plain module once before "
-    "you wrap it: with torch.no_grad(): model(inputs)."
+    "forward has written into {names}, {times}. Make what forward updates a buffer (register_buffer; the first "
+    "replica's updates are kept), or update it outside forward, in model.module. To initialise from the first batch, "
+    "call the plain module once before you wrap it: with torch.no_grad(): model(inputs)."
 )
-IN_LANES = "in several replicas at once; on one device it would happen batch by batch"
-IN_OTHER_MEMORY = "outside the module's memory, as `.data = ...` does"
+IN_LANES = "in several replicas at once; on one device it would happen batch by batch, so call the model for each batch"
+_DIFFER = "with other values in each replica: they are computed from its rows, or drawn"
+_RECORDED = "and autograd has recorded that: write under torch.no_grad()"
+_MOST_BYTES = 1 << 30  # of parameters of which the first step of a structure keeps the values
+_ROUNDINGS, _FINE = 16, 1e-6
 
 NameOf: TypeAlias = Callable[[torch.Tensor], str]
 Note: TypeAlias = Callable[[Sequence[torch.Tensor]], object]
 Copy: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # a live parameter, and a replica's in memory of its own
+Before: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # a live parameter, its memory, and its values
 
 
 def in_each(num_replicas: int) -> str:
@@ -55,6 +64,7 @@ class WrittenParameters:
         own: those of replicas that are in the memory of the live ones, where they are objects of their own.
         name_of: what messages call one of the live parameters.
         times: how often forward writes, in words: `in_each` or `IN_LANES`.
+        num_here: how many replicas are in the memory of the live ones.
     """
 
     def __init__(
@@ -65,8 +75,11 @@ class WrittenParameters:
         own: Sequence[Copy],
         name_of: NameOf,
         times: str,
+        num_here: int = 1,
     ) -> None:
         self._root, self._name_of, self._times = root, name_of, times
+        self._live, self._copies, self._own, self._num_here = live, copies, own, num_here
+        self._nodes = [*map(_node, map(itemgetter(1), [*own, *copies]))]
         of_live: list[tuple[torch.Tensor | None, torch.Tensor]] = [(None, tensor) for tensor in live]
         self._watched = [(of, tensor) for of, tensor in [*of_live, *copies] if not tensor.is_inference()]
         self._tensors = [tensor for _, tensor in self._watched]
@@ -87,35 +100,13 @@ class WrittenParameters:
         self._versions = [*map(_version, self._tensors)]
         self._shortened = dict(shortened_rows)
         self._values = fingerprints([tensor for _, tensor, _ in self._all]) if with_values else None
-
-    def in_several(self) -> list[torch.Tensor]:
-        """Return the embeddings' weights that forward has shortened since `begin`.
-
-        Raises:
-            RuntimeError: it has written into a parameter.
-        """
-        counted, shortened = self._counted()
-        _raise_if_any(counted + self._changed(), self._name_of, self._times)
-        return shortened
-
-    def in_one(self) -> list[torch.Tensor]:
-        """Return the parameters that the only replica has written into since `begin`, as the module would have.
-
-        Raises:
-            RuntimeError: it has written into other memory than the module's, which the module does not get.
-        """
-        counted, shortened = self._counted()
-        changed = self._changed()
-        addresses = {id(live): live.data_ptr() for live in changed}
-        lost = [live for live, _, own in self._all if id(live) in addresses and own.data_ptr() != addresses[id(live)]]
-        _raise_if_any(lost, self._name_of, IN_OTHER_MEMORY)
-        return [*{id(tensor): tensor for tensor in counted + shortened + changed}.values()]
+        self._addresses = [_address(own) for _, _, own in self._all] if with_values else []
 
     def is_untouched(self) -> bool:
         """Return whether no counter has changed since `begin`, which has not looked at the values."""
         return self._values is None and [*map(_version, self._tensors)] == self._versions
 
-    def _counted(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def counted(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the live parameters of which a version counter has changed, and those that were shortened instead.
 
         What copies have shortened is then so in the live ones.
@@ -134,17 +125,86 @@ class WrittenParameters:
                 _take_shorter_rows(live, tensor, shorten[id(of)])
         return found, shortened
 
-    def _changed(self) -> list[torch.Tensor]:
-        """Return the live parameters that have other values than in `begin`, if it has looked at them."""
+    def changed(self, *, with_memory: bool) -> list[torch.Tensor]:
+        """Return the live parameters that have other values than in `begin`, if it has looked at them.
+
+        Args:
+            with_memory: add those that have other memory: in a later step the values there may be others. Not those of
+                recurrent layers, which `flatten_parameters` moves.
+        """
         if self._values is None:
             return []
         before, shorten = self._values, _norms_of_shortening(self._root)
-        now = fingerprints([tensor for _, _, tensor in self._all])
-        found = [each for each, one, other in zip(self._all, before, now, strict=True) if one != other]
-        return [live for live, _, own in found if id(live) not in shorten and not self._num_shortened(own)]
+        layers = [module for module in self._root.modules() if isinstance(module, nn.RNNBase)]
+        may_move = {id(parameter) for layer in layers for parameter in layer.parameters()}
+        now = fingerprints([own for _, _, own in self._all])
+        of_each = zip(self._all, before, now, self._addresses, strict=True)
+        found = [
+            (live, own)
+            for (live, _, own), values, values_now, address in of_each
+            if values_now != values or (with_memory and _address(own) != address and id(live) not in may_move)
+        ]
+        return [live for live, own in found if id(live) not in shorten and not self._num_shortened(own)]
+
+    def numbers_of(self, parameters: Iterable[torch.Tensor]) -> set[int]:
+        """Return the numbers of live parameters, which are the same for later replicas."""
+        wanted = {*map(id, parameters)}
+        return {number for number, live in enumerate(self._live) if id(live) in wanted}
+
+    def merge(self, numbers: Collection[int], *, may_differ: bool) -> list[torch.Tensor]:
+        """Give live parameters the first replica's values; return those parameters.
+
+        Args:
+            numbers: theirs.
+            may_differ: whether it is no error where no counter has seen that replicas have written other values.
+
+        Raises:
+            RuntimeError: replicas have written other values, or into one memory, or with gradients on.
+        """
+        here = {id(live): tensor for live, tensor in reversed(self._own)}
+        copies: dict[int, list[torch.Tensor]] = {}
+        for live, tensor in self._copies:
+            copies.setdefault(id(live), []).append(tensor)
+        lives = [live for number, live in enumerate(self._live) if number in numbers]
+        each = [[here.get(id(p), p)] * bool(self._num_here) + copies.get(id(p), []) for p in lives]
+        if self._num_here > 1:
+            self.raise_if_any(lives)
+        if each and len(each[0]) > 1:
+            of_replicas = zip([*self._own, *self._copies], self._nodes, strict=True)
+            recorded = [
+                live for (live, own), node in of_replicas if own.grad_fn is not None and own.grad_fn is not node
+            ]
+            self.raise_if_any(recorded, _RECORDED)
+        differing = [lives[number] for number in _differing(each)]
+        self.raise_if_any(self.counted()[0] if may_differ and differing else differing, _DIFFER)
+        for live, (first, *_) in zip(lives, each, strict=True):
+            if not self._num_here:
+                live.data.copy_(first)
+            elif first.data_ptr() != live.data_ptr():
+                live.data = first.data  # as `.data = ...` has done there
+        return lives
+
+    def follow(self, numbers: Collection[int]) -> None:
+        """Let the graphs of these replicas see what a later forward has written, as one device's graphs do."""
+        written = {id(live) for number, live in enumerate(self._live) if number in numbers}
+        for live, own in [*self._own, *self._copies]:
+            if id(live) in written and own.data_ptr() != live.data_ptr():
+                own.data = _devices.copy_to(live.detach(), own.device)
+
+    def raise_if_any(self, written: Iterable[torch.Tensor], times: str = "") -> None:
+        """Raise RuntimeError if live parameters are `written`; `times` as for the whole."""
+        if names := dict.fromkeys(map(self._name_of, written)):
+            raise RuntimeError(_WRITTEN.format(names=", ".join(names), times=times or self._times))
+
+    def values_in_one_memory(self) -> list[Before]:
+        """Return what live parameters hold, if several replicas share their memory and it is not too much to keep."""
+        live = [tensor for tensor in self._live if is_plain(tensor)]
+        if self._num_here < 2 or sum([tensor.nbytes for tensor in live]) > _MOST_BYTES:
+            return []
+        return [(tensor, tensor.data, tensor.detach().clone()) for tensor in live]
 
     def _num_shortened(self, tensor: torch.Tensor) -> int:
-        address = tensor.data_ptr() if is_plain(tensor) else 0
+        address = _address(tensor)
         return shortened_rows.get(address, 0) - self._shortened.get(address, 0)
 
 
@@ -155,7 +215,9 @@ class LookAtParameters:
         written: finds them.
         note: called with those that it may write into, and has written into; None: nothing.
         with_values: whether to compare the values, too: in the first steps of a structure.
-        writes_as_module: whether the only replica may write, as the module does.
+        known: the numbers of those that forwards of the model are known to write, which this look adds to. None:
+            forward may not write.
+        may_differ: as in `WrittenParameters.merge`.
     """
 
     def __init__(
@@ -163,27 +225,87 @@ class LookAtParameters:
         written: WrittenParameters,
         note: Note | None = None,
         with_values: bool = False,
-        writes_as_module: bool = False,
+        known: set[int] | None = None,
+        may_differ: bool = False,
     ) -> None:
-        self._written, self._note = written, note
-        self._with_values, self._writes_as_module = with_values, writes_as_module
+        self._written, self._note, self._known = written, note, known
+        self._with_values, self._may_differ = with_values, may_differ
+        self._before: list[Before] = []
 
     def begin(self) -> None:
         """Take what there is: forward begins."""
         self._written.begin(with_values=self._with_values)
+        if self._with_values and self._known is not None:
+            self._before = self._written.values_in_one_memory()
 
     def end(self) -> None:
-        """Raise RuntimeError if forward has written into a parameter that it may not write into."""
-        if self._written.is_untouched():
+        """Give the live parameters what forward has written.
+
+        Raises:
+            RuntimeError: it has written into a parameter that it may not write into, or what it may not write.
+        """
+        written, known = self._written, self._known
+        if not known and written.is_untouched():
             return
-        changed = self._written.in_one() if self._writes_as_module else self._written.in_several()
-        if changed and self._note is not None:
-            self._note(changed)
+        counted, noted = written.counted()
+        found = counted + written.changed(with_memory=known is not None)
+        if known is None:
+            written.raise_if_any(found)
+        elif known or found:
+            numbers = known | written.numbers_of(found)
+            noted += written.merge(numbers, may_differ=self._may_differ)
+            known |= numbers
+        if noted and self._note is not None:
+            self._note(noted)
+        self._before = []
+
+    def put_back(self) -> bool:
+        """Undo what a forward has written that has failed; return whether that was where replicas share memory."""
+        before, self._before = self._before, []
+        if not before or self._known is None:
+            return False
+        counted, _ = self._written.counted()
+        numbers = self._written.numbers_of(counted + self._written.changed(with_memory=True))
+        self._known |= numbers
+        for live, memory, values in before if numbers else ():
+            if live.data_ptr() != memory.data_ptr():
+                live.data = memory
+            live.data.copy_(values)
+        return bool(numbers)
 
 
-def _raise_if_any(written: Iterable[torch.Tensor], name_of: NameOf, times: str) -> None:
-    if names := dict.fromkeys(map(name_of, written)):
-        raise RuntimeError(_WRITTEN.format(names=", ".join(names), times=times))
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.data_ptr() if is_plain(tensor) else 0
+
+
+@torch.no_grad()
+def _differing(each: Sequence[Sequence[torch.Tensor]]) -> set[int]:
+    """Return the numbers of the lists in which other tensors differ from the first, by more than rounding."""
+    pairs = [(number, first, other) for number, (first, *others) in enumerate(each) for other in others]
+    for is_same in (_is_equal, _is_close):  # most are equal, which is sooner told
+        if not pairs:
+            break
+        same = [is_same(first, _devices.copy_to(other.detach(), first.device)) for _, first, other in pairs]
+        flags = _numbers([flag.to(same[0].device) for flag in same])
+        pairs = [pair for pair, flag in zip(pairs, flags, strict=True) if not flag]
+    return {number for number, _, _ in pairs}
+
+
+def _is_equal(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    if not is_plain(one) or one.shape != other.shape or one.dtype != other.dtype:
+        return torch.zeros((), dtype=torch.bool, device=one.device)
+    return (one == other).all()
+
+
+def _is_close(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return whether the difference is rounding: another kernel may sum in another order. NaN is equal to NaN."""
+    is_number = one.is_floating_point() or one.is_complex()
+    if not is_number or not is_plain(one) or one.shape != other.shape or one.dtype != other.dtype:
+        return torch.zeros((), dtype=torch.bool, device=one.device)
+    eps = torch.finfo(one.dtype).eps
+    largest = one.abs().nan_to_num(0, 0, 0).amax()
+    bound = _ROUNDINGS * eps * largest if eps < _FINE else 0  # in half precision, a mean over rows may be less
+    return (((one - other).abs() <= bound) | (one == other) | (one.isnan() & other.isnan())).all()
 
 
 def _norms_of_shortening(root: nn.Module) -> dict[int, float]:

@@ -18,7 +18,7 @@ from unisono.runtime import devices as _devices
 from unisono.runtime.draws_off import DrawsOff
 from unisono.runtime.errors import add_note, is_of_replica, text_of
 from unisono.verification.call_recorder import CallRecorder
-from unisono.verification.compare import difference, joined_numbers, plain, tensors_in
+from unisono.verification.compare import difference, joined_numbers, largest, plain, tensors_in
 from unisono.verification.state import RandomState, contents_in, copied, fresh, numbers_in, widen
 
 _TARGET = "If one of them is the target, write verify(model, inputs, target, criterion)"
@@ -130,6 +130,7 @@ def take_step(
     least: torch.dtype | None = None,
     record: bool = True,
     backward: bool = True,
+    written: Collection[int] = (),
 ) -> RecordedStep:
     """Run one step of a copy of a model.
 
@@ -144,9 +145,13 @@ def take_step(
         least: the floating type to compute in, where the model's own is narrower.
         record: the calls of submodules, too.
         backward: compute gradients, too.
+        written: what is known of the parameters that forward writes (see `Threads`): it may find that out by running
+            twice, and the recorded step runs once.
     """
     original: nn.Module = model if like is None else model.module  # type: ignore[assignment]
-    model = copied(model)
+    given, model = model, copied(model)
+    if isinstance(model, DataParallel):
+        model._threads.written.update(written)
     module: nn.Module = model if like is None else model.module  # type: ignore[assignment]
     run = model if like is None or example.forward is None else functools.partial(example.forward, model)
     run = run if example.step is None else functools.partial(example.step, run)
@@ -166,7 +171,7 @@ def take_step(
     leaves = [tensor for _, tensor in (*tensors_in(args), *tensors_in(kwargs))] + [*module.parameters()]
     with_gradient = [path for path, tensor in (*tensors_in(args), *tensors_in(kwargs)) if tensor.requires_grad]
     if nudge:
-        _nudge(leaves, nudge)
+        _nudge(leaves, nudge, [*module.parameters()])
     random.restore()
     generators = generators_of(module)
     # The replicas' calls overlap: which of them has drawn cannot be seen.
@@ -184,6 +189,9 @@ def take_step(
             if like is None and len(args) > 1:
                 add_note(error, f"the model got {len(args)} positional inputs. {_TARGET}")
             raise
+    if isinstance(model, DataParallel) and not model._threads.written <= {*written}:
+        found = model._threads.written
+        return take_step(given, example, random, mode, like, nudge, repeated, least, record, backward, found)
     if isinstance(model, DataParallel):
         step.rows = [timing.rows for timing in model.replica_timings]
     if step.error is None:
@@ -214,12 +222,15 @@ def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape != other.shape or difference(one, other.to(one.dtype)) > 0
 
 
-def _nudge(tensors: Sequence[torch.Tensor], by: float) -> None:
+def _nudge(tensors: Sequence[torch.Tensor], by: float, parameters: Sequence[torch.Tensor]) -> None:
+    """Change tensors by random parts of themselves; parameters by those of their largest, so that zeros change, too."""
     generator = torch.Generator().manual_seed(_SEED)
+    known = {id(parameter) for parameter in parameters}
     for tensor in tensors:
         if tensor.is_floating_point() and tensor.layout is torch.strided:
-            noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64, device="cpu").mul_(by).add_(1)
-            tensor.data.mul_(noise.to(tensor.device, tensor.dtype))
+            noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64, device="cpu").mul_(by)
+            size = (largest(tensor) or 1.0) if id(tensor) in known else tensor.detach().cpu().double()
+            tensor.data.add_((noise * size).to(tensor.device, tensor.dtype))
 
 
 def _backward(loss: torch.Tensor, leaves: Sequence[torch.Tensor], *, may_fail: bool) -> str:
