@@ -124,7 +124,7 @@ def test_caches_that_cannot_be_split_or_joined(wrap: Wrap) -> None:
         ValueError, match=r"they differ in \.layers\[0\]\.keys \(replica 0: .*use_cache=False"
     ) as raised:
         wrap(cut, 2)(x)
-    assert raised.value.__notes__ == ["while gathering output"]
+    assert raised.value.__notes__[0] == "while gathering output"
     with pytest.raises(ValueError, match=r"inputs\[0\] has 4, kwargs\['past'\] has 3"):
         wrap(nn.Identity(), 2)(x, past=_cache_of(x[:3]))
     room = transformers.StaticCache(MODELS["gpt2"]().config, max_cache_len=8)
