@@ -24,7 +24,7 @@ from unisono.autograd.bucket import (
     own_tensors,
     token_of,
 )
-from unisono.autograd.replica_graph import CapturedTensors, LinkedParameters, LinkedTensors, ReplicaGraphs
+from unisono.autograd.replica_graph import CapturedTensors, LinkedParameters, LinkedTensors, ReplicaGraphs, Ways
 from unisono.engines.call import Call, called
 from unisono.engines.parts import parts_of, run_in_parts
 from unisono.primitives import pytree
@@ -564,18 +564,21 @@ class GraphSearch:
         groups: Sequence[Group],
         where: Sequence[str],
         collectors: Sequence[Collector],
+        *,
         may_differ: bool,
+        in_parts: bool,
     ) -> CapturedTensors:
         """Return the leaves in the graphs behind `groups` that belong neither to the module nor to a replica.
 
-        The next call `may_differ` where the inputs carry objects.
+        The next call `may_differ` where the inputs carry objects. In replicas `in_parts` outputs are joined of parts.
         """
-        structure = structure_of(pool, call)
+        structure = (len(groups), *structure_of(pool, call))
         if not may_differ and structure in self._self_contained:
             ends = [tensor for group in groups for tensor in group.tensors if tensor is not None]
             if not lead_to_others(ends, collectors):
                 return self._self_contained[structure]
         captured = look_for_live_tensors(pool.blueprint, groups, where, collectors)
+        captured = captured._replace(ways=ways_between(groups, in_parts=in_parts))
         if not captured.tensors and not captured.earlier and not may_differ:
             if len(self._self_contained) >= _MOST_STRUCTURES:
                 self.clear()
@@ -655,6 +658,40 @@ def look_for_live_tensors(
                 )
     found = has_reentrant_checkpoint, [*earlier.items()], are_linked, has_batch_norm
     return CapturedTensors([*captured.values()], *found)
+
+
+def ways_between(groups: Sequence[Group], *, in_parts: bool) -> Ways:
+    """Return which outputs lie on the way to others, in the graph of any replica."""
+    upstream: list[set[int]] = [set() for _ in groups]
+    for tensors in zip(*(group.tensors for group in groups), strict=True):
+        edges = {k: torch.autograd.graph.get_gradient_edge(t) for k, t in enumerate(tensors) if _needs_gradient(t)}
+        if len(edges) < 2:
+            continue
+        places: dict[tuple[Any, int], set[int]] = {}
+        for k, edge in edges.items():
+            for place in edge.node.next_functions if in_parts else [(edge.node, edge.output_nr)]:
+                places.setdefault(place, set()).add(k)
+        reached: dict[Any, set[int]] = {}  # the outputs behind each node
+        for k, edge in edges.items():
+            pending: list[Any] = [edge.node]
+            while pending:
+                following = () if is_bucket_node(pending[-1]) else pending[-1].next_functions
+                following = [place for place in following if place[0] is not None]
+                if missing := [node for node, _ in following if node not in reached]:
+                    pending += missing
+                else:
+                    behind = [places.get(place, set()) | reached[place[0]] for place in following]
+                    reached[pending.pop()] = set().union(*behind)
+            upstream[k] |= reached[edge.node] - {k}
+    on_way = sorted(set().union(*upstream))
+    levels = [0] * len(groups)
+    for _ in on_way:  # the longest way has no more outputs
+        levels = [max([levels[other] + 1 for other in behind], default=0) for behind in upstream]
+    return Ways(levels, on_way) if on_way else Ways()
+
+
+def _needs_gradient(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and tensor.requires_grad
 
 
 def is_reentrant_checkpoint(node: Any) -> bool:

@@ -393,7 +393,10 @@ class Forward:
         """Return the replica graphs behind the replicas' outputs, with all that their backwards need."""
         call, parameters = self._call, self._replicas.linked
         keep, collectors = carries_objects(call, self._inputs), [group.collector for group in self._linked]
-        captured = self._model.search.captured_tensors(self._pool, call, groups, self._where, collectors, keep)
+        is_in_parts = call.parts > 1 or bool(self._model.row_limits)
+        captured = self._model.search.captured_tensors(
+            self._pool, call, groups, self._where, collectors, may_differ=keep, in_parts=is_in_parts
+        )
         for collector, _ in captured.earlier:
             collector.is_earlier = True
         if captured.has_batch_norm and self._normalises_shards():
@@ -418,6 +421,9 @@ class Forward:
             sync_context=call.sync_context,
             replay=None if self._replay is None or self._is_again else self._replay.repeatable(),
             step=self._step,
+            is_in_parts=is_in_parts,
+            levels=captured.ways.levels or [0] * len(outputs),
+            on_way=dict.fromkeys(captured.ways.on_way) if captured.ways.on_way else {},
         )
 
 
@@ -450,14 +456,16 @@ def _refuse_step(blueprint: Blueprint, optimizer: torch.optim.Optimizer, *_: obj
 
 def _groups_of(changes: Sequence[Change], num_replicas: int) -> list[Group]:
     """Return the buffers that forward has reassigned and that have a history: they are outputs of the first replica."""
-    return [Group((tensor, *[None] * (num_replicas - 1)), Single(0)) for tensor in histories(changes)]
+    others = [None] * (num_replicas - 1)
+    return [Group((tensor, *others), Single(0), "a buffer") for tensor in histories(changes)]
 
 
 def _boundary_outputs(call: Call, groups: Sequence[Group], of_buffers: Sequence[Group]) -> list[BoundaryTensor]:
     """Return the boundary's outputs: those of forward on the output device, then buffers where they are."""
-    outputs = [BoundaryTensor(group.placement, call.output_device, group.tensors) for group in groups]
+    outputs = [BoundaryTensor(group.placement, call.output_device, group.tensors, group.path) for group in groups]
     for group in of_buffers:
-        outputs += [BoundaryTensor(group.placement, t.device, group.tensors) for t in group.tensors if t is not None]
+        tensors = [tensor for tensor in group.tensors if tensor is not None]
+        outputs += [BoundaryTensor(group.placement, t.device, group.tensors, group.path) for t in tensors]
     return outputs
 
 
