@@ -36,6 +36,7 @@ from unisono.autograd.bucket import (
 from unisono.distributed.gradient_sync import RankReduction, SyncContext
 from unisono.primitives.parallel_apply import values_or_raise
 from unisono.primitives.placements import Placement, Replicate, Single, WeightedSum
+from unisono.primitives.reassigned_buffers import BuffersInBackward
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline, torch_private
 from unisono.runtime.buckets import BucketPlan, added
@@ -265,6 +266,7 @@ class CapturedTensors(NamedTuple):
         earlier: the tokens behind other forwards' bucket nodes, where a replica's graph goes on into an earlier one's.
         are_linked: whether a replica's graph leads to another replica's tensors.
         has_batch_norm: whether a replica has normalised its rows by their statistics.
+        has_checkpoint: whether an activation checkpoint runs forward again in backward.
         ways: those between outputs.
     """
 
@@ -273,6 +275,7 @@ class CapturedTensors(NamedTuple):
     earlier: Sequence[tuple[Collector, torch.Tensor]] = ()
     are_linked: bool = False
     has_batch_norm: bool = False
+    has_checkpoint: bool = False
     ways: Ways = Ways()
 
 
@@ -315,6 +318,7 @@ class ReplicaGraphs:
     replay: "Repeater | None"  # runs a backward of these graphs, again after a failure; None: a failure is final
     step: StepRecording | None  # the one that these graphs are part of, if it is recorded
     is_in_parts: bool  # whether a replica has run its shard in parts
+    buffers: BuffersInBackward | None  # for activation checkpoints; None: there are none
     levels: Sequence[int]  # of each output, as in `Ways`
     on_way: dict[int, Joined | None]  # those that others lead to, by number; None: not joined yet
     released: bool = field(default=False, init=False)
@@ -336,7 +340,7 @@ class ReplicaGraphs:
         """Drop what refers to the replica graphs."""
         self.on_release, self.on_backward = lambda: None, None
         self.inputs, self.leaves, self.outputs, self.passes, self.roots = [], [], [], _NO_PASSES, ()
-        self.parameters = self.parameters._replace(own=(), nodes=())
+        self.parameters, self.buffers = self.parameters._replace(own=(), nodes=()), None
 
     def take_from(self, other: Self) -> None:
         """Take the replica graphs of another object, which has none after it: the same forward's, run again."""
@@ -445,6 +449,8 @@ class ReplicaGraphs:
         grads = self._parts_of(output_grads)
         if totals:
             run = self._with_totals(totals, output_grads, grads, run)
+        if self.buffers is not None:
+            run = partial(self.buffers.around, run)
         if outputs is not None:
             self.check_have_gradients(outputs, output_grads)
             found = self._gradients(grads, outputs, run, refused=() if checkpoints else None, keep=keep)
@@ -624,6 +630,8 @@ class ReplicaGraphs:
         run: _Run = self._run_in_one_call if in_one_call else self._run_together
         if totals:
             run = self._with_totals(totals, output_grads, end_grads, run)
+        if self.buffers is not None:
+            run = partial(self.buffers.around, run)
         of_inputs = self._gradients(end_grads, inputs, run, refused=refused, create_graph=True)
         gradients = [
             BoundaryTensor(each.placement, each.device, each.with_every_part(of_inputs[k]))

@@ -34,7 +34,13 @@ from unisono.primitives.change_tracking import ContainerSnapshot, DictSnapshot, 
 from unisono.primitives.leftovers import Kind, Leftovers, Watched, assigned, attribute_dicts_of
 from unisono.primitives.outputs import Group
 from unisono.primitives.placements import Placement
-from unisono.primitives.reassigned_buffers import Change, buffer_registries, commit_buffers, histories
+from unisono.primitives.reassigned_buffers import (
+    BuffersInBackward,
+    Change,
+    buffer_registries,
+    commit_buffers,
+    histories,
+)
 from unisono.primitives.references import INERT
 from unisono.primitives.shared_iterators import SharedIterator, is_iterator
 from unisono.primitives.shared_state import Reached, reached_by
@@ -226,6 +232,8 @@ class Replicas:
         self.live_of = [replica.live_of for replica in each]
         self.is_remote = any([replica.is_remote for replica in each])
         self._kept: KeptReplicas | None = kept
+        self._devices = kept.devices
+        self._in_backward: BuffersInBackward | None = None
         self._returns_to = returns_to
         self.are_new = True
         here = [replica for replica in each if not replica.is_remote]
@@ -251,6 +259,13 @@ class Replicas:
         self._tensors = TensorSnapshot([tensor for replica in each for tensor in replica.tensors])
         self._num_references = self._count_references()
         self._own_parameters = [parameter for replica in each for parameter in replica.own_parameters]
+
+    def buffers_in_backward(self) -> BuffersInBackward:
+        """Return what lets activation checkpoints read the live module's buffers as they are in backward."""
+        if self._in_backward is None:
+            modules = [replica.modules for replica in self.each]
+            self._in_backward = BuffersInBackward(modules, self._blueprint.modules, self._devices)
+        return self._in_backward
 
     def are_unchanged(self) -> bool:
         """Return whether the replicas are as they were made.
@@ -628,7 +643,7 @@ def look_for_live_tensors(
         return CapturedTensors()
     captured: dict[int, torch.Tensor] = {}
     earlier: dict[Collector, torch.Tensor] = {}
-    has_reentrant_checkpoint = are_linked = has_batch_norm = False
+    has_reentrant_checkpoint = are_linked = has_batch_norm = has_checkpoint = False
     histories = {tensor.grad_fn: tensor for tensor in blueprint.histories.values()}
     of_replicas = zip(where, zip(*(group.tensors for group in groups), strict=True), strict=True)
     for index, (place, outputs) in enumerate(of_replicas):
@@ -650,13 +665,14 @@ def look_for_live_tensors(
                     earlier[reached.collector] = reached.token
             has_reentrant_checkpoint |= is_reentrant_checkpoint(reached)
             has_batch_norm |= torch_private.is_batch_norm_in_training(reached)
+            has_checkpoint = has_checkpoint or runs_forward_again(reached)
             if reached in histories:
                 raise RuntimeError(
                     f"{place} used {blueprint.name_of(histories[reached])}, a tensor that was computed "
                     "outside forward and requires grad. Pass it to the model as an input, compute it in "
                     "forward, or detach() it."
                 )
-    found = has_reentrant_checkpoint, [*earlier.items()], are_linked, has_batch_norm
+    found = has_reentrant_checkpoint, [*earlier.items()], are_linked, has_batch_norm, has_checkpoint
     return CapturedTensors([*captured.values()], *found)
 
 
@@ -703,6 +719,14 @@ def is_reentrant_checkpoint(node: Any) -> bool:
     if isinstance(inner, ReplicaGraphs):
         return inner.captured.has_reentrant_checkpoint
     return "CheckpointFunctionBackward" in node.name()
+
+
+def runs_forward_again(node: Any) -> bool:
+    """Return whether a node of a graph belongs to an activation checkpoint, which may be as above."""
+    inner = getattr(node, "graphs", None)
+    if isinstance(inner, ReplicaGraphs):
+        return inner.buffers is not None
+    return torch_private.saves_by_hooks(node) or is_reentrant_checkpoint(node)
 
 
 def leaves_and_nodes(outputs: Sequence[torch.Tensor]) -> Iterator[Any]:

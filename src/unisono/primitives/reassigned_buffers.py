@@ -1,17 +1,23 @@
-"""Buffers that forward reassigns, as in `self.mean = 0.9 * self.mean + 0.1 * x.mean(0)`.
+"""Buffers that forward reassigns, as in `self.mean = 0.9 * self.mean + 0.1 * x.mean(0)`; buffers in backward.
 
 The plain module has the new tensor in the place of the old one after forward. A replica has registries of its own, so
 what forward has put into the first replica's is put into the live module's once forward has succeeded.
+
+In backward an activation checkpoint runs a part of forward again, and reads what the buffers are then
+(`BuffersInBackward`).
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
 
-from unisono.primitives.change_tracking import GONE, DictSnapshot
+from unisono.primitives.change_tracking import GONE, DictSnapshot, fill
+from unisono.runtime import devices as _devices
 
+T = TypeVar("T")
 Change: TypeAlias = tuple[int, str, Any]  # number of the module, name of the buffer, its new value: GONE if deleted
 
 
@@ -61,3 +67,69 @@ def commit_buffers(
             registry[name] = live_tensors.get(id(value), value)
         elif not any(name in attributes[kind] for kind in ("_parameters", "_modules")) and name not in attributes:
             registry.pop(name, None)
+
+
+class BuffersInBackward:
+    """Lets activation checkpoints in the backward of one step's replicas read the buffers as on one device.
+
+    That is as they are then, not as they were in this step's forward: later forwards, other backwards or the program
+    may have changed them. If so, the first replica has the live ones, and the others have copies. Tensors that the
+    graphs have saved stay as they are.
+
+    Args:
+        modules: of each replica; live_modules: those of which they are replicas.
+        devices: one a replica.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[Sequence[nn.Module]],
+        live_modules: Sequence[nn.Module],
+        devices: Sequence[torch.device],
+    ) -> None:
+        self._modules, self._live_modules, self._devices = modules[0], live_modules, devices
+        self._registries = [buffer_registries(each).dicts for each in modules]
+        self._live = buffer_registries(live_modules).dicts
+        self._reassigns = False
+        self._buffers: list[torch.Tensor] = []
+        self._versions: list[int | None] = []
+
+    def forward_has_run(self, *, reassigns: bool) -> None:
+        """Take note of the live buffers after the forward; and whether it has reassigned some."""
+        self._reassigns = reassigns
+        self._note(self._now())
+
+    def around(self, run: Callable[[T], None], backward_of: T) -> None:
+        """Call `run(backward_of)`, a backward of the replicas."""
+        now = self._now()
+        if [*map(id, now)] != [*map(id, self._buffers)] or _versions(now) != self._versions:
+            self._renew(now)
+            self._note(now)
+        before = DictSnapshot(self._registries[0]) if self._reassigns else None
+        run(backward_of)
+        if before is not None:  # what is reassigned again stays, without the history of a graph that is gone
+            changes = before.changes()
+            detached = {id(value): value.detach() for _, _, value in changes if isinstance(value, torch.Tensor)}
+            commit_buffers(changes, self._modules, self._live_modules, detached)
+
+    def _now(self) -> list[torch.Tensor]:
+        return [buffer for buffer in chain(*map(_values, self._live)) if buffer is not None]
+
+    def _note(self, buffers: list[torch.Tensor]) -> None:
+        self._buffers, self._versions = buffers, _versions(buffers)
+
+    def _renew(self, buffers: list[torch.Tensor]) -> None:
+        """Give the replicas what the live module has now."""
+        for i, (registries, device) in enumerate(zip(self._registries, self._devices, strict=True)):
+            here = [each for each in buffers if i == 0 and _devices.same_device(each.device, device)]
+            own = {id(each): each.detach() if each.requires_grad else each for each in here}
+            own.update({id(each): _devices.copied_to(each.detach(), device) for each in buffers if id(each) not in own})
+            for registry, live in zip(registries, self._live, strict=True):
+                fill(registry, {name: own.get(id(value), value) for name, value in live.items()})
+
+
+def _versions(buffers: Sequence[torch.Tensor]) -> list[int | None]:
+    return [None if buffer.is_inference() else buffer._version for buffer in buffers]
+
+
+_values = dict.values

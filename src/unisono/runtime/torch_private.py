@@ -305,6 +305,26 @@ def is_batch_norm_in_training(node: Any) -> bool:
     return not inputs or bool(inputs[0].shape[0] > 1)
 
 
+def saves_by_hooks(node: Any) -> bool:
+    """Return whether hooks (those of an activation checkpoint that is not reentrant) have taken what a node has saved.
+
+    Fallback, where torch does not tell: True, for every node that saves something.
+    """
+    node_class: Any = type(node)
+    try:
+        names = ["_raw_saved_tensors"] if hasattr(node, "_forward_cls") else _names_of_saved(node_class)
+        saved = [getattr(node, name, None) for name in names]
+    except RuntimeError:  # a backward inside forward has freed them
+        return False
+    every = [each for one in saved for each in (one if isinstance(one, list | tuple) else [one])]
+    return any(each is not None and getattr(each, "unpack_hook", True) is not None for each in every)
+
+
+@functools.cache
+def _names_of_saved(node_class: Any) -> list[str]:
+    return [name for name in dir(node_class) if name.startswith("_raw_saved_")]
+
+
 def sequence_number() -> int:
     """Return the sequence number of a new node: torch counts the nodes that each thread makes. Fallback: 0."""
     with contextlib.nullcontext() if torch.is_grad_enabled() else torch.enable_grad():
