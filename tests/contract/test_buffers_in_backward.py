@@ -135,3 +135,15 @@ def test_a_checkpoint_reads_the_buffers_as_on_one_device(
 
     options = {"sync_batch_norm": True} if name == "batch norm" else {}
     assert_alike(wrap, MODULES[name](), steps, 2, 1e-10, **options)
+
+
+def test_parts_need_the_buffers_of_their_forward(wrap: Wrap) -> None:
+    """N13: the plain module computes nothing again. The first replica's gradient was that of the new value."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.BatchNorm1d(3)).eval()
+    model = wrap(net, parts=2)
+    loss = model(torch.randn(8, 3)).sum()
+    loss.backward(retain_graph=True)
+    net[2].num_batches_tracked.add_(1)
+    with pytest.raises(RuntimeError, match=r"the buffer '2\.num_batches_tracked' has changed"):
+        loss.backward()
+    model(torch.randn(8, 3)).sum().backward()

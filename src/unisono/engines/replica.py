@@ -264,7 +264,8 @@ class Replicas:
         """Return what lets activation checkpoints read the live module's buffers as they are in backward."""
         if self._in_backward is None:
             modules = [replica.modules for replica in self.each]
-            self._in_backward = BuffersInBackward(modules, self._blueprint.modules, self._devices)
+            live, names = self._blueprint.modules, self._blueprint.names
+            self._in_backward = BuffersInBackward(modules, live, names, self._devices)
         return self._in_backward
 
     def are_unchanged(self) -> bool:

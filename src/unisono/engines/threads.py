@@ -303,7 +303,7 @@ class Forward:
             output = matched.put_together(joined, call.output_device)
         self._replicas.each[0].commit_buffers(self._pool, changes, joined[len(matched.groups) :])
         if self._buffers_in_backward is not None:
-            self._buffers_in_backward.forward_has_run(reassigns=bool(changes))
+            self._buffers_in_backward.forward_has_run(reassigns=bool(changes), in_parts=graphs.is_in_parts)
         if not self._tracked:
             self._replicas.give_back()
         if leftovers.has_more:
@@ -408,8 +408,7 @@ class Forward:
         if captured.has_batch_norm and self._normalises_shards():
             self._model.first_steps.say_of_functional_batch_norm()
         self._model.sum_over_ranks(parameters, call.sync_context)
-        # Parts are computed again by checkpoints that the module does not have, from its buffers in forward.
-        if captured.has_checkpoint and not is_in_parts:
+        if captured.has_checkpoint:
             self._buffers_in_backward = self._replicas.buffers_in_backward()
         return ReplicaGraphs(
             timings=self.timings,

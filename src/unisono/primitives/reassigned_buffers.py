@@ -69,6 +69,12 @@ def commit_buffers(
             registry.pop(name, None)
 
 
+_CHANGED = (
+    "the buffer {name} has changed between forward and backward, which runs forward again in parts (parts=, or "
+    "rescue=). Change buffers after backward; or do not run the module in parts."
+)
+
+
 class BuffersInBackward:
     """Lets activation checkpoints in the backward of one step's replicas read the buffers as on one device.
 
@@ -77,7 +83,7 @@ class BuffersInBackward:
     graphs have saved stay as they are.
 
     Args:
-        modules: of each replica; live_modules: those of which they are replicas.
+        modules: of each replica; live_modules: those of which they are replicas, with their `names`.
         devices: one a replica.
     """
 
@@ -85,8 +91,10 @@ class BuffersInBackward:
         self,
         modules: Sequence[Sequence[nn.Module]],
         live_modules: Sequence[nn.Module],
+        names: Sequence[str],
         devices: Sequence[torch.device],
     ) -> None:
+        self._names, self._in_parts = names, False
         self._modules, self._live_modules, self._devices = modules[0], live_modules, devices
         self._registries = [buffer_registries(each).dicts for each in modules]
         self._live = buffer_registries(live_modules).dicts
@@ -94,15 +102,23 @@ class BuffersInBackward:
         self._buffers: list[torch.Tensor] = []
         self._versions: list[int | None] = []
 
-    def forward_has_run(self, *, reassigns: bool) -> None:
-        """Take note of the live buffers after the forward; and whether it has reassigned some."""
-        self._reassigns = reassigns
+    def forward_has_run(self, *, reassigns: bool, in_parts: bool) -> None:
+        """Take note of the live buffers after the forward.
+
+        Args:
+            reassigns: whether it has reassigned some.
+            in_parts: whether the checkpoints are those of parts, which the plain module does not have. Then a backward
+                raises RuntimeError if a buffer has changed.
+        """
+        self._reassigns, self._in_parts = reassigns, in_parts
         self._note(self._now())
 
     def around(self, run: Callable[[T], None], backward_of: T) -> None:
         """Call `run(backward_of)`, a backward of the replicas."""
         now = self._now()
         if [*map(id, now)] != [*map(id, self._buffers)] or _versions(now) != self._versions:
+            if self._in_parts:
+                raise RuntimeError(_CHANGED.format(name=self._name_of_changed()))
             self._renew(now)
             self._note(now)
         before = DictSnapshot(self._registries[0]) if self._reassigns else None
@@ -114,6 +130,13 @@ class BuffersInBackward:
 
     def _now(self) -> list[torch.Tensor]:
         return [buffer for buffer in chain(*map(_values, self._live)) if buffer is not None]
+
+    def _name_of_changed(self) -> str:
+        before = dict(zip(map(id, self._buffers), self._versions, strict=True))
+        paths = zip(self._names, self._live, strict=True)
+        buffers = [(f"{path}.{name}" if path else name, b) for path, live in paths for name, b in live.items()]
+        changed = [repr(name) for name, b in buffers if b is not None and before.get(id(b), -1) not in _versions([b])]
+        return changed[0] if changed else "that is gone"
 
     def _note(self, buffers: list[torch.Tensor]) -> None:
         self._buffers, self._versions = buffers, _versions(buffers)
