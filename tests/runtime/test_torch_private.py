@@ -41,6 +41,14 @@ def keep_flags() -> None:
     torch_private.clear_dispatch_mode_flags(torch_private.dispatch_mode_flags())
 
 
+class SavesOne:
+    """A node of a graph, as a release of torch has it that does not tell of hooks."""
+
+    _raw_saved_self = SimpleNamespace()
+
+
+without_hooks: Any = SimpleNamespace(register_hook=lambda _: SimpleNamespace(remove=lambda: None))
+
 FALLBACKS: list[tuple[Any, str, Callable[[], Any], Any]] = [
     (torch._C._autograd, "_get_current_graph_task_keep_graph", torch_private.backward_keeps_graph, True),
     (torch._C, "_will_engine_execute_node", lambda: torch_private.backward_reaches(None), True),
@@ -54,6 +62,8 @@ FALLBACKS: list[tuple[Any, str, Callable[[], Any], Any]] = [
     (torch._C, "_is_tracing", torch_private.traces_with_jit, False),
     (torch.utils._python_dispatch, "_is_in_torch_dispatch_mode", keep_flags, None),
     (SimpleNamespace, "_backward_hooks", lambda: torch_private.skip_hooks_without_gradient([SimpleNamespace()]), None),
+    (SimpleNamespace, "_backward_hooks", lambda: bool(torch_private.hooks_of(without_hooks)), True),
+    (SimpleNamespace, "unpack_hook", lambda: torch_private.saves_by_hooks(SavesOne()), True),
     (torch._dynamo, "mark_static_address", lambda: torch_private.mark_static([torch.ones(2)]), None),
     (torch.utils._pytree, "SUPPORTED_NODES", lambda: torch_private.flatten_registered([1, 2]), None),
     (nn.utils.parametrize, "_cache_enabled", torch_private.parametrizations_not_cached().__enter__, None),

@@ -1,6 +1,6 @@
 """The autograd boundary: the caller's graph sees all replicas as one node.
 
-caller's graph    live tensors ──► LiveNode ──► token ──► (2) Replicas ──► token ──► (1) Outputs ──► outputs ──► loss
+caller's graph    live tensors ──► LiveNode ──► token ──► (2) Replicas ──► token ──► (1) Output ──► output ──► loss
                                      (bucket.py) │                                      ▲
                                                  ▼                                      │ joined
 replica graphs           (3) BucketNodes ──► tensors of replica i ──► replica i ──► outputs of replica i
@@ -9,7 +9,7 @@ replica graphs           (3) BucketNodes ──► tensors of replica i ──�
                 by `Replicate`. Each output is joined from the replicas' outputs by its placement.
 
     backward    is the adjoint.
-(1) notes the gradients of the outputs.
+(1) notes the gradient of its output. Each output has a node of its own: hooks of one without a gradient are not called.
 (2) splits them as the outputs were joined, and runs the backward of every replica graph, each in a thread of its own.
 (3) The replica graphs end at the buckets. Gradients are joined as the live tensors were split: rows are concatenated;
     gradients of replicated tensors are summed in replica order, so that runs repeat bit for bit.
@@ -18,21 +18,32 @@ replica graphs           (3) BucketNodes ──► tensors of replica i ──�
 not in the one thread that it has for an accelerator. So it can wait for the replicas, and the boundaries of several
 forwards run one after the other, in an order that does not depend on time.
 
+An output may lie on the way to others, as `hidden` does in `return head(hidden), hidden`. It has a lower level than
+they, and the caller's graph has the way:
+
+    (2) Replicas ──► token ──┬──► (1) hidden ──► (4) Level ──► token ──► (1) head(hidden) ──► loss
+                             └─────────────────────┘
+
+(4) computes the gradient of `hidden` by what has come to the levels above, if something in the caller's graph sees it:
+    a hook, `retain_grad`, or `torch.autograd.grad`. (2) runs the whole backward, as without (4), but with the gradient
+    that has come to (1) of `hidden` in the place of what reaches it inside the replicas.
+
 With create_graph=True the replicas' gradients are outputs of the replica graphs in turn, with the incoming gradients as
 further inputs. Another boundary represents them in the caller's graph. So derivatives of any order come from the graphs
 of the first forward: nothing is computed again, no buffer is written and no random number is drawn a second time.
 """
 
 import threading
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import compress, repeat
+from typing import Any
 
 import torch
 
 from unisono.autograd.bucket import BOUNDARIES, FIRST, Gradients
-from unisono.autograd.replica_graph import ReplicaGraphs
+from unisono.autograd.replica_graph import BoundaryTensor, Joined, ReplicaGraphs
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline, torch_private
 from unisono.runtime.errors import add_note, text_of
@@ -45,8 +56,10 @@ _KEEP_GRAPH = (
     "stored it), and the backward of one frees tensors that the other needs. Call backward(retain_graph=True), or "
     "return the tensor from forward."
 )
-
-
+_FREED = (
+    "Trying to backward through the replicas a second time: the first backward freed their saved "
+    "tensors. Pass retain_graph=True to the first, or add the losses and call backward once."
+)
 _MODULE_HOOKS = (
     "backward reaches both the module's output and a tensor that left forward another way (a hook or a list "
     "stored it), and the module has backward hooks. On accelerators both would run at once and mix up the "
@@ -55,55 +68,91 @@ _MODULE_HOOKS = (
 )
 
 
-class _Incoming(NamedTuple):
-    """The gradients of the outputs in one backward."""
+@dataclass
+class _Incoming:
+    """The gradients of the outputs in one backward.
 
-    grads: Sequence[torch.Tensor | None]
-    streams: Sequence[torch.Stream]  # on which they are computed
-    device_thread: int | None  # the thread that torch has for the accelerator of the outputs, if they are on one
+    Attributes:
+        grads: of each output; None: none has come.
+        streams: on which they are computed.
+        device_threads: those that torch has for the accelerators of the outputs.
+        totals: the outputs whose gradients have in them what comes from the levels above.
+    """
 
-    def here(self) -> Sequence[torch.Tensor | None]:
+    grads: Gradients
+    streams: list[torch.Stream] = field(default_factory=list)
+    device_threads: set[int] = field(default_factory=set)
+    totals: set[int] = field(default_factory=set)
+
+    def here(self) -> Gradients:
         """Return the gradients, for what the calling thread's streams do next."""
         wait_for_makers(self.streams, self.grads)
         return self.grads
 
     def is_in_device_thread(self) -> bool:
-        """Return whether the calling thread is the one that torch has for an accelerator: it cannot wait for itself."""
-        return self.device_thread == threading.get_ident()
+        """Return whether the calling thread is one that torch has for an accelerator: it cannot wait for itself."""
+        return threading.get_ident() in self.device_threads
 
 
-class _Outputs(torch.autograd.Function):
-    """(1) The node of the outputs: `_join_outputs(token, graphs, incoming)` returns them, joined.
+class _Output(torch.autograd.Function):
+    """(1) The node of one output: `_join_output(token, graphs, incoming, number)` returns it, joined.
 
-    `incoming` are the gradients of each backward that runs, by its number.
+    `incoming` has the gradients of each backward that runs, by its number.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, token: torch.Tensor, graphs: ReplicaGraphs, incoming: dict[int, _Incoming]
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.incoming = incoming
+        ctx: Any, token: torch.Tensor, graphs: ReplicaGraphs, incoming: dict[int, _Incoming], number: int
+    ) -> torch.Tensor:
+        ctx.incoming, ctx.number, ctx.num_outputs = incoming, number, len(graphs.outputs)
         ctx.set_materialize_grads(False)
-        joined = []
-        constant = []
-        for each in graphs.outputs:
-            result = each.join(each.tensors)
-            if [tensor for tensor in each.tensors if tensor is result]:
-                result = result.clone()  # it would be a replica's own tensor, and the caller may write into it
-            joined.append(result)
-            if not each.requires_grad:
-                constant.append(result)
-        ctx.mark_non_differentiable(*constant)
-        return tuple(joined)
+        each = graphs.outputs[number]
+        result = each.join(each.tensors)
+        if [tensor for tensor in each.tensors if tensor is result]:
+            result = result.clone()  # it would be a replica's own tensor, and the caller may write into it
+        if not each.requires_grad:
+            ctx.mark_non_differentiable(result)
+        return result
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:
-        on_host = _devices.all_on_host([grad.device for grad in grads if grad is not None])
-        device_thread = None if on_host else threading.get_ident()
-        ctx.incoming[torch_private.number_of_backward()] = _Incoming(grads, current_streams_of(grads), device_thread)
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, ...]:
+        number, none_yet = torch_private.number_of_backward(), _Incoming([None] * ctx.num_outputs)
+        incoming = ctx.incoming.setdefault(number, none_yet)
+        if grad is not None:
+            incoming.grads[ctx.number] = grad
+            incoming.streams += current_streams_of([grad])
+            if not _devices.computes_on_host(grad.device):
+                incoming.device_threads.add(threading.get_ident())
         # On accelerators (2) may be ready before or after that of another forward, as the two threads happen to run.
         torch_private.run_in_turn(ctx.next_functions[0][0], BOUNDARIES)
-        return None, None, None
+        return None, None, None, None
+
+
+class _Level(torch.autograd.Function):
+    """(4) The node between two levels: `_link_level(graphs, incoming, lower, token, *joined)`, the upper level's token.
+
+    `lower` are the numbers of the lower level's outputs that lie on the way to others, `joined` the outputs.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, graphs: ReplicaGraphs, incoming: dict[int, _Incoming], lower: Sequence[int], *linked: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.graphs, ctx.incoming, ctx.lower = graphs, incoming, lower
+        ctx.set_materialize_grads(False)
+        return torch.zeros((), dtype=torch.float32, device="cpu")
+
+    @staticmethod
+    @without_own_frames
+    @critical
+    def backward(ctx: Any, _: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        next_token, *nodes = [node for node, _ in ctx.next_functions]
+        torch_private.run_in_turn(next_token, BOUNDARIES)
+        number = torch_private.number_of_backward()
+        goes_on = torch_private.backward_runs(next_token)
+        incoming = ctx.incoming[number] if goes_on else ctx.incoming.pop(number)
+        found = _gradients_of_lower(ctx.graphs, incoming, dict(zip(ctx.lower, nodes, strict=True)), goes_on=goes_on)
+        return None, None, None, None, *[found.get(number) for number in ctx.lower]
 
 
 class _Replicas(torch.autograd.Function):
@@ -133,7 +182,8 @@ class _Replicas(torch.autograd.Function):
 
 
 # `apply` without its search for torch.func's tensors: under a transform the plain composition runs.
-_join_outputs: Any = super(torch.autograd.Function, _Outputs).apply
+_join_output: Any = super(torch.autograd.Function, _Output).apply
+_link_level: Any = super(torch.autograd.Function, _Level).apply
 _link_replicas: Any = super(torch.autograd.Function, _Replicas).apply
 
 
@@ -146,10 +196,7 @@ def _backward(ctx: Any, incoming: _Incoming) -> tuple[torch.Tensor | None, ...]:
     if graphs.released:
         if not has_grads:  # a later forward has detached the only output that it used, a buffer
             return nothing
-        raise RuntimeError(
-            "Trying to backward through the replicas a second time: the first backward freed their saved "
-            "tensors. Pass retain_graph=True to the first, or add the losses and call backward once."
-        )
+        raise RuntimeError(_FREED)
     reduction = graphs.begin_sum(ctx)
     if reduction is None and not has_grads:
         return nothing
@@ -162,9 +209,14 @@ def _backward(ctx: Any, incoming: _Incoming) -> tuple[torch.Tensor | None, ...]:
         raise RuntimeError(_MODULE_HOOKS)
     try:
         if higher:
-            found = _differentiable_backward(graphs, grads, needed)
+            every = graphs.all_inputs
+            inputs = dict(compress(enumerate(every), repeat(True) if needed is None else needed))
+            refused = None if needed is None else inputs
+            gradients = dict(zip(inputs, _differentiable_backward(graphs, incoming, inputs, refused), strict=True))
+            found = [gradients.get(number) for number, _ in enumerate(every)]
         else:
-            options = {"keep": keep or others_follow, "in_device_thread": incoming.is_in_device_thread()}
+            options: Any = {"keep": keep or others_follow, "in_device_thread": incoming.is_in_device_thread()}
+            options["totals"] = incoming.totals
             early = None if others_follow else reduction  # all at the end: what follows would come late
             run = partial(graphs.backward, grads, early, needed, **options)
             found = run() if graphs.replay is None else graphs.replay.run(graphs, run)
@@ -199,6 +251,49 @@ def _nothing() -> None:
     pass
 
 
+def _gradients_of_lower(
+    graphs: ReplicaGraphs, incoming: _Incoming, nodes: Mapping[int, Any], *, goes_on: bool
+) -> dict[int, torch.Tensor | None]:
+    """Return the gradients of the lower level's outputs by what has come to the levels above: of those that are seen.
+
+    Args:
+        nodes: those of the outputs, by their numbers.
+        goes_on: whether the backward goes on to the lower level's token.
+    """
+    grads, is_restricted = incoming.here(), torch_private.backward_is_restricted()
+    # `torch.autograd.grad` may ask for them, or for what is behind them: that is the same from here.
+    is_sure = not (is_restricted and goes_on)
+    lower_level = max(graphs.levels[k] for k in nodes)
+    ends = [k for k, grad in enumerate(grads) if grad is not None and graphs.levels[k] > lower_level]
+    wanted = [k for k, node in nodes.items() if graphs.on_way[k].is_seen(node)]  # type: ignore[union-attr]
+    if not ends or not wanted:
+        return {}
+    if graphs.released:
+        raise RuntimeError(_FREED)
+    if is_sure:
+        graphs.check_have_gradients(wanted, grads)
+    inputs = {k: graphs.outputs[k].of_gradients() for k in wanted if graphs.why_no_gradient(k) is None}
+    if torch.is_grad_enabled():
+        gradients = _differentiable_backward(graphs, incoming, inputs, None)
+    else:
+        options: Any = {
+            "outputs": inputs,
+            "totals": incoming.totals,
+            "keep": goes_on or graphs.are_needed_later or torch_private.backward_keeps_graph(),
+            "in_device_thread": incoming.is_in_device_thread(),
+            "checkpoints": not (is_sure and is_restricted),  # else a reentrant one is an error, as torch's
+        }
+        run = partial(graphs.backward, grads, None, None, **options)
+        gradients = run() if graphs.replay is None else graphs.replay.run(graphs, run)
+    found = dict(zip(inputs, gradients, strict=True))
+    for number, gradient in found.items():
+        if gradient is None:
+            graphs.on_way[number].skip_hooks()  # type: ignore[union-attr]
+        else:
+            incoming.totals.add(number)
+    return found
+
+
 def join(graphs: ReplicaGraphs) -> Sequence[torch.Tensor]:
     """Return the joined outputs, linked to the caller's tensors if any of them needs a gradient."""
     if not [each for each in graphs.outputs if each.requires_grad]:
@@ -207,24 +302,52 @@ def join(graphs: ReplicaGraphs) -> Sequence[torch.Tensor]:
     tokens = [group.token for group in graphs.groups]
     earlier = [token for _, token in graphs.captured.earlier]
     token = _link_replicas(graphs, incoming, *tokens, *[leaf.live for leaf in graphs.leaves], *earlier)
-    joined: tuple[torch.Tensor, ...] = _join_outputs(token, graphs, incoming)
+    if graphs.on_way:
+        joined, nodes = _joined_by_level(graphs, incoming, token)
+    else:
+        joined = [_join_output(token, graphs, incoming, number) for number, _ in enumerate(graphs.outputs)]
+        nodes = [token.grad_fn, *[tensor.grad_fn for tensor in joined]]
     # Losses that left forward in another way lead to the replicas' graphs directly. A backward of both goes through the
     # boundary first, which then keeps these graphs.
-    for node in {token.grad_fn, *[tensor.grad_fn for tensor in joined]} - {None}:
-        torch_private.run_first(node, FIRST)
+    for node in nodes:
+        if node is not None:
+            torch_private.run_first(node, FIRST)
     return joined
 
 
+def _joined_by_level(
+    graphs: ReplicaGraphs, incoming: dict[int, _Incoming], token: torch.Tensor
+) -> tuple[list[torch.Tensor], list[Any]]:
+    """Return the joined outputs, of which some lie on the way to others; and all new nodes."""
+    # Those of the forward, where these are graphs of gradients. What the caller has dropped is not seen.
+    joined = {k: each.ref() for k, each in graphs.on_way.items() if each is not None}
+    nodes = [token.grad_fn]
+    for level in range(max(graphs.levels) + 1):
+        below = {k: joined[k] for k, each in graphs.on_way.items() if each and graphs.levels[k] == level - 1}
+        if lower := {k: tensor for k, tensor in below.items() if tensor is not None}:
+            token = _link_level(graphs, incoming, [*lower], token, *lower.values())
+            nodes.append(token.grad_fn)
+        for number in [k for k, of_output in enumerate(graphs.levels) if of_output == level and k not in joined]:
+            tensor = joined[number] = _join_output(token, graphs, incoming, number)
+            nodes.append(tensor.grad_fn)
+            if number in graphs.on_way and tensor.requires_grad:
+                graphs.on_way[number] = Joined.of(tensor, graphs.outputs[number].tensors)
+    return [joined[k] for k, _ in enumerate(graphs.outputs)], nodes  # type: ignore[misc]
+
+
 def _differentiable_backward(
-    graphs: ReplicaGraphs, grads: Sequence[torch.Tensor | None], needed: Sequence[bool] | None
+    graphs: ReplicaGraphs,
+    incoming: _Incoming,
+    inputs: Mapping[int, BoundaryTensor],
+    refused: Collection[int] | None,
 ) -> Gradients:
-    """Return the gradients of the boundary's inputs as outputs of one more boundary."""
-    run = partial(graphs.differentiable_backward, grads, needed)
+    """Return the gradients of `inputs` as outputs of one more boundary."""
+    run = partial(graphs.differentiable_backward, incoming.grads, incoming.totals, inputs, refused)
     replay = graphs.replay
     higher, gradients = run() if replay is None else replay.run(graphs, run)
     if replay is not None:
         higher = replace(higher, replay=replay.of_gradients(graphs, lambda: run()[0]))
-    if not higher.outputs:
+    if not [each for each in gradients if each is not None]:
         return [None] * len(gradients)
     results = iter(join(higher))
     return [next(results) if each is not None else None for each in gradients]

@@ -13,11 +13,12 @@ The parameters are many, and go through in bulk: as one list a replica, without 
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, compress, repeat
+from itertools import chain, compress, product, repeat
 from typing import Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 import torch
@@ -34,7 +35,8 @@ from unisono.autograd.bucket import (
 )
 from unisono.distributed.gradient_sync import RankReduction, SyncContext
 from unisono.primitives.parallel_apply import values_or_raise
-from unisono.primitives.placements import Placement, Replicate
+from unisono.primitives.placements import Placement, Replicate, Single, WeightedSum
+from unisono.primitives.reassigned_buffers import BuffersInBackward
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline, torch_private
 from unisono.runtime.buckets import BucketPlan, added
@@ -67,6 +69,11 @@ _KEPT_GRAPHS = (
     "replicas share, so backward must keep the graphs. Give its tensors and numbers as separate inputs; or "
     "set torch._functorch.config.donated_buffer = False before you compile the module."
 )
+_NO_GRADIENT = (
+    "the gradient of {ends} by {name} was asked for (by torch.autograd.grad, retain_grad or a hook). Both are outputs "
+    "of the module, and {reason}. Compute what needs this gradient in forward and return it, or wrap the part of the "
+    "module that computes {name} separately from the part behind it."
+)
 _GOES_ON = (
     "a backward with {way}, of a forward that used a tensor stored by an earlier forward (in a dict or an "
     "object that is not a module) without detach(). Return that tensor from the earlier forward and pass it "
@@ -93,10 +100,15 @@ class BoundaryTensor(NamedTuple):
     placement: Placement
     device: torch.device
     tensors: Sequence[torch.Tensor | None]
+    name: str = ""  # of an output
 
     @property
     def requires_grad(self) -> bool:
         return bool([tensor for tensor in self.tensors if tensor is not None and tensor.requires_grad])
+
+    def of_gradients(self) -> Self:
+        """Return it with the placement by which gradients of the replicas' tensors are joined."""
+        return self._replace(placement=self.placement.of_gradients())
 
     def part(self, tensor: torch.Tensor, index: int, device: torch.device) -> torch.Tensor | None:
         part = self.placement.part(tensor, index)
@@ -222,6 +234,42 @@ class LeafTensors(NamedTuple):
     tensors: BoundaryTensor
 
 
+class Joined(NamedTuple):
+    """An output that lies on the way to others, as the caller has it. It is not kept alive."""
+
+    ref: "weakref.ref[torch.Tensor]"
+    hooks: dict[int, Any]  # its hooks, which stay if it is gone
+    has_hooks_inside: bool  # whether forward has put hooks on the replicas' tensors
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, of_replicas: Sequence[torch.Tensor | None]) -> Self:
+        num_inside = torch_private.num_hooks([each for each in of_replicas if each is not None])
+        return cls(weakref.ref(tensor), torch_private.hooks_of(tensor), num_inside > 0)
+
+    def is_seen(self, node: Any) -> bool:
+        """Return whether something sees its gradient in the running backward, or may see it. `node` is its node."""
+        if torch_private.backward_is_restricted():
+            return torch_private.backward_reaches(node)
+        tensor = self.ref()
+        return bool(self.hooks) or (tensor is not None and tensor.retains_grad)
+
+    def skip_hooks(self) -> None:
+        """Let its hooks not be called without a gradient."""
+        torch_private.call_with_gradient_only(self.hooks)
+
+
+class Ways(NamedTuple):
+    """Which outputs lie on the way to others, inside the replica graphs.
+
+    Attributes:
+        levels: of each output; it leads only to outputs of lower levels. () where no output leads to another one.
+        on_way: those that others lead to.
+    """
+
+    levels: Sequence[int] = ()
+    on_way: Sequence[int] = ()
+
+
 class CapturedTensors(NamedTuple):
     """What replicas' graphs lead to, beside the replicas' own tensors.
 
@@ -231,6 +279,8 @@ class CapturedTensors(NamedTuple):
         earlier: the tokens behind other forwards' bucket nodes, where a replica's graph goes on into an earlier one's.
         are_linked: whether a replica's graph leads to another replica's tensors.
         has_batch_norm: whether a replica has normalised its rows by their statistics.
+        has_checkpoint: whether an activation checkpoint runs forward again in backward.
+        ways: those between outputs.
     """
 
     tensors: Sequence[torch.Tensor] = ()
@@ -238,6 +288,8 @@ class CapturedTensors(NamedTuple):
     earlier: Sequence[tuple[Collector, torch.Tensor]] = ()
     are_linked: bool = False
     has_batch_norm: bool = False
+    has_checkpoint: bool = False
+    ways: Ways = Ways()
 
 
 class Passes(NamedTuple):
@@ -278,6 +330,10 @@ class ReplicaGraphs:
     sync_context: SyncContext | None
     replay: "Repeater | None"  # runs a backward of these graphs, again after a failure; None: a failure is final
     step: StepRecording | None  # the one that these graphs are part of, if it is recorded
+    is_in_parts: bool  # whether a replica has run its shard in parts
+    buffers: BuffersInBackward | None  # for activation checkpoints; None: there are none
+    levels: Sequence[int]  # of each output, as in `Ways`
+    on_way: dict[int, Joined | None]  # those that others lead to, by number; None: not joined yet
     released: bool = field(default=False, init=False)
 
     def release(self, *, failed: bool = False, give_back: bool = True) -> None:
@@ -297,13 +353,12 @@ class ReplicaGraphs:
         """Drop what refers to the replica graphs."""
         self.on_release, self.on_backward = lambda: None, None
         self.inputs, self.leaves, self.outputs, self.passes, self.roots = [], [], [], _NO_PASSES, ()
-        self.parameters = self.parameters._replace(own=(), nodes=())
+        self.parameters, self.buffers = self.parameters._replace(own=(), nodes=()), None
 
     def take_from(self, other: Self) -> None:
         """Take the replica graphs of another object, which has none after it: the same forward's, run again."""
-        replay = self.replay
-        self.__dict__.update(other.__dict__)
-        self.replay = replay
+        kept = {"replay": self.replay, "levels": self.levels, "on_way": self.on_way}
+        self.__dict__.update({**other.__dict__, **kept})
         other.released, other.replay = True, None
         other.drop()
 
@@ -380,8 +435,11 @@ class ReplicaGraphs:
         reduction: RankReduction | None,
         needed: Sequence[bool] | None,
         *,
+        totals: Collection[int],
         keep: bool,
         in_device_thread: bool,
+        outputs: Mapping[int, BoundaryTensor] | None = None,
+        checkpoints: bool = True,
     ) -> Gradients:
         """Run backward in every replica graph; return the gradient of each of the boundary's inputs.
 
@@ -389,22 +447,62 @@ class ReplicaGraphs:
 
         Args:
             needed: for each input, whether its gradient is needed; None: all are.
+            totals: the outputs whose gradients take the place of what reaches them inside the graphs.
+            outputs: those whose gradients are returned instead, by number: they lie on the way to others.
+            checkpoints: whether reentrant activation checkpoints may be on these ways.
             keep: whether the graphs are needed after it.
             in_device_thread: whether the calling thread is the one that torch has for an accelerator.
         """
         batched = any_batched(output_grads)
         in_one_call = batched or self._needs_one_call(in_device_thread=in_device_thread)
         here = self._on_device_of(output_grads) if in_device_thread else None
-        run = self._run_in_one_call if in_one_call else partial(self._run_together, here=here)
+        run: _Run = self._run_in_one_call if in_one_call else partial(self._run_together, here=here)
         # Graphs that share a tensor may share nodes, which the first replica's backward must not free.
         keep = keep or (bool(self.leaves) and not in_one_call)
         grads = self._parts_of(output_grads)
+        if totals:
+            run = self._with_totals(totals, output_grads, grads, run)
+        if self.buffers is not None:
+            run = partial(self.buffers.around, run)
+        if outputs is not None:
+            self.check_have_gradients(outputs, output_grads)
+            found = self._gradients(grads, outputs, run, refused=() if checkpoints else None, keep=keep)
+            return [each.join_gradients(found[k]) for k, each in outputs.items()]
         # What is needed of an earlier forward's tensors comes by bucket only.
         if (needed is None or self.captured.earlier) and not batched:
             return self._gradients_by_bucket(grads, reduction, run, keep=keep)
         self._check_ends_here("batched gradients")
-        parts = self._gradients(grads, needed, run, keep=keep)
-        return [each.join_gradients(of) for each, of in zip(self.all_inputs, parts, strict=True)]
+        every = self.all_inputs
+        inputs = dict(compress(enumerate(every), repeat(True) if needed is None else needed))
+        parts = self._gradients(grads, inputs, run, refused=None if needed is None else inputs, keep=keep)
+        return [each.join_gradients(parts[k]) if k in parts else None for k, each in enumerate(every)]
+
+    def why_no_gradient(self, output: int) -> str | None:
+        """Return why an output that lies on the way to others has no gradient by these; None if it has one."""
+        each = self.outputs[output]
+        if self.is_in_parts:
+            return "replicas compute them in parts (parts=, or rescue=)"
+        if isinstance(each.placement, Single) and each.placement.is_common:
+            return f"all replicas return the same {each.name} (out_dims=None)"
+        if isinstance(each.placement, WeightedSum):
+            return f"{each.name} is a mean or a sum over the replicas (scalars=)"
+        if (joined := self.on_way[output]) is not None and joined.has_hooks_inside:
+            return f"forward itself has put a hook on {each.name}"
+        return None
+
+    def check_have_gradients(self, outputs: Collection[int], output_grads: Sequence[torch.Tensor | None]) -> None:
+        """Check that outputs that lie on the way to others have a gradient by these.
+
+        Raises:
+            RuntimeError: one has none; names it, those that have been given a gradient, and the remedies.
+        """
+        for k in outputs:
+            if reason := self.why_no_gradient(k):
+                above = [
+                    n for n, grad in enumerate(output_grads) if grad is not None and self.levels[n] > self.levels[k]
+                ]
+                ends = " and ".join([self.outputs[n].name for n in above])
+                raise RuntimeError(_NO_GRADIENT.format(ends=ends, name=self.outputs[k].name, reason=reason))
 
     def _check_ends_here(self, way: str) -> None:
         if self.captured.earlier:
@@ -475,7 +573,7 @@ class ReplicaGraphs:
         replicas: Sequence[int],
         grads: Sequence[Gradients],
         inputs: Mapping[int, BoundaryTensor],
-        found: Sequence[Gradients],
+        found: Mapping[int, Gradients] | Sequence[Gradients],
         receivers: Receivers,
         compute: Callable[[Tensors, Tensors, Tensors], Sequence[torch.Tensor | None]],
     ) -> None:
@@ -509,9 +607,15 @@ class ReplicaGraphs:
             found[k][i] = gradient
 
     def differentiable_backward(
-        self, output_grads: Sequence[torch.Tensor | None], needed: Sequence[bool] | None
+        self,
+        output_grads: Sequence[torch.Tensor | None],
+        totals: Collection[int],
+        inputs: Mapping[int, BoundaryTensor],
+        refused: Collection[int] | None,
     ) -> tuple[Self, list[BoundaryTensor | None]]:
-        """Run backward with create_graph=True; return its graphs, and the gradient of each input, None without one.
+        """Run backward with create_graph=True; return its graphs, and the gradient of each of `inputs`, None without.
+
+        Args: as for `backward` and `_gradients`.
 
         Raises:
             RuntimeError: the graphs go on into those of an earlier forward.
@@ -536,16 +640,30 @@ class ReplicaGraphs:
             for i, part in enumerate(parts):
                 end_grads[i].append(part)
         in_one_call = any_batched(output_grads) or self._needs_one_call(in_device_thread=False)
-        run = self._run_in_one_call if in_one_call else self._run_together
-        of_inputs = self._gradients(end_grads, needed, run, create_graph=True)
+        run: _Run = self._run_in_one_call if in_one_call else self._run_together
+        if totals:
+            run = self._with_totals(totals, output_grads, end_grads, run)
+        if self.buffers is not None:
+            run = partial(self.buffers.around, run)
+        of_inputs = self._gradients(end_grads, inputs, run, refused=refused, create_graph=True)
         gradients = [
-            BoundaryTensor(each.placement, each.device, each.with_every_part(of_input))
-            if any(part is not None for part in of_input)
+            BoundaryTensor(each.placement, each.device, each.with_every_part(of_inputs[k]))
+            if any(part is not None for part in of_inputs[k])
             else None
-            for each, of_input in zip(self.all_inputs, of_inputs, strict=True)
+            for k, each in inputs.items()
         ]
         outputs = [each for each in gradients if each is not None]
-        higher = replace(self, leaves=[*self.leaves, *incoming], outputs=outputs, keep=True, replay=None)
+        # The outputs that lie on the way to others may lie on the way to the gradients, too.
+        first, above = len(outputs), max(self.levels) + 1 if self.on_way else 0
+        higher = replace(
+            self,
+            leaves=[*self.leaves, *incoming],
+            outputs=[*outputs, *[self.outputs[k] for k in self.on_way]],
+            levels=[*[above] * first, *[self.levels[k] for k in self.on_way]],
+            on_way=dict(enumerate(self.on_way.values(), first)),
+            keep=True,
+            replay=None,
+        )
         return higher, gradients
 
     def _parts_of(self, output_grads: Sequence[torch.Tensor | None]) -> list[Gradients]:
@@ -560,19 +678,70 @@ class ReplicaGraphs:
             found += [parts]
         return found
 
+    def _with_totals(
+        self,
+        totals: Collection[int],
+        output_grads: Sequence[torch.Tensor | None],
+        grads: Sequence[Gradients],
+        run: "_Run",
+    ) -> "_Run":
+        """Return what runs backward so that the gradients of outputs take the place of what reaches them in the graphs.
+
+        Args:
+            totals: the outputs. `grads`, the replicas' parts, get zeros where these have none.
+            run: runs backward without that.
+        """
+        self.check_have_gradients(totals, output_grads)  # the replicas may have been run again, in parts
+        instead: list[tuple[torch.Tensor, torch.Tensor]] = []
+        key = object()  # by which hooks tell this backward from others of the same graphs
+        for i, k in product(range(len(grads)), totals):
+            tensor = self.outputs[k].tensors[i]
+            if tensor is not None and tensor.requires_grad:
+                given = grads[i][k]
+                grads[i][k] = part = torch.zeros_like(tensor) if given is None else given
+                instead.append((tensor, part))
+
+        def run_with_totals(backward_of: "_BackwardOf") -> None:
+            def seen(replicas: Sequence[int]) -> None:
+                with torch_private.seen_by_backward({key: True}):
+                    backward_of(replicas)
+
+            def hook(part: torch.Tensor, _: torch.Tensor) -> torch.Tensor | None:
+                return part if key in torch_private.seen_in_backward() else None
+
+            register: Any = torch.Tensor.register_hook
+            handles = [register(tensor, partial(hook, part)) for tensor, part in instead]
+            try:
+                run(seen)
+            finally:
+                for handle in handles:
+                    handle.remove()
+
+        return run_with_totals
+
     def _gradients(
-        self, grads: Sequence[Gradients], needed: Sequence[bool] | None, run: "_Run", **options: Any
-    ) -> list[Gradients]:
-        """Return the gradients of each input's tensors, one a replica: of those that are needed, without the buckets.
+        self,
+        grads: Sequence[Gradients],
+        inputs: Mapping[int, BoundaryTensor],
+        run: "_Run",
+        *,
+        refused: Collection[int] | None,
+        **options: Any,
+    ) -> dict[int, Gradients]:
+        """Return the gradients of each input's tensors, one a replica, without the buckets.
 
         A tensor that several replicas share has its gradient in the first, where one call runs them all.
+
+        Args:
+            inputs: some of all inputs, or of the outputs, by number.
+            refused: those which may have no gradient from inside a reentrant checkpoint; None: all inputs are needed,
+                and it reaches them.
         """
-        inputs = dict(compress(enumerate(self.all_inputs), repeat(True) if needed is None else needed))
-        found: list[Gradients] = [[None] * len(self.timings) for _ in self.all_inputs]
+        found: dict[int, Gradients] = {k: [None] * len(self.timings) for k in inputs}
         # A reentrant checkpoint runs a backward of its own. It is not needed where it is reached only because
         # parameters share a bucket.
-        has_checkpoint = self.captured.has_reentrant_checkpoint and needed is not None
-        receivers = self._refusing({*inputs}) if has_checkpoint else {}
+        has_checkpoint = self.captured.has_reentrant_checkpoint and refused is not None
+        receivers = self._refusing({*(refused or ())}) if has_checkpoint else {}
         compute = partial(torch_private.gradients, **options)
         with while_running(while_backward_runs) if has_checkpoint else contextlib.nullcontext():
             run(lambda replicas: self._backward_of(replicas, grads, inputs, found, receivers, compute))

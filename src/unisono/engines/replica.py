@@ -24,7 +24,7 @@ from unisono.autograd.bucket import (
     own_tensors,
     token_of,
 )
-from unisono.autograd.replica_graph import CapturedTensors, LinkedParameters, LinkedTensors, ReplicaGraphs
+from unisono.autograd.replica_graph import CapturedTensors, LinkedParameters, LinkedTensors, ReplicaGraphs, Ways
 from unisono.engines.call import Call, called
 from unisono.engines.parts import parts_of, run_in_parts
 from unisono.primitives import pytree
@@ -34,7 +34,13 @@ from unisono.primitives.change_tracking import ContainerSnapshot, DictSnapshot, 
 from unisono.primitives.leftovers import Kind, Leftovers, Watched, assigned, attribute_dicts_of
 from unisono.primitives.outputs import Group
 from unisono.primitives.placements import Placement
-from unisono.primitives.reassigned_buffers import Change, buffer_registries, commit_buffers, histories
+from unisono.primitives.reassigned_buffers import (
+    BuffersInBackward,
+    Change,
+    buffer_registries,
+    commit_buffers,
+    histories,
+)
 from unisono.primitives.references import INERT
 from unisono.primitives.shared_iterators import SharedIterator, is_iterator
 from unisono.primitives.shared_state import Reached, reached_by
@@ -226,6 +232,8 @@ class Replicas:
         self.live_of = [replica.live_of for replica in each]
         self.is_remote = any([replica.is_remote for replica in each])
         self._kept: KeptReplicas | None = kept
+        self._devices = kept.devices
+        self._in_backward: BuffersInBackward | None = None
         self._returns_to = returns_to
         self.are_new = True
         here = [replica for replica in each if not replica.is_remote]
@@ -251,6 +259,14 @@ class Replicas:
         self._tensors = TensorSnapshot([tensor for replica in each for tensor in replica.tensors])
         self._num_references = self._count_references()
         self._own_parameters = [parameter for replica in each for parameter in replica.own_parameters]
+
+    def buffers_in_backward(self) -> BuffersInBackward:
+        """Return what lets activation checkpoints read the live module's buffers as they are in backward."""
+        if self._in_backward is None:
+            modules = [replica.modules for replica in self.each]
+            live, names = self._blueprint.modules, self._blueprint.names
+            self._in_backward = BuffersInBackward(modules, live, names, self._devices)
+        return self._in_backward
 
     def are_unchanged(self) -> bool:
         """Return whether the replicas are as they were made.
@@ -575,18 +591,21 @@ class GraphSearch:
         groups: Sequence[Group],
         where: Sequence[str],
         collectors: Sequence[Collector],
+        *,
         may_differ: bool,
+        in_parts: bool,
     ) -> CapturedTensors:
         """Return the leaves in the graphs behind `groups` that belong neither to the module nor to a replica.
 
-        The next call `may_differ` where the inputs carry objects.
+        The next call `may_differ` where the inputs carry objects. In replicas `in_parts` outputs are joined of parts.
         """
-        structure = structure_of(pool, call)
+        structure = (len(groups), *structure_of(pool, call))
         if not may_differ and structure in self._self_contained:
             ends = [tensor for group in groups for tensor in group.tensors if tensor is not None]
             if not lead_to_others(ends, collectors):
                 return self._self_contained[structure]
         captured = look_for_live_tensors(pool.blueprint, groups, where, collectors)
+        captured = captured._replace(ways=ways_between(groups, in_parts=in_parts))
         if not captured.tensors and not captured.earlier and not may_differ:
             if len(self._self_contained) >= _MOST_STRUCTURES:
                 self.clear()
@@ -636,7 +655,7 @@ def look_for_live_tensors(
         return CapturedTensors()
     captured: dict[int, torch.Tensor] = {}
     earlier: dict[Collector, torch.Tensor] = {}
-    has_reentrant_checkpoint = are_linked = has_batch_norm = False
+    has_reentrant_checkpoint = are_linked = has_batch_norm = has_checkpoint = False
     histories = {tensor.grad_fn: tensor for tensor in blueprint.histories.values()}
     of_replicas = zip(where, zip(*(group.tensors for group in groups), strict=True), strict=True)
     for index, (place, outputs) in enumerate(of_replicas):
@@ -658,14 +677,49 @@ def look_for_live_tensors(
                     earlier[reached.collector] = reached.token
             has_reentrant_checkpoint |= is_reentrant_checkpoint(reached)
             has_batch_norm |= torch_private.is_batch_norm_in_training(reached)
+            has_checkpoint = has_checkpoint or runs_forward_again(reached)
             if reached in histories:
                 raise RuntimeError(
                     f"{place} used {blueprint.name_of(histories[reached])}, a tensor that was computed "
                     "outside forward and requires grad. Pass it to the model as an input, compute it in "
                     "forward, or detach() it."
                 )
-    found = has_reentrant_checkpoint, [*earlier.items()], are_linked, has_batch_norm
+    found = has_reentrant_checkpoint, [*earlier.items()], are_linked, has_batch_norm, has_checkpoint
     return CapturedTensors([*captured.values()], *found)
+
+
+def ways_between(groups: Sequence[Group], *, in_parts: bool) -> Ways:
+    """Return which outputs lie on the way to others, in the graph of any replica."""
+    upstream: list[set[int]] = [set() for _ in groups]
+    for tensors in zip(*(group.tensors for group in groups), strict=True):
+        edges = {k: torch.autograd.graph.get_gradient_edge(t) for k, t in enumerate(tensors) if _needs_gradient(t)}
+        if len(edges) < 2:
+            continue
+        places: dict[tuple[Any, int], set[int]] = {}
+        for k, edge in edges.items():
+            for place in edge.node.next_functions if in_parts else [(edge.node, edge.output_nr)]:
+                places.setdefault(place, set()).add(k)
+        reached: dict[Any, set[int]] = {}  # the outputs behind each node
+        for k, edge in edges.items():
+            pending: list[Any] = [edge.node]
+            while pending:
+                following = () if is_bucket_node(pending[-1]) else pending[-1].next_functions
+                following = [place for place in following if place[0] is not None]
+                if missing := [node for node, _ in following if node not in reached]:
+                    pending += missing
+                else:
+                    behind = [places.get(place, set()) | reached[place[0]] for place in following]
+                    reached[pending.pop()] = set().union(*behind)
+            upstream[k] |= reached[edge.node] - {k}
+    on_way = sorted(set().union(*upstream))
+    levels = [0] * len(groups)
+    for _ in on_way:  # the longest way has no more outputs
+        levels = [max([levels[other] + 1 for other in behind], default=0) for behind in upstream]
+    return Ways(levels, on_way) if on_way else Ways()
+
+
+def _needs_gradient(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and tensor.requires_grad
 
 
 def is_reentrant_checkpoint(node: Any) -> bool:
@@ -677,6 +731,14 @@ def is_reentrant_checkpoint(node: Any) -> bool:
     if isinstance(inner, ReplicaGraphs):
         return inner.captured.has_reentrant_checkpoint
     return "CheckpointFunctionBackward" in node.name()
+
+
+def runs_forward_again(node: Any) -> bool:
+    """Return whether a node of a graph belongs to an activation checkpoint, which may be as above."""
+    inner = getattr(node, "graphs", None)
+    if isinstance(inner, ReplicaGraphs):
+        return inner.buffers is not None
+    return torch_private.saves_by_hooks(node) or is_reentrant_checkpoint(node)
 
 
 def leaves_and_nodes(outputs: Sequence[torch.Tensor]) -> Iterator[Any]:

@@ -66,7 +66,7 @@ from unisono.primitives.leftovers import Kind
 from unisono.primitives.outputs import Group, Outputs
 from unisono.primitives.parallel_apply import values_or_raise
 from unisono.primitives.placements import Replicate, Single
-from unisono.primitives.reassigned_buffers import Change, histories
+from unisono.primitives.reassigned_buffers import BuffersInBackward, Change, histories
 from unisono.primitives.replicate import check_device, unchanged_on_failure
 from unisono.primitives.written_parameters import LookAtParameters
 from unisono.runtime import draws_off, timeline
@@ -274,6 +274,7 @@ class Forward:
         self._model, self._call, self._copies = model, call, copies
         self._tracked = torch.is_grad_enabled()
         self._replay, self._is_again = again, again is not None
+        self._buffers_in_backward: BuffersInBackward | None = None
         self.timings = [ReplicaTiming(device, size) for device, size in zip(call.devices, call.sizes, strict=True)]
         with collector_paused:
             if timeline.recording:
@@ -356,6 +357,8 @@ class Forward:
                 joined = [each.join(each.tensors) for each in outputs_of_boundary]
             output = matched.put_together(joined, call.output_device)
         self._replicas.each[0].commit_buffers(self._pool, changes, joined[len(matched.groups) :])
+        if self._buffers_in_backward is not None:
+            self._buffers_in_backward.forward_has_run(reassigns=bool(changes), in_parts=graphs.is_in_parts)
         if not self._tracked:
             self._replicas.give_back()
         if leftovers.has_more:
@@ -477,12 +480,20 @@ class Forward:
         """Return the replica graphs behind the replicas' outputs, with all that their backwards need."""
         call, parameters = self._call, self._replicas.linked
         keep, collectors = carries_objects(call, self._inputs), [group.collector for group in self._linked]
-        captured = self._model.search.captured_tensors(self._pool, call, groups, self._where, collectors, keep)
+        limits = self._model.row_limits
+        is_in_parts = call.parts > 1 or (
+            bool(limits) and any(limits.get(n, k) < k for n, k in zip(call.replica_numbers, call.sizes, strict=True))
+        )
+        captured = self._model.search.captured_tensors(
+            self._pool, call, groups, self._where, collectors, may_differ=keep, in_parts=is_in_parts
+        )
         for collector, _ in captured.earlier:
             collector.is_earlier = True
         if captured.has_batch_norm and self._normalises_shards():
             self._model.first_steps.say_of_functional_batch_norm()
         self._model.sum_over_ranks(parameters, call.sync_context)
+        if captured.has_checkpoint:
+            self._buffers_in_backward = self._replicas.buffers_in_backward()
         return ReplicaGraphs(
             timings=self.timings,
             where=self._where,
@@ -502,6 +513,10 @@ class Forward:
             sync_context=call.sync_context,
             replay=None if self._replay is None or self._is_again else self._replay.repeatable(),
             step=self._step,
+            is_in_parts=is_in_parts,
+            buffers=self._buffers_in_backward,
+            levels=captured.ways.levels or [0] * len(outputs),
+            on_way=dict.fromkeys(captured.ways.on_way) if captured.ways.on_way else {},
         )
 
 
@@ -534,14 +549,16 @@ def _refuse_step(blueprint: Blueprint, optimizer: torch.optim.Optimizer, *_: obj
 
 def _groups_of(changes: Sequence[Change], num_replicas: int) -> list[Group]:
     """Return the buffers that forward has reassigned and that have a history: they are outputs of the first replica."""
-    return [Group((tensor, *[None] * (num_replicas - 1)), Single(0)) for tensor in histories(changes)]
+    others = [None] * (num_replicas - 1)
+    return [Group((tensor, *others), Single(0), "a buffer") for tensor in histories(changes)]
 
 
 def _boundary_outputs(call: Call, groups: Sequence[Group], of_buffers: Sequence[Group]) -> list[BoundaryTensor]:
     """Return the boundary's outputs: those of forward on the output device, then buffers where they are."""
-    outputs = [BoundaryTensor(group.placement, call.output_device, group.tensors) for group in groups]
+    outputs = [BoundaryTensor(group.placement, call.output_device, group.tensors, group.path) for group in groups]
     for group in of_buffers:
-        outputs += [BoundaryTensor(group.placement, t.device, group.tensors) for t in group.tensors if t is not None]
+        tensors = [tensor for tensor in group.tensors if tensor is not None]
+        outputs += [BoundaryTensor(group.placement, t.device, group.tensors, group.path) for t in tensors]
     return outputs
 
 

@@ -34,11 +34,12 @@ from unisono.runtime.errors import add_note
 class Group:
     """Tensors of the replicas' outputs that belong together, and how they are joined.
 
-    `tensors[i]` is replica i's; None if it has none, or if only another replica's counts.
+    `tensors[i]` is replica i's; None if it has none, or if only another replica's counts. `path` is for messages.
     """
 
     tensors: tuple[torch.Tensor | None, ...]
     placement: Placement
+    path: str
 
 
 LiveTensors: TypeAlias = Sequence[Mapping[int, torch.Tensor]]
@@ -139,7 +140,7 @@ class Outputs:
         live: torch.Tensor | None,
     ) -> Maker:
         if live is not None and live.requires_grad and self._is_summed:
-            return self._joined(Group((given[0], *[None] * (len(given) - 1)), Single(0)))
+            return self._joined(Group((given[0], *[None] * (len(given) - 1)), Single(0), path))
         if live is not None:
             return lambda joined, device: _devices.copy_to(live, device)
         if any(isinstance(value, torch.Tensor) for value in given):
@@ -156,8 +157,9 @@ class Outputs:
         return lambda joined, device: value
 
     def _joined(self, group: Group) -> Maker:
-        number = len(self.groups)
-        self.groups.append(group)
+        same = [n for n, other in enumerate(self.groups) if _are_same(other, group)]
+        number = same[0] if same else len(self.groups)
+        self.groups += [] if same else [group]
         return lambda joined, device: joined[number]
 
     def _tensors(
@@ -167,15 +169,16 @@ class Outputs:
         first = given[0]
         if axis is None:
             _check_agree(path, given)
-            return Group((first, *[None] * (len(given) - 1)), Single(0))
+            others = [None] * (len(given) - 1)
+            return Group((first, *others), Single(0, is_common=bool(others)), path)
         if first.ndim == 0:
             if is_own_mean(rule, given):
                 return Group((first, *[None] * (len(given) - 1)), Single(0))
             if rule != "stack":
-                return Group(given, WeightedSum(self._weights(path, rule, len(given))))
+                return Group(given, WeightedSum(self._weights(path, rule, len(given))), path)
             if self._warnings is not None:
                 self._warnings.give(_STACKED)
-            return Group(given, Stack())
+            return Group(given, Stack(), path)
         if not -first.ndim <= axis < first.ndim:
             raise ValueError(
                 f"cannot gather {path} of shape {tuple(first.shape)} along dim={axis}: it has no such dimension"
@@ -185,11 +188,11 @@ class Outputs:
         padded = () if padding is None else padded_axes(path, first, axis, padding)
         may_differ = {axis, *padded}
         if len({tensor.shape[:axis] + tensor.shape[axis + 1 :] for tensor in given}) == 1:
-            return Group(given, placement)
+            return Group(given, placement, path)
         if padding is None or len({_without_axes(tensor.shape, may_differ) for tensor in given}) > 1:
             raise _different_sizes(path, axis, padded, given)
         lengths = tuple([tuple([tensor.shape[dim] for dim in padded]) for tensor in given])
-        return Group(given, PaddedShard(placement, padded, lengths, padding.value))
+        return Group(given, PaddedShard(placement, padded, lengths, padding.value), path)
 
     def _batches(self, path: str, given: tuple[Any, ...], num_counting: int) -> Maker:
         """Join batches of a registered class: their tensors are returned one by one, then the class's `gather` joins.
@@ -204,7 +207,7 @@ class Outputs:
         for index, value in enumerate(given[:num_counting]):
             tensors, rebuild = batch_type.parts(value)
             alone = [tuple(t if i == index else None for i in range(len(given))) for t in tensors]
-            makers.append((rebuild, [self._joined(Group(each, Single(index))) for each in alone]))
+            makers.append((rebuild, [self._joined(Group(each, Single(index), path)) for each in alone]))
 
         def gathered(joined: Sequence[Any], device: torch.device) -> Any:
             batches = [rebuild([make(joined, device) for make in parts]) for rebuild, parts in makers]
@@ -375,6 +378,12 @@ def _different_sizes(path: str, axis: int, padded: Sequence[int], given: Sequenc
             nested="" if path == "output" else f" for {path}",
         )
     )
+
+
+def _are_same(one: Group, other: Group) -> bool:
+    """Return whether the replicas have returned the same tensors twice."""
+    pairs = zip(one.tensors, other.tensors, strict=True)
+    return one.placement == other.placement and all([mine is theirs for mine, theirs in pairs])
 
 
 def _without_axes(shape: torch.Size, axes: set[int]) -> tuple[int, ...]:

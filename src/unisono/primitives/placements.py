@@ -128,6 +128,7 @@ class PaddedShard(Placement):
         return part
 
 
+@dataclass(frozen=True)
 class Stack(Placement):
     """A vector with one entry a replica, made of 0-dim tensors."""
 
@@ -152,9 +153,10 @@ class Replicate(Placement):
 
 @dataclass(frozen=True)
 class Single(Placement):
-    """A tensor that only replica `index` has, or that is taken from it because all replicas agree."""
+    """A tensor that only replica `index` has, or that is taken from it because all replicas agree (`is_common`)."""
 
     index: int
+    is_common: bool = False
 
     def part(self, tensor: torch.Tensor, index: int) -> torch.Tensor | None:
         return tensor if index == self.index else None

@@ -1,17 +1,23 @@
-"""Buffers that forward reassigns, as in `self.mean = 0.9 * self.mean + 0.1 * x.mean(0)`.
+"""Buffers that forward reassigns, as in `self.mean = 0.9 * self.mean + 0.1 * x.mean(0)`; buffers in backward.
 
 The plain module has the new tensor in the place of the old one after forward. A replica has registries of its own, so
 what forward has put into the first replica's is put into the live module's once forward has succeeded.
+
+In backward an activation checkpoint runs a part of forward again, and reads what the buffers are then
+(`BuffersInBackward`).
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
 
-from unisono.primitives.change_tracking import GONE, DictSnapshot
+from unisono.primitives.change_tracking import GONE, DictSnapshot, fill
+from unisono.runtime import devices as _devices
 
+T = TypeVar("T")
 Change: TypeAlias = tuple[int, str, Any]  # number of the module, name of the buffer, its new value: GONE if deleted
 
 
@@ -61,3 +67,92 @@ def commit_buffers(
             registry[name] = live_tensors.get(id(value), value)
         elif not any(name in attributes[kind] for kind in ("_parameters", "_modules")) and name not in attributes:
             registry.pop(name, None)
+
+
+_CHANGED = (
+    "the buffer {name} has changed between forward and backward, which runs forward again in parts (parts=, or "
+    "rescue=). Change buffers after backward; or do not run the module in parts."
+)
+
+
+class BuffersInBackward:
+    """Lets activation checkpoints in the backward of one step's replicas read the buffers as on one device.
+
+    That is as they are then, not as they were in this step's forward: later forwards, other backwards or the program
+    may have changed them. If so, the first replica has the live ones, and the others have copies. Tensors that the
+    graphs have saved stay as they are.
+
+    Args:
+        modules: of each replica; live_modules: those of which they are replicas, with their `names`.
+        devices: one a replica.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[Sequence[nn.Module]],
+        live_modules: Sequence[nn.Module],
+        names: Sequence[str],
+        devices: Sequence[torch.device],
+    ) -> None:
+        self._names, self._in_parts = names, False
+        self._modules, self._live_modules, self._devices = modules[0], live_modules, devices
+        self._registries = [buffer_registries(each).dicts for each in modules]
+        self._live = buffer_registries(live_modules).dicts
+        self._reassigns = False
+        self._buffers: list[torch.Tensor] = []
+        self._versions: list[int | None] = []
+
+    def forward_has_run(self, *, reassigns: bool, in_parts: bool) -> None:
+        """Take note of the live buffers after the forward.
+
+        Args:
+            reassigns: whether it has reassigned some.
+            in_parts: whether the checkpoints are those of parts, which the plain module does not have. Then a backward
+                raises RuntimeError if a buffer has changed.
+        """
+        self._reassigns, self._in_parts = reassigns, in_parts
+        self._note(self._now())
+
+    def around(self, run: Callable[[T], None], backward_of: T) -> None:
+        """Call `run(backward_of)`, a backward of the replicas."""
+        now = self._now()
+        if [*map(id, now)] != [*map(id, self._buffers)] or _versions(now) != self._versions:
+            if self._in_parts:
+                raise RuntimeError(_CHANGED.format(name=self._name_of_changed()))
+            self._renew(now)
+            self._note(now)
+        before = DictSnapshot(self._registries[0]) if self._reassigns else None
+        run(backward_of)
+        if before is not None:  # what is reassigned again stays, without the history of a graph that is gone
+            changes = before.changes()
+            detached = {id(value): value.detach() for _, _, value in changes if isinstance(value, torch.Tensor)}
+            commit_buffers(changes, self._modules, self._live_modules, detached)
+
+    def _now(self) -> list[torch.Tensor]:
+        return [buffer for buffer in chain(*map(_values, self._live)) if buffer is not None]
+
+    def _name_of_changed(self) -> str:
+        before = dict(zip(map(id, self._buffers), self._versions, strict=True))
+        paths = zip(self._names, self._live, strict=True)
+        buffers = [(f"{path}.{name}" if path else name, b) for path, live in paths for name, b in live.items()]
+        changed = [repr(name) for name, b in buffers if b is not None and before.get(id(b), -1) not in _versions([b])]
+        return changed[0] if changed else "that is gone"
+
+    def _note(self, buffers: list[torch.Tensor]) -> None:
+        self._buffers, self._versions = buffers, _versions(buffers)
+
+    def _renew(self, buffers: list[torch.Tensor]) -> None:
+        """Give the replicas what the live module has now."""
+        for i, (registries, device) in enumerate(zip(self._registries, self._devices, strict=True)):
+            here = [each for each in buffers if i == 0 and _devices.same_device(each.device, device)]
+            own = {id(each): each.detach() if each.requires_grad else each for each in here}
+            own.update({id(each): _devices.copied_to(each.detach(), device) for each in buffers if id(each) not in own})
+            for registry, live in zip(registries, self._live, strict=True):
+                fill(registry, {name: own.get(id(value), value) for name, value in live.items()})
+
+
+def _versions(buffers: Sequence[torch.Tensor]) -> list[int | None]:
+    return [None if buffer.is_inference() else buffer._version for buffer in buffers]
+
+
+_values = dict.values

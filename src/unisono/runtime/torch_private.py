@@ -305,6 +305,26 @@ def is_batch_norm_in_training(node: Any) -> bool:
     return not inputs or bool(inputs[0].shape[0] > 1)
 
 
+def saves_by_hooks(node: Any) -> bool:
+    """Return whether hooks (those of an activation checkpoint that is not reentrant) have taken what a node has saved.
+
+    Fallback, where torch does not tell: True, for every node that saves something.
+    """
+    node_class: Any = type(node)
+    try:
+        names = ["_raw_saved_tensors"] if hasattr(node, "_forward_cls") else _names_of_saved(node_class)
+        saved = [getattr(node, name, None) for name in names]
+    except RuntimeError:  # a backward inside forward has freed them
+        return False
+    every = [each for one in saved for each in (one if isinstance(one, list | tuple) else [one])]
+    return any(each is not None and getattr(each, "unpack_hook", True) is not None for each in every)
+
+
+@functools.cache
+def _names_of_saved(node_class: Any) -> list[str]:
+    return [name for name in dir(node_class) if name.startswith("_raw_saved_")]
+
+
 def sequence_number() -> int:
     """Return the sequence number of a new node: torch counts the nodes that each thread makes. Fallback: 0."""
     with contextlib.nullcontext() if torch.is_grad_enabled() else torch.enable_grad():
@@ -544,17 +564,36 @@ def skip_hooks_without_gradient(leaves: Iterable[torch.Tensor]) -> None:
     expect None: they stay as they are. Fallback: nothing; then the hooks are called.
     """
     for leaf in leaves:
-        hooks: dict[int, Any] = getattr(leaf, "_backward_hooks", None) or {}
-        for key, hook in [*hooks.items()]:
-            is_torchs = getattr(hook, "__module__", None) == "torch.autograd.graph"
-            if key in hooks and not is_torchs and not isinstance(hook, _IfGiven):
-                hooks[key] = _IfGiven(hook)
-        hooks = getattr(leaf, "_post_accumulate_grad_hooks", None) or {}
+        call_with_gradient_only(getattr(leaf, "_backward_hooks", None) or {})
+        hooks: dict[int, Any] = getattr(leaf, "_post_accumulate_grad_hooks", None) or {}
         for key, hook in [*hooks.items()]:
             ours = hook if isinstance(hook, _IfAccumulated) else _IfAccumulated(hook)
             if key in hooks:
                 hooks[key] = ours
                 ours.skipped.add(number_of_backward())
+
+
+def call_with_gradient_only(hooks: dict[int, Any]) -> None:
+    """Let tensor hooks, of `hooks_of`, be called only with a gradient; as above, not those of torch itself."""
+    for key, hook in [*hooks.items()]:
+        is_torchs = getattr(hook, "__module__", None) == "torch.autograd.graph"
+        if key in hooks and not is_torchs and not isinstance(hook, _IfGiven):
+            hooks[key] = _IfGiven(hook)
+
+
+def hooks_of(tensor: torch.Tensor) -> dict[int, Any]:
+    """Return the dict of a tensor's hooks, of `register_hook`, which stays when the tensor is gone.
+
+    Fallback: one that says that there is a hook. Then a backward does for it what it does for hooks.
+    """
+    handle: Any = tensor.register_hook(_no_change)  # type: ignore[no-untyped-call]
+    handle.remove()  # the dict stays
+    hooks = getattr(tensor, "_backward_hooks", None)
+    return {-1: _no_change} if hooks is None else hooks
+
+
+def _no_change(gradient: torch.Tensor | None) -> None:
+    pass
 
 
 def stops_recomputation(error: BaseException) -> bool:

@@ -173,6 +173,7 @@ class BatchNormOverReplicas:
         try:
             if not self._is_forward:
                 turn.take()
+                self._named = [None] * len(self._replicas)  # a backward may find other buffers (`BuffersInBackward`)
             self._is_forward = False
             yield lambda index: self.in_replica(index, turn)
         finally:

@@ -1,0 +1,149 @@
+"""Buffers that an activation checkpoint reads and writes when it runs forward again, in backward."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+from helpers.comparisons import assert_alike
+from helpers.contract import Wrap
+from helpers.modules import Calls
+
+Call = Callable[..., torch.Tensor]
+
+
+# ---- what forward does with the buffer -----------------------------------------------------------
+
+
+def in_place(net: nn.Module, h: torch.Tensor) -> torch.Tensor:
+    net.count.add_(1)
+    return net.body(h) * (net.count + 1)
+
+
+def reassigned(net: nn.Module, h: torch.Tensor) -> torch.Tensor:
+    net.count = net.count + 1
+    return net.body(h) * (net.count + 1)
+
+
+def only_read(net: nn.Module, h: torch.Tensor) -> torch.Tensor:
+    """Forward changes it before the checkpoint."""
+    return net.body(h) * (net.count + 1)
+
+
+def before(forward: Call) -> Call:
+    def run(net: nn.Module, x: torch.Tensor, reentrant: bool) -> torch.Tensor:
+        if forward is only_read:
+            net.count.add_(1)
+        return checkpoint(lambda h: forward(net, h), net.foot(x), use_reentrant=reentrant)
+
+    return run
+
+
+def with_count(forward: Call) -> nn.Module:
+    net = Calls(before(forward), foot=nn.Linear(3, 3), body=nn.Linear(3, 3))
+    net.register_buffer("count", torch.zeros(()))
+    return net
+
+
+def spectral_norm() -> nn.Module:
+    """It improves its estimate in each forward, and in each that a checkpoint runs again: slowly, here."""
+    body = parametrizations.spectral_norm(nn.Linear(3, 3))
+    with torch.no_grad():
+        body.parametrizations.weight.original.copy_(torch.diag(torch.tensor([1.0, 0.9, 0.8])))
+        body.parametrizations.weight[0]._u.fill_(3**-0.5)
+    return Calls(before(lambda net, h: net.body(h)), foot=nn.Linear(3, 3), body=body)
+
+
+def batch_norm() -> nn.Module:
+    """In training it reads no running statistics."""
+    body = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    return Calls(before(lambda net, h: net.body(h)), foot=nn.Linear(3, 3), body=body)
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    **{each.__name__: lambda each=each: with_count(each) for each in (in_place, reassigned, only_read)},
+    "spectral norm": spectral_norm,
+    "batch norm": batch_norm,
+}
+
+
+# ---- between forward and its backward ------------------------------------------------------------
+
+
+def one_backward_of_three(call: Call, root: nn.Module, xs: list[torch.Tensor]) -> None:
+    first, second, third = map(call, xs)
+    (first.sum() + second.pow(2).sum() + third.exp().sum()).backward()
+
+
+def each_in_turn(call: Call, root: nn.Module, xs: list[torch.Tensor]) -> None:
+    for output in [call(x) for x in xs]:
+        output.pow(2).sum().backward()
+
+
+def a_forward_without_gradients(call: Call, root: nn.Module, xs: list[torch.Tensor]) -> None:
+    output = call(xs[0])
+    with torch.no_grad():
+        call(xs[1])
+    output.pow(2).sum().backward()
+
+
+def the_module_itself(call: Call, root: nn.Module, xs: list[torch.Tensor]) -> None:
+    output = call(xs[0])
+    root(xs[1], False)
+    output.pow(2).sum().backward()
+
+
+def the_programs_write(call: Call, root: nn.Module, xs: list[torch.Tensor]) -> None:
+    output = call(xs[0])
+    root.load_state_dict({name: value + 0.5 for name, value in root.state_dict().items() if "count" in name}, False)
+    output.pow(2).sum().backward()
+
+
+def a_second_backward(call: Call, root: nn.Module, xs: list[torch.Tensor]) -> None:
+    loss = call(xs[0]).pow(2).sum()
+    loss.backward(retain_graph=True)
+    call(xs[1])
+    loss.backward()
+
+
+def accumulated(call: Call, root: nn.Module, xs: list[torch.Tensor]) -> None:
+    for x in xs:
+        call(x).pow(2).sum().backward()
+
+
+BETWEEN = [one_backward_of_three, each_in_turn, a_forward_without_gradients, the_module_itself, the_programs_write]
+BETWEEN += [a_second_backward, accumulated]
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")  # torch's, without gradients
+@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("between", BETWEEN, ids=lambda between: between.__name__)
+def test_a_checkpoint_reads_the_buffers_as_on_one_device(
+    wrap: Wrap, between: Callable[..., None], name: str, reentrant: bool
+) -> None:
+    """R5, R13, N7: the gradient had 6 where one device has 8, in silence. Replicas but the first read the buffers as
+    they were in their forward, and what a checkpoint reassigned in backward was lost."""
+
+    def steps(call: Any, root: nn.Module) -> None:
+        for _ in range(3):
+            between(lambda x: call(x, reentrant), root, [torch.randn(7, 3) for _ in range(3)])
+
+    options = {"sync_batch_norm": True} if name == "batch norm" else {}
+    assert_alike(wrap, MODULES[name](), steps, 2, 1e-10, **options)
+
+
+def test_parts_need_the_buffers_of_their_forward(wrap: Wrap) -> None:
+    """N13: the plain module computes nothing again. The first replica's gradient was that of the new value."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.BatchNorm1d(3)).eval()
+    model = wrap(net, parts=2)
+    loss = model(torch.randn(8, 3)).sum()
+    loss.backward(retain_graph=True)
+    net[2].num_batches_tracked.add_(1)
+    with pytest.raises(RuntimeError, match=r"the buffer '2\.num_batches_tracked' has changed"):
+        loss.backward()
+    model(torch.randn(8, 3)).sum().backward()
