@@ -217,6 +217,17 @@ def repeat(times: int, make: Callable[[], nn.Module]) -> nn.Sequential:
     return nn.Sequential(*(make() for _ in range(times)))
 
 
+def beside(width: int, between: nn.Module | Callable[..., Any], scale: float) -> nn.Module:
+    """A branch with parameters of its own before and after `between`."""
+    return Residual(stack(nn.Linear(width, width), between, nn.Tanh(), nn.Linear(width, width)), scale)
+
+
+def deep_batch_norm(layers: int, first: Callable[..., Any] | None = None) -> nn.Module:
+    """Each batch norm amplifies the rounding of the one before, most with few rows; the layers' biases do nothing."""
+    norms = [stack(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU()) for _ in range(layers)]
+    return stack(nn.Linear(12, 32), first or nn.Identity(), *norms, nn.Linear(32, 4))
+
+
 def mlp(*widths: int, act: Callable[[], nn.Module] = nn.ReLU, gain: float = 1.0) -> nn.Sequential:
     layers: list[nn.Module] = []
     for n_in, n_out in pairwise(widths):
@@ -256,23 +267,26 @@ def block(width: int, causal: bool = False, norm: Callable[[int], nn.Module] = n
     )
 
 
-def language_model(norm: Callable[[int], nn.Module] = nn.LayerNorm, vocab: int = 50, width: int = 32) -> nn.Module:
+def language_model(
+    norm: Callable[[int], nn.Module] = nn.LayerNorm, middle: nn.Module | None = None, vocab: int = 50, width: int = 32
+) -> nn.Module:
     """A pre-norm transformer whose head has the embedding's weights."""
     embedding = nn.Embedding(vocab, width, padding_idx=0)
     return With(
         lambda m, ids: F.linear(m.blocks(m.embedding(ids) + m.position[: ids.shape[1]]), m.embedding.weight),
         embedding=embedding,
         position=parameter(64, width, scale=0.02),
-        blocks=stack(repeat(2, partial(block, width, True, norm)), norm(width)),
+        blocks=stack(block(width, True, norm), middle or nn.Identity(), block(width, True, norm), norm(width)),
     )
 
 
-def vit(width: int = 32) -> nn.Module:
+def vit(width: int = 32, middle: nn.Module | None = None) -> nn.Module:
     def forward(m: Any, images: Tensor) -> Tensor:
         patches = m.patches(images).flatten(2).mT
         return m.net(torch.cat([m.first.expand(len(images), 1, -1), patches], 1))[:, 0]
 
-    net = stack(repeat(3, partial(block, width)), nn.LayerNorm(width), nn.Linear(width, 4))
+    body = [block(width), middle or nn.Identity(), block(width)]
+    net = stack(*body, nn.LayerNorm(width), nn.Linear(width, 4))
     return With(forward, patches=nn.Conv2d(3, width, 4, stride=4), first=parameter(1, 1, width), net=net)
 
 
@@ -298,7 +312,7 @@ def zero_adapter(between: Callable[..., Any], width: int) -> nn.Module:
     return Residual(stack(nn.Conv2d(width, 8, 1), between, times(0.0, nn.Conv2d(8, width, 1))))
 
 
-def unet() -> nn.Module:
+def unet(middle: nn.Module | None = None) -> nn.Module:
     def forward(m: Any, x: Tensor) -> Tensor:
         fine = m.down(x)
         coarse = F.interpolate(m.middle(F.max_pool2d(fine, 2)), scale_factor=2, mode="bilinear")
@@ -308,7 +322,7 @@ def unet() -> nn.Module:
     return With(
         forward,
         down=stack(conv(3, 8), nn.ReLU()),
-        middle=stack(conv(8, 16), nn.SiLU(), conv(16, 8)),
+        middle=stack(conv(8, 16), nn.SiLU(), middle or nn.Identity(), conv(16, 8)),
         up=stack(nn.InstanceNorm2d(16, affine=True), nn.ConvTranspose2d(16, 3, 3, padding=1)),
     )
 
@@ -338,14 +352,16 @@ def last_step(rnn: nn.Module, width: int) -> nn.Module:
     return stack(rnn, lambda out: out[0][:, -1], nn.Linear(width, 4))
 
 
-def cells(cell: nn.Module, width: int) -> nn.Module:
+def cells(width: int, between: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A recurrent network, with a function of the state in each step."""
+
     def forward(m: Any, x: Tensor) -> Tensor:
         h = c = x.new_zeros(len(x), width)
         for step in x.unbind(1):
-            h, c = m.cell(step, (h, c))
+            h, c = m.cell(step, (between(h), c))
         return m.head(h)
 
-    return With(forward, cell=cell, head=nn.Linear(width, 4))
+    return With(forward, cell=nn.LSTMCell(8, width), head=nn.Linear(width, 4))
 
 
 def experts(width: int = 16, number: int = 4) -> nn.Module:

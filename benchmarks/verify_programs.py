@@ -21,16 +21,19 @@ from verify_models import (
     FP64,
     Attention,
     Autocast,
+    Does,
     Program,
-    Residual,
     Reversed,
     Task,
     WideNorm,
     With,
     autoencoder,
+    beside,
+    cells,
     classes,
     complex_net,
     convnext,
+    deep_batch_norm,
     drop,
     experts,
     floats,
@@ -75,8 +78,7 @@ def first(between: Layer) -> nn.Module:
 
 def branch(between: Layer, scale: float) -> nn.Module:
     """Beside a path that is not changed; the branch's gradients are as small as its scale."""
-    beside = stack(nn.Linear(16, 16), between, nn.Tanh(), nn.Linear(16, 16))
-    return stack(nn.Linear(12, 16), nn.Tanh(), Residual(beside, scale), nn.Linear(16, 4))
+    return stack(nn.Linear(12, 16), nn.Tanh(), beside(16, between, scale), nn.Linear(16, 4))
 
 
 def before_sigmoids(between: Layer, layers: int = 10) -> nn.Module:
@@ -90,6 +92,14 @@ def before_saturation(between: Layer) -> nn.Module:
     return stack(
         nn.Linear(12, 16), between, *(mlp(16, 16, 16, act=nn.Tanh, gain=4)[:2] for _ in range(4)), nn.Linear(16, 4)
     )
+
+
+def in_vit(between: Layer) -> nn.Module:
+    return vit(middle=beside(32, between, 1.0))
+
+
+def in_language_model(between: Layer) -> nn.Module:
+    return language_model(WideNorm, beside(32, between, 1e-2))
 
 
 def adapted_resnet(between: Layer, norm: Callable[[int], nn.Module] = group_norm) -> nn.Module:
@@ -150,8 +160,10 @@ RIGHT = [
         classes(30),
         options=SYNC,
     ),
+    Program("20 batch norms, 8 rows", partial(deep_batch_norm, 20), floats(8, 12), classes(8), options=SYNC),
+    Program("30 batch norms, 16 rows", partial(deep_batch_norm, 30), floats(16, 12), classes(16), options=SYNC),
     Program(
-        "tanh that amplifies rounding", lambda: mlp(12, *[64] * 20, 4, act=nn.Tanh, gain=3), floats(3, 12), classes(3)
+        "tanh that amplifies rounding", lambda: mlp(12, *[64] * 30, 4, act=nn.Tanh, gain=4), floats(3, 12), classes(3)
     ),
     Program("softmax that saturates", lambda: times(20, mlp(12, 32, 4)), VECTORS, OF_VECTORS),
     Program("a branch of 1e-6", lambda: branch(torch.sin, 1e-6), VECTORS, OF_VECTORS),
@@ -170,13 +182,6 @@ RIGHT = [
         ),
         VECTORS,
         classes(30),
-    ),
-    Program(
-        "bias before batch norm",
-        lambda: stack(nn.Linear(12, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4)),
-        VECTORS,
-        classes(30),
-        options=SYNC,
     ),
     Program("autoencoder with tied weights, draws", autoencoder, VECTORS, Task(F.mse_loss, VECTORS)),
     Program(
@@ -247,13 +252,6 @@ RIGHT = [
         IMAGES,
         classes(13),
         options=SYNC,
-    ),
-    Program(
-        "ResNet of 12 blocks without norms",
-        lambda: resnet(lambda width: nn.Identity(), blocks=12),
-        IMAGES,
-        classes(13),
-        replicas=3,
     ),
     Program("ResNet, adapters that begin at zero", lambda: adapted_resnet(nn.GELU()), IMAGES, classes(13)),
     Program("ConvNeXt, layer scale of 1e-6", convnext, IMAGES, classes(13)),
@@ -365,8 +363,8 @@ RIGHT = [
 
 
 def capacity(h: Tensor) -> Tensor:
-    """A quarter of the rows is kept, those of the largest scores, as an expert with a capacity keeps them."""
-    kept = h.flatten(1).sum(1).topk(len(h) // 4 + 1).indices
+    """A quarter of the rows and two are kept, those of the largest scores, as an expert with a capacity keeps them."""
+    kept = h.flatten(1).sum(1).topk(len(h) // 4 + 2).indices
     return torch.zeros_like(h).index_copy(0, kept, h[kept])
 
 
@@ -450,7 +448,13 @@ def fault(name: str, place: Layer, where: str, inputs: Any = VECTORS, task: Task
 
 def in_branch(name: str, scale: float, task: Task = OF_VECTORS, **rest: Any) -> Program:
     dtype = str(rest.get("dtype", FP32)).removeprefix("torch.")
-    return fault(name, partial(branch, scale=scale), f"in a branch of {scale:g} in {dtype}", task=task, **rest)
+    return fault(
+        name,
+        partial(branch, scale=scale),
+        f"in a branch of {scale:.0e} in {dtype}".replace("e-0", "e-"),
+        task=task,
+        **rest,
+    )
 
 
 # ---- losses that rows meet in ------------------------------------------------------------------------
@@ -520,15 +524,11 @@ FAULTY = [
         fault(name, first, "in the first layer", replicas=replicas)
         for name, replicas in {
             "scaled by the deviation": 2,
-            "softmax over rows": 2,
-            "cumulative sum": 2,
             "sorted rows": 3,
             "ranks": 2,
-            "capacity": 2,
             "divided by the number of rows": 3,
             "nearest neighbour": 2,
             "mixed by a permutation": 2,
-            "with the maximum": 2,
             "decorrelated": 2,
             "row's index as its position": 2,
         }.items()
@@ -553,6 +553,9 @@ FAULTY = [
     ),
     Program("batch norm, ResNet, 3 replicas", lambda: resnet(nn.BatchNorm2d), IMAGES, classes(13), replicas=3),
     Program("a moving average, perceptron", lambda: first(RunningMean(16)), VECTORS, OF_VECTORS),
+    fault("capacity", in_vit, "in a vision transformer", IMAGES, classes(13)),
+    fault("centred", partial(cells, 16), "in each step of a recurrent network", SEQUENCES, classes(13)),
+    fault("with the maximum", lambda between: unet(Does(between)), "in a U-Net", IMAGES, values(13, 3, 16, 16)),
     # in branches that hardly change the output
     in_branch("centred", 1e-2),
     in_branch("scaled by the largest", 1e-2, replicas=3),
@@ -569,6 +572,7 @@ FAULTY = [
     in_branch("gradient divided by the number of rows", 1e-6),
     fault("centred gradient", first, "in the first layer"),
     # before what hides them
+    fault("centred gradient", partial(deep_batch_norm, 10), "before ten batch norms", options=SYNC),
     *(
         fault(name, before_sigmoids, "before ten sigmoid layers")
         for name in ("centred", "cumulative sum", "with the mean")
@@ -579,7 +583,14 @@ FAULTY = [
         for name in ("centred", "softmax over rows", "differences of neighbours")
     ),
     # in half precision
-    fault("centred", first, "in the first layer in bfloat16", dtype=BF16),
+    fault(
+        "softmax over rows",
+        in_language_model,
+        "in a branch of a language model in bfloat16",
+        TOKENS,
+        EACH_TOKEN,
+        dtype=BF16,
+    ),
     in_branch("centred", 1e-2, dtype=BF16),
     in_branch("cumulative sum", 1e-4, dtype=BF16),
     in_branch("gradient divided by the number of rows", 1e-4, dtype=BF16),

@@ -76,7 +76,7 @@ def main() -> None:
 class Truth:
     """The largest difference of a gradient, relative to that gradient's own largest value.
 
-    A right program's `own` is large where exact arithmetic gives zero: only rounding is left then, in both.
+    Gradients that are zero in exact arithmetic are left out: only rounding is left of them.
     """
 
     wide: float  # in double precision
@@ -90,10 +90,10 @@ def truth(program: Program, faulty: bool, seed: int) -> Truth:
     with setting(wide=False, draws=False):
         own = differences(program, seed)
     if faulty:  # both of one gradient: one that underflows in the program's own precision does not count
-        name = max(wide, key=lambda name: min(wide[name], own[name]))
-        return Truth(wide[name], own[name], name)
-    name = max(own, key=own.__getitem__)
-    return Truth(max(wide.values()), own[name], name)
+        name = max(wide, key=lambda name: min(wide[name], own.get(name, 0.0)))
+        return Truth(wide[name], own.get(name, 0.0), name)
+    name = max(wide, key=lambda name: own.get(name, 0.0))
+    return Truth(max(wide.values()), own.get(name, 0.0), name)
 
 
 def differences(program: Program, seed: int) -> dict[str, float]:
@@ -103,7 +103,8 @@ def differences(program: Program, seed: int) -> dict[str, float]:
     found = {}
     for name, grad in one.items():
         size, difference = (float(each.abs().max()) for each in (grad, grad - several[name]))
-        found[name] = 0.0 if max(size, difference) <= ZERO * largest else difference / max(size, ZERO * largest)
+        if max(size, difference) > ZERO * largest:
+            found[name] = difference / max(size, ZERO * largest)
     return found
 
 
