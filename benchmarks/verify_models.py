@@ -343,11 +343,6 @@ def convnext(width: int = 16) -> nn.Module:
     return stack(nn.Conv2d(3, width, 4, stride=4), repeat(3, one), lambda x: x.mean((2, 3)), nn.Linear(width, 4))
 
 
-def squeeze(width: int) -> nn.Module:
-    gate = stack(nn.AdaptiveAvgPool2d(1), nn.Conv2d(width, 4, 1), nn.SiLU(), nn.Conv2d(4, width, 1), nn.Sigmoid())
-    return With(lambda m, x: x * m.gate(x), gate=gate)
-
-
 def last_step(rnn: nn.Module, width: int) -> nn.Module:
     return stack(rnn, lambda out: out[0][:, -1], nn.Linear(width, 4))
 

@@ -3,8 +3,8 @@
     python benchmarks/verify_rates.py                        # all programs, some minutes on two cores
     python benchmarks/verify_rates.py --only resnet          # programs whose names contain it
     python benchmarks/verify_rates.py --check                # first confirm each program's truth, without verify
-    python benchmarks/verify_rates.py --output benchmarks    # write verify_rates.md there, too
     python benchmarks/verify_rates.py --large                # only time verify, on 100 million parameters
+    python benchmarks/verify_rates.py --check --output benchmarks/verify_rates.md
 
 verify_programs.py has 60 models whose numbers with replicas are one device's, and 60 with a planted fault. The truth
 does not come from verify: `--check` takes the step on one device and through `DataParallel`, in double precision and
@@ -42,13 +42,15 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="NAME", help="programs whose names contain NAME, in any case")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and inputs (default: 0)")
     parser.add_argument("--check", action="store_true", help="confirm each program's truth, too")
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="write verify_rates.md into this folder")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the table into this file, too")
     parser.add_argument("--large", action="store_true", help="time verify on a transformer of 100 million parameters")
     options = parser.parse_args()
+    if options.output and (options.output.is_dir() or not options.output.parent.is_dir()):
+        parser.error(f"--output {options.output}: expected a file, in a folder that exists")
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     if options.large:
-        print(f"100 million parameters, 4 x 64 tokens: verify takes {large_s():.1f} s")
+        print(f"4 x 64 tokens: verify takes {large_s():.1f} s")
         return
     chosen = [
         (program, faulty)
@@ -65,7 +67,7 @@ def main() -> None:
     text = page(outcomes, options.seed)
     print(f"\n{text}")
     if options.output:
-        (options.output / "verify_rates.md").write_text(f"# How often verify is wrong\n\n{text}\n", encoding="utf-8")
+        options.output.write_text(f"# How often verify is wrong\n\n{text}\n", encoding="utf-8")
     sys.exit(any(each.is_false or each.truth_fails for each in outcomes))
 
 
