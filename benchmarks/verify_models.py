@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from unisono.primitives.pytree import map_tensors, tensors
+
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 # ---- what a program is -----------------------------------------------------------------------------
@@ -24,7 +26,7 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 class Task:
     """A loss, and how its target is made."""
 
-    criterion: Callable[..., Tensor] | None = None  # None: a projection of all outputs, or the output if 0-dim
+    criterion: Callable[..., Tensor] | None = None  # None: a projection of all outputs
     target: Callable[[], Any] | None = None  # None: the criterion gets the output only
 
     def loss(self, output: Any, target: Any) -> Tensor:
@@ -35,7 +37,7 @@ class Task:
 
 def projection(output: Any) -> Tensor:
     """Return the sum of all outputs, each value times a weight of its own."""
-    leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    leaves = [leaf for _, leaf in tensors(output)]
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(leaf.shape, generator=generator).to(leaf.dtype) for leaf in leaves]
     return torch.stack([(leaf * weight).sum() for leaf, weight in zip(leaves, weights, strict=True)]).sum()
@@ -58,8 +60,7 @@ class Program:
         target = None if self.task.target is None else self.task.target()
         dtype = or_wide(self.dtype)
         inputs, target = (
-            torch.utils._pytree.tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
-            for tree in (inputs, target)
+            map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, tree) for tree in (inputs, target)
         )
         return model.to(dtype), inputs, target
 
@@ -107,8 +108,8 @@ def autocast(dtype: torch.dtype) -> AbstractContextManager[Any]:
 # ---- inputs and losses -----------------------------------------------------------------------------
 
 
-def floats(*shape: int, scale: float = 1.0) -> Callable[[], Tensor]:
-    return lambda: scale * torch.randn(shape)
+def floats(*shape: int) -> Callable[[], Tensor]:
+    return lambda: torch.randn(shape)
 
 
 def tokens(*shape: int, vocab: int = 50) -> Callable[[], Tensor]:
