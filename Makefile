@@ -124,6 +124,7 @@ bench: $(READY)  ## measure, side by side, on a machine that does nothing else; 
 	$(BIN)/python benchmarks/shares.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/host_calls.py
+	$(BIN)/python benchmarks/verify_rates.py --check --output benchmarks/verify_rates.md
 
 fuzz: $(READY)  ## compare random programs, wrapped and plain; make fuzz OPTIONS=--help says how many, and which
 	PYTHONPATH=tests $(BIN)/python -m fuzz $(OPTIONS)
