@@ -176,10 +176,10 @@ def outcome(program: Program, faulty: bool, seed: int, check: bool) -> Outcome:
     detail = ""
     if report.differences and not faulty:
         worst = max(report.differences, key=lambda row: row.badness)
-        by = f"{worst.kind} {worst.name} by {worst.difference:.1e} of {worst.largest:.1e}"
+        by = f"{worst.kind} {worst.name} by {worst.difference:.1e} of {worst.scale:.1e}"
         detail = f"; {len(report.differences)} rows, {by}"
     elif verdict == "not judged":
-        not_judged = [f"{row.kind} {row.name}" for row in getattr(report, "not_judged", ())] or map(
+        not_judged = [f"{row.kind} {row.name}" for row in report.not_judged] or map(
             str, report.findings
         )
         detail = f"; {', '.join(list(not_judged)[:3])}"

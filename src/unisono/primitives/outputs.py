@@ -173,7 +173,7 @@ class Outputs:
             return Group((first, *others), Single(0, is_common=bool(others)), path)
         if first.ndim == 0:
             if is_own_mean(rule, given):
-                return Group((first, *[None] * (len(given) - 1)), Single(0))
+                return Group((first, *[None] * (len(given) - 1)), Single(0), path)
             if rule != "stack":
                 return Group(given, WeightedSum(self._weights(path, rule, len(given))), path)
             if self._warnings is not None:
