@@ -61,3 +61,26 @@ def test_integers_and_wider_types_stay() -> None:
         assert torch.tensor([True]).dtype is torch.bool
         assert X.to(torch.int32).dtype is torch.int32
         assert (X * 1).dtype is X.to(torch.float64).dtype is torch.float64
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda n: n / 3,
+        lambda n: n * 0.5,
+        lambda n: n.sqrt(),
+        lambda n: n.float() * torch.tensor(0.5),
+        lambda n: (n > 1).float() / torch.tensor(3.0),
+        lambda n: n.float().mean() * n.float(),
+        lambda n: torch.where(n > 1, 0.5, 2.0) * n,
+        lambda n: n.to(torch.bfloat16) / 3.0,
+    ],
+)
+def test_what_kernels_convert_themselves_stays_right(compute: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """They rely on the type that they ask for: with another one they would read its memory as that."""
+    n = torch.arange(6)
+    expected = compute(n)
+    for least in (torch.float64, torch.float32):
+        with DrawsOff(least):
+            found = compute(n)
+        torch.testing.assert_close(found, expected, check_dtype=False, rtol=1e-2, atol=0.0)

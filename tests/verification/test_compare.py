@@ -125,9 +125,11 @@ def test_one_number_a_replica(one: Any, many: list[Any], expected: Any) -> None:
 
 
 def test_the_scales_of_buffers() -> None:
-    """The largest value of the floating buffers of one module."""
+    """The largest value of the floating buffers of one module that the step updates."""
     buffers = {"a.mean": torch.tensor([1e-9]), "a.var": torch.tensor([2.0]), "a.count": torch.tensor(4), "b": X}
-    assert module_scales(buffers) == {"a.mean": 2.0, "a.var": 2.0, "a.count": 4.0, "b": 1.0}
+    buffers["a.mask"] = torch.tensor([-1e9])
+    scales = {"a.mean": 2.0, "a.var": 2.0, "a.count": 4.0, "b": 1.0, "a.mask": 1e9}
+    assert module_scales(buffers, {"a.mean", "a.var", "a.count"}) == scales
 
 
 DOUBLE = Tolerance.of([torch.float64], CPU, None)

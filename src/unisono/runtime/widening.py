@@ -2,11 +2,13 @@
 
 A copy of a model in float64 does not compute in float64 alone: `x.float()`, `softmax(dtype=torch.float32)`, autocast
 and constants of torch's default type are narrower again, and a product of two types is an error. So these operations
-are caught where torch dispatches them, in C++ and in a backward pass too. A conversion, or a sum, that asks for a
-narrower floating type gives the wider one; so do the functions that make constants. Integers and booleans stay.
+are caught where torch dispatches them, in C++ and in a backward pass too. A conversion of a tensor, or a sum, that
+asks for a narrower floating type gives the wider one; so do the functions that make constants. Integers and booleans
+stay, and what is computed from them alone.
 
 What is not caught keeps its type: `torch.empty`, tensors of numpy, constants made before, custom operators, and code
-that torch.compile has compiled.
+that torch.compile has compiled. Sums and the like promote it. Products, convolutions and losses, which take one type
+only, get it in the wider one.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,6 +23,13 @@ _CONSTANTS = (
     *("lift_fresh", "zeros", "ones", "full", "arange", "linspace", "logspace", "eye", "scalar_tensor", "zeros_like"),
     *("ones_like", "full_like", "new_zeros", "new_ones", "new_full"),
 )
+# Operations that take one type only.
+_PRODUCTS = (
+    *("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "convolution", "nll_loss_forward"),
+    *("nll_loss2d_forward", "native_layer_norm", "native_group_norm", "native_batch_norm"),
+)
+
+_TO_COPY = torch.ops.aten._to_copy.default
 
 
 def widened(dtype: torch.dtype, least: torch.dtype) -> torch.dtype:
@@ -46,6 +55,8 @@ def handlers(asked: Callable[[torch.dtype], torch.dtype]) -> Iterator[tuple[Any,
             names = [argument.name for argument in operation._schema.arguments]
             if "out" not in names and ("dtype" in names or name == "lift_fresh"):
                 yield operation, partial(_widened, operation, names, asked)
+    for name in _PRODUCTS:
+        yield getattr(torch.ops.aten, name).default, partial(_promoted, getattr(torch.ops.aten, name).default, asked)
 
 
 def _widened(
@@ -56,13 +67,26 @@ def _widened(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
+    if args and names[0] == "self" and not isinstance(args[0], torch.Tensor):
+        args = (torch.scalar_tensor(args[0]), *args[1:])  # torch hands over a number where C++ has a 0-dim tensor
+    # Kernels convert 0-dim tensors, and integers, to the type that they compute in, and rely on it.
+    is_own = operation is _TO_COPY and not (args[0].dim() and args[0].is_floating_point())
     number = names.index("dtype") if "dtype" in names else len(args)
+    if is_own:
+        return operation.redispatch(keys, *args, **kwargs)
     if kwargs.get("dtype") is not None:
         kwargs["dtype"] = asked(kwargs["dtype"])
     elif number < len(args) and args[number] is not None:
         args = (*args[:number], asked(args[number]), *args[number + 1 :])
-    if args and isinstance(args[0], bool | int | float | complex) and names[0] == "self":
-        args = (torch.scalar_tensor(args[0]), *args[1:])  # torch hands over a number where C++ has a 0-dim tensor
-    result = operation.redispatch(keys, *args, **kwargs)
-    dtype = asked(result.dtype)
-    return result if dtype == result.dtype else result.to(dtype)
+    return _wide(operation.redispatch(keys, *args, **kwargs), asked)
+
+
+def _promoted(operation: Any, asked: Callable[[torch.dtype], torch.dtype], keys: Any, *args: Any, **kwargs: Any) -> Any:
+    args = tuple([_wide(each, asked) if isinstance(each, torch.Tensor) else each for each in args])
+    kwargs = {name: _wide(each, asked) if isinstance(each, torch.Tensor) else each for name, each in kwargs.items()}
+    return operation.redispatch(keys, *args, **kwargs)
+
+
+def _wide(tensor: torch.Tensor, asked: Callable[[torch.dtype], torch.dtype]) -> torch.Tensor:
+    dtype = asked(tensor.dtype)
+    return tensor if dtype == tensor.dtype else tensor.to(dtype)

@@ -166,7 +166,7 @@ def _fails(report: Report | None) -> bool:
 
 
 def _is_missing(report: Report | None) -> bool:
-    return report is None or not (report.same or report.explained or report.differs)
+    return report is None or not (report.same or report.differs or (report.explained and not report.not_judged))
 
 
 def _option(fix: str, options: Mapping[str, str]) -> str:

@@ -51,13 +51,17 @@ class CallRecorder:
     )
     _copies: dict[tuple[Path, int], tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = field(default_factory=dict)
 
+    _num_modules: int = 0
+
     # Several replicas call at once. Each entry of the tables above belongs to one path, so to one thread.
 
     @contextlib.contextmanager
     def attached(self, root: nn.Module) -> Iterator[None]:
         """Record the calls of `root` and of all its submodules while the context lasts."""
         handles = []
+        self._num_modules = 0
         for name, module in _recordable(root, "", set()):
+            self._num_modules += 1
             before, after = functools.partial(self._before, name), functools.partial(self._after, name)
             handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
             handles.append(module.register_forward_hook(after, with_kwargs=True))
@@ -67,6 +71,10 @@ class CallRecorder:
             for handle in handles:
                 handle.remove()
             self._copies.clear()
+
+    def has_seen_calls(self) -> bool:
+        """Return whether there were calls, or could be none to see: all is compiled or scripted."""
+        return bool(self.calls) or not self._num_modules
 
     def grouped(self) -> dict[tuple[str, int], list[RecordedCall]]:
         """Return the calls by name and number, in the order of execution; for each, the replicas in row order."""
@@ -84,10 +92,14 @@ class CallRecorder:
         return self.grouped().get(("", 0), [])
 
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch_private.has_transforms():  # tensors of vmap or grad have no values outside of it
+            return
         path = replica_path()
         self._running[path].append((name, self._copied((args, kwargs), path), self.watch()))
 
     def _after(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if torch_private.has_transforms():
+            return
         path = replica_path()
         running, inputs, has_drawn = self._running[path].pop()
         while running != name:  # calls that an exception ended
@@ -161,9 +173,11 @@ def first_divergence(
 
     Inputs that cannot be compared do not differ; None if no output is known to differ.
     """
-    calls_of_many = many.grouped()
-    for key, (call, *_) in one.grouped().items():
-        others = calls_of_many.get(key, [])
+    calls_of_one, calls_of_many = one.grouped(), many.grouped()
+    counts, counts_of_many = (Counter(name for name, _ in calls) for calls in (calls_of_one, calls_of_many))
+    for key, (call, *_) in calls_of_one.items():
+        # One that is called once for each row has other rows in the calls of one number.
+        others = calls_of_many.get(key, []) if counts[call.name] == counts_of_many[call.name] else []
         if _same(call.outputs, [other.outputs for other in others], rows, tolerance) is False:
             inputs_same = _same(call.inputs, [other.inputs for other in others], rows, tolerance) is not False
             return call, inputs_same

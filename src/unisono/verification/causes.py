@@ -267,11 +267,15 @@ class Comparison:
     def _batch_norms(self) -> Iterator[Finding]:
         """Yield the finding about the first batch norm that uses a replica's rows, whether its numbers show it or not.
 
-        Classes with a forward of their own may do something else: their numbers decide.
+        One with a forward of its own may do something else, and one whose inputs are not split has all rows: their
+        numbers decide.
         """
-        several = sum(rows > 0 for rows in self.many.rows) > 1
-        for call in self.one.recorder.calls if several and not self.wrapped.sync_batch_norm else ():
-            if self._takes_statistics(call) and type(self._submodule(call.name)).forward is _BatchNorm.forward:
+        of_many = self.many.recorder.grouped()
+        for key, (call, *_) in self.one.recorder.grouped().items() if not self.wrapped.sync_batch_norm else ():
+            parts = of_many.get(key, [])
+            shapes = [[tensor.shape for _, tensor in each.inputs] for each in (call, *parts)]
+            is_split = len(parts) > 1 and shapes[0] not in shapes[1:]
+            if is_split and self._takes_statistics(call) and _is_torchs(self._submodule(call.name)):
                 yield self._per_shard(call.name)
                 return
 
@@ -341,6 +345,11 @@ class Comparison:
             if self.tolerance.same(one, joined.to(one.dtype)):
                 return scalars
         return ""
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    """Return whether a batch norm has torch's forward."""
+    return getattr(module.forward, "__func__", None) is _BatchNorm.forward
 
 
 def is_uncertain(findings: Sequence[Finding]) -> bool:

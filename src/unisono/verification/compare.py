@@ -11,15 +11,16 @@ entry: an entry near zero may be the difference of larger numbers, and has their
                        of an attention's keys, is only rounding error of the others
     of a buffer        the largest in any buffer of its module: a mean near zero is as exact as its variance
 
-`rtol` is that of the coarsest floating type in the step on one device. In float64, where steps are compared first, it
-is 1e-10, for the first rounding errors grow in a deep model; the types in which models are trained have 1e-7 at best.
+`rtol` is that of the coarsest floating type among the outputs of submodules and the parameters, in the step on one
+device: in float64 1e-10, for the first rounding errors grow in a deep model. Where float64 is not the model's own type
+it is 1e-6: some code, such as numpy's, may compute in float32 unseen, and training does not resolve less.
 
 **What rounding explains is measured** where it matters: a value differs, or its gradient is so small that the floor
 could hide a fault. Then the step on one device is repeated with parameters and inputs changed by the floor, relative to
 themselves, in one direction and in the other, and each value may differ by twice as much as it moved:
 
     it moved by 2 % of itself at most    the value is real, however small: the floor does not count for it
-    it moved by more, and is below       zero in exact arithmetic: the floor is allowed
+    it moved by more, and is below       zero in exact arithmetic: the floor is allowed, in float64
     the floor
     it moved by more                     *not judged*, unless it differs by more than that. An activation within
                                          rounding error of zero may be on the other side of a ReLU on several devices,
@@ -38,7 +39,7 @@ with TF32, float32 counts as float16.
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -56,7 +57,9 @@ Tensors: TypeAlias = Mapping[str, torch.Tensor | None]  # by name, or by the pat
 
 _RTOL = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 _RTOL_COARSE = 0.25  # of every other floating type, such as those of 8 bits
+_RTOL_WIDENED = 1e-6  # of a narrower model in float64: what widening does not see is rounded to float32
 _FLOOR = 1e-12  # in float64, of the largest gradient; in other types it is `rtol`
+_NO_GRADIENT = 1e-3  # of the loss: where all gradients are smaller, they may be rounding errors of it
 
 _NUMBERS = (bool, int, float, complex)
 _SHOWN = 60  # characters of a value in a note
@@ -73,13 +76,17 @@ class Tolerance:
     floor: float = 0.0
 
     @classmethod
-    def of(cls, dtypes: Iterable[torch.dtype], device: torch.device, rtol: float | None) -> "Tolerance":
-        """Return the tolerance of the caller, or else that of the coarsest of the types."""
+    def of(
+        cls, dtypes: Iterable[torch.dtype], device: torch.device, rtol: float | None, *, is_widened: bool = False
+    ) -> "Tolerance":
+        """Return the tolerance of the caller, or else that of the coarsest of the types, which a model may not have."""
         real = {dtype.to_real() for dtype in dtypes if dtype.is_floating_point or dtype.is_complex}
         if rtol is None:
             if torch.float32 in real and rounds_float32(device):
                 real.add(torch.float16)
             rtol = max((_RTOL.get(dtype, _RTOL_COARSE) for dtype in real), default=_RTOL[torch.float32])
+            if real == {torch.float64} and is_widened:
+                rtol = _RTOL_WIDENED
         return cls(rtol, min(rtol, _FLOOR) if real == {torch.float64} else rtol)
 
     def allowed(self, dtype: torch.dtype, scale: float) -> float:
@@ -238,10 +245,12 @@ def own_scales(tensors: Tensors) -> dict[str, float]:
     return {name: largest(tensor) for name, tensor in tensors.items() if tensor is not None}
 
 
-def module_scales(buffers: Tensors) -> dict[str, float]:
-    """Return for each buffer the largest value of its module's floating ones; of other buffers their own."""
+def module_scales(buffers: Tensors, updated: Container[str]) -> dict[str, float]:
+    """Return for each buffer the largest value of its module's updated floating ones; of other buffers their own."""
     own = own_scales(buffers)
-    floating = [name for name, buffer in buffers.items() if buffer is not None and buffer.is_floating_point()]
+    floating = [
+        n for n, buffer in buffers.items() if buffer is not None and buffer.is_floating_point() and n in updated
+    ]
     of_module: dict[str, float] = {}
     for name in floating:
         module = name.rpartition(".")[0]
@@ -271,19 +280,23 @@ def rows_of(
         value, scale = own.get(name, 0.0), scales.get(name, 0.0)
         if a is not None and b is not None and a.shape == b.shape and a.dtype == b.dtype:
             allowed = tolerance.allowed(a.dtype, scale) + floor
-            yield Row(mode, kind, name, tuple(a.shape), value, scale, difference(a, b), allowed)
+            has_numbers = bool(value) or not a.numel() or bool(plain(a).isfinite().any())
+            yield Row(mode, kind, name, tuple(a.shape), value, scale, difference(a, b), allowed, judged=has_numbers)
         elif a is not None or b is not None:
             note = f"{_described(a)} on one device, {_described(b)} on several"
             shape = tuple((b if a is None else a).shape)  # type: ignore[union-attr]
             yield Row(mode, kind, name, shape, value, scale, math.inf, 0.0, note)
 
 
-def gradient_rows(mode: str, one: Tensors, many: Tensors, tolerance: Tolerance, *, coarsely: bool) -> Iterator[Row]:
+def gradient_rows(
+    mode: str, one: Tensors, many: Tensors, tolerance: Tolerance, *, coarsely: bool, loss: float = 0.0
+) -> Iterator[Row]:
     """Yield the rows of gradients: each relative to itself; `coarsely`, to the largest of all."""
     most = max(own_scales(one).values(), default=0.0)
     if coarsely:
         return rows_of(mode, Kind.GRADIENT, one, many, tolerance, dict.fromkeys(one, most))
-    return rows_of(mode, Kind.GRADIENT, one, many, tolerance, floor=tolerance.floor * most)
+    floor = tolerance.floor * max(most, _NO_GRADIENT * loss)
+    return rows_of(mode, Kind.GRADIENT, one, many, tolerance, floor=floor)
 
 
 def _described(tensor: torch.Tensor | None) -> str:
@@ -322,14 +335,16 @@ def is_undecided(row: Row, tolerance: Tolerance, *, coarsely: bool = False) -> b
 def _decided(row: Row, moved: Mapping[tuple[Kind, str], float], tolerance: Tolerance, coarsely: bool) -> Row:
     if not is_undecided(row, tolerance, coarsely=coarsely):
         return row
-    if coarsely:
+    if coarsely and row.allowed:  # integers have to be equal
         explained = _JUMPS * moved.get((row.kind, "" if row.kind is Kind.GRADIENT else row.name), 0.0)
         allowed = max(row.allowed, min(explained, _JUMPS_AT_MOST * row.scale))
         return dataclasses.replace(row, allowed=allowed, judged=not allowed < row.difference <= explained)
+    if coarsely:
+        return row
     by = moved.get((row.kind, row.name), 0.0)
     if row.scale and by <= _MOVES * row.scale:
-        without_floor = min(row.allowed, tolerance.rtol * row.scale)  # integers have to be equal
-        return dataclasses.replace(row, allowed=max(without_floor, _JUMPS * by))
-    if row.kind is Kind.GRADIENT and row.value <= row.allowed:
-        return row
+        allowed = tolerance.rtol * row.scale if row.allowed else 0.0  # integers have to be equal
+        return dataclasses.replace(row, allowed=max(allowed, _JUMPS * by))
+    if row.kind is Kind.GRADIENT and row.value <= row.allowed and tolerance.floor < tolerance.rtol:
+        return row  # zero but for rounding; in narrower types a nudge moves too much to tell
     return dataclasses.replace(row, judged=row.difference > _JUMPS * by)

@@ -1,11 +1,13 @@
 """One mode compared: the step on one device with that on several, in float64, then in the model's own type.
 
 In float64, with autocast without effect, rounding hides nothing that matters: so this comparison decides. Where the
-step raises an error in float64, as custom kernels do, it is taken in float32, or as it is, and the report says so. What
-differs is explained (causes.py); where more can be known from it, a step is taken once more: to see how far rounding
-errors move the numbers, or whether the step gives the same twice.
+step raises an error in float64, as custom kernels do, float32 decides, or the model's own type, and the report says so.
+What differs is explained (causes.py); where more can be known from it, a step is taken once more: to see how far
+rounding errors move the numbers, or whether the step gives the same twice.
 
 If all is the same, the model's own type is compared too, coarsely: it has other kernels, and other code may run in it.
+Its steps are taken first: what a model keeps between its steps, such as a table of positions, has then its own type,
+and errors of the model are raised as they are.
 """
 
 import math
@@ -57,12 +59,11 @@ _JUMPS = (
     "{mode}: in the model's own type, a change of parameters and inputs by {nudge:.0e} of themselves moves some values "
     "by more than is allowed otherwise, as activations at the kink of a ReLU do; they may differ by twice as much"
 )
-_NOT_WIDENED = "{mode}: compared in {precision}, because the step raises an error in float64: {error}"
+_NOT_IN_FLOAT64 = "{mode}: compared in {precision}, because the step raises an error in float64: {error}"
 _NO_EFFECT = (
     "{mode}: the output of {name} differs, but nothing depends on it: in float64 outputs, loss, gradients and what the "
     "model keeps are the same"
 )
-_WIDE = (torch.float64, torch.float32, None)  # the types to compute in; None: the model's own
 
 
 @dataclass
@@ -96,10 +97,10 @@ class Steps:
         one = self.take(self.wrapped.module, **arguments)
         return one, self.take(self.wrapped, like=one, **arguments)
 
-    def compared(
+    def comparison(
         self, given: Mapping[str, Any], one: RecordedStep, many: RecordedStep, tolerance: Tolerance
     ) -> Comparison:
-        """Return the comparison of both, which finds causes."""
+        """Return what finds the causes of differences between both."""
         has_step = self.example.step is not None
         return Comparison(self.mode, self.wrapped, given, one, many, tolerance, has_step)
 
@@ -114,56 +115,79 @@ def compare_mode(
 ) -> ComparedMode:
     """Compare one device with several; `given` and `rtol` are those of `verify`."""
     found = ComparedMode()
-    steps, one, many = _in_widest(mode, wrapped, example, random, found.notes)
+    # Few programs call backward in eval mode, and float64 compares it.
+    own = Steps(mode, wrapped, example, random, None, backward=mode == "training")
+    try:
+        steps_in_own = own.both(record=False)
+    except ValueError:  # the record shows why outputs cannot be joined
+        steps_in_own = own.both()
+    types = _types_of(wrapped, example) | {*steps_in_own[0].asked}
+    wide, taken = _widened(own, types, found.notes)
+    _decide(wide, *taken, given, rtol, found)
+    if wide.least is not None and not found.findings and taken[1].error is None:
+        _compare_coarsely(own, *steps_in_own, types, given, rtol, found)
+    return found
+
+
+def _widened(own: Steps, types: set[torch.dtype], notes: list[str]) -> tuple[Steps, tuple[RecordedStep, RecordedStep]]:
+    """Take both steps in float64, or in the widest type in which they raise no error; say in `notes` if it is another.
+
+    Args:
+        types: those in which the step computes as it is.
+    """
+    first_error = ""
+    for least in (torch.float64, torch.float32):
+        if all(widened(dtype, least) == dtype for dtype in types):
+            break
+        steps = replace(own, least=least, backward=True)
+        try:
+            if least is torch.float64 and not _devices.has_float64(own.example.device):
+                steps = _on_the_cpu(steps)
+            taken = steps.both()
+        except Exception as error:  # noqa: BLE001  code of the model, which does not take this type
+            first_error = first_error or described(error).splitlines()[0].rstrip(": ")
+            continue
+        if first_error:
+            notes.append(_NOT_IN_FLOAT64.format(mode=own.mode, precision="float32", error=first_error))
+        return steps, taken
+    steps = replace(own, backward=True)
+    taken = steps.both()
+    if first_error:
+        precision = _precision(types)
+        notes.append(_NOT_IN_FLOAT64.format(mode=own.mode, precision=precision, error=first_error))
+    return steps, taken
+
+
+def _decide(
+    steps: Steps,
+    one: RecordedStep,
+    many: RecordedStep,
+    given: Mapping[str, Any],
+    rtol: float | None,
+    found: ComparedMode,
+) -> None:
+    """Compare the steps in the type that decides; add to `found` what they show."""
     found.replica_rows = many.rows
-    found.notes += _notes(mode, one, many)
-    tolerance = Tolerance.of(one.dtypes, steps.example.device, rtol)
-    comparison = steps.compared(given, one, many, tolerance)
+    found.notes += _notes(steps.mode, one, many)
+    tolerance = Tolerance.of(one.dtypes, steps.example.device, rtol, is_widened=steps.least is not None)
+    comparison = steps.comparison(given, one, many, tolerance)
     if drawn := comparison.draws():
         found.findings.append(drawn)
         if many.error is None:  # else the shapes of the outputs say more
-            return found
-    rows = _rows(mode, one, many, tolerance)
+            return
+    rows = _rows(steps.mode, one, many, tolerance)
     if rtol is None:
         rows = _with_rounding(rows, one, tolerance, tolerance.floor, steps)
     rows, caches = _with_containers_told_apart(rows, one, many, tolerance, steps)
     found.notes += [_CACHES.format(names=listed(caches))] if caches else []
     found.rows += [replace(row, precision=_precision(one.dtypes)) for row in rows]
     findings = _findings(comparison, rows, steps)
-    if findings and steps.least is torch.float64 and not any(row.differs for row in rows):
+    if steps.least is torch.float64 and not any(row.differs or not row.judged for row in rows):
         certain = [finding for finding in findings if finding.cause is Cause.PER_SHARD_BATCH_NORM]
         names = [finding.module or "the model itself" for finding in findings if finding not in certain]
-        found.notes += [_NO_EFFECT.format(mode=mode, name=name) for name in names]
+        found.notes += [_NO_EFFECT.format(mode=steps.mode, name=name) for name in names]
         findings = certain
     found.findings += findings
-    if steps.least is not None and not found.findings and many.error is None:
-        own = _own_types(wrapped, example) | {*one.asked}
-        if any(widened(dtype, steps.least) != dtype for dtype in own):
-            in_own = Steps(mode, wrapped, example, random, None, backward=mode == "training")
-            _compare_coarsely(in_own, own, given, rtol, found)
-    return found
-
-
-def _in_widest(
-    mode: str, wrapped: DataParallel, example: Example, random: RandomState, notes: list[str]
-) -> tuple[Steps, RecordedStep, RecordedStep]:
-    """Take both steps in the widest type in which they raise no error; say in `notes` if that is not float64."""
-    first_error = ""
-    for least in _WIDE:
-        steps = Steps(mode, wrapped, example, random, least)
-        try:
-            if least is torch.float64 and not _devices.has_float64(example.device):
-                steps = _on_the_cpu(steps)
-            one, many = steps.both()
-        except Exception as error:
-            if least is None:
-                raise
-            first_error = first_error or described(error).splitlines()[0]
-            continue
-        if first_error:
-            notes.append(_NOT_WIDENED.format(mode=mode, precision=_precision(one.dtypes), error=first_error))
-        break
-    return steps, one, many
 
 
 def _on_the_cpu(steps: Steps) -> Steps:
@@ -177,7 +201,7 @@ def _on_the_cpu(steps: Steps) -> Steps:
     return replace(steps, wrapped=on_the_cpu, example=replace(steps.example, device=cpu[0], output_device=cpu[0]))
 
 
-def _own_types(wrapped: DataParallel, example: Example) -> set[torch.dtype]:
+def _types_of(wrapped: DataParallel, example: Example) -> set[torch.dtype]:
     """Return the types in which the model and the batch are."""
     module = wrapped.module
     of_batch = [tensor for _, tensor in compare.tensors_in([example.inputs, example.kwargs, example.target])]
@@ -192,39 +216,30 @@ def _precision(dtypes: set[torch.dtype]) -> str:
 
 
 def _compare_coarsely(
-    steps: Steps, dtypes: set[torch.dtype], given: Mapping[str, Any], rtol: float | None, found: ComparedMode
+    steps: Steps,
+    one: RecordedStep,
+    many: RecordedStep,
+    types: set[torch.dtype],
+    given: Mapping[str, Any],
+    rtol: float | None,
+    found: ComparedMode,
 ) -> None:
-    """Compare the steps in the model's own types, of which `dtypes` are known; add to `found` what they show.
+    """Compare the steps in the model's own types, given as `types`; add to `found` what they show.
 
-    In eval mode without backward, which few programs call there, and float64 has compared. What rounding decides in
-    float64 is not judged here either.
+    What rounding decides in float64 is not judged here either.
     """
     undecided = {(row.kind, row.name) for row in found.rows if not row.judged}
-
-    def compared(*, record: bool) -> tuple[RecordedStep, RecordedStep, list[Row], Tolerance]:
-        one, many = steps.both(record=record)
-        tolerance = Tolerance.of(dtypes | {*one.asked}, steps.example.device, rtol)
-        rows = _rows(steps.mode, one, many, tolerance, coarsely=True)
-        rows = [row for row in rows if row.kind is not Kind.ATTRIBUTE]  # float64 has judged them
-        if rtol is None:
-            before, rows = rows, _with_rounding(rows, one, tolerance, tolerance.rtol, steps, coarsely=True)
-            found.notes += [_JUMPS.format(mode=steps.mode, nudge=tolerance.rtol)] if rows != before else []
-        precision = _precision(dtypes | {*one.asked})
-        rows = [
-            replace(row, precision=precision, judged=not row.differs or (row.kind, row.name) not in undecided)
-            for row in rows
-        ]
-        return one, many, rows, tolerance
-
-    try:
-        _, _, rows, _ = compared(record=False)
-        is_same = not any(row.differs for row in rows)
-    except Exception:  # noqa: BLE001  the record shows why outputs cannot be joined; other errors are raised again
-        is_same = False
-    if not is_same:
-        one, many, rows, tolerance = compared(record=True)
-        found.findings += _findings(steps.compared(given, one, many, tolerance), rows, steps)
-    found.rows += rows
+    tolerance = Tolerance.of(types, steps.example.device, rtol)
+    rows = _rows(steps.mode, one, many, tolerance, coarsely=True)
+    rows = [row for row in rows if row.kind is not Kind.ATTRIBUTE]  # float64 has judged them
+    if rtol is None:
+        before, rows = rows, _with_rounding(rows, one, tolerance, tolerance.rtol, steps, coarsely=True)
+        found.notes += [_JUMPS.format(mode=steps.mode, nudge=tolerance.rtol)] if rows != before else []
+    rows = [replace(row, judged=False) if row.differs and (row.kind, row.name) in undecided else row for row in rows]
+    found.rows += [replace(row, precision=_precision(types)) for row in rows]
+    if any(row.differs for row in rows):
+        one, many = steps.both()
+        found.findings += _findings(steps.comparison(given, one, many, tolerance), rows, steps)
 
 
 def _with_rounding(
@@ -276,11 +291,13 @@ def _rows(
         scale = max(map(compare.largest, (one.loss, *outputs.values())))
         rows += compare.rows_of(mode, Kind.LOSS, {"": one.loss}, {"": many.loss}, tolerance, {"": scale})
     if (one.loss is None) == (many.loss is None):
-        rows += compare.gradient_rows(mode, one.gradients, many.gradients, tolerance, coarsely=coarsely)
+        loss = 0.0 if one.loss is None else compare.largest(one.loss)
+        rows += compare.gradient_rows(mode, one.gradients, many.gradients, tolerance, coarsely=coarsely, loss=loss)
     written = one.written.keys() | many.written.keys()
     of_one, of_many = ({n: p for n, p in step.parameters.items() if n in written} for step in (one, many))
     rows += compare.rows_of(mode, Kind.PARAMETER, of_one, of_many, tolerance)
-    rows += compare.rows_of(mode, Kind.BUFFER, one.buffers, many.buffers, tolerance, compare.module_scales(one.buffers))
+    scales = compare.module_scales(one.buffers, {*one.updated_buffers, *many.updated_buffers})
+    rows += compare.rows_of(mode, Kind.BUFFER, one.buffers, many.buffers, tolerance, scales)
     updated = _updated(one, many)
     of_many = {name: number for name, number in many.attributes.items() if name in updated}
     rows += compare.rows_of(mode, Kind.ATTRIBUTE, updated, of_many, tolerance)

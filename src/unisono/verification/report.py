@@ -154,8 +154,8 @@ class Report:
 
     @property
     def same(self) -> bool:
-        """Whether both modes were compared, every value was judged, and nothing was found."""
-        return not self.findings and not self.differences and not self.not_judged
+        """Whether something was compared, in both modes, every value was judged, and nothing was found."""
+        return bool(self.rows) and not self.findings and not self.differences and not self.not_judged
 
     @property
     def compared(self) -> bool:
@@ -267,11 +267,14 @@ class Report:
             counted = f"{len(self.differences)} of {len(self.rows)} comparisons, in {_modes(self.differences)}"
             yield f"differs{', as expected' if self.explained else ''}: {counted}"
         elif self.findings and self.compared:
-            yield f"differs{', as expected' if self.explained else ''}: {len(self.rows)} comparisons are the same"
+            num_judged = len(self.rows) - len(self.not_judged)
+            yield f"differs{', as expected' if self.explained else ''}: {num_judged} comparisons are the same"
         elif judged := [row for row in self.rows if row.judged]:
             yield f"same: {len(judged)} comparisons, in {_modes(judged)}"
         if self.not_judged:
             yield f"not judged: {len(self.not_judged)} values, in {_modes(self.not_judged)}"
+        if not self.rows and self.compared:
+            yield "nothing was compared: there are no outputs, gradients or buffers"
         if not self.compared:
             modes = dict.fromkeys(finding.mode for finding in self.findings if not finding.compared)
             yield f"not compared: {' and '.join(modes)}"

@@ -8,8 +8,8 @@ do hooks of parameters, such as an optimizer's that steps in backward.
 import contextlib
 import copy
 import types
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -48,26 +48,48 @@ def copied(model: nn.Module) -> nn.Module:
             f"{type(model).__name__}: {error}"
         ) from error
     for parameter, before in zip(new.parameters(), model.parameters(), strict=True):
-        parameter.requires_grad_(before.requires_grad)
-        parameter.grad = None  # a copy of a parameter on some devices has that of the last step
+        if parameter is not before:  # a class may share what it has
+            parameter.requires_grad_(before.requires_grad)
+            parameter.grad = None  # a copy of a parameter on some devices has that of the last step
     return new
 
 
-def widen(module: nn.Module, least: torch.dtype | None) -> None:
-    """Give the tensors of a copy the floating type `least` where theirs is narrower; None: leave them."""
+def widen(module: nn.Module, least: torch.dtype | None, original: nn.Module) -> None:
+    """Give the tensors of a copy the floating type `least` where theirs is narrower; None: leave them.
+
+    Raises:
+        TypeError: the copy shares tensors with the original, or has two that are parts of one memory.
+    """
     if least is None:
         return
+    registered = [*module.parameters(), *module.buffers()]
+    attributes = [
+        (vars(part), name)
+        for part in module.modules()
+        for name, value in vars(part).items()
+        if name not in _OF_EVERY_MODULE and isinstance(value, torch.Tensor | list | tuple | dict)
+    ]
+    kept = [each for own, name in attributes for _, each in tensors_in(own[name]) if each.is_leaf]
+    every = {id(each): each for each in (*registered, *kept)}
+    if any(id(each) in every for each in chain(original.parameters(), original.buffers())) or _overlap(every.values()):
+        raise TypeError("tensors of the model share memory with others, so they cannot get another type")
+    for tensor in registered:
+        tensor.data = tensor.data.to(widened(tensor.dtype, least))
+    wide = {id(each): each.to(widened(each.dtype, least)) for each in kept}
+    for own, name in attributes:
+        if any(wide.get(id(each), each) is not each for _, each in tensors_in(own[name])):
+            own[name] = pytree.map_all_tensors(lambda tensor: wide.get(id(tensor), tensor), own[name])
 
-    def wide(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(widened(tensor.dtype, least)) if tensor.is_leaf else tensor
 
-    for tensor in chain(module.parameters(), module.buffers()):
-        tensor.data = wide(tensor.data)
-    for part in module.modules():
-        for name, value in [*vars(part).items()]:
-            is_own = name not in _OF_EVERY_MODULE and isinstance(value, torch.Tensor | list | tuple | dict)
-            if is_own and any(wide(each) is not each for _, each in tensors_in(value)):
-                vars(part)[name] = pytree.map_all_tensors(wide, value)
+def _overlap(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether two tensors have entries in the same memory."""
+    ends: list[tuple[int, int]] = []
+    for tensor in tensors:
+        if tensor.layout is torch.strided and tensor.numel() and not tensor.is_meta:
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            ends.append((tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize))
+    ends.sort()
+    return any(begin < end for (_, end), (begin, _) in pairwise(ends))
 
 
 def fresh(value: Any, device: torch.device | None = None, least: torch.dtype | None = None) -> Any:

@@ -50,9 +50,9 @@ class Example:
         if self.criterion is None:
             return _projection(dict(tensors_in(output)), like)
         criterion = self.criterion
-        if isinstance(criterion, nn.Module):
-            criterion = copied(criterion)
-            widen(criterion, least)
+        if isinstance(self.criterion, nn.Module):
+            criterion = copied(self.criterion)
+            widen(criterion, least, self.criterion)
         given = () if self.target is None else (fresh(self.target, self.output_device, least),)
         with off:
             loss = criterion(output, *given)
@@ -92,6 +92,7 @@ class RecordedStep:
     loss: torch.Tensor | None = None
     gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)  # of parameters, of inputs that need one
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # after the step
+    updated_buffers: Collection[str] = ()  # the names of those that the step has changed
     parameters_before: Collection[str] = ()  # their names
     written: dict[str, torch.Tensor] = field(default_factory=dict)  # after the step, the parameters that it has changed
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)  # all of them, after the step
@@ -156,7 +157,7 @@ def take_step(
     run = model if like is None or example.forward is None else functools.partial(example.forward, model)
     run = run if example.step is None else functools.partial(example.step, run)
     module.to(example.device)
-    widen(module, least)
+    widen(module, least, original)
     if mode == "eval":
         model.eval()
     elif not module.training:
@@ -189,6 +190,8 @@ def take_step(
             if like is None and len(args) > 1:
                 add_note(error, f"the model got {len(args)} positional inputs. {_TARGET}")
             raise
+    if example.step is not None and record and not step.recorder.has_seen_calls():
+        raise ValueError("step: it did not call the model that it is given; write step(model, *inputs), and call that")
     if isinstance(model, DataParallel) and not model._threads.written <= {*written}:
         found = model._threads.written
         return take_step(given, example, random, mode, like, nudge, repeated, least, record, backward, found)
@@ -199,7 +202,7 @@ def take_step(
         loss = example.loss(output, dict(tensors_in(output)) if like is None else like.outputs, off, least)
         if loss is not None and loss.requires_grad and backward and not (like is not None and like.no_gradients):
             with off:
-                step.no_gradients = _backward(loss, leaves, may_fail=mode == "eval")
+                step.no_gradients = _backward(loss, leaves, may_fail=mode == "eval" and least is None)
         gradients = {} if step.no_gradients else dict(_gradients(module, args, kwargs, with_gradient))
         if any(gradient is not None for gradient in gradients.values()):  # forward may have called backward, too
             step.gradients = gradients
@@ -215,6 +218,8 @@ def take_step(
     step.parameters_before = before_step.keys()
     step.written = {n: p for n, p in step.parameters.items() if n not in before_step or _differ(p, before_step[n])}
     step.buffers = {name: plain(buffer).clone() for name, buffer in module.named_buffers()}
+    before_step = {name: plain(buffer) for name, buffer in original.named_buffers()}
+    step.updated_buffers = {n for n, b in step.buffers.items() if n not in before_step or _differ(b, before_step[n])}
     return step
 
 
