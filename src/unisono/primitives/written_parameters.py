@@ -21,6 +21,7 @@ from typing import Any, Self, TypeAlias
 import torch
 from torch import nn
 
+from unisono.runtime import devices as _devices
 from unisono.runtime.buckets import is_plain
 from unisono.runtime.rng import shortened_rows
 
@@ -194,7 +195,7 @@ def _norms_of_shortening(root: nn.Module) -> dict[int, float]:
 
 def _take_shorter_rows(live: torch.Tensor, copy: torch.Tensor, norm_type: float) -> None:
     """Write those rows of a copy into the live weights that are shorter there."""
-    here, before = copy.detach().to(live.device), live.detach()
+    here, before = _devices.copy_to(copy.detach(), live.device), live.detach()
     is_shorter = here.norm(norm_type, 1, keepdim=True) < before.norm(norm_type, 1, keepdim=True)
     live.data.copy_(torch.where(is_shorter, here, before))  # autograd does not notice: it happened before the lookup
 
