@@ -74,6 +74,12 @@ _CHECKPOINT_AROUND = (
     "Put the checkpoint inside the module: in its forward, checkpoint(self.layers, x, use_reentrant=False). "
     "Or write use_reentrant=True."
 )
+_CAPTURED = (
+    "a CUDA graph is captured around a DataParallel (torch.cuda.graph, torch.cuda.make_graphed_callables), whose "
+    "replicas run in threads, on several devices or processes: a graph has the kernels of one thread. Capture the "
+    "module inside, and wrap it for one device: model = torch.cuda.make_graphed_callables(model, inputs); "
+    "model = DataParallel(model, [0])."
+)
 _COMPILED_OUTSIDE = (
     "torch.compile stops at a DataParallel. To compile its replicas, compile the module inside: "
     "DataParallel(torch.compile(model))."
@@ -204,12 +210,19 @@ def _run_replicas(wrapper: Wrapper, invocation: Invocation, in_ranks: bool) -> A
         raise RuntimeError(_NO_VERBS_IN_RANKS.format(name=type(wrapper).__name__, verb=verb))
     stays = modes_that_stay()
     if wrapper._options.accelerators and not inside_replica():
+        _check_is_not_captured(wrapper._options.accelerators)
         _prepare_checkpoint(wrapper._options.accelerators)
     in_one_graph = not in_ranks and (verb is not None or stays)
     way = plain_composition if in_one_graph else on_all_devices
     if wrapper._options.measured is not None and not inside_replica():  # there replicas run one after the other
         return _run_measured(wrapper, invocation, way, may_use_one_device=not in_ranks)
     return way(wrapper, invocation)
+
+
+def _check_is_not_captured(accelerators: Sequence[torch.device]) -> None:
+    """Raise RuntimeError where the call would become part of a CUDA graph."""
+    if _devices.is_captured(accelerators[0]):
+        raise RuntimeError(_CAPTURED)
 
 
 def _prepare_checkpoint(accelerators: Sequence[torch.device]) -> None:
@@ -353,6 +366,8 @@ def whole_batches(wrapper: Wrapper, method: str | None) -> Callee:
     output_device = options.gather_on if options.devices and not here else devices[0]
 
     def open_lanes(devices: Sequence[torch.device]) -> list[Lane]:
+        if options.accelerators:
+            _check_is_not_captured(options.accelerators)
         call = LaneCall(devices, devices[0], output_device, method, in_ranks=gradient_sync is not None)
         return wrapper._threads.open_lanes(wrapper.module, call)
 

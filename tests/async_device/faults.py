@@ -10,7 +10,7 @@ from unisono.autograd import boundary, bucket
 from unisono.autograd.bucket import BucketSums
 from unisono.distributed import gradient_sync
 from unisono.distributed.process_group import Communicator
-from unisono.engines.lanes import Lane, LaneOutput
+from unisono.engines.lanes import LaneOutput
 from unisono.runtime import devices
 from unisono.runtime.streams import Copies, CopiesToHost
 
@@ -39,7 +39,7 @@ class Fault(NamedTuple):
 _COMPUTE = "tensor.record_stream(self._computing[target])"
 _MADE = "self._made.append((torch.accelerator.current_stream({}), [tensor]))"
 _WAIT = "event.let_wait(torch.accelerator.current_stream(self._devices[reader]))"
-_MAKERS = "wait_for_maker(stream, *[t for t in tensors if t is not None and t.device == stream.device])"
+_MAKERS = "wait_for_maker(stream, (t for t in tensors if t is not None and t.device == stream.device))"
 
 FAULTS = {
     # A wait for a stream or an event is missing.
@@ -51,14 +51,14 @@ FAULTS = {
         Copies, "_on_copy_streams", "self._last[reader, from_host] = _devices.Event(copy_stream(target, from_host))"
     ),
     "the sum does not wait for the gradients here": Fault(
-        Copies, "wait_compute", "_devices.wait_stream(copy_stream(target), torch.accelerator.current_stream(target))"
+        Copies, "wait_compute", "_devices.wait_stream(copy_stream(target), here)"
     ),
     "the parameters do not wait for the last sums": Fault(BucketSums, "end", "self._copies.wait_copies(reader)"),
     "the boundary does not wait for the gradients of its outputs": Fault(boundary, "wait_for_makers", _MAKERS),
     "the gradients of inputs, or of a loss that left forward, are joined before they are computed": Fault(
         bucket, "wait_for_makers", _MAKERS
     ),
-    "a mapped output is used before its copy has ended": Fault(Lane, "_compute", "outgoing.wait_copies(0)"),
+    "a mapped output is used before its copy has ended": Fault(LaneOutput, "given", "self.copies.wait_copies(0)"),
     "a mapped output is copied to the host before it is computed": Fault(
         CopiesToHost, "begin", "_devices.wait_stream(stream, computing)"
     ),
@@ -70,7 +70,7 @@ FAULTS = {
     "a gradient there is not kept for the copy stream": Fault(Copies, "to_add", _MADE.format("source")),
     "no record_stream of a sum on the compute stream": Fault(Copies, "record_stream", _COMPUTE),
     "no record_stream of the gradients of inputs, or of a loss that left forward": Fault(
-        bucket, "wait_for_makers", _MAKERS, "wait_for_maker(stream)"
+        bucket, "wait_for_makers", _MAKERS, "wait_for_maker(stream, [])"
     ),
     "no record_stream of a mapped output on the copy stream": Fault(
         CopiesToHost, "begin", "tensor.record_stream(stream)"

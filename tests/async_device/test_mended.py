@@ -28,6 +28,8 @@ from unisono import DataParallel
 from unisono.distributed import bucketed_all_reduce
 from unisono.distributed.bucketed_all_reduce import BucketedAllReduce, plan_for_ranks
 from unisono.distributed.process_group import Communicator
+from unisono.runtime import devices
+from unisono.runtime.devices import Event
 
 FIRST, SECOND = BOTH = [torch.device("queued:0"), torch.device("queued:1")]
 STALLED_S = 60.0  # for which a thread waits that should not
@@ -473,3 +475,132 @@ def test_one_device_and_a_batch_on_the_host_under_a_transform() -> None:
     net = mlp()
     model, rows = DataParallel(copy.deepcopy(net).to(FIRST), [FIRST]), torch.randn(3, 8, 5)
     torch.testing.assert_close(torch.func.vmap(model)(rows).cpu(), net(rows))
+
+
+OUT_OF_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    torch.AcceleratorError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+    RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`"),
+    RuntimeError("HIP error: out of memory"),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+]
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: str(error).splitlines()[0][:60])
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_rescue_knows_the_libraries_errors(error: Exception, in_backward: bool) -> None:
+    """F11: they have memory of their own, which what torch keeps of the failed attempt is not."""
+    kept_bytes: list[int] = []
+
+    def fail_if_large(x: Tensor) -> None:
+        reserved, used = (
+            of(x.device) for of in (torch.accelerator.memory_reserved, torch.accelerator.memory_allocated)
+        )
+        if len(x) > 3:
+            torch.empty(1 << 22, device=x.device)
+            raise error
+        kept_bytes.append(reserved - used)
+
+    def forward(net: nn.Module, x: Tensor) -> Tensor:
+        y = net.linear(x)
+        if not in_backward:
+            fail_if_large(x)
+        elif y.requires_grad:
+            y.register_hook(fail_if_large)
+        return y
+
+    net, x = Calls(forward, linear=nn.Linear(5, 4)).to(FIRST), torch.randn(12, 5, device=FIRST)
+    expected = torch.autograd.grad(net.linear(x).pow(2).sum(), net.linear.parameters())
+    DataParallel(net, BOTH, rescue=True)(x).pow(2).sum().backward()
+    torch.testing.assert_close([parameter.grad for parameter in net.parameters()], [*expected])
+    assert kept_bytes
+    assert max(kept_bytes) < 1 << 24
+
+
+def test_an_error_that_ends_a_device_keeps_its_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All later calls of the device fail, too, those that put things back among them."""
+    has_ended = threading.Event()
+
+    def ends(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            if has_ended.is_set() and SECOND in [getattr(each, "device", None) for each in args]:
+                raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+            return real(*args, **options)
+
+        monkeypatch.setattr(owner, name, call)
+
+    def fail(tensor: Tensor) -> None:
+        if tensor.device == SECOND:
+            has_ended.set()
+            raise RuntimeError("the assertion")
+
+    def in_forward(net: nn.Module, x: Tensor) -> Tensor:
+        fail(x)
+        return net.norm(x)
+
+    def in_backward(net: nn.Module, x: Tensor) -> Tensor:
+        y = net.norm(x)
+        y.register_hook(fail)
+        return y
+
+    for owner, name in [(Tensor, "copy_"), (devices, "wait_stream"), (Event, "__init__"), (Event, "let_wait")]:
+        ends(owner, name)
+    for forward in (in_forward, in_backward):
+        # The buffers are on the device that ends.
+        model = DataParallel(Calls(forward, norm=nn.BatchNorm1d(4)).to(SECOND), BOTH[::-1], sync_batch_norm=False)
+        has_ended.clear()
+        with pytest.raises(RuntimeError, match="the assertion") as caught:
+            model(torch.randn(8, 4)).sum().backward()
+        has_ended.clear()
+        assert "replica 0 on queued:1" in caught.value.__notes__[0]
+        if forward is in_forward:
+            assert "putting the buffers back failed, too: AcceleratorError" in caught.value.__notes__[1]
+
+
+@pytest.mark.parametrize("call", ["forward", "map", "parts"])
+def test_a_graph_is_not_captured_around_replicas(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """R13: after a warm-up, too, when a call looks at nothing but this."""
+    net, x = nn.Linear(4, 4).to(FIRST), torch.randn(8, 4, device=FIRST)
+    model = DataParallel(net, [FIRST], parts=2) if call == "parts" else DataParallel(net, BOTH)
+    model(x)
+    monkeypatch.setattr(torch.get_device_module(FIRST), "is_current_stream_capturing", lambda: True, raising=False)
+    with pytest.raises(RuntimeError, match=r"a CUDA graph is captured around .* DataParallel\(model, \[0\]\)"):
+        [*model.map([x])] if call == "map" else model(x)
+    DataParallel(net, [FIRST])(x)  # one device: the kernels are the module's own
+
+
+def test_every_copy_between_devices_may_go_through_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where direct copies arrive damaged, none is made."""
+    direct: list[str] = []
+
+    def watched(name: str) -> None:
+        real = getattr(Tensor, name)
+
+        def copy(self: Tensor, *args: Any, **options: Any) -> Tensor:
+            other = args[0].device if isinstance(args[0], Tensor) else args[0]
+            between = {self.device, other} if isinstance(other, torch.device) else ()
+            direct.extend([name] * (between == {*BOTH}))
+            return real(self, *args, **options)
+
+        monkeypatch.setattr(Tensor, name, copy)
+
+    for name in ("copy_", "to"):
+        watched(name)
+    monkeypatch.setattr(devices, "copies_arrive", lambda source, target: False)
+    x = torch.randn(8, 4, device=FIRST)
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(FIRST)
+    DataParallel(net, BOTH, sync_batch_norm=False, shares=[0, 1])(
+        x
+    ).sum().backward()  # the buffers' home has no replica
+    DataParallel(net, BOTH, sync_batch_norm=False)(x).sum().backward()
+    with torch.no_grad():
+        out = torch.zeros(16, 4, device=SECOND)
+        DataParallel(net.eval(), BOTH).map([x, x], out=out)
+        assert out.cpu().equal(torch.cat([net(x)] * 2).cpu())
+    table = nn.Embedding(8, 4, max_norm=0.5).to(FIRST)
+    DataParallel(table, BOTH)(torch.arange(8, device=FIRST)).sum().backward()
+    assert not direct

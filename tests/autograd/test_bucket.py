@@ -56,9 +56,7 @@ class Replicas(NamedTuple):
         for replica in range(num_replicas):
             found: dict[int, torch.Tensor] = {}
             for b, numbers in enumerate(plan.numbers):
-                tensors = own_tensors(
-                    token, collector, b, replica, lambda numbers=numbers: [live[n].detach() for n in numbers]
-                )
+                tensors = own_tensors(token, collector, b, replica, [live[n].detach() for n in numbers])
                 found.update(zip(numbers, tensors, strict=True))
             own.append([found[n] for n, _ in enumerate(live)])
         return cls(plan, collector, token, own)

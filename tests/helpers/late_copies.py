@@ -3,6 +3,7 @@
 import contextlib
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -71,7 +72,7 @@ class LateCopies(Copies):
         with super().on_copy_stream(reader):
             yield
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         self._make()
         super().__exit__(*error)
 

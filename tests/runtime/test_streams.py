@@ -227,10 +227,10 @@ def test_tensors_that_another_thread_makes_on_a_stream_of_its_own(machine: Machi
     """N5, R14: as the statistics of a replica whose branch is on a side stream."""
     side = Stream(A)
     tensor = Tensor(A, side.operation(), allocated_on=side)
-    wait_for_maker(side, tensor)
+    wait_for_maker(side, [tensor])
     tensor.read_on(machine.computing[A])
     assert tensor.may_be_freed()
-    wait_for_maker(machine.computing[A], tensor)
+    wait_for_maker(machine.computing[A], [tensor])
     assert len(machine.events) == 1
 
 

@@ -8,7 +8,9 @@ graph of replica i      token ──► (2) BucketNode, one a bucket ──► t
     gradients. Its output, the token, is a 0-dim tensor on the CPU without a meaning of its own.
 (2) A replica's tensors are outputs of nodes, so torch's engine says when the gradients of a bucket are complete:
     Python is called once a bucket and replica, not once a parameter. Behind them is a mark as well, a leaf without a
-    meaning: unlike the token, only the graphs of the forward's own replicas lead to it, and what goes on from them.
+    meaning: unlike the token, only the graphs of the forward's own replicas lead to it, and what goes on from them. On
+    an accelerator parameters have a leaf there, too: who calls backward inside forward waits for its stream, as for
+    those of a plain module's parameters.
 
 A `Collector` is behind both nodes. Who runs the backward says where the gradients of a bucket go:
 
@@ -380,7 +382,7 @@ class LiveNode(torch.autograd.Function):
 class BucketNode(torch.autograd.Function):
     """(2) The node of one bucket of one replica.
 
-    `apply(token, mark, collector, bucket, replica, make)` returns the tensors that `make` makes, as its outputs.
+    `apply(token, mark, leaf, collector, bucket, replica, make)` returns the tensors that `make` makes, as its outputs.
     """
 
     @staticmethod
@@ -388,6 +390,7 @@ class BucketNode(torch.autograd.Function):
         ctx: Any,
         token: torch.Tensor,
         _: torch.Tensor,
+        __: torch.Tensor | None,
         collector: Collector,
         bucket: int,
         replica: int,
@@ -401,19 +404,24 @@ class BucketNode(torch.autograd.Function):
     @uninterruptible
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:
         ctx.collector.receive(ctx.bucket, ctx.replica, grads)
-        return (None,) * 6
+        return (None,) * 7
 
 
 def own_tensors(
-    token: torch.Tensor, collector: Collector, bucket: int, replica: int, make: Callable[[], Sequence[torch.Tensor]]
+    token: torch.Tensor,
+    collector: Collector,
+    bucket: int,
+    replica: int,
+    given: Sequence[torch.Tensor],
+    leaf: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the tensors of one bucket as a replica has them: those that `make` returns, with a node of their own.
+    """Return the tensors of one bucket as a replica has them: those given, which need no gradient yet, with a node.
 
     Args:
-        make: returns tensors that need no gradient.
+        leaf: that of parameters; see `leaf_on`.
     """
-    of_node = token, collector.mark, collector, bucket, replica
-    tensors: tuple[torch.Tensor, ...] = BucketNode.apply(*of_node, lambda: tuple(make()))  # type: ignore[no-untyped-call]
+    of_node = token, collector.mark, leaf, collector, bucket, replica
+    tensors: tuple[torch.Tensor, ...] = BucketNode.apply(*of_node, lambda: tuple(given))  # type: ignore[no-untyped-call]
     torch_private.run_first(tensors[0].grad_fn, FIRST)
     _collectors[id(collector)] = collector
     if collector.frozen:  # by an earlier forward
@@ -422,6 +430,16 @@ def own_tensors(
         link = Link(weakref.ref(tensor), token, collector, bucket, replica, place, len(tensors))
         tensor.__dict__.update({"requires_grad_": link, "__reduce_ex__": link.pickled})
     return tensors
+
+
+def leaf_on(device: torch.device) -> torch.Tensor | None:
+    """Return the leaf behind a replica's parameters, for the stream that is current; None where there are no streams.
+
+    A backward inside forward runs it last, and then lets the thread that has called it wait for that stream.
+    """
+    if not _devices.has_streams(device):
+        return None
+    return torch.empty((), dtype=torch.float32, device=device, requires_grad=True)
 
 
 class Link(NamedTuple):
@@ -450,7 +468,8 @@ class Link(NamedTuple):
         elif requires_grad and not parameter.requires_grad:
             self.collector.frozen.discard((self.bucket, self.replica, self.place))
             with torch.enable_grad():
-                linked = _Relink.apply(self.token, self.collector.mark, self, parameter)  # type: ignore[no-untyped-call]
+                behind = self.token, self.collector.mark, leaf_on(parameter.device)
+                linked = _Relink.apply(*behind, self, parameter)  # type: ignore[no-untyped-call]
             torch_private.exchange(parameter, linked)
         return parameter
 
@@ -475,7 +494,9 @@ class _Relink(torch.autograd.Function):
     """The node of a single parameter of a bucket."""
 
     @staticmethod
-    def forward(ctx: Any, token: torch.Tensor, _: torch.Tensor, link: Link, parameter: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, token: torch.Tensor, _: torch.Tensor, __: torch.Tensor | None, link: Link, parameter: torch.Tensor
+    ) -> torch.Tensor:
         ctx.token, ctx.link, ctx.collector, ctx.replica = token, link, link.collector, link.replica
         return parameter.detach()
 
@@ -486,7 +507,7 @@ class _Relink(torch.autograd.Function):
         gradients: Gradients = [None] * link.size
         gradients[link.place] = grad
         link.collector.receive(link.bucket, link.replica, gradients)
-        return None, None, None, None
+        return (None,) * 5
 
 
 def is_bucket_node(node: Any) -> bool:
@@ -544,13 +565,13 @@ class BucketSums:
         self._plan, self._devices, self._on_ready = plan, devices, on_ready
         self._copies = Copies(plan.sources) if is_flat else None
         self._buckets = [_InTurn(len(devices)) for _ in plan.numbers]
-        self._beside: list[tuple[int, int, torch.Tensor]] = []  # not in a flat tensor: replica, parameter, gradient
+        self._beside: list[Contribution] = []  # gradients that are in no flat tensor
         self._ending = False
 
     def __enter__(self) -> "BucketSums":
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         if self._copies is not None:
             self._copies.__exit__(*error)
 
@@ -587,8 +608,10 @@ class BucketSums:
                     self._copies.record_stream(turns.total.flat, self._reader(b))
                 for n, gradient in zip(self._plan.numbers[b], self._gradients(b, turns.total), strict=True):
                     found[n] = gradient
-        for _, n, gradient in sorted(self._beside, key=lambda each: each[:2]):
-            found[n] = added(found[n], _devices.copied_to(gradient, self._plan.source_of[n]))
+        for each in sorted(self._beside, key=attrgetter("replica")):
+            for n, gradient in zip(self._plan.numbers[each.bucket], each.here().gradients, strict=True):
+                if gradient is not None:
+                    found[n] = added(found[n], _devices.copied_to(gradient, self._plan.source_of[n]))
         return found
 
     def _add_next(self, b: int) -> None:
@@ -623,9 +646,8 @@ class BucketSums:
         given = [gradient for gradient in gradients if gradient is not None]
         if self._plan.forms[b] is None or not _all_plain(given):
             beside = [g is not None and (self._plan.forms[b] is None or not is_plain(g)) for g in gradients]
-            for n, gradient, is_beside in zip(self._plan.numbers[b], gradients, beside, strict=True):
-                if is_beside and gradient is not None:
-                    self._beside.append((replica, n, gradient))
+            others = [gradient if is_beside else None for gradient, is_beside in zip(gradients, beside, strict=True)]
+            self._beside.append(Contribution.of(b, replica, others))
             gradients = [None if is_beside else g for g, is_beside in zip(gradients, beside, strict=True)]
             given = [gradient for gradient in gradients if gradient is not None]
             if not given:

@@ -172,7 +172,7 @@ class LinkedTensors(NamedTuple):
         collector = Collector([tensor], join)
         token = token_of(collector)
         own = [
-            None if part is None else own_tensors(token, collector, 0, i, partial(_detached, part))[0]
+            None if part is None else own_tensors(token, collector, 0, i, [part.detach()])[0]
             for i, part in enumerate(parts)
         ]
         nodes = [tensor.grad_fn for tensor in own if tensor is not None]
@@ -181,10 +181,6 @@ class LinkedTensors(NamedTuple):
     def begin_forward(self) -> None:
         """Keep the gradients of backwards inside forward, for `Collector.end_forward`."""
         self.collector.inside = InsideForward((), ())
-
-
-def _detached(tensor: torch.Tensor) -> list[torch.Tensor]:
-    return [tensor.detach()]
 
 
 def _parts_of(contributions: Sequence[Contribution], num_replicas: int) -> Gradients:
@@ -558,8 +554,8 @@ class ReplicaGraphs:
             of_parameters = sums.end()
         for collector, contributions in zip(earlier, of_earlier, strict=True):
             collector.add_of_later(contributions)
-        if self.leaves:  # a branch's gradients may be from its own stream
-            keep_for_reader([gradient for gradient in chain.from_iterable(of_leaves) if gradient is not None])
+        if self.leaves:
+            _keep_for_reader(of_leaves)
         return [
             *chain.from_iterable(
                 [group.collector.joined(each) for group, each in zip(self.inputs, of_inputs, strict=True)]
@@ -745,6 +741,8 @@ class ReplicaGraphs:
         compute = partial(torch_private.gradients, **options)
         with while_running(while_backward_runs) if has_checkpoint else contextlib.nullcontext():
             run(lambda replicas: self._backward_of(replicas, grads, inputs, found, receivers, compute))
+        if not self.on_host and not any_batched(chain.from_iterable(grads)):  # of which vmap hides the memory
+            _keep_for_reader(found)
         return found
 
     def _refusing(self, wanted: set[int]) -> Receivers:
@@ -808,6 +806,11 @@ def pass_on(reached: Sequence[tuple[torch.Tensor, torch.Tensor]], sync_context: 
     if sync_context is not None:
         raise RuntimeError(_BACKWARD_INSIDE)
     torch_private.run_backward([tensor for tensor, _ in reached], [grad for _, grad in reached], keep=False)
+
+
+def _keep_for_reader(found: Sequence[Gradients]) -> None:
+    """Keep gradients for the calling thread's streams: torch has let these wait, but others have made them."""
+    keep_for_reader([gradient for gradient in chain.from_iterable(found) if gradient is not None])
 
 
 def _nodes(node: Any) -> list[Any]:

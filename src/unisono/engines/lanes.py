@@ -36,7 +36,7 @@ from unisono.runtime.errors import ReplicaNames
 from unisono.runtime.interrupts import interruptibly
 from unisono.runtime.process_state import LaneTurns
 from unisono.runtime.rng import SeededDraws
-from unisono.runtime.streams import Copies, CopiesToHost
+from unisono.runtime.streams import Copies, CopiesToHost, current_stream, wait_for_maker
 
 _UNKNOWN = -1
 _CUDA_GRAPHS = (
@@ -71,8 +71,9 @@ class LaneOutput:
 
     value: Any  # the output, on the call's output device; there, if `to_host` is None
     drew: bool  # whether random numbers were drawn
-    # Lets the calling thread's streams wait for the output; called before it is used.
-    wait: Callable[[], object] = lambda: None
+    say_leftovers: Callable[[], object]
+    stream: torch.Stream | None = None  # the lane's on the output device; None: that has no streams
+    copies: Copies | None = None  # to the output device; they may be in flight
     to_host: CopiesToHost | None = None  # those of the output that may be in flight
 
     def arrived(self) -> "LaneOutput":
@@ -82,6 +83,15 @@ class LaneOutput:
             copies.have_ended(wait=True)
             self.value = pytree.map_all_tensors(copies.result, self.value)
         return self
+
+    def given(self) -> Any:
+        """Return the output, for what the calling thread's streams do next."""
+        if self.copies is not None:
+            self.copies.wait_copies(0)
+        if self.stream is not None and self.stream != current_stream(self.stream.device):
+            wait_for_maker(self.stream, pytree.all_tensors(self.value))
+        self.say_leftovers()
+        return self.value
 
 
 RunBatch: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any], Any], LaneOutput]  # inputs, and a seed or None
@@ -215,7 +225,9 @@ class Lane:
         inputs = [*args, *kwargs.values()]
         is_usual = replicas is not None and all([_is_on(value, self.device) for value in inputs])  # with few calls
         if draws is not None:
-            given = [value for value in inputs if type(value) is torch.Tensor] if is_usual else tensors_to_place(inputs)
+            given = (
+                [value for value in inputs if type(value) is torch.Tensor] if is_usual else pytree.all_tensors(inputs)
+            )
             self._given += [(tensor, _version(tensor)) for tensor in given]
             if not is_usual:
                 self._nested.append((inputs, pytree.flatten(inputs)[0]))
@@ -244,20 +256,14 @@ class Lane:
             self._queued.append(_devices.queued_work(self.device))
         drew, target = draws is not None and draws.drew(), self.call.output_device
         if _is_on(output, target):
-            return LaneOutput(output, drew, self._say_leftovers)
+            return LaneOutput(output, drew, self._say_leftovers, current_stream(target))
         if _devices.is_cpu(target):
             to_host = CopiesToHost()
             value = _on_device(output, target, to_host.begin)
-            return LaneOutput(value, drew, self._say_leftovers, to_host)
-        outgoing = Copies([target])
-        with outgoing:
+            return LaneOutput(value, drew, self._say_leftovers, to_host=to_host)
+        with Copies([target]) as outgoing:
             value = _on_device(output, target, lambda tensor: outgoing.to(tensor, 0))
-
-        def wait() -> None:
-            outgoing.wait_copies(0)
-            self._say_leftovers()
-
-        return LaneOutput(value, drew, wait)
+        return LaneOutput(value, drew, self._say_leftovers, current_stream(target), outgoing)
 
     def _looks(self, replicas: Replicas, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Look]:
         """Return what looks at this batch; from the second one on only at parameters that it writes."""
@@ -316,13 +322,6 @@ def _on_device(value: Any, device: torch.device, copy: Callable[[torch.Tensor], 
         return copied.requires_grad_() if tensor.requires_grad else copied
 
     return pytree.map_all_tensors(place, value)
-
-
-def tensors_to_place(value: Any) -> list[torch.Tensor]:
-    """Return the tensors of a value that have to be on the device of the replica that gets it."""
-    found: list[torch.Tensor] = []
-    pytree.map_all_tensors(lambda tensor: found.append(tensor) or tensor, value)  # type: ignore[func-returns-value]
-    return found
 
 
 def _apart_from(memory_of_buffers: set[int], output: Any) -> Any:

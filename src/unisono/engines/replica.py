@@ -21,6 +21,7 @@ from unisono.autograd.bucket import (
     is_bucket_node,
     joined_gradients,
     lead_to_others,
+    leaf_on,
     own_tensors,
     token_of,
 )
@@ -185,7 +186,7 @@ class Replica:
             joined: for each of their `histories`, the tensor with a history in the caller's graph.
         """
         for live, own in zip(self.live_buffers, self.own_buffers, strict=True):
-            live.data.copy_(own)
+            _devices.copy_into(live.data, own)
         if not changes:
             return
         pairs = [
@@ -545,15 +546,12 @@ def link_parameters(
         for b, numbers in enumerate(plan.numbers):
             if not numbers:
                 continue
-            make = partial(_own_parameters, [live[n] for n in numbers], of_replica)
-            found.update(zip(numbers, own_tensors(token, collector, b, replica, make), strict=True))
+            given = [own_parameter(live[n], of_replica.get(id(live[n]), live[n])) for n in numbers]
+            of_bucket = own_tensors(token, collector, b, replica, given, leaf_on(given[0].device))
+            found.update(zip(numbers, of_bucket, strict=True))
             nodes.append(found[numbers[0]].grad_fn)
         own.append([found[n] for n, _ in enumerate(live)])
     return LinkedParameters(collector, token, own, nodes, plan, is_flat)
-
-
-def _own_parameters(live: Sequence[torch.Tensor], copied: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
-    return [own_parameter(parameter, copied.get(id(parameter), parameter)) for parameter in live]
 
 
 def own_parameter(parameter: torch.Tensor, data: torch.Tensor) -> torch.Tensor:

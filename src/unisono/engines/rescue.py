@@ -27,12 +27,14 @@ from torch import nn
 from unisono.autograd.replica_graph import ReplicaGraphs
 from unisono.engines.call import Call
 from unisono.engines.parts import NO_PARTS, why_no_parts
+from unisono.primitives import pytree
 from unisono.primitives.blueprint import Blueprint
 from unisono.primitives.change_tracking import fill, restore
 from unisono.primitives.replicate import unchanged_on_failure, write_values
 from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
 from unisono.runtime.errors import add_note, described, log, notes_of
+from unisono.runtime.streams import current_streams_of, wait_for_makers
 from unisono.runtime.thread_state import ThreadState
 
 T = TypeVar("T")
@@ -72,6 +74,8 @@ def run_rescued(
     causes: list[str] = []
     failed_at = 0.0
     while True:
+        if causes:
+            _devices.free_cached_memory()
         try:
             result = run(bool(causes))
         except Exception as error:
@@ -146,6 +150,8 @@ class Replay:
         self._forward = forward
         self._thread = ThreadState.capture()
         self._random = _devices.random_states(call.devices)
+        self._made = pytree.all_tensors(self._call.arguments.leaves)
+        self._streams = current_streams_of([*self._made, *blueprint.buffers.values()])
         self._parameters = [*blueprint.parameters.values()]
         self._flags = [*map(_requires_grad, self._parameters)]
         self._trained = [*compress(self._parameters, self._flags)]
@@ -179,6 +185,7 @@ class Replay:
         graphs.drop()
         self._graphs = graphs
         buffers = [*chain(*self._buffers.buffers)]
+        wait_for_makers(self._streams, [*self._made, *chain(*self._buffers.before)])
         random, values = _devices.random_states(self._call.devices), torch_private.clones(buffers)
         flags, attributes = [*map(_requires_grad, self._parameters)], restore(self._dicts, self._attributes)
         try:

@@ -40,12 +40,15 @@ from unisono.distributed.process_group import Communicator
 from unisono.engines.lanes import Lane, LaneOutput, RunBatch
 from unisono.inference.batches import hint_for, inputs_of
 from unisono.inference.lane_choice import LaneChoice
+from unisono.primitives import pytree
 from unisono.primitives.dims import OutputRules
 from unisono.primitives.inputs import Arguments
+from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
 from unisono.runtime.errors import add_note, annotate, note_thread_local, threads_timed_out
 from unisono.runtime.interrupts import WAKE_S, critical, deliver, interruptibly
 from unisono.runtime.rng import BatchStreams
+from unisono.runtime.streams import current_streams_of, wait_for_makers
 from unisono.runtime.stuck_threads import StuckThreads
 from unisono.runtime.thread_pool import (
     OBJECTS_HAVE_THREADS,
@@ -58,7 +61,8 @@ from unisono.runtime.thread_pool import (
 from unisono.runtime.thread_state import ThreadState, modes_that_stay
 from unisono.runtime.tracebacks import without_own_frames
 
-_Batch: TypeAlias = tuple[int, tuple[Any, ...], dict[str, Any], int | None]  # number, inputs, seed
+# Number, inputs, seed, and those streams on which the inputs have been made that are not the lanes'.
+_Batch: TypeAlias = tuple[int, tuple[Any, ...], dict[str, Any], int | None, list[torch.Stream]]
 _AHEAD = 2  # batches a lane that have been pulled and not been yielded
 _MOST_IN_A_ROW = 32
 _ROW_S = 0.01
@@ -158,7 +162,9 @@ class BatchMap(OutputIterator):
         self._ready: dict[int, Outcome[LaneOutput]] = {}
         self._row: list[_Batch] = []  # that this thread computes next
         self._row_length = 1
-        self._outputs: deque[Any] = deque()  # of the last row
+        self._outputs: deque[LaneOutput] = deque()  # of the last row
+        self._streams: list[torch.Stream] = []  # on which the lanes compute; none on the host
+        self._has_accelerators = bool(_devices.accelerators())
         self._asked: tuple[float, int, bool] | None = None  # when outputs were asked for, how many; if from all lanes
         self._work: _Work | None = None
         self._stopped_at_deletion: _StoppedAtDeletion | None = None
@@ -166,10 +172,11 @@ class BatchMap(OutputIterator):
 
     @without_own_frames
     def __next__(self) -> Any:
-        return self._outputs.popleft() if self._outputs else self._next()
+        output = self._outputs.popleft() if self._outputs else self._next()
+        return output.given()  # the caller may have another stream current for each
 
     @critical
-    def _next(self) -> Any:
+    def _next(self) -> LaneOutput:
         deliver()  # several calls may follow each other in one section, such as an evaluation
         if self._work is not None and os.getpid() != self._pid:
             raise RuntimeError(_FORKED)
@@ -195,7 +202,7 @@ class BatchMap(OutputIterator):
         self._asked = now, max(1, len(self._outputs)), used_all
         return self._outputs.popleft() if self._outputs else self._output()
 
-    def _output(self) -> Any:
+    def _output(self) -> LaneOutput:
         """Return the output of the oldest batch, which has been computed; or raise its error."""
         number, hint = self._pulled.popleft()
         outcome = self._ready.pop(number)
@@ -203,10 +210,9 @@ class BatchMap(OutputIterator):
             if outcome.error is not None:
                 raise _as_raised(outcome.error, hint)
             assert outcome.value is not None
-            outcome.value.wait()
             if outcome.value.drew and self._work is not None:
                 self._work.streams.move_on()
-            return outcome.value.value
+            return outcome.value
         finally:
             del outcome  # a traceback refers to this frame: nothing in it may refer to an exception
 
@@ -214,7 +220,8 @@ class BatchMap(OutputIterator):
         """Compute the row, up to an error, in this thread."""
         assert self._work is not None
         began = time.monotonic()
-        with torch.no_grad() if self._stays else as_first_replica(self._devices, self._state):
+        around = torch.no_grad() if self._stays else as_first_replica(self._devices, self._state)
+        with around, _devices.using(self._devices[0], self._streams):
             computed, is_unchanged = self._work.compute_row(self._row)
         each_s = (time.monotonic() - began) / len(computed)
         self._row_length = min(_MOST_IN_A_ROW, 1 + int(_ROW_S / each_s)) if is_unchanged else 1
@@ -251,10 +258,13 @@ class BatchMap(OutputIterator):
             number = next(self._numbers)
             self._pulled.append((number, hint_for(batch)))
             seed = None if self._stays else self._work.streams.seed(number)
+            made_on: list[torch.Stream] = []
+            if self._has_accelerators:
+                made_on = [s for s in current_streams_of(pytree.all_tensors((args, kwargs))) if s not in self._streams]
             if is_row:
-                self._row.append((number, args, kwargs, seed))
+                self._row.append((number, args, kwargs, seed, made_on))
             else:
-                self._work.submit((number, args, kwargs, seed))
+                self._work.submit((number, args, kwargs, seed, made_on))
 
     def _add_error(self, where: str, error: BaseException) -> None:
         number = next(self._numbers)
@@ -280,6 +290,7 @@ class BatchMap(OutputIterator):
             self._choice = callee.choice_for(inputs, len(self._devices), _AHEAD * len(self._devices))
             self._choice.begin_map()
         is_one = self._stays or (self._choice is not None and self._choice.is_made and not self._choice.uses_all)
+        self._streams = _devices.current_streams(self._devices)
         with self._state.applied():
             lanes = callee.open_lanes(self._devices[:1] if is_one else self._devices)
         work = _Work(lanes, self._ready, callee.timeout_s)
@@ -484,8 +495,10 @@ class _Work:
         Raises:
             KeyboardInterrupt: in the main thread. The batch is as it was.
         """
-        number, args, kwargs, seed = batches.pop()
+        number, args, kwargs, seed, made_on = batches.pop()
         try:
+            if made_on:
+                wait_for_makers(made_on, pytree.all_tensors((args, kwargs)))
             return Outcome(value=run(args, kwargs, seed))
         except BaseException as error:  # noqa: BLE001 - as above
             return self._failure(lane, number, error)

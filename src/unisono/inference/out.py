@@ -9,6 +9,7 @@ import torch
 from unisono.primitives import pytree
 from unisono.primitives.dims import OutputRules, Padding
 from unisono.primitives.outputs import padded_axes
+from unisono.runtime import devices as _devices
 from unisono.runtime.errors import add_note
 
 
@@ -107,7 +108,7 @@ def _write(leaf: Any, target: _Target, name: str, what: str) -> None:
         place.fill_(target.padding.value)
         for dim in padded:
             place = place.narrow(dim, 0, leaf.size(dim))
-    place.copy_(leaf)
+    _devices.copy_into(place, leaf)
     target.num_filled += leaf.size(axis)
 
 

@@ -29,6 +29,7 @@ from unisono.primitives.references import INERT
 from unisono.runtime import devices as _devices
 from unisono.runtime.buckets import is_plain
 from unisono.runtime.errors import described
+from unisono.runtime.streams import wait_for_makers
 from unisono.runtime.thread_pool import Outcome
 from unisono.runtime.tracebacks import without_own_frames
 
@@ -118,6 +119,7 @@ class RankMap(OutputIterator):
         self._communicator, self._device = communicator, device
         self._round = 0
         self._gathered: deque[Outcome[Any]] = deque()  # of the last round
+        self._streams: list[torch.Stream] = []  # that are current in a round
         self._has_ended = False
 
     @without_own_frames
@@ -136,6 +138,8 @@ class RankMap(OutputIterator):
         try:
             if outcome.error is not None:
                 raise outcome.error
+            if self._streams != _devices.current_streams([self._device]):  # the caller may have others for each
+                wait_for_makers(self._streams, pytree.all_tensors(outcome.value))
             return outcome.value
         finally:
             del outcome  # a traceback refers to this frame: nothing in it may refer to an exception
@@ -143,6 +147,7 @@ class RankMap(OutputIterator):
     def _run_round(self) -> None:
         rank, world_size, number = self._communicator.rank, self._communicator.world_size, self._round
         self._round += 1
+        self._streams = _devices.current_streams([self._device])
         status, value, error = self._next_own()
         mine = [status, self._own_batches.digest_before(number)]
         all_ranks = self._communicator.all_gather(mine, _MAPPING).wait()

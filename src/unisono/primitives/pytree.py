@@ -181,6 +181,13 @@ def map_all_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any
     return map_leaves(of_leaf, value)
 
 
+def all_tensors(value: Any) -> list[torch.Tensor]:
+    """Return every tensor in `value`, also those in batches of registered classes."""
+    found: list[torch.Tensor] = []
+    map_all_tensors(lambda tensor: found.append(tensor) or tensor, value)  # type: ignore[func-returns-value]
+    return found
+
+
 def flatten_together(values: Sequence[Any], path: str = "") -> tuple[list[tuple[Any, ...]], Spec]:
     """Flatten values of one structure: return the leaves of all at each place, in the first one's order, and its spec.
 

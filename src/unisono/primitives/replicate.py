@@ -11,6 +11,7 @@ from unisono.primitives.checks import check_module
 from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
 from unisono.runtime.devices import DeviceLike
+from unisono.runtime.errors import note_failure_after
 from unisono.runtime.model_warnings import of_process
 
 M = TypeVar("M", bound=nn.Module)
@@ -135,9 +136,13 @@ class unchanged_on_failure:  # noqa: N801 - a context manager, as a class becaus
     def __enter__(self) -> None:
         self.before = [*map(torch_private.clones, self.buffers)]
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if kind is None:
+            return
+        try:
             self.restore()
+        except Exception as other:  # noqa: BLE001 - noted
+            note_failure_after(error, other, "putting the buffers back")
 
     def restore(self) -> None:
         """Write the copies into the buffers."""

@@ -316,7 +316,7 @@ def _norms_of_shortening(root: nn.Module) -> dict[int, float]:
 
 def _take_shorter_rows(live: torch.Tensor, copy: torch.Tensor, norm_type: float) -> None:
     """Write those rows of a copy into the live weights that are shorter there."""
-    here, before = copy.detach().to(live.device), live.detach()
+    here, before = _devices.copy_to(copy.detach(), live.device), live.detach()
     is_shorter = here.norm(norm_type, 1, keepdim=True) < before.norm(norm_type, 1, keepdim=True)
     live.data.copy_(torch.where(is_shorter, here, before))  # autograd does not notice: it happened before the lookup
 

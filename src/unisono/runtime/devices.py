@@ -12,8 +12,10 @@ both ways; if they arrive changed in either direction, all copies of the pair ar
 """
 
 import contextlib
+import functools
 import math
 import os
+import re
 import threading
 import time
 import weakref
@@ -515,6 +517,15 @@ def make_current(device: torch.device) -> None:
         torch.accelerator.set_device_index(device.index)
 
 
+def is_captured(device: torch.device) -> bool:
+    """Return whether the calling thread's kernels become a graph, as in `torch.cuda.graph`, instead of running."""
+    ask = getattr(_module_of(device.type), "is_current_stream_capturing", None)
+    return ask is not None and bool(ask())
+
+
+_module_of = functools.cache(torch.get_device_module)  # by the kind's name
+
+
 def random_states(devices: Sequence[torch.device] | None = None) -> list[torch.Tensor]:
     """Return the state of the random number generator of the host, then of each accelerator that has one of its own.
 
@@ -595,11 +606,25 @@ def seed(device: torch.device, number: int | bytes) -> None:
         generator.manual_seed(number)
 
 
+# What says so in errors that are no `torch.OutOfMemoryError`: torch's for the host's memory, on Windows too; cuBLAS,
+# cuDNN, cuSOLVER, their like for ROCm, which take memory of their own; and the runtime, as for pinned memory.
+_NO_MEMORY = re.compile(
+    r"DefaultCPUAllocator: (can't allocate|not enough) memory|_ALLOC(ATION)?_FAILED\b|miopenStatusAllocFailed"
+    r"|^(CUDA|HIP|XPU|Triton) [eE]rror( \[\w+\])?: (out of memory|hipErrorOutOfMemory)"
+)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether torch found too little memory on a device or on the host; Python's MemoryError does not count."""
     return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in text_of(error)
+        isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(text_of(error)))
     )
+
+
+def free_cached_memory() -> None:
+    """Give back what torch keeps of accelerators' memory without using it: for libraries with memory of their own."""
+    if accelerators():
+        torch.accelerator.empty_cache()
 
 
 def _check_is_list(device_ids: object, argument: str) -> None:

@@ -216,6 +216,16 @@ def is_of_replica(error: BaseException) -> bool:
     return any(note.startswith("raised in ") for note in notes_of(error))
 
 
+def note_failure_after(error: BaseException | None, other: BaseException, doing: str) -> None:
+    """Add to an error, if there is one, that what was done because of it has failed too; else raise the other one.
+
+    After an error that ends a device's context, such as a failed assertion, every call of that device fails.
+    """
+    if error is None:
+        raise other
+    error.add_note(f"{doing} failed, too: {type(other).__name__}: {other}")
+
+
 def annotate(errors: list[tuple[str, BaseException]]) -> BaseException:
     """Return the first of several replicas' errors, with notes that name its replica and the other errors.
 

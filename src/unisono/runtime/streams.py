@@ -34,6 +34,7 @@ import torch
 
 from unisono.runtime import devices as _devices
 from unisono.runtime.buckets import is_plain
+from unisono.runtime.errors import note_failure_after
 
 
 class Copies:
@@ -167,7 +168,11 @@ class Copies:
         """Let the reader's later copies wait for the work that the calling thread has queued on its device."""
         target = self._devices[reader]
         if _devices.has_streams(target):
-            _devices.wait_stream(copy_stream(target), torch.accelerator.current_stream(target))
+            here = torch.accelerator.current_stream(target)
+            _devices.wait_stream(copy_stream(target), here)
+            if here != self._computing[target]:  # the reader has to wait, too, if nothing is copied after this
+                with self._lock:
+                    self._last[reader, False] = _devices.Event(copy_stream(target))
 
     @contextlib.contextmanager
     def read(self, reader: int) -> Iterator[None]:
@@ -190,19 +195,23 @@ class Copies:
     def __enter__(self) -> "Copies":
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if not (self._computing or self._sources or self._made):  # on the CPU
             return
         with self._lock:
             sources = list(self._sources.items())
-        for source, stream in sources:
-            _devices.wait_stream(torch.accelerator.current_stream(source), stream)  # (3)
-        for made_on in {made_on for made_on, _ in self._made}:
-            if any(error) or made_on != torch.accelerator.current_stream(made_on.device):
-                _devices.wait_stream(made_on, copy_stream(made_on.device))
-        self._made.clear()
-        for event in self._of_callers_memory:
-            event.wait()
+        try:
+            for source, stream in sources:
+                _devices.wait_stream(torch.accelerator.current_stream(source), stream)  # (3)
+            for made_on in {made_on for made_on, _ in self._made}:
+                if kind is not None or made_on != torch.accelerator.current_stream(made_on.device):
+                    _devices.wait_stream(made_on, copy_stream(made_on.device))
+            for event in self._of_callers_memory:
+                event.wait()
+        except Exception as other:  # noqa: BLE001 - noted
+            note_failure_after(error, other, "waiting for copies")
+        finally:
+            self._made.clear()
 
     def record_stream(self, tensor: torch.Tensor, reader: int) -> None:
         """Keep the memory of what was made on the reader's copy stream until its computation is done with it."""
@@ -250,23 +259,23 @@ def current_stream(device: torch.device) -> torch.Stream | None:
     return torch.accelerator.current_stream(device) if _devices.has_streams(device) else None
 
 
-def wait_for_maker(stream: torch.Stream, *tensors: torch.Tensor) -> None:
-    """Let the calling thread's stream wait for `stream`, on which another thread has queued what makes `tensors`.
+def wait_for_maker(stream: torch.Stream, tensors: Iterable[torch.Tensor]) -> None:
+    """Let the calling thread's stream wait for `stream`, on which what makes `tensors` has been queued.
 
-    Their memory is kept until both are done with it.
+    Their memory is kept until both are done with it. If both are one stream, nothing is done.
     """
     here = current_stream(stream.device)
     if here is None or here == stream:
         return
     _devices.wait_stream(here, stream)
-    for tensor in filter(is_plain, tensors):
+    for tensor in _with_memory(tensors):
         tensor.record_stream(here)
 
 
 def wait_for_makers(streams: Iterable[torch.Stream], tensors: Sequence[torch.Tensor | None]) -> None:
-    """Let the calling thread's streams wait for those on which another thread has made `tensors`; as above."""
+    """Let the calling thread's streams wait for those on which `tensors` have been made; as above."""
     for stream in streams:
-        wait_for_maker(stream, *[t for t in tensors if t is not None and t.device == stream.device])
+        wait_for_maker(stream, (t for t in tensors if t is not None and t.device == stream.device))
 
 
 def current_streams_of(tensors: Sequence[torch.Tensor | None]) -> list[torch.Stream]:
@@ -278,11 +287,20 @@ def current_streams_of(tensors: Sequence[torch.Tensor | None]) -> list[torch.Str
 def keep_for_reader(tensors: Iterable[torch.Tensor]) -> None:
     """Keep the memory of tensors, whichever streams they were made on, until the calling thread's are done with it."""
     streams: dict[torch.device, torch.Stream | None] = {}
-    for tensor in filter(is_plain, tensors):
+    for tensor in _with_memory(tensors):
         if tensor.device not in streams:
             streams[tensor.device] = current_stream(tensor.device)
         if (stream := streams[tensor.device]) is not None:
             tensor.record_stream(stream)
+
+
+def _with_memory(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the plain tensors among some, and those inside sparse ones."""
+    for tensor in tensors:
+        if is_plain(tensor):
+            yield tensor
+        elif tensor.layout is torch.sparse_coo:
+            yield from (tensor._indices(), tensor._values())
 
 
 _streams: dict[tuple[torch.device, bool], torch.Stream] = {}

@@ -118,7 +118,7 @@ class ReplicaStatistics:
     def here(self) -> Statistics | KernelStatistics:
         """Return the statistics, for what the calling thread queues next."""
         if self.stream is not None:
-            wait_for_maker(self.stream, *self.statistics.tensors)
+            wait_for_maker(self.stream, self.statistics.tensors)
         return self.statistics
 
 
@@ -137,7 +137,7 @@ class Gradients:
     def here(self) -> torch.Tensor:
         """Return the tensor, for what the calling thread queues next."""
         if self.stream is not None:
-            wait_for_maker(self.stream, self.tensor)
+            wait_for_maker(self.stream, [self.tensor])
         return self.tensor
 
 
