@@ -137,6 +137,35 @@ def test_a_checkpoint_reads_the_buffers_as_on_one_device(
     assert_alike(wrap, MODULES[name](), steps, 2, 1e-10, **options)
 
 
+def second_derivatives(call: Call, root: nn.Module) -> None:
+    loss = call(torch.randn(7, 3))[0].pow(3).sum()
+    for _ in range(2):
+        grads = torch.autograd.grad(loss, [*root.parameters()], create_graph=True)
+        loss = torch.stack([grad.pow(2).sum() for grad in grads]).sum()
+    loss.backward()
+
+
+def gradient_between_outputs(call: Call, root: nn.Module) -> torch.Tensor | None:
+    output, hidden = call(torch.randn(7, 3))
+    hidden.retain_grad()
+    (output.pow(2).sum() + hidden.exp().sum()).backward()
+    return hidden.grad
+
+
+@pytest.mark.parametrize("forward", [in_place, reassigned])
+@pytest.mark.parametrize("step", [second_derivatives, gradient_between_outputs])
+def test_a_backward_runs_a_checkpoint_once(wrap: Wrap, step: Callable[..., Any], forward: Call) -> None:
+    """R5, N1, N3: replicas ran it twice, and the second time it read other buffers."""
+
+    def pair(net: nn.Module, x: torch.Tensor) -> Any:
+        hidden = net.foot(x).tanh()
+        return checkpoint(lambda h: forward(net, h), hidden, use_reentrant=False), hidden
+
+    net = Calls(pair, foot=nn.Linear(3, 3), body=nn.Linear(3, 3))
+    net.register_buffer("count", torch.zeros(()))
+    assert_alike(wrap, net, lambda call, root: [step(call, root) for _ in range(2)], 2, 1e-10)
+
+
 def test_parts_need_the_buffers_of_their_forward(wrap: Wrap) -> None:
     """N13: the plain module computes nothing again. The first replica's gradient was that of the new value."""
     net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.BatchNorm1d(3)).eval()

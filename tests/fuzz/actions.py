@@ -113,19 +113,30 @@ def accumulate_without_sync(side: Side, step: Step) -> None:
     side.backward(side.loss_of(step.rows, step.seed + 1))
 
 
+def _losses(side: Side, step: Step) -> list[Tensor]:
+    """Return the losses of two or three forwards, on batches of other sizes, perhaps with one without gradients between."""
+    draw, losses = random.Random(step.seed), []
+    without_gradients = not side.has("ranks") and not side.has("scripted") and draw.random() < 0.5
+    for number in range(draw.choice((2, 2, 3))):
+        rows = step.rows + (number and draw.choice((-1, 0, 1, 5)))
+        losses.append(side.loss_of(max(rows, 2 if side.has("ranks") else 0), step.seed + number))
+        if without_gradients:
+            with torch.no_grad():
+                side.forward(step.rows, step.seed + 3 + number)
+    return losses
+
+
+@training(weight=3, without=("buffers of ranks",))
+def forwards_one_backward(side: Side, step: Step) -> None:
+    first, *others = _losses(side, step)
+    side.backward(sum(others, first * 0.5))
+
+
 @training(weight=2, without=("buffers of ranks",))
-def two_forwards_one_backward(side: Side, step: Step) -> None:
-    """The second batch is larger, or smaller."""
-    rows = step.rows + random.Random(step.seed).choice((-1, 0, 1, 5))
-    first = side.forward(step.rows, step.seed)
-    second = side.forward(max(rows, 2 if side.has("ranks") else 1), step.seed + 1)
-    side.backward(side.loss(first) + side.loss(second))
-
-
-@training(without=("buffers of ranks",))
-def two_forwards_two_backwards(side: Side, step: Step) -> None:
-    losses = [side.loss_of(step.rows + number, step.seed + number) for number in range(2)]
-    for loss in random.Random(step.seed).sample(losses, 2):
+def forwards_backwards(side: Side, step: Step) -> None:
+    """The backwards are in any order."""
+    losses = _losses(side, step)
+    for loss in random.Random(step.seed).sample(losses, len(losses)):
         side.backward(loss)
 
 
@@ -157,7 +168,30 @@ def backward_of_a_part(side: Side, step: Step) -> None:
         side.backward(side.loss(output))
 
 
-@action(without=("reentrant", "ranks"))
+# A SampleList's entries, and what hooks see of them, are each replica's own.
+@training(weight=3, without=("reentrant", "ranks", "outputs: sample list"))
+def gradients_between_outputs(side: Side, step: Step) -> None:
+    """By torch.autograd.grad, then by tensors that keep theirs and by hooks that change it."""
+    outputs = floats_in(side.forward(step.rows, step.seed))
+    if not outputs:
+        return
+    draw, kept = random.Random(step.seed), []
+    losses = [side.loss(output) for output in outputs]
+    one, other = draw.randrange(len(outputs)), draw.randrange(len(outputs))
+    if draw.random() < 0.7:
+        found = torch.autograd.grad(losses[one], outputs[other], retain_graph=True, allow_unused=True)
+        side.observe_all("gradient of an output", found)
+    for output in draw.sample(outputs, draw.randrange(len(outputs) + 1)):
+        output.retain_grad()
+        kept.append(output)
+        if draw.random() < 0.5:
+            output.register_hook(_halve_gradient)
+    side.backward(sum(losses, losses[0] * 0))
+    side.observe_all("kept gradient of an output", [output.grad for output in kept])
+
+
+# Replicas compute all gradients of a bucket: they may run a checkpoint that one device needs not, which writes buffers.
+@action(without=("reentrant", "ranks", "written in backward"))
 def gradients_of_some(side: Side, step: Step) -> None:
     """torch.autograd.grad of half of the parameters, and of the inputs if they require gradients."""
     x = side.batch(step.rows, step.seed)
@@ -294,11 +328,13 @@ def eval_between(side: Side, step: Step) -> None:
     with torch.no_grad():
         side.forward(step.rows, step.seed + 1)
     output = side.forward(step.rows, step.seed + 2)
-    side.model.train(was_training)
+    if loss is not None or not side.has("written in backward"):  # replicas run a checkpoint in the mode of its forward
+        side.model.train(was_training)
     side.backward(side.loss(output) if loss is None else loss)
+    side.model.train(was_training)
 
 
-@change()
+@change(without=("batch statistics of ranks",))  # an error that says what to write
 def eval_mode(side: Side, step: Step) -> None:
     side.model.eval()
 
@@ -327,7 +363,8 @@ def anomaly_mode(side: Side, step: Step) -> None:
         side.train(step.rows, step.seed)
 
 
-@action(without=("ranks", "rescue"))
+# The plain composition runs, in which checkpoints write into the replicas' buffers.
+@action(without=("ranks", "rescue", "written in backward"))
 def tensors_saved_on_cpu(side: Side, step: Step) -> None:
     with torch.autograd.graph.save_on_cpu():
         side.train(step.rows, step.seed)

@@ -12,6 +12,7 @@ Rows do not interact, but for batch norm. Traits say what a family does that mat
     float64     computes in double precision, whatever its parameters' dtype
     buffers     writes into its buffers, or leaves something else behind, in each forward
     reentrant   checkpoints in a way that allows no autograd.grad
+    written in backward  has a checkpoint that reads buffers, and may write them
 """
 
 import functools
@@ -148,6 +149,28 @@ class Checkpointed(Block):
         if self.how == "reentrant, from a leaf":
             return checkpoint(self.linear, x.detach().requires_grad_() * 2, use_reentrant=True)
         return checkpoint(self.layers, x, use_reentrant=False)
+
+
+class CheckpointedBuffer(Block):
+    """Reads a buffer in a checkpoint, and writes it there or before: what runs again in backward finds another one."""
+
+    count: Tensor
+
+    def __init__(self, how: str) -> None:
+        super().__init__(how)
+        self.register_buffer("count", torch.zeros(()))
+
+    def counted(self, x: Tensor) -> Tensor:
+        if self.training and self.how.startswith("in place"):
+            self.count.add_(1)
+        elif self.training and self.how.startswith("reassigned"):
+            self.count = self.count + 1
+        return self.linear(x) * (1 + self.count % 4 * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.how.startswith("before"):
+            self.count.add_(1)
+        return checkpoint(self.counted, x, use_reentrant=self.how.endswith("reentrant"))
 
 
 class Complex(nn.Module):
@@ -680,6 +703,13 @@ FAMILIES: dict[str, Family] = {
     "parametrized": Family(_of(Parametrized, "plain", "cached")),
     "checkpoint": Family(_of(Checkpointed, "plain", "lambda", "nested") | {"dropout": CheckpointedDropout}),
     "reentrant": Family(_of(Checkpointed, "reentrant", "reentrant, from a leaf"), ("reentrant",)),
+    "checkpointed buffer": Family(
+        _of(CheckpointedBuffer, "in place", "reassigned", "before"), ("checkpoint", "buffers", "written in backward")
+    ),
+    "reentrant buffer": Family(
+        _of(CheckpointedBuffer, "in place, reentrant", "reassigned, reentrant", "before, reentrant"),
+        ("reentrant", "buffers", "written in backward"),
+    ),
     "scripted": Family({"layers": scripted}, ("scripted",)),
     "complex": Family({"product": Complex}, ("float64",)),
     "hooked": Family(_of(Hooked, "forward", "backward", "parameter", "output")),

@@ -11,6 +11,8 @@ from fuzz.model import INPUTS, OUTPUTS
 
 PLACES = ("one memory", "separate memory", "ranks")
 
+_ONE_NUMBER = ("0-dim", "number")  # outputs with one that is a mean or a sum over the replicas
+
 
 class _PrintedAsPython:
     """A dataclass that is printed as a call with the arguments that differ from the defaults."""
@@ -61,7 +63,9 @@ class Program(_PrintedAsPython):
     def said(self) -> tuple[str, ...]:
         """What a message says, in part, where the numbers are not those of the plain module."""
         of_blocks = [part for block in self.blocks for part in said_of(block)]
-        return *of_blocks, *INPUTS[self.inputs].said, *OUTPUTS[self.outputs].said
+        runs_again = self.parts > 1 or self.rescue
+        of_outputs = ("Both are outputs of the module",) if runs_again or self.outputs in _ONE_NUMBER else ()
+        return *of_blocks, *INPUTS[self.inputs].said, *OUTPUTS[self.outputs].said, *of_outputs
 
     def __post_init__(self) -> None:
         of_blocks = {trait for block in self.blocks for trait in (block.partition("/")[0], *traits_of(block))}
@@ -72,6 +76,7 @@ class Program(_PrintedAsPython):
             "ranks": self.place == "ranks",
             "buffers of ranks": self.place == "ranks" and has_buffers,
             "one replica": self.num_replicas == 1,
+            "batch statistics of ranks": self.place == "ranks" and "batch norm/not tracked" in self.blocks,
             # Each entry is an output, which only one replica's rows have to do with: row N5 of docs/behaviour.md.
             "batch norm, sample list": "batch norm" in of_blocks and self.outputs == "sample list",
         }

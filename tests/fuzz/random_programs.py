@@ -81,7 +81,9 @@ def random_program(seed: int, place: str) -> Program:
         for _ in range(draw.choice((1, 2, 3, 5)))
     ]
     # A replica after the other in one part: what the later one differentiates runs the part, and its hooks, once more.
-    runs_twice = "inner gradient" in traits and options["wraps"] in ("twice", "both")
+    # They are the plain composition there, whose outputs have no gradients by each other.
+    needs_whole = "inner gradient" in traits or any(step.action == "gradients_between_outputs" for step in steps)
+    runs_twice = needs_whole and options["wraps"] in ("twice", "both")
     can_have_parts = traits.isdisjoint(_ERRORS_IN_PARTS) and not runs_twice
     parts = draw.choice((1, 1, 1, 2, 3)) if can_have_parts else 1
     return Program(steps=tuple(steps), parts=parts, **options)

@@ -459,7 +459,7 @@ class ReplicaGraphs:
         if totals:
             run = self._with_totals(totals, output_grads, grads, run)
         if self.buffers is not None:
-            run = partial(self.buffers.around, run)
+            run = partial(self.buffers.around, run, self.keep or bool(self.on_way))
         if outputs is not None:
             self.check_have_gradients(outputs, output_grads)
             found = self._gradients(grads, outputs, run, refused=() if checkpoints else None, keep=keep)
@@ -640,7 +640,7 @@ class ReplicaGraphs:
         if totals:
             run = self._with_totals(totals, output_grads, end_grads, run)
         if self.buffers is not None:
-            run = partial(self.buffers.around, run)
+            run = partial(self.buffers.around, run, self.keep or bool(self.on_way))
         of_inputs = self._gradients(end_grads, inputs, run, refused=refused, create_graph=True)
         gradients = [
             BoundaryTensor(each.placement, each.device, each.with_every_part(of_inputs[k]))

@@ -16,6 +16,7 @@ from torch import nn
 
 from unisono.primitives.change_tracking import GONE, DictSnapshot, fill
 from unisono.runtime import devices as _devices
+from unisono.runtime import torch_private
 
 T = TypeVar("T")
 Change: TypeAlias = tuple[int, str, Any]  # number of the module, name of the buffer, its new value: GONE if deleted
@@ -99,6 +100,8 @@ class BuffersInBackward:
         self._registries = [buffer_registries(each).dicts for each in modules]
         self._live = buffer_registries(live_modules).dicts
         self._reassigns = False
+        self._backward = -1  # the number of the last one
+        self._before: Any = None  # what it has begun with: the live registries, the values and versions of the buffers
         self._buffers: list[torch.Tensor] = []
         self._versions: list[int | None] = []
 
@@ -113,8 +116,15 @@ class BuffersInBackward:
         self._reassigns, self._in_parts = reassigns, in_parts
         self._note(self._now())
 
-    def around(self, run: Callable[[T], None], backward_of: T) -> None:
-        """Call `run(backward_of)`, a backward of the replicas."""
+    def around(self, run: Callable[[T], None], repeats: bool, backward_of: T) -> None:
+        """Call `run(backward_of)`, a backward of the replicas.
+
+        Args:
+            repeats: whether one backward of the caller's may run through the graphs several times, as for derivatives
+                of higher order. One device runs a checkpoint once then: so each time begins with the same buffers.
+        """
+        if repeats and not self._in_parts:
+            self._begin_or_repeat(torch_private.number_of_backward())
         now = self._now()
         if [*map(id, now)] != [*map(id, self._buffers)] or _versions(now) != self._versions:
             if self._in_parts:
@@ -127,6 +137,23 @@ class BuffersInBackward:
             changes = before.changes()
             detached = {id(value): value.detach() for _, _, value in changes if isinstance(value, torch.Tensor)}
             commit_buffers(changes, self._modules, self._live_modules, detached)
+
+    def _begin_or_repeat(self, number: int) -> None:
+        """Note what a backward begins with; in the same backward, go back to it."""
+        now = self._now()
+        if number != self._backward or number < 0:
+            values = [buffer.detach().clone() for buffer in now]
+            self._backward, self._before = number, ([*map(dict, self._live)], values, _versions(now))
+            return
+        registries, values, versions = self._before
+        for live, before in zip(self._live, registries, strict=True):
+            fill(live, before)
+        now = self._now()
+        with torch.no_grad():
+            for buffer, value, version in zip(now, values, versions, strict=True):
+                if _versions([buffer]) != [version]:
+                    buffer.copy_(value)
+        self._buffers = []  # the replicas have others
 
     def _now(self) -> list[torch.Tensor]:
         return [buffer for buffer in chain(*map(_values, self._live)) if buffer is not None]
