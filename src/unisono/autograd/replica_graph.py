@@ -742,7 +742,7 @@ class ReplicaGraphs:
         with while_running(while_backward_runs) if has_checkpoint else contextlib.nullcontext():
             run(lambda replicas: self._backward_of(replicas, grads, inputs, found, receivers, compute))
         if not self.on_host and not any_batched(chain.from_iterable(grads)):  # of which vmap hides the memory
-            _keep_for_reader(found)
+            _keep_for_reader(found.values())
         return found
 
     def _refusing(self, wanted: set[int]) -> Receivers:
@@ -808,7 +808,7 @@ def pass_on(reached: Sequence[tuple[torch.Tensor, torch.Tensor]], sync_context: 
     torch_private.run_backward([tensor for tensor, _ in reached], [grad for _, grad in reached], keep=False)
 
 
-def _keep_for_reader(found: Sequence[Gradients]) -> None:
+def _keep_for_reader(found: Iterable[Gradients]) -> None:
     """Keep gradients for the calling thread's streams: torch has let these wait, but others have made them."""
     keep_for_reader([gradient for gradient in chain.from_iterable(found) if gradient is not None])
 
