@@ -114,7 +114,7 @@ def accumulate_without_sync(side: Side, step: Step) -> None:
 
 
 def _losses(side: Side, step: Step) -> list[Tensor]:
-    """Return the losses of two or three forwards, on batches of other sizes, perhaps with one without gradients between."""
+    """Return the losses of two or three forwards on other batches, perhaps with one without gradients between."""
     draw, losses = random.Random(step.seed), []
     without_gradients = not side.has("ranks") and not side.has("scripted") and draw.random() < 0.5
     for number in range(draw.choice((2, 2, 3))):
