@@ -6,7 +6,7 @@ import pytest
 
 from helpers.benchmarks import BENCHMARKS, benchmark
 
-PARTS = ("gpu_children", "gpu_report", "small_operations", "timed")  # of programs
+PARTS = ("gpu_children", "gpu_report", "small_operations", "timed", "verify_models", "verify_programs")  # of programs
 PROGRAMS = sorted(path.stem for path in BENCHMARKS.glob("*.py") if path.stem not in PARTS)
 
 
