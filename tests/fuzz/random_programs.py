@@ -18,10 +18,8 @@ _WRAPS = {  # over ranks, layers around a "part" are not synchronised; a wrapper
 _ALL_WRAPS = ("model", "model", "part", "twice", "both")
 _NUM_REPLICAS = {"ranks": (1, 2), ASYNCHRONOUS: (2, 2, 3, 1)}
 _STRICT = ("ranks", ASYNCHRONOUS)  # without what a message names
-_LEFT_OUT = {
-    "ranks": ("lists",),
-    ASYNCHRONOUS: ("complex", "containers"),
-}  # a list a rank; kernels and tensors for CPUs
+# Each rank has a list of its own; some kernels and tensors are for CPUs only.
+_LEFT_OUT = {"ranks": ("lists",), ASYNCHRONOUS: ("complex", "containers")}
 _WEIGHTS = (0, 1, 2, 3, 1.5)
 
 
