@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from async_device import C, held
@@ -473,3 +474,24 @@ def test_one_device_and_a_batch_on_the_host_under_a_transform() -> None:
     net = mlp()
     model, rows = DataParallel(copy.deepcopy(net).to(FIRST), [FIRST]), torch.randn(3, 8, 5)
     torch.testing.assert_close(torch.func.vmap(model)(rows).cpu(), net(rows))
+
+
+def test_q_cached_parametrizations_in_checkpoints() -> None:
+    """In backward torch's thread of each device runs them: all had one cache, and so another replica's weight."""
+    together = threading.Barrier(2)
+    waits = False
+
+    def body(net: nn.Module, x: Tensor) -> Tensor:
+        with parametrize.cached():
+            if waits:
+                together.wait(STALLED_S)
+            return net.linear(net.linear(x).tanh())
+
+    net = Calls(lambda net, x: checkpoint(body, net, x, use_reentrant=False), linear=nn.Linear(5, 5))
+    parametrize.register_parametrization(net.linear, "weight", nn.Tanh())
+    x, model = torch.randn(4, 5).to(FIRST), DataParallel(copy.deepcopy(net).to(FIRST), BOTH)
+    net.to(FIRST)(x).sum().backward()
+    loss = model(x).sum()
+    waits = True
+    in_time(loss.backward)
+    assert_same_gradients(model.module, net)
