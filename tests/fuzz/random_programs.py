@@ -16,7 +16,7 @@ _WRAPS = {  # over ranks, layers around a "part" are not synchronised; a wrapper
     ASYNCHRONOUS: ("model", "part"),
 }
 _ALL_WRAPS = ("model", "model", "part", "twice", "both")
-_NUM_REPLICAS = {"ranks": (1, 2), ASYNCHRONOUS: (2, 2, 3, 1)}
+_NUM_REPLICAS = {"ranks": (1, 2), ASYNCHRONOUS: (2, 2, 2, 1)}
 _STRICT = ("ranks", ASYNCHRONOUS)  # without what a message names
 # Each rank has a list of its own; some kernels and tensors are for CPUs only.
 _LEFT_OUT = {"ranks": ("lists",), ASYNCHRONOUS: ("complex", "containers")}

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import os
 import random
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -62,15 +61,15 @@ class Rank(NamedTuple):
 ONE_PROCESS = Rank()
 
 
-NUM_DEVICES = 3  # that are asynchronous
-_NUM_STREAMS = 2  # of the first of them, beside the current one
+_NUM_STREAMS = 2  # of the first asynchronous device, beside the current one
 _DELAY_US, _DELAY_PERCENT = 200, 20
 
 
 def make_asynchronous_devices() -> None:
     """Make the devices of tests/async_device, which stay. Freed memory becomes NaN when it is used again."""
-    os.environ |= {"QUEUED_DEVICES": str(NUM_DEVICES), "QUEUED_POISON": "2"}
-    __import__("async_device")
+    import async_device
+
+    async_device.C.set_poison(2)
 
 
 def seed_torch(seed: int) -> None:

@@ -443,7 +443,7 @@ def _cache_of_replica() -> Any:
 
 
 def _has_own_cache() -> bool:
-    """Return whether a replica may run in the calling thread: on accelerators torch's own run checkpoints in backward."""
+    """Return whether a replica may run in this thread: on accelerators, torch's own threads run checkpoints."""
     return thread_pool.inside_replica() or torch_private.number_of_backward() >= 0
 
 
