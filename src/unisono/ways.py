@@ -517,7 +517,8 @@ def plain_composition(wrapper: Wrapper, invocation: Invocation) -> Any:
             if plan is not None and len(outputs) == len(plan.sizes):
                 plan.arguments.warn_of_split_lists(outputs, plan.sizes, wrapper._threads.warnings)
             output = interruptibly(wrapper.gather, outputs, here or options.output_device)
-        commit_buffers(registries.changes(), modules, live_modules, {})
+        if changes := registries.changes():
+            commit_buffers(changes, modules, live_modules, {}, devices[0], here or options.devices[0])
         leftovers = wrapper._threads.first_steps.leftovers
         leftovers.say(module)
         for look in looks:

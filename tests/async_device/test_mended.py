@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from async_device import C, held
@@ -604,3 +605,27 @@ def test_every_copy_between_devices_may_go_through_the_host(monkeypatch: pytest.
     table = nn.Embedding(8, 4, max_norm=0.5).to(FIRST)
     DataParallel(table, BOTH)(torch.arange(8, device=FIRST)).sum().backward()
     assert not direct
+
+
+def test_q_cached_parametrizations_in_checkpoints() -> None:
+    """In backward torch's thread of each device runs them: all had one cache, and so another replica's weight."""
+    together = threading.Barrier(2)
+    waits = False
+
+    def body(net: nn.Module, x: Tensor) -> Tensor:
+        with parametrize.cached():
+            if waits:
+                together.wait(STALLED_S)
+            return net.linear(net.linear(x).tanh())
+
+    net = Calls(lambda net, x: checkpoint(body, net, x, use_reentrant=False), linear=nn.Linear(5, 5))
+    parametrize.register_parametrization(net.linear, "weight", nn.Tanh())
+    x, model = torch.randn(4, 5).to(FIRST), DataParallel(copy.deepcopy(net).to(FIRST), BOTH)
+    net.to(FIRST)
+    for _ in range(5):
+        net(x).sum().backward()
+        loss = model(x).sum()
+        waits = True
+        in_time(loss.backward)
+        waits = False
+    assert_same_gradients(model.module, net)

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from helpers.comparisons import assert_alike
 from helpers.contract import Wrap
 from helpers.modules import Calls
+from unisono import DataParallel
 
 Call = Callable[..., torch.Tensor]
 
@@ -135,6 +136,23 @@ def test_a_checkpoint_reads_the_buffers_as_on_one_device(
 
     options = {"sync_batch_norm": True} if name == "batch norm" else {}
     assert_alike(wrap, MODULES[name](), steps, 2, 1e-10, **options)
+
+
+@pytest.mark.parametrize("name", ["in_place", "reassigned", "only_read"])
+@pytest.mark.parametrize("between", BETWEEN, ids=lambda between: between.__name__)
+def test_where_the_first_device_has_no_rows(sim: list[torch.device], between: Callable[..., None], name: str) -> None:
+    """R5, S2: a buffer that forward reassigned came to the second device, and the next forward was an error; what a
+    checkpoint wrote in backward was lost, and forwards before it did not see what later ones had written."""
+
+    def wrap(net: nn.Module, num_replicas: int) -> DataParallel:
+        return DataParallel(net, sim[:num_replicas], shares=(0, 1))
+
+    def steps(call: Any, root: nn.Module) -> None:
+        for _ in range(3):
+            between(lambda x: call(x, False), root, [torch.randn(7, 3).to(sim[0]) for _ in range(3)])
+        assert root.count.device == sim[0]
+
+    assert_alike(wrap, MODULES[name]().to(sim[0]), steps, 2, 1e-10)
 
 
 def second_derivatives(call: Call, root: nn.Module) -> None:

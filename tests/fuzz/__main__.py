@@ -4,7 +4,9 @@
     python -m fuzz --place ranks --programs 10000        # more in one place
     python -m fuzz --place ranks --seed 123              # one program again, as a finding says
 
-Replicas are in one memory, in separate memory as on devices of their own, or in two ranks. With make:
+Replicas are in one memory, in separate memory as on devices of their own, in two ranks, or, if asked for, on the
+asynchronous devices of tests/async_device: forwards, backwards, steps of the optimizer and outputs of a map are then
+on streams drawn at random, each of which waits for the one before, and kernels are late at random. With make:
 make fuzz OPTIONS="--place ranks --programs 10000". By hand: PYTHONPATH=tests .venv/bin/python -m fuzz.
 
 A program builds a model of random blocks and does random things with it: training of every kind, copies, checkpoints,
@@ -26,7 +28,7 @@ from collections.abc import Iterable, Iterator
 from multiprocessing.connection import wait
 
 from fuzz.compare import Difference, Outcome
-from fuzz.program import PLACES, Program
+from fuzz.program import ASYNCHRONOUS, PLACES, Program
 from fuzz.random_programs import random_program
 from fuzz.servers import ProgramServer
 from fuzz.shrink import shrink
@@ -64,7 +66,10 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--place", action="append", choices=PLACES, help="of the replicas; may be given several times; default: all"
+        "--place",
+        action="append",
+        choices=(*PLACES, ASYNCHRONOUS),
+        help="of the replicas; may be given several times; default: all but the last one",
     )
     parser.add_argument("--programs", type=int, default=200, metavar="N", help="in each place; default: %(default)s")
     parser.add_argument("--seed", type=int, metavar="N", help="run the program of this seed only")

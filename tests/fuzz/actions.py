@@ -66,7 +66,7 @@ def action(
 def _train_by(run: Run, side: Side, step: Step) -> None:
     side.optimizer.zero_grad()
     run(side, step)
-    side.optimizer.step()
+    side.step()
 
 
 def _train_after(run: Run, side: Side, step: Step) -> None:
@@ -114,7 +114,7 @@ def accumulate_without_sync(side: Side, step: Step) -> None:
 
 
 def _losses(side: Side, step: Step) -> list[Tensor]:
-    """Return the losses of two or three forwards on other batches, perhaps with one without gradients between."""
+    """Return the losses of two or three forwards on batches of other sizes, perhaps with others without gradients."""
     draw, losses = random.Random(step.seed), []
     without_gradients = not side.has("ranks") and not side.has("scripted") and draw.random() < 0.5
     for number in range(draw.choice((2, 2, 3))):
@@ -147,7 +147,7 @@ def backward_twice(side: Side, step: Step) -> None:
     side.backward(loss * 2)
 
 
-@training(without=("batch norm, sample list",))
+@training(without=("buffers, sample list",))
 def backward_of_each_output(side: Side, step: Step) -> None:
     outputs = floats_in(side.forward(step.rows, step.seed))
     for number, output in enumerate(outputs, 1):
@@ -238,7 +238,7 @@ def penalty_on_parameters(side: Side, step: Step) -> None:
 def zeroed_gradients(side: Side, step: Step) -> None:
     side.optimizer.zero_grad(set_to_none=False)
     side.backward(side.loss_of(step.rows, step.seed))
-    side.optimizer.step()
+    side.step()
 
 
 @training(without=("sparse",))
@@ -372,7 +372,7 @@ def tensors_saved_on_cpu(side: Side, step: Step) -> None:
 
 # TorchScript runs another graph once it has seen a function twice, and torch's checkpoint finds other saved tensors. A
 # parameter that a reentrant checkpoint returns becomes an output of itself, in torch, and backward never ends.
-@training(without=(*_NOT_TWICE, "ranks", "scripted", "outputs: a parameter"))
+@training(without=(*_NOT_TWICE, "ranks", "asynchronous", "scripted", "outputs: a parameter"))
 def checkpoint_around(side: Side, step: Step) -> None:
     reentrant = step.seed % 3 == 0
     x = side.batch(step.rows, step.seed, requires_grad=True if reentrant else None)
@@ -565,22 +565,22 @@ def register_or_remove(side: Side, step: Step) -> None:
     if hasattr(side.core, "extra"):
         del side.core.extra, side.core.extra_buffer
     else:
-        side.core.register_parameter("extra", nn.Parameter(torch.ones(5)))
-        side.core.register_buffer("extra_buffer", torch.ones(5))
+        side.core.register_parameter("extra", nn.Parameter(torch.ones(5, device=side.device)))
+        side.core.register_buffer("extra_buffer", torch.ones(5, device=side.device))
     side.make_optimizer()
 
 
 @change()
 def swap_layer(side: Side, step: Step) -> None:
     if len(side.core.blocks):
-        side.core.blocks[step.seed % len(side.core.blocks)] = linear()
+        side.core.blocks[step.seed % len(side.core.blocks)] = linear().to(side.device)
     side.make_optimizer()
 
 
 @change()
 def tie_layers(side: Side, step: Step) -> None:
-    side.core.head = nn.Linear(WIDTH, NUM_OUTPUTS)
-    side.core.blocks.append(linear())
+    side.core.head = nn.Linear(WIDTH, NUM_OUTPUTS).to(side.device)
+    side.core.blocks.append(linear().to(side.device))
     side.core.blocks.append(side.core.blocks[-1])
     side.core.head_again = side.core.head
     side.make_optimizer()
@@ -616,7 +616,7 @@ def change_buffers(side: Side, step: Step) -> None:
 
 @change()
 def overlapping_buffers(side: Side, step: Step) -> None:
-    whole = torch.ones(WIDTH)
+    whole = torch.ones(WIDTH, device=side.device)
     side.core.register_buffer("whole", whole)
     side.core.register_buffer("part", whole[:3])
 
@@ -688,7 +688,8 @@ def hooks_that_observe(side: Side, step: Step) -> None:
             side.observe_all("kept", keep.left())
 
 
-@action(without=("ranks", "compiled", *_NOT_TWICE, "checkpoint"))
+# On accelerators such a backward is an error that says what to write, as is a checkpoint around the wrapper.
+@action(without=("ranks", "asynchronous", "compiled", *_NOT_TWICE, "checkpoint"))
 def losses_of_hooks(side: Side, step: Step) -> None:
     """The loss is a sum of what hooks have kept, perhaps beside a loss on the output."""
     kept: list[Tensor] = []
@@ -696,7 +697,7 @@ def losses_of_hooks(side: Side, step: Step) -> None:
     with side.core.head.register_forward_hook(lambda m, args, output: kept.append(output.square().sum())):
         loss = side.loss_of(step.rows, step.seed)
     side.backward(sum(kept, loss * (step.seed % 2)))
-    side.optimizer.step()
+    side.step()
 
 
 @action(weight=2, only=("inputs: tensor",), without=("ranks", "wraps: part", "wraps: both"), said=(ASSIGNED,))
@@ -844,9 +845,10 @@ def map_batches(side: Side, step: Step) -> None:
     side.model.eval()
     batches = [side.batch(step.rows + number, step.seed + number, requires_grad=False) for number in range(4)]
     with torch.no_grad():
-        outputs = map(side.model, batches) if side.is_plain else side.model.map(batches)
-        for output in outputs:
-            side.observe_all("output", tensors_in(output))
+        outputs = iter(map(side.model, batches) if side.is_plain else side.model.map(batches))
+        for _ in batches:
+            with side.on_a_stream():
+                side.observe_all("output", tensors_in(next(outputs)))
     side.model.train(was_training)
 
 

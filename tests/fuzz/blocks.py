@@ -530,7 +530,7 @@ class Appends(Block):
     def left(self) -> list[Any]:
         """Return the rows, in the order of their numbers."""
         listed = self.listed or self.named.get("rows", [])
-        rows = torch.cat(listed) if listed else torch.zeros(0, WIDTH)
+        rows = torch.cat([each.cpu() for each in listed]) if listed else torch.zeros(0, WIDTH)
         return [rows[rows[:, 0].argsort()]]
 
 

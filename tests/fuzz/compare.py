@@ -129,7 +129,9 @@ def wrap(program: Program, module: nn.Module, outermost: bool, timeout_s: float)
     Args:
         outermost: whether no other wrapper will be around it.
     """
-    devices = ["cpu"] * (program.num_replicas if outermost else 2)
+    num_replicas = program.num_replicas if outermost else 2
+    is_asynchronous = "asynchronous" in program.traits
+    devices = [f"queued:{i}" for i in range(num_replicas)] if is_asynchronous else ["cpu"] * num_replicas
     options: dict[str, Any] = {**INPUTS[program.inputs].options, **OUTPUTS[program.outputs].options}
     if outermost and program.wraps == "both":
         options["in_dims"] = (0, None)
@@ -143,6 +145,9 @@ def wrap(program: Program, module: nn.Module, outermost: bool, timeout_s: float)
 
 
 def _compared(plain: Side, wrapped: Side) -> Difference | None:
+    # On another device than the module's a replica has copies of the buffers, into which later forwards do not write.
+    if wrapped.error is None and plain.has("asynchronous") and "modified by an inplace" in str(plain.error):
+        return None
     if type(plain.error) is not type(wrapped.error):
         raised = wrapped.error or plain.error
         assert raised is not None

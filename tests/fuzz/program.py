@@ -10,6 +10,7 @@ from fuzz.blocks import said_of, traits_of
 from fuzz.model import INPUTS, OUTPUTS
 
 PLACES = ("one memory", "separate memory", "ranks")
+ASYNCHRONOUS = "asynchronous devices"  # one more, which has to be asked for: a C++ compiler builds its devices
 
 _ONE_NUMBER = ("0-dim", "number")  # outputs with one that is a mean or a sum over the replicas
 
@@ -38,7 +39,7 @@ class Program(_PrintedAsPython):
 
     blocks: tuple[str, ...] = ()  # names of its layers, "family/variant"
     steps: tuple[Step, ...] = (Step(),)  # what is done, one after the other
-    place: str = "one memory"  # of the replicas: one of PLACES
+    place: str = "one memory"  # of the replicas: one of PLACES, or ASYNCHRONOUS
     num_replicas: int = 2  # on the CPU; of each rank, if there are several
     shares: str | tuple[float, ...] = "chunk"
     # "model"; "part": the wrapped model is a part of another; "twice": a wrapper in a wrapper; "both": the wrapped
@@ -74,11 +75,12 @@ class Program(_PrintedAsPython):
         has_buffers = not of_blocks.isdisjoint(("batch norm", "buffers", "normed weight"))
         more = {
             "ranks": self.place == "ranks",
+            "asynchronous": self.place == ASYNCHRONOUS,
             "buffers of ranks": self.place == "ranks" and has_buffers,
             "one replica": self.num_replicas == 1,
             "batch statistics of ranks": self.place == "ranks" and "batch norm/not tracked" in self.blocks,
             # Each entry is an output, which only one replica's rows have to do with: row N5 of docs/behaviour.md.
-            "batch norm, sample list": "batch norm" in of_blocks and self.outputs == "sample list",
+            "buffers, sample list": has_buffers and self.outputs == "sample list",
         }
         words = {word for word, is_so in more.items() if is_so}
         object.__setattr__(self, "traits", frozenset(of_blocks | flags | forms | words))

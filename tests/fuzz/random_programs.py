@@ -7,11 +7,19 @@ from typing import Any
 from fuzz.actions import ACTIONS
 from fuzz.blocks import FAMILIES
 from fuzz.model import INPUTS, OUTPUTS, InputForm, OutputForm
-from fuzz.program import Program, Step
+from fuzz.program import ASYNCHRONOUS, Program, Step
 
 _ERRORS_IN_PARTS = ("batch norm", "buffers", "writes_input", "torch.func", "outputs: folded")
 _ROWS = (0, 1, 2, 3, 4, 5, 6, 6, 7, 8, 11, 17)
-_WRAPS = ("model", "model", "part", "twice", "both")  # over ranks, layers around a "part" are not synchronised
+_WRAPS = {  # over ranks, layers around a "part" are not synchronised; a wrapper in a replica needs its device
+    "ranks": ("model", "model", "twice", "both"),
+    ASYNCHRONOUS: ("model", "part"),
+}
+_ALL_WRAPS = ("model", "model", "part", "twice", "both")
+_NUM_REPLICAS = {"ranks": (1, 2), ASYNCHRONOUS: (2, 2, 2, 1)}
+_STRICT = ("ranks", ASYNCHRONOUS)  # without what a message names
+# Each rank has a list of its own; some kernels and tensors are for CPUs only.
+_LEFT_OUT = {"ranks": ("lists",), ASYNCHRONOUS: ("complex", "containers")}
 _WEIGHTS = (0, 1, 2, 3, 1.5)
 
 
@@ -23,7 +31,7 @@ def _drawn_form(draw: random.Random, forms: Mapping[str, InputForm | OutputForm]
     """Return the name of a form, seldom of one with which a message may end the program."""
     strict = [name for name, form in forms.items() if not form.said and (place != "ranks" or name not in _NOT_OF_RANKS)]
     said = [name for name, form in forms.items() if form.said]
-    return draw.choice(said) if place != "ranks" and draw.random() < 0.08 else draw.choice(("tensor", *strict))
+    return draw.choice(said) if place not in _STRICT and draw.random() < 0.08 else draw.choice(("tensor", *strict))
 
 
 def random_program(seed: int, place: str) -> Program:
@@ -36,11 +44,12 @@ def random_program(seed: int, place: str) -> Program:
         family = draw.choice(families)
         if family in rare and draw.random() < 0.9:  # takes a hundred times as long
             family = "linear"
-        is_each_rank_s = place == "ranks" and (FAMILIES[family].said or family == "lists")
-        if is_each_rank_s or (FAMILIES[family].said and draw.random() < 0.4):  # a message may end the program
+        can_be_said = bool(FAMILIES[family].said)  # a message may end the program
+        is_left_out = family in _LEFT_OUT.get(place, ()) or (can_be_said and place in _STRICT)
+        if is_left_out or (can_be_said and draw.random() < 0.4):
             family = "linear"
         blocks.append(f"{family}/{draw.choice(list(FAMILIES[family].variants))}")
-    num_replicas = draw.choice((1, 2)) if place == "ranks" else draw.choice((2, 2, 2, 2, 3, 3, 5, 1))
+    num_replicas = draw.choice(_NUM_REPLICAS.get(place, (2, 2, 2, 2, 3, 3, 5, 1)))
     shares: Any = draw.choice(("chunk", "even", "weights", "measured"))
     if shares == "weights":
         shares = tuple(draw.choice(_WEIGHTS) for _ in range(num_replicas))
@@ -50,7 +59,7 @@ def random_program(seed: int, place: str) -> Program:
         "place": place,
         "num_replicas": num_replicas,
         "shares": shares,
-        "wraps": draw.choice([word for word in _WRAPS if place != "ranks" or word != "part"]),
+        "wraps": draw.choice(_WRAPS.get(place, _ALL_WRAPS)),
         "inputs": _drawn_form(draw, INPUTS, place),
         "outputs": _drawn_form(draw, OUTPUTS, place),
         "optimizer": draw.choice(("SGD", "momentum", "groups", "Adam")),

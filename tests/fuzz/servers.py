@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from fuzz.compare import Difference, Outcome, run
-from fuzz.program import Program
-from fuzz.side import ONE_PROCESS, Rank
+from fuzz.program import ASYNCHRONOUS, Program
+from fuzz.side import ONE_PROCESS, Rank, make_asynchronous_devices
 from helpers.forked import context
 
 NUM_RANKS = 2
@@ -32,7 +32,7 @@ class ProgramServer:
     """Runs the programs of one place in a process of their own, or in one for each rank.
 
     Args:
-        place: one of PLACES.
+        place: one of PLACES, or ASYNCHRONOUS.
         limit_s: how long a program may take.
         prepare: called in each process before the first program; a function of a module.
     """
@@ -121,6 +121,8 @@ def _serve(
     os.environ["UNISONO_BIND_CORES"] = "0"  # the second replica of every server would have the same core
     sys.path[:] = path
     torch.set_num_threads(1)
+    if place == ASYNCHRONOUS:
+        make_asynchronous_devices()
     rank: Rank = ONE_PROCESS
     agree: Any = None
     if place == "ranks":
@@ -166,5 +168,7 @@ def repeat(program: Program, limit_s: float = 60) -> None:
         finally:
             server.end()
     else:
+        if program.place == ASYNCHRONOUS:
+            make_asynchronous_devices()
         outcome = run(program, limit_s)
     print(outcome.difference.text if outcome.difference else "no difference")

@@ -1,5 +1,6 @@
 """One of the two runs of a program: a module, an optimizer, and what could be observed so far."""
 
+import contextlib
 import copy
 import random
 from collections.abc import Callable, Iterator
@@ -60,6 +61,17 @@ class Rank(NamedTuple):
 ONE_PROCESS = Rank()
 
 
+_NUM_STREAMS = 2  # of the first asynchronous device, beside the current one
+_DELAY_US, _DELAY_PERCENT = 200, 20
+
+
+def make_asynchronous_devices() -> None:
+    """Make the devices of tests/async_device, which stay. Freed memory becomes NaN when it is used again."""
+    import async_device
+
+    async_device.C.set_poison(2)
+
+
 def seed_torch(seed: int) -> None:
     """Seed the CPU's generator; `torch.manual_seed` also looks for other devices, which takes half a millisecond."""
     torch.default_generator.manual_seed(seed)
@@ -76,7 +88,7 @@ class Side:
         observed: what this step has shown so far.
         error: what this step has raised.
         said: the messages of warnings so far.
-        dtype: of the batches.
+        dtype, device: of the batches.
     """
 
     def __init__(self, program: Program, rank: Rank, wrap: Callable[[nn.Module, bool], nn.Module] | None) -> None:
@@ -87,14 +99,15 @@ class Side:
         """
         seed_torch(program.seed)
         self.program, self._rank, self.is_plain = program, rank, wrap is None
+        self.device = torch.device("queued:0" if self.has("asynchronous") else "cpu")
         self.model: nn.Module = Model(
             program.blocks, program.inputs, program.outputs, program.residual, program.writes_input
-        )
+        ).to(self.device)
         self.has_part = program.wraps in ("part", "both")
         if wrap is not None and program.wraps != "model":
             self.model = wrap(self.model, program.wraps == "part")
         if self.has_part:
-            self.model = Outer(self.model, program.inputs)
+            self.model = Outer(self.model, program.inputs).to(self.device)
         if wrap is not None and program.wraps != "part":
             self.model = wrap(self.model, True)
         self.observed: list[Observed] = []
@@ -102,7 +115,8 @@ class Side:
         self.said: list[str] = []
         self._inputs: list[tuple[Tensor, slice]] = []
         self.dtype = torch.float64
-        self.table = torch.randn(3, WIDTH).requires_grad_(program.input_gradients)
+        self.table = torch.randn(3, WIDTH).to(self.device).requires_grad_(program.input_gradients)
+        self._streams = [torch.Stream(self.device) for _ in range(_NUM_STREAMS)] if self.has("asynchronous") else []
         self.use(self.model)
 
     # ---- the model -------------------------------------------------------------------------------
@@ -153,11 +167,18 @@ class Side:
         seed_torch(seed)
         random.seed(seed)
         numpy.random.seed(seed)
+        self._draw = random.Random(seed)
+        if self._streams:
+            import async_device
+
+            async_device.C.set_blocking(self.is_plain)
+            async_device.C.set_seed(seed)
+            async_device.C.set_delay(_DELAY_US, _DELAY_PERCENT)
         self.observed, self._inputs, self.error = [], [], None
 
     def batch(self, rows: int, seed: int, requires_grad: bool | None = None) -> Tensor:
         """Return this side's rows of a batch; they follow from the seed."""
-        x = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed)).to(self.dtype)
+        x = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed)).to(self.device, self.dtype)
         own = self._rank.rows(rows, seed)
         if not self.is_plain:
             x = x[own].clone()
@@ -177,10 +198,25 @@ class Side:
         if self.program.writes_input:
             x = x * 1.0  # a leaf cannot be written into
         table = self.table if self.table.dtype == self.dtype else self.table.detach().to(self.dtype)
-        if self.has_part:
-            return model(x, table)
-        args, kwargs = INPUTS[self.program.inputs].pack(x, table)
-        return model(*args, **kwargs)
+        args, kwargs = ((x, table), {}) if self.has_part else INPUTS[self.program.inputs].pack(x, table)
+        with self.on_a_stream():
+            return model(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def on_a_stream(self) -> Iterator[None]:
+        """Make a stream current, where there are several: all wait for the caller's before, and for this one after."""
+        if not self._streams:
+            yield
+            return
+        here = torch.accelerator.current_stream(self.device)
+        stream = self._draw.choice([here, *self._streams])
+        for each in self._streams:
+            each.wait_stream(here)
+        with torch.get_device_module(self.device).stream(stream):
+            yield
+        for each in (here, *self._streams):
+            if each != stream:
+                each.wait_stream(stream)
 
     def loss(self, output: Any) -> Tensor:
         """Return a loss that is a sum, or a mean, over the rows of an output, or of a part of one."""
@@ -200,20 +236,26 @@ class Side:
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         if loss.requires_grad:
-            loss.backward(**options)
+            with self.on_a_stream():
+                loss.backward(**options)
+
+    def step(self) -> None:
+        """Take a step of the optimizer."""
+        with self.on_a_stream():
+            self.optimizer.step()
 
     def train(self, rows: int, seed: int, model: Any = None) -> None:
         """Take one usual step of training."""
         self.optimizer.zero_grad()
         self.backward(self.loss(self.forward(rows, seed, model=model)))
-        self.optimizer.step()
+        self.step()
 
     # ---- what is observed ------------------------------------------------------------------------
 
     def observe(self, kind: str, value: Any, name: object = "") -> None:
-        """Keep what both sides have to agree on; of a tensor a copy of its values."""
+        """Keep what both sides have to agree on; of a tensor a copy of its values, on the CPU."""
         if isinstance(value, Tensor):
-            value = value.detach().to_dense().clone()
+            value = value.detach().cpu().to_dense().clone()
         self.observed.append(Observed(kind, copy.deepcopy(value), str(name)))
 
     def observe_all(self, kind: str, tensors: Any) -> None:

@@ -41,6 +41,7 @@ from unisono.primitives.reassigned_buffers import (
     buffer_registries,
     commit_buffers,
     histories,
+    versions_of,
 )
 from unisono.primitives.references import INERT
 from unisono.primitives.shared_iterators import SharedIterator, is_iterator
@@ -146,6 +147,7 @@ class Replica:
         registries: its buffers as it was made.
         copied_parameters: live parameters, each with the replica's own that is in memory of its own.
         own_buffers, live_buffers: its own buffers, and the live ones that they are copies of.
+        versions: of its own buffers, before forward.
         is_remote: whether its parameters are copies in memory of their own.
         tensors: all that are its own.
         live_of: the live parameters and buffers by the ids of its own.
@@ -167,6 +169,7 @@ class Replica:
         own_buffers = blueprint.buffers_for(copied, shared=shares_buffers)
         self.own_buffers = list(own_buffers.values())
         self.live_buffers = [blueprint.buffers[key] for key in own_buffers]
+        self.versions = versions_of(self.own_buffers)
         tensors.update(own_buffers)
         live = {**blueprint.parameters, **blueprint.buffers}
         self.live_of = {id(tensors.get(key, tensor)): tensor for key, tensor in live.items()}
@@ -178,15 +181,20 @@ class Replica:
         self._unlinked = unlinked_at_deletion(links)
         self.rebound = [(owner[name], live) for _, owner, name, live in links if isinstance(owner, dict)]
 
-    def commit_buffers(self, pool: "ReplicaPool", changes: Sequence[Change], joined: Sequence[torch.Tensor]) -> None:
+    def commit_buffers(
+        self, pool: "ReplicaPool", changes: Sequence[Change], joined: Sequence[torch.Tensor], device: torch.device
+    ) -> None:
         """Give the live module this replica's buffers, after a forward that has succeeded.
 
         Args:
             changes: those that forward has reassigned.
             joined: for each of their `histories`, the tensor with a history in the caller's graph.
+            device: the replica's.
         """
-        for live, own in zip(self.live_buffers, self.own_buffers, strict=True):
+        for live, own, before in zip(self.live_buffers, self.own_buffers, self.versions, strict=True):
             _devices.copy_into(live.data, own)
+            if versions_of([own]) != [before] and not live.is_inference():
+                torch.autograd.graph.increment_version(live)
         if not changes:
             return
         pairs = [
@@ -194,7 +202,8 @@ class Replica:
             *zip(self.own_parameters, pool.live_parameters[: len(self.own_parameters)], strict=True),
             *zip(histories(changes)[: len(joined)], joined, strict=True),
         ]
-        commit_buffers(changes, self.modules, pool.blueprint.modules, {id(own): live for own, live in pairs})
+        live_tensors = {id(own): live for own, live in pairs}
+        commit_buffers(changes, self.modules, pool.blueprint.modules, live_tensors, device, pool.source)
 
 
 class Replicas:
@@ -261,12 +270,12 @@ class Replicas:
         self._num_references = self._count_references()
         self._own_parameters = [parameter for replica in each for parameter in replica.own_parameters]
 
-    def buffers_in_backward(self) -> BuffersInBackward:
-        """Return what lets activation checkpoints read the live module's buffers as they are in backward."""
+    def buffers_in_backward(self, source: torch.device) -> BuffersInBackward:
+        """Return what lets activation checkpoints read the live buffers, on `source`, as they are in backward."""
         if self._in_backward is None:
             modules = [replica.modules for replica in self.each]
             live, names = self._blueprint.modules, self._blueprint.names
-            self._in_backward = BuffersInBackward(modules, live, names, self._devices)
+            self._in_backward = BuffersInBackward(modules, live, names, self._devices, source)
         return self._in_backward
 
     def are_unchanged(self) -> bool:
@@ -324,6 +333,8 @@ class Replicas:
         if self.is_remote:
             kept.broadcast.renew(copies)
         self.renew_buffers()
+        if (first := self.each[0]).own_buffers:
+            first.versions = versions_of(first.own_buffers)
 
     def renew_buffers(self) -> None:
         """Write the live buffers into the replicas' copies."""

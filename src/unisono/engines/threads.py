@@ -69,6 +69,7 @@ from unisono.primitives.placements import Replicate, Single
 from unisono.primitives.reassigned_buffers import BuffersInBackward, Change, histories
 from unisono.primitives.replicate import check_device, unchanged_on_failure
 from unisono.primitives.written_parameters import LookAtParameters
+from unisono.runtime import devices as _devices
 from unisono.runtime import draws_off, timeline
 from unisono.runtime.errors import add_note, text_of
 from unisono.runtime.exchange import Exchange, exchanging
@@ -345,7 +346,7 @@ class Forward:
                 self._replay.forward_has_run()
             changes = self._replicas.each[0].registries.changes()
             of_buffers = _groups_of(changes, len(call.devices)) if changes and self._tracked else []
-            outputs_of_boundary = _boundary_outputs(call, matched.groups, of_buffers)
+            outputs_of_boundary = _boundary_outputs(call, matched.groups, of_buffers, self._pool.source)
             if self._tracked:
                 graphs = self._graphs([*matched.groups, *of_buffers], outputs_of_boundary)
                 if self._replay is not None and self._is_again:
@@ -356,7 +357,8 @@ class Forward:
             else:
                 joined = [each.join(each.tensors) for each in outputs_of_boundary]
             output = matched.put_together(joined, call.output_device)
-        self._replicas.each[0].commit_buffers(self._pool, changes, joined[len(matched.groups) :])
+        new = joined[len(matched.groups) :]
+        self._replicas.each[0].commit_buffers(self._pool, changes, new, call.devices[0])
         if self._buffers_in_backward is not None:
             self._buffers_in_backward.forward_has_run(reassigns=bool(changes), in_parts=graphs.is_in_parts)
         if not self._tracked:
@@ -493,7 +495,7 @@ class Forward:
             self._model.first_steps.say_of_functional_batch_norm()
         self._model.sum_over_ranks(parameters, call.sync_context)
         if captured.has_checkpoint:
-            self._buffers_in_backward = self._replicas.buffers_in_backward()
+            self._buffers_in_backward = self._replicas.buffers_in_backward(self._pool.source)
         return ReplicaGraphs(
             timings=self.timings,
             where=self._where,
@@ -553,12 +555,15 @@ def _groups_of(changes: Sequence[Change], num_replicas: int) -> list[Group]:
     return [Group((tensor, *others), Single(0), "a buffer") for tensor in histories(changes)]
 
 
-def _boundary_outputs(call: Call, groups: Sequence[Group], of_buffers: Sequence[Group]) -> list[BoundaryTensor]:
-    """Return the boundary's outputs: those of forward on the output device, then buffers where they are."""
+def _boundary_outputs(
+    call: Call, groups: Sequence[Group], of_buffers: Sequence[Group], source: torch.device
+) -> list[BoundaryTensor]:
+    """Return the boundary's outputs: those of forward on the output device, then buffers on `source`, the module's."""
     outputs = [BoundaryTensor(group.placement, call.output_device, group.tensors, group.path) for group in groups]
     for group in of_buffers:
-        tensors = [tensor for tensor in group.tensors if tensor is not None]
-        outputs += [BoundaryTensor(group.placement, t.device, group.tensors, group.path) for t in tensors]
+        for tensor in [tensor for tensor in group.tensors if tensor is not None]:
+            device = source if _devices.same_device(tensor.device, call.devices[0]) else tensor.device
+            outputs.append(BoundaryTensor(group.placement, device, group.tensors, group.path))
     return outputs
 
 

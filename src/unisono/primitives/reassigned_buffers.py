@@ -52,6 +52,8 @@ def commit_buffers(
     modules: Sequence[nn.Module],
     live_modules: Sequence[nn.Module],
     live_tensors: Mapping[int, torch.Tensor],
+    device: torch.device,
+    live_device: torch.device,
 ) -> None:
     """Make the changes of a replica's buffers in the live module.
 
@@ -61,11 +63,15 @@ def commit_buffers(
     Args:
         modules, live_modules: the replica's and those of which they are replicas.
         live_tensors: by id, what stands for a tensor of the replica in the live module, where that is another one.
+        device, live_device: the replica's and the live module's; they are two where the first device has no rows.
     """
+    is_remote = not _devices.same_device(device, live_device)
     for number, name, value in changes:
         attributes, registry = modules[number].__dict__, live_modules[number].__dict__["_buffers"]
         if value is not GONE:
-            registry[name] = live_tensors.get(id(value), value)
+            new = live_tensors.get(id(value), value)
+            is_here = is_remote and isinstance(new, torch.Tensor) and _devices.same_device(new.device, device)
+            registry[name] = _devices.copied_to(new, live_device) if is_here else new
         elif not any(name in attributes[kind] for kind in ("_parameters", "_modules")) and name not in attributes:
             registry.pop(name, None)
 
@@ -85,7 +91,7 @@ class BuffersInBackward:
 
     Args:
         modules: of each replica; live_modules: those of which they are replicas, with their `names`.
-        devices: one a replica.
+        devices: one a replica; live_device: the live modules'.
     """
 
     def __init__(
@@ -94,7 +100,9 @@ class BuffersInBackward:
         live_modules: Sequence[nn.Module],
         names: Sequence[str],
         devices: Sequence[torch.device],
+        live_device: torch.device,
     ) -> None:
+        self._live_device = live_device
         self._names, self._in_parts = names, False
         self._modules, self._live_modules, self._devices = modules[0], live_modules, devices
         self._registries = [buffer_registries(each).dicts for each in modules]
@@ -126,24 +134,39 @@ class BuffersInBackward:
         if repeats and not self._in_parts:
             self._begin_or_repeat(torch_private.number_of_backward())
         now = self._now()
-        if [*map(id, now)] != [*map(id, self._buffers)] or _versions(now) != self._versions:
+        if [*map(id, now)] != [*map(id, self._buffers)] or versions_of(now) != self._versions:
             if self._in_parts:
                 raise RuntimeError(_CHANGED.format(name=self._name_of_changed()))
             self._renew(now)
             self._note(now)
         before = DictSnapshot(self._registries[0]) if self._reassigns else None
+        copies = self._copies_of_first()
+        versions = versions_of([own for own, _ in copies])
         run(backward_of)
+        with torch.no_grad():
+            for (own, live), version in zip(copies, versions, strict=True):
+                if versions_of([own]) != [version]:
+                    live.copy_(own)
         if before is not None:  # what is reassigned again stays, without the history of a graph that is gone
             changes = before.changes()
             detached = {id(value): value.detach() for _, _, value in changes if isinstance(value, torch.Tensor)}
-            commit_buffers(changes, self._modules, self._live_modules, detached)
+            devices = self._devices[0], self._live_device
+            commit_buffers(changes, self._modules, self._live_modules, detached, *devices)
+
+    def _copies_of_first(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the first replica's buffers that are copies, on another device, each with the live one."""
+        if _devices.same_device(self._devices[0], self._live_device):
+            return []
+        pairs = zip(self._registries[0], self._live, strict=True)
+        both = [(own[name], live[name]) for own, live in pairs for name in own.keys() & live.keys()]
+        return [(one, other) for one, other in both if one is not None and other is not None and one is not other]
 
     def _begin_or_repeat(self, number: int) -> None:
         """Note what a backward begins with; in the same backward, go back to it."""
         now = self._now()
         if number != self._backward or number < 0:
             values = [buffer.detach().clone() for buffer in now]
-            self._backward, self._before = number, ([*map(dict, self._live)], values, _versions(now))
+            self._backward, self._before = number, ([*map(dict, self._live)], values, versions_of(now))
             return
         registries, values, versions = self._before
         for live, before in zip(self._live, registries, strict=True):
@@ -151,7 +174,7 @@ class BuffersInBackward:
         now = self._now()
         with torch.no_grad():
             for buffer, value, version in zip(now, values, versions, strict=True):
-                if _versions([buffer]) != [version]:
+                if versions_of([buffer]) != [version]:
                     buffer.copy_(value)
         self._buffers = []  # the replicas have others
 
@@ -162,11 +185,11 @@ class BuffersInBackward:
         before = dict(zip(map(id, self._buffers), self._versions, strict=True))
         paths = zip(self._names, self._live, strict=True)
         buffers = [(f"{path}.{name}" if path else name, b) for path, live in paths for name, b in live.items()]
-        changed = [repr(name) for name, b in buffers if b is not None and before.get(id(b), -1) not in _versions([b])]
+        changed = [repr(name) for name, b in buffers if b is not None and before.get(id(b), -1) not in versions_of([b])]
         return changed[0] if changed else "that is gone"
 
     def _note(self, buffers: list[torch.Tensor]) -> None:
-        self._buffers, self._versions = buffers, _versions(buffers)
+        self._buffers, self._versions = buffers, versions_of(buffers)
 
     def _renew(self, buffers: list[torch.Tensor]) -> None:
         """Give the replicas what the live module has now."""
@@ -178,7 +201,7 @@ class BuffersInBackward:
                 fill(registry, {name: own.get(id(value), value) for name, value in live.items()})
 
 
-def _versions(buffers: Sequence[torch.Tensor]) -> list[int | None]:
+def versions_of(buffers: Sequence[torch.Tensor]) -> list[int | None]:
     return [None if buffer.is_inference() else buffer._version for buffer in buffers]
 
 

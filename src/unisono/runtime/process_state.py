@@ -413,7 +413,7 @@ def _cached_apart(original: Callable[[], Iterator[None]]) -> Callable[[], Iterat
 
     @functools.wraps(original)
     def cached() -> Iterator[None]:
-        if not thread_pool.inside_replica():
+        if not _has_own_cache():
             yield from original()
             return
         caches, path = _own_caches(), thread_pool.replica_path()
@@ -439,7 +439,12 @@ def _own_caches() -> dict[Hashable, dict[Any, Any]]:
 
 
 def _cache_of_replica() -> Any:
-    return _own_caches().get(thread_pool.replica_path()) if thread_pool.inside_replica() else NotImplemented
+    return _own_caches().get(thread_pool.replica_path()) if _has_own_cache() else NotImplemented
+
+
+def _has_own_cache() -> bool:
+    """Return whether a replica may run in this thread: on accelerators, torch's own threads run checkpoints."""
+    return thread_pool.inside_replica() or torch_private.number_of_backward() >= 0
 
 
 _lock = threading.Lock()
