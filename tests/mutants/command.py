@@ -11,7 +11,7 @@ With make: make mutants OPTIONS="--count 50". By hand: PYTHONPATH=tests .venv/bi
 A mutant is a change of one place: a condition is turned, a call, an assignment, an argument or a context left out,
 arguments are swapped, a bound is moved, another operator or constant, None returned. Lines are drawn with the seed, and
 of each line one mutant: the same seed and the same sources are the same set. First it is recorded which tests run which
-line, which takes longer than these tests; a recording is kept until the sources or that file of tests change. Then each
+line, which takes longer than these tests. A recording is kept until the sources, or that file of tests, change. Then a
 mutant is written into a copy of the tree, and the tests that run its line are run, the quickest first, until one fails
 or takes too long. It survives if none does.
 
@@ -19,15 +19,16 @@ Ctrl-C stops it, and the same command continues: what is known is in runs/mutant
 writes the table of all files, with each survivor. The exit status is 0 if all have been tried, 130 after Ctrl-C. A
 survivor is either equivalent, which is to say that nothing a user can see has changed, or shows what no test guards.
 
-Why not a library: mutmut 3.8 puts a wrapper around every function, which the tests of tracebacks, reference cycles and
-counted calls notice, leaves out decorated functions, chooses tests by function, and does not draw a set. cosmic-ray 8.7
-has one command of tests for all mutants. Neither leaves out calls. Which tests run a line is told by coverage.
+Why not a library: mutmut 3.8 puts a wrapper around every function, which changes tracebacks and the calls that tests
+count; it leaves out most decorated functions, chooses tests by function, and does not draw a set. cosmic-ray 8.7 has
+one command of tests for all mutants. Neither leaves out a call. Which tests run a line is told by coverage.
 """
 
 import argparse
 import fnmatch
 import json
 import random
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -103,7 +104,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--seconds", type=float, default=15.0, metavar="S", help="of tests a mutant, as recorded; default: %(default)g"
     )
-    parser.add_argument("--most", type=int, default=60, metavar="N", help="tests a mutant; default: %(default)s")
+    parser.add_argument("--most", type=int, metavar="N", help="tests a mutant; default: 60, with --survivors all")
     parser.add_argument(
         "--file-limit", type=float, default=1200.0, metavar="S", help="to record a file of tests; default: %(default)g"
     )
@@ -114,6 +115,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--list", action="store_true", help="print the mutants, and try none")
     options = parser.parse_args(arguments)
+    options.most = options.most if options.most is not None else sys.maxsize if options.survivors else 60
     if min(options.count, options.seconds, options.most, options.file_limit, options.jobs) <= 0:
         parser.error("--count, --seconds, --most, --file-limit and --jobs: expected more than 0")
     options.files, options.tests = options.files or core, options.tests or TESTS

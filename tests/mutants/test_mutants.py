@@ -14,6 +14,7 @@ from mutants.recording import RecordedTest, Recordings
 from mutants.trials import Outcome, Trials
 from mutants.workers import Worker
 
+forks = pytest.mark.only_on("linux", "macos", because="its server forks")
 SOURCE = """
 import threading
 
@@ -92,6 +93,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield tree
 
 
+@forks
 def test_killed_survived_timed_out_and_not_run(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It continues where it was stopped: nothing is recorded again, and what was tried is not tried again."""
     before = outcomes(tree)
@@ -109,6 +111,7 @@ def test_killed_survived_timed_out_and_not_run(tree: Path, capsys: pytest.Captur
     assert (tree / "src/tiny/__init__.py").read_text() == SOURCE
 
 
+@forks
 def test_what_runs_in_threads_and_processes_counts(tree: Path) -> None:
     recordings = Recordings(tree, tree / "runs/mutants/recorded", ["tests"])
 
