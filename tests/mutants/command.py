@@ -183,7 +183,7 @@ def hunt(
     with results.open("a", encoding="utf-8", buffering=1) as file:
         for num, (mutant, outcome) in enumerate(workers.map(tried, mutants), 1):
             outcomes[mutant] = outcome
-            file.write(json.dumps({**mutant._asdict(), **outcome._asdict()}) + "\n")
+            file.write(json.dumps({**mutant._replace(lines=())._asdict(), **outcome._asdict()}) + "\n")
             if outcome.outcome in {SURVIVED, TIMED_OUT}:
                 of = f"{outcome.num_tests} of {outcome.num_covering} tests"
                 progress.say(f"{outcome.outcome}: {mutant} ({of}, {outcome.seconds:.0f} s)")
@@ -193,14 +193,13 @@ def hunt(
 
 def read(results: Path, mutants: list[Mutant]) -> dict[Mutant, Outcome]:
     """Return what has become of mutants so far; of one that has been tried several times, the last."""
-    outcomes = dict[Mutant, Outcome]()
+    outcomes = dict[tuple[str, int, str, str], Outcome]()
     for line in results.read_text(encoding="utf-8").splitlines() if results.exists() else []:
         fields = json.loads(line)
-        fields["lines"] = tuple(fields["lines"])
-        outcomes[Mutant(*(fields[name] for name in Mutant._fields))] = Outcome(
-            *(fields[name] for name in Outcome._fields)
-        )
-    return {mutant: outcomes[mutant] for mutant in mutants if mutant in outcomes}
+        key = (fields["path"], fields["start"], fields["before"], fields["after"])
+        outcomes[key] = Outcome(*(fields[name] for name in Outcome._fields))
+    keys = {mutant: (mutant.path, mutant.start, mutant.before, mutant.after) for mutant in mutants}
+    return {mutant: outcomes[key] for mutant, key in keys.items() if key in outcomes}
 
 
 def is_done(outcome: Outcome | None, try_survivors: bool) -> bool:

@@ -42,7 +42,8 @@ class Mutant(NamedTuple):
     Attributes:
         path: of the file, from the root.
         line: where the change begins.
-        lines: those of its statement, the first and the last; of a compound statement, of its head.
+        lines: those whose tests may notice it: of its statement, or of its head if it is a compound one. What only
+            imports run is noticed where its name is used, and a default where its function is run.
         kind: what is done, such as "a call is left out".
         before, after: the text there.
         start: where that text begins, in bytes from the beginning of the file.
@@ -50,7 +51,7 @@ class Mutant(NamedTuple):
 
     path: str
     line: int
-    lines: tuple[int, int]
+    lines: tuple[int, ...]
     kind: str
     before: str
     after: str
@@ -84,12 +85,13 @@ class _Finder:
         self._starts = [0]
         for line in source.splitlines(keepends=True):
             self._starts.append(self._starts[-1] + len(line))
-        self._lines = (1, 1)  # of the statement that is looked at
+        self._lines = tuple[int, ...]()  # of the statement that is looked at
+        self._in_function = False
 
     def found_in(self, node: ast.AST) -> Iterator[Mutant]:
         """Yield the mutants of a node and of what is below it."""
         if isinstance(node, ast.stmt):
-            self._lines = (node.lineno, _last_line_of_head(node))
+            self._lines = _head_of(node) if self._in_function else self._uses_of(node)
         match node:
             case ast.arg() | ast.JoinedStr() | ast.Assert() | ast.Import() | ast.ImportFrom():
                 return
@@ -100,7 +102,11 @@ class _Finder:
                 yield from self._found_in_all(orelse)
                 return
             case ast.FunctionDef(args=arguments, body=body):
-                yield from self._found_in_all([*arguments.defaults, *filter(None, arguments.kw_defaults), *body])
+                self._lines = tuple(range(body[0].lineno, (node.end_lineno or 0) + 1))
+                yield from self._found_in_all([*arguments.defaults, *filter(None, arguments.kw_defaults)])
+                outside, self._in_function = self._in_function, True
+                yield from self._found_in_all(body)
+                self._in_function = outside
                 return
             case ast.ClassDef(body=body):
                 yield from self._found_in_all(body)
@@ -122,6 +128,18 @@ class _Finder:
         for node in nodes:
             yield from self.found_in(node)
             self._lines = lines
+
+    def _uses_of(self, node: ast.stmt) -> tuple[int, ...]:
+        """Return the lines that use what a statement of a module or a class gives a name; all, if there are none."""
+        names = [each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)]
+        lines = self._source.decode().splitlines()
+        head = _head_of(node)
+        uses = [
+            number
+            for number, line in enumerate(lines, 1)
+            if number not in head and any(re.search(rf"\b{name}\b", line) for name in names)
+        ]
+        return tuple(uses or range(1, len(lines) + 1))
 
     def _of(self, node: ast.AST) -> Iterator[Mutant]:
         match node:
@@ -224,12 +242,13 @@ class _Finder:
         return self._source[start:end].decode()
 
 
-def _last_line_of_head(node: ast.stmt) -> int:
+def _head_of(node: ast.stmt) -> tuple[int, ...]:
+    """Return the lines of a statement; of a compound one, those before its body."""
     body = getattr(node, "body", None) or getattr(node, "cases", None)
     if not body:
-        return node.end_lineno or node.lineno
+        return tuple(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     first = body[0].pattern if isinstance(body[0], ast.match_case) else body[0]
-    return max(node.lineno, int(first.lineno) - 1)
+    return tuple(range(node.lineno, max(node.lineno + 1, int(first.lineno))))
 
 
 def _name_of(function: ast.expr) -> str:

@@ -109,20 +109,22 @@ class Recordings:
         end = "" if ended.status is not None else f", ended after {limit_s:.0f} s: the rest is not recorded"
         return f"{len(seconds)} tests, {sum(seconds.values()):.0f} s{f', {failed} failed' * bool(failed)}{end}"
 
-    def covering(self, path: str, lines: tuple[int, int]) -> list[RecordedTest]:
-        """Return the tests that run one of some lines of a file; if only imports do, those that run any line of it.
+    def covering(self, path: str, lines: Iterable[int]) -> list[RecordedTest]:
+        """Return the tests that run one of some lines of a file.
 
         To ask about one file after the other is quicker: what is known of the last one is kept.
         """
         by_line = self._tests_by_line(path)
-        tests = {test for line in range(lines[0], lines[1] + 1) for test in by_line.get(line, ())}
-        if "" in tests and len(tests) == 1:
-            tests = {test for each in by_line.values() for test in each}
+        tests = {test for line in lines for test in by_line.get(line, ())}
         return [RecordedTest(name, self._seconds[name]) for name in tests if name in self._seconds]
 
     def collected_s(self, file: str) -> float:
-        """Return how long it takes to import a file of tests, and what it needs."""
-        return float(self._about(file).get("collected_s", 0.0))
+        """Return how long it takes to import a file of tests, without what each needs."""
+        return float(self._about(file)["collected_s"]) - self._least_collected_s
+
+    @cached_property
+    def _least_collected_s(self) -> float:
+        return min(float(self._about(file)["collected_s"]) for file in self.files)
 
     @cached_property
     def _seconds(self) -> dict[str, float]:

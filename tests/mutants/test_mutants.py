@@ -116,7 +116,7 @@ def test_what_runs_in_threads_and_processes_counts(tree: Path) -> None:
     recordings = Recordings(tree, tree / "runs/mutants/recorded", ["tests"])
 
     def functions(line: int) -> set[str]:
-        covering = recordings.covering("src/tiny/__init__.py", (line, line))
+        covering = recordings.covering("src/tiny/__init__.py", [line])
         return {test.function.partition("::")[2] for test in covering}
 
     assert functions(5) == {"test_area", "test_in_a_process"}
@@ -154,6 +154,16 @@ def f(a: int = 1, *rest: int) -> int:
     assert {mutant.after for mutant in found if mutant.line == 8} == {
         "pass", "is not", "(a.c) + 1", "(a.c) - 1", "(not (x and a < 2))", "or", "<=", "3"
     }  # fmt: skip
+
+
+def test_what_only_imports_run_is_noticed_where_it_is_used() -> None:
+    source = b"MOST = 3\n\ndef f(a=1):\n    return min(a,\n        MOST)\n"
+    assert [(mutant.before, mutant.lines) for mutant in mutants_of("f.py", source)] == [
+        ("3", (5,)),
+        ("1", (4, 5)),
+        ("min(a,\n        MOST)", (4, 5)),
+        ("a,\n        MOST", (4, 5)),
+    ]
 
 
 def test_other_sources_are_another_set(tree: Path) -> None:
