@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 READY := .venv/.ready
 
-.PHONY: help demo test test-all test-device test-platforms compat clients clusters rows check format bench fuzz races gpu-check docs dist clean
+.PHONY: help demo test test-all test-device test-platforms compat clients clusters rows check format bench fuzz races mutants gpu-check docs dist clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -20,7 +20,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 $(READY): $(INSTALLED)
 	@echo "Adding what checks and tests need to .venv, once: some 60 packages"
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt \
-	  --editable '.[train,tensorboard]' accelerate hypothesis ipykernel mypy nbmake pytest pytest-xdist ruff \
+	  --editable '.[train,tensorboard]' accelerate coverage hypothesis ipykernel mypy nbmake pytest pytest-xdist ruff \
 	  transformers
 	@touch $@
 
@@ -131,6 +131,9 @@ fuzz: $(READY)  ## compare random programs, wrapped and plain; make fuzz OPTIONS
 
 races: $(READY)  ## look for races on the asynchronous device, ten minutes; make races OPTIONS=--help says for how long, and what
 	PYTHONPATH=tests $(BIN)/python -m async_device.races $(OPTIONS)
+
+mutants: $(READY)  ## change one line of src at a time, and see whether a test notices; make mutants OPTIONS=--help says which
+	PYTHONPATH=tests $(BIN)/python -m mutants $(OPTIONS)
 
 # Sets up nothing: a machine with a GPU has a torch of its own. A pytest that is missing is taken into a temporary folder.
 GPU_PYTHON = $(if $(filter file,$(origin PYTHON)),$(firstword $(wildcard $(BIN)/python) python3),$(PYTHON))

@@ -1,0 +1,118 @@
+"""Tries a mutant: the tests that run its line, the quickest first, until one fails or takes too long.
+
+A test that fails kills the mutant if it passes without it, after the same other tests. This is tried once a test.
+"""
+
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from mutants.mutations import Mutant
+from mutants.recording import PYTEST, RecordedTest, Recordings
+from mutants.workers import Ended, Worker
+
+KILLED, TIMED_OUT, SURVIVED, NOT_RUN = "killed", "timed out", "survived", "not run"
+_LIMIT_S, _LIMIT_TIMES = 20.0, 3.0  # of a test: so long, and so many times as long as when it was recorded
+
+
+class Outcome(NamedTuple):
+    """What became of a mutant.
+
+    Attributes:
+        outcome: KILLED, TIMED_OUT, SURVIVED, or NOT_RUN if no recorded test runs its line.
+        by: the test that killed it; of a survivor "".
+        why: what that test said.
+        num_tests: how many tests were to run; if it was killed, not all of them have.
+        num_covering: how many tests run the line.
+        seconds: how long it took.
+    """
+
+    outcome: str
+    by: str = ""
+    why: str = ""
+    num_tests: int = 0
+    num_covering: int = 0
+    seconds: float = 0.0
+
+
+class Trials:
+    """Tries mutants.
+
+    Args:
+        root: of the tree.
+        recordings: which tests run a line.
+        seconds: about how long the tests of a mutant may take together, as recorded.
+        most: how many tests may run for a mutant.
+    """
+
+    def __init__(self, root: Path, recordings: Recordings, seconds: float, most: int) -> None:
+        self._root, self._recordings, self._seconds, self._most = root, recordings, seconds, most
+        self._pass_without, self._fail_without = set[str](), set[str]()
+
+    def covering(self, mutant: Mutant) -> list[RecordedTest]:
+        return self._recordings.covering(mutant.path, mutant.lines)
+
+    def try_mutant(self, worker: Worker, mutant: Mutant, covering: list[RecordedTest]) -> Outcome:
+        began = time.monotonic()
+        source = (self._root / mutant.path).read_bytes()
+        while True:
+            tests = self._chosen(mutant.path, [test for test in covering if test.id not in self._fail_without])
+            if not tests:
+                return Outcome(NOT_RUN, num_covering=len(covering))
+            with worker.changed(mutant.path, mutant.applied(source)):
+                ended = self._run(worker, tests)
+            outcome, by, why = _read(ended, worker)
+            if outcome == SURVIVED or self._passes_without(worker, tests, by):
+                return Outcome(outcome, by, why, len(tests), len(covering), round(time.monotonic() - began, 1))
+
+    def _chosen(self, path: str, covering: list[RecordedTest]) -> list[RecordedTest]:
+        """Return the tests to run: those of the file's own file first, and one with each function before more of it."""
+        own = f"test_{Path(path).stem}.py"
+        functions = set[str]()
+        first, more = list[RecordedTest](), list[RecordedTest]()
+        for test in sorted(covering, key=lambda test: (not test.file.endswith(f"/{own}"), test.seconds, test.id)):
+            (more if test.function in functions else first).append(test)
+            functions.add(test.function)
+        chosen, files, seconds = list[RecordedTest](), set[str](), 0.0
+        for test in first + more:
+            cost = test.seconds + (0.0 if test.file in files else self._recordings.collected_s(test.file))
+            if len(chosen) < self._most and (not chosen or seconds + cost <= self._seconds):
+                chosen.append(test)
+                files.add(test.file)
+                seconds += cost
+        return chosen
+
+    def _run(self, worker: Worker, tests: list[RecordedTest]) -> Ended:
+        limit_s = _LIMIT_S + _LIMIT_TIMES * max(test.seconds for test in tests)
+        each = ["-o", f"faulthandler_timeout={limit_s:.0f}", "-o", "faulthandler_exit_on_timeout=true"]
+        files = {test.file for test in tests}
+        all_s = sum(test.seconds for test in tests) + sum(self._recordings.collected_s(file) for file in files)
+        return worker.run([*(test.id for test in tests), "-x", *each, *PYTEST], 2 * limit_s + _LIMIT_TIMES * all_s)
+
+    def _passes_without(self, worker: Worker, tests: list[RecordedTest], by: str) -> bool:
+        """Return whether the tests up to the one that failed pass without the mutant."""
+        if by in self._pass_without:
+            return True
+        index = next((index for index, test in enumerate(tests) if test.id == by), 0)
+        ended = self._run(worker, tests[: index + 1])
+        if ended.status == 0:
+            self._pass_without.add(by)
+            return True
+        failed = _read(ended, worker)[1]
+        self._fail_without.add(failed if failed in {test.id for test in tests} else tests[index].id)
+        return False
+
+
+def _read(ended: Ended, worker: Worker) -> tuple[str, str, str]:
+    """Return the outcome of a run, the test that made it, and what it said."""
+    if ended.status == 0:
+        return SURVIVED, "", ""
+    for event in ended.events:
+        if event["what"] in {"failed", "not collected"}:
+            return KILLED, event["test"], event["text"]
+    begun, finished = ended.tests("begun"), set(ended.tests("ended"))
+    if begun and begun[-1] not in finished:
+        crashed = ended.status is not None and ended.status < 0
+        return KILLED if crashed else TIMED_OUT, begun[-1], f"exit status {ended.status}"
+    # Such as an error in conftest.py, or a process that does not end.
+    return KILLED if ended.status is not None else TIMED_OUT, "", worker.last_lines()[-500:]
