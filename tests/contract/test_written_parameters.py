@@ -463,3 +463,20 @@ def test_a_failure_is_not_hidden(wrap: Wrap) -> None:
     with contextlib.suppress(KeyError):
         wrap(network(write_and_fail))(torch.randn(6, 5))
         pytest.fail("the error did not arrive")
+
+
+def test_a_first_step_that_runs_out_of_memory_is_not_run_again(wrap: Wrap) -> None:
+    """R22, F1: it would again. Of what several replicas have written into one memory nothing stays."""
+    calls: list[int] = []
+
+    def write_and_fail(net: Any, x: torch.Tensor) -> None:
+        decay(net, x)
+        calls.append(len(x))
+        raise torch.OutOfMemoryError
+
+    model = wrap(network(write_and_fail), 2)
+    before = model.module.shift.detach().clone()
+    with pytest.raises(torch.OutOfMemoryError):
+        model(torch.randn(6, 5))
+    assert calls == [3, 3]
+    assert any(torch.equal(model.module.shift, before * factor) for factor in (1, 0.9))
