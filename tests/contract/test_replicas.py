@@ -346,17 +346,21 @@ def test_slots_of_a_modules_class(wrap: Wrap) -> None:
     """R7: `__slots__` beside the attributes; the slots of replicas were empty."""
 
     class Base(nn.Module):
-        __slots__ = ("__factor", "empty")
+        __slots__ = ("__factor", "behind", "empty")
 
         def __init__(self) -> None:
             super().__init__()
             self.__factor = 3.0
+            slot.__set__(self, 1.0)
 
         def factor(self) -> float:
-            return self.__factor
+            return self.__factor * slot.__get__(self)
+
+    slot: Any = Base.behind
 
     class Slotted(Base):
         __slots__ = ("layers", "op", "table")
+        behind = property(lambda self: 2.0)
 
         def __init__(self) -> None:
             super().__init__()
