@@ -112,6 +112,30 @@ def test_what_forward_assigns_is_said_once(wrap: Wrap, name: str) -> None:
     assert model.module.steps == 0
 
 
+class InSlots(nn.Module):
+    """Counts in a slot of its class; another one is filled in forward, and a third stays."""
+
+    __slots__ = ("latest", "lock", "steps")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.steps, self.lock = 0, threading.Lock()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        self.latest = x
+        with self.lock:
+            return self.layer(x)
+
+
+@pytest.mark.parametrize("way", ["training", "without gradients", "map", "the verbs"])
+def test_what_forward_assigns_to_slots_is_said(wrap: Wrap, way: str) -> None:
+    """R6: in `__slots__`. It was lost in silence."""
+    (said,) = said_by(steps_of(wrap(InSlots(), 3))[way])
+    assert "forward of InSlots assigns latest and steps:" in str(said.message)
+
+
 def test_another_model_is_warned_of_too(wrap: Wrap) -> None:
     """R6: once for a model, not once for a class. A second one of the class was wrong in silence."""
     for _ in range(2):

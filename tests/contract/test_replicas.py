@@ -286,6 +286,22 @@ def test_a_live_module_behind_an_unknown_object_is_an_error(wrap: Wrap, name: st
     assert module.layer.weight.grad is not None
 
 
+def test_a_gradient_that_forward_switches_on_is_an_error(wrap: Wrap) -> None:
+    """R7, R4: of a layer that the caller has frozen. The error says so, and the next call works."""
+
+    def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
+        return net.layer.requires_grad_(True)(x)
+
+    plain, model = twins(wrap, Calls(forward, layer=nn.Linear(5, 5).requires_grad_(False)), 2)
+    x = torch.randn(7, 5)
+    with pytest.raises(RuntimeError, match=r"switched on the gradient of parameter 'layer\.(weight|bias)'.*before"):
+        model(x)
+    model.module.requires_grad_(True)
+    for each in (model, plain):
+        loss_of(each(x)).backward()
+    assert_same_gradients(model.module, plain)
+
+
 @in_one_memory
 def test_a_tensor_with_a_history_as_attribute_is_an_error(wrap: Wrap) -> None:
     """R7: the error names the attribute; unused, it does no harm."""
@@ -346,17 +362,21 @@ def test_slots_of_a_modules_class(wrap: Wrap) -> None:
     """R7: `__slots__` beside the attributes; the slots of replicas were empty."""
 
     class Base(nn.Module):
-        __slots__ = ("__factor", "empty")
+        __slots__ = ("__factor", "behind", "empty")
 
         def __init__(self) -> None:
             super().__init__()
             self.__factor = 3.0
+            slot.__set__(self, 1.0)
 
         def factor(self) -> float:
-            return self.__factor
+            return self.__factor * slot.__get__(self)
+
+    slot: Any = Base.behind
 
     class Slotted(Base):
         __slots__ = ("layers", "op", "table")
+        behind = property(lambda self: 2.0)
 
         def __init__(self) -> None:
             super().__init__()

@@ -90,6 +90,23 @@ def test_a_stuck_replica(sync_batch_norm, place):
     torch.testing.assert_close(step(model, x), step(plain, x), rtol=1e-4, atol=1e-4)
 
 
+def test_a_first_step_that_writes_into_parameters():
+    """F7, R22: it is not run again."""
+    calls: list[int] = []
+
+    def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        module.weight.data.clamp_(-1, 1)
+        if int(x[0, 0]) == 1:
+            calls.append(len(x))
+            gets_stuck()
+        return x * module.weight
+
+    model = wrap(Calls(forward, weight=nn.Parameter(torch.full((200,), 2.0))), timeout=TIMEOUT_S)
+    with pytest.raises(ReplicaTimeout):
+        in_time(lambda: model(rows(2)))
+    assert calls == [2]
+
+
 @pytest.mark.parametrize("actor", [0, 1])
 def test_a_lane_of_a_map(actor):
     """F7, I9: the error comes in the batch's turn; the other lane computes the rest, and a later map all of it."""

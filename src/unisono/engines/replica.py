@@ -658,7 +658,7 @@ def look_for_live_tensors(
         collectors: those of the forward.
 
     Raises:
-        RuntimeError: one does, and its gradient would be wrong. Names the tensor.
+        RuntimeError: one does, and its gradient would be wrong. Names the tensor, and the cause.
     """
     if not groups:  # outputs without tensors
         return CapturedTensors()
@@ -670,6 +670,12 @@ def look_for_live_tensors(
     for index, (place, outputs) in enumerate(of_replicas):
         for reached in leaves_and_nodes([output for output in outputs if output is not None]):
             if isinstance(reached, torch.Tensor) and id(reached) in blueprint.parameters:
+                if not any(reached is live for collector in collectors for live in collector.live):
+                    raise RuntimeError(
+                        f"{place}: forward has switched on the gradient of {blueprint.name_of(reached)}, which was off "
+                        "when forward began, so replicas collect none for it. Switch it on before the call "
+                        "(model.module.requires_grad_(True), or only that of this layer)."
+                    )
                 raise RuntimeError(
                     f"{place} used {blueprint.name_of(reached)} of the original module instead of its own "
                     "copy: something in the module refers to the original, and unisono cannot replace it. "

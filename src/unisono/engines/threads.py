@@ -71,7 +71,7 @@ from unisono.primitives.replicate import check_device, unchanged_on_failure
 from unisono.primitives.written_parameters import LookAtParameters
 from unisono.runtime import devices as _devices
 from unisono.runtime import draws_off, timeline
-from unisono.runtime.errors import add_note, text_of
+from unisono.runtime.errors import ReplicaTimeout, add_note, text_of
 from unisono.runtime.exchange import Exchange, exchanging
 from unisono.runtime.model_warnings import ModelWarnings
 from unisono.runtime.rng import own_streams
@@ -179,8 +179,10 @@ class Threads:
                         self._timings = step.timings
                     try:
                         output = step.forward()
-                    except Exception:
-                        if not step.has_put_back():
+                    except Exception as error:
+                        if isinstance(error, ReplicaTimeout):  # a replica may write even now
+                            raise
+                        if not step.has_put_back() or _devices.is_out_of_memory(error):
                             raise
                     else:
                         frozen = step.linked.frozen() if step.linked.collector.frozen else ()

@@ -54,7 +54,6 @@ _HOOK_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "
 STAMPED = (*_REGISTRIES, *HOOKS, *_HOOK_FLAGS)  # the dicts that each replica's modules have of their own
 _is_tracked, _own_attributes = gc.is_tracked, attrgetter("__dict__")
 _new: Any = object.__new__  # of any class, whatever its own __new__ asks for
-_set_slot: Any = object.__setattr__
 _set_dict: Any = nn.Module.__dict__["__dict__"].__set__  # of any class, whatever its __setattr__ does
 
 
@@ -319,7 +318,7 @@ class Blueprint:
         if self._to_rebind or self._script_attributes or self._slots:
             referring = self._referring_attributes()
             links = [(setitem, own[key].__dict__, name, value) for key, name, value in referring]
-            links += [(_set_slot, own[key], slot.__name__, value) for key, slot, value in self._slots]
+            links += [(type(slot).__set__, slot, own[key], value) for key, slot, value in self._slots]
             # The live tensors too, where they are the replica's own: a list that holds any is each replica's own.
             self._rebind_attributes({**self.parameters, **self.buffers, **own})
         if len(self.modules) > self._num_registered:  # weak references keep none of them alive
@@ -454,8 +453,9 @@ def names_of(modules: Sequence[nn.Module], root: nn.Module) -> list[str]:
     return [paths.get(id(module), f"a {type(module).__name__}") for module in modules]
 
 
-# What sets an attribute, where (the dict of a module of a replica, or the module), its name, and its live value.
-Link: TypeAlias = tuple[Callable[..., object], Any, str, Any]
+# What sets an attribute, where (the dict of a replica's module, or a slot), of what (a name, or the module), and the
+# live value.
+Link: TypeAlias = tuple[Callable[..., object], Any, Any, Any]
 
 
 def unlinked_at_deletion(links: list[Link]) -> at_deletion | None:

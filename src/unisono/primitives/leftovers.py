@@ -23,7 +23,7 @@ from unisono.primitives import pytree
 from unisono.primitives.batch_types import batch_type_of
 from unisono.primitives.blueprint import HOOKS, STAMPED, Blueprint, names_of
 from unisono.primitives.change_tracking import GONE, ContainerSnapshot, DictSnapshot
-from unisono.primitives.object_state import is_equal
+from unisono.primitives.object_state import filled_slots, is_equal
 from unisono.primitives.references import TRACKED
 from unisono.primitives.shared_iterators import SharedIterator
 from unisono.primitives.shared_state import HookWrites
@@ -186,6 +186,12 @@ def assigned(snapshot: DictSnapshot, modules: Sequence[nn.Module], names: Sequen
             yield _path(name, key)
 
 
+def _beside_dict(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module that are not in its dict: those of TorchScript, and in slots of its class."""
+    in_slots = {name: value for name, _, value in filled_slots(module)}
+    return {**torch_private.script_attributes(module), **in_slots}
+
+
 def _path(name: str, key: str) -> str:
     return f"{name}.{key}" if name else key
 
@@ -234,7 +240,7 @@ class Watched:
         self._hooks = self._hook_states() if self._has_several else None
         self._dicts = DictSnapshot(attribute_dicts_of(self._modules))
         self._containers = [*self._own_containers()]
-        self._scripts = [torch_private.script_attributes(module) for module in self._modules]
+        self._beside = [*map(_beside_dict, self._modules)]
         self._tensors = {id(tensor): (name, tensor) for name, tensor in self._named_tensors()}
         self._of_tensors = [*map(_attributes_of, self._tensors.values())]
         self._num_hooks = [torch_private.num_hooks([tensor]) for _, tensor in self._tensors.values()]
@@ -263,9 +269,9 @@ class Watched:
         for attribute, container in self._containers:
             if not container.is_current():
                 yield attribute
-        for path, module, values in zip(self._names, self._modules, self._scripts, strict=True):
-            for key, value in torch_private.script_attributes(module).items() if values else ():
-                if not is_equal(values.get(key, GONE), value):
+        for path, module, values in zip(self._names, self._modules, self._beside, strict=True):
+            for key, value in _beside_dict(module).items():
+                if value is not values.get(key, GONE) and not is_equal(values.get(key, GONE), value):
                     yield _path(path, key)
         of_tensors = zip(self._tensors.values(), self._of_tensors, self._num_hooks, strict=True)
         for (name, tensor), of_tensor, num_hooks in of_tensors:

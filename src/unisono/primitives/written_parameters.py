@@ -4,7 +4,8 @@ On one device that happens once a step. So it has to happen once here: where eac
 write the same values, those of the first replica become the live parameter's. Other values are an error: each replica
 has computed them from its own rows. Replicas that share memory would write several times, and read what others write.
 If the first step of a structure does so, the values from before are put back, and the step runs again, with memory of
-its own for each replica (`Threads.run`). In a later step it is an error.
+its own for each replica (`Threads.run`). In a later step it is an error, and the next step has that memory. A first
+step that is refused leaves the live parameters as they were.
 
 torch's version counters say after forward that it has written: a replica in the module's memory shares the counters of
 the live parameters, and a copy has counters of its own. No counter sees a write through `.data`, through numpy, or into
@@ -29,6 +30,7 @@ from torch import nn
 from unisono.runtime import devices as _devices
 from unisono.runtime.buckets import is_plain
 from unisono.runtime.rng import shortened_rows
+from unisono.runtime.thread_pool import inside_replica
 
 _version, _node = attrgetter("_version"), attrgetter("grad_fn")
 _WRITTEN = (
@@ -37,6 +39,10 @@ _WRITTEN = (
     "call the plain module once before you wrap it: with torch.no_grad(): model(inputs)."
 )
 IN_LANES = "in several replicas at once; on one device it would happen batch by batch, so call the model for each batch"
+_LATE = (
+    "{times}. Replicas share memory until forward writes in a first step, or until this error: let it write from the "
+    "first step on, or put the old values back (load_state_dict) and go on, and what all write alike counts once"
+)
 _DIFFER = "with other values in each replica: they are computed from its rows, or drawn"
 _RECORDED = "and autograd has recorded that: write under torch.no_grad()"
 _MOST_BYTES = 1 << 30  # of parameters of which the first step of a structure keeps the values
@@ -65,6 +71,9 @@ class WrittenParameters:
         name_of: what messages call one of the live parameters.
         times: how often forward writes, in words: `in_each` or `IN_LANES`.
         num_here: how many replicas are in the memory of the live ones.
+
+    Attributes:
+        num_here: as above.
     """
 
     def __init__(
@@ -78,7 +87,7 @@ class WrittenParameters:
         num_here: int = 1,
     ) -> None:
         self._root, self._name_of, self._times = root, name_of, times
-        self._live, self._copies, self._own, self._num_here = live, copies, own, num_here
+        self._live, self._copies, self._own, self.num_here = live, copies, own, num_here
         self._nodes = [*map(_node, map(itemgetter(1), [*own, *copies]))]
         of_live: list[tuple[torch.Tensor | None, torch.Tensor]] = [(None, tensor) for tensor in live]
         self._watched = [(of, tensor) for of, tensor in [*of_live, *copies] if not tensor.is_inference()]
@@ -166,9 +175,9 @@ class WrittenParameters:
         for live, tensor in self._copies:
             copies.setdefault(id(live), []).append(tensor)
         lives = [live for number, live in enumerate(self._live) if number in numbers]
-        each = [[here.get(id(p), p)] * bool(self._num_here) + copies.get(id(p), []) for p in lives]
-        if self._num_here > 1:
-            self.raise_if_any(lives)
+        each = [[here.get(id(p), p)] * bool(self.num_here) + copies.get(id(p), []) for p in lives]
+        if self.num_here > 1:
+            self.raise_if_any(lives, _LATE.format(times=self._times))
         if each and len(each[0]) > 1:
             of_replicas = zip([*self._own, *self._copies], self._nodes, strict=True)
             recorded = [
@@ -178,7 +187,7 @@ class WrittenParameters:
         differing = [lives[number] for number in _differing(each)]
         self.raise_if_any(self.counted()[0] if may_differ and differing else differing, _DIFFER)
         for live, (first, *_) in zip(lives, each, strict=True):
-            if not self._num_here:
+            if not self.num_here:
                 live.data.copy_(first)
             elif first.data_ptr() != live.data_ptr():
                 live.data = first.data  # as `.data = ...` has done there
@@ -196,10 +205,11 @@ class WrittenParameters:
         if names := dict.fromkeys(map(self._name_of, written)):
             raise RuntimeError(_WRITTEN.format(names=", ".join(names), times=times or self._times))
 
-    def values_in_one_memory(self) -> list[Before]:
-        """Return what live parameters hold, if several replicas share their memory and it is not too much to keep."""
+    def values_before(self) -> list[Before]:
+        """Return what live parameters hold, if a refusal may have to put it back and it is not too much to keep."""
         live = [tensor for tensor in self._live if is_plain(tensor)]
-        if self._num_here < 2 or sum([tensor.nbytes for tensor in live]) > _MOST_BYTES:
+        has_several = self.num_here > 1 or (self.num_here and self._copies)
+        if not has_several or sum([tensor.nbytes for tensor in live]) > _MOST_BYTES:
             return []
         return [(tensor, tensor.data, tensor.detach().clone()) for tensor in live]
 
@@ -236,7 +246,7 @@ class LookAtParameters:
         """Take what there is: forward begins."""
         self._written.begin(with_values=self._with_values)
         if self._with_values and self._known is not None:
-            self._before = self._written.values_in_one_memory()
+            self._before = self._written.values_before()
 
     def end(self) -> None:
         """Give the live parameters what forward has written.
@@ -252,15 +262,22 @@ class LookAtParameters:
         if known is None:
             written.raise_if_any(found)
         elif known or found:
-            numbers = known | written.numbers_of(found)
-            noted += written.merge(numbers, may_differ=self._may_differ)
-            known |= numbers
+            known |= written.numbers_of(found)  # then each replica has memory of its own in the next step
+            try:
+                noted += written.merge(known, may_differ=self._may_differ)
+            except RuntimeError:
+                if written.num_here == 1 and not inside_replica():  # there the outer step looks at what has changed
+                    self._undo()
+                raise
         if noted and self._note is not None:
             self._note(noted)
         self._before = []
 
     def put_back(self) -> bool:
         """Undo what a forward has written that has failed; return whether that was where replicas share memory."""
+        return self._written.num_here > 1 and self._undo()
+
+    def _undo(self) -> bool:
         before, self._before = self._before, []
         if not before or self._known is None:
             return False
