@@ -30,6 +30,17 @@ def reassigned(net: nn.Module, h: torch.Tensor) -> torch.Tensor:
     return net.body(h) * (net.count + 1)
 
 
+def uncounted(net: nn.Module, h: torch.Tensor) -> torch.Tensor:
+    """As `.data` and numpy write: no version counts it."""
+    net.count.data.add_(1)
+    return net.body(h) * (net.count + 1)
+
+
+def uncounted_memory(net: nn.Module, h: torch.Tensor) -> torch.Tensor:
+    net.count.data = net.count.data + 1
+    return net.body(h) * (net.count + 1)
+
+
 def only_read(net: nn.Module, h: torch.Tensor) -> torch.Tensor:
     """Forward changes it before the checkpoint."""
     return net.body(h) * (net.count + 1)
@@ -65,8 +76,9 @@ def batch_norm() -> nn.Module:
     return Calls(before(lambda net, h: net.body(h)), foot=nn.Linear(3, 3), body=body)
 
 
+FORWARDS = [in_place, reassigned, uncounted, uncounted_memory, only_read]
 MODULES: dict[str, Callable[[], nn.Module]] = {
-    **{each.__name__: lambda each=each: with_count(each) for each in (in_place, reassigned, only_read)},
+    **{each.__name__: lambda each=each: with_count(each) for each in FORWARDS},
     "spectral norm": spectral_norm,
     "batch norm": batch_norm,
 }
@@ -170,7 +182,7 @@ def gradient_between_outputs(call: Call, root: nn.Module) -> torch.Tensor | None
     return hidden.grad
 
 
-@pytest.mark.parametrize("forward", [in_place, reassigned])
+@pytest.mark.parametrize("forward", FORWARDS[:-1])
 @pytest.mark.parametrize("step", [second_derivatives, gradient_between_outputs])
 def test_a_backward_runs_a_checkpoint_once(wrap: Wrap, step: Callable[..., Any], forward: Call) -> None:
     """R5, N1, N3: replicas ran it twice, and the second time it read other buffers."""
@@ -182,6 +194,27 @@ def test_a_backward_runs_a_checkpoint_once(wrap: Wrap, step: Callable[..., Any],
     net = Calls(pair, foot=nn.Linear(3, 3), body=nn.Linear(3, 3))
     net.register_buffer("count", torch.zeros(()))
     assert_alike(wrap, net, lambda call, root: [step(call, root) for _ in range(2)], 2, 1e-10)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")  # torch's
+@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
+def test_a_checkpoint_that_only_some_inputs_reach(wrap: Wrap, reentrant: bool) -> None:
+    """R5: it was looked for where its input needs no gradient, and not found later."""
+
+    def forward(net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return net.body(y) + checkpoint(lambda x: (x * net.count.add_(1)).sin(), x, use_reentrant=reentrant)
+
+    net = Calls(forward, body=nn.Linear(3, 3))
+    net.register_buffer("count", torch.zeros(()))
+
+    def steps(call: Call, root: nn.Module) -> list[torch.Tensor | None]:
+        x, y = torch.randn(7, 3), torch.randn(7, 3)
+        call(x, y.clone().requires_grad_()).sum().backward()
+        x.requires_grad_()
+        sum(call(x, y).sum() for _ in range(2)).backward()
+        return [x.grad]
+
+    assert_alike(wrap, net, steps, 2, 1e-10)
 
 
 def test_parts_need_the_buffers_of_their_forward(wrap: Wrap) -> None:

@@ -189,6 +189,53 @@ def test_outputs_in_containers_and_one_that_is_returned_twice(wrap: Wrap) -> Non
     assert_alike(wrap, net(forward), steps, 3)
 
 
+def first_without_input_gradients(call: Call, root: nn.Module, x: torch.Tensor) -> Tensors:
+    """As a gradient penalty of a discriminator is computed."""
+    call(x.detach())
+    return call(x)
+
+
+def in_warm_up(call: Call, root: nn.Module, x: torch.Tensor) -> Tensors:
+    """The first forward detaches."""
+    call(x)
+    return call(x)
+
+
+@pytest.mark.parametrize("steps", [first_without_input_gradients, in_warm_up], ids=lambda steps: steps.__name__)
+def test_ways_that_differ_between_forwards(wrap: Wrap, steps: Call) -> None:
+    """N1: the ways of the first forward were taken for those of the second: None instead of a gradient."""
+
+    def forward(net: nn.Module, x: torch.Tensor) -> Tensors:
+        net.number.add_(1)
+        hidden = (x * 2).tanh()
+        is_cut = steps is in_warm_up and int(net.number) == 1
+        return net.b(hidden.detach() if is_cut else hidden).exp(), hidden
+
+    module = net(forward)
+    module.register_buffer("number", torch.zeros(()))
+
+    def asked(call: Call, root: nn.Module) -> Any:
+        return by_grad(steps(call, root, torch.randn(7, 3).requires_grad_()), root)
+
+    assert_alike(wrap, module, asked, 3, 1e-10)
+
+
+def test_an_output_that_one_replica_detaches(wrap: Wrap) -> None:
+    """N1: torch said that a differentiated tensor does not require grad. Its rows have the gradient 0."""
+
+    def forward(net: nn.Module, x: torch.Tensor) -> Tensors:
+        hidden = net.a(x)
+        hidden = hidden if float(x[0, 0]) == 0 else hidden.detach()
+        return net.b(hidden), hidden
+
+    model = wrap(net(forward))
+    output, hidden = model(torch.arange(8.0)[:, None].expand(8, 3))
+    hidden.retain_grad()
+    output.sum().backward()
+    assert hidden.grad is not None
+    assert hidden.grad[0].abs().sum() > 0
+
+
 @pytest.mark.parametrize("is_on_way", [False, True])
 def test_hooks_of_outputs_without_a_gradient_are_not_called(wrap: Wrap, is_on_way: bool) -> None:
     """R9: they were called with None: TypeError in the user's hook."""

@@ -92,6 +92,36 @@ def test_a_shard_that_does_not_fit_is_run_in_parts(in_backward: bool, float64: N
         caplog.clear()
 
 
+def by_backward(output: torch.Tensor, x: torch.Tensor, module: nn.Module) -> list[torch.Tensor]:
+    output.square().mean().backward(create_graph=True)
+    found = [x.grad, *[parameter.grad for parameter in module.parameters()]]
+    for tensor in (x, *module.parameters()):  # a gradient with a graph makes a cycle with it
+        tensor.grad = None
+    return found
+
+
+def by_grad(output: torch.Tensor, x: torch.Tensor, module: nn.Module) -> list[torch.Tensor]:
+    return [*torch.autograd.grad(output.square().mean(), [x, module.net[0].weight], create_graph=True)]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+@pytest.mark.parametrize("asked", [by_backward, by_grad], ids=lambda asked: asked.__name__)
+def test_a_backward_with_create_graph_is_run_again(asked: Callable[..., list[torch.Tensor]], float64: None) -> None:
+    """F11, N3: all gradients were None. The inputs were those of the graphs that had failed."""
+    plain = Greedy(99, False)
+    model = rescued(copy.deepcopy(plain))
+    model.module.most, model.module.in_backward = 6, True
+    x = torch.randn(34, 20)
+    found = []
+    for call, root in ((plain, plain), (model, model.module)):
+        given = x.clone().requires_grad_()
+        first = asked(call(given)["y"], given, root)
+        second = torch.autograd.grad(sum(each.square().sum() for each in first), root.net[0].weight)
+        found.append([*first, *second])
+    for theirs, mine in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
 def test_one_replica_that_can_bear_less(float64: None) -> None:
     """F11: only its shard is run in parts."""
 

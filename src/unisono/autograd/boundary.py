@@ -43,7 +43,7 @@ from typing import Any
 import torch
 
 from unisono.autograd.bucket import BOUNDARIES, FIRST, Gradients
-from unisono.autograd.replica_graph import BoundaryTensor, Joined, ReplicaGraphs
+from unisono.autograd.replica_graph import Joined, ReplicaGraphs
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline, torch_private
 from unisono.runtime.errors import add_note, text_of
@@ -209,11 +209,11 @@ def _backward(ctx: Any, incoming: _Incoming) -> tuple[torch.Tensor | None, ...]:
         raise RuntimeError(_MODULE_HOOKS)
     try:
         if higher:
-            every = graphs.all_inputs
-            inputs = dict(compress(enumerate(every), repeat(True) if needed is None else needed))
-            refused = None if needed is None else inputs
-            gradients = dict(zip(inputs, _differentiable_backward(graphs, incoming, inputs, refused), strict=True))
-            found = [gradients.get(number) for number, _ in enumerate(every)]
+            every = range(len(graphs.all_inputs))
+            wanted = [*compress(every, repeat(True) if needed is None else needed)]
+            refused = None if needed is None else wanted
+            gradients = dict(zip(wanted, _differentiable_backward(graphs, incoming, wanted, refused), strict=True))
+            found = [gradients.get(number) for number in every]
         else:
             options: Any = {"keep": keep or others_follow, "in_device_thread": incoming.is_in_device_thread()}
             options["totals"] = incoming.totals
@@ -272,12 +272,12 @@ def _gradients_of_lower(
         raise RuntimeError(_FREED)
     if is_sure:
         graphs.check_have_gradients(wanted, grads)
-    inputs = {k: graphs.outputs[k].of_gradients() for k in wanted if graphs.why_no_gradient(k) is None}
+    wanted = [k for k in wanted if graphs.why_no_gradient(k) is None]
     if torch.is_grad_enabled():
-        gradients = _differentiable_backward(graphs, incoming, inputs, None)
+        gradients = _differentiable_backward(graphs, incoming, wanted, None, of_outputs=True)
     else:
         options: Any = {
-            "outputs": inputs,
+            "outputs": wanted,
             "totals": incoming.totals,
             "keep": goes_on or graphs.are_needed_later or torch_private.backward_keeps_graph(),
             "in_device_thread": incoming.is_in_device_thread(),
@@ -285,7 +285,7 @@ def _gradients_of_lower(
         }
         run = partial(graphs.backward, grads, None, None, **options)
         gradients = run() if graphs.replay is None else graphs.replay.run(graphs, run)
-    found = dict(zip(inputs, gradients, strict=True))
+    found = dict(zip(wanted, gradients, strict=True))
     for number, gradient in found.items():
         if gradient is None:
             graphs.on_way[number].skip_hooks()  # type: ignore[union-attr]
@@ -338,11 +338,14 @@ def _joined_by_level(
 def _differentiable_backward(
     graphs: ReplicaGraphs,
     incoming: _Incoming,
-    inputs: Mapping[int, BoundaryTensor],
+    wanted: Sequence[int],
     refused: Collection[int] | None,
+    *,
+    of_outputs: bool = False,
 ) -> Gradients:
-    """Return the gradients of `inputs` as outputs of one more boundary."""
-    run = partial(graphs.differentiable_backward, incoming.grads, incoming.totals, inputs, refused)
+    """Return the gradients of some inputs, or outputs, as outputs of one more boundary."""
+    args = incoming.grads, incoming.totals, wanted, refused
+    run = partial(graphs.differentiable_backward, *args, of_outputs=of_outputs)
     replay = graphs.replay
     higher, gradients = run() if replay is None else replay.run(graphs, run)
     if replay is not None:

@@ -252,8 +252,29 @@ def lead_to_others(ends: Sequence[torch.Tensor], collectors: Sequence[Collector]
     return False
 
 
+def lead_to_each_other(ends: Sequence[torch.Tensor]) -> tuple[bool, ...]:
+    """Return for each tensor, all of which require grad, whether its graph leads to another one of them.
+
+    As above, torch's engine looks.
+    """
+    if len(ends) < 2:
+        return ()
+    try:
+        root = _LookBehind.apply(*ends)  # type: ignore[no-untyped-call]
+        torch_private.gradients([root], ends, [torch.ones_like(root)], keep=True)
+    except _LookBehindError as found:
+        return found.leading
+    return ()
+
+
 class _LeadsToMarkError(Exception):
     pass
+
+
+class _LookBehindError(Exception):
+    def __init__(self, leading: tuple[bool, ...]) -> None:
+        super().__init__(leading)
+        self.leading = leading
 
 
 class _Look(torch.autograd.Function):
@@ -269,6 +290,20 @@ class _Look(torch.autograd.Function):
         if any(ctx.needs_input_grad):
             raise _LeadsToMarkError
         return (None,) * len(ctx.needs_input_grad)
+
+
+class _LookBehind(torch.autograd.Function):
+    """A node whose backward ends at once: it tells which of its inputs' nodes torch would go on behind."""
+
+    @staticmethod
+    def forward(ctx: Any, *_: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        return torch.zeros((), dtype=torch.float32, device="cpu")
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor | None) -> tuple[None, ...]:
+        behind = [[node for node, _ in of_end.next_functions if node is not None] for of_end, _ in ctx.next_functions]
+        raise _LookBehindError(tuple([any(map(torch_private.backward_reaches, nodes)) for nodes in behind]))
 
 
 class OverRanks(NamedTuple):

@@ -434,7 +434,7 @@ class ReplicaGraphs:
         totals: Collection[int],
         keep: bool,
         in_device_thread: bool,
-        outputs: Mapping[int, BoundaryTensor] | None = None,
+        outputs: Sequence[int] | None = None,
         checkpoints: bool = True,
     ) -> Gradients:
         """Run backward in every replica graph; return the gradient of each of the boundary's inputs.
@@ -444,7 +444,7 @@ class ReplicaGraphs:
         Args:
             needed: for each input, whether its gradient is needed; None: all are.
             totals: the outputs whose gradients take the place of what reaches them inside the graphs.
-            outputs: those whose gradients are returned instead, by number: they lie on the way to others.
+            outputs: the numbers of those whose gradients are returned instead: they lie on the way to others.
             checkpoints: whether reentrant activation checkpoints may be on these ways.
             keep: whether the graphs are needed after it.
             in_device_thread: whether the calling thread is the one that torch has for an accelerator.
@@ -461,9 +461,9 @@ class ReplicaGraphs:
         if self.buffers is not None:
             run = partial(self.buffers.around, run, self.keep or bool(self.on_way))
         if outputs is not None:
-            self.check_have_gradients(outputs, output_grads)
-            found = self._gradients(grads, outputs, run, refused=() if checkpoints else None, keep=keep)
-            return [each.join_gradients(found[k]) for k, each in outputs.items()]
+            inputs = self._outputs_on_way(outputs, output_grads)
+            found = self._gradients(grads, inputs, run, refused=() if checkpoints else None, keep=keep)
+            return [each.join_gradients(found[k]) for k, each in inputs.items()]
         # What is needed of an earlier forward's tensors comes by bucket only.
         if (needed is None or self.captured.earlier) and not batched:
             return self._gradients_by_bucket(grads, reduction, run, keep=keep)
@@ -472,6 +472,13 @@ class ReplicaGraphs:
         inputs = dict(compress(enumerate(every), repeat(True) if needed is None else needed))
         parts = self._gradients(grads, inputs, run, refused=None if needed is None else inputs, keep=keep)
         return [each.join_gradients(parts[k]) if k in parts else None for k, each in enumerate(every)]
+
+    def _outputs_on_way(
+        self, outputs: Sequence[int], output_grads: Sequence[torch.Tensor | None]
+    ) -> dict[int, BoundaryTensor]:
+        """Return outputs as inputs of a backward, by number. Raises RuntimeError as `check_have_gradients`."""
+        self.check_have_gradients(outputs, output_grads)  # the replicas may have been run again, in parts
+        return {k: self.outputs[k].of_gradients() for k in outputs}
 
     def why_no_gradient(self, output: int) -> str | None:
         """Return why an output that lies on the way to others has no gradient by these; None if it has one."""
@@ -594,7 +601,7 @@ class ReplicaGraphs:
         places: dict[int, tuple[torch.Tensor, int, int]] = {}
         for i in replicas:
             for k, each in inputs.items():
-                if (tensor := each.tensors[i]) is not None:
+                if (tensor := each.tensors[i]) is not None and tensor.requires_grad:
                     places.setdefault(id(tensor), (tensor, k, i))
         with torch_private.seen_by_backward(receivers):
             tensors = [tensor for tensor, _, _ in places.values()]
@@ -606,17 +613,24 @@ class ReplicaGraphs:
         self,
         output_grads: Sequence[torch.Tensor | None],
         totals: Collection[int],
-        inputs: Mapping[int, BoundaryTensor],
+        wanted: Sequence[int],
         refused: Collection[int] | None,
+        *,
+        of_outputs: bool,
     ) -> tuple[Self, list[BoundaryTensor | None]]:
-        """Run backward with create_graph=True; return its graphs, and the gradient of each of `inputs`, None without.
+        """Run backward with create_graph=True; return its graphs, and the gradients that are wanted, None without.
 
-        Args: as for `backward` and `_gradients`.
+        Args: as for `backward` and `_gradients`; `wanted` are the numbers of inputs, or `of_outputs`.
 
         Raises:
             RuntimeError: the graphs go on into those of an earlier forward.
         """
         self._check_ends_here("create_graph=True")
+        if of_outputs:
+            inputs = self._outputs_on_way(wanted, output_grads)
+        else:
+            every = self.all_inputs
+            inputs = {k: every[k] for k in wanted}
         self.keep = True
         incoming: list[LeafTensors] = []
         end_grads: list[Gradients] = [[] for _ in self.timings]

@@ -10,6 +10,8 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import compress
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from unisono.autograd.bucket import (
     Collector,
     is_bucket_node,
     joined_gradients,
+    lead_to_each_other,
     lead_to_others,
     leaf_on,
     own_tensors,
@@ -62,16 +65,21 @@ class Inputs:
     Attributes:
         shards: (positional, keyword) inputs, one a replica, on its device.
         linked: the caller's tensors that need a gradient, with the replicas' parts of them.
+        numbers_of_linked: which of all tensors these are.
         assigned_in_parts: the paths of what forward has assigned to those of a part of a shard.
     """
 
     def __init__(self, call: Call, tracked: bool, copies: Copies) -> None:
         num_replicas = len(call.devices)
         self.linked: list[LinkedTensors] = []
+        self.numbers_of_linked: tuple[int, ...] = ()
         self.assigned_in_parts: dict[str, None] = {}
         all_on_cpu = _devices.are_cpu(call.devices)
+        number = 0
 
         def place(tensor: torch.Tensor, placement: Placement) -> list[torch.Tensor | None]:
+            nonlocal number
+            number += 1
             data = tensor.detach()
             parts = [placement.part(data, i) for i in range(num_replicas)]
             if tracked and tensor.requires_grad:
@@ -83,6 +91,7 @@ class Inputs:
                 ]
                 linked = LinkedTensors.of_input(tensor, placement, parts)
                 self.linked.append(linked)
+                self.numbers_of_linked += (number,)
                 parts = [*linked.tensors.tensors]
             # A copy even on the same device, so that a module that writes into its input writes into its own; and
             # made in the replica's graph, so that the gradient is that of what the caller gave.
@@ -585,8 +594,8 @@ def _is_plain_inside(parameter: torch.Tensor) -> bool:
 class GraphSearch:
     """Searches the graphs of replicas with `look_for_live_tensors`, once per structure if nothing is found there.
 
-    Whether they go on into those of earlier forwards depends on what forward finds where it keeps tensors, and is
-    looked for each time, by torch.
+    Whether they go on into those of earlier forwards depends on what forward finds where it keeps tensors, and whether
+    outputs lead to others may depend on a buffer: both are looked for each time, by torch.
     """
 
     def __init__(self) -> None:
@@ -601,18 +610,21 @@ class GraphSearch:
         where: Sequence[str],
         collectors: Sequence[Collector],
         *,
+        numbers_of_linked: tuple[int, ...],
         may_differ: bool,
         in_parts: bool,
     ) -> CapturedTensors:
         """Return the leaves in the graphs behind `groups` that belong neither to the module nor to a replica.
 
         The next call `may_differ` where the inputs carry objects. In replicas `in_parts` outputs are joined of parts.
+        `numbers_of_linked` are those of `Inputs`.
         """
-        structure = (len(groups), *structure_of(pool, call))
-        if not may_differ and structure in self._self_contained:
-            ends = [tensor for group in groups for tensor in group.tensors if tensor is not None]
-            if not lead_to_others(ends, collectors):
-                return self._self_contained[structure]
+        ends = [tensor for group in groups for tensor in group.tensors if tensor is not None]
+        flags = (*map(_requires_grad, ends),)
+        leading = lead_to_each_other([*compress(ends, flags)]) if len(groups) > 1 else ()
+        structure = (len(groups), in_parts, numbers_of_linked, flags, leading, *structure_of(pool, call))
+        if not may_differ and structure in self._self_contained and not lead_to_others(ends, collectors):
+            return self._self_contained[structure]
         captured = look_for_live_tensors(pool.blueprint, groups, where, collectors)
         captured = captured._replace(ways=ways_between(groups, in_parts=in_parts))
         if not captured.tensors and not captured.earlier and not may_differ:
@@ -646,6 +658,7 @@ def carries_objects(call: Call, inputs: Inputs) -> bool:
 
 
 _MOST_STRUCTURES = 64
+_requires_grad = attrgetter("requires_grad")
 _CARRIES_NOTHING = INERT | {torch.Tensor}
 
 

@@ -488,8 +488,9 @@ class Forward:
         is_in_parts = call.parts > 1 or (
             bool(limits) and any(limits.get(n, k) < k for n, k in zip(call.replica_numbers, call.sizes, strict=True))
         )
+        options: Any = {"numbers_of_linked": self._inputs.numbers_of_linked, "in_parts": is_in_parts}
         captured = self._model.search.captured_tensors(
-            self._pool, call, groups, self._where, collectors, may_differ=keep, in_parts=is_in_parts
+            self._pool, call, groups, self._where, collectors, may_differ=keep, **options
         )
         for collector, _ in captured.earlier:
             collector.is_earlier = True

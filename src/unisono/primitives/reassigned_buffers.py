@@ -86,8 +86,8 @@ class BuffersInBackward:
     """Lets activation checkpoints in the backward of one step's replicas read the buffers as on one device.
 
     That is as they are then, not as they were in this step's forward: later forwards, other backwards or the program
-    may have changed them. If so, the first replica has the live ones, and the others have copies. Tensors that the
-    graphs have saved stay as they are.
+    may have changed them, where no version counts it, too. So in each backward the first replica has the live ones, and
+    the others have new copies. Tensors that the graphs have saved stay as they are.
 
     Args:
         modules: of each replica; live_modules: those of which they are replicas, with their `names`.
@@ -109,8 +109,8 @@ class BuffersInBackward:
         self._live = buffer_registries(live_modules).dicts
         self._reassigns = False
         self._backward = -1  # the number of the last one
-        self._before: Any = None  # what it has begun with: the live registries, the values and versions of the buffers
-        self._buffers: list[torch.Tensor] = []
+        self._before: Any = None  # what it has begun with: the live registries, and the values of the buffers
+        self._buffers: list[torch.Tensor] = []  # after the forward
         self._versions: list[int | None] = []
 
     def forward_has_run(self, *, reassigns: bool, in_parts: bool) -> None:
@@ -122,7 +122,9 @@ class BuffersInBackward:
                 raises RuntimeError if a buffer has changed.
         """
         self._reassigns, self._in_parts = reassigns, in_parts
-        self._note(self._now())
+        if in_parts:
+            self._buffers = self._now()
+            self._versions = versions_of(self._buffers)
 
     def around(self, run: Callable[[T], None], repeats: bool, backward_of: T) -> None:
         """Call `run(backward_of)`, a backward of the replicas.
@@ -134,11 +136,10 @@ class BuffersInBackward:
         if repeats and not self._in_parts:
             self._begin_or_repeat(torch_private.number_of_backward())
         now = self._now()
-        if [*map(id, now)] != [*map(id, self._buffers)] or versions_of(now) != self._versions:
-            if self._in_parts:
-                raise RuntimeError(_CHANGED.format(name=self._name_of_changed()))
+        if not self._in_parts:
             self._renew(now)
-            self._note(now)
+        elif [*map(id, now)] != [*map(id, self._buffers)] or versions_of(now) != self._versions:
+            raise RuntimeError(_CHANGED.format(name=self._name_of_changed()))
         before = DictSnapshot(self._registries[0]) if self._reassigns else None
         copies = self._copies_of_first()
         versions = versions_of([own for own, _ in copies])
@@ -165,18 +166,15 @@ class BuffersInBackward:
         """Note what a backward begins with; in the same backward, go back to it."""
         now = self._now()
         if number != self._backward or number < 0:
-            values = [buffer.detach().clone() for buffer in now]
-            self._backward, self._before = number, ([*map(dict, self._live)], values, versions_of(now))
+            values = [(buffer, buffer.data, buffer.detach().clone()) for buffer in now if not buffer.is_inference()]
+            self._backward, self._before = number, ([*map(dict, self._live)], values)
             return
-        registries, values, versions = self._before
+        registries, values = self._before
         for live, before in zip(self._live, registries, strict=True):
             fill(live, before)
-        now = self._now()
-        with torch.no_grad():
-            for buffer, value, version in zip(now, values, versions, strict=True):
-                if versions_of([buffer]) != [version]:
-                    buffer.copy_(value)
-        self._buffers = []  # the replicas have others
+        for buffer, data, value in values:
+            data.copy_(value)  # no version counts it: graphs that have saved the buffer stay valid
+            buffer.data = data
 
     def _now(self) -> list[torch.Tensor]:
         return [buffer for buffer in chain(*map(_values, self._live)) if buffer is not None]
@@ -188,14 +186,15 @@ class BuffersInBackward:
         changed = [repr(name) for name, b in buffers if b is not None and before.get(id(b), -1) not in versions_of([b])]
         return changed[0] if changed else "that is gone"
 
-    def _note(self, buffers: list[torch.Tensor]) -> None:
-        self._buffers, self._versions = buffers, versions_of(buffers)
-
     def _renew(self, buffers: list[torch.Tensor]) -> None:
         """Give the replicas what the live module has now."""
         for i, (registries, device) in enumerate(zip(self._registries, self._devices, strict=True)):
-            here = [each for each in buffers if i == 0 and _devices.same_device(each.device, device)]
-            own = {id(each): each.detach() if each.requires_grad else each for each in here}
+            here = [each for each in buffers if _devices.same_device(each.device, device)]
+            if i == 0:
+                own = {id(each): each.detach() if each.requires_grad else each for each in here}
+            else:
+                with torch.no_grad():
+                    own = dict(zip(map(id, here), torch_private.clones(here), strict=True))
             own.update({id(each): _devices.copied_to(each.detach(), device) for each in buffers if id(each) not in own})
             for registry, live in zip(registries, self._live, strict=True):
                 fill(registry, {name: own.get(id(value), value) for name, value in live.items()})
