@@ -98,6 +98,27 @@ def test_an_exception_that_takes_no_note(
         in_time(lambda: loss_of(model(numbered_rows())).backward())
 
 
+class ComparesNotError(RuntimeError):
+    def __eq__(self, other: object) -> bool:
+        raise OSError
+
+    __hash__ = RuntimeError.__hash__
+
+
+@at_one_place
+def test_an_exception_from_another_one_that_does_not_compare(wrap: Wrap) -> None:
+    """F1: raised by another replica than the caller's; it was waited for, for ever."""
+
+    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if x[0, 0] == 3:
+            raise ComparesNotError("second") from ComparesNotError("first")
+        return model.linear(x)
+
+    model = wrap(Calls(forward, linear=nn.Linear(2, 2)), 3)
+    with pytest.raises(ComparesNotError, match="second"):
+        in_time(lambda: model(numbered_rows()))
+
+
 @at_one_place
 @pytest.mark.parametrize("error", [NotesAreTextError(), NotesAreNumbersError(), NoNotesError(), SilentError()])
 def test_an_exception_that_takes_no_note_in_a_map(wrap: Wrap, error: Exception) -> None:

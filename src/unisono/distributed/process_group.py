@@ -218,6 +218,7 @@ class Communicator:
                 check=raise_if_one_cannot_come,
                 limit_s=min(self.timeout_s, _WRAPPING_S),
             )
+            self._raise_if_a_rank_failed(name)  # one that has waited for this rank, and has given up
         except STORE_ERRORS as error:
             raise self._connection_error(error, name) from error
         rank, _, other = first.partition("\n")

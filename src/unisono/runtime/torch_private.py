@@ -517,9 +517,11 @@ def end_checkpoints(error: BaseException) -> None:
     this thread; and if another thread frees the error, theirs stay for good, and that thread loses others.
     Fallback: nothing; then that happens.
     """
-    errors = [error]
+    errors, known = [error], {id(error)}  # a class of the user's may not compare
     for each in errors:  # the list grows
-        errors += [other for other in (each.__cause__, each.__context__) if other is not None and other not in errors]
+        new = [other for other in (each.__cause__, each.__context__) if other is not None and id(other) not in known]
+        errors += new
+        known.update(map(id, new))
     for each in reversed(errors):
         for frame in reversed([frame for frame, _ in traceback.walk_tb(each.__traceback__)]):
             if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
