@@ -111,7 +111,8 @@ _OPTIMIZER_INSIDE = (
 )
 _TRACED_PARAMETER = (
     "a replica's parameters are not leaves, so torch.fx cannot trace a function that uses them, as "
-    "torch.func.linearize and make_fx do. In forward, write torch.func.jvp(function, (x,), (tangent,))[1] instead of linearize."
+    "torch.func.linearize and make_fx do. In forward, write torch.func.jvp(function, (x,), (tangent,))[1] "
+    "instead of linearize."
 )
 # What is added to torch's errors, by a part of their text.
 NOTES = {
