@@ -25,7 +25,7 @@ from torch import nn
 from unisono.engines.call import Call, OneGraphNeededError, called
 from unisono.engines.first_steps import Look
 from unisono.engines.lanes import Lane, LaneCall
-from unisono.engines.threads import Threads
+from unisono.engines.threads import NOTES, Threads
 from unisono.inference.batch_map import Callee
 from unisono.inference.lane_choice import choice_for
 from unisono.options import Options
@@ -471,7 +471,8 @@ def _note_split(error: Exception, call: Call) -> None:
     """Say how the inputs of a call were split, if an error may follow from it."""
     of_replica = is_of_replica(error) and not is_raised_by_unisono(error)
     may_follow = of_replica or text_of(error).startswith("cannot gather")
-    if not may_follow or _devices.is_out_of_memory(error) or isinstance(error, ReplicaTimeout):
+    has_other_cause = any(text in text_of(error) for text in NOTES)  # which a note says
+    if not may_follow or has_other_cause or _devices.is_out_of_memory(error) or isinstance(error, ReplicaTimeout):
         return
     if note := call.arguments.how_split(call.sizes_of_runs):
         add_note(error, note)

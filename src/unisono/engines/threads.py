@@ -109,8 +109,17 @@ _OPTIMIZER_INSIDE = (
     "step once in each replica. Return the loss from forward; make the optimizer, call backward and step "
     "outside."
 )
+_TRACED_PARAMETER = (
+    "a replica's parameters are not leaves, so torch.fx cannot trace a function that uses them, as "
+    "torch.func.linearize and make_fx do. In forward, write torch.func.jvp(function, (x,), (tangent,))[1] "
+    "instead of linearize."
+)
 # What is added to torch's errors, by a part of their text.
-_NOTES = {"requires_grad flags of leaf": _ASSIGNED_FLAG, "can't optimize a non-leaf Tensor": _OPTIMIZER_INSIDE}
+NOTES = {
+    "requires_grad flags of leaf": _ASSIGNED_FLAG,
+    "can't optimize a non-leaf Tensor": _OPTIMIZER_INSIDE,
+    "Cannot assign non-leaf Tensor to parameter '_param_constant": _TRACED_PARAMETER,
+}
 
 # torch warns where `.grad` of a tensor that is no leaf is read, as torch.compile does. A replica's parameters have one.
 _GRAD_OF_NO_LEAF = ("ignore", re.compile("The .grad attribute of a Tensor that is not a leaf"), UserWarning, None, 0)
@@ -324,7 +333,7 @@ class Forward:
                 with while_running(_while_one_replica_runs) if len(self.timings) == 1 else nullcontext():
                     outputs = self._run_replicas(contexts)
             except (RuntimeError, ValueError) as error:
-                for text, note in _NOTES.items():
+                for text, note in NOTES.items():
                     if text in text_of(error):
                         add_note(error, note)
                 raise

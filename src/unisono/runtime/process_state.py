@@ -13,7 +13,8 @@ Guarantees
     - Where the data leads replicas different ways, one of them raises an error that names the changes. Replicas that
       have ended are not waited for.
     - Forward-mode differentiation, of which torch has one level for all threads, and traces of torch.fx, as of
-      `torch.func.linearize`, happen in one thread after the other. What a replica leaves open ends with its task.
+      `torch.func.linearize`, happen in one thread after the other. A replica's turn ends with its task at the latest; a
+      level of forward mode that it leaves open stays open, as on one device.
     - Lanes of a map compute different batches. A lane that changes the state, or does one of these, waits until no
       other lane is in the middle of a batch, and then runs the rest of its batch alone.
     - `warnings.catch_warnings` is no meeting point: it changes no number, and libraries use it anywhere, also once a
@@ -349,7 +350,7 @@ def _give_turn() -> None:
 
 
 def _end_turn() -> None:
-    """Give up the turn if the calling thread has it: also where forward leaves a level open."""
+    """Give up the turn if the calling thread has it: also where forward leaves a level open, which stays open."""
     if _has_turn():
         _thread.depth = 0
         thread_pool.at_end_of_task(None)
