@@ -68,15 +68,21 @@ def main() -> None:
                 found = cost(name, replicas, batch_norm=batch_norm)
                 layers = "Linear, BatchNorm1d" if batch_norm else "Linear"
                 rows.append([name, layers, str(replicas), f"{found.per_parameter:.2f}", f"{found.fixed:.0f}"])
+        found = cost(name, 2, batch_norm=False, returns_all=True)
+        rows.append([name, "Linear, each with an output", "2", f"{found.per_parameter:.2f}", f"{found.fixed:.0f}"])
     print(table(["replicas in", "layers", "replicas", "a parameter", "fixed"], rows, text_columns=2))
 
 
-def cost(memory: str, replicas: int, *, batch_norm: bool) -> Cost:
-    """Return what `replicas` replicas on the CPU cost in one of `MEMORIES`."""
+def cost(memory: str, replicas: int, *, batch_norm: bool, returns_all: bool = False) -> Cost:
+    """Return what `replicas` replicas on the CPU cost in one of `MEMORIES`.
+
+    A layer has two parameters, and an output if the model `returns_all`.
+    """
+    kind: dict[str, bool] = {"batch_norm": batch_norm, "returns_all": returns_all}
     differences = []
     for num_layers in _NUM_LAYERS:
-        plain = plain_calls(num_layers, batch_norm=batch_norm)
-        module = layers(num_layers, batch_norm=batch_norm)
+        plain = plain_calls(num_layers, **kind)
+        module = layers(num_layers, **kind)
         wrapped = unisono.DataParallel(module, ["cpu"] * replicas, sync_batch_norm=False)
         with MEMORIES[memory](), sums_in_workers_counted():
             ours = calls_of(wrapped)
@@ -87,16 +93,29 @@ def cost(memory: str, replicas: int, *, batch_norm: bool) -> Cost:
 
 
 @functools.cache
-def plain_calls(num_layers: int, *, batch_norm: bool) -> Calls:
+def plain_calls(num_layers: int, *, batch_norm: bool, returns_all: bool = False) -> Calls:
     """Return the calls of a steady step without a wrapper."""
-    return calls_of(layers(num_layers, batch_norm=batch_norm))
+    return calls_of(layers(num_layers, batch_norm=batch_norm, returns_all=returns_all))
 
 
-def layers(number: int, *, batch_norm: bool) -> nn.Sequential:
+class ReturnsAll(nn.Sequential):
+    """Returns what each layer returns, as a model returns its hidden states."""
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        found = []
+        for layer in self:
+            x = layer(x)
+            found.append(x)
+        return found
+
+
+def layers(number: int, *, batch_norm: bool, returns_all: bool = False) -> nn.Sequential:
     """Return a model of small layers."""
     torch.manual_seed(0)
     pairs = [(nn.Linear(_WIDTH, _WIDTH), nn.BatchNorm1d(_WIDTH)) for _ in range(number)]
-    return nn.Sequential(*(layer for pair in pairs for layer in pair[: 1 + batch_norm]))
+    return (ReturnsAll if returns_all else nn.Sequential)(
+        *(layer for pair in pairs for layer in pair[: 1 + batch_norm])
+    )
 
 
 def calls_of(model: nn.Module) -> Calls:
@@ -150,7 +169,9 @@ def training_step(model: nn.Module) -> Callable[[], None]:
 
     def step() -> None:
         optimizer.zero_grad()
-        model(inputs).square().mean().backward()
+        output: Any = model(inputs)
+        joined: Any = output if type(output) is torch.Tensor else torch.cat(output)
+        joined.square().mean().backward()
         optimizer.step()
 
     return step

@@ -30,7 +30,9 @@ def costs() -> dict[tuple[str, int], tuple[float, float]]:
         sys.path.insert(0, {str(BENCHMARKS)!r})
         import host_calls
 
-        print({{case: tuple(host_calls.cost(*case, batch_norm=True)) for case in {[*BOUNDS]!r}}})
+        found = {{case: tuple(host_calls.cost(*case, batch_norm=True)) for case in {[*BOUNDS]!r}}}
+        found["all outputs", 2] = tuple(host_calls.cost("one memory", 2, batch_norm=False, returns_all=True))
+        print(found)
     """
     done = run_script(script, timeout_s=300)
     assert done.returncode == 0, done.stderr
@@ -52,6 +54,11 @@ def test_a_steady_step_makes_few_calls(
         fixed += 65
     assert found_per_parameter == pytest.approx(0, abs=per_parameter + 0.01)
     assert found_fixed <= fixed
+
+
+def test_an_output_makes_few_calls(costs: dict[tuple[str, int], tuple[float, float]]) -> None:
+    """A layer of two parameters has one. The calls grew with the square of the number of outputs."""
+    assert costs["all outputs", 2][0] * 2 <= 270
 
 
 def counted(rank: int) -> dict[str, list[int]]:

@@ -76,12 +76,14 @@ class _Incoming:
         grads: of each output; None: none has come.
         streams: on which they are computed.
         device_threads: those that torch has for the accelerators of the outputs.
+        levels: those of the outputs that have run.
         totals: the outputs whose gradients have in them what comes from the levels above.
     """
 
     grads: Gradients
     streams: list[torch.Stream] = field(default_factory=list)
     device_threads: set[int] = field(default_factory=set)
+    levels: tuple[int, ...] = ()
     totals: set[int] = field(default_factory=set)
 
     def here(self) -> Gradients:
@@ -105,6 +107,7 @@ class _Output(torch.autograd.Function):
         ctx: Any, token: torch.Tensor, graphs: ReplicaGraphs, incoming: dict[int, _Incoming], number: int
     ) -> torch.Tensor:
         ctx.incoming, ctx.number, ctx.num_outputs = incoming, number, len(graphs.outputs)
+        ctx.level = graphs.levels[number]
         ctx.set_materialize_grads(False)
         each = graphs.outputs[number]
         result = each.join(each.tensors)
@@ -116,15 +119,19 @@ class _Output(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, ...]:
-        number, none_yet = torch_private.number_of_backward(), _Incoming([None] * ctx.num_outputs)
-        incoming = ctx.incoming.setdefault(number, none_yet)
+        number = torch_private.number_of_backward()
+        if number not in ctx.incoming:  # outputs on other devices come from threads of their own
+            ctx.incoming.setdefault(number, _Incoming([None] * ctx.num_outputs))
+        incoming = ctx.incoming[number]
         if grad is not None:
             incoming.grads[ctx.number] = grad
             incoming.streams += current_streams_of([grad])
             if not _devices.computes_on_host(grad.device):
                 incoming.device_threads.add(threading.get_ident())
-        # On accelerators (2) may be ready before or after that of another forward, as the two threads happen to run.
-        torch_private.run_in_turn(ctx.next_functions[0][0], BOUNDARIES)
+        if ctx.level not in incoming.levels:
+            # On accelerators (2) may be ready before or after that of another forward, as two threads happen to run.
+            incoming.levels += (ctx.level,)
+            torch_private.run_in_turn(ctx.next_functions[0][0], BOUNDARIES)
         return None, None, None, None
 
 

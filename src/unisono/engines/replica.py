@@ -620,9 +620,9 @@ class GraphSearch:
         `numbers_of_linked` are those of `Inputs`.
         """
         ends = [tensor for group in groups for tensor in group.tensors if tensor is not None]
-        flags = (*map(_requires_grad, ends),)
-        leading = lead_to_each_other([*compress(ends, flags)]) if len(groups) > 1 else ()
-        structure = (len(groups), in_parts, numbers_of_linked, flags, leading, *structure_of(pool, call))
+        flags, num_outputs = (*map(_requires_grad, ends),), len(groups)
+        leading = lead_to_each_other([*compress(ends, flags)]) if num_outputs > 1 else ()
+        structure = (num_outputs, in_parts, numbers_of_linked, flags, leading, *structure_of(pool, call))
         if not may_differ and structure in self._self_contained and not lead_to_others(ends, collectors):
             return self._self_contained[structure]
         captured = look_for_live_tensors(pool.blueprint, groups, where, collectors)

@@ -93,6 +93,7 @@ class Outputs:
                 self.groups.append(group)
                 return
         self._is_tensor = False
+        self._numbers: dict[tuple[Any, ...], int] = {}  # of the groups, by their placements and tensors
         self._given, self._spec = pytree.flatten_together(outputs, "output")
         if objects := [given for given in self._given if _is_object(given[0])]:
             outputs = _with_objects_taken_apart(outputs, objects)
@@ -157,9 +158,10 @@ class Outputs:
         return lambda joined, device: value
 
     def _joined(self, group: Group) -> Maker:
-        same = [n for n, other in enumerate(self.groups) if _are_same(other, group)]
-        number = same[0] if same else len(self.groups)
-        self.groups += [] if same else [group]
+        # The replicas may have returned the same tensors twice.
+        number = self._numbers.setdefault((group.placement, *map(id, group.tensors)), len(self.groups))
+        if number == len(self.groups):
+            self.groups.append(group)
         return lambda joined, device: joined[number]
 
     def _tensors(
@@ -378,12 +380,6 @@ def _different_sizes(path: str, axis: int, padded: Sequence[int], given: Sequenc
             nested="" if path == "output" else f" for {path}",
         )
     )
-
-
-def _are_same(one: Group, other: Group) -> bool:
-    """Return whether the replicas have returned the same tensors twice."""
-    pairs = zip(one.tensors, other.tensors, strict=True)
-    return one.placement == other.placement and all([mine is theirs for mine, theirs in pairs])
 
 
 def _without_axes(shape: torch.Size, axes: set[int]) -> tuple[int, ...]:
