@@ -86,7 +86,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         return try_mutant(self, worker, mutant, covering)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mutants.trials._LIMIT_S", 3.0)
+        patch.setattr("mutants.trials._LIMIT_S", 10.0)
         with pytest.MonkeyPatch.context() as until_stopped:
             until_stopped.setattr(Trials, "try_mutant", stopped)
             assert run(tree) == 130
