@@ -424,7 +424,7 @@ def _outcome(task: Callable[[], T]) -> Outcome[T]:
     try:
         return Outcome(value=task())
     except BaseException as error:  # noqa: BLE001 - raised in the caller
-        with contextlib.suppress(Exception):  # a class of the user's may do anything, and the caller waits for the outcome
+        with contextlib.suppress(Exception):  # a class of the user's may do anything; the caller waits
             torch_private.end_checkpoints(error)
         return Outcome(error=error)
 
