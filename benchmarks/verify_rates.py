@@ -179,9 +179,7 @@ def outcome(program: Program, faulty: bool, seed: int, check: bool) -> Outcome:
         by = f"{worst.kind} {worst.name} by {worst.difference:.1e} of {worst.scale:.1e}"
         detail = f"; {len(report.differences)} rows, {by}"
     elif verdict == "not judged":
-        not_judged = [f"{row.kind} {row.name}" for row in report.not_judged] or map(
-            str, report.findings
-        )
+        not_judged = [f"{row.kind} {row.name}" for row in report.not_judged] or map(str, report.findings)
         detail = f"; {', '.join(list(not_judged)[:3])}"
     return Outcome(program, faulty, verdict, by_gradient, seconds, known, detail)
 

@@ -252,7 +252,8 @@ def _beginning(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def begin(*args: Any, **kwargs: Any) -> Any:
-        is_mine = _take_turn(_FORWARD_MODE)
+        # Another thread of the program may end it when the stand-ins are gone, and would not give the turn back.
+        is_mine = thread_pool.inside_replica() and _take_turn(_FORWARD_MODE)
         try:
             return original(*args, **kwargs)
         except BaseException:
@@ -271,7 +272,7 @@ def _ending(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return original(*args, **kwargs)
         finally:
-            if _has_turn():
+            if thread_pool.inside_replica() and _has_turn():
                 _give_turn()
 
     return end
