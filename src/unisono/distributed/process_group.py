@@ -48,9 +48,8 @@ from unisono.runtime.interrupts import deliver
 
 _FIRST_NAP_S, _LONGEST_NAP_S = 0.00005, 0.002
 _CHECK_EVERY_S = 0.2  # how often a waiting rank checks the store for failures; with many ranks, less often
-_REASON_TIMEOUT_S = 2.0  # how long to wait for the reason, when a connection has been lost
 _REASON_NAP_S = 0.05
-_EXIT_S = 10.0  # how long a rank that has failed may take to end
+_EXIT_S = 10.0  # how long a rank that has failed may take to say why, and to end
 _BLAME_S = 1.0  # a launcher blames the process that ends first: torchrun has times in whole seconds
 _STUCK_S = 2.0  # after which a rank that waits at one place is known to wait for this one
 _WRAPPING_S = environment.MEETING_S  # how long a rank waits for others to wrap a model
@@ -507,7 +506,7 @@ class Communicator:
 
     def _connection_error(self, error: RuntimeError, doing: str) -> RuntimeError:
         """Return the error to raise after torch.distributed has failed, most often because a rank has exited."""
-        deadline = time.monotonic() + _REASON_TIMEOUT_S
+        deadline = time.monotonic() + _EXIT_S
         while time.monotonic() < deadline:
             self._raise_if_a_rank_failed(doing)
             others = (rank for rank in range(self.world_size) if rank != self.rank)
