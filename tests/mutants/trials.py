@@ -1,4 +1,4 @@
-"""Tries a mutant: runs tests that run its line, those of many files and quick ones first, until one fails or is too slow.
+"""Tries a mutant: runs tests that run its line, quick ones of many files first, until one fails or takes too long.
 
 A test that fails kills the mutant if it passes without it, after the same other tests. This is tried once a test.
 """
