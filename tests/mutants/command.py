@@ -45,7 +45,16 @@ from unisono.console.progress import Progress, for_stdout
 ROOT = Path(__file__).parents[2]
 FOLDER = Path("runs", "mutants")
 CORE = ("autograd", "engines", "primitives", "runtime", "distributed")
-TESTS = (*(f"tests/{name}" for name in CORE), "tests/contract", "tests/sync_batch_norm", "tests/test_data_parallel.py")
+_OTHERS = (
+    "contract",
+    "inference",
+    "sync_batch_norm",
+    "verification",
+    "test_bugs.py",
+    "test_data_parallel.py",
+    "test_outside.py",
+)
+TESTS = tuple(f"tests/{name}" for name in (*CORE, *_OTHERS))
 
 
 class Parser(argparse.ArgumentParser):

@@ -1,9 +1,10 @@
-"""Tries a mutant: the tests that run its line, the quickest first, until one fails or takes too long.
+"""Tries a mutant: runs tests that run its line, quick ones of many files first, until one fails or takes too long.
 
 A test that fails kills the mutant if it passes without it, after the same other tests. This is tried once a test.
 """
 
 import time
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,15 +67,17 @@ class Trials:
                 return Outcome(outcome, by, why, len(tests), len(covering), round(time.monotonic() - began, 1))
 
     def _chosen(self, path: str, covering: list[RecordedTest]) -> list[RecordedTest]:
-        """Return the tests to run: those of the file's own file first, and one with each function before more of it."""
-        own = f"test_{Path(path).stem}.py"
-        functions = set[str]()
-        first, more = list[RecordedTest](), list[RecordedTest]()
-        for test in sorted(covering, key=lambda test: (not test.file.endswith(f"/{own}"), test.seconds, test.id)):
-            (more if test.function in functions else first).append(test)
-            functions.add(test.function)
+        """Return the tests to run: first those of the same name, then one a file, then one a function, then others."""
+        own = f"/test_{Path(path).stem}.py"
+        seen, order = set[str](), list[tuple[int, RecordedTest]]()
+        for test in sorted(covering, key=lambda test: (test.seconds, test.id)):
+            turn = (
+                0 if test.file.endswith(own) else 1 if test.file not in seen else 2 if test.function not in seen else 3
+            )
+            order.append((turn, test))
+            seen |= {test.file, test.function}
         chosen, files, seconds = list[RecordedTest](), set[str](), 0.0
-        for test in first + more:
+        for _, test in sorted(order, key=itemgetter(0)):
             cost = test.seconds + (0.0 if test.file in files else self._recordings.collected_s(test.file))
             if len(chosen) < self._most and (not chosen or seconds + cost <= self._seconds):
                 chosen.append(test)

@@ -65,8 +65,8 @@ class Worker:
         if self._child is None:
             raise RuntimeError("the server of tests does not answer")
         status = self._answer(limit_s)
-        self._end_child()  # also of one that has ended: what it has started
         if status is None:
+            self._end_child()
             self._answer(_END_S)
         self._child = None
         lines = self._report.read_text(encoding="utf-8").splitlines() if self._report.exists() else []
