@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     try:
         record(recordings, workers, progress, options.file_limit)
         outcomes = read(results, mutants)
-        waiting = [mutant for mutant in mutants if not is_done(outcomes.get(mutant), options.survivors)]
+        waiting = [mutant for mutant in mutants if not is_done(outcomes.get(mutant), options)]
         trials = Trials(root, recordings, options.seconds, options.most)
         hunt(trials, workers, waiting, outcomes, results, progress)
         status = 0
@@ -111,9 +111,9 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--tests", action="append", metavar="PATH", help=f"to record, and run; default: {', '.join(TESTS)}"
     )
     parser.add_argument(
-        "--seconds", type=float, default=15.0, metavar="S", help="of tests a mutant, as recorded; default: %(default)g"
+        "--seconds", type=float, default=45.0, metavar="S", help="of tests a mutant, as recorded; default: %(default)g"
     )
-    parser.add_argument("--most", type=int, metavar="N", help="tests a mutant; default: 60, with --survivors all")
+    parser.add_argument("--most", type=int, metavar="N", help="tests a mutant; default: 500, with --survivors all")
     parser.add_argument(
         "--file-limit", type=float, default=1200.0, metavar="S", help="to record a file of tests; default: %(default)g"
     )
@@ -124,7 +124,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--list", action="store_true", help="print the mutants, and try none")
     options = parser.parse_args(arguments)
-    options.most = options.most if options.most is not None else sys.maxsize if options.survivors else 60
+    options.most = options.most if options.most is not None else sys.maxsize if options.survivors else 500
     if min(options.count, options.seconds, options.most, options.file_limit, options.jobs) <= 0:
         parser.error("--count, --seconds, --most, --file-limit and --jobs: expected more than 0")
     options.files, options.tests = options.files or core, options.tests or TESTS
@@ -206,12 +206,13 @@ def read(results: Path, mutants: list[Mutant]) -> dict[Mutant, Outcome]:
     for line in results.read_text(encoding="utf-8").splitlines() if results.exists() else []:
         fields = json.loads(line)
         key = (fields["path"], fields["start"], fields["before"], fields["after"])
-        outcomes[key] = Outcome(*(fields[name] for name in Outcome._fields))
+        outcomes[key] = Outcome(*(fields[name] for name in Outcome._fields if name in fields))
     keys = {mutant: (mutant.path, mutant.start, mutant.before, mutant.after) for mutant in mutants}
     return {mutant: outcomes[key] for mutant, key in keys.items() if key in outcomes}
 
 
-def is_done(outcome: Outcome | None, try_survivors: bool) -> bool:
+def is_done(outcome: Outcome | None, options: argparse.Namespace) -> bool:
     if outcome is None or outcome.outcome == NOT_RUN:  # which takes no time, and may have been recorded meanwhile
         return False
-    return not (try_survivors and outcome.outcome == SURVIVED and outcome.num_tests < outcome.num_covering)
+    met_all = outcome.num_tests == outcome.num_covering or outcome.most_seconds >= options.seconds
+    return not options.survivors or outcome.outcome != SURVIVED or met_all

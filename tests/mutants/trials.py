@@ -26,6 +26,7 @@ class Outcome(NamedTuple):
         num_tests: how many tests were to run; if it was killed, not all of them have.
         num_covering: how many tests run the line.
         seconds: how long it took.
+        most_seconds: how long its tests might take, as recorded.
     """
 
     outcome: str
@@ -34,6 +35,7 @@ class Outcome(NamedTuple):
     num_tests: int = 0
     num_covering: int = 0
     seconds: float = 0.0
+    most_seconds: float = 0.0
 
 
 class Trials:
@@ -51,7 +53,14 @@ class Trials:
         self._pass_without, self._fail_without = set[str](), set[str]()
 
     def covering(self, mutant: Mutant) -> list[RecordedTest]:
-        return self._recordings.covering(mutant.path, mutant.lines)
+        """Return the tests that run a mutant's line, and those of the file's own tests that run the file.
+
+        The latter because a line may run once in a process, for all tests: it is recorded for the first of them alone.
+        """
+        tests = self._recordings.covering(mutant.path, mutant.lines)
+        all_lines = range(1, (self._root / mutant.path).read_bytes().count(b"\n") + 2)
+        of_file = self._recordings.covering(mutant.path, all_lines) if tests else []
+        return [*{*tests, *(test for test in of_file if test.file.endswith(_own_file(mutant.path)))}]
 
     def try_mutant(self, worker: Worker, mutant: Mutant, covering: list[RecordedTest]) -> Outcome:
         began = time.monotonic()
@@ -64,11 +73,12 @@ class Trials:
                 ended = self._run(worker, tests)
             outcome, by, why = _read(ended, worker)
             if outcome == SURVIVED or self._passes_without(worker, tests, by):
-                return Outcome(outcome, by, why, len(tests), len(covering), round(time.monotonic() - began, 1))
+                seconds = round(time.monotonic() - began, 1)
+                return Outcome(outcome, by, why, len(tests), len(covering), seconds, self._seconds)
 
     def _chosen(self, path: str, covering: list[RecordedTest]) -> list[RecordedTest]:
         """Return the tests to run: first those of the same name, then one a file, then one a function, then others."""
-        own = f"/test_{Path(path).stem}.py"
+        own = _own_file(path)
         seen, order = set[str](), list[tuple[int, RecordedTest]]()
         for test in sorted(covering, key=lambda test: (test.seconds, test.id)):
             turn = (
@@ -104,6 +114,10 @@ class Trials:
         failed = _read(ended, worker)[1]
         self._fail_without.add(failed if failed in {test.id for test in tests} else tests[index].id)
         return False
+
+
+def _own_file(path: str) -> str:
+    return f"/test_{Path(path).stem}.py"
 
 
 def _read(ended: Ended, worker: Worker) -> tuple[str, str, str]:
