@@ -253,6 +253,7 @@ def _aliases(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [*map(_alias, tensors)]
 
 
+@torch.inference_mode(False)  # gloo writes into it in the group's thread, where that mode is off
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory of a tensor as a flat tensor of the CPU, which does not keep it."""
     if not tensor.numel():
