@@ -84,3 +84,12 @@ def test_what_kernels_convert_themselves_stays_right(compute: Callable[[torch.Te
         with DrawsOff(least):
             found = compute(n)
         torch.testing.assert_close(found, expected, check_dtype=False, rtol=1e-2, atol=0.0)
+
+
+@pytest.mark.parametrize("compute", [lambda x: x + 16_777_217, lambda x: x * 0.1, lambda x: torch.where(x > 1, x, 0.1)])
+@pytest.mark.parametrize("least", [None, torch.float32, torch.float64])
+def test_numbers_keep_their_bits(compute: Callable[[torch.Tensor], torch.Tensor], least: torch.dtype | None) -> None:
+    """In float64: 2**24 + 1 is none of float32."""
+    with DrawsOff(least):
+        found = compute(X)
+    assert found.equal(compute(X))

@@ -26,10 +26,11 @@ _CONSTANTS = (
 # Operations that take one type only.
 _PRODUCTS = (
     *("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "convolution", "nll_loss_forward"),
-    *("nll_loss2d_forward", "native_layer_norm", "native_group_norm", "native_batch_norm"),
+    *("nll_loss2d_forward", "native_layer_norm", "native_group_norm"),  # not batch norm, which writes into its inputs
 )
 
 _TO_COPY = torch.ops.aten._to_copy.default
+_TYPES_OF_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
 
 def widened(dtype: torch.dtype, least: torch.dtype) -> torch.dtype:
@@ -68,12 +69,12 @@ def _widened(
     **kwargs: Any,
 ) -> Any:
     if args and names[0] == "self" and not isinstance(args[0], torch.Tensor):
-        args = (torch.scalar_tensor(args[0]), *args[1:])  # torch hands over a number where C++ has a 0-dim tensor
-    # Kernels convert 0-dim tensors, and integers, to the type that they compute in, and rely on it.
-    is_own = operation is _TO_COPY and not (args[0].dim() and args[0].is_floating_point())
-    number = names.index("dtype") if "dtype" in names else len(args)
-    if is_own:
+        # torch hands over a number where C++ has a 0-dim tensor.
+        args = (torch.scalar_tensor(args[0], dtype=_TYPES_OF_NUMBERS[type(args[0])]), *args[1:])
+    if operation is _TO_COPY and not (args[0].dim() and args[0].is_floating_point()):
+        # Kernels convert 0-dim tensors, and integers, to the type that they compute in, and rely on it.
         return operation.redispatch(keys, *args, **kwargs)
+    number = names.index("dtype") if "dtype" in names else len(args)
     if kwargs.get("dtype") is not None:
         kwargs["dtype"] = asked(kwargs["dtype"])
     elif number < len(args) and args[number] is not None:
