@@ -133,6 +133,20 @@ def network(write: Callable[[Any, torch.Tensor], None]) -> Any:
     return net
 
 
+def train_alike(pairs: list[tuple[nn.Module, torch.optim.Optimizer]], x: torch.Tensor) -> None:
+    """Take a step of the plain module and of the wrapper; outputs and gradients have to be the same."""
+    outputs = []
+    for net, optimizer in pairs:
+        optimizer.zero_grad()
+        outputs.append(net(x))
+        loss_of(outputs[-1]).backward()
+    assert_same(*outputs)
+    (plain, _), (model, _) = pairs
+    assert_same_gradients(model.module, plain)  # type: ignore[arg-type]
+    for _, optimizer in pairs:
+        optimizer.step()
+
+
 @pytest.mark.parametrize("write", COUNTED + UNCOUNTED)
 def test_what_all_replicas_write_alike(wrap: Wrap, write: Callable[[Any, torch.Tensor], None]) -> None:
     """R22: as on one device, from the first step on; with an optimizer, a batch of one row, and without gradients."""
@@ -143,15 +157,8 @@ def test_what_all_replicas_write_alike(wrap: Wrap, write: Callable[[Any, torch.T
         net.full.copy_(plain.full)  # type: ignore[union-attr, operator]
     pairs = [(each, torch.optim.SGD(net.parameters(), 0.1)) for each, net in ((plain, plain), (model, model.module))]
     for rows in (6, 6, 1, 6, 7):
-        x, outputs = torch.randn(rows, 5), []
-        for each, optimizer in pairs:
-            optimizer.zero_grad()
-            outputs.append(each(x))
-            loss_of(outputs[-1]).backward()
-        assert_same(*outputs)
-        assert_same_gradients(model.module, plain)
-        for _, optimizer in pairs:
-            optimizer.step()
+        x = torch.randn(rows, 5)
+        train_alike(pairs, x)
         with torch.no_grad():
             assert_same(model(x), plain(x))
         assert_same_state(model.module, plain)
@@ -416,16 +423,7 @@ def test_layers_whose_writes_are_right(wrap: Wrap, name: str) -> None:
     plain, model = twins(wrap, make(), 3)
     pairs = [(each, torch.optim.SGD(each.parameters(), 0.1)) for each in (plain, model)]
     for _ in range(3):
-        x = rows()
-        outputs = []
-        for each, optimizer in pairs:
-            optimizer.zero_grad()
-            outputs.append(each(x))
-            loss_of(outputs[-1]).backward()
-        assert_same(*outputs)
-        assert_same_gradients(model.module, plain)
-        for _, optimizer in pairs:
-            optimizer.step()
+        train_alike(pairs, rows())
     assert_same_state(model.module, plain)
 
 

@@ -24,7 +24,7 @@ _NO_RANK = (
     "waited {waited_s:g} s for rank {rank}, which has not come to a DataParallel. Every process has to wrap the model; "
     "for a model of this process alone pass process_group=False."
 )
-MEETING_S = 300.0  # for how long processes wait for each other at first, as torch's stores do
+RENDEZVOUS_S = 300.0  # for how long processes wait for each other at first, as torch's stores do
 failed = threading.Event()  # set when the processes no longer agree on what comes next
 _counted_local_rank: int | None = None  # where the launcher does not say it: by the hosts of the ranks
 _num_made = 0  # groups that this process has made, as has every other that it has met
@@ -138,7 +138,7 @@ def _make_default_group(process: Launch, timeout: dict[str, timedelta]) -> None:
     try:
         store.set(_host_of(process.rank), host_id())
         all_hosts = [_host_of(rank) for rank in range(process.world_size)]
-        store.wait(all_hosts, timeout.get("timeout", timedelta(seconds=MEETING_S)))
+        store.wait(all_hosts, timeout.get("timeout", timedelta(seconds=RENDEZVOUS_S)))
         if launchers.local_rank() is None:
             _counted_local_rank = _count_local_rank(store, process)
         distributed.init_process_group(

@@ -24,7 +24,7 @@ _HELD = (
 
 
 class StuckThreads:
-    """Finds that none of the threads moves for which somebody waits. It is called several times a second."""
+    """Finds that none of the threads moves that another thread waits for. It is called several times a second."""
 
     def __init__(self) -> None:
         self._states: list[object] = []

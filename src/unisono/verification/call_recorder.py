@@ -50,8 +50,7 @@ class CallRecorder:
         default_factory=lambda: defaultdict(list)
     )
     _copies: dict[tuple[Path, int], tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = field(default_factory=dict)
-
-    _num_modules: int = 0
+    _num_modules: int = 0  # that have hooks
 
     # Several replicas call at once. Each entry of the tables above belongs to one path, so to one thread.
 

@@ -9,7 +9,8 @@ entry: an entry near zero may be the difference of larger numbers, and has their
     of a gradient      the largest value in it; and a *floor* is added, 1e-12 of the largest gradient of any parameter,
                        because some sums cancel completely: the gradient of a bias before a batch norm, or of the bias
                        of an attention's keys, is only rounding error of the others
-    of a buffer        the largest in any buffer of its module: a mean near zero is as exact as its variance
+    of a buffer        the largest in any buffer of its module that the step updates: a mean near zero is as exact as
+                       its variance
 
 `rtol` is that of the coarsest floating type among the outputs of submodules and the parameters, in the step on one
 device: in float64 1e-10, for the first rounding errors grow in a deep model. Where float64 is not the model's own type

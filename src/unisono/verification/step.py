@@ -193,8 +193,8 @@ def take_step(
     if example.step is not None and record and not step.recorder.has_seen_calls():
         raise ValueError("step: it did not call the model that it is given; write step(model, *inputs), and call that")
     if isinstance(model, DataParallel) and not model._threads.written <= {*written}:
-        found = model._threads.written
-        return take_step(given, example, random, mode, like, nudge, repeated, least, record, backward, found)
+        same: dict[str, Any] = {"nudge": nudge, "repeated": repeated, "least": least, "record": record}
+        return take_step(given, example, random, mode, like, backward=backward, written=model._threads.written, **same)
     if isinstance(model, DataParallel):
         step.rows = [timing.rows for timing in model.replica_timings]
     if step.error is None:

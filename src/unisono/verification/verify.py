@@ -37,7 +37,7 @@ _NO_ACCELERATOR = "this machine has no accelerator, so the replicas ran on the C
 _ONE_ACCELERATOR = (
     "the replicas ran on the CPU: batch norm over all replicas needs one accelerator for each, and there is only one"
 )
-_ALONE = "the wrapper has no second device here, so the comparison has replicas on {devices}"
+_NO_SECOND_DEVICE = "the wrapper has no second device here, so the comparison has replicas on {devices}"
 
 
 def verify(
@@ -115,7 +115,7 @@ def verify(
     ids = _devices.resolve(device_ids)
     note = []
     if isinstance(model, DataParallel):
-        note = [] if wrapped is model else [_alone(wrapped)]
+        note = [] if wrapped is model else [_no_second_device(wrapped)]
     elif _went_to_cpu(wrapped, ids):
         note = [_ONE_ACCELERATOR if ids else _NO_ACCELERATOR]
     example = replace(_example(wrapped, args, kwargs, target, criterion), step=step)
@@ -137,7 +137,7 @@ def verify_call(
         given: options that explain a difference if they cause it, as those of `verify` do.
     """
     wrapped = _wrap(model, None, None, 0, {})
-    notes = [] if wrapped is model else [_alone(wrapped)]
+    notes = [] if wrapped is model else [_no_second_device(wrapped)]
     library = next(cls for cls in type(wrapped).__mro__ if cls.__module__.startswith("unisono."))
     example = replace(_example(wrapped, inputs, kwargs), forward=vars(library)["forward"])
     return _compared(wrapped, example, [mode], given, None, notes)
@@ -149,8 +149,8 @@ def _by_position_and_name(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]
     return (inputs if type(inputs) is tuple else (inputs,)), {}  # a named tuple is one input
 
 
-def _alone(wrapped: DataParallel) -> str:
-    return _ALONE.format(devices=", ".join(map(str, wrapped.devices)))
+def _no_second_device(wrapped: DataParallel) -> str:
+    return _NO_SECOND_DEVICE.format(devices=", ".join(map(str, wrapped.devices)))
 
 
 def _went_to_cpu(wrapped: DataParallel, wanted: Sequence[torch.device]) -> bool:
