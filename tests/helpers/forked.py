@@ -78,6 +78,8 @@ def forked(
 ) -> Iterator[Program]:
     """Run `sys.exit(function(*args))` as a program, which does not outlive the block; warnings are errors.
 
+    Those of files left open are not: a signal may come between a library's `open` and its `with`.
+
     Example:
         with forked(main, ["train", "--output", "out"], cwd=tmp_path) as program:
             assert program.wait() == 0, program.err
@@ -112,4 +114,5 @@ def _begin(job: bytes, cwd: str, env: Mapping[str, str], streams: str, path: lis
     torch.set_num_threads(1)
     function, args = pickle.loads(job)
     warnings.simplefilter("error")
+    warnings.simplefilter("ignore", ResourceWarning)
     sys.exit(function(*args))
