@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from unisono.engines.call import Call, OneGraphNeededError, called
-from unisono.engines.first_steps import Look
+from unisono.engines.first_steps import Look, ScriptedBatchNorm
 from unisono.engines.lanes import Lane, LaneCall
 from unisono.engines.threads import NOTES, Threads
 from unisono.inference.batch_map import Callee
@@ -560,6 +560,8 @@ def _looks_at_composition(
     if wrapper._options.sync_batch_norm is None and len(replicas) > 1:
         replica = replicas[0] if isinstance(replicas[0], nn.Module) else module
         looks.append(first_steps.batch_norm(replica, in_one_process=True))
+    if wrapper._options.sync_batch_norm and len(replicas) > 1:
+        looks.append(ScriptedBatchNorm(replicas[0] if isinstance(replicas[0], nn.Module) else module))
     modules, live = modules_in_common(replicas, module)
     reached = reached_by(modules, names_of(live, module), live, invocation.method)
     leaves = [*invocation.inputs, *invocation.kwargs.values()]

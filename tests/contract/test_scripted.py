@@ -174,3 +174,57 @@ def test_where_torch_does_it_in_another_way(monkeypatch: pytest.MonkeyPatch) -> 
     assert not torch_private.can_take_scripts_apart()
     with pytest.raises(TypeError, match="wrap the Python module that it was made from"):
         replicate(module, TWO)
+
+
+def normalised(x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.batch_norm(x, None, None, training=True)
+
+
+class ByFunction(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return normalised(x)
+
+
+def with_batch_norm(**options: bool) -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4, **options))
+
+
+def frozen() -> nn.Module:
+    module = with_batch_norm()
+    module[1].eval()
+    return torch.jit.script(module)
+
+
+def traced_with(module: nn.Module) -> nn.Module:
+    return torch.jit.trace(module, torch.randn(3, 5), check_trace=False)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize(
+    ("make", "is_refused"),
+    [
+        (lambda: torch.jit.script(with_batch_norm()), True),
+        (lambda: nn.Sequential(nn.Linear(5, 4), torch.jit.script(nn.BatchNorm1d(4))), True),
+        (lambda: nn.Sequential(nn.Linear(5, 4), torch.jit.script(ByFunction())), True),
+        (lambda: traced_with(with_batch_norm()), True),
+        (lambda: torch.jit.script(with_batch_norm(track_running_stats=False)).eval(), True),
+        (lambda: torch.jit.script(with_batch_norm()).eval(), False),
+        (frozen, False),
+        (lambda: traced_with(with_batch_norm().eval()).train(), False),  # a trace keeps the mode
+    ],
+    ids=["module", "layer", "function", "trace", "no running statistics", "eval", "frozen", "trace of eval"],
+)
+def test_a_scripted_batch_norm_is_not_left_out_in_silence(wrap: Wrap, make: Callable, is_refused: bool) -> None:
+    """N5, R10: with sync_batch_norm=True, which cannot reach it, it normalised each replica's own rows."""
+    model, x = wrap(make(), sync_batch_norm=True), torch.randn(6, 5)
+    for mode in (torch.no_grad, torch.enable_grad):
+        for _ in range(3):  # and in steady steps
+            with mode():
+                if not is_refused:
+                    torch.testing.assert_close(model(x), model.module(x))
+                    continue
+                with pytest.raises(
+                    RuntimeError, match=r"batch norm.* in spite of sync_batch_norm=True.*torch\.batch_norm"
+                ):
+                    model(x)
+    wrap(make(), sync_batch_norm=False)(x)

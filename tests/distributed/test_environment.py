@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import signal
 import threading
 
 import pytest
@@ -9,10 +10,12 @@ import torch
 from torch import nn
 
 import unisono
+from helpers.forked import forked
 from helpers.ranks import free_port, run_ranks
 from unisono.distributed import environment
 from unisono.distributed.environment import local_device, start_default_group
 from unisono.distributed.launchers import Launch, launch
+from unisono.runtime.interrupts import critical
 
 COMPLETE = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 NEEDED = [name for name in COMPLETE if name != "LOCAL_RANK"]
@@ -71,8 +74,41 @@ def test_variables_that_are_missing_or_wrong(environment_of, variables, message)
 def test_a_rank_that_does_not_start(environment_of):
     """C14: the others name it, after `timeout=`."""
     environment_of({**COMPLETE, "RANK": "0", "WORLD_SIZE": "3", "MASTER_PORT": str(free_port())})
-    with pytest.raises(RuntimeError, match=r"rank 0 of 3 waited at 127\.0\.0\.1:.* ranks 1, 2 did not connect"):
+    with pytest.raises(RuntimeError, match=r"rank 0 has waited 2 s at .* ranks 1, 2 did not connect at 127\.0\.0\.1:"):
         unisono.DataParallel(nn.Linear(2, 2), ["cpu"], timeout=2)
+
+
+def wraps_first(in_step: bool) -> None:
+    environment.SAID_AFTER_S = 0
+    wrap = critical(unisono.DataParallel) if in_step else unisono.DataParallel  # as a loaded model's first step does
+    wrap(nn.Linear(2, 2), ["cpu"], timeout=200)
+
+
+@pytest.mark.only_on("linux", "macos", because="Ctrl-C of another process")
+@pytest.mark.parametrize(
+    ("rank", "launchers_store", "in_step", "missing"),
+    [
+        (0, False, False, "ranks 1, 2 did not connect at 127.0.0.1:"),
+        (0, False, True, "ranks 1, 2 did not connect at 127.0.0.1:"),
+        (1, False, False, "rank 0 does not listen at 127.0.0.1:"),
+        (0, True, False, "ranks 1, 2 did not connect at 127.0.0.1:"),
+        (1, True, False, "rank 0 did not connect at 127.0.0.1:"),
+    ],
+    ids=["first", "first, in a step", "second", "first, torchrun's store", "second, torchrun's store"],
+)
+def test_the_first_wrapper_says_for_whom_it_waits_and_ctrl_c_ends_it(rank, launchers_store, in_step, missing):
+    """C11, C12: it waited in C++, without a line, and Ctrl-C came when the timeout was over."""
+    port = free_port()
+    env = {**COMPLETE, "RANK": str(rank), "WORLD_SIZE": "3", "MASTER_PORT": str(port)}
+    if launchers_store:
+        env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        _listens = torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    with forked(wraps_first, in_step, env=env) as program:
+        program.wait_for("Every process has to wrap the model")
+        assert f"rank {rank} has waited 0 s at a DataParallel that spans processes, and {missing}" in program.err
+        os.kill(program.pid, signal.SIGINT)
+        assert program.wait() == 1
+        assert program.err.splitlines()[-1] == "KeyboardInterrupt"
 
 
 def test_a_torch_without_distributed(monkeypatch, environment_of):

@@ -194,6 +194,30 @@ def test_ranks_that_wait_at_different_places(function, timeout_s, expected):
     assert all(text in messages for text in ("rank 0", "rank 1", *expected)), messages
 
 
+def receives_slowly(rank: int, received: Path) -> None:
+    """Have rank 0 go on to a barrier while rank 1 still waits for what rank 0 has sent, as in a broadcast."""
+    communicator = communicator_for()
+    get, looks = communicator.failure_store.get, []
+
+    def look(key: str) -> str:
+        text = get(key)
+        if key == "at/1" and text:
+            looks.append(text)
+            if len(looks) > 5:
+                received.touch()
+        return text
+
+    communicator.failure_store.get = look
+    if rank == 1:
+        communicator._wait_until(received.exists, "receiving buffers")
+    communicator.barrier("wrapping Linear")
+
+
+def test_a_rank_that_waits_for_what_was_sent_does_not_wait_for_another(tmp_path):
+    """C11: after two seconds at one place it was said to wait for the rank at the barrier, and training ended."""
+    run_ranks(2, receives_slowly, tmp_path / "received")
+
+
 def one_batch_norm_more(rank: int, synchronised: bool) -> None:
     model = wrapped(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), sync_batch_norm=True)
     if rank == 0:
@@ -235,11 +259,11 @@ def test_different_collectives(function, expected):
 LIMIT_S = 5
 
 
-def waits_alone(rank: int, steps: bool, seen: Path) -> str:
+def waits_alone(rank: int, steps: bool, wrapping_s: float, seen: Path) -> str:
     """Have rank 0 wait for rank 1, which hangs until that is seen; return the error of rank 0."""
     said: list[str] = []
     process_group.log_once = said.append
-    process_group._WRAPPING_S, process_group._SAID_AFTER_S = LIMIT_S, 1
+    process_group._WRAPPING_S, environment.SAID_AFTER_S = wrapping_s, 1
     if steps:
         model = wrapped()
         step(model)
@@ -264,17 +288,24 @@ def waits_alone(rank: int, steps: bool, seen: Path) -> str:
     return str(raised.value)
 
 
+WRAPPING = ["at a DataParallel that spans processes", "rank 1 did not reach it", "Wrap the same models"]
+
+
 @pytest.mark.parametrize(
-    ("steps", "expected"),
+    ("steps", "wrapping_s", "timeout_s", "expected"),
     [
-        (False, ["at a DataParallel that spans processes", "rank 1 did not reach it", "Wrap the same models"]),
-        (True, ["at summing gradients over the processes", "rank 1 is in no collective"]),
+        (False, LIMIT_S, torch.distributed.default_pg_timeout.total_seconds(), WRAPPING),
+        (False, 2, LIMIT_S, WRAPPING),
+        (True, LIMIT_S, LIMIT_S, ["at summing gradients over the processes", "rank 1 is in no collective"]),
     ],
-    ids=["wrapping", "backward"],
+    ids=["wrapping", "wrapping, with a timeout of the user's", "backward"],
 )
-def test_a_process_that_hangs(tmp_path, steps, expected):
-    """C11, C12: the timeout names it. One that does not wrap the model was waited for half an hour."""
-    ended = end_ranks(2, waits_alone, steps, tmp_path / "seen", timeout_s=LIMIT_S if steps else 240)
+def test_a_process_that_hangs(tmp_path, steps, wrapping_s, timeout_s, expected):
+    """C11, C12: the timeout names it. One that does not wrap the model was waited for half an hour.
+
+    Then it was waited for five minutes, also where the user had given the group a longer timeout.
+    """
+    ended = end_ranks(2, waits_alone, steps, wrapping_s, tmp_path / "seen", timeout_s=timeout_s)
     assert ended[0].error is None, ended[0].error
     for text in [f"rank 0 has waited {LIMIT_S} s for the others", *expected]:
         assert text in ended[0].value
@@ -426,23 +457,29 @@ def test_a_process_that_fails_before_it_wraps():
     assert "TroubleError: no such file" in last_error(ended[1])
 
 
-def ends_slowly(rank: int) -> None:
-    model = wrapped()
-    step(model)
+def ends_slowly(rank: int, exits: bool) -> None:
+    process_group._EXIT_S = 1 if exits else process_group._EXIT_S
     if rank == 1:
         atexit.register(time.sleep, 3)  # as where much memory of a GPU is freed
-        raise TroubleError("no more memory")
-    step(model)
+    model = wrapped(Calls(fails_on_three_rows if rank == 1 else net_of, net=net()))
+    model(ROWS[:2]).sum().backward()
+    try:
+        step(model)
+    except TroubleError:
+        if exits:
+            sys.exit(1)  # which no excepthook sees
+        raise
 
 
-def test_torchrun_blames_the_rank_that_has_failed(tmp_path):
-    """C12: it blames the process that ends first. The other one waited for two seconds only."""
+@pytest.mark.parametrize("exits", [False, True], ids=["an exception", "exit 1 after an exception"])
+def test_torchrun_blames_the_rank_that_has_failed(tmp_path, exits):
+    """C12: it blames the process that ends first. The other one waited for two seconds only; later, for ten seconds."""
     script = tmp_path / "train.py"
     script.write_text(f"""
 import os, sys
 sys.path[:0] = {sys.path!r}
 from {__name__} import ends_slowly
-ends_slowly(int(os.environ["RANK"]))
+ends_slowly(int(os.environ["RANK"]), {exits})
 """)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=200)
@@ -640,6 +677,22 @@ def test_a_program_that_fails_in_the_first_process():
     last = ended[1].stderr.strip().splitlines()[-1]
     assert "rank 0" in last.lower()
     assert "ended" in last or "bad line in the file" in last
+
+
+def test_a_program_that_exits_after_an_exception_in_forward():
+    """C12: the others said that it had ended, and not why."""
+    body = """
+    if rank == 1:
+        try:
+            model(torch.ones(2, 5))
+        except RuntimeError:
+            sys.exit(1)
+    step()
+    """
+    ended = run_program(body)
+    assert [end.returncode for end in ended] == [1, 1]
+    assert "RuntimeError: rank 1 failed while this one was at summing gradients" in ended[0].stderr
+    assert "Rank 1 says: RuntimeError: mat1 and mat2 shapes cannot be multiplied" in ended[0].stderr
 
 
 @pytest.mark.only_on("linux", "macos", because="SIGKILL")

@@ -232,6 +232,14 @@ def test_batch_norms_in_a_graph() -> None:
     assert torch_private.is_batch_norm_in_training(unknown)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_batch_norms_in_a_script() -> None:
+    scripts = [*map(torch.jit.script, (nn.Sequential(nn.BatchNorm1d(2), nn.Tanh()), nn.Tanh()))]
+    scripts.append(torch.jit.trace(nn.BatchNorm1d(2).eval(), torch.zeros(3, 2)))
+    assert [*map(torch_private.batch_norms_in_script, scripts)] == [[None], [], [False]]
+    assert torch_private.batch_norms_in_script(nn.Tanh()) == [None], "what torch lacks is not known"
+
+
 def test_an_exchange() -> None:
     """R15: what a graph has saved stays valid, and nothing counts as a write."""
     one, other = nn.Parameter(torch.ones(2)), torch.zeros(2)

@@ -14,13 +14,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import nn
 
-from unisono.distributed.process_group import (
-    AllReduceWork,
-    Communicator,
-    GatheredElsewhereError,
-    digest_of,
-    ranks_of,
-)
+from unisono.distributed.environment import ranks_of
+from unisono.distributed.process_group import AllReduceWork, Communicator, GatheredElsewhereError, digest_of
 
 SLOT_BYTES = 64  # of a rank, at the end of the first bucket
 WrittenValue: TypeAlias = tuple[str, Any]  # a parameter's name, and a fingerprint of its values

@@ -3,10 +3,11 @@
 import atexit
 import contextlib
 import os
+import socket
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,13 +19,18 @@ from unisono.distributed.launchers import Launch, launch
 from unisono.runtime import devices as _devices
 from unisono.runtime.errors import log_once
 from unisono.runtime.forks import in_forked_child
+from unisono.runtime.interrupts import deliver
 
-_POLL_S = 0.02
-_NO_RANK = (
-    "waited {waited_s:g} s for rank {rank}, which has not come to a DataParallel. Every process has to wrap the model; "
-    "for a model of this process alone pass process_group=False."
+FIRST_NAP_S = 0.00005  # of a wait, whose naps get longer
+_CONNECT_S = 1.0  # for how long one attempt to connect may take: Ctrl-C is seen after it
+SAID_AFTER_S = 10.0  # that a rank waits for others to wrap a model
+RENDEZVOUS_S = 300.0  # for how long it waits unless the user has said it, as torch's stores do
+WRAPPING = "a DataParallel that spans processes"
+NOT_THERE = (
+    "rank {rank} has waited {waited_s:g} s at {doing}, and {missing}. Every process has to wrap the model; for a model "
+    "of this process alone pass process_group=False. To wait longer than {limit_s:g} s for slow processes, give the "
+    "process group a longer timeout: timeout= of DataParallel, or of torch.distributed.init_process_group."
 )
-RENDEZVOUS_S = 300.0  # for how long processes wait for each other at first, as torch's stores do
 failed = threading.Event()  # set when the processes no longer agree on what comes next
 _counted_local_rank: int | None = None  # where the launcher does not say it: by the hosts of the ranks
 _num_made = 0  # groups that this process has made, as has every other that it has met
@@ -103,49 +109,43 @@ def start_default_group(timeout_s: float | None = None) -> bool:
                 "a torch that has it; or train in this process alone, with process_group=False."
             )
         return False
-    _make_default_group(process, {} if timeout_s is None else {"timeout": timedelta(seconds=timeout_s)})
+    _make_default_group(process, timeout_s)
     atexit.register(_end_default_group)
     return True
 
 
-def _make_default_group(process: Launch, timeout: dict[str, timedelta]) -> None:
+def _make_default_group(process: Launch, timeout_s: float | None) -> None:
     global _counted_local_rank, _num_made  # noqa: PLW0603 - the process has one
     distributed: Any = torch.distributed
+    limit_s = RENDEZVOUS_S if timeout_s is None else timeout_s
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store = _store_of_this_restart(process, **timeout)
+        store = _store_of_this_restart(process, limit_s)
     else:
-        try:
-            store = distributed.TCPStore(
-                process.address,
-                process.port,
-                is_master=process.rank == 0,
-                wait_for_workers=False,
-                multi_tenant=True,  # the store of an earlier group of this program may still listen
-                **timeout,
-            )
-        except (*STORE_ERRORS, RuntimeError) as error:
-            raise RuntimeError(
-                f"rank {process.rank} of {process.world_size} cannot "
-                f"{'listen' if process.rank == 0 else 'connect'} at {process.address}:{process.port}, the "
-                f"address of rank 0 (set MASTER_ADDR and MASTER_PORT for another one): {error}"
-            ) from error
+        # Multi-tenant: the store of an earlier group of this program may still listen.
+        store = _connected_store(process, limit_s, is_master=process.rank == 0, multi_tenant=True)
         _num_made += 1  # what an earlier group has written is in the store
         store = distributed.PrefixStore(f"unisono {process.job} {_num_made}", store)
     # The backends of the devices that are there, so that `get_backend()` names them.
     kinds = {device.type for device in _devices.accelerators()}
     backends = [f"{kind}:{name}" for kind in sorted(kinds) if (name := _backend_for(kind)) not in (None, "gloo")]
     backend = ",".join(["cpu:gloo", *backends]) if backends else "gloo"
+    all_hosts = [_host_of(rank) for rank in range(process.world_size)]
+
+    def missing() -> str:
+        ranks = [rank for rank, host in enumerate(all_hosts) if not store.check([host])]
+        return f"{ranks_of(ranks)} did not connect at {process.address}:{process.port}" if ranks else ""
+
+    store.set(_host_of(process.rank), host_id())
+    _wait_until(lambda: bool(store.check(all_hosts)), missing, process, limit_s)
+    if launchers.local_rank() is None:
+        _counted_local_rank = _count_local_rank(store, process)
+    timeout = {} if timeout_s is None else {"timeout": timedelta(seconds=timeout_s)}
     try:
-        store.set(_host_of(process.rank), host_id())
-        all_hosts = [_host_of(rank) for rank in range(process.world_size)]
-        store.wait(all_hosts, timeout.get("timeout", timedelta(seconds=RENDEZVOUS_S)))
-        if launchers.local_rank() is None:
-            _counted_local_rank = _count_local_rank(store, process)
         distributed.init_process_group(
             backend, store=store, rank=process.rank, world_size=process.world_size, **timeout
         )
     except (*STORE_ERRORS, RuntimeError) as error:
-        raise RuntimeError(_not_met(store, process, error)) from error
+        raise _not_connected(process, error) from error
 
 
 def _backend_for(kind: str) -> str | None:
@@ -165,28 +165,89 @@ def _host_of(rank: int) -> str:
     return f"host of {rank}"
 
 
-def _not_met(store: Any, process: Launch, error: Exception) -> str:
-    """Return the message of a rank that could not be connected with all others."""
-    where = f"{process.address}:{process.port}, the address of rank 0"
-    with contextlib.suppress(*STORE_ERRORS, RuntimeError):
-        missing = [str(rank) for rank in range(process.world_size) if not store.check([_host_of(rank)])]
-        if missing:
-            ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(missing[:8])}{', ...' * (len(missing) > 8)}"
-            return (
-                f"rank {process.rank} of {process.world_size} waited at {where}, but {ranks} did not connect: {error}"
-            )
-    return f"rank {process.rank} of {process.world_size} could not connect to the others at {where}: {error}"
+def ranks_of(ranks: Iterable[int]) -> str:
+    """Return 'rank 3' or 'ranks 0, 3'."""
+    ranks = list(ranks)
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"
 
 
-def _text_of(rank: int, key: str, store: Any) -> str:
-    """Return a text that a rank writes when it comes to its first DataParallel; raise RuntimeError if it does not."""
+def _wait_until(is_done: Callable[[], bool], missing: Callable[[], str], process: Launch, limit_s: float) -> None:
+    """Wait for the ranks at the first DataParallel, where no process group says yet which one has failed.
+
+    Args:
+        missing: says which ranks are missing; "" if all have come meanwhile.
+
+    Raises:
+        RuntimeError: some are missing after `limit_s`, or the store is lost.
+    """
+    started, is_said = time.monotonic(), False
+    nap_s, longest_nap_s = FIRST_NAP_S, max(0.05, process.world_size / 2000)  # all ranks ask one store
+    text = {"rank": process.rank, "doing": WRAPPING, "limit_s": limit_s}
     try:
-        return str(store.get(key).decode())
+        while not is_done():
+            waited_s = time.monotonic() - started
+            if waited_s > limit_s and (who := missing()):
+                raise RuntimeError(NOT_THERE.format(waited_s=limit_s, missing=who, **text))
+            if not is_said and waited_s > SAID_AFTER_S and (who := missing()):
+                is_said = True
+                log_once(NOT_THERE.format(waited_s=SAID_AFTER_S, missing=who, **text))
+            time.sleep(nap_s)
+            deliver()
+            nap_s = min(nap_s * 1.5, longest_nap_s)
     except STORE_ERRORS as error:
-        raise RuntimeError(_NO_RANK.format(waited_s=store.timeout.total_seconds(), rank=rank)) from error
+        raise _not_connected(process, error) from error
 
 
-def _store_of_this_restart(process: Launch, **timeout: timedelta) -> Any:
+def _not_connected(process: Launch, error: Exception) -> RuntimeError:
+    return RuntimeError(
+        f"rank {process.rank} of {process.world_size} could not connect to the others at "
+        f"{process.address}:{process.port}, the address of rank 0: {error}"
+    )
+
+
+def _connected_store(process: Launch, limit_s: float, *, is_master: bool = False, multi_tenant: bool = False) -> Any:
+    """Return the store at the address of rank 0.
+
+    torch's own client waits in C++, where Ctrl-C does not reach it, and prints pages. So it begins when the store is
+    there.
+    """
+    why: list[OSError] = []
+
+    def is_there() -> bool:
+        try:
+            socket.create_connection((process.address, process.port), _CONNECT_S).close()
+        except OSError as error:  # also where the name is not known yet
+            why[:] = [error]
+            return False
+        return True
+
+    def missing() -> str:
+        return (
+            f"rank 0 does not listen at {process.address}:{process.port} ({why[0]}), the address in MASTER_ADDR and "
+            "MASTER_PORT"
+        )
+
+    if not is_master:
+        _wait_until(is_there, missing, process, limit_s)
+    try:
+        return torch.distributed.TCPStore(
+            process.address,
+            process.port,
+            is_master=is_master,
+            wait_for_workers=False,
+            multi_tenant=multi_tenant,
+            timeout=timedelta(seconds=limit_s),
+        )
+    except (*STORE_ERRORS, RuntimeError) as error:
+        raise RuntimeError(
+            f"rank {process.rank} of {process.world_size} cannot {'listen' if is_master else 'connect'} at "
+            f"{process.address}:{process.port}, the address of rank 0 (set MASTER_ADDR and MASTER_PORT for another "
+            f"one): {error}"
+        ) from error
+
+
+def _store_of_this_restart(process: Launch, limit_s: float = RENDEZVOUS_S) -> Any:
     """Return the launcher's store, under a prefix that no earlier start of the processes has used.
 
     torchrun keeps its store across restarts, so stale keys remain, such as addresses of processes that have ended. The
@@ -194,28 +255,32 @@ def _store_of_this_restart(process: Launch, **timeout: timedelta) -> Any:
     verify it by a challenge that rank 0 must acknowledge.
     """
     distributed: Any = torch.distributed
-    rank, world_size = process.rank, process.world_size
-    store = distributed.TCPStore(process.address, process.port, is_master=False, **timeout)
-    store = distributed.PrefixStore("unisono", store)
-    if rank == 0:
-        prefix = uuid.uuid4().hex
-        store.set("prefix", prefix)
-        for other in range(1, world_size):
-            challenge = _text_of(other, f"{prefix}/challenge of {other}", store)
-            store.set(f"{prefix}/acknowledged {challenge}", "")
-        return distributed.PrefixStore(prefix, store)
-    challenge, prefix = uuid.uuid4().hex, ""
-    deadline = time.monotonic() + store.timeout.total_seconds()
-    while not prefix or not store.check([f"{prefix}/acknowledged {challenge}"]):
-        latest = _text_of(0, "prefix", store)
-        if latest != prefix:
+    store = distributed.PrefixStore("unisono", _connected_store(process, limit_s))
+    prefix = own = uuid.uuid4().hex
+    waits_for = {*range(1, process.world_size)} if process.rank == 0 else {0}
+
+    def challenge_of(rank: int) -> str:
+        return f"{prefix}/challenge of {rank}"
+
+    def acknowledges_all() -> bool:
+        for rank in [rank for rank in waits_for if store.check([challenge_of(rank)])]:
+            store.set(f"{prefix}/acknowledged {store.get(challenge_of(rank)).decode()}", "")
+            waits_for.remove(rank)
+        return not waits_for
+
+    def is_acknowledged() -> bool:
+        nonlocal prefix
+        if store.check(["prefix"]) and (latest := store.get("prefix").decode()) != prefix:
             prefix = latest
-            store.set(f"{prefix}/challenge of {rank}", challenge)
-        if time.monotonic() > deadline:
-            raise RuntimeError(
-                f"waited {store.timeout.total_seconds():g} s for rank 0, which itself waits for another rank"
-            )
-        time.sleep(_POLL_S)
+            store.set(challenge_of(process.rank), own)
+        return bool(store.check([f"{prefix}/acknowledged {own}"]))
+
+    def missing() -> str:
+        return f"{ranks_of(sorted(waits_for))} did not connect at {process.address}:{process.port}"
+
+    if process.rank == 0:
+        store.set("prefix", prefix)
+    _wait_until(acknowledges_all if process.rank == 0 else is_acknowledged, missing, process, limit_s)
     return distributed.PrefixStore(prefix, store)
 
 

@@ -28,7 +28,7 @@ import uuid
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 from types import TracebackType
@@ -37,7 +37,7 @@ from typing import Any
 import torch
 
 from unisono.distributed import environment
-from unisono.distributed.environment import start_default_group
+from unisono.distributed.environment import FIRST_NAP_S, NOT_THERE, WRAPPING, ranks_of, start_default_group
 from unisono.distributed.failure_store import STORE_ERRORS, FailureStore, host_id
 from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
@@ -46,14 +46,13 @@ from unisono.runtime.errors import described, log_once
 from unisono.runtime.forks import in_forked_child, leak_process_group
 from unisono.runtime.interrupts import deliver
 
-_FIRST_NAP_S, _LONGEST_NAP_S = 0.00005, 0.002
+_LONGEST_NAP_S = 0.002
 _CHECK_EVERY_S = 0.2  # how often a waiting rank checks the store for failures; with many ranks, less often
 _REASON_NAP_S = 0.05
 _EXIT_S = 10.0  # how long a rank that has failed may take to say why, and to end
+_SLOW_EXIT_S = 60.0  # how long it may take to end if it says that it does
 _BLAME_S = 1.0  # a launcher blames the process that ends first: torchrun has times in whole seconds
-_STUCK_S = 2.0  # after which a rank that waits at one place is known to wait for this one
-_WRAPPING_S = environment.RENDEZVOUS_S  # how long a rank waits for others to wrap a model
-_SAID_AFTER_S = 10.0  # that it waits for them
+_WRAPPING_S = environment.RENDEZVOUS_S  # how long a rank waits for others to wrap a model, by default
 _PATIENCE_S = 30.0  # how long a rank that has raised an exception may take to go on
 _MARGIN_S = 5.0
 _MOST_TEXT = 2000  # characters of a failure's reason
@@ -61,11 +60,6 @@ _NUM_GATHERED = 16  # numbers in each all-gather
 _BUCKETS_IN_FLIGHT = 2  # of a broadcast
 _REPORTING_MISMATCH = "reporting a mismatch"
 
-_NOT_THERE = (
-    "rank {rank} has waited {said_s:g} s at {doing}, and {missing}. Every process has to wrap the model; for a model "
-    "of this process alone pass process_group=False. To wait longer than {limit_s:g} s for slow processes, call "
-    "torch.distributed.barrier() before wrapping."
-)
 _SHARED_DEVICE = (
     "several processes share one GPU ({device} in this one), or slices of one, so their gradients go through "
     "the host, which is slow. Start one process for each GPU, or use unisono.DataParallel without a launcher."
@@ -110,7 +104,7 @@ def communicator_for(process_group: Any = None, timeout_s: float | None = None) 
     if process_group.size() == 1:
         return None
     if process_group not in _communicators:
-        communicator = _communicators[process_group] = Communicator(process_group)
+        communicator = _communicators[process_group] = Communicator(process_group, timeout_s)
         try:
             communicator.connect()
         except BaseException as error:  # Ctrl-C too: a half-made connection cannot be used
@@ -127,12 +121,21 @@ class Communicator:
         timeout_s: how long a rank waits for the others.
         is_world: whether these are all processes of the program.
         failure_store: what the ranks tell each other beside their collectives.
+
+    Args:
+        process_group: the processes.
+        timeout_s: the timeout that the user has given, if any.
     """
 
-    def __init__(self, process_group: Any) -> None:
+    def __init__(self, process_group: Any, timeout_s: float | None = None) -> None:
         self.rank: int = process_group.rank()
         self.world_size: int = process_group.size()
-        self.timeout_s = torch_private.timeout_of_group(process_group).total_seconds()
+        timeout = torch_private.timeout_of_group(process_group)
+        self.timeout_s = timeout.total_seconds()
+        constants = distributed.constants
+        is_default = timeout in (constants.default_pg_timeout, constants.default_pg_nccl_timeout)
+        is_default = is_default and timeout_s != self.timeout_s
+        self._wrapping_s = min(self.timeout_s, _WRAPPING_S) if is_default else self.timeout_s
         self._ranks = distributed.get_process_group_ranks(process_group)
         self.is_world = self.world_size == distributed.get_world_size()
         self._store = distributed.PrefixStore("unisono", process_group.get_group_store())
@@ -154,7 +157,7 @@ class Communicator:
     def connect(self) -> None:
         """Wait for all processes, and connect them. To be called once."""
         self.failure_store.register()
-        self.barrier("a DataParallel that spans processes")
+        self.barrier(WRAPPING)
         self._control = self._new_group("gloo", "control")
         self.failure_store.locations = self.all_gather_object(self.failure_store.location, "connecting")
 
@@ -184,8 +187,6 @@ class Communicator:
         self._num_barriers += 1
         key = f"barrier/{self._num_barriers}"
 
-        waits: dict[int, tuple[str, float]] = {}  # by rank, where else it waits, and since when
-
         def missing() -> list[int]:
             return [rank for rank in range(self.world_size) if not self.failure_store.get(f"{key}/{rank}")]
 
@@ -196,15 +197,12 @@ class Communicator:
             exited = [rank for rank in missing() if self.failure_store.has_exited(rank)]
             if exited and not is_complete():
                 raise self._failure_of(exited, f"{ranks_of(exited)} {_has(exited)} ended and did not reach {name}")
-            now = time.monotonic()
             for rank in missing():
-                at = self.failure_store.get(f"at/{rank}")
-                if at != waits.get(rank, ("", now))[0]:
-                    waits[rank] = at, now
-                elif at and now - waits[rank][1] > _STUCK_S:
-                    text = f"rank {self.rank} is at {name}, and rank {rank} waits for it at {at}"
+                num_comparisons, at = self._place_of(rank)
+                if num_comparisons > self._num_comparisons:  # it has gone on, and has left this barrier out
+                    text = f"rank {self.rank} is at {name}, and rank {rank} at {at}"
                     self.report_failure(text)
-                    raise self._failure(f"{text}. {_THE_SAME}")
+                    raise self._failure(f"the processes do different things: {text}. {_THE_SAME}")
 
         try:
             first = self._store.compare_set(f"{key}/first", "", f"{self.rank}\n{name}").decode()
@@ -215,7 +213,7 @@ class Communicator:
                 name,
                 lambda: f"{ranks_of(missing())} did not reach it",
                 check=raise_if_one_cannot_come,
-                limit_s=min(self.timeout_s, _WRAPPING_S),
+                limit_s=self._wrapping_s,
             )
             self._raise_if_a_rank_failed(name)  # one that has waited for this rank, and has given up
         except STORE_ERRORS as error:
@@ -450,7 +448,7 @@ class Communicator:
         """
         started = last_check = time.monotonic()
         num_checks = 0
-        nap_s, longest_nap_s = _FIRST_NAP_S, _LONGEST_NAP_S if check is None else self._check_every_s / 4
+        nap_s, longest_nap_s = FIRST_NAP_S, _LONGEST_NAP_S if check is None else self._check_every_s / 4
         limit_s = self.timeout_s if limit_s is None else limit_s
         published = said = False
         raised, raised_at = "", started
@@ -468,14 +466,14 @@ class Communicator:
                     check()
                 if not published:
                     published = True
-                    self.failure_store.set(f"at/{self.rank}", doing)
+                    self.failure_store.set(f"at/{self.rank}", f"{self._num_comparisons}\n{doing}")
                     if key:
                         self.failure_store.set(key, doing)
-                if not said and now - started > _SAID_AFTER_S:
+                if not said and now - started > environment.SAID_AFTER_S:
                     said = True
                     if who := missing():
-                        times = {"said_s": _SAID_AFTER_S, "limit_s": limit_s}
-                        log_once(_NOT_THERE.format(rank=self.rank, doing=doing, missing=who, **times))
+                        times = {"waited_s": environment.SAID_AFTER_S, "limit_s": limit_s}
+                        log_once(NOT_THERE.format(rank=self.rank, doing=doing, missing=who, **times))
                 if now - started > limit_s:
                     self._raise_timeout(doing, missing(), limit_s)
             if block is not None:
@@ -489,8 +487,13 @@ class Communicator:
             if key:
                 self.failure_store.delete(key)
 
+    def _place_of(self, rank: int) -> tuple[int, str]:
+        """Return where a rank waits, "" if it does not, and how often it had compared what it does when it began to."""
+        num_comparisons, _, doing = self.failure_store.get(f"at/{rank}").partition("\n")
+        return int(num_comparisons or 0), doing
+
     def _raise_timeout(self, doing: str, missing: str, waited_s: float) -> None:
-        others = {rank: self.failure_store.get(f"at/{rank}") for rank in range(self.world_size) if rank != self.rank}
+        others = {rank: self._place_of(rank)[1] for rank in range(self.world_size) if rank != self.rank}
         found = [f"rank {rank} waits at {other}" for rank, other in others.items() if other and other != doing]
         not_waiting = [rank for rank, other in others.items() if not other]
         if missing:
@@ -516,6 +519,7 @@ class Communicator:
                 self.failure_store.set("failed", " ".join(map(str, exited)) + "\n", first_only=True)
                 return self._failure_of(exited, _ended(exited, doing))
             time.sleep(_REASON_NAP_S)
+            deliver()
         return self._failure(f"{doing} failed, and no other rank reports why: {_brief(error)}")
 
     def raise_mismatch(self, doing: str) -> None:
@@ -553,6 +557,12 @@ class Communicator:
         if self._broken is None:
             self._raised = f"{self.rank}\n{described(error)}"[:_MOST_TEXT]
             self.failure_store.set("raised", self._raised)
+
+    def report_end(self, reason: str = "") -> None:
+        """Tell the other ranks that this program ends, with that reason, or with an exception after which it ended."""
+        if self._broken is None and (reason or self._raised):
+            self.failure_store.set(f"ending/{self.rank}", "ending")  # first: who reads the failure knows it
+            self.report_failure(reason or self._raised.partition("\n")[2])
 
     def _take_back_exception(self) -> None:
         if self.failure_store.get("raised") == self._raised:
@@ -605,11 +615,11 @@ class Communicator:
 
     def _failure_of(self, ranks: Sequence[int], text: str) -> RuntimeError:
         """Return the error of this rank for a failure of others: later than these end, so that they are blamed."""
-        error, have_ended = self._failure(text), False
-        deadline = time.monotonic() + _EXIT_S
-        while time.monotonic() < deadline:
+        error, have_ended, started = self._failure(text), False, time.monotonic()
+        limit_s = _SLOW_EXIT_S if any(self.failure_store.get(f"ending/{rank}") for rank in ranks) else _EXIT_S
+        while (waited_s := time.monotonic() - started) < limit_s:
             if not have_ended and all(map(self.failure_store.has_exited, ranks)):
-                have_ended, deadline = True, time.monotonic() + _BLAME_S
+                have_ended, limit_s = True, waited_s + _BLAME_S
             time.sleep(_REASON_NAP_S)
             deliver()
         return error
@@ -728,7 +738,7 @@ def _report_program_end() -> None:
 
     def report(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         for communicator in list(_reporting):
-            communicator.report_failure(described(error))
+            communicator.report_end(described(error))
         before(kind, error, traceback)
 
     sys.excepthook = report
@@ -761,6 +771,7 @@ def _end_communicators() -> None:
     aborts the process, and a launcher would start again what was finished.
     """
     for communicator in list(_reporting):
+        communicator.report_end()
         communicator.failure_store.report_exit()
         if not communicator.broken and os.getpid() == communicator.failure_store.pid:
             communicator.end("the program ends")
@@ -770,13 +781,6 @@ def _end_communicators() -> None:
 def digest_of(text: str) -> int:
     """Return a hash of a text that is the same in every process, and exact in double precision."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest())
-
-
-def ranks_of(ranks: Iterable[int]) -> str:
-    """Return 'rank 3' or 'ranks 0, 3'."""
-    ranks = list(ranks)
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"rank{'s' * (len(ranks) > 1)} {shown}"
 
 
 def _block(work: Any, timeout_s: float) -> None:

@@ -25,6 +25,7 @@ from torch.func import functional_call
 from unisono.autograd.bucket import FIRST
 from unisono.distributed.gradient_sync import SENT_TWICE, GradientSync, SyncContext, UnboundGradientSync
 from unisono.engines.call import Call
+from unisono.engines.first_steps import ScriptedBatchNorm
 from unisono.engines.replica import is_reentrant_checkpoint, leaves_and_nodes, link_parameters
 from unisono.engines.threads import Threads
 from unisono.primitives import pytree
@@ -41,7 +42,7 @@ from unisono.runtime.errors import add_note, log_once
 from unisono.runtime.thread_pool import inside_replica, run_together
 from unisono.runtime.thread_state import modes_that_stay
 from unisono.sync_batch_norm.across_processes import CrossProcessAllGather, InEvalMode
-from unisono.sync_batch_norm.function_mode import run_as_replica
+from unisono.sync_batch_norm.function_mode import run_as_replica, run_outside_of_step
 
 T = TypeVar("T")
 
@@ -50,7 +51,7 @@ _RUNS_WHOLE = (
     "works in one thread only: a dispatch or function mode, a torch.func transform, or saved-tensor hooks."
 )
 _NO_BATCH_NORM_IN_MODE = (
-    "sync_batch_norm=True over several processes cannot run while a mode is active that works in one thread "
+    "sync_batch_norm=True over several processes cannot train while a mode is active that works in one thread "
     "only (a dispatch or function mode, a torch.func transform, saved-tensor hooks): leave the mode, or use "
     "sync_batch_norm=False. Put activation checkpoints inside the module."
 )
@@ -174,12 +175,15 @@ class Ranks:
         """
         exchange = self.own_exchange(sync_batch_norm)
         if exchange is not None:
-            call = partial(run_as_replica, module, call, exchange)
+            call = partial(run_outside_of_step, module, call, exchange)
         first_steps, structure = threads.first_steps, ("outside of a step", method, module.training)
         # A loaded model is bound to its processes in a step: one of them alone may evaluate it before.
         is_bound = isinstance(self._gradient_sync, GradientSync)
         if not is_bound or inside_replica() or not first_steps.is_first(structure):
             return call()
+        if exchange is not None:  # the first time, batch norms that are called in other ways are seen too
+            call = partial(run_as_replica, module, call, exchange)
+            ScriptedBatchNorm(module).end()
         output = self._noting_writes(module, call, with_values=True)
         first_steps.counted(structure).end()
         return output
@@ -224,7 +228,7 @@ class Ranks:
         return lambda *args, **kwargs: functional_call(function, own, args, kwargs)
 
     def _run_in_callers_graph(self, threads: Threads, module: nn.Module, call: Call, sync_context: SyncContext) -> Any:
-        if call.sync_batch_norm:
+        if call.sync_batch_norm and module.training:
             raise RuntimeError(_NO_BATCH_NORM_IN_MODE)
         if len(self._devices) > 1:
             log_once(_RUNS_WHOLE)
@@ -232,7 +236,10 @@ class Ranks:
         [shard] = scattered(call.arguments, call.devices[:1], [call.arguments.rows or 0], call.rules.warnings)
         # As a replica, so that a wrapper inside the module runs its own replicas one after the other.
         args, kwargs = shard
-        [output] = values_or_raise(run_together([lambda: run(*args, **kwargs)], call.devices[:1]), call.where()[:1])
+        task = partial(run, *args, **kwargs)
+        if call.cross_process is not None:
+            task = partial(run_as_replica, module, task, call.cross_process)
+        [output] = values_or_raise(run_together([task], call.devices[:1]), call.where()[:1])
         reached = leaves_and_nodes([tensor for _, tensor in pytree.tensors(output)])
         if any(is_reentrant_checkpoint(node) for node in reached if not isinstance(node, torch.Tensor)):
             raise RuntimeError(_REENTRANT)

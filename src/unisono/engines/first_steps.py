@@ -14,12 +14,14 @@ from collections.abc import Hashable, Iterable
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from unisono.engines.shared_generators import OWN, GeneratorStates, generators_among, names_generators
 from unisono.primitives.leftovers import Kind, Leftovers
 from unisono.primitives.shared_state import Reached, SharedWrites
+from unisono.runtime import torch_private
 from unisono.runtime.model_warnings import ModelWarnings
 
 _PER_SHARD = (
@@ -27,6 +29,13 @@ _PER_SHARD = (
     "the numbers are not those of one device. For one device's numbers pass sync_batch_norm=True; to keep "
     "this, sync_batch_norm=False."
 )
+
+NOT_SYNCHRONISED = (
+    "{layer} normalises the rows of one replica only, in spite of sync_batch_norm=True: unisono cannot replace "
+    "batch norms of scripted or traced modules, nor calls of torch.batch_norm. Script the parts without batch norm, or "
+    "call torch.nn.functional.batch_norm; or pass sync_batch_norm=False: each replica then normalises its own rows."
+)
+_SCRIPTED = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
 
 
 class Look(Protocol):
@@ -138,6 +147,31 @@ class _BatchNormPerShard:
                 return
 
 
+class ScriptedBatchNorm:
+    """Refuses a forward in which a scripted batch norm normalises the rows of one replica only.
+
+    Without gradients no graph shows it; with gradients the graph shows calls of the function, too.
+
+    Args:
+        root: a replica.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+
+    def begin(self) -> None:
+        pass
+
+    def end(self) -> None:
+        for path, module in self._root.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                training = torch_private.batch_norms_in_script(module)
+                layers = [each for each in module.modules() if getattr(each, "original_name", "") in _SCRIPTED]
+                if True in training or (None in training and any(map(takes_statistics, layers))):
+                    where = f" in {path!r}" if path else ""
+                    raise RuntimeError(NOT_SYNCHRONISED.format(layer=f"A scripted batch norm{where}"))
+
+
 class _Draws:
     """Finds draws from a generator that replicas share.
 
@@ -162,8 +196,8 @@ class _Draws:
 _BATCH_NORM = "batch norm"
 
 
-def takes_statistics(module: _BatchNorm) -> bool:
-    """Return whether a batch norm normalises with the statistics of its input."""
+def takes_statistics(module: Any) -> bool:
+    """Return whether a batch norm, scripted or not, normalises with the statistics of its input."""
     return bool(module.training or (module.running_mean is None and module.running_var is None))
 
 

@@ -48,7 +48,7 @@ from unisono.autograd.replica_graph import (
 from unisono.distributed.gradient_sync import SyncContext
 from unisono.engines.call import Call, OneGraphNeededError
 from unisono.engines.compile_lock import CompileLock, check_cuda_graphs, compiler_prepared, kind_of
-from unisono.engines.first_steps import FirstSteps, Look
+from unisono.engines.first_steps import NOT_SYNCHRONISED, FirstSteps, Look, ScriptedBatchNorm
 from unisono.engines.lanes import Lane, LaneCall, open_lanes
 from unisono.engines.replica import (
     GraphSearch,
@@ -443,6 +443,8 @@ class Forward:
         if inside_replica():
             return [first_steps.counted(structure)]
         looks: list[Look] = []
+        if self._synchronises():
+            looks.append(ScriptedBatchNorm(self._replicas.roots[0]))
         if self._normalises_shards():
             looks.append(first_steps.batch_norm(self._replicas.roots[0], in_one_process=len(call.devices) > 1))
         if not has_several:
@@ -462,6 +464,11 @@ class Forward:
         return len(call.devices) > 1 or (
             call.sync_context is not None and call.sync_context.gradient_sync.communicator.rank == 0
         )
+
+    def _synchronises(self) -> bool:
+        """Return whether batch norm is to see more rows than those of one replica."""
+        call = self._call
+        return bool(call.sync_batch_norm) and (len(call.devices) > 1 or call.cross_process is not None)
 
     def _passes_of(self, module: nn.Module) -> Passes:
         """Return what is around each pass over the replicas."""
@@ -503,6 +510,8 @@ class Forward:
         )
         for collector, _ in captured.earlier:
             collector.is_earlier = True
+        if captured.has_batch_norm and self._synchronises():
+            raise RuntimeError(NOT_SYNCHRONISED.format(layer="A batch norm"))
         if captured.has_batch_norm and self._normalises_shards():
             self._model.first_steps.say_of_functional_batch_norm()
         self._model.sum_over_ranks(parameters, call.sync_context)

@@ -1047,6 +1047,21 @@ class _CacheOfThread(dict[Any, Any]):
 # around that one: it has nothing but `_actual_script_module`.
 
 
+def batch_norms_in_script(module: torch.nn.Module) -> list[bool | None]:
+    """Return, for each batch norm that a script calls, whether it takes statistics; None: a flag decides when it runs.
+
+    Fallback: one of which nothing is known.
+    """
+    try:
+        graph: Any = module.inlined_graph  # its nodes do not keep it
+        return [[*node.inputs()][_TRAINING].toIValue() for node in graph.findAllNodes("aten::batch_norm")]
+    except (AttributeError, RuntimeError, IndexError):
+        return [None]
+
+
+_TRAINING = 5  # the place of `training` among the inputs of aten::batch_norm
+
+
 def is_scripted(module: torch.nn.Module) -> bool:
     """Return whether `module` has its parameters in TorchScript; False where PYTORCH_JIT=0 has disabled that."""
     return isinstance(module, torch.jit.ScriptModule) and not isinstance(module.__dict__.get("_parameters"), dict)

@@ -32,6 +32,7 @@ Assumes that the replicas of a pass run at the same time, each in a thread or a 
 """
 
 import contextlib
+import functools
 import math
 import sys
 import threading
@@ -61,6 +62,7 @@ from unisono.runtime.exchange import (
     taking_part,
 )
 from unisono.runtime.interrupts import acquire, deliver, interruptibly, uninterruptible
+from unisono.runtime.stand_ins import StandIns
 from unisono.runtime.streams import current_stream, wait_for_maker
 from unisono.runtime.thread_pool import inside_replica
 from unisono.sync_batch_norm.kernels import KernelStatistics, dense
@@ -226,6 +228,50 @@ def run_as_replica(module: nn.Module, call: Callable[[], T], cross_process: Cros
     """Return what `call` returns, which calls `module` itself, as the only replica of its process."""
     with taking_part(Exchange(1, cross_process), 0), BatchNormOverReplicas([module]).in_replica(0, _Turn([])):
         return call()
+
+
+def run_outside_of_step(module: nn.Module, call: Callable[[], T], cross_process: CrossProcess) -> T:
+    """Return what `call` returns, which calls `module`; only its batch norms that take statistics run as replicas.
+
+    They are seen if they are called by way of the module `torch.nn.functional`. Any other call costs nothing.
+    """
+    before = getattr(_thread, "outside_of_step", None)
+    entry = _stand_ins.enter()
+    try:
+        _thread.outside_of_step = module, cross_process
+        return call()
+    finally:
+        _thread.outside_of_step = before
+        _stand_ins.leave(entry)
+
+
+def _stand_in(batch_norm: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(batch_norm)
+    def stand_in(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if not _takes_statistics(args, kwargs) or torch.compiler.is_compiling():
+            return batch_norm(*args, **kwargs)
+        outside_of_step = getattr(_thread, "outside_of_step", None)
+        if outside_of_step is None or _current_pass() is not None:
+            return batch_norm(*args, **kwargs)
+        module, cross_process = outside_of_step
+        return run_as_replica(module, functools.partial(batch_norm, *args, **kwargs), cross_process)
+
+    _batch_norms.extend((batch_norm, stand_in))
+    return stand_in
+
+
+_stand_ins = StandIns()
+_stand_ins.add(lambda: [(F, "batch_norm", _stand_in)])
+# Torch's, and what stands for it: another thread's mode may meet either one.
+_batch_norms: list[Callable[..., torch.Tensor]] = []
+
+
+def _takes_statistics(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
+    """Return whether a call of `torch.nn.functional.batch_norm` takes the statistics of its input."""
+    return args[_TRAINING] if len(args) > _TRAINING else kwargs and kwargs.get("training")
+
+
+_TRAINING = 5  # the place of `training` among the arguments of batch norm
 
 
 def not_running_together() -> AbstractContextManager[None]:
@@ -439,7 +485,7 @@ class _BatchNormMode(TorchFunctionMode):
         self._run_batch_norm = torch_private.uncompiled(_BatchNormMode._batch_norm)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.batch_norm and (args[_TRAINING] if len(args) > _TRAINING else kwargs and kwargs.get("training")):
+        if (func is F.batch_norm or func in _batch_norms) and _takes_statistics(args, kwargs):
             output = self._run_batch_norm(self, *args, **(kwargs or {}))
             deliver()
             return output
@@ -518,7 +564,6 @@ class _BatchNormMode(TorchFunctionMode):
                 while_backward_runs.leave(entry)
 
 
-_TRAINING = 5  # the place of `training` among the arguments of batch norm
 _BACKWARD = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 
 
