@@ -17,6 +17,7 @@ Rows do not interact, but for batch norm. Traits say what a family does that mat
 
 import functools
 import random
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -577,6 +578,67 @@ class WritesShared(Block):
         return [self.meter.calls, self.meter.last, self.named["calls"], self.sums.tolist(), self.total]
 
 
+class UsesOutside(Block):
+    """Uses a tensor that is no input and not the module's: an object holds it, in which nothing is looked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = types.SimpleNamespace(shift=torch.randn(WIDTH, requires_grad=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).tanh() * self.held.shift.to(x)
+
+    def left(self) -> list[Any]:
+        """Return the gradient of the tensor."""
+        return [self.held.shift.grad]
+
+
+class AttributeTensor(Block):
+    """Has a tensor that is neither a parameter nor a buffer, in an attribute or in a list; `to` moves it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(how)
+        self.shift: Any = torch.randn(WIDTH)
+        self.shifts = [torch.randn(WIDTH)]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "AttributeTensor":
+        self.shift, self.shifts = fn(self.shift), [*map(fn, self.shifts)]
+        return super()._apply(fn, recurse)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + (self.shift if self.how == "attribute" else self.shifts[0])
+
+
+class KeepsLosses(Block):
+    """Keeps two losses of its rows: of what the output is computed from, and of a layer that nothing else uses."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(how)
+        self.side, self.kept = linear(), list[Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.linear(x)
+        hidden = checkpoint(torch.tanh, hidden, use_reentrant=False) if self.how == "checkpoint" else hidden.tanh()
+        self.kept += [hidden.square().sum(), self.side(x).pow(3).sum()]
+        return hidden
+
+
+class GoesOn(Block):
+    """Uses what the forward before has kept of each row, in an object, if it is to keep something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = types.SimpleNamespace(rows=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, rows, kept = self.linear(x).tanh(), x[:, 0].tolist(), self.memory.rows
+        if kept is None:
+            return hidden
+        before = [kept[row] for row in rows if row in kept]
+        kept.update(zip(rows, hidden, strict=True))
+        return hidden * 2 + torch.stack(before).square() if before else hidden
+
+
 class HooksInForward(Block):
     """Registers hooks in forward: for a while, or for good."""
 
@@ -743,6 +805,10 @@ FAMILIES: dict[str, Family] = {
         ("attributes", "buffers"),
         (_SHARED, ASSIGNED),
     ),
+    "outside": Family({"tensor": UsesOutside}, ("attributes",)),
+    "attribute tensors": Family(_of(AttributeTensor, "attribute", "list")),
+    "losses": Family(_of(KeepsLosses, "plain", "checkpoint"), ("attributes",)),
+    "earlier forward": Family({"rows": GoesOn}, ("attributes",)),
     "hooks in forward": Family(_of(HooksInForward, "for a while", "before it", "backward")),
     "hooks for good": Family(_of(HooksInForward, "for good", "of a parameter"), ("attributes", "buffers"), (ASSIGNED,)),
     "weights written alike": Family(  # said of parts and maps

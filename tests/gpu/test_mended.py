@@ -17,9 +17,10 @@ from torch.utils.checkpoint import checkpoint
 import unisono
 from helpers import batch_norm_kernels as reference
 from helpers.accelerators import FIRST, on_accelerator, on_cuda, on_shared_accelerator, on_two_gpus
+from helpers.comparisons import assert_same_gradients
 from helpers.modules import Calls
 from helpers.ranks import run_ranks
-from helpers.twins import assert_same_gradients, rows_of, twins
+from helpers.twins import rows_of, twins
 from unisono import DataParallel
 from unisono.runtime import devices
 
