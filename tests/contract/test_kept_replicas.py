@@ -133,7 +133,7 @@ def test_conjugated_data(wrap: Wrap) -> None:
     plain, model = twins(wrap, Calls(lambda model, x: x * model.factor, factor=nn.Parameter(torch.tensor([1 + 2j]))), 2)
     x = torch.randn(4, 1, dtype=torch.complex64)
     for _ in range(3):
-        assert_same(model(x), plain(x), tolerance=1e-6)
+        assert_same(model(x), plain(x), rtol=1e-6)
         for module in (plain, model.module):
             module.factor.data = module.factor.data.conj()
 

@@ -539,6 +539,7 @@ class Meter:
     def __init__(self) -> None:
         self.calls = 0
         self.last = torch.zeros(0)
+        self.counter = nn.BatchNorm1d(1)  # a module outside of the model
 
 
 class WritesShared(Block):
@@ -563,6 +564,8 @@ class WritesShared(Block):
             self.meter.calls += 1
         elif self.how == "object, tensor":
             self.meter.last = y.detach()
+        elif self.how == "object, buffer":
+            self.meter.counter.num_batches_tracked.add_(1)
         elif self.how == "dict":
             self.named["calls"] += 1
         elif self.how == "array":
@@ -575,7 +578,8 @@ class WritesShared(Block):
 
     def left(self) -> list[Any]:
         """Return what forwards have left."""
-        return [self.meter.calls, self.meter.last, self.named["calls"], self.sums.tolist(), self.total]
+        tracked = self.meter.counter.num_batches_tracked
+        return [self.meter.calls, self.meter.last, tracked, self.named["calls"], self.sums.tolist(), self.total]
 
 
 class UsesOutside(Block):
@@ -594,19 +598,18 @@ class UsesOutside(Block):
 
 
 class AttributeTensor(Block):
-    """Has a tensor that is neither a parameter nor a buffer, in an attribute or in a list; `to` moves it."""
+    """Has a tensor that is neither a parameter nor a buffer; `to` moves it."""
 
-    def __init__(self, how: str) -> None:
-        super().__init__(how)
-        self.shift: Any = torch.randn(WIDTH)
-        self.shifts = [torch.randn(WIDTH)]
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = torch.randn(WIDTH)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "AttributeTensor":
-        self.shift, self.shifts = fn(self.shift), [*map(fn, self.shifts)]
+        self.shift = fn(self.shift)
         return super()._apply(fn, recurse)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) + (self.shift if self.how == "attribute" else self.shifts[0])
+        return self.linear(x) + self.shift
 
 
 class KeepsLosses(Block):
@@ -619,7 +622,7 @@ class KeepsLosses(Block):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.linear(x)
         hidden = checkpoint(torch.tanh, hidden, use_reentrant=False) if self.how == "checkpoint" else hidden.tanh()
-        self.kept += [hidden.square().sum(), self.side(x).pow(3).sum()]
+        self.kept += [hidden.square().sum(), self.side(x).tanh().pow(3).sum()]
         return hidden
 
 
@@ -801,12 +804,12 @@ FAMILIES: dict[str, Family] = {
     ),
     "lists": Family(_of(Appends, "list", "dict"), ("buffers",)),
     "shared writes": Family(
-        _of(WritesShared, "object", "object, tensor", "dict", "array", "tensor", "closure"),
+        _of(WritesShared, "object", "object, tensor", "object, buffer", "dict", "array", "tensor", "closure"),
         ("attributes", "buffers"),
         (_SHARED, ASSIGNED),
     ),
     "outside": Family({"tensor": UsesOutside}, ("attributes",)),
-    "attribute tensors": Family(_of(AttributeTensor, "attribute", "list")),
+    "attribute tensors": Family({"plain": AttributeTensor}),
     "losses": Family(_of(KeepsLosses, "plain", "checkpoint"), ("attributes",)),
     "earlier forward": Family({"rows": GoesOn}, ("attributes",)),
     "hooks in forward": Family(_of(HooksInForward, "for a while", "before it", "backward")),

@@ -89,6 +89,9 @@ def run(program: Program, timeout_s: float, rank: Rank = ONE_PROCESS, agree: Any
 def _run_steps(program: Program, plain: Side, wrapped: Side, agree: Any) -> Outcome:
     with next(wrapped.wrappers()).profile() if program.profile else contextlib.nullcontext():
         for number, step in enumerate(program.steps):
+            is_last = number == len(program.steps) - 1
+            if is_last:
+                gc.collect()  # what earlier steps have left is no side's
             for side in (plain, wrapped):
                 side.begin_step(step.seed)
                 side.is_compared = number >= program.first_compared
@@ -101,7 +104,7 @@ def _run_steps(program: Program, plain: Side, wrapped: Side, agree: Any) -> Outc
                     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - compared below
                         side.error = error
                     side.forget_inputs()
-                    side.garbage = _tensors_in_cycles() if number == len(program.steps) - 1 else []
+                    side.garbage = _tensors_in_cycles() if is_last else []
                     gc.enable()
                 side.said += [str(warning.message) for warning in seen]
             found = _compared(plain, wrapped)
