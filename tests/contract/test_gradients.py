@@ -233,16 +233,6 @@ def batched(call: Call, root: nn.Module) -> Any:
     return torch.autograd.grad(call(x), [x, *root.parameters()], vectors, is_grads_batched=True)
 
 
-def toggled(call: Call, root: nn.Module) -> None:
-    """`requires_grad` is seen at each step."""
-    for step in range(4):
-        root[2].requires_grad_(step % 2 == 1)
-        root[0].requires_grad_(step != 2)
-        loss_of(call(torch.randn(7, 5))).backward()
-    root.requires_grad_(False)
-    assert not call(torch.randn(7, 5)).requires_grad
-
-
 def parameter_written_into(call: Call, root: nn.Module) -> None:
     """Between the passes: an error, not a wrong gradient; and the next step works."""
     loss = loss_of(call(torch.randn(7, 5)))
@@ -286,19 +276,6 @@ def takes_several(model: nn.Module, a: torch.Tensor, b: Any, *, scale: torch.Ten
     return model.linear(a * scale + b["rows"][0]) if flag else a
 
 
-def unused(call: Call, root: nn.Module) -> None:
-    """Weight decay does not move them; one that a single replica uses gets that replica's gradient."""
-    optimizer = torch.optim.SGD(root.parameters(), lr=0.1, weight_decay=0.5)
-    loss_of(call(torch.arange(14.0).view(7, 2) - 5)).backward()
-    optimizer.step()
-    assert root.never.weight.grad is None
-
-
-def uses_by_rows(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    big = x[:, 0] > 5
-    return model.always(x) + (model.sometimes(x) * big[:, None] if big.any() else 0)
-
-
 def values_that_are_no_leaves(call: Any, root: nn.Module) -> None:
     """`functional_call` with computed values. A parameter that no replica used got zeros, by way of its value's
     history; the plain module leaves it without a gradient."""
@@ -329,12 +306,10 @@ STEPS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Any], Any]]] = {
     "kept graphs": (mlp, of_kept_graphs),
     "some gradients": (mlp, of_some),
     "batched": (mlp, batched),
-    "frozen at times": (mlp, toggled),
     "a parameter that is written into": (mlp, parameter_written_into),
     "anomaly mode": (lambda: Fn(lambda y: (y * 0).sqrt() * 0, nn.Linear(5, 3)), in_anomaly_mode),
     "many in a row": (lambda: mlp(5, 5), many_in_a_row),
     "several inputs": (linears(takes_several, 5, "linear"), several_inputs),
-    "unused parameters": (linears(uses_by_rows, 2, "always", "sometimes", "never"), unused),
     "values that are no leaves": (with_unused_and_frozen, values_that_are_no_leaves),
     "a checkpoint around a gradient": (linears(uses_slope, 3, "body", "head"), checkpoint_around),
 }

@@ -274,27 +274,6 @@ def test_a_loss_that_leaves_forward_and_has_no_gradient_on_one_rank(rank: int, o
 
 
 @case()
-def test_several_forwards_and_several_backwards(rank: int, options: dict) -> None:
-    """C4"""
-    model, oracle = twins(perceptron, **options)
-
-    def run(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
-        one, two, three = module(x), module(x * 2), module(x - 1)
-        loss = mse_loss(one, y) + 2 * mse_loss(three, y)
-        loss.backward(retain_graph=True)
-        loss.backward()
-        mse_loss(two, y).backward()
-
-    compare(rank, model, oracle, run)
-    grads = [
-        torch.autograd.grad(mse_loss(module(x), y), [inner(module)[0].weight, inner(module)[4].bias])
-        for module, x, y in both(rank, model, oracle)
-    ]
-    torch.testing.assert_close(*grads, rtol=1e-11, atol=1e-13)
-    assert_same_gradients(model.module, oracle)  # as they were
-
-
-@case()
 def test_derivatives_of_higher_order(rank: int, options: dict) -> None:
     """C5"""
 

@@ -155,7 +155,7 @@ def _free(side: Side) -> dict[str, bool]:
 
 
 # A loss that has left forward is a sum over the rows of a replica.
-@training(weight=4, only=("losses",), without=("reentrant", "loss: mean", "wraps: part"))
+@training(weight=4, only=("losses",), without=("loss: mean", "wraps: part"))
 def losses_that_leave(side: Side, step: Step) -> None:
     """Alone, with that of the output, before it, after it, of two forwards, without sync before, or by derivatives."""
 
@@ -171,7 +171,7 @@ def losses_that_leave(side: Side, step: Step) -> None:
 
     blocks = [module for module in side.core.modules() if isinstance(module, KeepsLosses)]
     output, kept = both()
-    how = step.seed % 7
+    how = step.seed % (5 if side.has("reentrant") else 7)
     if how == 0:
         side.backward(kept)
     elif how == 1:
@@ -187,7 +187,7 @@ def losses_that_leave(side: Side, step: Step) -> None:
     elif how == 5:
         with contextlib.nullcontext() if side.is_plain else next(side.wrappers()).no_sync():
             side.backward(kept)
-        side.backward(sum(both(1)), **_free(side))
+        side.backward(torch.stack(both(1)).sum(), **_free(side))
     else:
         side.observe_all("gradient", grads(kept, retain_graph=True))
         # A sum of sums over the ranks is its own derivative: each rank has it whole.
@@ -260,14 +260,14 @@ def gradients_between_outputs(side: Side, step: Step) -> None:
 
 
 # Replicas compute all gradients of a bucket: they may run a checkpoint that one device needs not, which writes buffers.
-@action(without=("reentrant", "ranks", "written in backward"))
+@action(without=("reentrant", "written in backward", "buffers of ranks"))
 def gradients_of_some(side: Side, step: Step) -> None:
     """torch.autograd.grad of half of the parameters, and of the inputs if they require gradients."""
     x = side.batch(step.rows, step.seed)
     loss = side.loss(side.run(x))
     trained = side.trained()
     wanted: list[Tensor] = random.Random(step.seed).sample(trained, (len(trained) + 1) // 2)
-    wanted += [x] if x.requires_grad else []
+    wanted += [x] if x.requires_grad and not side.has("ranks") else []
     if loss.requires_grad and wanted:
         side.observe_all("gradient", torch.autograd.grad(loss, wanted, allow_unused=True))
 
@@ -283,7 +283,7 @@ def gradient_penalty(side: Side, step: Step) -> None:
         side.backward(loss + grad.square().sum() * 0.1)
 
 
-@action(without=(*_SECOND_ORDER, "ranks"))
+@action(without=(*_SECOND_ORDER, "buffers of ranks"))
 def hessian_product(side: Side, step: Step) -> None:
     """The product of the Hessian and of the gradient; of the third order, if the seed says so."""
     loss, trained = side.loss_of(step.rows, step.seed), side.trained()
@@ -432,7 +432,7 @@ def anomaly_mode(side: Side, step: Step) -> None:
         side.train(step.rows, step.seed)
 
 
-@training(without=("compiled",))
+@training(without=("compiled", "reentrant"))
 def backward_in_a_mode(side: Side, step: Step) -> None:
     """Forward was outside of the mode, which other threads cannot join; gradients are asked for in every way."""
     with Scaling():

@@ -621,7 +621,10 @@ class KeepsLosses(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.linear(x)
-        hidden = checkpoint(torch.tanh, hidden, use_reentrant=False) if self.how == "checkpoint" else hidden.tanh()
+        if self.how == "plain":
+            hidden = hidden.tanh()
+        else:
+            hidden = checkpoint(torch.tanh, hidden, use_reentrant=self.how == "reentrant")
         self.kept += [hidden.square().sum(), self.side(x).tanh().pow(3).sum()]
         return hidden
 
@@ -811,6 +814,7 @@ FAMILIES: dict[str, Family] = {
     "outside": Family({"tensor": UsesOutside}, ("attributes",)),
     "attribute tensors": Family({"plain": AttributeTensor}),
     "losses": Family(_of(KeepsLosses, "plain", "checkpoint"), ("attributes",)),
+    "reentrant losses": Family(_of(KeepsLosses, "reentrant"), ("attributes", "losses", "reentrant")),
     "earlier forward": Family({"rows": GoesOn}, ("attributes",)),
     "hooks in forward": Family(_of(HooksInForward, "for a while", "before it", "backward")),
     "hooks for good": Family(_of(HooksInForward, "for good", "of a parameter"), ("attributes", "buffers"), (ASSIGNED,)),
