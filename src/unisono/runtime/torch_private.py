@@ -546,7 +546,6 @@ class _IfAccumulated:
     """A hook for what has been accumulated in a leaf's `grad`, which is not called in `skipped` backwards."""
 
     def __init__(self, hook: Callable[[torch.Tensor], Any]) -> None:
-        functools.update_wrapper(self, hook)
         self._hook = hook
         self.skipped: set[int] = set()
 
