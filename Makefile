@@ -41,7 +41,7 @@ WITH_DELAYS = tests/contract/test_gradients.py tests/contract/test_map.py tests/
 # Ranks with devices of their own, up to two each; replicas that wait for each other, each with one.
 SIX_QUEUED = QUEUED_DEVICES=6 UNISONO_TEST_DEVICES=queued:0,queued:1,queued:2,queued:3,queued:4,queued:5
 RANKS = tests/distributed/test_gradient_sync.py tests/distributed/test_uneven_inputs.py \
-  tests/distributed/test_order_of_sums.py \
+  tests/distributed/test_order_of_sums.py tests/contract/test_programs.py \
   tests/sync_batch_norm/test_across_processes.py
 TOGETHER = tests/contract/test_sync_batch_norm.py tests/contract/test_sync_batch_norm_exchange.py \
   tests/contract/test_higher_order.py

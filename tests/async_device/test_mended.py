@@ -22,9 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 from async_device import C, held
 from async_device.training import sum_of_branches
+from helpers.comparisons import assert_same_gradients
 from helpers.in_time import in_time
 from helpers.modules import Calls, mlp
-from helpers.twins import assert_same_gradients
 from unisono import DataParallel
 from unisono.distributed import bucketed_all_reduce
 from unisono.distributed.bucketed_all_reduce import BucketedAllReduce, plan_for_ranks
@@ -130,43 +130,6 @@ def test_g_a_host_that_runs_ahead_needs_no_more_memory() -> None:
             step()
         more = max(now - then for now, then in zip(map(torch.accelerator.memory_reserved, BOTH), before, strict=True))
     assert more <= num_bytes(module)
-
-
-SEVERAL_FORWARDS = """
-import copy, os, torch, async_device, unisono
-from async_device import process_group
-from helpers.modules import mlp
-
-process_group._GRACE_S = 0.1
-rank = int(os.environ["RANK"])
-store = torch.distributed.FileStore(os.environ["STORE"], 2)
-torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
-torch.manual_seed(0)
-plain, x = mlp().double(), torch.randn(6, 16, 5).double()
-count = int(os.environ["REPLICAS"])
-devices = [f"queued:{count * rank + i}" for i in range(count)]
-module = copy.deepcopy(plain).to(devices[0])
-model = unisono.DataParallel(module, devices, output_device=os.environ.get("OUTPUT_DEVICE"))
-async_device.C.set_delay(500, 30)
-sum(plain(part).pow(2).mean() for part in x).backward()
-for _ in range(20):
-    module.zero_grad()
-    sum(model(part.to(devices[0])).pow(2).mean() for part in x.chunk(2, dim=1)[rank]).backward()
-    found = [parameter.grad.cpu() for parameter in module.parameters()]
-    torch.testing.assert_close(found, [parameter.grad for parameter in plain.parameters()], rtol=1e-10, atol=1e-10)
-"""
-
-
-@pytest.mark.parametrize(
-    ("replicas", "options"), [(2, {}), (1, {"OUTPUT_DEVICE": "cpu"})], ids=["", "output on the host"]
-)
-def test_a_several_forwards_before_a_backward_under_a_launcher(
-    tmp_path: Path, replicas: int, options: dict[str, str]
-) -> None:
-    """Ranks began sums, and sent buckets, in the order in which their threads ran the boundaries."""
-    common = {"STORE": str(tmp_path / "store"), "QUEUED_DEVICES": "4", "REPLICAS": str(replicas), **options}
-    ended = run_programs(SEVERAL_FORWARDS, [{"RANK": str(rank), **common} for rank in range(2)])
-    assert [each.returncode for each in ended] == [0, 0], ended
 
 
 def test_b_backward_inside_forward() -> None:

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.comparisons import assert_same_gradients
 from helpers.late_copies import send_late
 from helpers.modules import Calls
-from helpers.twins import assert_same_gradients
 from unisono import DataParallel
 from unisono.runtime.buckets import Bucket
 from unisono.runtime.streams import Copies

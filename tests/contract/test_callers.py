@@ -1,28 +1,8 @@
 """Several threads that call, wrappers that come and go, forks, and programs that end."""
 
 import pytest
-import torch
 
-from helpers.comparisons import assert_same, twins
-from helpers.contract import Wrap, in_threads
-from helpers.losses import fresh, loss_of
-from helpers.modules import mlp
 from helpers.programs import run_script
-
-
-def test_calls_from_several_threads_at_once(wrap: Wrap) -> None:
-    """F5: each caller gets its own batch's outputs and gradients."""
-    plain, model = twins(wrap, mlp(), 3)
-    batches = [torch.randn(7, 5) for _ in range(8)]
-
-    def call(number: int) -> None:
-        for _ in range(5):
-            x_model, x_plain = fresh(batches[number]), fresh(batches[number])
-            (mine,) = torch.autograd.grad(loss_of(model(x_model)), x_model)
-            (theirs,) = torch.autograd.grad(loss_of(plain(x_plain)), x_plain)
-            assert_same(mine, theirs)
-
-    in_threads(8, call)
 
 
 @pytest.mark.parametrize("kept", ["[model(batch)]", "[next(outputs), outputs]"], ids=["a graph", "an open map"])

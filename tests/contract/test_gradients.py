@@ -3,12 +3,11 @@
 import copy
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from helpers.comparisons import (
@@ -19,9 +18,9 @@ from helpers.comparisons import (
     assert_same_state,
     twins,
 )
-from helpers.contract import REFUSES_CHECKPOINTS, Wrap, each_with, in_one_memory, in_threads, in_turn, over_places
-from helpers.losses import fresh, loss_of, tensors_in
-from helpers.modules import Calls, Fn, ForceField, mlp, rows_of
+from helpers.contract import REFUSES_CHECKPOINTS, Wrap, in_one_memory, in_threads, in_turn, over_places
+from helpers.losses import fresh, loss_of
+from helpers.modules import Calls, Fn, mlp
 from unisono import DataParallel, data_parallel
 
 SPLITS = [(2, 7), (4, 6), (2, 1)]  # replicas, rows; (4, 6) leaves one idle, (2, 1) runs one replica
@@ -41,95 +40,13 @@ def batch_norm_eval() -> nn.Module:
     return model.eval()
 
 
-class Pair(NamedTuple):
-    first: torch.Tensor
-    second: torch.Tensor
-
-
-def nested_outputs(model: nn.Module, x: torch.Tensor) -> dict[str, Any]:
-    """Return outputs of every kind: nested, a view, one twice, an integer, one that needs no gradient."""
-    hidden = torch.tanh(model.trunk(x))
-    logits = model.head(hidden)
-    return {
-        "logits": logits,
-        "again": logits,
-        "pair": Pair(hidden, hidden[:, 1:3]),
-        "views": [hidden.view(-1, 2, 3), logits.transpose(0, 1).transpose(0, 1), logits.expand(2, -1, -1)[0]],
-        "classes": (logits.argmax(1), None),
-        "constant": logits.detach() * 2,
-    }
-
-
-def embedding_lstm() -> nn.Module:
-    lstm = nn.LSTM(4, 5, num_layers=2, batch_first=True, bidirectional=True)
-    layers = {"embedding": nn.Embedding(11, 4), "lstm": lstm, "head": nn.Linear(10, 3)}
-    return Calls(lambda model, x: model.head(model.lstm(model.embedding(x))[0]), **layers)
-
-
 def with_unused_and_frozen() -> nn.Module:
     frozen = nn.Parameter(torch.randn(3), requires_grad=False)
     unused = nn.Parameter(torch.randn(3))
     return Calls(lambda model, x: model.used(x) * model.frozen, used=nn.Linear(5, 3), unused=unused, frozen=frozen)
 
 
-def tied_autoencoder() -> nn.Module:
-    encoder, decoder, act = nn.Linear(5, 5), nn.Linear(5, 5), nn.PReLU()
-    decoder.weight = encoder.weight
-    return nn.Sequential(act, encoder, act, decoder)
-
-
-def checkpointed(reentrant: bool) -> nn.Module:
-    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        hidden = checkpoint(model.first, x, use_reentrant=reentrant)
-        return checkpoint(model.second, hidden, use_reentrant=reentrant)
-
-    return Calls(forward, first=mlp(5, 5), second=mlp(5, 3))
-
-
-def tokens(rows: int) -> torch.Tensor:
-    return torch.randint(0, 11, (rows, 4))
-
-
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], torch.Tensor]]] = {
-    "mlp": (mlp, rows_of(5)),
-    "batch norm in eval mode": (batch_norm_eval, rows_of(2, 4, 4)),
-    "embedding and lstm": (embedding_lstm, tokens),
-    "nested outputs": (lambda: Calls(nested_outputs, trunk=nn.Linear(5, 6), head=nn.Linear(6, 4)), rows_of(5)),
-    "in-place first layer": (lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(5, 3)), rows_of(5)),
-    "unused and frozen parameters": (with_unused_and_frozen, rows_of(5)),
-    "tied weights": (tied_autoencoder, rows_of(5)),
-    "output is the input": (nn.Identity, rows_of(5)),
-    "differentiates inside": (ForceField, rows_of(5)),
-    "checkpoint, reentrant": (lambda: checkpointed(True), rows_of(5)),
-    "checkpoint, non-reentrant": (lambda: checkpointed(False), rows_of(5)),
-    "spectral norm": (lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(5, 3)), nn.Tanh()), rows_of(5)),
-    "sparse embedding": (lambda: nn.Sequential(nn.Embedding(11, 4, sparse=True), nn.Tanh()), tokens),
-}
-
-
 # ---- outputs and gradients -----------------------------------------------------------------------
-
-
-@over_places("name, num_replicas, rows", each_with(MODELS, SPLITS), separate=each_with(MODELS, [(4, 6)]))
-def test_outputs_and_gradients_are_the_plain_modules(wrap: Wrap, name: str, num_replicas: int, rows: int) -> None:
-    """N1, N8, R3, G3, S12: outputs, gradients of parameters and of the input, and buffers."""
-    make_model, make_batch = MODELS[name]
-    plain, model = twins(wrap, make_model(), num_replicas)
-    x = make_batch(rows)
-    x_plain, x_model = fresh(x), fresh(x)
-    # An in-place first layer refuses a leaf; the plain module gets a copy.
-    expected = plain(x_plain.clone() if name == "in-place first layer" else x_plain)
-    output = model(x_model)
-    for mine, theirs in zip(tensors_in(output), tensors_in(expected), strict=True):
-        assert mine.requires_grad == theirs.requires_grad
-        assert mine.dtype == theirs.dtype
-        assert_same(mine.detach(), theirs.detach())
-    loss_of(expected).backward()
-    loss_of(output).backward()
-    assert_same(x_model.grad, x_plain.grad)
-    assert torch.equal(x_model.detach(), x), "the module wrote into the caller's batch"
-    assert_same_gradients(model.module, plain)
-    assert_same_state(model.module, plain)
 
 
 @over_places("num_replicas, rows", SPLITS, separate=[(4, 6)])
@@ -316,16 +233,6 @@ def batched(call: Call, root: nn.Module) -> Any:
     return torch.autograd.grad(call(x), [x, *root.parameters()], vectors, is_grads_batched=True)
 
 
-def toggled(call: Call, root: nn.Module) -> None:
-    """`requires_grad` is seen at each step."""
-    for step in range(4):
-        root[2].requires_grad_(step % 2 == 1)
-        root[0].requires_grad_(step != 2)
-        loss_of(call(torch.randn(7, 5))).backward()
-    root.requires_grad_(False)
-    assert not call(torch.randn(7, 5)).requires_grad
-
-
 def parameter_written_into(call: Call, root: nn.Module) -> None:
     """Between the passes: an error, not a wrong gradient; and the next step works."""
     loss = loss_of(call(torch.randn(7, 5)))
@@ -369,19 +276,6 @@ def takes_several(model: nn.Module, a: torch.Tensor, b: Any, *, scale: torch.Ten
     return model.linear(a * scale + b["rows"][0]) if flag else a
 
 
-def unused(call: Call, root: nn.Module) -> None:
-    """Weight decay does not move them; one that a single replica uses gets that replica's gradient."""
-    optimizer = torch.optim.SGD(root.parameters(), lr=0.1, weight_decay=0.5)
-    loss_of(call(torch.arange(14.0).view(7, 2) - 5)).backward()
-    optimizer.step()
-    assert root.never.weight.grad is None
-
-
-def uses_by_rows(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    big = x[:, 0] > 5
-    return model.always(x) + (model.sometimes(x) * big[:, None] if big.any() else 0)
-
-
 def values_that_are_no_leaves(call: Any, root: nn.Module) -> None:
     """`functional_call` with computed values. A parameter that no replica used got zeros, by way of its value's
     history; the plain module leaves it without a gradient."""
@@ -412,12 +306,10 @@ STEPS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Any], Any]]] = {
     "kept graphs": (mlp, of_kept_graphs),
     "some gradients": (mlp, of_some),
     "batched": (mlp, batched),
-    "frozen at times": (mlp, toggled),
     "a parameter that is written into": (mlp, parameter_written_into),
     "anomaly mode": (lambda: Fn(lambda y: (y * 0).sqrt() * 0, nn.Linear(5, 3)), in_anomaly_mode),
     "many in a row": (lambda: mlp(5, 5), many_in_a_row),
     "several inputs": (linears(takes_several, 5, "linear"), several_inputs),
-    "unused parameters": (linears(uses_by_rows, 2, "always", "sometimes", "never"), unused),
     "values that are no leaves": (with_unused_and_frozen, values_that_are_no_leaves),
     "a checkpoint around a gradient": (linears(uses_slope, 3, "body", "head"), checkpoint_around),
 }

@@ -299,6 +299,18 @@ def count_in_class() -> None:
     Meter.total += 1.0
 
 
+class Noting(nn.Module):
+    """Of an installed package, as far as one can tell."""
+
+    __module__ = "pytest"
+
+    def forward(self, x: torch.Tensor) -> None:
+        self.note(x)
+
+    def note(self, x: torch.Tensor) -> None:
+        kept_by_name["rows"] = len(x)
+
+
 def count_around() -> Forward:
     rows = 0
 
@@ -317,6 +329,7 @@ SHARED: dict[str, tuple[Forward, str]] = {
     "a global counter": (count_calls, "number_of_calls (global of {file})"),
     "by a function": (lambda m, x: add_to_kept(x), "kept (global of {file})"),
     "in another file": (lambda m, x: shared_values.add(x), "values (global of shared_values.py)"),
+    "by a method of a package's class": (lambda m, x: m.noting(x), "kept_by_name (global of {file})"),
     "in another file, by its name": (
         lambda m, x: shared_values.values.append(x),
         "values (global of shared_values.py)",
@@ -354,7 +367,7 @@ def with_shared(write: Forward) -> Any:
     model = assigning(write, stats={"n": 0}, meter=Meter(), last=deque(maxlen=2), lengths=set(), sums=np.zeros(3))
     model.square, model.mean, model.numbers, model.cache = Square(4, 4), torch.zeros(4), itertools.count(), {}
     model.square.seen, model.schedule, model.log = [], iter(range(99)), io.StringIO()
-    model.squares = (number**2 for number in range(99))
+    model.squares, model.noting = (number**2 for number in range(99)), Noting()
     return model
 
 

@@ -20,7 +20,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm
-from torch.utils.checkpoint import checkpoint
 
 from helpers.comparisons import assert_alike, assert_all_same, assert_same_gradients, twins
 from helpers.contract import DEVICES, ON_CPU, Wrap, at_the_same_time, in_time, in_turn
@@ -232,35 +231,6 @@ STEPS: dict[str, Steps] = {
 def test_steps_are_the_plain_modules(wrap: Wrap, name: str) -> None:
     """N1, N2, N3, N7, R9: returned and accumulated gradients, and the state."""
     assert_alike(wrap, Keeps(), STEPS[name], 3, 1e-10)
-
-
-def tied() -> nn.Module:
-    module = Keeps()
-    module.head.weight = module.body.weight
-    return module
-
-
-def frozen() -> nn.Module:
-    module = Keeps()
-    module.side.requires_grad_(False)
-    module.foot.weight.requires_grad_(False)
-    return module
-
-
-MODULES: dict[str, Callable[[], nn.Module]] = {
-    "plain": Keeps,
-    "tied weights": tied,
-    "frozen parameters": frozen,
-    "checkpoint, reentrant": lambda: Keeps(lambda layer, x: checkpoint(layer, x, use_reentrant=True)),
-    "checkpoint, non-reentrant": lambda: Keeps(lambda layer, x: checkpoint(layer, x, use_reentrant=False)),
-}
-
-
-@pytest.mark.parametrize("name", MODULES)
-@pytest.mark.parametrize("steps", BASIC)
-def test_what_the_gradients_go_through(wrap: Wrap, name: str, steps: str) -> None:
-    """N1, R3, R4, R13"""
-    assert_alike(wrap, MODULES[name](), BASIC[steps], 3, 1e-10)
 
 
 @pytest.mark.parametrize("way", ["attribute", "hook", "object"])

@@ -431,7 +431,7 @@ def test_another_method(wrap: Wrap) -> None:
 
 def count(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int, torch.Tensor]:
     """Change a buffer and an attribute, and return both."""
-    module.calls += 1
+    module.calls += x[0, 0] + 1
     module.number += 1
     assert module.listed[0] is module.norm
     return module.calls, module.number, module.listed[0](x)
@@ -448,8 +448,9 @@ def test_the_module_is_left_as_it_was(wrap: Wrap) -> None:
     module = Calls(count, norm=norm, listed=[norm], calls=nn.Buffer(torch.zeros(1)), number=0)
     model = wrap(module, sync_batch_norm=False)
     before = copy.deepcopy(model.module.state_dict())
-    outputs = list(model.map(numbered(9, rows=3)))
-    assert [(calls.item(), number) for calls, number, _ in outputs] == [(1, 1)] * 9
+    batches = numbered(9, rows=3)
+    outputs = list(model.map(batches))
+    assert [(calls.item(), number) for calls, number, _ in outputs] == [(x[0, 0].item() + 1, 1) for x in batches]
     assert_unchanged(model.module, before)
     assert model.module.number == 0
     plain = copy.deepcopy(model.module)

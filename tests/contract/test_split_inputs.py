@@ -57,13 +57,14 @@ def test_an_error_names_the_inputs_and_how_they_were_split(wrap: Wrap, function,
     torch.testing.assert_close(whole(x, given), function(x, given))
 
 
-@pytest.mark.parametrize(("replicas", "sizes"), [(1, "4 = 2 + 2"), (2, "4 = 1 + 1 + 1 + 1")])
+@pytest.mark.parametrize(("replicas", "sizes"), [(1, "4 = 2 + 2"), (2, "4 = 1 + 1 + 1 + 1"), (2, "3 = 1 + 1 + 1")])
 def test_an_error_in_parts_names_them_too(wrap: Wrap, replicas: int, sizes: str) -> None:
     """S18, N13: how each replica's rows were split is said, too. With one replica, nothing was."""
+    n = int(sizes[0])
     with pytest.raises(RuntimeError) as raised:
-        wrap(Fn(lambda x, w: x @ w), replicas, parts=2)(torch.rand(4, 4), torch.ones(4, 4))
+        wrap(Fn(lambda x, w: x @ w), replicas, parts=2)(torch.rand(n, n), torch.ones(n, n))
     (note,) = [note for note in raised.value.__notes__ if note.startswith("the inputs were split")]
-    assert note.startswith(f"the inputs were split by rows, {sizes}: inputs[0] of shape (4, 4) along dim 0, inputs[1]")
+    assert note.startswith(f"the inputs were split by rows, {sizes}: inputs[0] of shape ({n}, {n}) along dim 0, inputs")
 
 
 def test_a_list_beside_rows_in_parts(wrap: Wrap) -> None:

@@ -18,11 +18,12 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 import unisono
+from helpers.comparisons import assert_same_gradients
 from helpers.contract import ON_CPU
-from helpers.garbage import live_tensors, no_garbage
+from helpers.garbage import live_tensors
 from helpers.modules import Calls
 from helpers.ranks import drawn, drawn_by, on_own_devices, own_devices, run_ranks
-from helpers.twins import assert_same_gradients, rows_of, twins
+from helpers.twins import rows_of, twins
 from unisono.distributed.bucketed_all_reduce import plan_for_ranks
 from unisono.distributed.process_group import Communicator, communicator_for
 from unisono.primitives.measured_shares import MeasuredShares
@@ -78,34 +79,6 @@ def without_sync(module: nn.Module, wanted: bool = True) -> contextlib.AbstractC
     return module.no_sync() if wanted and inner(module) is not module else contextlib.nullcontext()
 
 
-def train(rank: int, world_size: int, num_replicas: int, loss: str) -> list[float]:
-    with on_own_devices(rank, num_replicas) as options:
-        return train_with(rank, world_size, loss, options)
-
-
-def train_with(rank: int, world_size: int, loss: str, options: dict) -> list[float]:
-    model, oracle = twins(perceptron, loss=loss, **options)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (model, oracle)]
-    for seed in range(6):
-        sizes = SIZES[seed % len(SIZES)][:world_size]
-        compare(rank, model, oracle, lambda module, x, y: step(module, x, y, loss), seed, sizes)
-        for optimizer in optimizers:
-            optimizer.step()
-    return [p.sum().item() for p in model.parameters()]
-
-
-@pytest.mark.parametrize("loss", ["mean", "sum"])
-@pytest.mark.parametrize(
-    ("world_size", "num_replicas"),
-    [(2, ONE), (2, TWO), (4, ONE)],
-    ids=["2x1", "2x2 threads", "4x1"],
-)
-def test_training_is_that_of_one_device_over_all_rows(world_size, num_replicas, loss):
-    """C1, C2, C13"""
-    ends = run_ranks(world_size, train, world_size, num_replicas, loss)
-    assert all(end == ends[0] for end in ends), "every process ends with the same bits"
-
-
 # What follows runs in two processes, with 4 and 9 rows where nothing else is said.
 
 
@@ -152,49 +125,6 @@ def test_processes_may_choose_different_measured_shares(rank: int, options: dict
 # ---- which parameters
 
 
-class Various(nn.Module):
-    """Parameters of many kinds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, 3)
-        self.unused = nn.Linear(2, 2)
-        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
-        self.scale = nn.Parameter(torch.tensor(2.0))
-        self.turn = nn.Parameter(torch.tensor([1 + 0.5j, 2 - 1j, 1j], dtype=torch.complex128))
-        self.empty = nn.Parameter(torch.zeros(0, 3))
-        self.conv = nn.Conv2d(1, 4, 3, padding=1).to(memory_format=torch.channels_last)
-        self.sometimes = nn.Parameter(torch.ones(3))
-        self.late = nn.Parameter(torch.ones(3))
-        self.last, self.tied = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.tied.weight = self.last.weight
-
-    def forward(self, x: torch.Tensor, uses: bool) -> torch.Tensor:
-        y = self.first(x) * self.scale * self.frozen + self.empty.sum() + self.late
-        y = y + (y * self.turn).abs()
-        images = y[:, None, :, None].to(memory_format=torch.channels_last)
-        y = self.tied(torch.relu(self.last(y))) + self.conv(images).mean((1, 3))
-        return y * self.sometimes if uses else y
-
-
-@case()
-def test_kinds_of_parameters(rank: int, options: dict) -> None:
-    """C3, C1"""
-    model, oracle = twins(lambda: Various().double(), **options)
-
-    def run(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
-        of_all = [(x[:4], y[:4], 4 / 13, False), (x[4:], y[4:], 9 / 13, True)]  # one parameter is used by rank 1 only
-        for inputs, targets, weight, uses in [(x, y, 1, rank == 1)] if module is model else of_all:
-            (mse_loss(module(inputs, uses), targets) * weight).backward()
-
-    for seed in range(3):
-        for module in (model.module, oracle):
-            module.late.requires_grad_(seed != 1)
-        compare(rank, model, oracle, run, seed)
-        assert model.module.unused.weight.grad is None
-        assert model.module.conv.weight.grad.stride() == model.module.conv.weight.stride()
-
-
 @case(ONE)
 def test_a_bucket_without_contiguous_parameters(rank: int, options: dict) -> None:
     """C1, G7: a bucket of tensors that all have other strides is not the bucket of their entries in order."""
@@ -239,21 +169,6 @@ def test_one_device_returns_what_the_module_returns(rank: int, options: dict) ->
         output["loss"].backward()
 
     compare(rank, *twins(lambda: Calls(forward, layer=nn.Linear(5, 3).double(), kept=object()), **options), run)
-
-
-@case()
-def test_nothing_outlives_a_step(rank: int, options: dict) -> None:
-    """N10: buckets go with the gradients that lie in them, not when the collector comes."""
-    model, _ = twins(perceptron, **options)
-    x, y, *_ = data(rank)
-
-    def step() -> None:
-        mse_loss(model(x), y).backward()
-        model.zero_grad()
-
-    step()
-    with no_garbage():
-        step()
 
 
 @case(ONE)
@@ -335,111 +250,6 @@ def run_keeping(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch
 
 # On an accelerator the two losses go through a replica's graph in two threads, and the first must not free it.
 KEEP = {"retain_graph": not ON_CPU}
-KEPT: dict[str, Callable[[nn.Module, torch.Tensor], None]] = {}
-
-
-def way(function: Callable[[nn.Module, torch.Tensor], None]) -> Callable[[nn.Module, torch.Tensor], None]:
-    KEPT[function.__name__] = function
-    return function
-
-
-@way
-def alone(module: nn.Module, x: torch.Tensor) -> None:
-    run_keeping(module, x)[1].backward()
-
-
-@way
-def with_the_output(module: nn.Module, x: torch.Tensor) -> None:
-    sum(run_keeping(module, x)).backward(**KEEP)
-
-
-@way
-def after_the_output(module: nn.Module, x: torch.Tensor) -> None:
-    output, kept = run_keeping(module, x)
-    output.backward(retain_graph=True)
-    kept.backward()
-
-
-@way
-def of_two_forwards(module: nn.Module, x: torch.Tensor) -> None:
-    first, second = run_keeping(module, x), run_keeping(module, x * 2)
-    (first[0] + first[1] + second[1]).backward(**KEEP)
-
-
-@way
-def accumulated(module: nn.Module, x: torch.Tensor) -> None:
-    for is_last in (False, False, True):
-        with without_sync(module, not is_last):
-            alone(module, x)
-            with_the_output(module, x)
-
-
-@way
-def by_grad(module: nn.Module, x: torch.Tensor) -> None:
-    output, kept = run_keeping(module, x)
-    parameters = [*inner(module).parameters()]
-    for loss in (kept, output + kept):
-        found = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
-        for parameter, gradient in zip(parameters, found, strict=True):
-            if gradient is not None:
-                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-
-
-@way
-def twice_differentiable(module: nn.Module, x: torch.Tensor) -> None:
-    output, kept = run_keeping(module, x)
-    parameters = [*inner(module).parameters()]
-    found = torch.autograd.grad(kept, parameters, create_graph=True, allow_unused=True)
-    penalty = sum(gradient.square().sum() for gradient in found if gradient is not None)
-    (output + penalty).backward(**KEEP)  # a sum of sums over the ranks is its own derivative: each rank has it whole
-
-
-@case()
-def test_losses_that_leave_forward(rank: int, options: dict) -> None:
-    """C1, C2: they were summed over no rank, or had no gradients at all."""
-    for name, run in KEPT.items():
-        model, oracle = twins(lambda: Keeps().double(), loss="sum", **options)
-        for seed, sizes in enumerate(((4, 9), (5, 0), (3, 3))):
-            x, _, all_x, _ = data(rank, seed, sizes)
-            for module, rows in ((model, x), (oracle, all_x)):
-                module.zero_grad()
-                run(module, rows)
-            try:
-                assert_same_gradients(model.module, oracle)
-            except AssertionError as error:
-                raise AssertionError(name) from error
-
-
-REMEMBERED: dict[float, torch.Tensor] = {}
-
-
-class Remembers(nn.Module):
-    """Uses what the forward before has kept of each row, in a global dict."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(5, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden, rows = self.layer(x).tanh(), x[:, 0].tolist()
-        before = [REMEMBERED[row] for row in rows if row in REMEMBERED]
-        REMEMBERED.update(zip(rows, hidden, strict=True))
-        return hidden * 2 + torch.stack(before).square() if before else hidden
-
-
-@case()
-def test_what_a_forward_remembers_of_an_earlier_one(rank: int, options: dict) -> None:
-    """C1, C2: the earlier forward's part of the gradient is summed over the ranks, too."""
-    model, oracle = twins(lambda: Remembers().double(), loss="sum", **options)
-    for seed in range(3):
-        for with_first in (False, True):
-
-            def run(module: nn.Module, x: torch.Tensor, _: torch.Tensor, with_first: bool = with_first) -> None:
-                REMEMBERED.clear()
-                first, second = module(x), module(x)
-                (second.sum() + (first.square().sum() if with_first else 0)).backward()
-
-            compare(rank, model, oracle, run, seed)
 
 
 class NoGradient(torch.autograd.Function):
@@ -473,27 +283,6 @@ def test_a_loss_that_leaves_forward_and_has_no_gradient_on_one_rank(rank: int, o
 
 
 # ---- how backward is called
-
-
-@case()
-def test_several_forwards_and_several_backwards(rank: int, options: dict) -> None:
-    """C4"""
-    model, oracle = twins(perceptron, **options)
-
-    def run(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
-        one, two, three = module(x), module(x * 2), module(x - 1)
-        loss = mse_loss(one, y) + 2 * mse_loss(three, y)
-        loss.backward(retain_graph=True)
-        loss.backward()
-        mse_loss(two, y).backward()
-
-    compare(rank, model, oracle, run)
-    grads = [
-        torch.autograd.grad(mse_loss(module(x), y), [inner(module)[0].weight, inner(module)[4].bias])
-        for module, x, y in both(rank, model, oracle)
-    ]
-    torch.testing.assert_close(*grads, rtol=1e-11, atol=1e-13)
-    assert_same_gradients(model.module, oracle)  # as they were
 
 
 @case()
@@ -590,26 +379,6 @@ def test_a_wrapper_inside_a_wrapped_module(rank: int, options: dict) -> None:
 # ---- accumulation
 
 
-@case()
-def test_accumulation(rank: int, options: dict) -> None:
-    """C6"""
-    sizes = [(4, 9), (2, 2), (0, 5), (7, 1), (3, 0), (1, 6)]
-    for how, loss in itertools.product(["synchronised", "no_sync", "now and then"], ["mean", "sum"]):
-        model, oracle = twins(perceptron, loss=loss, **options)
-        optimizers = [torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9) for m in (model, oracle)]
-        for i, each in enumerate(sizes):
-            last = i % 3 == 2
-            local = {"synchronised": False, "no_sync": not last, "now and then": i in (1, 3)}[how]
-            for module, x, y in both(rank, model, oracle, i, each):
-                with without_sync(module, local):
-                    step(module, x, y, loss)
-            if last:
-                assert_same_gradients(model.module, oracle)
-                for optimizer in optimizers:
-                    optimizer.step()
-                    optimizer.zero_grad()
-
-
 @case(ONE)
 def test_what_was_accumulated_can_be_dropped_or_scaled(rank: int, options: dict) -> None:
     """C6"""
@@ -684,17 +453,6 @@ def test_activation_checkpoints(rank: int, options: dict) -> None:
                     model(data(rank)[0])
             else:
                 compare(rank, model, oracle)
-
-
-@case(ONE)
-def test_compiled_modules(rank: int, options: dict) -> None:
-    """R13, C1"""
-    module = perceptron()
-    model = unisono.DataParallel(torch.compile(module, backend="aot_eager"), **options)
-    oracle = perceptron()
-    oracle.load_state_dict(module.state_dict())
-    for seed in range(2):
-        compare(rank, model, oracle, seed=seed)
 
 
 @case()

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.comparisons import assert_same_gradients
 from helpers.contract import ON_CPU
 from helpers.ranks import drawn, on_own_devices, run_ranks
-from helpers.twins import assert_same_gradients, rows_of, twins
+from helpers.twins import rows_of, twins
 
 SIZES = (4, 9)
 NUM_STEPS = 6
@@ -46,15 +47,9 @@ def loss(function: Run) -> Run:
 
 
 @loss
-def two_forwards(one: nn.Module, _: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    first, second = one(x), one(x * 2)
-    return second.sum() + first.square().tanh().square().sum()  # torch comes to the first one first
-
-
-@loss
 def two_models(one: nn.Module, other: nn.Module, x: torch.Tensor) -> torch.Tensor:
     first, second = one(x), other(x * 2)
-    return second.sum() + first.square().tanh().square().sum()
+    return second.sum() + first.square().tanh().square().sum()  # torch comes to the first one first
 
 
 @loss

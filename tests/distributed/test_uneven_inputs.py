@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 import unisono
+from helpers.comparisons import assert_same_gradients
 from helpers.modules import Calls
 from helpers.ranks import drawn, drawn_by, end_ranks, on_own_devices, run_ranks
-from helpers.twins import assert_same_gradients, rows_of, twins
+from helpers.twins import rows_of, twins
 from unisono.distributed.uneven_inputs import empty_batch, even_batches
 
 

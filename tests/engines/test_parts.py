@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.comparisons import assert_equal, assert_same_gradients
 from helpers.modules import Calls, Fn, WithBackward
 from helpers.programs import run_script
 from helpers.ranks import run_ranks
-from helpers.twins import assert_equal, assert_same_gradients, rows_of, twins
+from helpers.twins import rows_of, twins
 from unisono import DataParallel
 from unisono.runtime import devices
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.comparisons import assert_equal
 from helpers.in_time import in_time
 from helpers.modules import Calls
 from helpers.programs import run_script, until
-from helpers.twins import assert_equal, state_of, step
+from helpers.twins import state_of, step
 from unisono import DataParallel, ReplicaTimeout
 
 TIMEOUT_S = 1.0

@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from fuzz.blocks import ASSIGNED, WIDTH, linear
+from fuzz.blocks import ASSIGNED, WIDTH, GoesOn, KeepsLosses, linear
 from fuzz.model import NUM_OUTPUTS, tensors_in
 from fuzz.program import Step
 from fuzz.side import OPTIMIZERS, Side, seed_torch
@@ -140,6 +141,74 @@ def forwards_backwards(side: Side, step: Step) -> None:
         side.backward(loss)
 
 
+@training(without=("buffers of ranks", "batch norm", "scripted"))
+def no_grad_between(side: Side, step: Step) -> None:
+    loss = side.loss_of(step.rows, step.seed)
+    with torch.no_grad():
+        side.forward(step.rows, step.seed + 1)
+    side.backward(loss)
+
+
+# On accelerators two threads go through a replica's graph for the output and for what has left it.
+def _free(side: Side) -> dict[str, bool]:
+    return {"retain_graph": side.has("asynchronous")}
+
+
+# A loss that has left forward is a sum over the rows of a replica.
+@training(weight=4, only=("losses",), without=("loss: mean", "wraps: part"))
+def losses_that_leave(side: Side, step: Step) -> None:
+    """Alone, with that of the output, before it, after it, of two forwards, without sync before, or by derivatives."""
+
+    def both(number: int = 0) -> list[Tensor]:
+        for block in blocks:
+            block.kept.clear()
+        output = side.loss_of(step.rows, step.seed + number)
+        return [output, torch.stack([loss.to(output) for block in blocks for loss in block.kept]).sum()]
+
+    def grads(loss: Tensor, **options: Any) -> list[Tensor]:
+        found = torch.autograd.grad(loss, side.trained(), allow_unused=True, **options)
+        return [grad for grad in found if grad is not None]
+
+    blocks = [module for module in side.core.modules() if isinstance(module, KeepsLosses)]
+    output, kept = both()
+    how = step.seed % (5 if side.has("reentrant") else 7)
+    if how == 0:
+        side.backward(kept)
+    elif how == 1:
+        side.backward(output + kept, **_free(side))
+    elif how == 2:
+        side.backward(output, retain_graph=True)
+        side.backward(kept)
+    elif how == 3:
+        side.backward(kept, retain_graph=True)
+        side.backward(output)
+    elif how == 4:
+        side.backward(output + kept + both(1)[1], **_free(side))
+    elif how == 5:
+        with contextlib.nullcontext() if side.is_plain else next(side.wrappers()).no_sync():
+            side.backward(kept)
+        side.backward(torch.stack(both(1)).sum(), **_free(side))
+    else:
+        side.observe_all("gradient", grads(kept, retain_graph=True))
+        # A sum of sums over the ranks is its own derivative: each rank has it whole.
+        side.backward(output + sum(grad.square().sum() for grad in grads(kept, create_graph=True)), **_free(side))
+    for block in blocks:
+        block.kept.clear()
+
+
+@training(weight=4, only=("earlier forward",), without=("reentrant", "loss: mean"))
+def goes_on_from_an_earlier_forward(side: Side, step: Step) -> None:
+    """Both on the same rows; the loss is of the second output, or of both."""
+    memories = [module.memory for module in side.core.modules() if isinstance(module, GoesOn)]
+    for memory in memories:
+        memory.rows = {}
+    x = side.batch(max(2, step.rows), step.seed)
+    first, second = side.loss(side.run(x)), side.loss(side.run(x))
+    side.backward(second + (first if step.seed % 2 else 0))
+    for memory in memories:
+        memory.rows = None
+
+
 @training()
 def backward_twice(side: Side, step: Step) -> None:
     loss = side.loss_of(step.rows, step.seed)
@@ -191,14 +260,14 @@ def gradients_between_outputs(side: Side, step: Step) -> None:
 
 
 # Replicas compute all gradients of a bucket: they may run a checkpoint that one device needs not, which writes buffers.
-@action(without=("reentrant", "ranks", "written in backward"))
+@action(without=("reentrant", "written in backward", "buffers of ranks"))
 def gradients_of_some(side: Side, step: Step) -> None:
     """torch.autograd.grad of half of the parameters, and of the inputs if they require gradients."""
     x = side.batch(step.rows, step.seed)
     loss = side.loss(side.run(x))
     trained = side.trained()
     wanted: list[Tensor] = random.Random(step.seed).sample(trained, (len(trained) + 1) // 2)
-    wanted += [x] if x.requires_grad else []
+    wanted += [x] if x.requires_grad and not side.has("ranks") else []
     if loss.requires_grad and wanted:
         side.observe_all("gradient", torch.autograd.grad(loss, wanted, allow_unused=True))
 
@@ -214,7 +283,7 @@ def gradient_penalty(side: Side, step: Step) -> None:
         side.backward(loss + grad.square().sum() * 0.1)
 
 
-@action(without=(*_SECOND_ORDER, "ranks"))
+@action(without=(*_SECOND_ORDER, "buffers of ranks"))
 def hessian_product(side: Side, step: Step) -> None:
     """The product of the Hessian and of the gradient; of the third order, if the seed says so."""
     loss, trained = side.loss_of(step.rows, step.seed), side.trained()
@@ -363,6 +432,17 @@ def anomaly_mode(side: Side, step: Step) -> None:
         side.train(step.rows, step.seed)
 
 
+@training(without=("compiled", "reentrant"))
+def backward_in_a_mode(side: Side, step: Step) -> None:
+    """Forward was outside of the mode, which other threads cannot join; gradients are asked for in every way."""
+    with Scaling():
+        side.backward(side.loss_of(step.rows, step.seed))
+    loss = side.loss_of(step.rows, step.seed + 1)
+    with Scaling():
+        side.backward(loss, retain_graph=True)
+    side.backward(loss)
+
+
 # The plain composition runs, in which checkpoints write into the replicas' buffers.
 @action(without=("ranks", "rescue", "written in backward"))
 def tensors_saved_on_cpu(side: Side, step: Step) -> None:
@@ -454,6 +534,14 @@ def two_threads(side: Side, step: Step) -> None:
     with ThreadPoolExecutor(2) as pool:
         for number, tensors in enumerate(pool.map(differentiate, batches)):
             side.observe_all(f"of thread {number}, tensor", tensors)
+
+
+class Scaling(TorchDispatchMode):
+    """Halves the products of matrices: what another thread computes is not halved."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return found * 0.5 if func is torch.ops.aten.mm.default else found
 
 
 class DeliberateError(Exception):

@@ -17,6 +17,7 @@ Rows do not interact, but for batch norm. Traits say what a family does that mat
 
 import functools
 import random
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -538,6 +539,7 @@ class Meter:
     def __init__(self) -> None:
         self.calls = 0
         self.last = torch.zeros(0)
+        self.counter = nn.BatchNorm1d(1)  # a module outside of the model
 
 
 class WritesShared(Block):
@@ -562,6 +564,8 @@ class WritesShared(Block):
             self.meter.calls += 1
         elif self.how == "object, tensor":
             self.meter.last = y.detach()
+        elif self.how == "object, buffer":
+            self.meter.counter.num_batches_tracked.add_(1)
         elif self.how == "dict":
             self.named["calls"] += 1
         elif self.how == "array":
@@ -574,7 +578,71 @@ class WritesShared(Block):
 
     def left(self) -> list[Any]:
         """Return what forwards have left."""
-        return [self.meter.calls, self.meter.last, self.named["calls"], self.sums.tolist(), self.total]
+        tracked = self.meter.counter.num_batches_tracked
+        return [self.meter.calls, self.meter.last, tracked, self.named["calls"], self.sums.tolist(), self.total]
+
+
+class UsesOutside(Block):
+    """Uses a tensor that is no input and not the module's: an object holds it, in which nothing is looked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = types.SimpleNamespace(shift=torch.randn(WIDTH, requires_grad=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).tanh() * self.held.shift.to(x)
+
+    def left(self) -> list[Any]:
+        """Return the gradient of the tensor."""
+        return [self.held.shift.grad]
+
+
+class AttributeTensor(Block):
+    """Has a tensor that is neither a parameter nor a buffer; `to` moves it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = torch.randn(WIDTH)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "AttributeTensor":
+        self.shift = fn(self.shift)
+        return super()._apply(fn, recurse)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.shift
+
+
+class KeepsLosses(Block):
+    """Keeps two losses of its rows: of what the output is computed from, and of a layer that nothing else uses."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(how)
+        self.side, self.kept = linear(), list[Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.linear(x)
+        if self.how == "plain":
+            hidden = hidden.tanh()
+        else:
+            hidden = checkpoint(torch.tanh, hidden, use_reentrant=self.how == "reentrant")
+        self.kept += [hidden.square().sum(), self.side(x).tanh().pow(3).sum()]
+        return hidden
+
+
+class GoesOn(Block):
+    """Uses what the forward before has kept of each row, in an object, if it is to keep something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = types.SimpleNamespace(rows=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, rows, kept = self.linear(x).tanh(), x[:, 0].tolist(), self.memory.rows
+        if kept is None:
+            return hidden
+        before = [kept[row] for row in rows if row in kept]
+        kept.update(zip(rows, hidden, strict=True))
+        return hidden * 2 + torch.stack(before).square() if before else hidden
 
 
 class HooksInForward(Block):
@@ -739,10 +807,15 @@ FAMILIES: dict[str, Family] = {
     ),
     "lists": Family(_of(Appends, "list", "dict"), ("buffers",)),
     "shared writes": Family(
-        _of(WritesShared, "object", "object, tensor", "dict", "array", "tensor", "closure"),
+        _of(WritesShared, "object", "object, tensor", "object, buffer", "dict", "array", "tensor", "closure"),
         ("attributes", "buffers"),
         (_SHARED, ASSIGNED),
     ),
+    "outside": Family({"tensor": UsesOutside}, ("attributes",)),
+    "attribute tensors": Family({"plain": AttributeTensor}),
+    "losses": Family(_of(KeepsLosses, "plain", "checkpoint"), ("attributes",)),
+    "reentrant losses": Family(_of(KeepsLosses, "reentrant"), ("attributes", "losses", "reentrant")),
+    "earlier forward": Family({"rows": GoesOn}, ("attributes",)),
     "hooks in forward": Family(_of(HooksInForward, "for a while", "before it", "backward")),
     "hooks for good": Family(_of(HooksInForward, "for good", "of a parameter"), ("attributes", "buffers"), (ASSIGNED,)),
     "weights written alike": Family(  # said of parts and maps

@@ -5,6 +5,7 @@ numbers with that message are no difference, and end the program.
 """
 
 import contextlib
+import gc
 import logging
 import traceback
 import warnings
@@ -19,9 +20,10 @@ import unisono
 from fuzz.actions import ACTIONS
 from fuzz.model import INPUTS, OUTPUTS
 from fuzz.program import Program, Step
-from fuzz.side import ONE_PROCESS, Observed, Rank, Side
+from fuzz.side import ONE_PROCESS, Observed, Rank, Side, devices_of
+from helpers.contract import at
+from helpers.garbage import collected
 from unisono.runtime.errors import forget_logged
-from unisono.testing import separate_memory
 from unisono.verification.compare import difference, largest
 
 # Of the plain side's largest number, in a tensor: rounding, some layers deep, and some steps of an optimizer.
@@ -59,10 +61,12 @@ def run(program: Program, timeout_s: float, rank: Rank = ONE_PROCESS, agree: Any
     """
 
     def wrapped(module: nn.Module, outermost: bool) -> nn.Module:
-        return wrap(program, module, outermost, timeout_s)
+        return wrap(program, module, outermost, timeout_s, rank)
 
-    with quiet(), separate_memory() if program.place == "separate memory" else contextlib.nullcontext():
+    with quiet(), at("separate memory") if program.place == "separate memory" else contextlib.nullcontext():
         forget_logged()
+        gc.collect()
+        gc.freeze()  # the collections below look at what this program makes
         before, sides = process_state(), []
         try:
             sides.append(Side(program, rank, None))
@@ -85,15 +89,23 @@ def run(program: Program, timeout_s: float, rank: Rank = ONE_PROCESS, agree: Any
 def _run_steps(program: Program, plain: Side, wrapped: Side, agree: Any) -> Outcome:
     with next(wrapped.wrappers()).profile() if program.profile else contextlib.nullcontext():
         for number, step in enumerate(program.steps):
+            is_last = number == len(program.steps) - 1
+            if is_last:
+                gc.collect()  # what earlier steps have left is no side's
             for side in (plain, wrapped):
                 side.begin_step(step.seed)
+                side.is_compared = number >= program.first_compared
                 with warnings.catch_warnings(record=True) as seen:
                     warnings.simplefilter("always")
+                    gc.disable()
                     try:
                         ACTIONS[step.action].run(side, step)
                         side.end_step()
                     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - compared below
                         side.error = error
+                    side.forget_inputs()
+                    side.garbage = _tensors_in_cycles() if is_last else []
+                    gc.enable()
                 side.said += [str(warning.message) for warning in seen]
             found = _compared(plain, wrapped)
             if found is not None and not all(map(_is_of_use, plain.observed)):
@@ -110,6 +122,10 @@ def _run_steps(program: Program, plain: Side, wrapped: Side, agree: Any) -> Outc
     return Outcome(None, len(program.steps))
 
 
+def _tensors_in_cycles() -> list[str]:
+    return [each for each in collected() if "unisono" in each or each.startswith(("Tensor ", "Parameter "))]
+
+
 def _names_the_cause(program: Program, step: Step, wrapped: Side) -> bool:
     """Return whether a warning, or the error, names something of the program that replicas do otherwise."""
     error = [] if wrapped.error is None else [str(wrapped.error), *getattr(wrapped.error, "__notes__", ())]
@@ -123,15 +139,13 @@ def _is_of_use(observed: Observed) -> bool:
     return not isinstance(value, Tensor) or value.dtype == torch.bool or bool((value.abs() < LARGEST).all())
 
 
-def wrap(program: Program, module: nn.Module, outermost: bool, timeout_s: float) -> nn.Module:
+def wrap(program: Program, module: nn.Module, outermost: bool, timeout_s: float, rank: Rank) -> nn.Module:
     """Return a module wrapped as a program says.
 
     Args:
         outermost: whether no other wrapper will be around it.
     """
     num_replicas = program.num_replicas if outermost else 2
-    is_asynchronous = "asynchronous" in program.traits
-    devices = [f"queued:{i}" for i in range(num_replicas)] if is_asynchronous else ["cpu"] * num_replicas
     options: dict[str, Any] = {**INPUTS[program.inputs].options, **OUTPUTS[program.outputs].options}
     if outermost and program.wraps == "both":
         options["in_dims"] = (0, None)
@@ -141,7 +155,7 @@ def wrap(program: Program, module: nn.Module, outermost: bool, timeout_s: float)
         options["shares"] = program.shares
         options["parts"] = program.parts
     options |= {"loss": program.loss, "rescue": program.rescue, "timeout": timeout_s}
-    return unisono.DataParallel(module, devices, **options)
+    return unisono.DataParallel(module, devices_of(program, rank, num_replicas), **options)
 
 
 def _compared(plain: Side, wrapped: Side) -> Difference | None:
@@ -167,6 +181,8 @@ def _compared(plain: Side, wrapped: Side) -> Difference | None:
     for one, two in zip(plain.observed, wrapped.observed, strict=True):
         if apart := _apart(plain.program, one.value, two.value, largest_of.get(_first_word(one.kind), 0.0)):
             return Difference(one.kind, f"{one.what}: {apart}")
+    if wrapped.garbage and not plain.garbage:
+        return Difference("garbage", f"only the garbage collector frees {', '.join(sorted({*wrapped.garbage}))}")
     return None
 
 

@@ -10,7 +10,8 @@ from fuzz.blocks import said_of, traits_of
 from fuzz.model import INPUTS, OUTPUTS
 
 PLACES = ("one memory", "separate memory", "ranks")
-ASYNCHRONOUS = "asynchronous devices"  # one more, which has to be asked for: a C++ compiler builds its devices
+# More, which have to be asked for: a C++ compiler builds their devices.
+ASYNCHRONOUS, ASYNCHRONOUS_RANKS = "asynchronous devices", "ranks on asynchronous devices"
 
 _ONE_NUMBER = ("0-dim", "number")  # outputs with one that is a mean or a sum over the replicas
 
@@ -39,7 +40,7 @@ class Program(_PrintedAsPython):
 
     blocks: tuple[str, ...] = ()  # names of its layers, "family/variant"
     steps: tuple[Step, ...] = (Step(),)  # what is done, one after the other
-    place: str = "one memory"  # of the replicas: one of PLACES, or ASYNCHRONOUS
+    place: str = "one memory"  # of the replicas: one of PLACES, or another one of those above
     num_replicas: int = 2  # on the CPU; of each rank, if there are several
     shares: str | tuple[float, ...] = "chunk"
     # "model"; "part": the wrapped model is a part of another; "twice": a wrapper in a wrapper; "both": the wrapped
@@ -56,6 +57,9 @@ class Program(_PrintedAsPython):
     rescue: bool = False
     parts: int = 1
     seed: int = 0  # of the parameters
+    # The first step that is compared. Nothing looks at the numbers before, as no training loop does: so what only the
+    # first steps of a structure do, such as to wait for a device, hides no fault of a later one.
+    first_compared: int = 0
     # Words by which actions say what they cannot be done with: families and traits of the blocks, the flags that are
     # set, and the forms.
     traits: frozenset[str] = field(init=False, compare=False, repr=False)
@@ -73,12 +77,13 @@ class Program(_PrintedAsPython):
         flags = {name for name in ("writes_input", "rescue", "profile", "input_gradients") if getattr(self, name)}
         forms = {f"inputs: {self.inputs}", f"outputs: {self.outputs}", f"wraps: {self.wraps}", f"loss: {self.loss}"}
         has_buffers = not of_blocks.isdisjoint(("batch norm", "buffers", "normed weight"))
+        has_ranks = self.place in ("ranks", ASYNCHRONOUS_RANKS)
         more = {
-            "ranks": self.place == "ranks",
-            "asynchronous": self.place == ASYNCHRONOUS,
-            "buffers of ranks": self.place == "ranks" and has_buffers,
+            "ranks": has_ranks,
+            "asynchronous": self.place in (ASYNCHRONOUS, ASYNCHRONOUS_RANKS),
+            "buffers of ranks": has_ranks and has_buffers,
             "one replica": self.num_replicas == 1,
-            "batch statistics of ranks": self.place == "ranks" and "batch norm/not tracked" in self.blocks,
+            "batch statistics of ranks": has_ranks and "batch norm/not tracked" in self.blocks,
             # Each entry is an output, which only one replica's rows have to do with: row N5 of docs/behaviour.md.
             "buffers, sample list": has_buffers and self.outputs == "sample list",
         }

@@ -7,7 +7,7 @@ from typing import Any
 from fuzz.actions import ACTIONS
 from fuzz.blocks import FAMILIES
 from fuzz.model import INPUTS, OUTPUTS, InputForm, OutputForm
-from fuzz.program import ASYNCHRONOUS, Program, Step
+from fuzz.program import ASYNCHRONOUS, ASYNCHRONOUS_RANKS, Program, Step
 
 _ERRORS_IN_PARTS = ("batch norm", "buffers", "writes_input", "torch.func", "outputs: folded")
 _ROWS = (0, 1, 2, 3, 4, 5, 6, 6, 7, 8, 11, 17)
@@ -19,17 +19,18 @@ _ALL_WRAPS = ("model", "model", "part", "twice", "both")
 _NUM_REPLICAS = {"ranks": (1, 2), ASYNCHRONOUS: (2, 2, 2, 1)}
 _STRICT = ("ranks", ASYNCHRONOUS)  # without what a message names
 # Each rank has a list of its own; some kernels and tensors are for CPUs only.
-_LEFT_OUT = {"ranks": ("lists",), ASYNCHRONOUS: ("complex", "containers")}
+_OF_ONE_PROCESS, _OF_CPUS = ("lists", "outside"), ("complex", "containers")
+LEFT_OUT = {"ranks": _OF_ONE_PROCESS, ASYNCHRONOUS: _OF_CPUS, ASYNCHRONOUS_RANKS: _OF_ONE_PROCESS + _OF_CPUS}
 _WEIGHTS = (0, 1, 2, 3, 1.5)
 
 
 # Under a launcher each process has its own of these.
-_NOT_OF_RANKS = ("0-dim", "number", "a parameter", "folded", "sample list")
+NOT_OF_RANKS = ("0-dim", "number", "a parameter", "folded", "sample list")
 
 
 def _drawn_form(draw: random.Random, forms: Mapping[str, InputForm | OutputForm], place: str) -> str:
     """Return the name of a form, seldom of one with which a message may end the program."""
-    strict = [name for name, form in forms.items() if not form.said and (place != "ranks" or name not in _NOT_OF_RANKS)]
+    strict = [name for name, form in forms.items() if not form.said and (place != "ranks" or name not in NOT_OF_RANKS)]
     said = [name for name, form in forms.items() if form.said]
     return draw.choice(said) if place not in _STRICT and draw.random() < 0.08 else draw.choice(("tensor", *strict))
 
@@ -45,7 +46,7 @@ def random_program(seed: int, place: str) -> Program:
         if family in rare and draw.random() < 0.9:  # takes a hundred times as long
             family = "linear"
         can_be_said = bool(FAMILIES[family].said)  # a message may end the program
-        is_left_out = family in _LEFT_OUT.get(place, ()) or (can_be_said and place in _STRICT)
+        is_left_out = family in LEFT_OUT.get(place, ()) or (can_be_said and place in _STRICT)
         if is_left_out or (can_be_said and draw.random() < 0.4):
             family = "linear"
         blocks.append(f"{family}/{draw.choice(list(FAMILIES[family].variants))}")

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 
 from fuzz.compare import Difference, Outcome, run
-from fuzz.program import ASYNCHRONOUS, Program
+from fuzz.program import Program
 from fuzz.side import ONE_PROCESS, Rank, make_asynchronous_devices
 from helpers.forked import context
+from unisono.runtime import torch_private
 
 NUM_RANKS = 2
 _MOST_TEXT = 6000  # of the stacks of a program that hangs
@@ -32,7 +33,7 @@ class ProgramServer:
     """Runs the programs of one place in a process of their own, or in one for each rank.
 
     Args:
-        place: one of PLACES, or ASYNCHRONOUS.
+        place: of the programs.
         limit_s: how long a program may take.
         prepare: called in each process before the first program; a function of a module.
     """
@@ -66,7 +67,7 @@ class ProgramServer:
         except (EOFError, ConnectionResetError):
             outcome = Outcome(self._how_it_ended())
             self.end()
-        if self._place == "ranks" and (outcome.raised or outcome.difference is not None):
+        if "ranks" in self._place and (outcome.raised or outcome.difference is not None):
             self.end()  # the ranks no longer agree on what comes next
         return outcome
 
@@ -89,7 +90,7 @@ class ProgramServer:
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        for number in range(NUM_RANKS if self._place == "ranks" else 1):
+        for number in range(NUM_RANKS if "ranks" in self._place else 1):
             ours, theirs = context.Pipe()
             job = (theirs, number, self._place, self._limit_s, self._folder.name, self._prepare, sys.path)
             process = context.Process(target=_serve, args=job)
@@ -121,19 +122,22 @@ def _serve(
     os.environ["UNISONO_BIND_CORES"] = "0"  # the second replica of every server would have the same core
     sys.path[:] = path
     torch.set_num_threads(1)
-    if place == ASYNCHRONOUS:
+    if "asynchronous" in place:
         make_asynchronous_devices()
     rank: Rank = ONE_PROCESS
     agree: Any = None
-    if place == "ranks":
+    if "ranks" in place:
         rank = Rank(number, NUM_RANKS)
         store = torch.distributed.FileStore(str(Path(folder, "store")), NUM_RANKS)
         timeout = timedelta(seconds=limit_s / 4)
-        torch.distributed.init_process_group("gloo", store=store, rank=number, world_size=NUM_RANKS, timeout=timeout)
+        backend = None if "asynchronous" in place else "gloo"  # None: the devices' own, beside gloo
+        torch.distributed.init_process_group(backend, store=store, rank=number, world_size=NUM_RANKS, timeout=timeout)
         # Of its own, with a longer timeout: a rank that has failed waits here for one that waits for it elsewhere.
         agree = partial(_agree, torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=limit_s)))
     if prepare is not None:
         prepare()
+    torch_private.load_checkpoints()  # whose modules leave frames
+    gc.collect()
     gc.freeze()  # collections look at what programs make, not at torch
     with open(Path(folder, f"stacks-{number}"), "w") as stacks:
         faulthandler.enable(stacks)
@@ -161,14 +165,14 @@ def _agree(group: Any, difference: Difference | None) -> Difference | None:
 
 def repeat(program: Program, limit_s: float = 60) -> None:
     """Run a program and print what differs: in this process, for a debugger, but for that of several ranks."""
-    if program.place == "ranks":
+    if "ranks" in program.traits:
         server = ProgramServer(program.place, limit_s)
         try:
             outcome = server.run(program)
         finally:
             server.end()
     else:
-        if program.place == ASYNCHRONOUS:
+        if "asynchronous" in program.traits:
             make_asynchronous_devices()
         outcome = run(program, limit_s)
     print(outcome.difference.text if outcome.difference else "no difference")

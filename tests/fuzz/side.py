@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import unisono
-from fuzz.blocks import WIDTH, Appends, Leaves, WritesShared
+from fuzz.blocks import WIDTH, Appends, Leaves, UsesOutside, WritesShared
 from fuzz.model import INPUTS, OUTPUTS, Model, Outer, form_of, tensors_in
 from fuzz.program import Program
+from helpers.contract import KIND, ON_CPU
 
 _LEARNING_RATE = 0.01
 
@@ -63,13 +64,23 @@ ONE_PROCESS = Rank()
 
 _NUM_STREAMS = 2  # of the first asynchronous device, beside the current one
 _DELAY_US, _DELAY_PERCENT = 200, 20
+_KIND = "queued" if ON_CPU else KIND  # of the asynchronous devices: those of tests/async_device, or accelerators
 
 
 def make_asynchronous_devices() -> None:
     """Make the devices of tests/async_device, which stay. Freed memory becomes NaN when it is used again."""
-    import async_device
+    if _KIND == "queued":
+        import async_device
 
-    async_device.C.set_poison(2)
+        async_device.C.set_poison(2)
+
+
+def devices_of(program: Program, rank: Rank, num_replicas: int) -> list[str]:
+    """Return the devices of a wrapper's replicas; no other rank has them, if there are enough."""
+    if "asynchronous" not in program.traits:
+        return ["cpu"] * num_replicas
+    first = rank.number * program.num_replicas
+    return [f"{_KIND}:{(first + i) % torch.accelerator.device_count()}" for i in range(num_replicas)]
 
 
 def seed_torch(seed: int) -> None:
@@ -89,6 +100,8 @@ class Side:
         error: what this step has raised.
         said: the messages of warnings so far.
         dtype, device: of the batches.
+        is_compared: whether anything of this step is.
+        garbage: the tensors, and the objects of the library, that only the garbage collector frees after a step.
     """
 
     def __init__(self, program: Program, rank: Rank, wrap: Callable[[nn.Module, bool], nn.Module] | None) -> None:
@@ -99,7 +112,7 @@ class Side:
         """
         seed_torch(program.seed)
         self.program, self._rank, self.is_plain = program, rank, wrap is None
-        self.device = torch.device("queued:0" if self.has("asynchronous") else "cpu")
+        self.device = torch.device(devices_of(program, rank, 1)[0])
         self.model: nn.Module = Model(
             program.blocks, program.inputs, program.outputs, program.residual, program.writes_input
         ).to(self.device)
@@ -114,7 +127,8 @@ class Side:
         self.error: BaseException | None = None
         self.said: list[str] = []
         self._inputs: list[tuple[Tensor, slice]] = []
-        self.dtype = torch.float64
+        self.dtype, self.is_compared = torch.float64, True
+        self.garbage: list[str] = []
         self.table = torch.randn(3, WIDTH).to(self.device).requires_grad_(program.input_gradients)
         self._streams = [torch.Stream(self.device) for _ in range(_NUM_STREAMS)] if self.has("asynchronous") else []
         self.use(self.model)
@@ -168,7 +182,7 @@ class Side:
         random.seed(seed)
         numpy.random.seed(seed)
         self._draw = random.Random(seed)
-        if self._streams:
+        if self._streams and _KIND == "queued":
             import async_device
 
             async_device.C.set_blocking(self.is_plain)
@@ -254,6 +268,8 @@ class Side:
 
     def observe(self, kind: str, value: Any, name: object = "") -> None:
         """Keep what both sides have to agree on; of a tensor a copy of its values, on the CPU."""
+        if not self.is_compared:
+            return
         if isinstance(value, Tensor):
             value = value.detach().cpu().to_dense().clone()
         self.observed.append(Observed(kind, copy.deepcopy(value), str(name)))
@@ -272,6 +288,10 @@ class Side:
             if self.is_plain and self._rank.world_size > 1:
                 tensor = tensor.narrow(axis, own.start, own.stop - own.start)
             self.observe("output", tensor, number)
+
+    def forget_inputs(self) -> None:
+        """Let the batches of a step go."""
+        self._inputs = []
 
     def end_step(self) -> None:
         """Observe what a step has left."""
@@ -294,5 +314,6 @@ class Side:
         for name, buffer in self.buffers():
             self.observe("buffer", buffer, name)
         for path, module in self.core.named_modules():
-            for number, left in enumerate(module.left() if isinstance(module, Leaves | Appends | WritesShared) else ()):
+            leaves = isinstance(module, Leaves | Appends | WritesShared | UsesOutside)
+            for number, left in enumerate(module.left() if leaves else ()):
                 self.observe("what forward leaves in", left, f"{path}, {number}")

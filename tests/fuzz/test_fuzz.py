@@ -139,6 +139,17 @@ def second_rank_off() -> None:
     plant(forward)
 
 
+def leaves_cycles() -> None:
+    """Each forward leaves its batch in a reference cycle."""
+
+    def forward(self: unisono.DataParallel, *args: object, **kwargs: object) -> object:
+        held: list[object] = [args, kwargs]
+        held.append(held)
+        return _forward(self, *args, **kwargs)
+
+    plant(forward)
+
+
 def says_nothing() -> None:
     vars(model_warnings)["warn"] = lambda message: None
 
@@ -153,6 +164,7 @@ PROGRAM = Program(BLOCKS, STEPS, num_replicas=3, shares="even", optimizer="Adam"
     [
         (one_millionth_off, "gradient of", Program(("norm/layer",), (Step(rows=3),))),
         (zeros_for_none, "form of the gradient of", Program(("unused/parameters",))),
+        (leaves_cycles, "garbage", Program()),
         (raises, "wrapped raises KeyError: 'planted'", Program(shares="even")),
     ],
 )

@@ -167,20 +167,6 @@ def test_the_callers_side_stream(placed: Places) -> None:
     assert_same_gradients(model.module, plain, 1e-10)
 
 
-def test_a_buffer_that_forward_writes(placed: Places) -> None:
-    """R5: the only one of its kind; the other replicas get what it was before the forward."""
-
-    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        model.calls.add_(1)
-        return model.linear(x) * 0 + model.calls
-
-    counts = Calls(forward, linear=nn.Linear(16, 16), calls=nn.Buffer(torch.zeros((), dtype=torch.int64)))
-    model = DataParallel(counts.to(placed[0]), placed)
-    with torch.no_grad():
-        outputs = [model(torch.ones(24, 16, device=placed[0])) for _ in range(50)]
-    assert [output.unique().tolist() for output in outputs] == [[float(number)] for number in range(1, 51)]
-
-
 def test_branches_on_streams_of_their_own(placed: Places) -> None:
     """R14, N1: gradients of one bucket are made on several streams; an odd-sized parameter comes first."""
 
@@ -274,22 +260,6 @@ def test_500_steps_bit_for_bit(placed: Places) -> None:
     assert all(tensor.isfinite().all() for tensor in expected)
     for mine, theirs in zip(stress(placed, waits=False), expected, strict=True):
         assert torch.equal(mine, theirs)
-
-
-@pytest.mark.usefixtures("collector_off")
-def test_activations_are_freed(placed: Places) -> None:
-    """N10: memory after a step is what it was after the step before, without the garbage collector."""
-    _, model = wrapped(mlp(), placed)
-    x = torch.randn(512, 16, dtype=torch.float64, device=placed[0])
-
-    def step() -> list[int]:
-        model.zero_grad()
-        model(x).pow(2).sum().backward()
-        return [torch.accelerator.memory_allocated(device) for device in dict.fromkeys(placed)]
-
-    step()
-    after = [step() for _ in range(5)]
-    assert after[1:] == after[:-1]
 
 
 @on_two_accelerators

@@ -17,9 +17,10 @@ from torch.utils.checkpoint import checkpoint
 import unisono
 from helpers import batch_norm_kernels as reference
 from helpers.accelerators import FIRST, on_accelerator, on_cuda, on_shared_accelerator, on_two_gpus
+from helpers.comparisons import assert_same_gradients
 from helpers.modules import Calls
 from helpers.ranks import run_ranks
-from helpers.twins import assert_same_gradients, rows_of, twins
+from helpers.twins import rows_of, twins
 from unisono import DataParallel
 from unisono.runtime import devices
 
@@ -137,31 +138,6 @@ def test_activation_checkpoints_of_two_replicas_on_one_device(device: torch.devi
 
 
 # ---- streams, devices, CUDA graphs -----------------------------------------------------------------
-
-
-@on_accelerator
-def test_sums_wait_for_a_branch_on_a_stream_of_its_own() -> None:
-    """N1: its gradients come late, and go into the same buckets as the others."""
-    there = torch.device(FIRST)
-
-    def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        main, side = torch.accelerator.current_stream(there), torch.Stream(there)
-        side.wait_stream(main)
-        x.record_stream(side)
-        with torch.get_device_module(there).stream(side):
-            y = x * module.scale
-            for _ in range(50):
-                y = y * 1.0
-        main.wait_stream(side)
-        y.record_stream(main)
-        return y + x * module.other
-
-    module = Calls(forward, scale=nn.Parameter(torch.ones(1 << 20)), other=nn.Parameter(torch.ones(1 << 20))).to(there)
-    model = DataParallel(module, [there] * 2)
-    for _ in range(3):
-        model.zero_grad()
-        model(torch.ones(4, 1 << 20, device=there)).sum().backward()
-        assert all(parameter.grad.eq(4).all() for parameter in module.parameters())
 
 
 @on_cuda

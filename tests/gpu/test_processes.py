@@ -13,8 +13,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import unisono
 from helpers.accelerators import FIRST, SECOND, on_shared_accelerator, on_two_accelerators
+from helpers.comparisons import assert_same_gradients
 from helpers.ranks import run_ranks
-from helpers.twins import assert_same_gradients, rows_of, train_twins, twins
+from helpers.twins import rows_of, train_twins, twins
 
 SIZES = [(5, 3), (1, 6), (4, 4), (7, 2)]  # rows of each process, step by step
 

@@ -9,7 +9,6 @@ from torch import nn
 
 from helpers.contract import Wrap, in_time
 from helpers.losses import fresh, loss_of
-from helpers.twins import assert_same_gradients as assert_same_gradients
 from unisono import DataParallel
 
 
@@ -60,11 +59,31 @@ def _entries(value: Any) -> list[Any]:
     return [entry for item in value for entry in _entries(item)] if isinstance(value, list | tuple) else [value]
 
 
-def assert_same(actual: torch.Tensor | None, expected: torch.Tensor | None, tolerance: float = 1e-12) -> None:
+def assert_same(
+    actual: torch.Tensor | None, expected: torch.Tensor | None, rtol: float = 1e-12, atol: float | None = None
+) -> None:
+    """Check that both are the same, within `rtol`, and absolutely within `atol`; None: the same. None is not zeros."""
     assert (actual is None) == (expected is None), f"got {actual}, expected {expected}"
     if expected is not None and actual is not None:
         assert actual.is_sparse == expected.is_sparse
-        torch.testing.assert_close(actual.to_dense(), expected.to_dense(), rtol=tolerance, atol=tolerance)
+        atol = rtol if atol is None else atol
+        torch.testing.assert_close(actual.to_dense(), expected.to_dense(), rtol=rtol, atol=atol)
+
+
+def assert_same_gradients(module: nn.Module, oracle: nn.Module, rtol: float = 1e-12, atol: float | None = None) -> None:
+    """Check that both have the same gradients, in the sense of `assert_same`."""
+    for (name, parameter), other in zip(module.named_parameters(), oracle.parameters(), strict=True):
+        try:
+            assert_same(parameter.grad, other.grad, rtol, atol)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from None
+
+
+def assert_equal(found: Iterable[torch.Tensor | None], expected: Iterable[torch.Tensor | None]) -> None:
+    """Check that tensors are the same, bit for bit, and None where None is expected."""
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or other is None or torch.equal(one, other)
 
 
 def assert_all_same(actual: Iterable[Any], expected: Iterable[Any], tolerance: float = 1e-12) -> None:

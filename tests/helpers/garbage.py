@@ -4,6 +4,7 @@ import contextlib
 import gc
 import sys
 import types
+import weakref
 from collections.abc import Iterator
 from queue import SimpleQueue
 from typing import Any
@@ -73,6 +74,8 @@ def live_tensors() -> tuple[int, int]:
 
 
 def _counts(thing: object) -> bool:
+    if type(thing) in weakref.ProxyTypes:  # of what may be gone
+        return False
     if isinstance(thing, torch.Tensor | nn.Module):
         return True
     module = module_of(thing)

@@ -33,7 +33,7 @@ class LateCopies(Copies):
         self._pending: list[tuple[int, torch.Tensor, torch.Tensor]] = []
 
     def to_add(self, tensor: torch.Tensor, reader: int, *, is_made_for_this: bool = False) -> torch.Tensor:
-        if not is_plain(tensor) or tensor.is_inference():
+        if not is_plain(tensor) or tensor.is_inference() or not tensor.numel():
             return super().to_add(tensor, reader, is_made_for_this=is_made_for_this)
         copy = torch.empty_like(tensor)
         copy.fill_(float("nan") if copy.is_floating_point() or copy.is_complex() else 77)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import unisono
+from helpers.comparisons import assert_same_gradients
 
 
 def twins(make: Callable[[], nn.Module], **options) -> tuple[unisono.DataParallel, nn.Module]:
@@ -24,13 +25,6 @@ def rows_of(rank: int, sizes: Sequence[int]) -> slice:
     return slice(start, start + sizes[rank])
 
 
-def assert_equal(found: Iterable[torch.Tensor | None], expected: Iterable[torch.Tensor | None]) -> None:
-    """Check that tensors are the same, bit for bit, and None where None is expected."""
-    for one, other in zip(found, expected, strict=True):
-        assert (one is None) == (other is None)
-        assert one is None or other is None or torch.equal(one, other)
-
-
 def state_of(model: nn.Module) -> list[torch.Tensor | None]:
     """Return copies of parameters, buffers, gradients and the random state."""
     gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
@@ -43,19 +37,6 @@ def step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     output = model(x)
     output.square().sum().backward()
     return [output.detach(), *[p.grad for p in model.parameters() if p.grad is not None]]
-
-
-def assert_same_gradients(module: nn.Module, oracle: nn.Module, rtol: float = 1e-12, atol: float | None = None) -> None:
-    """Check that both have the same gradients, within `rtol`, and absolutely within `atol`; None: the same."""
-    for (name, parameter), other in zip(module.named_parameters(), oracle.parameters(), strict=True):
-        one, two = parameter.grad, other.grad
-        assert (one is None) == (two is None), name
-        if one is not None and two is not None:
-            assert one.is_sparse == two.is_sparse, name
-            one, two = one.to_dense(), two.to_dense()
-            torch.testing.assert_close(
-                one, two, rtol=rtol, atol=rtol if atol is None else atol, msg=lambda text, n=name: f"{n}: {text}"
-            )
 
 
 def train_twins(

@@ -111,6 +111,30 @@ def test_models_that_differentiate_in_forward_mode(function: Any, checkpointed: 
         torch.testing.assert_close(found[1], found[0])
 
 
+def test_other_replicas_are_not_in_forward_mode() -> None:
+    """R16, N5: torch has one level for all threads. A replica normalises while another one differentiates."""
+    begun, ended = threading.Event(), threading.Event()
+
+    def waiting(z: torch.Tensor) -> torch.Tensor:
+        begun.set()
+        assert ended.wait(60)
+        return z**3
+
+    def forward(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if x[0] > 0:
+            return torch.func.jvp(waiting, (x,), (torch.ones_like(x),))[1]
+        assert begun.wait(60)
+        try:
+            return net.norm(x)
+        finally:
+            ended.set()
+
+    norm = DataParallel(nn.BatchNorm1d(1, affine=False, track_running_stats=False), TWO, sync_batch_norm=True)
+    x = torch.tensor([[1.0], [2.0], [-1.0], [-3.0]])
+    output = in_time(lambda: DataParallel(Calls(forward, norm=norm), TWO, sync_batch_norm=False)(x))
+    torch.testing.assert_close(output, torch.cat([3 * x[:2] ** 2, norm.module(x[2:])]))
+
+
 def test_a_level_that_forward_leaves_open() -> None:
     """R16, F7: the next one to begin gets torch's error, as with the plain module; none waits for ever."""
     net = Calls(lambda net, x: (forward_ad.enter_dual_level(), x * 2)[1])

@@ -12,8 +12,9 @@ from torch.optim import swa_utils
 import unisono
 from helpers.batch_norm_kernels import use_kernels
 from helpers.batch_norms import BATCH_NORMS, Branches, branching_rows
+from helpers.comparisons import assert_same_gradients
 from helpers.ranks import drawn, on_own_devices, run_ranks
-from helpers.twins import assert_same_gradients, rows_of, train_twins, twins
+from helpers.twins import rows_of, train_twins, twins
 from unisono.distributed import bucketed_all_reduce, process_group
 from unisono.sync_batch_norm import function_mode
 from unisono.sync_batch_norm.across_processes import CrossProcessAllGather

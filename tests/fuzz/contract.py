@@ -1,0 +1,70 @@
+"""The contract: what a program does on one device it does in every place, with any number of replicas.
+
+A program of the contract is stated once, here: by layers of `blocks`, forms of `model` and actions of `actions`, from
+which the random programs are drawn too. tests/contract/test_programs.py runs each in every place: outputs, gradients,
+buffers, parameters after the step, errors, and what forward leaves have to be the plain module's, within 1e-12, and no
+tensor may be left in a reference cycle. So a behaviour that every place has is stated here; a test of its own is for
+what one place alone has, for messages, and for what is no number.
+
+    a layer                  a class and an entry of FAMILIES: it runs with every form of a step
+    a way to train           an action: it runs with layers that have hooks
+    what both have together  an entry of PROGRAMS
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from fuzz.actions import ACTIONS
+from fuzz.blocks import FAMILIES
+from fuzz.model import INPUTS, OUTPUTS
+from fuzz.program import Program, Step
+from fuzz.random_programs import LEFT_OUT, NOT_OF_RANKS
+
+FORMS = ("train", "accumulate", "forwards_one_backward", "no_grad_between")  # of a step
+_HOOKED = ("linear/plain", "hooked/forward", "hooked/backward")
+# How many replicas, of each rank if there are several, programs have in turn.
+NUMS_OF_REPLICAS = {"one memory": (3, 2), "separate memory": (2, 3), "ranks": (2, 1)}
+
+
+def _steps(*actions: str, rows: tuple[int, ...] = (7, 8)) -> tuple[Step, ...]:
+    return tuple(Step(action, n, seed) for seed, (action, n) in enumerate(itertools.product(actions, rows)))
+
+
+def _stated() -> Iterator[tuple[str, Program]]:
+    every_form = _steps(*FORMS)
+    for name, family in FAMILIES.items():
+        for variant in family.variants if not family.said or name == "weights written alike" else ():
+            steps = every_form if "compiled" not in family.traits else _steps("train")  # which takes long
+            yield f"{name}/{variant}", Program((f"{name}/{variant}",), steps)
+    for name, action in ACTIONS.items():
+        if action.weight >= 0.3 and not action.said and not action.only:
+            steps = (*_steps(name, rows=(7, 8, 9, 5, 1)), Step("train", 6))  # the fifth batch leaves replicas idle
+            yield name, Program(_HOOKED, steps, optimizer="Adam")
+    for name in (name for name, form in INPUTS.items() if not form.said):
+        yield f"inputs: {name}", Program(("linear/relu",), every_form, inputs=name)
+    for name in (name for name, form in OUTPUTS.items() if not form.said):
+        yield f"outputs: {name}", Program(("linear/relu",), every_form, outputs=name)
+    leaves = _steps("losses_that_leave", rows=(7,) * 7)
+    yield "losses that leave forward", Program(("losses/plain", "losses/checkpoint"), leaves)
+    yield "losses that leave a checkpoint", Program(("reentrant losses/reentrant",), leaves)
+    goes_on = _steps("goes_on_from_an_earlier_forward", rows=(7, 8, 6))
+    yield "a forward that goes on", Program(("earlier forward/rows",), goes_on)
+
+
+PROGRAMS = dict(_stated())
+
+
+def programs(name: str, place: str, nums_of_replicas: Sequence[int]) -> Iterator[Program]:
+    """Yield the programs that a name of PROGRAMS stands for in a place."""
+    number = nums_of_replicas[[*PROGRAMS].index(name) % len(nums_of_replicas)]
+    program = replace(PROGRAMS[name], place=place, num_replicas=number, input_gradients="ranks" not in place)
+    families = {block.partition("/")[0] for block in program.blocks}
+    is_left_out = not families.isdisjoint(LEFT_OUT.get(place, ()))
+    if is_left_out or ("ranks" in program.traits and program.outputs in NOT_OF_RANKS):
+        return
+    steps = tuple(step for step in program.steps if ACTIONS[step.action].suits(program.traits))
+    if steps:
+        yield replace(program, steps=steps)
+    if steps and "asynchronous" in program.traits:  # what is compared is waited for
+        yield replace(program, steps=steps * 2, first_compared=len(steps))
