@@ -321,7 +321,7 @@ def test_nothing_is_left(wrap: Wrap, collector_off: None, asked: Call) -> None:
 
 
 WITHOUT = {
-    "parts=": (pair, {"parts": 2}),
+    "parts=": (lambda net, x: (*pair(net, x), net.c(x)), {"parts": 2}),  # the last one is on no way
     "out_dims=None": (lambda net, x: (x @ (table := net.a.weight * 2), table), {"out_dims": (0, None)}),
     "scalars=": (lambda net, x: ((mean := net.a(x).mean()) ** 2, mean), {"scalars": "mean"}),
     "forward itself has put a hook on": (

@@ -184,7 +184,8 @@ def cut_to_lengths(model: nn.Module, x: torch.Tensor, lengths: torch.Tensor) -> 
     keep = torch.arange(y.shape[1], device=y.device) < lengths[:, None]
     y = torch.where(keep[:, :, None], y, y.new_tensor(-1.5))
     pairs = (y @ y.transpose(1, 2)) * keep[:, :, None] * keep[:, None, :]
-    return {"y": y, "nested": [pairs, y.transpose(0, 1)], "mask": keep, "words": keep.long() - 1, "lengths": lengths}
+    nested, scores = [pairs, y.transpose(0, 1)], y.new_zeros(keep.shape).masked_fill(~keep, -torch.inf)
+    return {"y": y, "nested": nested, "mask": keep, "scores": scores, "words": keep.long() - 1, "lengths": lengths}
 
 
 @over_places("n", [(2,), (3,)], separate=[(3,)])
@@ -196,6 +197,7 @@ def test_outputs_are_padded_to_the_longest(wrap: Wrap, n: int) -> None:
         "y": pad(1, value=-1.5),
         "nested": [pad((-1, 1)), pad(0, value=-1.5, rows=1)],
         "mask": pad(1, value=False),
+        "scores": pad(1, value=-torch.inf),
         "words": pad(-1, value=-1),
     }
     wrapped = wrap(model, n, out_dims=out_dims)

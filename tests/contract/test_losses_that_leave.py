@@ -663,15 +663,18 @@ def test_a_backward_inside_forward(wrap: Wrap, way: str) -> None:
 
 
 def test_hooks_of_parameters_and_a_backward_inside_forward(wrap: Wrap) -> None:
-    """N1, R9: the hooks see the sum over the replicas, once."""
+    """N1, R9: the hooks see the sum over the replicas, once; so do those of an input."""
 
     def steps(call: Call, root: Any) -> Any:
         calls: list[str] = []
-        weight = root.body.weight
+        weight, x = root.body.weight, torch.randn(7, 5, requires_grad=True)
+        x.register_hook(lambda grad: calls.append("input"))
         weight.register_hook(lambda grad: (calls.append("tensor"), grad.clamp(-0.5, 0.5))[1])
         weight.register_post_accumulate_grad_hook(lambda parameter: calls.append("accumulated"))
-        call(torch.randn(7, 5))
+        call(x)
+        calls.remove("input")
         assert calls == ["tensor", "accumulated"]
+        return x.grad
 
     def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
         loss = net.head(torch.tanh(net.body(x))).square().sum()

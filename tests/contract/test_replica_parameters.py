@@ -47,6 +47,10 @@ def training(call: Call, root: Any) -> Any:
 # ---- what they are -------------------------------------------------------------------------------
 
 
+class Shift(nn.Parameter):
+    pass
+
+
 def looked_at(net: Any, x: torch.Tensor) -> torch.Tensor:
     """Their class, names, forms, flags and sharing; no gradient is left of an earlier step."""
     named = dict(net.named_parameters())
@@ -64,9 +68,9 @@ def looked_at(net: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_what_a_replicas_parameters_are(wrap: Wrap) -> None:
-    """R1, R3, R4, R15"""
+    """R1, R3, R4, R15: one of a class of the user's too, which shares no flat bucket."""
     tail = nn.Sequential(nn.Linear(6, 8))
-    plain: Any = Calls(looked_at, **layers(tail=tail))
+    plain: Any = Calls(looked_at, **layers(tail=tail, shift=Shift(torch.randn(3))))
     tail[0].weight = plain.critic[0].weight
     plain.critic[2].bias.requires_grad_(False)
     plain.form = [(name, type(p), tuple(p.shape), p.dtype, p.requires_grad) for name, p in plain.named_parameters()]

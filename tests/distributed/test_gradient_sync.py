@@ -125,6 +125,18 @@ def test_processes_may_choose_different_measured_shares(rank: int, options: dict
 # ---- which parameters
 
 
+@case(ONE)
+def test_a_bucket_without_contiguous_parameters(rank: int, options: dict) -> None:
+    """C1, G7: a bucket of tensors that all have other strides is not the bucket of their entries in order."""
+    conv = {"kernel_size": 3, "bias": False, "dtype": torch.float64}
+    model, oracle = twins(lambda: nn.Conv2d(2, 4, **conv).to(memory_format=torch.channels_last), **options)
+
+    def run(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+        mse_loss(module(x[:, None, None].expand(-1, 2, 3, -1)).mean((1, 2)), y).backward()
+
+    compare(rank, model, oracle, run)
+
+
 class ReturnsWeight(nn.Linear):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return super().forward(x).tanh(), self.weight

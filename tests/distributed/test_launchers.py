@@ -8,6 +8,8 @@ import re
 import socket
 import subprocess
 import sys
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -121,6 +123,14 @@ def test_open_mpi(environment_of):
     assert launch().port != first.port
     environment_of(OPEN_MPI, MASTER_ADDR="node01", MASTER_PORT="7")
     assert launch() == Launch(1, 2, 1, "node01", 7, "")
+
+
+def test_a_process_manager_of_another_user(environment_of, monkeypatch):
+    """Slurm's and PBS's are root's: their environment cannot be read, and has no rank."""
+    environment_of(HYDRA)
+    job = launch().job
+    monkeypatch.setattr(Path, "read_bytes", Mock(side_effect=PermissionError))
+    assert launch().job == job
 
 
 def test_mpi_on_several_hosts_asks_for_an_address(environment_of):

@@ -2,7 +2,7 @@
 
 import itertools
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import Mock
 
@@ -186,25 +186,40 @@ def test_without_rows_a_list_with_one_entry_a_row_is_empty():
     assert run_on_devices(2, find_in_samples) == [[["a", "b", "c"], []], [["a", "b", "c"], ["d", "e"]]]
 
 
-def train_on_pictures(rank: int, num_first: int, **options: Any) -> list[int]:
+class Album:
+    """Pictures in a class of the user's."""
+
+    def __init__(self, pictures: torch.Tensor) -> None:
+        self.pictures = pictures
+
+    def __len__(self) -> int:
+        return len(self.pictures)
+
+
+def split(album: Album, sizes: Sequence[int]) -> list[Album]:
+    return [*map(Album, album.pictures.split([*sizes]))]
+
+
+def train_on_pictures(rank: int, kind: type, num_first: int, **options: Any) -> list[int]:
     """Train on some pictures, which another module has computed, and then on one; the first process has none then."""
     sizes: list[int] = []
 
-    def forward(module: nn.Module, pictures: list[torch.Tensor]) -> torch.Tensor:
+    def forward(module: nn.Module, pictures: Any) -> torch.Tensor:
         sizes.append(len(pictures))
-        return torch.stack([module.layer(picture) for picture in pictures])
+        return module.layer(pictures.pictures if kind is Album else torch.stack(pictures))
 
+    unisono.register_batch_type(Album, scatter=split, gather=list)
     stem, model = nn.Linear(4, 4), unisono.DataParallel(Calls(forward, layer=nn.Linear(4, 2)), **options)
     for num_pictures in (num_first, rank):
-        pictures = unisono.SampleList(stem(torch.ones(4)) for _ in range(num_pictures))
-        model(pictures).sum().backward()
+        pictures = stem(torch.ones(num_pictures, 4))
+        model(kind(pictures)).sum().backward()
     return sizes
 
 
-@pytest.mark.parametrize("num_first", [1, 2])
-def test_without_rows_the_module_runs_on_copies_of_the_entries_that_it_has_seen(num_first):
+@pytest.mark.parametrize(("kind", "num_first"), [(unisono.SampleList, 1), (unisono.SampleList, 2), (Album, 2)])
+def test_without_rows_the_module_runs_on_copies_of_the_entries_that_it_has_seen(kind, num_first):
     """C2, S17: it ran on none if the first batch had had one; and with its graph, which was freed, if it had two."""
-    assert run_on_devices(2, train_on_pictures, num_first) == [[num_first, 2], [num_first, 1]]
+    assert run_on_devices(2, train_on_pictures, kind, num_first) == [[num_first, 2], [num_first, 1]]
 
 
 def test_packed_sequences_cannot_be_empty():

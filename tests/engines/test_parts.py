@@ -24,11 +24,11 @@ from unisono.runtime import devices
 
 
 class Greedy(nn.Module):
-    """Runs out of memory on a shard of more than `most` rows, in forward or in backward."""
+    """Runs out of memory on a shard of more than `most` rows, in forward, in backward, or in a backward of backward."""
 
-    def __init__(self, most: int, in_backward: bool) -> None:
+    def __init__(self, most: int, in_backward: bool, order: int = 1) -> None:
         super().__init__()
-        self.most, self.in_backward = most, in_backward
+        self.most, self.in_backward, self.order = most, in_backward, order
         self.net = nn.Sequential(nn.Linear(20, 300), nn.ReLU(), nn.LayerNorm(300))
         self.head = nn.Linear(300, 3)
 
@@ -37,7 +37,8 @@ class Greedy(nn.Module):
             self.need(x)
         h = self.net(x)
         if self.in_backward and h.requires_grad:
-            h = WithBackward.apply(h, self.need)
+            need = self.need if self.order == 1 else lambda rows: WithBackward.apply(rows, self.need)
+            h = WithBackward.apply(h, need)
         y = self.head(h)
         return {"y": y, "loss": y.square().mean()}
 
@@ -107,11 +108,14 @@ def by_grad(output: torch.Tensor, x: torch.Tensor, module: nn.Module) -> list[to
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
 @pytest.mark.parametrize("asked", [by_backward, by_grad], ids=lambda asked: asked.__name__)
-def test_a_backward_with_create_graph_is_run_again(asked: Callable[..., list[torch.Tensor]], float64: None) -> None:
+@pytest.mark.parametrize("order", [1, 2])
+def test_a_backward_with_create_graph_is_run_again(
+    asked: Callable[..., list[torch.Tensor]], order: int, float64: None
+) -> None:
     """F11, N3: all gradients were None. The inputs were those of the graphs that had failed."""
     plain = Greedy(99, False)
     model = rescued(copy.deepcopy(plain))
-    model.module.most, model.module.in_backward = 6, True
+    model.module.most, model.module.in_backward, model.module.order = 6, True, order
     x = torch.randn(34, 20)
     found = []
     for call, root in ((plain, plain), (model, model.module)):
@@ -144,7 +148,7 @@ def test_a_replica_that_is_left_no_memory_by_another_one() -> None:
     """F11: of replicas that share memory, not the one fails that takes most of it: that one is run in parts, too."""
 
     def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        if x[0, 0] == 0 and limits.get(1, 8) > 2:
+        if x[0, 0] == 0 and limits.get(1, 8) > 1:
             raise torch.OutOfMemoryError("the other replica has it all")
         return module.layer(x)
 
@@ -152,7 +156,7 @@ def test_a_replica_that_is_left_no_memory_by_another_one() -> None:
     limits = model._threads.row_limits
     x = torch.cat([torch.zeros(8, 1), torch.ones(8, 1)])
     torch.testing.assert_close(model(x), model.module.layer(x))
-    assert limits == {0: 1, 1: 2}
+    assert limits == {0: 1, 1: 1}
 
 
 def test_what_parts_take_is_loaded_before_memory_is_short() -> None:

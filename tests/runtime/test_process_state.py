@@ -233,7 +233,11 @@ SETTINGS: dict[str, Setting] = {
     "flag": switched(lambda: torch.backends.cudnn.benchmark, set_benchmark, True),
     "default dtype": switched(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
     "precision": switched(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"),
-    "deterministic": switched(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True),
+    "deterministic": switched(
+        torch.is_deterministic_algorithms_warn_only_enabled,
+        lambda value: torch.use_deterministic_algorithms(value, warn_only=value),
+        True,
+    ),
 }
 
 

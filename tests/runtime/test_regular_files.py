@@ -10,6 +10,8 @@ PIPE = pytest.param("pipe", marks=pytest.mark.only_on("linux", "macos", because=
 
 def test_an_ordinary_file_is_opened(tmp_path: Path) -> None:
     path = tmp_path / "file"
+    make_anew(path)
+    assert not path.stat().st_mode & 0o111, "no program"
     path.write_bytes(b"before")
     file = open_regular(path, os.O_RDONLY)
     try:

@@ -273,7 +273,6 @@ class _LeadsToMarkError(Exception):
 
 class _LookBehindError(Exception):
     def __init__(self, leading: tuple[bool, ...]) -> None:
-        super().__init__(leading)
         self.leading = leading
 
 
@@ -282,7 +281,6 @@ class _Look(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *_: torch.Tensor) -> torch.Tensor:
-        ctx.set_materialize_grads(False)
         return torch.zeros((), dtype=torch.float32, device="cpu")
 
     @staticmethod
@@ -297,11 +295,10 @@ class _LookBehind(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *_: torch.Tensor) -> torch.Tensor:
-        ctx.set_materialize_grads(False)
         return torch.zeros((), dtype=torch.float32, device="cpu")
 
     @staticmethod
-    def backward(ctx: Any, _: torch.Tensor | None) -> tuple[None, ...]:
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[None, ...]:
         behind = [[node for node, _ in of_end.next_functions if node is not None] for of_end, _ in ctx.next_functions]
         raise _LookBehindError(tuple([any(map(torch_private.backward_reaches, nodes)) for nodes in behind]))
 

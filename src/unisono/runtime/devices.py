@@ -595,17 +595,6 @@ def generator_of(device: torch.device) -> torch.Generator | None:
     return _default_generator(device)
 
 
-def seed(device: torch.device, number: int | bytes) -> None:
-    """Seed the generators of the host and of `device`; or, given the bytes of a state, set that of the host's."""
-    if isinstance(number, bytes):
-        torch.default_generator.set_state(torch.frombuffer(bytearray(number), dtype=torch.uint8))
-        return
-    torch.default_generator.manual_seed(number)
-    generator = generator_of(device)
-    if generator is not None:
-        generator.manual_seed(number)
-
-
 # What says so in errors that are no `torch.OutOfMemoryError`: torch's for the host's memory, on Windows too; cuBLAS,
 # cuDNN, cuSOLVER, their like for ROCm, which take memory of their own; and the runtime, as for pinned memory.
 _NO_MEMORY = re.compile(
