@@ -21,9 +21,9 @@ from unisono.distributed.launchers import launch
 from unisono.distributed.process_group import communicator_for
 from unisono.distributed.uneven_inputs import even_batches
 from unisono.engines.distributed import Ranks
-from unisono.engines.first_steps import FirstSteps
 from unisono.engines.threads import Threads
 from unisono.inference.map_and_evaluate import evaluate_batches, map_batches
+from unisono.leftovers.first_steps import FirstSteps
 from unisono.options import OF_OTHER_LIBRARIES, Options, check_timeout, decided
 from unisono.primitives.batch_types import batch_type_of
 from unisono.primitives.checks import check_flag, check_kwargs, check_module, check_names, check_word

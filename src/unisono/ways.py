@@ -23,24 +23,25 @@ import torch
 from torch import nn
 
 from unisono.engines.call import Call, OneGraphNeededError, called
-from unisono.engines.first_steps import Look, ScriptedBatchNorm
 from unisono.engines.lanes import Lane, LaneCall
 from unisono.engines.threads import NOTES, Threads
 from unisono.inference.batch_map import Callee
 from unisono.inference.lane_choice import choice_for
+from unisono.leftovers.attributes import AnyReplicas, NewReplicas
+from unisono.leftovers.buffers import buffer_registries, commit_buffers
+from unisono.leftovers.first_steps import Look, ScriptedBatchNorm
+from unisono.leftovers.report import Kind
+from unisono.leftovers.shared import Search, SharedWrites
+from unisono.leftovers.written_parameters import LookAtParameters, WrittenParameters
 from unisono.options import Options
 from unisono.primitives import pytree
-from unisono.primitives.blueprint import Blueprint, names_of
+from unisono.primitives.blueprint import HOOKS, Blueprint
 from unisono.primitives.inputs import Arguments, scattered
-from unisono.primitives.leftovers import Watched
 from unisono.primitives.measured_shares import MeasuredShares, StepTime
 from unisono.primitives.outputs import LiveTensors
 from unisono.primitives.placements import check_have_data
-from unisono.primitives.reassigned_buffers import buffer_registries, commit_buffers, modules_in_common
 from unisono.primitives.replicate import check_device, live_tensors_of, unchanged_on_failure
-from unisono.primitives.shared_state import reached_by
 from unisono.primitives.split_sizes import split_rows
-from unisono.primitives.written_parameters import LookAtParameters, WrittenParameters
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline, torch_private
 from unisono.runtime.errors import ReplicaTimeout, add_note, is_of_replica, log_once, text_of
@@ -499,7 +500,8 @@ def plain_composition(wrapper: Wrapper, invocation: Invocation) -> Any:
     try:
         with unchanged_on_failure(torch_private.of_one_kind(module.buffers())):
             replicas = interruptibly(wrapper.replicate, module, device_ids[: len(shards)])
-            modules, live_modules = modules_in_common(replicas, module)
+            common = AnyReplicas(replicas, module)
+            modules, live_modules = common.modules[0] if common.modules else [], common.live_modules
             live_tensors_of_verbs.set(live_tensors_of(replicas, module))
             registries = buffer_registries(modules)
             calls: Sequence[Any] = [called(replica, invocation.method) for replica in replicas]
@@ -509,21 +511,23 @@ def plain_composition(wrapper: Wrapper, invocation: Invocation) -> Any:
                 calls = run_synchronised(replicas, calls, cross_process)
             inputs = [*zip(shards, shard_kwargs, strict=False)]
             devices = [here or options.devices[i] for i in numbers][: len(shards)]
-            looks = _looks_at_composition(wrapper, invocation, replicas, inputs, devices)
+            looks = _looks_at_composition(wrapper, invocation, replicas, common, inputs, devices)
             for look in looks:
                 look.begin()
             outputs = interruptibly(wrapper.parallel_apply, calls, shards, shard_kwargs)
             for look in looks:
-                look.end()
+                look.end(outputs)
             if plan is not None and len(outputs) == len(plan.sizes):
                 plan.arguments.warn_of_split_lists(outputs, plan.sizes, wrapper._threads.warnings)
             output = interruptibly(wrapper.gather, outputs, here or options.output_device)
         if changes := registries.changes():
             commit_buffers(changes, modules, live_modules, {}, devices[0], here or options.devices[0])
+        rows = () if len(replicas) == 1 else _rows_of(inputs)
         leftovers = wrapper._threads.first_steps.leftovers
+        leftovers.add(Kind.ASSIGNED, common.commit(rows, outputs))
         leftovers.say(module)
         for look in looks:
-            if isinstance(look, Watched) and look.looks_at_backward:
+            if isinstance(look, SharedWrites) and look.looks_at_backward:
                 _look_at_backward(look, output, partial(leftovers.say, module))
         return output
     except _OF_SHAPES as error:
@@ -539,37 +543,44 @@ def _looks_at_composition(
     wrapper: Wrapper,
     invocation: Invocation,
     replicas: Sequence[Any],
+    common: AnyReplicas,
     shards: Sequence[Any],
     devices: Sequence[torch.device],
 ) -> list[Look]:
-    """Return what looks at one plain composition; `devices` are the replicas'."""
+    """Return what looks at one plain composition; `devices` are those of the replicas, which have `common`."""
     module, first_steps = wrapper.module, wrapper._threads.first_steps
     # Of the module, or of a part of it.
     has_several = len(replicas) > 1 or any(isinstance(part, Wrapper) for part in module.modules())
-    structure = "plain composition", has_several, invocation.method, *[m.training for m in module.modules()]
-    is_early = has_several and not inside_replica() and not first_steps.are_past(structure)
+    num_hooks = sum([len(part.__dict__[kind]) for part in module.modules() for kind in HOOKS])
+    structure = "plain composition", has_several, invocation.method, num_hooks, *[m.training for m in module.modules()]
+    is_early = not first_steps.are_past(structure)
     looks = list[Look]()
     if len(replicas) > 1:
         written = WrittenParameters.of_replicas(replicas, module, lambda tensor: Blueprint(module).name_of(tensor))
-        looks.append(LookAtParameters(written, with_values=is_early and first_steps.is_first(structure)))
-    watched = first_steps.leftovers.watched_by_name(replicas, module, shards, devices)
-    if watched is not None:
-        looks.append(watched)
+        with_values = has_several and not inside_replica() and first_steps.is_first(structure)
+        looks.append(LookAtParameters(written, with_values=with_values))
     if not is_early:
         return looks
+    if inputs := [shard for shard in shards if isinstance(shard[0], tuple) and isinstance(shard[1], dict)]:
+        looks.append(NewReplicas(first_steps.leftovers, common.modules, common.live_modules, common.names, inputs))
+    if not has_several or inside_replica():
+        return [*looks, first_steps.counted(structure)]
     if wrapper._options.sync_batch_norm is None and len(replicas) > 1:
         replica = replicas[0] if isinstance(replicas[0], nn.Module) else module
         looks.append(first_steps.batch_norm(replica, in_one_process=True))
     if wrapper._options.sync_batch_norm and len(replicas) > 1:
         looks.append(ScriptedBatchNorm(replicas[0] if isinstance(replicas[0], nn.Module) else module))
-    modules, live = modules_in_common(replicas, module)
-    reached = reached_by(modules, names_of(live, module), live, invocation.method)
+    own = [each for modules in common.modules for each in modules]
+    search = Search(common.live_modules, common.names, observers=Blueprint(module).observers, own=own)
     leaves = [*invocation.inputs, *invocation.kwargs.values()]
-    rows = {len(each[0]) for each, _ in shards if each and isinstance(each[0], torch.Tensor) and each[0].dim()}
-    return [*looks, *first_steps.looks(structure, reached, leaves, rows, wrapper.dim)]
+    return [*looks, *first_steps.looks(structure, search, leaves, _rows_of(shards), devices, wrapper.dim)]
 
 
-def _look_at_backward(watched: Watched, output: Any, say: Callable[[], None]) -> None:
+def _rows_of(shards: Sequence[Any]) -> set[int]:
+    return {len(each[0]) for each, _ in shards if each and isinstance(each[0], torch.Tensor) and each[0].dim()}
+
+
+def _look_at_backward(watched: SharedWrites, output: Any, say: Callable[[], None]) -> None:
     """Have `watched` look, when a backward of the output has ended, at what hooks have kept in it; then `say` it."""
 
     def end() -> None:

@@ -225,7 +225,7 @@ def test_an_error_about_a_list_of_one_row_names_the_remedy(wrap: Wrap):
 
 @pytest.mark.parametrize(
     "array",
-    [numpy.arange(4.0), numpy.ones((4, 2)), numpy.array(["a"] * 4), deque(range(4)), range(4)],
+    [numpy.arange(4.0), numpy.ones((4, 2)), numpy.array(["a"] * 4), deque("abcd"), range(4)],
     ids=["vector", "matrix", "strings", "deque", "range"],
 )
 @pytest.mark.parametrize("nested", [False, True])

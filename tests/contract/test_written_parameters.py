@@ -16,7 +16,7 @@ from helpers.contract import DEVICES, ON_CPU, Wrap, at_one_place, in_turn, on_th
 from helpers.losses import loss_of
 from helpers.modules import Calls, Composed
 from unisono import data_parallel
-from unisono.primitives import written_parameters
+from unisono.leftovers import written_parameters
 
 WRITTEN = "forward has written into parameter "
 

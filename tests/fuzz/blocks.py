@@ -800,8 +800,9 @@ FAMILIES: dict[str, Family] = {
     "by row": Family({"layers": ByRow}),
     "attributes": Family({"assigned": Remembers}),
     "read attributes": Family(_of(ReadsAttributes, "of a weight", "of a buffer", "of a tensor")),
+    "left alike": Family(_of(Leaves, "count", "flag"), ("buffers",), (ASSIGNED,)),  # said of parts and maps
     "left attributes": Family(
-        _of(Leaves, "count", "flag", "tensor", "loss", "of a parameter", "state", "layer"),
+        _of(Leaves, "tensor", "loss", "of a parameter", "state", "layer"),
         ("attributes", "buffers"),
         (ASSIGNED,),
     ),

@@ -178,7 +178,7 @@ def test_a_defect_is_found_and_made_small(prepare, kind, smallest):
 
 
 def test_other_numbers_are_a_difference_where_no_message_names_the_cause():
-    program = Program(("left attributes/count",), (Step(), Step()))
+    program = Program(("left attributes/tensor",), (Step(), Step()))
     with server("one memory") as programs:
         assert programs.run(program) == Outcome(None, 0, said=True)
     with server("one memory", prepare=says_nothing) as programs:

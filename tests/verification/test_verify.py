@@ -602,7 +602,7 @@ CASES = [
         "0", TRAINING,
     ),
     Case(  # a metric: it said "same", and the metric stayed 0
-        nn.Sequential(Running(), nn.Linear(5, 2)), ROWS, Cause.ATTRIBUTES_OF_REPLICAS, "updates 0.total, 0.steps", "0"
+        nn.Sequential(Running(), nn.Linear(5, 2)), ROWS, Cause.ATTRIBUTES_OF_REPLICAS, "updates 0.total", "0"
     ),
     Case(
         nn.Sequential(nn.Conv1d(2, 3, 1), nn.InstanceNorm1d(3, track_running_stats=True)), torch.randn(9, 2, 7),
@@ -1139,9 +1139,7 @@ def test_what_forward_keeps_in_attributes_is_no_difference_unless_it_is_updated(
     report = compared(nn.Sequential(nn.Linear(5, 5), Caching()), ROWS)
     assert report.same
     assert not [row for row in report.rows if row.kind is Kind.ATTRIBUTE]
-    assert "forward stores 1.table, 1.name and 1.function: values that a replica assigns" in " ".join(
-        str(report).split()
-    )
+    assert "forward stores 1.function: values that a replica assigns" in " ".join(str(report).split())
 
 
 # ---- inputs that are not split as meant --------------------------------------------------------------

@@ -34,9 +34,9 @@ from unisono.autograd.bucket import (
     token_of,
 )
 from unisono.distributed.gradient_sync import RankReduction, SyncContext
+from unisono.leftovers.buffers import BuffersInBackward
 from unisono.primitives.parallel_apply import values_or_raise
 from unisono.primitives.placements import Placement, Replicate, Single, WeightedSum
-from unisono.primitives.reassigned_buffers import BuffersInBackward
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline, torch_private
 from unisono.runtime.buckets import BucketPlan, added

@@ -46,9 +46,9 @@ from unisono.distributed.consistency import (
 )
 from unisono.distributed.environment import start_default_group
 from unisono.distributed.process_group import Communicator, broadcast_plan, communicator_for, digest_of, distributed
+from unisono.leftovers.written_parameters import fingerprints
 from unisono.primitives.inputs import Arguments
 from unisono.primitives.replicate import check_device
-from unisono.primitives.written_parameters import fingerprints
 from unisono.runtime import torch_private
 from unisono.runtime.buckets import Bucket, BucketPlan
 from unisono.runtime.errors import warn

@@ -25,9 +25,10 @@ from torch.func import functional_call
 from unisono.autograd.bucket import FIRST
 from unisono.distributed.gradient_sync import SENT_TWICE, GradientSync, SyncContext, UnboundGradientSync
 from unisono.engines.call import Call
-from unisono.engines.first_steps import ScriptedBatchNorm
 from unisono.engines.replica import is_reentrant_checkpoint, leaves_and_nodes, link_parameters
 from unisono.engines.threads import Threads
+from unisono.leftovers.first_steps import ScriptedBatchNorm
+from unisono.leftovers.written_parameters import LookAtParameters, WrittenParameters
 from unisono.primitives import pytree
 from unisono.primitives.blueprint import Blueprint
 from unisono.primitives.dims import OutputRules
@@ -35,7 +36,6 @@ from unisono.primitives.inputs import scattered
 from unisono.primitives.outputs import without_rows
 from unisono.primitives.parallel_apply import values_or_raise
 from unisono.primitives.replicate import write_values
-from unisono.primitives.written_parameters import LookAtParameters, WrittenParameters
 from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
 from unisono.runtime.errors import add_note, log_once

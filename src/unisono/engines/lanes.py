@@ -23,13 +23,14 @@ import torch
 
 from unisono.engines.call import called
 from unisono.engines.compile_lock import CompileLock, check_cuda_graphs, kind_of
-from unisono.engines.first_steps import FirstSteps, Look
 from unisono.engines.replica import Replica, ReplicaPool, Replicas
+from unisono.leftovers.first_steps import FirstSteps, Look
+from unisono.leftovers.shared import Search
+from unisono.leftovers.written_parameters import IN_LANES, LookAtParameters
 from unisono.primitives import pytree
 from unisono.primitives.blueprint import Blueprint, collector_paused
-from unisono.primitives.references import INERT
 from unisono.primitives.tensor_attributes import carry_attributes
-from unisono.primitives.written_parameters import IN_LANES, LookAtParameters
+from unisono.primitives.visitor import INERT
 from unisono.runtime import devices as _devices
 from unisono.runtime.buckets import is_plain
 from unisono.runtime.errors import ReplicaNames
@@ -248,7 +249,10 @@ class Lane:
                 look.begin()
             output = interruptibly(called(replicas.roots[0], self.call.method), *args, **kwargs)
             for look in looks:
-                look.end()
+                look.end([output])
+            if replicas.are_new:
+                replicas.rows = _rows_of(inputs)
+                replicas.assigned([output])
             replicas.are_new = False
         output = _apart_from(self._memory_of_buffers, output)
         self._replicas = replicas
@@ -273,12 +277,13 @@ class Lane:
             looks.append(LookAtParameters(replicas.written, with_values=replicas.are_new and call.is_first))
         if not replicas.are_new or not first_steps.leftovers.looks:
             return looks
-        looks.append(replicas.watched([(args, kwargs)], call.devices))
+        looks.append(replicas.watched([(args, kwargs)]))
         if len(call.devices) > 1:
             inputs = [*args, *kwargs.values()]
-            rows = [len(each) for each in inputs if isinstance(each, torch.Tensor) and each.dim()]
-            reached = replicas.reached(call.method, {})
-            looks += first_steps.looks(None, reached, inputs, rows[:1], beside_others=True)
+            blueprint = self._pool.blueprint
+            own = replicas.each[0].modules
+            search = Search(blueprint.modules, blueprint.names, observers=blueprint.observers, own=own)
+            looks += first_steps.looks(None, search, inputs, _rows_of(inputs), call.devices, beside_others=True)
         return looks
 
     def _say_leftovers(self) -> None:
@@ -296,6 +301,10 @@ class Lane:
         if self._compile_lock is None:
             return contextlib.nullcontext()
         return self._compile_lock.while_new((False, self._pool.blueprint.root.training, *kind_of(inputs)))
+
+
+def _rows_of(inputs: Sequence[Any]) -> list[int]:
+    return [len(each) for each in inputs if isinstance(each, torch.Tensor) and each.dim()][:1]
 
 
 def _is_on(value: Any, device: torch.device) -> bool:

@@ -14,11 +14,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from unisono.engines.call import Call
+from unisono.leftovers.attributes import WatchedInputs
 from unisono.primitives import pytree
 from unisono.primitives.change_tracking import fill, restore
 from unisono.primitives.dims import OutputRules
 from unisono.primitives.inputs import Arguments, scattered
-from unisono.primitives.leftovers import WatchedInputs
 from unisono.primitives.outputs import Group, Outputs
 from unisono.primitives.placements import PaddedShard, Shard, Stack
 from unisono.primitives.shared_iterators import iterators_anew

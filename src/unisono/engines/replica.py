@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import compress
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,26 +32,34 @@ from unisono.autograd.bucket import (
 from unisono.autograd.replica_graph import CapturedTensors, LinkedParameters, LinkedTensors, ReplicaGraphs, Ways
 from unisono.engines.call import Call, called
 from unisono.engines.parts import parts_of, run_in_parts
-from unisono.primitives import pytree
-from unisono.primitives.batch_types import batch_type_of
-from unisono.primitives.blueprint import Blueprint, unlinked_at_deletion
-from unisono.primitives.change_tracking import ContainerSnapshot, DictSnapshot, TensorSnapshot, fill
-from unisono.primitives.leftovers import Kind, Leftovers, Watched, assigned, attribute_dicts_of
-from unisono.primitives.outputs import Group
-from unisono.primitives.placements import Placement
-from unisono.primitives.reassigned_buffers import (
+from unisono.leftovers.attributes import (
+    NewReplicas,
+    attribute_dicts_of,
+    depends_on_runs,
+    ids_of_leaves,
+    path_of,
+    registered,
+    told_apart,
+)
+from unisono.leftovers.buffers import (
     BuffersInBackward,
-    Change,
     buffer_registries,
     commit_buffers,
     histories,
     versions_of,
 )
-from unisono.primitives.references import INERT
+from unisono.leftovers.report import Kind, Leftovers
+from unisono.leftovers.shared import SharedWrites
+from unisono.leftovers.written_parameters import WrittenParameters, in_each
+from unisono.primitives import pytree
+from unisono.primitives.batch_types import batch_type_of
+from unisono.primitives.blueprint import Blueprint, unlinked_at_deletion
+from unisono.primitives.change_tracking import GONE, Change, ContainerSnapshot, DictSnapshot, TensorSnapshot, fill
+from unisono.primitives.outputs import Group
+from unisono.primitives.placements import Placement
 from unisono.primitives.shared_iterators import SharedIterator, is_iterator
-from unisono.primitives.shared_state import Reached, reached_by
 from unisono.primitives.tensor_attributes import carry_attributes
-from unisono.primitives.written_parameters import WrittenParameters, in_each
+from unisono.primitives.visitor import INERT
 from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
 from unisono.runtime.buckets import BUCKET_BYTES, SHARED_BUCKET_BYTES, BucketPlan
@@ -209,7 +218,7 @@ class Replica:
         pairs = [
             *zip(self.own_buffers, self.live_buffers, strict=True),
             *zip(self.own_parameters, pool.live_parameters[: len(self.own_parameters)], strict=True),
-            *zip(histories(changes)[: len(joined)], joined, strict=True),
+            *zip(histories(changes), joined, strict=False),  # without gradients none is joined; then attributes follow
         ]
         live_tensors = {id(own): live for own, live in pairs}
         commit_buffers(changes, self.modules, pool.blueprint.modules, live_tensors, device, pool.source)
@@ -227,10 +236,15 @@ class Replicas:
         leftovers: takes note of what forwards leave behind in them.
         blueprint: the live module's.
         times: how often forward writes into a parameter (see `WrittenParameters`).
+        source: the live module's device.
 
     Attributes:
         written: finds the parameters that forward writes into.
         are_new: whether their first forward has not run yet.
+        attributes: of the first replica's modules, as they were made.
+        rows: how many rows the replicas, or their parts, have in this forward.
+        run_whole: whether each replica runs once, with its part of one batch.
+        writes: what looks at hooks that keep what they see in backward; None: nothing does.
     """
 
     def __init__(
@@ -243,9 +257,11 @@ class Replicas:
         leftovers: Leftovers,
         blueprint: Blueprint,
         times: str,
+        source: torch.device,
     ) -> None:
-        self._leftovers, self._blueprint = leftovers, blueprint
-        self._watched: Watched | None = None
+        self._leftovers, self._blueprint, self._source = leftovers, blueprint, source
+        self.writes: SharedWrites | None = None
+        self._num_assigned = blueprint.num_assigned
         self.each, self.linked, self.kind = each, linked, kind
         self.roots = [replica.modules[0] for replica in each]
         self.live_of = [replica.live_of for replica in each]
@@ -267,10 +283,15 @@ class Replicas:
         self.written = WrittenParameters(
             blueprint.root, [*blueprint.parameters.values()], copies, own, blueprint.name_of, times, len(here)
         )
+        self.attributes = DictSnapshot([module.__dict__ for module in each[0].modules])
+        self._modules = [module for replica in each for module in replica.modules]
+        self.rows: Sequence[int] = ()
+        self.run_whole = False
+        self._dicts = DictSnapshot(attribute_dicts_of(self._modules) if returns_to is not None else [])
+        if self.is_remote:
+            self._take_assigned(0)
         if returns_to is None:
             return
-        self._modules = [module for replica in each for module in replica.modules]
-        self._dicts = DictSnapshot(attribute_dicts_of(self._modules))
         rebound = [pair for replica in each for pair in replica.rebound]
         # What is inside, and refers to nothing of the replica's, is the live module's: what forward writes there stays.
         self._rebound = ContainerSnapshot([own for own, _ in rebound], [live for _, live in rebound])
@@ -315,22 +336,62 @@ class Replicas:
                 module.__class__ = cls
         return self.are_unchanged()
 
-    def watched(
-        self, shards: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], devices: Sequence[torch.device]
-    ) -> Watched:
-        """Return what finds what the forward that begins leaves behind; the module runs on `devices`."""
-        blueprint, modules = self._blueprint, [replica.modules for replica in self.each]
-        self._watched = Watched(
-            self._leftovers, modules, blueprint.modules, blueprint.names, shards, devices, blueprint.observers
-        )
-        return self._watched
+    def watched(self, shards: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> NewReplicas:
+        """Return what finds what the forward that begins leaves behind beside attributes."""
+        modules = [replica.modules for replica in self.each]
+        return NewReplicas(self._leftovers, modules, self._blueprint.modules, self._blueprint.names, shards)
 
-    def reached(self, method: str | None, inputs: Mapping[str, Any]) -> Reached:
-        """Return what a forward of these replicas leads to; `inputs` by path."""
-        blueprint, num_replicas = self._blueprint, len(self.each)
-        modules = [module for replica in self.each for module in replica.modules]
-        names, live = blueprint.names * num_replicas, blueprint.modules * num_replicas
-        return reached_by(modules, names, live, method, inputs)
+    def assigned(self, outputs: Sequence[Any] = ()) -> list[Change]:
+        """Return the attributes that all replicas have set alike, and note those that are lost.
+
+        Args:
+            outputs: of the replicas.
+        """
+        blueprint, before, returned = self._blueprint, self.attributes.copies, ids_of_leaves(outputs)
+        rows = {*self.rows} if len(self.rows) > 1 or not self.run_whole else set()
+        changes = [change for change in self.attributes.changes() if change[:2] not in blueprint.lost]
+        modules = [replica.modules for replica in self.each]
+        kept, lost = told_apart(changes, before, modules, rows, returned, blueprint.assigned)
+        if not self.run_whole:
+            lost += [(n, key) for n, key, value in kept if depends_on_runs(before[n].get(key), value, rows)]
+            kept = []
+        blueprint.lost.update(lost)
+        self._leftovers.add(Kind.ASSIGNED, [path_of(blueprint.names[n], key) for n, key in lost])
+        return kept
+
+    def commit_attributes(
+        self, changes: Sequence[Change], histories: Mapping[int, torch.Tensor] = MappingProxyType({})
+    ) -> None:
+        """Give the live module what all replicas have set alike; each replica keeps its own value.
+
+        Args:
+            histories: by id, what stands for a tensor with a history in the caller's graph.
+        """
+        for number, key, value in changes:
+            has_history = isinstance(value, torch.Tensor) and value.requires_grad
+            live = histories.get(id(value), value.detach()) if has_history else _on(value, self._source)
+            self._blueprint.assign(number, key, live, has_history=has_history)
+            if not has_history:
+                for index, replica in enumerate(self.each):
+                    self._put(index, number, key, replica.modules[number].__dict__.get(key, GONE))
+                self._num_assigned = self._blueprint.num_assigned
+
+    def _take_assigned(self, after: int) -> None:
+        """Give the replicas what other replicas have left on the live module."""
+        for (number, key), (number_of_value, value) in [*self._blueprint.assigned.items()]:
+            if number_of_value > after:
+                for index, (replica, device) in enumerate(zip(self.each, self._devices, strict=True)):
+                    own = _on(value, device)
+                    attributes = replica.modules[number].__dict__
+                    attributes.pop(key, None) if own is GONE else attributes.update({key: own})
+                    self._put(index, number, key, own)
+        self._num_assigned = self._blueprint.num_assigned
+
+    def _put(self, index: int, number: int, key: str, value: Any) -> None:
+        if index == 0:
+            self.attributes.put(number, key, value)
+        if self._dicts.dicts:
+            self._dicts.put(index * len(self.each[0].modules) + number, key, value)
 
     def _count_references(self) -> list[int]:
         return [*map(sys.getrefcount, self._modules)]
@@ -339,6 +400,8 @@ class Replicas:
         """Take the values that the live module's tensors have now: on other devices all, here the buffers'."""
         self._kept, self._returns_to = kept, returns_to
         self.linked.collector.drop()
+        if self._num_assigned != self._blueprint.num_assigned:
+            self._take_assigned(self._num_assigned)
         if self.is_remote:
             kept.broadcast.renew(copies)
         self.renew_buffers()
@@ -365,23 +428,20 @@ class Replicas:
         """
         kept, returns_to = self._kept, self._returns_to
         self._kept = self._returns_to = None
-        if self._watched is not None:
-            self._watched.backward_has_run()
-            self._watched = None
+        if self.writes is not None:
+            self._end_look()
         self._keep(kept, returns_to)
-
-    @property
-    def looks_at_backward(self) -> bool:
-        """Whether what hooks keep in backward is looked at."""
-        return self._watched is not None and self._watched.looks_at_backward
 
     def backward_has_run(self) -> None:
         """Say what hooks keep that a backward has called, which may not have freed the graphs."""
-        if self._watched is not None:
-            self._watched.backward_has_run()
-            self._watched = None
+        self._end_look()
         if self._leftovers.has_more:
             self._leftovers.say(self._blueprint.root)
+
+    def _end_look(self) -> None:
+        writes, self.writes = self.writes, None
+        if writes is not None:
+            writes.backward_has_run()
 
     def end_backward(self) -> None:
         """Give them back after a backward; say what they were left with."""
@@ -393,9 +453,10 @@ class Replicas:
         if kept is None or returns_to is None:
             return
         changed = not self._dicts.is_current()
-        if changed and self._leftovers.looks:
+        if changed:
+            self.commit_attributes(self.assigned())  # of hooks in backward
             names = self._blueprint.names * len(self.each)
-            self._leftovers.add(Kind.ASSIGNED, assigned(self._dicts, self._modules, names))
+            self._leftovers.add(Kind.ASSIGNED, registered(self._dicts, self._modules, names))
         held = self._dicts.restore() if changed else []  # undo what forward has assigned
         if held and self._count_references() != self._num_references:
             for attributes, items in held:
@@ -405,6 +466,13 @@ class Replicas:
         kept.by_kind[self.kind] = self
         returns_to.append(kept)
         del returns_to[:-_MOST_IDLE]
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    """Return a value of an attribute with its tensors on a device."""
+    if type(value) in INERT:
+        return value
+    return pytree.map_all_tensors(lambda tensor: _devices.copy_to(tensor, device), value)
 
 
 class KeptReplicas:
@@ -442,7 +510,6 @@ class ReplicaPool:
         has_wrappers: whether a part of the module is wrapped, and has replicas of its own.
         has_separate_memory: whether each replica but the first has copies, as if it were on a device of its own.
         buffers: the live buffers, in lists of one kind each.
-        kinds_past: the kinds of calls whose first forward with these replicas is past.
     """
 
     def __init__(
@@ -463,7 +530,6 @@ class ReplicaPool:
         )
         self.live_parameters = [parameter for parameter in blueprint.parameters.values() if parameter.requires_grad]
         self.buffers = torch_private.of_one_kind(blueprint.buffers.values())
-        self.kinds_past: set[tuple[Any, ...]] = set()
         self._idle: list[KeptReplicas] = []
         self._plans: dict[bool, BucketPlan] = {}
 
@@ -496,7 +562,7 @@ class ReplicaPool:
         each, linked = self._stamp(kept.broadcast, devices, tracked, copies, with_live_buffers, plan)
         returns_to = self._idle if self.blueprint.is_reusable else None
         times = self._times or in_each(len(devices))
-        return Replicas(each, linked, kept, kind, returns_to, self.leftovers, self.blueprint, times)
+        return Replicas(each, linked, kept, kind, returns_to, self.leftovers, self.blueprint, times, self.source)
 
     def _take_kept(self, devices: Sequence[torch.device], kind: tuple[Any, ...]) -> KeptReplicas:
         """Return what is kept for these devices and is not in use, best with replicas of this kind; or a new one."""

@@ -48,7 +48,6 @@ from unisono.autograd.replica_graph import (
 from unisono.distributed.gradient_sync import SyncContext
 from unisono.engines.call import Call, OneGraphNeededError
 from unisono.engines.compile_lock import CompileLock, check_cuda_graphs, compiler_prepared, kind_of
-from unisono.engines.first_steps import NOT_SYNCHRONISED, FirstSteps, Look, ScriptedBatchNorm
 from unisono.engines.lanes import Lane, LaneCall, open_lanes
 from unisono.engines.replica import (
     GraphSearch,
@@ -60,15 +59,17 @@ from unisono.engines.replica import (
     structure_of,
 )
 from unisono.engines.rescue import Replay, run_rescued
+from unisono.leftovers.buffers import BuffersInBackward, histories
+from unisono.leftovers.first_steps import NOT_SYNCHRONISED, FirstSteps, Look, ScriptedBatchNorm
+from unisono.leftovers.report import Kind
+from unisono.leftovers.shared import Search, SharedWrites
+from unisono.leftovers.written_parameters import LookAtParameters
 from unisono.primitives.blueprint import Blueprint, collector_paused, warn_of_observers
-from unisono.primitives.change_tracking import ContainerSnapshot
-from unisono.primitives.leftovers import Kind
+from unisono.primitives.change_tracking import Change, ContainerSnapshot
 from unisono.primitives.outputs import Group, Outputs
 from unisono.primitives.parallel_apply import values_or_raise
 from unisono.primitives.placements import Replicate, Single
-from unisono.primitives.reassigned_buffers import BuffersInBackward, Change, histories
 from unisono.primitives.replicate import check_device, unchanged_on_failure
-from unisono.primitives.written_parameters import LookAtParameters
 from unisono.runtime import devices as _devices
 from unisono.runtime import draws_off, timeline
 from unisono.runtime.errors import ReplicaTimeout, add_note, text_of
@@ -318,6 +319,7 @@ class Forward:
         self._step = timeline.current_step() if timeline.recording else None
         self._passes = self._passes_of(module)
         self._parameters: LookAtParameters | None = None
+        self._writes: SharedWrites | None = None
         self._containers: ContainerSnapshot | None = None
 
     def forward(self) -> Any:
@@ -341,14 +343,21 @@ class Forward:
                 refusal.remove()
                 reached = [*chain.from_iterable([group.collector.end_forward() for group in self._linked])]
             for look in looks:
-                look.end()
+                look.end(outputs)
+            self._replicas.writes = (
+                self._writes if self._writes is not None and self._writes.looks_at_backward else None
+            )
+            call = self._call
+            runs_whole = call.parts == 1 and not call.rescue and not self._model.row_limits
+            self._replicas.run_whole, self._replicas.rows = runs_whole, call.sizes if runs_whole else call.sizes_of_runs
+            kept = [] if self._replicas.attributes.is_current() else self._replicas.assigned(outputs)
             if self._model.written and not inside_replica():
                 self._pass_on_written()
             if self._inputs.assigned_in_parts:
                 leftovers.add(Kind.ASSIGNED, self._inputs.assigned_in_parts)
             if timeline.recording:
                 timeline.mark(timeline.GATHER)
-            call, is_summed = self._call, self._call.sync_context is not None and self._tracked
+            is_summed = call.sync_context is not None and self._tracked
             if not call.arguments.is_flat:
                 call.arguments.warn_of_split_lists(outputs, call.sizes, self._model.first_steps.warnings)
             matched = Outputs(outputs, call.rules, call.sizes, self._replicas.live_of, is_summed=is_summed)
@@ -356,7 +365,7 @@ class Forward:
             if self._replay is not None:
                 self._replay.forward_has_run()
             changes = self._replicas.each[0].registries.changes()
-            of_buffers = _groups_of(changes, len(call.devices)) if changes and self._tracked else []
+            of_buffers = _groups_of([*changes, *kept], len(call.devices)) if (changes or kept) and self._tracked else []
             outputs_of_boundary = _boundary_outputs(call, matched.groups, of_buffers, self._pool.source)
             if self._tracked:
                 graphs = self._graphs([*matched.groups, *of_buffers], outputs_of_boundary)
@@ -370,6 +379,8 @@ class Forward:
             output = matched.put_together(joined, call.output_device)
         new = joined[len(matched.groups) :]
         self._replicas.each[0].commit_buffers(self._pool, changes, new, call.devices[0])
+        if kept:
+            self._replicas.commit_attributes(kept, dict(zip(map(id, histories([*changes, *kept])), new, strict=False)))
         if self._buffers_in_backward is not None:
             self._buffers_in_backward.forward_has_run(reassigns=bool(changes), in_parts=graphs.is_in_parts)
         if not self._tracked:
@@ -405,7 +416,7 @@ class Forward:
         # Runs of the module, or of a part of it.
         has_several = len(call.devices) > 1 or (call.parts > 1 and call.sizes[0] > 1) or pool.has_wrappers
         kind = call.method, call.arguments.flags, self._tracked, has_several
-        known = kind in pool.kinds_past or self._is_again
+        known = kind in pool.blueprint.kinds_past or self._is_again
         structure = None if known else self._structure_of_first_steps(kind, has_several)
         looks: list[Look] = []
         runs_whole = call.parts == 1 and not call.rescue  # each replica once, so it may write as the module does
@@ -422,7 +433,7 @@ class Forward:
                     chain(*[vars(module).values() for module in pool.blueprint.modules])
                 )
         if self._replicas.are_new and self._model.first_steps.leftovers.looks and not self._is_again:
-            looks.append(self._replicas.watched(self._inputs.shards, call.devices_of_runs))
+            looks.append(self._replicas.watched(self._inputs.shards))
         return looks if structure is None else [*looks, *self._first_looks(structure, has_several)]
 
     def _structure_of_first_steps(self, kind: tuple[Any, ...], has_several: bool) -> Hashable | None:
@@ -433,13 +444,13 @@ class Forward:
             return None if first_steps.are_past(structure) else structure
         structure = (has_several, *structure_of(pool, call))
         if first_steps.are_past(structure):
-            pool.kinds_past.add(kind)
+            pool.blueprint.kinds_past.add(kind)
             return None
         return structure
 
     def _first_looks(self, structure: Hashable, has_several: bool) -> list[Look]:
         """Return what else looks at one of the first steps of a structure."""
-        call, first_steps = self._call, self._model.first_steps
+        call, pool, first_steps = self._call, self._pool, self._model.first_steps
         if inside_replica():
             return [first_steps.counted(structure)]
         looks: list[Look] = []
@@ -450,8 +461,13 @@ class Forward:
         if not has_several:
             return [*looks, first_steps.counted(structure)]
         inputs = dict(zip(call.arguments.paths(), call.arguments.leaves, strict=True))
-        reached = self._replicas.reached(call.method, inputs)
-        return [*looks, *first_steps.looks(structure, reached, inputs.values(), call.sizes_of_runs, call.rules.dim)]
+        blueprint, replicas = pool.blueprint, self._replicas.each
+        own = [module for replica in replicas for module in replica.modules]
+        search = Search(blueprint.modules, blueprint.names, inputs, blueprint.observers, own)
+        of_call = inputs.values(), call.sizes_of_runs, call.devices_of_runs, call.rules.dim
+        found = first_steps.looks(structure, search, *of_call)
+        self._writes = next((look for look in found if isinstance(look, SharedWrites)), None)
+        return [*looks, *found]
 
     def _normalises_shards(self) -> bool:
         """Return whether batch norm would see a part of the rows, no option says so, and it is this rank's to say.
@@ -532,7 +548,7 @@ class Forward:
             passes=self._passes,
             keep=keep or bool(captured.earlier),
             on_release=self._replicas.end_backward,
-            on_backward=self._replicas.backward_has_run if self._replicas.looks_at_backward else None,
+            on_backward=self._replicas.backward_has_run if self._replicas.writes is not None else None,
             sync_context=call.sync_context,
             replay=None if self._replay is None or self._is_again else self._replay.repeatable(),
             step=self._step,

@@ -25,7 +25,7 @@ from unisono.inference.batch_map import OutputIterator
 from unisono.inference.batches import SampleBatches
 from unisono.inference.metrics import Totals
 from unisono.primitives import pytree
-from unisono.primitives.references import INERT
+from unisono.primitives.visitor import INERT
 from unisono.runtime import devices as _devices
 from unisono.runtime.buckets import is_plain
 from unisono.runtime.errors import described

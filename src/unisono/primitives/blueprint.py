@@ -26,10 +26,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from unisono.primitives.change_tracking import ChangeTracker, TensorSnapshot, attribute_dicts
-from unisono.primitives.object_state import filled_slots
+from unisono.primitives.change_tracking import GONE, ChangeTracker, TensorSnapshot, attribute_dicts
 from unisono.primitives.references import MODES, is_inert, may_refer_later, observes, rebind, references
 from unisono.primitives.tensor_attributes import carry_attributes
+from unisono.primitives.visitor import filled_slots
 from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
 from unisono.runtime.buckets import is_plain
@@ -104,6 +104,9 @@ class Blueprint:
         compiled: whether an attribute or a class holds a function made by torch.compile. Such functions close over the
             live module, and are rebound like any other.
         replays_cuda_graphs: whether such a function replays CUDA graphs.
+        assigned: what forwards have left on modules alike in all replicas, by number of the module and name: the last
+            value, and how many there were before; `num_assigned` in all. `lost`: of what is not alike.
+        kinds_past: the kinds of calls whose first steps are past.
 
     Raises:
         ValueError: a lazy module that has not had its first input yet; names the remedy.
@@ -122,6 +125,11 @@ class Blueprint:
         self._slots: list[
             tuple[int, types.MemberDescriptorType, Any]
         ] = []  # id of a module, its slots and their values
+        self.assigned: dict[tuple[int, str], tuple[int, Any]] = {}
+        self.num_assigned = 0
+        self.lost: set[tuple[int, str]] = set()
+        self.kinds_past: set[Any] = set()
+        self._modes_assigned: set[tuple[int, str]] = set()
         self.compiled = self.replays_cuda_graphs = False
         self._to_search: list[tuple[dict[str, Any], str]] = []  # attributes that may refer to live objects later
         self._num_registered = 0
@@ -243,6 +251,32 @@ class Blueprint:
         # Has an attribute come to refer to a module or tensor?
         return not (self._to_search and any(references(attributes[name]) for attributes, name in self._to_search))
 
+    def assign(self, number: int, name: str, value: Any, *, has_history: bool = False) -> None:
+        """Give a live module an attribute that all replicas have set alike: that makes no other structure.
+
+        But for the first change of a mode, which may be a flag for what is done once.
+
+        Args:
+            number: of the module.
+            value: `GONE`: the attribute is deleted.
+            has_history: other replicas do without it.
+        """
+        attributes, key = self.modules[number].__dict__, (number, name)
+        is_mode = type(value) in MODES or type(attributes.get(name, GONE)) in MODES
+        if value is GONE:
+            attributes.pop(name, None)
+        else:
+            attributes[name] = value
+        if self.is_reusable:
+            self.tracker.put(number, name, value)
+        if not has_history:
+            self.num_assigned += 1
+            self.assigned[key] = (self.num_assigned, value)
+        if is_mode and key not in self._modes_assigned:
+            self._modes_assigned.add(key)
+            self.__dict__.pop("signature", None)
+            self.kinds_past.clear()
+
     @cached_property
     def signature(self) -> tuple[Any, ...]:
         """What is equal for two blueprints of one root if they have the same structure.
@@ -254,6 +288,7 @@ class Blueprint:
             *[parameter.requires_grad for parameter in self.parameters.values()],
             *map(id, self.modules),
             *[module.training for module in self.modules],
+            sum([len(module.__dict__[kind]) for module in self.modules for kind in HOOKS if kind in module.__dict__]),
             # One number, because a tuple is hashed as a whole each time that it is looked up.
             hash(tuple([value for value in self._other_attributes() if type(value) in MODES])),
             *[(module, name, id(value)) for module, name, value in self._referring_attributes()],

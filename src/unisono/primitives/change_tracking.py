@@ -6,19 +6,20 @@ is there object by object, in C, and only what differs is looked at in Python.
 
 Seen: attributes that are rebound, in any module; children, parameters, buffers and hooks that are added or removed; the
 contents of plain containers; the class of a module; a tensor's memory, form, `requires_grad` and attributes. Not seen:
-changes inside objects of other classes, and in containers of many items.
+changes inside objects of other classes, in containers of many items, and beyond a bound on all of them.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-from unisono.primitives.references import DEEP, INERT, LARGE, TRACKED
+from unisono.primitives.visitor import INERT, LARGE, TRACKED, Place, Step, entries, is_a, num_entries, visit
 
+_MOST = 10_000  # entries of containers that are compared before each forward
 _values = dict.values
 _own_attributes, _requires_grad, _forward = map(attrgetter, ("__dict__", "requires_grad", "forward"))
 _MEMORY: tuple[Callable[[torch.Tensor], Any], ...] = (
@@ -29,6 +30,9 @@ _MEMORY: tuple[Callable[[torch.Tensor], Any], ...] = (
 
 class GONE:
     """Stands for an attribute that was deleted."""
+
+
+Change: TypeAlias = tuple[int, Any, Any]  # number of the dict, key, new value: GONE if deleted
 
 
 def attribute_dicts(modules: Sequence[nn.Module]) -> list[dict[str, Any]]:
@@ -47,10 +51,14 @@ class DictSnapshot:
     def take(self) -> None:
         """Take the items as they are now."""
         self.copies = [*map(dict, self.dicts)]
-        self._empty = [items for items in self.dicts if not items]  # as most of a module's own registries are
-        self._filled = [items for items in self.dicts if items]
+        self._number_items()
+
+    def _number_items(self) -> None:
+        both = [*zip(self.dicts, self.copies, strict=True)]
+        self._empty = [items for items, copy in both if not copy]  # as most of a module's own registries are
+        self._filled = [items for items, copy in both if copy]
         self._filled_copies = [*filter(None, self.copies)]
-        self._lengths = [*map(len, self._filled)]
+        self._lengths = [*map(len, self._filled_copies)]
         self._keys = [*chain(*self.copies)]
         self._objects = [*chain(*map(_values, self.copies))]
 
@@ -64,8 +72,18 @@ class DictSnapshot:
             and all(map(is_, chain(*map(_values, self._filled)), self._objects))
         )
 
-    def changes(self) -> list[tuple[int, Any, Any]]:
-        """Return what differs now as (number of the dict, key, value), one `GONE` for what was deleted."""
+    def put(self, number: int, key: Any, value: Any) -> None:
+        """Take a value of one dict as if it had held it before; `GONE`: as if it had held none."""
+        copy = self.copies[number]
+        if key in copy and value is not GONE:  # hardly any work: a step counter does so in each step
+            start = sum(map(len, self.copies[:number]))
+            self._objects[start + [*copy].index(key)] = copy[key] = value
+        else:
+            copy.pop(key, None) if value is GONE else copy.update({key: value})
+            self._number_items()
+
+    def changes(self) -> list[Change]:
+        """Return what differs now, with each new value."""
         if self.is_current():
             return []
         return [
@@ -144,13 +162,10 @@ class ContainerSnapshot:
     """
 
     def __init__(self, values: Iterable[Any], shared: Iterable[Any] = ()) -> None:
-        self._containers: list[Any] = []
         seen: set[int] = set()
-        for value in shared:
-            self._find(value, seen, 0)
-        self._containers.clear()
-        for value in values:
-            self._find(value, seen, 0)
+        for _ in _visited(shared, seen):
+            pass
+        self._containers: list[Any] = [each for each in _visited(values, seen) if not is_a(each, tuple)]
         self.take()
 
     def take(self) -> None:
@@ -182,19 +197,20 @@ class ContainerSnapshot:
                 self._before[number] = items
         return True
 
-    def _find(self, value: Any, seen: set[int], depth: int) -> None:
-        """Add the containers in a value: itself and those that it leads to."""
-        is_tuple = issubclass(type(value), tuple)
-        if type(value) not in TRACKED and not is_tuple:
-            return
-        num_items = tuple.__len__(value) if is_tuple else len(value)  # a class of tuples may refuse its length
-        if id(value) in seen or num_items > LARGE or depth > DEEP:
-            return
-        seen.add(id(value))
-        if not is_tuple:
-            self._containers.append(value)
-        for item in value.values() if isinstance(value, dict) else value:
-            self._find(item, seen, depth + 1)
+
+def _visited(values: Iterable[Any], seen: set[int]) -> Iterator[Any]:
+    for place, _ in visit([Place(value, "") for value in values], _in_containers, _MOST, INERT, seen):
+        if _is_tracked(place.value):
+            yield place.value
+
+
+def _in_containers(value: Any) -> list[tuple[Step, Any]]:
+    return entries(value) if _is_tracked(value) else []
+
+
+def _is_tracked(value: Any) -> bool:
+    """Return whether a value is a container, itself or in a tuple, that is compared with what it held."""
+    return (type(value) in TRACKED or is_a(value, tuple)) and (num_entries(value) or 0) <= LARGE
 
 
 class ChangeTracker:
@@ -219,6 +235,10 @@ class ChangeTracker:
         self._registries = DictSnapshot(registries)
         self._name_sets_before = [*map(set, self._name_sets)]
         self._containers = ContainerSnapshot(values)
+
+    def put(self, number: int, name: str, value: Any) -> None:
+        """Take an attribute of one module as if it had been there before; `GONE`: as if it had not."""
+        self._attributes.put(number, name, value)
 
     def is_current(self) -> bool:
         """Return whether nothing changed that a replica would not see by itself.

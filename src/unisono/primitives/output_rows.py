@@ -8,7 +8,8 @@ What is said of each kind of output that no option describes:
     numbers, 0-dim tensors   they become a list, or a vector, with one entry a replica: that is always said
     lists                    entry i of all replicas is joined: said where there are as many entries as the replica has
                              rows, and entries that belong to rows would be another value
-    tensors                  they are joined along an axis: said where its size is not that of the replica's rows
+    tensors                  they are joined along an axis: said where entries there may be lost or doubled. Not where
+                             each replica has as many times its rows (tokens), or its own number (rows that it chose)
     sizes (torch.Size)       they are that of a replica's output: said where they have a replica's number of rows
 """
 
@@ -115,16 +116,22 @@ def warn_of_other_rows(
 
 
 def _has_other_size(leaf: Leaf, sizes: Sequence[int]) -> bool:
-    """Return whether each replica has a tensor, and its size along the axis is not that of its rows.
+    """Return whether each replica has a tensor whose entries along the axis can be others than those of its rows.
 
-    Not where tensors do not fit together, or have no such axis: that is an error.
+    That is where the rows are on another axis, or where all have one size, which is no multiple of their rows: a table,
+    a sum over rows. Not where tensors do not fit together, or have no such axis: that is an error.
     """
     if not all(isinstance(value, torch.Tensor) and not value.is_nested for value in leaf.given):
         return False
     dims = {tensor.dim() for tensor in leaf.given}
     if leaf.axis is None or len(dims) > 1 or not -min(dims) <= leaf.axis < min(dims):
         return False
-    return [tensor.shape[leaf.axis] for tensor in leaf.given] != [*sizes]
+    found = [tensor.shape[leaf.axis] for tensor in leaf.given]
+    if found == [*sizes]:
+        return False
+    each = [divmod(size, rows) for size, rows in zip(found, sizes, strict=True) if rows]
+    are_multiples = len({*each}) == 1 and each[0][0] > 0 and each[0][1] == 0 and max(sizes) > 1  # as of tokens
+    return _axis_of_rows(leaf, sizes) is not None or (len({*found}) == 1 and not are_multiples)
 
 
 def _become_a_list(leaf: Leaf) -> bool:
@@ -205,14 +212,14 @@ def _form(entry: pytree.Spec) -> Any:
 def _would_be_another(spec: pytree.Spec, leaves: Sequence[Leaf], sizes: Sequence[int]) -> bool:
     """Return whether a list of entries without other sizes looks like one of rows, and would then be another value.
 
-    Numbers and 0-dim tensors of which `scalars` makes one; strings; and tensors whose size is that of the rows by
-    accident: vectors, as of a matrix with as many columns as the replica has rows, or the rows of one tensor.
+    Numbers and 0-dim tensors of which `scalars` makes one; strings; and the rows of one tensor whose size is that of
+    the replica's rows by accident.
     """
     values = [leaf.given[0] for leaf in leaves if leaf.given[0] is not None]
     if all(isinstance(value, torch.Tensor) and value.dim() for value in values) and values:
         if len({value.shape for value in values}) > 1 or len(sizes) == 1:
             return False
-        return all(value.dim() == 1 for value in values) or _are_rows_of_one(values)
+        return _are_rows_of_one(values)
     if len(sizes) > 1 and all(isinstance(value, str | bytes) for value in values):
         return True
     return any(

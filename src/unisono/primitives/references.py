@@ -10,8 +10,8 @@ model's own (`observes`).
 
 `references` finds what a value refers to; `rebind` returns the value with each live object replaced by the replica's.
 Both search the same places: containers, bound methods, partials, functions' closures and defaults, weak references and
-proxies. They do not search objects of other classes, containers of more than `LARGE` items (such as a vocabulary), or
-more than `DEEP` levels; what they miss is found in the output's graph (engines/threads.py).
+proxies (visitor.py). They do not search objects of other classes, nor more than its bound; what they miss is found in
+the output's graph (engines/threads.py).
 """
 
 import copy
@@ -19,7 +19,7 @@ import dis
 import functools
 import types
 import weakref
-from collections import OrderedDict, defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Container, Mapping
 from itertools import pairwise
 from typing import Any
@@ -28,28 +28,30 @@ import torch
 from torch import nn
 
 from unisono.primitives.pytree import fill_mapping
+from unisono.primitives.visitor import (
+    INERT,
+    LARGE,
+    PROXIES,
+    TRACKED,
+    Place,
+    Step,
+    entries,
+    is_a,
+    is_set,
+    references_of,
+    referent,
+    variables_of,
+    visit,
+)
 
-LARGE = 1000
-DEEP = 100
 _GRAPHED = (
     "this module replays CUDA graphs (torch.cuda.make_graphed_callables): a graph has one fixed input and "
     "output, which replicas cannot share. Wrap the module for one device, DataParallel(model, [0]), or wrap "
     "it before make_graphed_callables."
 )
 
-# Values of exactly these types refer to no module or tensor.
-INERT = frozenset(
-    {bool, int, float, complex, str, bytes, type(None), type, range, slice}
-    | {torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format}
-    | {types.BuiltinFunctionType, types.ModuleType}
-)
-
 # Values of exactly these types tell code which way to go, as `training` does.
 MODES = frozenset({bool, str, type(None)})
-
-# Containers of exactly these types are compared with what they held (change_tracking.py).
-TRACKED = (dict, OrderedDict, defaultdict, list, set, deque)
-PROXIES = frozenset({weakref.ProxyType, weakref.CallableProxyType})
 
 
 def is_inert(value: Any) -> bool:
@@ -85,7 +87,7 @@ def may_refer_later(value: Any, kept: Container[int] = ()) -> bool:
 
 def _is_changing(part: Any, kept: Container[int]) -> bool:
     if type(part) in PROXIES or type(part) is weakref.ref:
-        return not all(id(target) in kept for target in _parts(part))
+        return not all(id(target) in kept for _, target in _parts(part))
     if isinstance(part, dict | list | set | deque):
         return type(part) not in TRACKED
     return isinstance(part, types.FunctionType | functools.partial | weakref.ref)
@@ -93,22 +95,7 @@ def _is_changing(part: Any, kept: Container[int]) -> bool:
 
 def reachable(value: Any) -> list[Any]:
     """Return what is found in `value`, each object once, but no plain values; what is live is not searched."""
-    found: list[Any] = []
-    seen: set[int] = set()
-    level = [value]
-    for _ in range(DEEP):
-        below: list[Any] = []
-        for part in level:
-            if type(part) in INERT or id(part) in seen:
-                continue
-            seen.add(id(part))
-            found.append(part)
-            if not _is_live(part):
-                below.extend(_parts(part))
-        if not below:
-            break
-        level = below
-    return found
+    return [place.value for place, _ in visit([Place(value, "")], _parts)]
 
 
 def rebind(value: Any, replacements: Mapping[int, Any], memo: dict[int, Any] | None = None) -> Any:
@@ -158,11 +145,8 @@ def _has_as_key(function: Any, module: nn.Module) -> bool:
         function = function.func
     if not isinstance(function, types.FunctionType):
         return False
-    code, defaults = function.__code__, function.__defaults__ or ()
-    with_default = code.co_varnames[: code.co_argcount][code.co_argcount - len(defaults) :]
-    values = {**dict(zip(with_default, defaults, strict=True)), **(function.__kwdefaults__ or {}), **values}
-    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-    values.update((name, cell.cell_contents) for name, cell in cells if is_set(cell))
+    code = function.__code__
+    values = {**variables_of(function), **values}
     names = {name for name, value in values.items() if value is module}
     uses = [
         following.opname in _KEY_USES or following.argrepr == "[]"  # the latter: since Python 3.14
@@ -184,40 +168,20 @@ def _is_within(function: Any, classes: Container[tuple[str, str]]) -> bool:
     return any((place, ".".join(names[:end])) in classes for end in range(1, len(names)))
 
 
-def referent(proxy: Any) -> Any:
-    """Return the object of a weak proxy; None if it has been freed, or is unknown."""
-    try:
-        return proxy.__repr__.__self__  # only a bound method has it
-    except (ReferenceError, AttributeError):
-        return None
-
-
 def _is_live(value: Any) -> bool:
     return type(value) not in PROXIES and isinstance(value, nn.Module | torch.Tensor)  # a proxy is an instance, too
 
 
-def _parts(value: Any) -> list[Any]:
+def _parts(value: Any) -> list[tuple[Step, Any]]:
     """Return the values directly inside `value`, if it is of a kind that is searched."""
-    if type(value) in PROXIES:
-        return [referent(value)]
-    if issubclass(type(value), dict):  # isinstance asks a proxy for the class of what it stands for
-        return [*value, *value.values()] if len(value) <= LARGE else []
-    if issubclass(type(value), tuple):  # by tuple's own methods: a class may refuse its length, as e3nn's Irreps does
-        return [*tuple.__iter__(value)] if tuple.__len__(value) <= LARGE else []
-    if issubclass(type(value), list | set | frozenset | deque):
-        return list(value) if len(value) <= LARGE else []
-    if isinstance(value, types.MethodType):
-        return [value.__self__]
-    if isinstance(value, functools.partial):
-        return [value.func, *value.args, *value.keywords.values(), *value.__dict__.values()]
-    if isinstance(value, types.FunctionType):
-        if value.__module__ == "torch.cuda.graphs":
-            raise RuntimeError(_GRAPHED)
-        cells = [cell.cell_contents for cell in value.__closure__ or () if is_set(cell)]
-        return [*cells, value.__defaults__, value.__kwdefaults__, value.__dict__]
-    if type(value) is weakref.ref:
-        return [value()]
-    return []
+    if _is_live(value):
+        return []
+    if is_a(value, types.FunctionType) and value.__module__ == "torch.cuda.graphs":
+        raise RuntimeError(_GRAPHED)
+    found = entries(value)
+    if is_a(value, dict):
+        found += [(("", None), key) for (_, key), _ in found if type(key) not in INERT]
+    return found or references_of(value)
 
 
 def _rebuilt(value: Any, replacements: Mapping[int, Any], memo: dict[int, Any]) -> Any:
@@ -277,12 +241,3 @@ def _rebuilt_function(
     rebuilt.__qualname__ = function.__qualname__
     rebuilt.__dict__.update({name: new(item) for name, item in function.__dict__.items()})
     return rebuilt
-
-
-def is_set(cell: types.CellType) -> bool:
-    """Return whether the variable of a closure has been assigned."""
-    try:
-        cell.cell_contents  # noqa: B018 - raises ValueError where it has not
-    except ValueError:
-        return False
-    return True

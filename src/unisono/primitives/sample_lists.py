@@ -69,8 +69,6 @@ def warn_of_whole_lists(
 ) -> None:
     """Warn of an input that is a list without tensors and has as many entries as the batch has rows: it is not split.
 
-    A tuple of numbers counts as one value, such as a size.
-
     Args:
         inputs, name: the structure of the positional or the keyword inputs, and what messages call it.
         leaves: its leaves, each with the axis of its rows; None: every replica gets it on purpose.
@@ -164,10 +162,12 @@ def _find_lists(
 
 
 def _may_be_samples(value: Any) -> bool:
-    if isinstance(value, dict):
-        return [*value] == [*range(len(value))]
-    is_sequence = type(value) in (list, deque) or (type(value) is tuple and not isinstance(value[0], int | float))
-    return is_sequence and any(entry is not None for entry in value)
+    """Return whether the entries of a list may belong to rows: integers are a size, layers, or a table of labels."""
+    no_rows: tuple[type, ...] = (int,)
+    entries = [*value] if type(value) in (list, tuple, deque) else []
+    if isinstance(value, dict) and [*value] == [*range(len(value))]:
+        entries, no_rows = [*value.values()], (int, float, str)
+    return any(entry is not None for entry in entries) and not any(isinstance(entry, no_rows) for entry in entries)
 
 
 def _path(spec: Spec, path: str, keys: Sequence[Any]) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from unisono.primitives import pytree
-from unisono.primitives.references import INERT
+from unisono.primitives.visitor import INERT
 
 
 @dataclass

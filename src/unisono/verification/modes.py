@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from unisono.data_parallel import DataParallel
+from unisono.leftovers.report import Kind as Left
+from unisono.leftovers.report import listed
 from unisono.primitives.inputs import Arguments
-from unisono.primitives.leftovers import Kind as Left
-from unisono.primitives.leftovers import listed
 from unisono.primitives.object_state import same_state, same_value
 from unisono.primitives.sample_lists import SampleList
 from unisono.runtime import devices as _devices
@@ -367,7 +367,9 @@ def _is_inside(name: str, other: str) -> bool:
 
 def _attribute_of(shared: str, many: RecordedStep) -> str | None:
     """Return the attribute, of those whose contents are compared, in which something is that replicas share."""
-    return next((name for name in many.contents if shared == name or shared.startswith((f"{name}.", f"{name}["))), None)
+    # In an iterator or a text nothing can be compared.
+    compared = [name for name, contents in many.contents.items() if [*contents] not in ([], [""])]
+    return next((name for name in compared if shared == name or shared.startswith((f"{name}.", f"{name}["))), None)
 
 
 def _wrongly_split(one: RecordedStep, tolerance: Tolerance, steps: Steps) -> tuple[str, tuple[str, ...]] | None:

@@ -16,12 +16,13 @@ import torch
 from torch import nn
 
 from unisono.data_parallel import DataParallel
-from unisono.engines.shared_generators import GeneratorStates
+from unisono.leftovers.generators import GeneratorStates
 from unisono.primitives import pytree
 from unisono.primitives.batch_types import batch_type_of
 from unisono.primitives.object_state import state_of as state_of_object
-from unisono.primitives.references import INERT, references
+from unisono.primitives.references import references
 from unisono.primitives.shared_iterators import iterators_anew
+from unisono.primitives.visitor import INERT
 from unisono.runtime import devices as _devices
 from unisono.runtime.widening import widened
 from unisono.verification.compare import plain, tensors_in

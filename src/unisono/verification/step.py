@@ -11,9 +11,9 @@ from torch import nn
 
 from unisono.data_parallel import DataParallel
 from unisono.engines.replica import leaves_and_nodes
-from unisono.engines.shared_generators import generators_of
+from unisono.leftovers.generators import generators_of
+from unisono.leftovers.report import Kind as Left
 from unisono.primitives import pytree
-from unisono.primitives.leftovers import Kind as Left
 from unisono.runtime import devices as _devices
 from unisono.runtime.draws_off import DrawsOff
 from unisono.runtime.errors import add_note, is_of_replica, text_of

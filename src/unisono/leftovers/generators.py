@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from unisono.primitives.shared_state import Reached, codes_of, reached_by
+from unisono.leftovers.shared import Search, codes_of
 from unisono.runtime.rng import state_of
 
 OWN = "a generator of its own"
@@ -26,8 +26,7 @@ def generators_of(model: nn.Module) -> list[Any]:
     They are searched where attributes of modules and the code of their classes lead.
     """
     paths = dict(model.named_modules())
-    modules = [*paths.values()]
-    return generators_among(place.value for place in reached_by(modules, [*paths], modules).places)
+    return generators_among(place.value for place in Search([*paths.values()], [*paths]).places)
 
 
 def generators_among(values: Iterable[Any]) -> list[Any]:
@@ -40,9 +39,9 @@ def generators_among(values: Iterable[Any]) -> list[Any]:
     return [each for each in found.values() if each not in of_process and not isinstance(each, random.SystemRandom)]
 
 
-def names_generators(reached: Reached) -> bool:
+def names_generators(search: Search) -> bool:
     """Return whether code that a forward leads to may draw from Python's generator or numpy's, by the names in it."""
-    functions = [place.value for place in reached.places if isinstance(place.value, types.FunctionType)]
+    functions = [place.value for place in search.places if isinstance(place.value, types.FunctionType)]
     return any(
         name == "random" or getattr(function.__globals__.get(name), "__self__", None) in _of_process()
         for function in functions

@@ -3,14 +3,14 @@
     batch norm in training       each replica normalises its own rows, if no option says whether that is meant
     draws from a shared          Python's random numbers, numpy's, and those of generators that the model keeps are
     generator                    drawn in the order in which replicas happen to run
+    writes into what is shared   a list of the file, a dict of the module, what hooks keep (shared.py)
 
-A structure is that of a model's modules and of its inputs (`structure_of` in replica.py): a steady step looks for
-nothing.
-`verify` reports both by itself.
+A structure is that of a model's modules and of its inputs: a steady step looks for nothing.
+`verify` reports them by itself.
 """
 
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -18,9 +18,9 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from unisono.engines.shared_generators import OWN, GeneratorStates, generators_among, names_generators
-from unisono.primitives.leftovers import Kind, Leftovers
-from unisono.primitives.shared_state import Reached, SharedWrites
+from unisono.leftovers.generators import OWN, GeneratorStates, generators_among, names_generators
+from unisono.leftovers.report import Kind, Leftovers
+from unisono.leftovers.shared import Search, SharedWrites
 from unisono.runtime import torch_private
 from unisono.runtime.model_warnings import ModelWarnings
 
@@ -44,8 +44,12 @@ class Look(Protocol):
     def begin(self) -> None:
         """Take what there is before the forward."""
 
-    def end(self) -> None:
-        """Compare; what is found is said, kept for later, or raised."""
+    def end(self, outputs: Sequence[Any] = (), /) -> None:
+        """Compare; what is found is said, kept for later, or raised.
+
+        Args:
+            outputs: of the replicas.
+        """
 
 
 class FirstSteps:
@@ -68,9 +72,10 @@ class FirstSteps:
     def looks(
         self,
         structure: Hashable,
-        reached: Reached,
+        search: Search,
         inputs: Iterable[Any],
         rows: Iterable[int],
+        devices: Sequence[torch.device],
         axis: int = 0,
         *,
         beside_others: bool = False,
@@ -79,15 +84,16 @@ class FirstSteps:
 
         Args:
             structure: None: its steps are not counted.
-            reached: what its forward leads to.
+            search: has found what its forward leads to.
             inputs: the leaves of the inputs.
             rows: how many rows replicas have; `axis`: on which axis.
+            devices: the replicas'.
             beside_others: whether the caller's code runs at the same time.
         """
         is_first = structure is None or self.is_first(structure)
-        add, known = partial(self.leftovers.add, Kind.SHARED), self.leftovers.of_hooks
-        writes = SharedWrites(add, known, reached, rows, axis, is_first=is_first)
-        looks: list[Look] = [_Draws(self.leftovers, reached, inputs, only_these=beside_others), writes]
+        add, add_hooks = (partial(self.leftovers.add, kind) for kind in (Kind.SHARED, Kind.HOOKS))
+        writes = SharedWrites(add, add_hooks, search, rows, axis, devices, is_first=is_first)
+        looks: list[Look] = [_Draws(self.leftovers, search, inputs, only_these=beside_others), writes]
         return looks if structure is None else [*looks, self.counted(structure)]
 
     def is_first(self, structure: Hashable) -> bool:
@@ -118,7 +124,7 @@ class _Counted:
     def begin(self) -> None:
         pass
 
-    def end(self) -> None:
+    def end(self, _: Sequence[Any] = (), /) -> None:
         self._num_past[self._structure] += 1
 
 
@@ -137,7 +143,7 @@ class _BatchNormPerShard:
     def begin(self) -> None:
         pass
 
-    def end(self) -> None:
+    def end(self, _: Sequence[Any] = (), /) -> None:
         for path, module in self._root.named_modules():
             if not isinstance(module, _BatchNorm) or not takes_statistics(module):
                 continue
@@ -162,7 +168,7 @@ class ScriptedBatchNorm:
     def begin(self) -> None:
         pass
 
-    def end(self) -> None:
+    def end(self, _: Sequence[Any] = (), /) -> None:
         for path, module in self._root.named_modules():
             if isinstance(module, torch.jit.ScriptModule):
                 training = torch_private.batch_norms_in_script(module)
@@ -176,19 +182,19 @@ class _Draws:
     """Finds draws from a generator that replicas share.
 
     Args:
-        reached: what forward leads to.
+        search: has found what forward leads to.
         inputs: the leaves of the inputs.
         only_these: whether the caller's code may run at the same time, and draw from Python's generator or numpy's.
     """
 
-    def __init__(self, leftovers: Leftovers, reached: Reached, inputs: Iterable[Any], *, only_these: bool) -> None:
-        self._leftovers, self._only_these = leftovers, only_these and not names_generators(reached)
-        self._generators = generators_among([*(place.value for place in reached.places), *inputs])
+    def __init__(self, leftovers: Leftovers, search: Search, inputs: Iterable[Any], *, only_these: bool) -> None:
+        self._leftovers, self._only_these = leftovers, only_these and not names_generators(search)
+        self._generators = generators_among([*(place.value for place in search.places), *inputs])
 
     def begin(self) -> None:
         self._states = GeneratorStates(self._generators)
 
-    def end(self) -> None:
+    def end(self, _: Sequence[Any] = (), /) -> None:
         if moved := [each for each in self._states.moved() if each == OWN or not self._only_these]:
             self._leftovers.add(Kind.DRAWS, [moved[0][0].upper() + moved[0][1:], *moved[1:]])
 

@@ -9,17 +9,16 @@ In backward an activation checkpoint runs a part of forward again, and reads wha
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from unisono.primitives.change_tracking import GONE, DictSnapshot, fill
+from unisono.primitives.change_tracking import GONE, Change, DictSnapshot, fill
 from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
 
 T = TypeVar("T")
-Change: TypeAlias = tuple[int, str, Any]  # number of the module, name of the buffer, its new value: GONE if deleted
 
 
 def buffer_registries(modules: Sequence[nn.Module]) -> DictSnapshot:
@@ -29,16 +28,6 @@ def buffer_registries(modules: Sequence[nn.Module]) -> DictSnapshot:
     """
     registries = [module.__dict__.get("_buffers") for module in modules]
     return DictSnapshot([registry if isinstance(registry, dict) else {} for registry in registries])
-
-
-def modules_in_common(replicas: Sequence[Any], live: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Return the modules of the first replica that have a live module's name, and these live modules.
-
-    A user's own `replicate` may return anything.
-    """
-    of_replica = dict(replicas[0].named_modules()) if replicas and isinstance(replicas[0], nn.Module) else {}
-    pairs = [(of_replica[name], module) for name, module in live.named_modules() if name in of_replica]
-    return [module for module, _ in pairs], [module for _, module in pairs]
 
 
 def histories(changes: Sequence[Change]) -> list[torch.Tensor]:

@@ -1,0 +1,1 @@
+"""What has forward left behind in the replicas, and in what they share?"""

@@ -1,0 +1,366 @@
+"""What forward assigns to a replica: what all replicas assign alike is kept, the rest is lost, and said.
+
+A replica's attributes are its own, and end with its forward. On one device `self.size = x.shape[1]` stays. So the live
+module gets what all replicas have set to the same: None, a text, a flag, a number, a size, a tensor of equal bits,
+containers and objects that hold such. Then a step counter, a table that grows and a flag are those of one device.
+
+What cannot be that of one device is lost: values that differ, a number that is a replica's number of rows or has
+changed by it, and layers, parameters, hooks and functions, which belong to the replica. It is said, but for what no
+program misses: what forward returns as well, a cached property, a clock, and what forward itself resets to None.
+
+Also here: attributes of parameters (`weight.grad_sample`) and of inputs (`x.scale`). They are looked at in the first
+forward of new replicas.
+"""
+
+import dis
+import functools
+import time
+import types
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from unisono.leftovers.report import Kind, Leftovers
+from unisono.primitives import pytree
+from unisono.primitives.batch_types import batch_type_of
+from unisono.primitives.blueprint import HOOKS, STAMPED
+from unisono.primitives.change_tracking import GONE, Change, ContainerSnapshot, DictSnapshot
+from unisono.primitives.object_state import is_equal, same_value, state_of
+from unisono.primitives.references import MODES
+from unisono.primitives.shared_iterators import SharedIterator
+from unisono.primitives.visitor import TRACKED, Place, held, is_a, visit
+from unisono.runtime import devices as _devices
+from unisono.runtime import torch_private
+
+_CLOCKS = (time.time, time.monotonic, time.perf_counter)
+_LONGEST_S = 10.0  # between the moment when forward has read a clock, and this comparison
+_OF_EVERY_MODULE = {*nn.Module().__dict__} - {"training"}
+# Of torch's own classes, the attributes that follow from others: they are assigned again where they are used.
+_DERIVED = {"_flat_weights", "_flat_weight_refs"}
+_OF_REPLICA = (nn.Module, nn.Parameter, types.FunctionType, types.MethodType)
+_NUMBERS = (int, float, complex)
+
+
+def attribute_dicts_of(modules: Sequence[nn.Module]) -> list[dict[Any, Any]]:
+    """Return the dicts of replicas' modules that end with their forward: attributes, registries and hooks, by kind."""
+    registries = (module.__dict__.get(name) for name in STAMPED for module in modules)
+    return [*[m.__dict__ for m in modules], *[each if isinstance(each, dict) else {} for each in registries]]
+
+
+def told_apart(
+    changes: Sequence[Change],
+    before: Sequence[Mapping[str, Any]],
+    replicas: Sequence[Sequence[nn.Module]],
+    rows: Collection[int],
+    returned: Collection[int] = (),
+    known: Container[tuple[int, str]] = (),
+) -> tuple[list[Change], list[tuple[int, str]]]:
+    """Return which changes of the first replica's attributes are kept, and the number of the module and key of others.
+
+    Args:
+        changes: of the `__dict__` of the first replica's modules.
+        before: what these held.
+        replicas: the modules of each.
+        rows: how many rows replicas have.
+        returned: ids of what forward returns.
+        known: what was kept before: of that, tensors on accelerators are not compared again, which would wait for them.
+    """
+    kept: list[Change] = []
+    lost: list[tuple[int, str]] = []
+    for number, key, value in changes:
+        module, old = replicas[0][number], before[number].get(key, GONE)
+        if key in _OF_EVERY_MODULE or isinstance(module, torch.jit.ScriptModule) or _is_computed(module, key):
+            continue
+        values = [modules[number].__dict__.get(key, GONE) for modules in replicas]
+        if _are_alike(values, old, rows, with_tensors=(number, key) not in known):
+            kept.append((number, key, value))
+        elif not (is_equal(old, value) or _is_unread(module, key, value, returned, replicas[0])):
+            lost.append((number, key))
+    return kept, lost
+
+
+def _are_alike(values: Sequence[Any], before: Any, rows: Collection[int], *, with_tensors: bool) -> bool:
+    """Return whether replicas have set an attribute to what one device would have set it to."""
+    first = values[0]
+    if any(type(each) is not type(first) for each in values):
+        return False
+    if first is GONE or type(first) in MODES or isinstance(first, (*_NUMBERS, torch.Tensor)):
+        return _are_alike_leaves(values, before, rows, with_tensors=with_tensors)
+    found = [_leaves_of(each) for each in values]
+    if any(each is None or each.keys() != found[0].keys() for each in found):  # type: ignore[union-attr]
+        return False
+    leaves: list[dict[str, Any]] = found  # type: ignore[assignment]
+    if any(is_a(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves[0].values()):
+        return False
+    old = _leaves_of(before) or {}
+    return all(
+        _are_alike_leaves([each[path] for each in leaves], old.get(path), rows, with_tensors=with_tensors)
+        for path in leaves[0]
+    )
+
+
+def _are_alike_leaves(values: Sequence[Any], before: Any, rows: Collection[int], *, with_tensors: bool) -> bool:
+    first = values[0]
+    if isinstance(first, torch.Tensor):
+        if isinstance(first, nn.Parameter) or (first.requires_grad and first.grad_fn is None):
+            return False
+        if not with_tensors and not _devices.computes_on_host(first.device):
+            return True  # compared in the first steps
+        return all(_is_same_tensor(first, each) for each in values[1:])
+    if isinstance(first, _NUMBERS) and not isinstance(first, bool):
+        change = first - before if isinstance(before, _NUMBERS) else None
+        if change in rows or (first in rows and 1 not in (first, change)):  # one that counts comes by
+            return False
+    return all(same_value(first, each) or (first != first and each != each) for each in values[1:])  # NaN is NaN
+
+
+def _is_same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if (one.shape, one.dtype, one.requires_grad) != (other.shape, other.dtype, other.requires_grad):
+        return False
+    if type(one) is not type(other) or one.is_nested or one.layout is not torch.strided or one.is_meta:
+        return False
+    return torch.equal(one.detach(), _devices.copy_to(other.detach(), one.device))
+
+
+def _leaves_of(value: Any) -> dict[str, Any] | None:
+    """Return what a container or object holds, by path; None where something belongs to a replica."""
+    try:
+        if any(is_a(place.value, _OF_REPLICA) for place, _ in visit([Place(value, "")], held)):
+            return None
+        return state_of(value)
+    except Exception:  # noqa: BLE001 - objects of any class
+        return None
+
+
+def ids_of_leaves(outputs: Sequence[Any]) -> set[int]:
+    """Return the ids of what replicas return; none where that cannot be gathered, which raises."""
+    try:
+        return {id(leaf) for leaf in pytree.flatten([*outputs])[0]}
+    except (ValueError, RecursionError):
+        return set()
+
+
+class AnyReplicas:
+    """Replicas that may be anything, as a user's own `replicate` returns them, as far as they are like a module."""
+
+    def __init__(self, replicas: Sequence[Any], live: nn.Module) -> None:
+        by_path = [dict(each.named_modules()) if isinstance(each, nn.Module) else {} for each in replicas]
+        common = {path: m for path, m in live.named_modules() if by_path and all(path in each for each in by_path)}
+        self.names, self.live_modules = [*common], [*common.values()]
+        self.modules = [[each[path] for path in common] for each in by_path]
+        is_live = any(a is b for a, b in zip(self.live_modules, self.modules[0] if self.modules else (), strict=False))
+        first = [] if is_live else self.modules[:1]
+        self._attributes = DictSnapshot([module.__dict__ for modules in first for module in modules])
+
+    def commit(self, rows: Collection[int], outputs: Sequence[Any]) -> Iterator[str]:
+        """Give the module what all replicas have set alike; yield the paths of what is lost."""
+        if self._attributes.is_current():
+            return
+        changes, before = self._attributes.changes(), self._attributes.copies
+        kept, lost = told_apart(changes, before, self.modules, rows, ids_of_leaves(outputs))
+        for number, key, value in kept:
+            if value is GONE:
+                self.live_modules[number].__dict__.pop(key, None)
+            else:
+                self.live_modules[number].__dict__[key] = value
+        yield from (path_of(self.names[number], key) for number, key in lost)
+
+
+def depends_on_runs(before: Any, now: Any, rows: Collection[int]) -> bool:
+    """Return whether a value, of one run of several, may be another after all: a number that counts, rows."""
+    if isinstance(now, torch.Tensor):
+        return not now.dim() or now.shape[0] in rows
+    return isinstance(now, _NUMBERS) and not isinstance(now, bool) and isinstance(before, _NUMBERS) and now != before
+
+
+def _is_computed(module: nn.Module, key: str) -> bool:
+    """Return whether torch computes an attribute in front of each forward: weight_norm, spectral_norm, prune."""
+    if key in _DERIVED and isinstance(module, nn.RNNBase):
+        return True
+    hooks = [hook for hook in module._forward_pre_hooks.values() if type(hook).__module__.startswith("torch.nn.utils.")]
+    return any(key in vars(hook).values() for hook in hooks)
+
+
+def _is_unread(
+    module: nn.Module, key: str, value: Any, returned: Collection[int], modules: Sequence[nn.Module]
+) -> bool:
+    """Return whether no program misses a value that is lost, as the module's docstring says."""
+    if isinstance(getattr(type(module), key, None), functools.cached_property) or id(value) in returned:
+        return True
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        seconds = [clock() for clock in _CLOCKS]
+        return any(abs(value / unit - now) < _LONGEST_S < now for now in seconds for unit in (1, 1e9))
+    return _is_reset(key, modules)
+
+
+def _is_reset(key: str, modules: Sequence[nn.Module]) -> bool:
+    """Return whether forward itself sets an attribute to None, so that a step does not find what the last one left.
+
+    By the names in the code of the classes: a `reset` that only the program calls does not count.
+    """
+    functions: dict[str, list[types.CodeType]] = {}
+    for cls in dict.fromkeys(cls for module in modules for cls in type(module).__mro__):
+        for name, each in vars(cls).items() if not cls.__module__.startswith("torch.") else ():
+            if isinstance(each, types.FunctionType):
+                functions.setdefault(name, []).append(each.__code__)
+    names = ["forward"]
+    while names:
+        for code in functions.pop(names.pop(), ()):
+            if any(
+                first.argval is None and first.opname == "LOAD_CONST" and third.argval == key
+                for first, second, third in _triples(code)
+                if third.opname == "STORE_ATTR" and second.opname.startswith("LOAD_")
+            ):
+                return True
+            names += code.co_names
+    return False
+
+
+def _triples(code: types.CodeType) -> Iterator[tuple[dis.Instruction, ...]]:
+    instructions = [*dis.get_instructions(code)]
+    return zip(instructions, instructions[1:], instructions[2:], strict=False)
+
+
+def path_of(name: str, key: str) -> str:
+    """Return what messages call an attribute of a module."""
+    return f"{name}.{key}" if name else key
+
+
+def registered(snapshot: DictSnapshot, modules: Sequence[nn.Module], names: Sequence[str]) -> Iterator[str]:
+    """Yield the path of each layer, parameter and hook that forward has registered since a snapshot.
+
+    Args:
+        snapshot: of `attribute_dicts_of(modules)`.
+        names: of the modules.
+    """
+    for number, key, _ in snapshot.changes():
+        kind, index = divmod(number, len(modules))
+        if not kind or isinstance(modules[index], torch.jit.ScriptModule):  # a scripted module's are TorchScript's
+            continue
+        if STAMPED[kind - 1] in HOOKS:
+            yield f"{names[index] or 'itself'} (a hook)"
+        elif STAMPED[kind - 1] in ("_parameters", "_modules"):
+            yield path_of(names[index], key)
+
+
+class NewReplicas:
+    """What the replicas of one forward have before it, beside their attributes; in their first forward.
+
+    Args:
+        leftovers: of the model; takes note of what is found.
+        replicas: the modules of each.
+        live_modules: those of which they are replicas, with the names of these.
+        shards: the replicas' positional and keyword inputs.
+    """
+
+    def __init__(
+        self,
+        leftovers: Leftovers,
+        replicas: Sequence[Sequence[nn.Module]],
+        live_modules: Sequence[nn.Module],
+        names: Sequence[str],
+        shards: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
+    ) -> None:
+        self._leftovers = leftovers
+        self._modules = [module for modules in replicas for module in modules]
+        self._live_modules = [*live_modules] * len(replicas)
+        self._names = [*names] * len(replicas)
+        self._shards = [*shards]
+
+    def begin(self) -> None:
+        """Take what the replicas have: forward begins."""
+        self._dicts = DictSnapshot(attribute_dicts_of(self._modules))
+        self._containers = [*self._own_containers()]
+        self._tensors = {id(tensor): (name, tensor) for name, tensor in self._named_tensors()}
+        self._of_tensors = [*map(_attributes_of, self._tensors.values())]
+        self._num_hooks = [torch_private.num_hooks([tensor]) for _, tensor in self._tensors.values()]
+        self._inputs = WatchedInputs(self._shards)
+
+    def end(self, outputs: Sequence[Any] = (), /) -> None:
+        """Add what is found to the leftovers, but for what forward returns."""
+        self._leftovers.add(Kind.ASSIGNED, self._assigned(ids_of_leaves(outputs)))
+
+    def _assigned(self, returned: Collection[int]) -> Iterator[str]:
+        yield from registered(self._dicts, self._modules, self._names)
+        for attribute, container in self._containers:
+            if not container.is_current():
+                yield attribute
+        of_tensors = zip(self._tensors.values(), self._of_tensors, self._num_hooks, strict=True)
+        for (name, tensor), of_tensor, num_hooks in of_tensors:
+            yield from _added(name, tensor, of_tensor)
+            if torch_private.num_hooks([tensor]) > num_hooks:
+                yield f"{name} (a hook)"
+        yield from self._inputs.assigned(returned)
+
+    def _own_containers(self) -> Iterator[tuple[str, ContainerSnapshot]]:
+        """Yield the containers that a replica has in place of the live module's, because they hold layers or weights.
+
+        Not of a class that says itself what its replicas do not share.
+        """
+        for module, live, name in zip(self._modules, self._live_modules, self._names, strict=True):
+            if not type(module)._replicate_for_data_parallel.__module__.startswith("torch."):
+                continue
+            for key, value in vars(module).items():
+                is_own = type(value) in TRACKED and value is not live.__dict__.get(key, GONE)
+                if is_own and key not in _OF_EVERY_MODULE and key not in _DERIVED:
+                    yield path_of(name, key), ContainerSnapshot([value], [live.__dict__.get(key)])
+
+    def _named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for module, name in zip(self._modules, self._names, strict=True):
+            for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    yield path_of(name, key), tensor
+
+
+class WatchedInputs:
+    """What some inputs, positional and keyword ones, hold before forward runs with them."""
+
+    def __init__(self, shards: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
+        self._shards = [*shards]
+        self._leaves = [_leaves(shard) for shard in shards]
+        self._attributes = [[*map(_attributes_of, leaves.items())] for leaves in self._leaves]
+
+    def assigned(self, returned: Collection[int] = ()) -> Iterator[str]:
+        """Yield the path of each attribute and each entry of the inputs that was assigned or removed since.
+
+        Args:
+            returned: ids of what forward returns.
+        """
+        for shard, leaves, attributes in zip(self._shards, self._leaves, self._attributes, strict=True):
+            for named, of_leaf in zip(leaves.items(), attributes, strict=True):
+                yield from _added(*named, of_leaf)
+            now = _leaves(shard)
+            new = {where: leaf for where, leaf in now.items() if leaf is not leaves.get(where, GONE)}
+            yield from (where for where, leaf in new.items() if id(leaf) not in returned)
+            yield from leaves.keys() - now.keys()
+
+
+def _is_shard(shard: Any) -> bool:
+    args, kwargs = shard
+    return isinstance(args, tuple) and isinstance(kwargs, dict)
+
+
+def _leaves(shard: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[str, Any]:
+    args, kwargs = shard
+    return {**dict(pytree.leaves(args, "inputs")), **dict(pytree.leaves(kwargs, "kwargs"))}
+
+
+def _attributes_of(named: tuple[str, Any]) -> Mapping[str, Any]:
+    """Return the attributes that an object has now; nothing of what has none of its own, is a batch, or is used up."""
+    _, value = named
+    if isinstance(value, nn.Module | types.ModuleType | type | SharedIterator) or batch_type_of(value) is not None:
+        return {}
+    return dict(getattr(value, "__dict__", ()))
+
+
+def _added(name: str, value: Any, before: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the path of each attribute that was assigned to a tensor or an input."""
+    for key, now in _attributes_of((name, value)).items():
+        if now is before.get(key, GONE) or key.startswith("_dynamo_"):  # the latter: marks of torch.compile's
+            continue
+        # A tensor of a class of its own may hold its data there.
+        is_data = isinstance(value, torch.Tensor) and type(value) not in (torch.Tensor, nn.Parameter) and key in before
+        if not is_data and not is_equal(before.get(key, GONE), now):
+            yield f"{name}.{key}"
