@@ -145,6 +145,41 @@ def test_a_value_that_has_a_history_keeps_it(wrap: Wrap) -> None:
             torch.testing.assert_close(one.grad, other.grad, check_device=False)
 
 
+class Capturing(nn.Module):
+    """Installs hooks in its first forward, as the models of transformers do for hidden states."""
+
+    def __init__(self, captures: bool) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.is_ready, self.captures = False, captures
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if not self.is_ready:
+            for layer in self.layers:
+                if self.captures:
+                    layer.register_forward_hook(lambda layer, args, output: output * 2)
+                else:
+                    layer.scale = nn.Parameter(torch.full((), 2.0, dtype=x.dtype, device=x.device))
+            self.is_ready = True
+        y = self.layers(x)
+        return y if self.captures else y * self.layers[0].scale
+
+
+@pytest.mark.parametrize("captures", [True, False], ids=["hooks", "parameters"])
+def test_a_flag_is_kept_with_what_it_stands_for(wrap: Wrap, captures: bool) -> None:
+    """R6: hooks that all install stay. Layers and parameters are lost, and then so is the flag that they are there."""
+    plain, model = twins(wrap, Capturing(captures))
+    x = torch.randn(6, 4)
+    plain.to(next(model.parameters()).device)
+    for way in ("threads", "the verbs", "threads"):
+        mode = torch.autograd.graph.save_on_cpu if way == "the verbs" else contextlib.nullcontext
+        with mode(), warnings.catch_warnings():
+            warnings.simplefilter("error" if captures else "ignore")
+            found = model(x)
+        torch.testing.assert_close(found, plain(x.to(found.device)), check_device=False)
+    assert model.module.is_ready is captures
+
+
 @at_one_place
 def test_a_counter_makes_no_other_replicas(wrap: Wrap) -> None:
     """R6, R8: nor does a text that is another one in each step."""
@@ -174,7 +209,7 @@ ASSIGNED: dict[str, tuple[Forward, str]] = {
     "to an input": (lambda m, x: setattr(x, "scale", 2.0), r"inputs\[0\].scale"),
     "a method": (lambda m, x: setattr(m, "way", m.layer.forward), "way"),
     "into a dict with a layer": (lambda m, x: m.table.update(rows=len(x)), "table"),
-    "a hook that stays": (lambda m, x: m.layer.register_forward_hook(lambda *_: None), r"layer \(a hook\)"),
+    "a hook that stays": (lambda m, x: m.layer.register_forward_hook(lambda *_: (m, None)[1]), r"layer \(a hook\)"),
 }
 
 
@@ -298,23 +333,6 @@ def test_where_nothing_is_lost_nothing_is_said(wrap: Wrap, name: str) -> None:
     """R6"""
     for way, step in steps_of(wrap(KEPT[name](), sync_batch_norm=False)).items():
         assert not [str(each.message) for each in said_by(step) if "assigns" in str(each.message)], way
-
-
-def installing(module: Any, x: torch.Tensor) -> torch.Tensor:
-    if not module.layer._forward_hooks:  # as transformers does to return hidden states
-        module.layer.register_forward_hook(lambda layer, args, output: 2 * output)
-    output: torch.Tensor = module.layer(x)
-    return output
-
-
-def test_one_plain_forward_before_wrapping_installs_hooks(wrap: Wrap) -> None:
-    """R6, R9: as the warning says."""
-    (said,) = said_by(steps_of(wrap(Calls(installing, layer=nn.Linear(4, 4))))["training"])
-    assert "layer (a hook)" in str(said.message)
-    assert "hooks, call the plain module once before you wrap it" in str(said.message)
-    plain = Calls(installing, layer=nn.Linear(4, 4))
-    plain(torch.randn(1, 4))
-    assert said_by(steps_of(wrap(plain))["training"]) == []
 
 
 # What replicas share and write into

@@ -37,6 +37,7 @@ from unisono.leftovers.attributes import (
     attribute_dicts_of,
     depends_on_runs,
     ids_of_leaves,
+    keep_hooks,
     path_of,
     registered,
     told_apart,
@@ -287,7 +288,7 @@ class Replicas:
         self._modules = [module for replica in each for module in replica.modules]
         self.rows: Sequence[int] = ()
         self.run_whole = False
-        self._dicts = DictSnapshot(attribute_dicts_of(self._modules) if returns_to is not None else [])
+        self._dicts = DictSnapshot(attribute_dicts_of(self._modules))
         if self.is_remote:
             self._take_assigned(0)
         if returns_to is None:
@@ -352,8 +353,14 @@ class Replicas:
         changes = [change for change in self.attributes.changes() if change[:2] not in blueprint.lost]
         modules = [replica.modules for replica in self.each]
         kept, lost = told_apart(changes, before, modules, rows, returned, blueprint.assigned)
-        if not self.run_whole:
-            lost += [(n, key) for n, key, value in kept if depends_on_runs(before[n].get(key), value, rows)]
+        if not self.run_whole or not keep_hooks(self._dicts, self._modules, blueprint.modules):
+            names = blueprint.names * len(self.each)
+            self._leftovers.add(Kind.ASSIGNED, registered(self._dicts, self._modules, names))
+            lost += [
+                (number, key)
+                for number, key, value in kept
+                if self.run_whole or depends_on_runs(before[number].get(key), value, rows)
+            ]
             kept = []
         blueprint.lost.update(lost)
         self._leftovers.add(Kind.ASSIGNED, [path_of(blueprint.names[n], key) for n, key in lost])
@@ -390,8 +397,7 @@ class Replicas:
     def _put(self, index: int, number: int, key: str, value: Any) -> None:
         if index == 0:
             self.attributes.put(number, key, value)
-        if self._dicts.dicts:
-            self._dicts.put(index * len(self.each[0].modules) + number, key, value)
+        self._dicts.put(index * len(self.each[0].modules) + number, key, value)
 
     def _count_references(self) -> list[int]:
         return [*map(sys.getrefcount, self._modules)]

@@ -350,7 +350,8 @@ class Forward:
             call = self._call
             runs_whole = call.parts == 1 and not call.rescue and not self._model.row_limits
             self._replicas.run_whole, self._replicas.rows = runs_whole, call.sizes if runs_whole else call.sizes_of_runs
-            kept = [] if self._replicas.attributes.is_current() else self._replicas.assigned(outputs)
+            is_as_before = not self._replicas.are_new and self._replicas.attributes.is_current()
+            kept = [] if is_as_before else self._replicas.assigned(outputs)
             if self._model.written and not inside_replica():
                 self._pass_on_written()
             if self._inputs.assigned_in_parts:

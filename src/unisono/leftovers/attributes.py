@@ -23,12 +23,13 @@ import torch
 from torch import nn
 
 from unisono.leftovers.report import Kind, Leftovers
+from unisono.leftovers.shared import function_of
 from unisono.primitives import pytree
 from unisono.primitives.batch_types import batch_type_of
 from unisono.primitives.blueprint import HOOKS, STAMPED
 from unisono.primitives.change_tracking import GONE, Change, ContainerSnapshot, DictSnapshot
 from unisono.primitives.object_state import is_equal, same_value, state_of
-from unisono.primitives.references import MODES
+from unisono.primitives.references import MODES, references
 from unisono.primitives.shared_iterators import SharedIterator
 from unisono.primitives.visitor import TRACKED, Place, held, is_a, visit
 from unisono.runtime import devices as _devices
@@ -151,15 +152,18 @@ class AnyReplicas:
         self.names, self.live_modules = [*common], [*common.values()]
         self.modules = [[each[path] for path in common] for each in by_path]
         is_live = any(a is b for a, b in zip(self.live_modules, self.modules[0] if self.modules else (), strict=False))
-        first = [] if is_live else self.modules[:1]
-        self._attributes = DictSnapshot([module.__dict__ for modules in first for module in modules])
+        self._each = [] if is_live else [module for modules in self.modules for module in modules]
+        self._dicts = DictSnapshot(attribute_dicts_of(self._each))
 
     def commit(self, rows: Collection[int], outputs: Sequence[Any]) -> Iterator[str]:
         """Give the module what all replicas have set alike; yield the paths of what is lost."""
-        if self._attributes.is_current():
+        if self._dicts.is_current():
             return
-        changes, before = self._attributes.changes(), self._attributes.copies
-        kept, lost = told_apart(changes, before, self.modules, rows, ids_of_leaves(outputs))
+        changes = [change for change in self._dicts.changes() if change[0] < len(self.names)]
+        kept, lost = told_apart(changes, self._dicts.copies, self.modules, rows, ids_of_leaves(outputs))
+        if not keep_hooks(self._dicts, self._each, self.live_modules):
+            yield from registered(self._dicts, self._each, self.names * len(self.modules))
+            kept = []
         for number, key, value in kept:
             if value is GONE:
                 self.live_modules[number].__dict__.pop(key, None)
@@ -245,6 +249,43 @@ def registered(snapshot: DictSnapshot, modules: Sequence[nn.Module], names: Sequ
             yield path_of(names[index], key)
 
 
+def keep_hooks(snapshot: DictSnapshot, modules: Sequence[nn.Module], live_modules: Sequence[nn.Module]) -> bool:
+    """Give live modules the hooks that all replicas have registered alike, if these refer to no replica.
+
+    Return whether that was all that was registered since a snapshot: layers, parameters and other hooks are lost with
+    the replicas. Then no attribute may be kept: it may be the flag that they are there.
+
+    Args:
+        snapshot: of `attribute_dicts_of(modules)`.
+        modules: of all replicas, one replica after the other.
+    """
+    of_each: dict[int, list[tuple[str, int, Any, Any]]] = {}
+    changes = snapshot.changes()
+    for number, key, value in changes:
+        kind, index = divmod(number, len(modules))
+        replica, module = divmod(index, len(live_modules))
+        if kind and STAMPED[kind - 1] in ("_parameters", "_modules"):
+            return False
+        if kind and STAMPED[kind - 1] != "_buffers":
+            of_each.setdefault(replica, []).append((STAMPED[kind - 1], module, key, value))
+    first = of_each.get(0, [])
+    forms = {tuple([(name, module, _code_of(value)) for name, module, _, value in each]) for each in of_each.values()}
+    if len(of_each) not in (0, len(modules) // len(live_modules)) or len(forms) > 1:
+        return False
+    if any(value is GONE or references(value) for *_, value in first):
+        return False
+    for name, module, key, value in first:
+        live_modules[module].__dict__[name][key] = value
+    for number, key, value in changes:
+        if number >= len(modules):
+            snapshot.put(number, key, value)
+    return True
+
+
+def _code_of(hook: Any) -> Any:
+    return getattr(function_of(hook), "__code__", type(hook))
+
+
 class NewReplicas:
     """What the replicas of one forward have before it, beside their attributes; in their first forward.
 
@@ -271,7 +312,6 @@ class NewReplicas:
 
     def begin(self) -> None:
         """Take what the replicas have: forward begins."""
-        self._dicts = DictSnapshot(attribute_dicts_of(self._modules))
         self._containers = [*self._own_containers()]
         self._tensors = {id(tensor): (name, tensor) for name, tensor in self._named_tensors()}
         self._of_tensors = [*map(_attributes_of, self._tensors.values())]
@@ -283,7 +323,6 @@ class NewReplicas:
         self._leftovers.add(Kind.ASSIGNED, self._assigned(ids_of_leaves(outputs)))
 
     def _assigned(self, returned: Collection[int]) -> Iterator[str]:
-        yield from registered(self._dicts, self._modules, self._names)
         for attribute, container in self._containers:
             if not container.is_current():
                 yield attribute
