@@ -11,6 +11,7 @@ import functools
 import io
 import itertools
 import threading
+import time
 import types
 import warnings
 from collections import deque
@@ -143,6 +144,52 @@ def test_a_value_that_has_a_history_keeps_it(wrap: Wrap) -> None:
             (loss + module.penalty).backward()
         for one, other in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(one.grad, other.grad, check_device=False)
+
+
+class Attention(nn.Module):
+    """Keeps what it has computed from one input, until its decoder resets it: in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.computed = nn.Linear(4, 4), None
+
+    def reset(self) -> None:
+        self.computed = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.computed is None:
+            self.computed = self.layer(x)
+        return self.computed + x
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.attention.reset()
+        output: torch.Tensor = self.attention(x)
+        return output
+
+
+class WithEntry(Decoder):
+    def forward(self, batch: dict[str, Any]) -> dict[str, Any]:  # type: ignore[override]
+        batch["y"] = super().forward(batch["x"])
+        return batch
+
+
+class Timed(Decoder):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.begun, self.ended = time.perf_counter(), time.time()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("module", [Decoder, WithEntry, Timed])
+def test_what_no_program_misses_is_not_said(wrap: Wrap, module: type[nn.Module]) -> None:
+    """R6: what forward resets, an entry that it returns, clocks. It was said."""
+    model, x = wrap(module()), torch.randn(6, 4)
+    assert [str(each.message) for each in said_by(lambda: model({"x": x} if module is WithEntry else x))] == []
 
 
 class Capturing(nn.Module):

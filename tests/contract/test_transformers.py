@@ -5,6 +5,7 @@ The models are tiny and have random parameters: nothing is downloaded.
 
 import copy
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -151,3 +152,34 @@ def test_models_with_dropout_are_compared(name: str, attention: str) -> None:
     report = unisono.verify(model, inputs, device_ids=["cpu", "cpu"], scalars={"loss": "mean"}, show=False)
     assert report.same, str(report)
     assert any("dropout drops nothing" in note for note in report.notes)
+
+
+STOCK: dict[str, Callable[[], nn.Module]] = {
+    "bert": lambda: transformers.BertModel(transformers.BertConfig(vocab_size=WORDS, **SMALL)),
+    "vit": lambda: transformers.ViTModel(transformers.ViTConfig(image_size=32, patch_size=8, **SMALL)),
+    "swin": lambda: transformers.SwinModel(
+        transformers.SwinConfig(
+            image_size=32, patch_size=4, embed_dim=16, depths=[1, 1], num_heads=[2, 2], window_size=4
+        )
+    ),
+    "funnel": lambda: transformers.FunnelModel(
+        transformers.FunnelConfig(
+            vocab_size=WORDS, block_sizes=[1, 1], num_decoder_layers=1, d_model=16, n_head=2, d_head=8, d_inner=32
+        )
+    ),
+}
+
+
+@at_one_place
+@pytest.mark.parametrize("name", STOCK)
+def test_hidden_states_of_stock_models(wrap: Wrap, name: str) -> None:
+    """R6: the first forward installs hooks, and others keep sizes and tables: as on one device, with nothing to say."""
+    plain = STOCK[name]().eval()
+    model = wrap(copy.deepcopy(plain), 2)
+    given = {"pixel_values": torch.randn(6, 3, 32, 32)} if name in ("vit", "swin") else {"input_ids": tokens()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for mode in (torch.enable_grad, torch.no_grad, torch.enable_grad):
+            with mode():
+                found, expected = (each(**given, output_hidden_states=True).hidden_states for each in (model, plain))
+            torch.testing.assert_close([*found], [*expected], rtol=1e-5, atol=1e-5)

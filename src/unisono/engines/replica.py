@@ -349,7 +349,8 @@ class Replicas:
             outputs: of the replicas.
         """
         blueprint, before, returned = self._blueprint, self.attributes.copies, ids_of_leaves(outputs)
-        rows = {*self.rows} if len(self.rows) > 1 or not self.run_whole else set()
+        has_all = len(self.rows) == 1 and self.run_whole  # one replica, as one device
+        rows = set[int]() if has_all else {*self.rows}
         changes = [change for change in self.attributes.changes() if change[:2] not in blueprint.lost]
         modules = [replica.modules for replica in self.each]
         kept, lost = told_apart(changes, before, modules, rows, returned, blueprint.assigned)

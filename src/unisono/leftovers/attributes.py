@@ -112,7 +112,8 @@ def _are_alike_leaves(values: Sequence[Any], before: Any, rows: Collection[int],
         return all(_is_same_tensor(first, each) for each in values[1:])
     if isinstance(first, _NUMBERS) and not isinstance(first, bool):
         change = first - before if isinstance(before, _NUMBERS) else None
-        if change in rows or (first in rows and 1 not in (first, change)):  # one that counts comes by
+        # Where replicas have different numbers of rows, it is none of them. One that counts comes by.
+        if len({*rows}) == 1 and (change in rows or (first in rows and 1 not in (first, change))):
             return False
     return all(same_value(first, each) or (first != first and each != each) for each in values[1:])  # NaN is NaN
 
