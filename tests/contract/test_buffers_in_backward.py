@@ -128,8 +128,22 @@ def accumulated(call: Call, root: nn.Module, xs: list[torch.Tensor]) -> None:
         call(x).pow(2).sum().backward()
 
 
+def losses_in_another_order(call: Call, root: nn.Module, xs: list[torch.Tensor]) -> None:
+    """One device goes through the last forward first, whatever the order of the losses."""
+    first, second, third = map(call, xs)
+    loss = second.sum() + third.pow(2).sum() + first.exp().sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def backwards_in_another_order(call: Call, root: nn.Module, xs: list[torch.Tensor]) -> None:
+    first, second, third = map(call, xs)
+    (second.pow(2).sum() + first.pow(3).sum()).backward()
+    third.pow(2).sum().backward()
+
+
 BETWEEN = [one_backward_of_three, each_in_turn, a_forward_without_gradients, the_module_itself, the_programs_write]
-BETWEEN += [a_second_backward, accumulated]
+BETWEEN += [a_second_backward, accumulated, losses_in_another_order, backwards_in_another_order]
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")  # torch's, without gradients

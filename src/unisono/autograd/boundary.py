@@ -16,7 +16,8 @@ replica graphs           (3) BucketNodes ──► tensors of replica i ──�
 
 (2) is a node of its own because the tokens are on the CPU: torch runs it in the thread that has called backward, and
 not in the one thread that it has for an accelerator. So it can wait for the replicas, and the boundaries of several
-forwards run one after the other, in an order that does not depend on time.
+forwards run one after the other: those of the last forward first, as on one device, because torch's engine runs the
+latest of the nodes that are ready, and (1) to (4) keep the place in which they were made.
 
 An output may lie on the way to others, as `hidden` does in `return head(hidden), hidden`. It has a lower level than
 they, and the caller's graph has the way:
@@ -42,7 +43,7 @@ from typing import Any
 
 import torch
 
-from unisono.autograd.bucket import BOUNDARIES, FIRST, Gradients
+from unisono.autograd.bucket import Gradients
 from unisono.autograd.replica_graph import Joined, ReplicaGraphs
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline, torch_private
@@ -76,14 +77,12 @@ class _Incoming:
         grads: of each output; None: none has come.
         streams: on which they are computed.
         device_threads: those that torch has for the accelerators of the outputs.
-        levels: those of the outputs that have run.
         totals: the outputs whose gradients have in them what comes from the levels above.
     """
 
     grads: Gradients
     streams: list[torch.Stream] = field(default_factory=list)
     device_threads: set[int] = field(default_factory=set)
-    levels: tuple[int, ...] = ()
     totals: set[int] = field(default_factory=set)
 
     def here(self) -> Gradients:
@@ -107,7 +106,6 @@ class _Output(torch.autograd.Function):
         ctx: Any, token: torch.Tensor, graphs: ReplicaGraphs, incoming: dict[int, _Incoming], number: int
     ) -> torch.Tensor:
         ctx.incoming, ctx.number, ctx.num_outputs = incoming, number, len(graphs.outputs)
-        ctx.level = graphs.levels[number]
         ctx.set_materialize_grads(False)
         each = graphs.outputs[number]
         result = each.join(each.tensors)
@@ -128,10 +126,6 @@ class _Output(torch.autograd.Function):
             incoming.streams += current_streams_of([grad])
             if not _devices.computes_on_host(grad.device):
                 incoming.device_threads.add(threading.get_ident())
-        if ctx.level not in incoming.levels:
-            # On accelerators (2) may be ready before or after that of another forward, as two threads happen to run.
-            incoming.levels += (ctx.level,)
-            torch_private.run_in_turn(ctx.next_functions[0][0], BOUNDARIES)
         return None, None, None, None
 
 
@@ -154,7 +148,6 @@ class _Level(torch.autograd.Function):
     @critical
     def backward(ctx: Any, _: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         next_token, *nodes = [node for node, _ in ctx.next_functions]
-        torch_private.run_in_turn(next_token, BOUNDARIES)
         number = torch_private.number_of_backward()
         goes_on = torch_private.backward_runs(next_token)
         incoming = ctx.incoming[number] if goes_on else ctx.incoming.pop(number)
@@ -309,37 +302,26 @@ def join(graphs: ReplicaGraphs) -> Sequence[torch.Tensor]:
     tokens = [group.token for group in graphs.groups]
     earlier = [token for _, token in graphs.captured.earlier]
     token = _link_replicas(graphs, incoming, *tokens, *[leaf.live for leaf in graphs.leaves], *earlier)
-    if graphs.on_way:
-        joined, nodes = _joined_by_level(graphs, incoming, token)
-    else:
-        joined = [_join_output(token, graphs, incoming, number) for number, _ in enumerate(graphs.outputs)]
-        nodes = [token.grad_fn, *[tensor.grad_fn for tensor in joined]]
     # Losses that left forward in another way lead to the replicas' graphs directly. A backward of both goes through the
-    # boundary first, which then keeps these graphs.
-    for node in nodes:
-        if node is not None:
-            torch_private.run_first(node, FIRST)
-    return joined
+    # boundary first, which then keeps these graphs: its nodes are made after theirs, in whatever thread those were.
+    if graphs.on_way:
+        return _joined_by_level(graphs, incoming, token)
+    return [_join_output(token, graphs, incoming, number) for number, _ in enumerate(graphs.outputs)]
 
 
-def _joined_by_level(
-    graphs: ReplicaGraphs, incoming: dict[int, _Incoming], token: torch.Tensor
-) -> tuple[list[torch.Tensor], list[Any]]:
-    """Return the joined outputs, of which some lie on the way to others; and all new nodes."""
+def _joined_by_level(graphs: ReplicaGraphs, incoming: dict[int, _Incoming], token: torch.Tensor) -> list[torch.Tensor]:
+    """Return the joined outputs, of which some lie on the way to others."""
     # Those of the forward, where these are graphs of gradients. What the caller has dropped is not seen.
     joined = {k: each.ref() for k, each in graphs.on_way.items() if each is not None}
-    nodes = [token.grad_fn]
     for level in range(max(graphs.levels) + 1):
         below = {k: joined[k] for k, each in graphs.on_way.items() if each and graphs.levels[k] == level - 1}
         if lower := {k: tensor for k, tensor in below.items() if tensor is not None}:
             token = _link_level(graphs, incoming, [*lower], token, *lower.values())
-            nodes.append(token.grad_fn)
         for number in [k for k, of_output in enumerate(graphs.levels) if of_output == level and k not in joined]:
             tensor = joined[number] = _join_output(token, graphs, incoming, number)
-            nodes.append(tensor.grad_fn)
             if number in graphs.on_way and tensor.requires_grad:
                 graphs.on_way[number] = Joined.of(tensor, graphs.outputs[number].tensors)
-    return [joined[k] for k, _ in enumerate(graphs.outputs)], nodes  # type: ignore[misc]
+    return [joined[k] for k, _ in enumerate(graphs.outputs)]  # type: ignore[misc]
 
 
 def _differentiable_backward(

@@ -54,11 +54,9 @@ _SEVERAL_MODELS = (
     "a time."
 )
 
-# Added to the sequence numbers of nodes that torch's engine runs as soon as they are ready, those of the last forward
-# first. A LiveNode comes before the next forward's boundary, whose gradients would need memory beside its own.
-FIRST = 1 << 62
-BOUNDARIES = FIRST + (1 << 61)  # boundaries have numbers below it, and above those of all other nodes
-_BEFORE_ALL = BOUNDARIES
+# Added to the sequence numbers of nodes that torch's engine runs as soon as they are ready. A LiveNode comes before the
+# next forward's boundary, whose gradients would need memory beside its own.
+_FIRST = 1 << 62
 
 
 # ---- nodes ----------------------------------------------------------------------------------------
@@ -391,7 +389,7 @@ def token_of(collector: Collector) -> torch.Tensor:
     """Return a token for the live tensors of a collector."""
     token: torch.Tensor = LiveNode.apply(collector, *collector.live)  # type: ignore[no-untyped-call]
     if token.grad_fn is not None:
-        torch_private.run_first(token.grad_fn, _BEFORE_ALL)
+        torch_private.run_first(token.grad_fn, _FIRST)
     return token
 
 
@@ -457,7 +455,7 @@ def own_tensors(
     """
     of_node = token, collector.mark, leaf, collector, bucket, replica
     tensors: tuple[torch.Tensor, ...] = BucketNode.apply(*of_node, lambda: tuple(given))  # type: ignore[no-untyped-call]
-    torch_private.run_first(tensors[0].grad_fn, FIRST)
+    torch_private.run_first(tensors[0].grad_fn, _FIRST)
     _collectors[id(collector)] = collector
     if collector.frozen:  # by an earlier forward
         collector.frozen.difference_update([each for each in [*collector.frozen] if each[:2] == (bucket, replica)])

@@ -229,7 +229,7 @@ def _run_in_threads(
     in_workers = [*range(num_tasks)]
     if here is not None:
         in_workers.remove(here)
-    # A node of the caller's graph is to come before those of the replicas' in a backward that reaches both.
+    # A node that the caller makes next is to come before those of the replicas in a backward that reaches both.
     most_nodes = torch_private.sequence_number() if torch.is_grad_enabled() else None
     num_running = len(in_workers)
     workers = _pool.borrow([devices[i] for i in in_workers], most_nodes)  # fails where the system gives no more threads
@@ -261,6 +261,9 @@ def _run_in_threads(
             ended[index] = ended_now
             del ended_now
             _raise_if_urgent(ended[index])
+        most_made = max([worker.num_nodes for worker in workers])
+        if most_nodes is not None and most_made > most_nodes:
+            torch_private.number_nodes_from(most_made)
         return [*map(ended.__getitem__, range(num_tasks))]
     finally:
         have_ended = [*map(ended.__contains__, in_workers)]

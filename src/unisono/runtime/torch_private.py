@@ -10,7 +10,6 @@ import ctypes
 import functools
 import importlib
 import inspect
-import itertools
 import operator
 import sys
 import threading
@@ -282,18 +281,6 @@ def run_first(node: Any, number: int) -> None:
         node._set_sequence_nr(number + node._sequence_nr())
 
 
-_num_in_turn = itertools.count(1)
-
-
-def run_in_turn(node: Any, number: int) -> None:
-    """Give a node a sequence number below `number`, and below those of earlier calls.
-
-    So nodes that are ready run in the order of these calls. Fallback: nothing; then they run in another order.
-    """
-    if _numbers_nodes:
-        node._set_sequence_nr(number - next(_num_in_turn))
-
-
 def is_batch_norm_in_training(node: Any) -> bool:
     """Return whether a node of a graph belongs to a batch norm by the statistics of its input, which has several rows.
 
@@ -331,6 +318,17 @@ def sequence_number() -> int:
         node: Any = _counted.neg().grad_fn
     number = getattr(node, "_sequence_nr", None)
     return 0 if number is None else int(number())
+
+
+def number_nodes_from(number: int) -> None:
+    """Have the next nodes that the calling thread makes a sequence number of at least this. Fallback: nothing.
+
+    It makes nodes, so it costs what those have cost that are to be passed.
+    """
+    missing = number - sequence_number()
+    with torch.enable_grad():
+        for _ in range(missing):
+            _counted.neg()
 
 
 def number_of_backward() -> int:
