@@ -210,6 +210,34 @@ def test_a_backward_runs_a_checkpoint_once(wrap: Wrap, step: Callable[..., Any],
     assert_alike(wrap, net, lambda call, root: [step(call, root) for _ in range(2)], 2, 1e-10)
 
 
+def penalties(call: Call, xs: list[torch.Tensor], penalised: list[int], used: list[int]) -> None:
+    """One loss of the outputs of some forwards, and of the gradients of some, which may be others."""
+    for x in xs:
+        x.requires_grad_()
+    outputs = [call(x, False) for x in xs]
+    grads = [torch.autograd.grad(outputs[k].exp().sum(), xs[k], create_graph=True) for k in penalised]
+    torch.stack([*[grad.pow(2).sum() for (grad,) in grads], *[outputs[k].pow(3).sum() for k in used]]).sum().backward()
+
+
+@pytest.mark.parametrize("name", ["in_place", "reassigned", "spectral norm"])
+@pytest.mark.parametrize(("penalised", "used"), [([1], [0]), ([0, 1], [0, 1]), ([1, 0], []), ([0], [1])], ids=str)
+def test_gradients_of_several_forwards(wrap: Wrap, name: str, penalised: list[int], used: list[int]) -> None:
+    """R5, N3: the second run through a forward's graphs undid what the other forward's checkpoint had changed.
+
+    Where the first gradient needs the checkpoint of the earlier forward, replicas cannot have one device's order.
+    """
+
+    def steps(call: Call, root: nn.Module) -> None:
+        for _ in range(2):
+            penalties(call, [torch.randn(7, 3) for _ in range(2)], penalised, used)
+
+    if name == "spectral norm" and penalised[-1] == 0:
+        with pytest.raises(RuntimeError, match="Let the forward whose gradients the loss uses be the last one"):
+            assert_alike(wrap, MODULES[name](), steps, 2, 1e-10)
+    else:
+        assert_alike(wrap, MODULES[name](), steps, 2, 1e-10)
+
+
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")  # torch's
 @pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
 def test_a_checkpoint_that_only_some_inputs_reach(wrap: Wrap, reentrant: bool) -> None:

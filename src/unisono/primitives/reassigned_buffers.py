@@ -7,6 +7,8 @@ In backward an activation checkpoint runs a part of forward again, and reads wha
 (`BuffersInBackward`).
 """
 
+import itertools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeAlias, TypeVar
@@ -82,6 +84,14 @@ _CHANGED = (
 )
 
 
+_OUT_OF_ORDER = (
+    "in this backward an activation checkpoint of {module} would read the buffer {name} after that of an earlier "
+    "forward has changed it, where one device runs the checkpoints of the last forward first: the loss uses gradients of the "
+    "earlier forward (create_graph=True), which replicas compute as a whole. Let the forward whose gradients the loss "
+    "uses be the last one before backward; or change the buffer outside of the checkpoint."
+)
+
+
 class BuffersInBackward:
     """Lets activation checkpoints in the backward of one step's replicas read the buffers as on one device.
 
@@ -109,7 +119,8 @@ class BuffersInBackward:
         self._live = buffer_registries(live_modules).dicts
         self._reassigns = False
         self._backward = -1  # the number of the last one
-        self._before: Any = None  # what it has begun with: the live registries, and the values of the buffers
+        self._before: Any = None  # what it has begun with: `_state`
+        self._forward = 0  # the number of the forward, in this process
         self._buffers: list[torch.Tensor] = []  # after the forward
         self._versions: list[int | None] = []
 
@@ -121,7 +132,7 @@ class BuffersInBackward:
             in_parts: whether the checkpoints are those of parts, which the plain module does not have. Then a backward
                 raises RuntimeError if a buffer has changed.
         """
-        self._reassigns, self._in_parts = reassigns, in_parts
+        self._reassigns, self._in_parts, self._forward = reassigns, in_parts, next(_forwards)
         if in_parts:
             self._buffers = self._now()
             self._versions = versions_of(self._buffers)
@@ -131,10 +142,17 @@ class BuffersInBackward:
 
         Args:
             repeats: whether one backward of the caller's may run through the graphs several times, as for derivatives
-                of higher order. One device runs a checkpoint once then: so each time begins with the same buffers.
+                of higher order. One device runs a checkpoint once then: so each time that does begins with the same
+                buffers, and what the first one and other forwards have made of them stays.
         """
-        if repeats and not self._in_parts:
-            self._begin_or_repeat(torch_private.number_of_backward())
+        number = torch_private.number_of_backward()
+        is_again = number == self._backward >= 0
+        if _first_passes and not self._in_parts and not is_again:
+            self._check_order(number)
+        repeats = repeats and not self._in_parts
+        state = self._state() if repeats else None
+        if repeats and is_again:
+            self._put_back(self._before)
         now = self._now()
         if not self._in_parts:
             self._renew(now)
@@ -153,6 +171,13 @@ class BuffersInBackward:
             detached = {id(value): value.detach() for _, _, value in changes if isinstance(value, torch.Tensor)}
             devices = self._devices[0], self._live_device
             commit_buffers(changes, self._modules, self._live_modules, detached, *devices)
+        if repeats and is_again:
+            self._put_back(state)
+        elif repeats:
+            self._backward, self._before = number, state
+            _first_passes[id(self)] = self
+            if not self._changed():  # it may have come to no checkpoint
+                self._backward = -1
 
     def _copies_of_first(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the first replica's buffers that are copies, on another device, each with the live one."""
@@ -162,19 +187,38 @@ class BuffersInBackward:
         both = [(own[name], live[name]) for own, live in pairs for name in own.keys() & live.keys()]
         return [(one, other) for one, other in both if one is not None and other is not None and one is not other]
 
-    def _begin_or_repeat(self, number: int) -> None:
-        """Note what a backward begins with; in the same backward, go back to it."""
-        now = self._now()
-        if number != self._backward or number < 0:
-            values = [(buffer, buffer.data, buffer.detach().clone()) for buffer in now if not buffer.is_inference()]
-            self._backward, self._before = number, ([*map(dict, self._live)], values)
-            return
-        registries, values = self._before
+    def _state(self) -> "_State":
+        """Return the live registries; and the buffers, each with its memory and its value."""
+        buffers = [buffer for buffer in self._now() if not buffer.is_inference()]
+        return [*map(dict, self._live)], [(buffer, buffer.data, buffer.detach().clone()) for buffer in buffers]
+
+    def _put_back(self, state: "_State") -> None:
+        registries, values = state
         for live, before in zip(self._live, registries, strict=True):
             fill(live, before)
         for buffer, data, value in values:
             data.copy_(value)  # no version counts it: graphs that have saved the buffer stay valid
             buffer.data = data
+
+    def _check_order(self, number: int) -> None:
+        """Raise RuntimeError if an earlier forward, which one device runs later, has changed a buffer in this backward."""
+        live = {*map(id, self._live)}
+        every = [each for ref in _first_passes.valuerefs() if (each := ref()) is not None]
+        for other in [each for each in every if each._backward == number and each._forward < self._forward]:
+            if changed := [name for registry, name in other._changed() if id(registry) in live]:
+                module = type(self._live_modules[0]).__name__
+                raise RuntimeError(_OUT_OF_ORDER.format(module=module, name=repr(changed[0])))
+
+    def _changed(self) -> list[tuple[Any, str]]:
+        """Return the live buffers that differ from those with which the last backward began: registry, name."""
+        registries, values = self._before
+        before = {id(buffer): value for buffer, _, value in values}
+        found: list[tuple[Any, str]] = []
+        for path, live, registry in zip(self._names, self._live, registries, strict=True):
+            for name, was in registry.items():
+                if live.get(name) is not was or (id(was) in before and not _are_equal(was, before[id(was)])):
+                    found.append((live, f"{path}.{name}" if path else name))
+        return found
 
     def _now(self) -> list[torch.Tensor]:
         return [buffer for buffer in chain(*map(_values, self._live)) if buffer is not None]
@@ -204,4 +248,12 @@ def versions_of(buffers: Sequence[torch.Tensor]) -> list[int | None]:
     return [None if buffer.is_inference() else buffer._version for buffer in buffers]
 
 
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+_State: TypeAlias = tuple[list[dict[str, Any]], list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]
 _values = dict.values
+_forwards = itertools.count(1)
+# Those of which a backward may run several times, and has run the first time.
+_first_passes: "weakref.WeakValueDictionary[int, BuffersInBackward]" = weakref.WeakValueDictionary()
