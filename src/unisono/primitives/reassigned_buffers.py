@@ -86,9 +86,9 @@ _CHANGED = (
 
 _OUT_OF_ORDER = (
     "in this backward an activation checkpoint of {module} would read the buffer {name} after that of an earlier "
-    "forward has changed it, where one device runs the checkpoints of the last forward first: the loss uses gradients of the "
-    "earlier forward (create_graph=True), which replicas compute as a whole. Let the forward whose gradients the loss "
-    "uses be the last one before backward; or change the buffer outside of the checkpoint."
+    "forward has changed it, where one device runs the checkpoints of the last forward first: the loss uses gradients "
+    "of the earlier forward (create_graph=True), which replicas compute as a whole. Let the forward whose gradients "
+    "the loss uses be the last one before backward; or change the buffer outside of the checkpoint."
 )
 
 
@@ -201,7 +201,7 @@ class BuffersInBackward:
             buffer.data = data
 
     def _check_order(self, number: int) -> None:
-        """Raise RuntimeError if an earlier forward, which one device runs later, has changed a buffer in this backward."""
+        """Raise RuntimeError if an earlier forward, which comes later on one device, has changed a buffer."""
         live = {*map(id, self._live)}
         every = [each for ref in _first_passes.valuerefs() if (each := ref()) is not None]
         for other in [each for each in every if each._backward == number and each._forward < self._forward]:
