@@ -24,7 +24,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -71,6 +71,7 @@ from unisono.primitives.replicate import check_device, unchanged_on_failure
 from unisono.primitives.written_parameters import LookAtParameters
 from unisono.runtime import devices as _devices
 from unisono.runtime import draws_off, timeline
+from unisono.runtime.contexts import contextmanager
 from unisono.runtime.errors import ReplicaTimeout, add_note, text_of
 from unisono.runtime.exchange import Exchange, exchanging
 from unisono.runtime.model_warnings import ModelWarnings

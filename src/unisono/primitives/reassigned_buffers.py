@@ -149,9 +149,8 @@ class BuffersInBackward:
         is_again = number == self._backward >= 0
         if _first_passes and not self._in_parts and not is_again:
             self._check_order(number)
-        repeats = repeats and not self._in_parts
-        state = self._state() if repeats else None
-        if repeats and is_again:
+        state = self._state() if repeats and not self._in_parts else None
+        if state is not None and is_again:
             self._put_back(self._before)
         now = self._now()
         if not self._in_parts:
@@ -171,9 +170,9 @@ class BuffersInBackward:
             detached = {id(value): value.detach() for _, _, value in changes if isinstance(value, torch.Tensor)}
             devices = self._devices[0], self._live_device
             commit_buffers(changes, self._modules, self._live_modules, detached, *devices)
-        if repeats and is_again:
+        if state is not None and is_again:
             self._put_back(state)
-        elif repeats:
+        elif state is not None:
             self._backward, self._before = number, state
             _first_passes[id(self)] = self
             if not self._changed():  # it may have come to no checkpoint
@@ -216,7 +215,8 @@ class BuffersInBackward:
         found: list[tuple[Any, str]] = []
         for path, live, registry in zip(self._names, self._live, registries, strict=True):
             for name, was in registry.items():
-                if live.get(name) is not was or (id(was) in before and not _are_equal(was, before[id(was)])):
+                value = before.get(id(was))
+                if live.get(name) is not was or (was is not None and value is not None and not _are_equal(was, value)):
                     found.append((live, f"{path}.{name}" if path else name))
         return found
 

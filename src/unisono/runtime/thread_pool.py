@@ -44,6 +44,7 @@ import torch
 
 from unisono.runtime import affinity, torch_private
 from unisono.runtime import devices as _devices
+from unisono.runtime.contexts import contextmanager
 from unisono.runtime.errors import ReplicaNames, ReplicaTimeout, log, threads_timed_out
 from unisono.runtime.forks import in_forked_child
 from unisono.runtime.interrupts import WAKE_S, deliver
@@ -109,7 +110,7 @@ def nothing_around(index: int) -> AbstractContextManager[None]:
     return _NOTHING
 
 
-@contextlib.contextmanager
+@contextmanager
 def _all_of(contexts: Sequence[ReplicaContext], index: int) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for context in contexts:
@@ -388,7 +389,7 @@ class Background:
                     self.abandon(index)
 
 
-@contextlib.contextmanager
+@contextmanager
 def as_first_replica(devices: Sequence[torch.device], state: ThreadState) -> Iterator[None]:
     """The context in which the calling thread is the first replica's, with a replica's part of its intra-op threads."""
     before, each = _thread_counts.begin(devices)

@@ -27,6 +27,7 @@ import torch._functorch.eager_transforms
 import torch.nn.utils.parametrize
 from torch.utils import _python_dispatch
 
+from unisono.runtime.contexts import contextmanager
 from unisono.runtime.interrupts import interruptible
 
 # ---- tracing -------------------------------------------------------------------------------------
@@ -623,7 +624,7 @@ def function_modes() -> list[Any]:
         return []
 
 
-@contextlib.contextmanager
+@contextmanager
 def with_function_mode(mode: Any) -> Iterator[None]:
     """Enter a `TorchFunctionMode`; at the end this thread's modes are those of before, whatever happened meanwhile.
 
@@ -899,7 +900,7 @@ def caches_parametrizations() -> bool:
     return bool(getattr(torch.nn.utils.parametrize, "_cache_enabled", 0))
 
 
-@contextlib.contextmanager
+@contextmanager
 def parametrizations_not_cached() -> Iterator[None]:
     """Switch `torch.nn.utils.parametrize.cached()` off: its cache is keyed by the live module, for all replicas alike.
 
@@ -996,7 +997,7 @@ def cell_of_cached_parametrizations() -> Iterator[Any]:
             yield cell
 
 
-@contextlib.contextmanager
+@contextmanager
 def parametrizations_cached_in(lock: AbstractContextManager[Any], cache_of_thread: Callable[[], Any]) -> Iterator[None]:
     """Switch the cache of parametrizations on, where each thread may have one of its own.
 
@@ -1342,7 +1343,7 @@ def free_memory_bytes(device: torch.device) -> int:
 _TIME_TO_CONNECT = timedelta(minutes=2)
 
 
-@contextlib.contextmanager
+@contextmanager
 def default_group_unbound() -> Iterator[None]:
     """Let some ranks of the default group make a process group of their own, without the others.
 
@@ -1364,7 +1365,7 @@ def default_group_unbound() -> Iterator[None]:
         default.bound_device_id = device
 
 
-@contextlib.contextmanager
+@contextmanager
 def group_named(name: str) -> Iterator[None]:
     """Give this name to the process group that this thread makes with `use_local_synchronization=True`.
 

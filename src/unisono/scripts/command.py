@@ -17,6 +17,7 @@ from unisono.console.errors import DONE, OptionError
 from unisono.console.options import OF_WRAPPERS, add_options_of_wrappers, expect_weights
 from unisono.distributed.launchers import launch
 from unisono.runtime import devices as _devices
+from unisono.runtime.contexts import contextmanager
 from unisono.runtime.errors import text_of
 from unisono.scripts import wrapper
 from unisono.scripts.activity import ActivityReport
@@ -200,7 +201,7 @@ def _among_several() -> bool:
         raise OptionError(error) from error
 
 
-@contextlib.contextmanager
+@contextmanager
 def counted_as_gpus(count: int) -> Iterator[None]:
     """Let `device_count()` of torch.cuda and torch.accelerator be `count` for all but torch and unisono.
 
