@@ -115,8 +115,14 @@ _TRACED_PARAMETER = (
     "torch.func.linearize and make_fx do. In forward, write torch.func.jvp(function, (x,), (tangent,))[1] "
     "instead of linearize."
 )
+_OPEN_LEVEL = (
+    "torch has one level of forward-mode differentiation, for all threads, and one is open: forward, or the program "
+    "before it, has begun it (enter_dual_level) and not ended it. In forward, and around it, write "
+    "`with torch.autograd.forward_ad.dual_level():`, without one inside another."
+)
 # What is added to torch's errors, by a part of their text.
 NOTES = {
+    "Nested forward mode AD": _OPEN_LEVEL,
     "requires_grad flags of leaf": _ASSIGNED_FLAG,
     "can't optimize a non-leaf Tensor": _OPTIMIZER_INSIDE,
     "Cannot assign non-leaf Tensor to parameter '_param_constant": _TRACED_PARAMETER,

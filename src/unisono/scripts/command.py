@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial, wraps
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -188,9 +189,14 @@ class _Ending:
 
 def _lacks_launcher(error: BaseException) -> bool:
     """Return whether a script has failed for want of what a launcher sets, or of a process group."""
+    with contextlib.suppress(RuntimeError):
+        if launch() is not None:
+            return False
     if isinstance(error, KeyError):
         return error.args[:1] in [(name,) for name in _SET_BY_LAUNCHERS]
-    text = text_of(error)
+    text, raised_in = text_of(error), [frame.f_globals.get("__name__") for frame, _ in walk_tb(error.__traceback__)]
+    if not str(raised_in[-1:]).startswith("['torch.distributed."):  # the script's own words mean something else
+        return False
     return any(words in text for words in ("rendezvous: environment variable", "process group has not been init"))
 
 
