@@ -356,6 +356,24 @@ def test_nothing_is_left(wrap: Wrap, collector_off: None, asked: Call) -> None:
         assert collected() == [] or number == 0  # what the first step sets up stays
 
 
+def test_gradients_are_freed_where_a_hook_raises_between_levels(wrap: Wrap, collector_off: None) -> None:
+    """N10: those that had come to the outputs above were kept until the graph was freed."""
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise KeyError
+
+    output, hidden = wrap(net(pair))(torch.randn(7, 3))
+    hidden.register_hook(fail)
+    for _ in range(2):
+        gradient = torch.ones_like(output)
+        reference = weakref.ref(gradient)
+        with pytest.raises(KeyError):
+            torch.autograd.backward([output, hidden], [gradient, torch.ones_like(hidden)], retain_graph=True)
+        del gradient
+        wait_for_workers()
+        assert reference() is None
+
+
 WITHOUT = {
     "parts=": (pair, {"parts": 2}),
     "out_dims=None": (lambda net, x: (x @ (table := net.a.weight * 2), table), {"out_dims": (0, None)}),

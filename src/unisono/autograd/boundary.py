@@ -35,11 +35,12 @@ of the first forward: nothing is computed again, no buffer is written and no ran
 """
 
 import threading
-from collections.abc import Collection, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import compress, repeat
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -51,6 +52,8 @@ from unisono.runtime.errors import add_note, text_of
 from unisono.runtime.interrupts import critical
 from unisono.runtime.streams import current_streams_of, wait_for_makers
 from unisono.runtime.tracebacks import without_own_frames
+
+T = TypeVar("T")
 
 _KEEP_GRAPH = (
     "backward reaches both the module's output and a tensor that left forward another way (a hook or a list "
@@ -90,20 +93,28 @@ class _Incoming:
         wait_for_makers(self.streams, self.grads)
         return self.grads
 
+    def end(self) -> None:
+        """Free the gradients: the backward has ended."""
+        self.grads = []
+
     def is_in_device_thread(self) -> bool:
         """Return whether the calling thread is one that torch has for an accelerator: it cannot wait for itself."""
         return threading.get_ident() in self.device_threads
 
 
+_OfBackwards: TypeAlias = dict[int, Callable[[], Any]]  # returns an _Incoming
+
+
 class _Output(torch.autograd.Function):
     """(1) The node of one output: `_join_output(token, graphs, incoming, number)` returns it, joined.
 
-    `incoming` has the gradients of each backward that runs, by its number.
+    `incoming` has the gradients of each backward that runs, by its number. torch's engine keeps them alive, until the
+    backward has ended, or failed.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, token: torch.Tensor, graphs: ReplicaGraphs, incoming: dict[int, _Incoming], number: int
+        ctx: Any, token: torch.Tensor, graphs: ReplicaGraphs, incoming: _OfBackwards, number: int
     ) -> torch.Tensor:
         ctx.incoming, ctx.number, ctx.num_outputs = incoming, number, len(graphs.outputs)
         ctx.set_materialize_grads(False)
@@ -118,9 +129,13 @@ class _Output(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, ...]:
         number = torch_private.number_of_backward()
-        if number not in ctx.incoming:  # outputs on other devices come from threads of their own
-            ctx.incoming.setdefault(number, _Incoming([None] * ctx.num_outputs))
-        incoming = ctx.incoming[number]
+        if number not in ctx.incoming:
+            new = _Incoming([None] * ctx.num_outputs)
+            ref = weakref.ref(new)
+            is_first = ctx.incoming.setdefault(number, ref) is ref  # outputs on other devices come from other threads
+            if is_first and not torch_private.call_at_end_of_backward(new.end):
+                ctx.incoming[number] = partial(_same, new)
+        incoming = ctx.incoming[number]()
         if grad is not None:
             incoming.grads[ctx.number] = grad
             incoming.streams += current_streams_of([grad])
@@ -137,7 +152,7 @@ class _Level(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, graphs: ReplicaGraphs, incoming: dict[int, _Incoming], lower: Sequence[int], *linked: torch.Tensor
+        ctx: Any, graphs: ReplicaGraphs, incoming: _OfBackwards, lower: Sequence[int], *linked: torch.Tensor
     ) -> torch.Tensor:
         ctx.graphs, ctx.incoming, ctx.lower = graphs, incoming, lower
         ctx.set_materialize_grads(False)
@@ -150,7 +165,7 @@ class _Level(torch.autograd.Function):
         next_token, *nodes = [node for node, _ in ctx.next_functions]
         number = torch_private.number_of_backward()
         goes_on = torch_private.backward_runs(next_token)
-        incoming = ctx.incoming[number] if goes_on else ctx.incoming.pop(number)
+        incoming = ctx.incoming[number]() if goes_on else ctx.incoming.pop(number)()
         found = _gradients_of_lower(ctx.graphs, incoming, dict(zip(ctx.lower, nodes, strict=True)), goes_on=goes_on)
         return None, None, None, None, *[found.get(number) for number in ctx.lower]
 
@@ -162,7 +177,7 @@ class _Replicas(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, graphs: ReplicaGraphs, incoming: dict[int, _Incoming], *linked: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, graphs: ReplicaGraphs, incoming: _OfBackwards, *linked: torch.Tensor) -> torch.Tensor:
         ctx.graphs, ctx.incoming = graphs, incoming
         ctx.collectors = [group.collector for group in graphs.groups]
         ctx.num_others = len(linked) - len(ctx.collectors)
@@ -173,12 +188,15 @@ class _Replicas(torch.autograd.Function):
     @without_own_frames
     @critical
     def backward(ctx: Any, _: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        incoming: _Incoming = ctx.incoming.pop(torch_private.number_of_backward())
+        incoming: _Incoming = ctx.incoming.pop(torch_private.number_of_backward())()
         step = ctx.graphs.step
-        if step is None or not step.is_open:  # none where replicas were run again after the profile has ended
-            return _backward(ctx, incoming)
-        with step.recorded(timeline.BACKWARD, timeline.SCATTER):
-            return _backward(ctx, incoming)
+        try:
+            if step is None or not step.is_open:  # none where replicas were run again after the profile has ended
+                return _backward(ctx, incoming)
+            with step.recorded(timeline.BACKWARD, timeline.SCATTER):
+                return _backward(ctx, incoming)
+        finally:
+            incoming.grads = []
 
 
 # `apply` without its search for torch.func's tensors: under a transform the plain composition runs.
@@ -251,6 +269,10 @@ def _nothing() -> None:
     pass
 
 
+def _same(value: T) -> T:
+    return value
+
+
 def _gradients_of_lower(
     graphs: ReplicaGraphs, incoming: _Incoming, nodes: Mapping[int, Any], *, goes_on: bool
 ) -> dict[int, torch.Tensor | None]:
@@ -298,7 +320,7 @@ def join(graphs: ReplicaGraphs) -> Sequence[torch.Tensor]:
     """Return the joined outputs, linked to the caller's tensors if any of them needs a gradient."""
     if not [each for each in graphs.outputs if each.requires_grad]:
         return [each.join(each.tensors) for each in graphs.outputs]
-    incoming: dict[int, _Incoming] = {}
+    incoming: _OfBackwards = {}
     tokens = [group.token for group in graphs.groups]
     earlier = [token for _, token in graphs.captured.earlier]
     token = _link_replicas(graphs, incoming, *tokens, *[leaf.live for leaf in graphs.leaves], *earlier)
@@ -309,7 +331,7 @@ def join(graphs: ReplicaGraphs) -> Sequence[torch.Tensor]:
     return [_join_output(token, graphs, incoming, number) for number, _ in enumerate(graphs.outputs)]
 
 
-def _joined_by_level(graphs: ReplicaGraphs, incoming: dict[int, _Incoming], token: torch.Tensor) -> list[torch.Tensor]:
+def _joined_by_level(graphs: ReplicaGraphs, incoming: _OfBackwards, token: torch.Tensor) -> list[torch.Tensor]:
     """Return the joined outputs, of which some lie on the way to others."""
     # Those of the forward, where these are graphs of gradients. What the caller has dropped is not seen.
     joined = {k: each.ref() for k, each in graphs.on_way.items() if each is not None}
