@@ -86,9 +86,16 @@ _CHANGED = (
 
 _OUT_OF_ORDER = (
     "in this backward an activation checkpoint of {module} would read the buffer {name} after that of an earlier "
-    "forward has changed it, where one device runs the checkpoints of the last forward first: the loss uses gradients "
-    "of the earlier forward (create_graph=True), which replicas compute as a whole. Let the forward whose gradients "
-    "the loss uses be the last one before backward; or change the buffer outside of the checkpoint."
+    "forward has changed it, where one device runs the checkpoints of the last forward first. {cause} Or change the "
+    "buffer outside of the checkpoint."
+)
+_OF_GRADIENTS = (
+    "The loss uses gradients of the earlier forward (create_graph=True), which replicas compute as a whole: let the "
+    "forward whose gradients the loss uses be the last one before backward."
+)
+_OF_OUTPUT = (
+    "The output of the one went into another forward, and on accelerators the earlier forward does not wait for that: "
+    "call backward for each of their losses, that of the last forward first."
 )
 
 
@@ -120,6 +127,7 @@ class BuffersInBackward:
         self._reassigns = False
         self._backward = -1  # the number of the last one
         self._before: Any = None  # what it has begun with: `_state`
+        self._cause = _OF_GRADIENTS  # why the backward of a later forward may come later
         self._forward = 0  # the number of the forward, in this process
         self._buffers: list[torch.Tensor] = []  # after the forward
         self._versions: list[int | None] = []
@@ -136,6 +144,12 @@ class BuffersInBackward:
         if in_parts:
             self._buffers = self._now()
             self._versions = versions_of(self._buffers)
+        elif not _devices.all_on_host(self._devices):
+            _waiting[id(self)] = self
+
+    def end(self) -> None:
+        """Note that no backward of the forward follows."""
+        _waiting.pop(id(self), None)
 
     def around(self, run: Callable[[T], None], repeats: bool, backward_of: T) -> None:
         """Call `run(backward_of)`, a backward of the replicas.
@@ -149,7 +163,8 @@ class BuffersInBackward:
         is_again = number == self._backward >= 0
         if _first_passes and not self._in_parts and not is_again:
             self._check_order(number)
-        state = self._state() if repeats and not self._in_parts else None
+        is_noted = repeats or (_waiting and self._later_waits())
+        state = self._state() if is_noted and not self._in_parts else None
         if state is not None and is_again:
             self._put_back(self._before)
         now = self._now()
@@ -175,7 +190,9 @@ class BuffersInBackward:
         elif state is not None:
             self._backward, self._before = number, state
             _first_passes[id(self)] = self
-            if not self._changed():  # it may have come to no checkpoint
+            torch_private.call_at_end_of_backward(self._forget)  # until then it is kept, if its graph is freed, too
+            self._cause = _OF_GRADIENTS if repeats else _OF_OUTPUT
+            if repeats and not self._changed():  # it may have come to no checkpoint
                 self._backward = -1
 
     def _copies_of_first(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -205,8 +222,15 @@ class BuffersInBackward:
         every = [each for ref in _first_passes.valuerefs() if (each := ref()) is not None]
         for other in [each for each in every if each._backward == number and each._forward < self._forward]:
             if changed := [name for registry, name in other._changed() if id(registry) in live]:
-                module = type(self._live_modules[0]).__name__
-                raise RuntimeError(_OUT_OF_ORDER.format(module=module, name=repr(changed[0])))
+                options = {"module": type(self._live_modules[0]).__name__, "name": repr(changed[0])}
+                raise RuntimeError(_OUT_OF_ORDER.format(**options, cause=other._cause))
+
+    def _forget(self) -> None:
+        self._backward, self._before = -1, None
+
+    def _later_waits(self) -> bool:
+        """Return whether a later forward waits for a backward. Accelerators may come to it after this one's."""
+        return any((each := ref()) is not None and each._forward > self._forward for ref in _waiting.valuerefs())
 
     def _changed(self) -> list[tuple[Any, str]]:
         """Return the live buffers that differ from those with which the last backward began: registry, name."""
@@ -255,5 +279,6 @@ def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 _State: TypeAlias = tuple[list[dict[str, Any]], list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]
 _values = dict.values
 _forwards = itertools.count(1)
-# Those of which a backward may run several times, and has run the first time.
+_waiting: "weakref.WeakValueDictionary[int, BuffersInBackward]" = weakref.WeakValueDictionary()  # on accelerators
+# Those that later forwards, or a second run in the same backward, may follow.
 _first_passes: "weakref.WeakValueDictionary[int, BuffersInBackward]" = weakref.WeakValueDictionary()
