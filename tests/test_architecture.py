@@ -187,6 +187,12 @@ def test_private_calls_of_torch_are_in_one_file():
             assert not private, f"{module}:{node.lineno}: {private} belongs in torch_private.py"
 
 
+def test_context_managers_leave_exceptions_as_they_are():
+    """F1: contextlib's set an attribute of what comes through them."""
+    named = {(name, getattr(node, "attr", "")) for name in SOURCES for node in ast.walk(tree_of(name))}
+    assert [name for name, attribute in named if attribute == "contextmanager"] == []
+
+
 def test_notes_are_added_to_exceptions_in_one_place():
     """F1: the class of an exception may take none."""
     calls = [(name, node.func) for name in SOURCES for node in ast.walk(tree_of(name)) if isinstance(node, ast.Call)]

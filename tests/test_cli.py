@@ -1,3 +1,4 @@
+import contextlib
 import json
 import os
 import signal
@@ -196,6 +197,23 @@ def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
         assert program.err.endswith("; nothing was saved yet in out\n")
         assert program.err.count("\n") == 1
     assert not (tmp_path / "out" / "checkpoint.safetensors").exists()
+
+
+@pytest.mark.only_on("linux", because="there is no /dev/full")
+@pytest.mark.parametrize(
+    "arguments", [[], ["--help"], ["--version"], ["verify", "--help"], ["train", "--help"]], ids=str
+)
+def test_help_that_cannot_be_written_is_one_line(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The status was 0: argparse passes over it."""
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(arguments) == 1
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            full.close()
+    assert capsys.readouterr().err.endswith("error: [Errno 28] No space left on device\n")
 
 
 @pytest.mark.slow

@@ -180,6 +180,13 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(**texts)
         self._negative_number_matcher = re.compile(r"-\.?\d")
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Print help, or the version. argparse's own passes over a write that fails."""
+        try:
+            print(message, end="", file=file, flush=True)
+        except BrokenPipeError:  # nothing reads on, as in `unisono --help | head -1`
+            _discard_output()
+
     def error(self, message: str) -> NoReturn:
         raise OptionError(f"{message} ({self.prog} --help lists the options)")
 

@@ -36,6 +36,7 @@ from unisono.primitives.split_sizes import IdleDevices
 from unisono.profiling.profile import Profile
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline
+from unisono.runtime.contexts import contextmanager
 from unisono.runtime.devices import DeviceLike
 from unisono.runtime.errors import log_once
 from unisono.runtime.interrupts import critical
@@ -523,7 +524,7 @@ class DataParallel(Wrapper, nn.DataParallel[Any]):
         return self._threads.timings()
 
     @of_wrapper
-    @contextlib.contextmanager
+    @contextmanager
     def profile(self) -> Iterator[Profile]:
         """Record what every replica does when, while the block runs; print it to see where a step goes.
 

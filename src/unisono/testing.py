@@ -45,6 +45,7 @@ from typing import Any
 import torch
 
 from unisono.runtime import devices
+from unisono.runtime.contexts import contextmanager
 
 __all__ = ["SimulatedTensor", "separate_memory", "simulated_accelerators"]
 
@@ -207,7 +208,7 @@ class SimulatedTensor(torch.Tensor):
         return SimulatedTensor(inner["_host"], index)
 
 
-@contextlib.contextmanager
+@contextmanager
 def simulated_accelerators(count: int) -> Iterator[list[torch.device]]:
     """Make unisono believe that this machine has `count` accelerators, `sim:0` to `sim:{count - 1}`.
 
@@ -246,7 +247,7 @@ def simulated_accelerators(count: int) -> Iterator[list[torch.device]]:
                 devices.accelerators = _real_accelerators
 
 
-@contextlib.contextmanager
+@contextmanager
 def shown_by_torch() -> Iterator[None]:
     """Have `torch.accelerator` report the simulated devices until the context ends; for the pytest plugin.
 
@@ -306,7 +307,7 @@ def _for_others(original: Callable[..., Any], simulated: Callable[..., Any]) -> 
     return function
 
 
-@contextlib.contextmanager
+@contextmanager
 def separate_memory() -> Iterator[None]:
     """Give each replica but the first copies of its own of parameters and buffers, as on a device of its own.
 

@@ -5,6 +5,7 @@ import io
 import itertools
 import os
 import signal
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -170,12 +171,13 @@ def build():
 
 
 def start_what_builds_for_ever() -> None:
+    tempfile.tempdir = os.getcwd()
     ContenderProcesses(Contender("limit", 2), "for_ever:build").start()
 
 
 @pytest.mark.only_on("linux", "macos", because="its programs are process groups")
 def test_no_process_outlives_a_benchmark_that_is_killed(tmp_path: Path):
-    """While they still build the model, or wait for others, they did."""
+    """While they still build the model, or wait for others, they did. They take the benchmark's folder with them."""
     (tmp_path / "for_ever.py").write_text(BUILDS_FOR_EVER)
     with forked(start_what_builds_for_ever, cwd=tmp_path) as program:
         assert until(lambda: len([*tmp_path.glob("pid-*")]) == min(2, num_cores()))
@@ -184,6 +186,7 @@ def test_no_process_outlives_a_benchmark_that_is_killed(tmp_path: Path):
         assert program.wait() == -signal.SIGKILL
     assert started
     assert psutil.wait_procs(started, timeout=30)[1] == []
+    assert [*tmp_path.glob("unisono-bench-*")] == []
 
 
 @pytest.mark.only_on("linux", "macos", because="its programs are process groups")

@@ -69,9 +69,10 @@ class NoNotesError(RuntimeError):
 
 
 class FixedError(Exception):
+    """As an exception that is a frozen dataclass."""
+
     def __setattr__(self, name: str, value: object) -> None:
-        if name == "__notes__":  # contextlib needs to set another one
-            raise AttributeError(name)
+        raise AttributeError(name)
 
 
 class SilentError(RuntimeError):
@@ -120,9 +121,30 @@ def test_an_exception_from_another_one_that_does_not_compare(wrap: Wrap) -> None
 
 
 @at_one_place
-@pytest.mark.parametrize("error", [NotesAreTextError(), NotesAreNumbersError(), NoNotesError(), SilentError()])
+@pytest.mark.parametrize("sync_batch_norm", [False, True])
+@pytest.mark.parametrize("within", ["profile", "no_sync"])
+def test_a_frozen_exception(wrap: Wrap, within: str, sync_batch_norm: bool) -> None:
+    """F1: contextlib sets the traceback of what comes through its contexts: FrozenInstanceError, or AttributeError."""
+    error = FixedError()
+    module = FailsOn()
+    module.on = {0.0: error}
+    model = wrap(module, sync_batch_norm=sync_batch_norm)
+
+    def step() -> None:
+        with getattr(model, within)():
+            model(numbered_rows())
+
+    with pytest.raises(FixedError) as caught:
+        in_time(step)
+    assert caught.value is error
+
+
+@at_one_place
+@pytest.mark.parametrize(
+    "error", [NotesAreTextError(), NotesAreNumbersError(), NoNotesError(), SilentError(), FixedError()]
+)
 def test_an_exception_that_takes_no_note_in_a_map(wrap: Wrap, error: Exception) -> None:
-    """I6: of a batch, of the loader, and of a metric; it was waited for, for ever."""
+    """I6: of a batch, of the loader, and of a metric; it was waited for, for ever, or it was FrozenInstanceError."""
 
     def metric(output: torch.Tensor, target: torch.Tensor) -> float:
         raise error

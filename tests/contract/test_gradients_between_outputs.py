@@ -220,6 +220,42 @@ def test_ways_that_differ_between_forwards(wrap: Wrap, steps: Call) -> None:
     assert_alike(wrap, module, asked, 3, 1e-10)
 
 
+@pytest.mark.parametrize("kind", ["to the other", "to both", "behind the other", "from the other"])
+def test_ways_that_a_buffer_moves(wrap: Wrap, kind: str) -> None:
+    """N1: only whether an output leads to some other one was looked for, not to which: None instead of a gradient."""
+
+    def forward(net: nn.Module, x: torch.Tensor) -> Tensors:
+        net.number.add_(1)
+        first, second = net.a(x).tanh(), net.b(x).tanh()
+        moves = int(net.number) % 3 == 0
+        if moves and kind == "behind the other":
+            second = net.c(first)
+        to_first, to_second = net.c(first).exp(), net.c(second).exp()
+        if kind == "from the other":
+            return (first, second, to_second, net.c(x)) if moves else (first, second, net.c(x), to_second)
+        if moves:
+            return to_first * to_second if kind == "to both" else to_second, first, second
+        return to_first, first, second
+
+    module = net(forward)
+    module.register_buffer("number", torch.zeros(()))
+
+    def steps(call: Call, root: nn.Module) -> Any:
+        found: list[Any] = []
+        for _ in range(5):
+            output = call(torch.randn(7, 3))
+            options: Any = {"allow_unused": True, "retain_graph": True}
+            for of in output:
+                found += torch.autograd.grad(of.pow(2).sum(), output, **options)
+            for of in output:
+                of.retain_grad()
+            loss_of(output).backward()
+            found += [of.grad for of in output]
+        return found
+
+    assert_alike(wrap, module, steps, 3, 1e-10)
+
+
 def test_an_output_that_one_replica_detaches(wrap: Wrap) -> None:
     """N1: torch said that a differentiated tensor does not require grad. Its rows have the gradient 0."""
 
@@ -318,6 +354,24 @@ def test_nothing_is_left(wrap: Wrap, collector_off: None, asked: Call) -> None:
         wait_for_workers()
         assert [reference for reference in references if reference() is not None] == []
         assert collected() == [] or number == 0  # what the first step sets up stays
+
+
+def test_gradients_are_freed_where_a_hook_raises_between_levels(wrap: Wrap, collector_off: None) -> None:
+    """N10: those that had come to the outputs above were kept until the graph was freed."""
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise KeyError
+
+    output, hidden = wrap(net(pair))(torch.randn(7, 3))
+    hidden.register_hook(fail)
+    for _ in range(2):
+        gradient = torch.ones_like(output)
+        reference = weakref.ref(gradient)
+        with pytest.raises(KeyError):
+            torch.autograd.backward([output, hidden], [gradient, torch.ones_like(hidden)], retain_graph=True)
+        del gradient
+        wait_for_workers()
+        assert reference() is None
 
 
 WITHOUT = {

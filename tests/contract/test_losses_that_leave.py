@@ -558,6 +558,28 @@ def test_an_output_and_what_is_kept_in_a_backward_that_frees_the_graph(wrap: Wra
             assert_same_gradients(model.module, plain, 1e-10)
 
 
+@pytest.mark.parametrize("kept_last", [False, True])
+def test_what_is_kept_of_the_replica_whose_graph_is_the_longest(wrap: Wrap, kept_last: bool) -> None:
+    """N1: its nodes came before the boundary's, as torch numbers them in each thread, and freed the graph."""
+    kept: list[torch.Tensor] = []
+
+    def forward(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        hidden = net.body(x)
+        for _ in range(int(x[-1, 0])):
+            hidden = hidden.clone()
+        kept.append(hidden.exp().sum())
+        return net.head(hidden).exp()
+
+    def step(call: Call, root: Any) -> None:
+        kept.clear()
+        output = call(torch.arange(6.0)[:, None].expand(6, 3) * 40)
+        losses = [output.sum, lambda: torch.stack([each.to(output) for each in kept]).sum()]
+        loss = torch.stack([make() for make in (losses if kept_last else losses[::-1])]).sum()
+        loss.backward(**KEEP)
+
+    assert_alike(wrap, Calls(forward, body=nn.Linear(3, 3), head=nn.Linear(3, 3)), step, 2, 1e-10)
+
+
 def test_backward_hooks_of_modules_and_what_is_kept(wrap: Wrap) -> None:
     """N1, R9: torch keeps a hook's state in the hook: two backwards at the same time had other numbers in silence."""
     plain, model = twins(wrap, Keeps(), 3)

@@ -15,6 +15,7 @@ from helpers.in_time import in_time as _in_time
 from helpers.late_copies import send_late
 from helpers.small_buckets import use_small_buckets
 from unisono import DataParallel
+from unisono.runtime.contexts import contextmanager
 from unisono.testing import separate_memory
 
 Wrap = Callable[..., DataParallel]
@@ -78,7 +79,7 @@ def each_with(values: Iterable[Any], cases: Iterable[tuple[Any, ...]]) -> list[t
 # ---- devices, threads, time ----------------------------------------------------------------------
 
 
-@contextlib.contextmanager
+@contextmanager
 def on_first_device() -> Iterator[None]:
     """Let this thread make its tensors on the first device."""
     with contextlib.nullcontext() if ON_CPU else torch.device(DEVICES[0]):

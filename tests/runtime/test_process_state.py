@@ -139,8 +139,10 @@ def test_a_level_that_forward_leaves_open() -> None:
     """R16, F7: the next one to begin gets torch's error, as with the plain module; none waits for ever."""
     net = Calls(lambda net, x: (forward_ad.enter_dual_level(), x * 2)[1])
     try:
-        with pytest.raises(RuntimeError, match="Nested forward mode AD is not supported"):
+        with pytest.raises(RuntimeError, match="Nested forward mode AD is not supported") as caught:
             in_time(lambda: DataParallel(net, TWO)(two_rows()))
+        assert "write `with torch.autograd.forward_ad.dual_level():`" in "".join(caught.value.__notes__)
+        assert "in_dims" not in "".join(caught.value.__notes__)
     finally:
         forward_ad.exit_dual_level()
     done = DataParallel(Calls(lambda net, x: with_dual_level(lambda z: z**3, x)), TWO)(two_rows())

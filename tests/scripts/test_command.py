@@ -96,6 +96,7 @@ def test_the_end_is_the_scripts(text: str, status: object, error: str, capsys: p
         ("import os\nrank = int(os.environ['LOCAL_RANK'])", True),
         ("from torch import nn\nnn.parallel.DistributedDataParallel(nn.Linear(5, 2))", True),
         ("{}['key']", False),
+        ("raise RuntimeError('the process group has not been initialized: run prepare.py')", False),
     ],
 )
 def test_a_script_that_lacks_its_launcher_is_told_so(
@@ -108,6 +109,17 @@ def test_a_script_that_lacks_its_launcher_is_told_so(
     error = capsys.readouterr().err
     assert ("so unisono changed nothing. It needs several processes: torchrun --nproc-per-node 2" in error) == is_told
     assert "--count-replicas" not in error
+
+
+def test_a_script_under_a_launcher_is_not_told_to_use_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """X5: it has forgotten init_process_group."""
+    launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29400"}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    assert run_to_the_end(script("import torch\ntorch.distributed.get_rank()")) == 1
+    assert "torchrun" not in capsys.readouterr().err.rpartition("unisono run: ")[2]
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])

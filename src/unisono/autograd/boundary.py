@@ -16,7 +16,8 @@ replica graphs           (3) BucketNodes ──► tensors of replica i ──�
 
 (2) is a node of its own because the tokens are on the CPU: torch runs it in the thread that has called backward, and
 not in the one thread that it has for an accelerator. So it can wait for the replicas, and the boundaries of several
-forwards run one after the other, in an order that does not depend on time.
+forwards run one after the other: those of the last forward first, as on one device, because torch's engine runs the
+latest of the nodes that are ready, and (1) to (4) keep the place in which they were made.
 
 An output may lie on the way to others, as `hidden` does in `return head(hidden), hidden`. It has a lower level than
 they, and the caller's graph has the way:
@@ -34,15 +35,16 @@ of the first forward: nothing is computed again, no buffer is written and no ran
 """
 
 import threading
-from collections.abc import Collection, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import compress, repeat
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from unisono.autograd.bucket import BOUNDARIES, FIRST, Gradients
+from unisono.autograd.bucket import Gradients
 from unisono.autograd.replica_graph import Joined, ReplicaGraphs
 from unisono.runtime import devices as _devices
 from unisono.runtime import timeline, torch_private
@@ -50,6 +52,8 @@ from unisono.runtime.errors import add_note, text_of
 from unisono.runtime.interrupts import critical
 from unisono.runtime.streams import current_streams_of, wait_for_makers
 from unisono.runtime.tracebacks import without_own_frames
+
+T = TypeVar("T")
 
 _KEEP_GRAPH = (
     "backward reaches both the module's output and a tensor that left forward another way (a hook or a list "
@@ -76,14 +80,12 @@ class _Incoming:
         grads: of each output; None: none has come.
         streams: on which they are computed.
         device_threads: those that torch has for the accelerators of the outputs.
-        levels: those of the outputs that have run.
         totals: the outputs whose gradients have in them what comes from the levels above.
     """
 
     grads: Gradients
     streams: list[torch.Stream] = field(default_factory=list)
     device_threads: set[int] = field(default_factory=set)
-    levels: tuple[int, ...] = ()
     totals: set[int] = field(default_factory=set)
 
     def here(self) -> Gradients:
@@ -91,23 +93,30 @@ class _Incoming:
         wait_for_makers(self.streams, self.grads)
         return self.grads
 
+    def end(self) -> None:
+        """Free the gradients: the backward has ended."""
+        self.grads = []
+
     def is_in_device_thread(self) -> bool:
         """Return whether the calling thread is one that torch has for an accelerator: it cannot wait for itself."""
         return threading.get_ident() in self.device_threads
 
 
+_OfBackwards: TypeAlias = dict[int, Callable[[], Any]]  # returns an _Incoming
+
+
 class _Output(torch.autograd.Function):
     """(1) The node of one output: `_join_output(token, graphs, incoming, number)` returns it, joined.
 
-    `incoming` has the gradients of each backward that runs, by its number.
+    `incoming` has the gradients of each backward that runs, by its number. torch's engine keeps them alive, until the
+    backward has ended, or failed.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, token: torch.Tensor, graphs: ReplicaGraphs, incoming: dict[int, _Incoming], number: int
+        ctx: Any, token: torch.Tensor, graphs: ReplicaGraphs, incoming: _OfBackwards, number: int
     ) -> torch.Tensor:
         ctx.incoming, ctx.number, ctx.num_outputs = incoming, number, len(graphs.outputs)
-        ctx.level = graphs.levels[number]
         ctx.set_materialize_grads(False)
         each = graphs.outputs[number]
         result = each.join(each.tensors)
@@ -120,18 +129,18 @@ class _Output(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, ...]:
         number = torch_private.number_of_backward()
-        if number not in ctx.incoming:  # outputs on other devices come from threads of their own
-            ctx.incoming.setdefault(number, _Incoming([None] * ctx.num_outputs))
-        incoming = ctx.incoming[number]
+        if number not in ctx.incoming:
+            new = _Incoming([None] * ctx.num_outputs)
+            ref = weakref.ref(new)
+            is_first = ctx.incoming.setdefault(number, ref) is ref  # outputs on other devices come from other threads
+            if is_first and not torch_private.call_at_end_of_backward(new.end):
+                ctx.incoming[number] = partial(_same, new)
+        incoming = ctx.incoming[number]()
         if grad is not None:
             incoming.grads[ctx.number] = grad
             incoming.streams += current_streams_of([grad])
             if not _devices.computes_on_host(grad.device):
                 incoming.device_threads.add(threading.get_ident())
-        if ctx.level not in incoming.levels:
-            # On accelerators (2) may be ready before or after that of another forward, as two threads happen to run.
-            incoming.levels += (ctx.level,)
-            torch_private.run_in_turn(ctx.next_functions[0][0], BOUNDARIES)
         return None, None, None, None
 
 
@@ -143,7 +152,7 @@ class _Level(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, graphs: ReplicaGraphs, incoming: dict[int, _Incoming], lower: Sequence[int], *linked: torch.Tensor
+        ctx: Any, graphs: ReplicaGraphs, incoming: _OfBackwards, lower: Sequence[int], *linked: torch.Tensor
     ) -> torch.Tensor:
         ctx.graphs, ctx.incoming, ctx.lower = graphs, incoming, lower
         ctx.set_materialize_grads(False)
@@ -154,10 +163,9 @@ class _Level(torch.autograd.Function):
     @critical
     def backward(ctx: Any, _: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         next_token, *nodes = [node for node, _ in ctx.next_functions]
-        torch_private.run_in_turn(next_token, BOUNDARIES)
         number = torch_private.number_of_backward()
         goes_on = torch_private.backward_runs(next_token)
-        incoming = ctx.incoming[number] if goes_on else ctx.incoming.pop(number)
+        incoming = ctx.incoming[number]() if goes_on else ctx.incoming.pop(number)()
         found = _gradients_of_lower(ctx.graphs, incoming, dict(zip(ctx.lower, nodes, strict=True)), goes_on=goes_on)
         return None, None, None, None, *[found.get(number) for number in ctx.lower]
 
@@ -169,7 +177,7 @@ class _Replicas(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, graphs: ReplicaGraphs, incoming: dict[int, _Incoming], *linked: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, graphs: ReplicaGraphs, incoming: _OfBackwards, *linked: torch.Tensor) -> torch.Tensor:
         ctx.graphs, ctx.incoming = graphs, incoming
         ctx.collectors = [group.collector for group in graphs.groups]
         ctx.num_others = len(linked) - len(ctx.collectors)
@@ -180,12 +188,15 @@ class _Replicas(torch.autograd.Function):
     @without_own_frames
     @critical
     def backward(ctx: Any, _: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        incoming: _Incoming = ctx.incoming.pop(torch_private.number_of_backward())
+        incoming: _Incoming = ctx.incoming.pop(torch_private.number_of_backward())()
         step = ctx.graphs.step
-        if step is None or not step.is_open:  # none where replicas were run again after the profile has ended
-            return _backward(ctx, incoming)
-        with step.recorded(timeline.BACKWARD, timeline.SCATTER):
-            return _backward(ctx, incoming)
+        try:
+            if step is None or not step.is_open:  # none where replicas were run again after the profile has ended
+                return _backward(ctx, incoming)
+            with step.recorded(timeline.BACKWARD, timeline.SCATTER):
+                return _backward(ctx, incoming)
+        finally:
+            incoming.grads = []
 
 
 # `apply` without its search for torch.func's tensors: under a transform the plain composition runs.
@@ -258,6 +269,10 @@ def _nothing() -> None:
     pass
 
 
+def _same(value: T) -> T:
+    return value
+
+
 def _gradients_of_lower(
     graphs: ReplicaGraphs, incoming: _Incoming, nodes: Mapping[int, Any], *, goes_on: bool
 ) -> dict[int, torch.Tensor | None]:
@@ -305,41 +320,30 @@ def join(graphs: ReplicaGraphs) -> Sequence[torch.Tensor]:
     """Return the joined outputs, linked to the caller's tensors if any of them needs a gradient."""
     if not [each for each in graphs.outputs if each.requires_grad]:
         return [each.join(each.tensors) for each in graphs.outputs]
-    incoming: dict[int, _Incoming] = {}
+    incoming: _OfBackwards = {}
     tokens = [group.token for group in graphs.groups]
     earlier = [token for _, token in graphs.captured.earlier]
     token = _link_replicas(graphs, incoming, *tokens, *[leaf.live for leaf in graphs.leaves], *earlier)
-    if graphs.on_way:
-        joined, nodes = _joined_by_level(graphs, incoming, token)
-    else:
-        joined = [_join_output(token, graphs, incoming, number) for number, _ in enumerate(graphs.outputs)]
-        nodes = [token.grad_fn, *[tensor.grad_fn for tensor in joined]]
     # Losses that left forward in another way lead to the replicas' graphs directly. A backward of both goes through the
-    # boundary first, which then keeps these graphs.
-    for node in nodes:
-        if node is not None:
-            torch_private.run_first(node, FIRST)
-    return joined
+    # boundary first, which then keeps these graphs: its nodes are made after theirs, in whatever thread those were.
+    if graphs.on_way:
+        return _joined_by_level(graphs, incoming, token)
+    return [_join_output(token, graphs, incoming, number) for number, _ in enumerate(graphs.outputs)]
 
 
-def _joined_by_level(
-    graphs: ReplicaGraphs, incoming: dict[int, _Incoming], token: torch.Tensor
-) -> tuple[list[torch.Tensor], list[Any]]:
-    """Return the joined outputs, of which some lie on the way to others; and all new nodes."""
+def _joined_by_level(graphs: ReplicaGraphs, incoming: _OfBackwards, token: torch.Tensor) -> list[torch.Tensor]:
+    """Return the joined outputs, of which some lie on the way to others."""
     # Those of the forward, where these are graphs of gradients. What the caller has dropped is not seen.
     joined = {k: each.ref() for k, each in graphs.on_way.items() if each is not None}
-    nodes = [token.grad_fn]
     for level in range(max(graphs.levels) + 1):
         below = {k: joined[k] for k, each in graphs.on_way.items() if each and graphs.levels[k] == level - 1}
         if lower := {k: tensor for k, tensor in below.items() if tensor is not None}:
             token = _link_level(graphs, incoming, [*lower], token, *lower.values())
-            nodes.append(token.grad_fn)
         for number in [k for k, of_output in enumerate(graphs.levels) if of_output == level and k not in joined]:
             tensor = joined[number] = _join_output(token, graphs, incoming, number)
-            nodes.append(tensor.grad_fn)
             if number in graphs.on_way and tensor.requires_grad:
                 graphs.on_way[number] = Joined.of(tensor, graphs.outputs[number].tensors)
-    return [joined[k] for k, _ in enumerate(graphs.outputs)], nodes  # type: ignore[misc]
+    return [joined[k] for k, _ in enumerate(graphs.outputs)]  # type: ignore[misc]
 
 
 def _differentiable_backward(

@@ -54,11 +54,9 @@ _SEVERAL_MODELS = (
     "a time."
 )
 
-# Added to the sequence numbers of nodes that torch's engine runs as soon as they are ready, those of the last forward
-# first. A LiveNode comes before the next forward's boundary, whose gradients would need memory beside its own.
-FIRST = 1 << 62
-BOUNDARIES = FIRST + (1 << 61)  # boundaries have numbers below it, and above those of all other nodes
-_BEFORE_ALL = BOUNDARIES
+# Added to the sequence numbers of nodes that torch's engine runs as soon as they are ready. A LiveNode comes before the
+# next forward's boundary, whose gradients would need memory beside its own.
+_FIRST = 1 << 62
 
 
 # ---- nodes ----------------------------------------------------------------------------------------
@@ -244,54 +242,31 @@ def lead_to_others(ends: Sequence[torch.Tensor], collectors: Sequence[Collector]
     roots = [end for end in ends if end.requires_grad]
     if not roots:
         return False
-    try:
-        root = _Look.apply(*roots)  # type: ignore[no-untyped-call]
-        torch_private.gradients([root], marks, [torch.ones_like(root)], keep=True)
-    except _LeadsToMarkError:
-        return True
-    return False
+    return any(lead_to(roots, marks))
 
 
-def lead_to_each_other(ends: Sequence[torch.Tensor]) -> tuple[bool, ...]:
-    """Return for each tensor, all of which require grad, whether its graph leads to another one of them.
+def lead_to(ends: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> tuple[bool, ...]:
+    """Return for each tensor whether what it was computed from has one of `targets` in its graph. All require grad.
 
     As above, torch's engine looks.
     """
-    if len(ends) < 2:
-        return ()
     try:
-        root = _LookBehind.apply(*ends)  # type: ignore[no-untyped-call]
-        torch_private.gradients([root], ends, [torch.ones_like(root)], keep=True)
-    except _LookBehindError as found:
+        torch_private.gradients([_look(*ends)], targets, [_ONE], keep=True)
+    except _LeadingError as found:
         return found.leading
-    return ()
+    return (False,) * len(ends)
 
 
-class _LeadsToMarkError(Exception):
-    pass
-
-
-class _LookBehindError(Exception):
+class _LeadingError(Exception):
     def __init__(self, leading: tuple[bool, ...]) -> None:
         self.leading = leading
 
 
 class _Look(torch.autograd.Function):
-    """A node whose backward ends at once: it tells whether torch would go on to any of the given inputs."""
+    """A node whose backward ends at once: it tells which of its inputs' nodes torch would go on behind.
 
-    @staticmethod
-    def forward(ctx: Any, *_: torch.Tensor) -> torch.Tensor:
-        return torch.zeros((), dtype=torch.float32, device="cpu")
-
-    @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> tuple[None, ...]:
-        if any(ctx.needs_input_grad):
-            raise _LeadsToMarkError
-        return (None,) * len(ctx.needs_input_grad)
-
-
-class _LookBehind(torch.autograd.Function):
-    """A node whose backward ends at once: it tells which of its inputs' nodes torch would go on behind."""
+    Where none leads to what is looked for, torch does not call it.
+    """
 
     @staticmethod
     def forward(ctx: Any, *_: torch.Tensor) -> torch.Tensor:
@@ -300,7 +275,11 @@ class _LookBehind(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> tuple[None, ...]:
         behind = [[node for node, _ in of_end.next_functions if node is not None] for of_end, _ in ctx.next_functions]
-        raise _LookBehindError(tuple([any(map(torch_private.backward_reaches, nodes)) for nodes in behind]))
+        raise _LeadingError(tuple([any(map(torch_private.backward_reaches, nodes)) for nodes in behind]))
+
+
+_look: Any = super(torch.autograd.Function, _Look).apply  # as in boundary.py
+_ONE = torch.ones((), dtype=torch.float32, device="cpu")
 
 
 class OverRanks(NamedTuple):
@@ -388,7 +367,7 @@ def token_of(collector: Collector) -> torch.Tensor:
     """Return a token for the live tensors of a collector."""
     token: torch.Tensor = LiveNode.apply(collector, *collector.live)  # type: ignore[no-untyped-call]
     if token.grad_fn is not None:
-        torch_private.run_first(token.grad_fn, _BEFORE_ALL)
+        torch_private.run_first(token.grad_fn, _FIRST)
     return token
 
 
@@ -454,7 +433,7 @@ def own_tensors(
     """
     of_node = token, collector.mark, leaf, collector, bucket, replica
     tensors: tuple[torch.Tensor, ...] = BucketNode.apply(*of_node, lambda: tuple(given))  # type: ignore[no-untyped-call]
-    torch_private.run_first(tensors[0].grad_fn, FIRST)
+    torch_private.run_first(tensors[0].grad_fn, _FIRST)
     _collectors[id(collector)] = collector
     if collector.frozen:  # by an earlier forward
         collector.frozen.difference_update([each for each in [*collector.frozen] if each[:2] == (bucket, replica)])

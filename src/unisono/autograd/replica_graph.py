@@ -260,10 +260,12 @@ class Ways(NamedTuple):
     Attributes:
         levels: of each output; it leads only to outputs of lower levels. () where no output leads to another one.
         on_way: those that others lead to.
+        looks: what shows that another forward has the same ways: of some outputs those that lead to one of others.
     """
 
     levels: Sequence[int] = ()
     on_way: Sequence[int] = ()
+    looks: Sequence[tuple[Collection[int], Collection[int], Collection[int]]] = ()  # some, others, those that lead
 
 
 class CapturedTensors(NamedTuple):
@@ -349,6 +351,8 @@ class ReplicaGraphs:
         """Drop what refers to the replica graphs."""
         self.on_release, self.on_backward = lambda: None, None
         self.inputs, self.leaves, self.outputs, self.passes, self.roots = [], [], [], _NO_PASSES, ()
+        if self.buffers is not None:
+            self.buffers.end()
         self.parameters, self.buffers = self.parameters._replace(own=(), nodes=()), None
 
     def take_from(self, other: Self) -> None:

@@ -24,6 +24,7 @@ from unisono.bench.tasks import Step
 from unisono.bench.tasks import Task as Built
 from unisono.console.progress import Task
 from unisono.primitives.measured_shares import lower_quartile
+from unisono.runtime.contexts import contextmanager
 
 _FIRST_STEPS = 3
 _FIRST_STEP_BYTES = 70 * 2**20  # of what torch imports with the first backward and the first optimizer, about
@@ -105,7 +106,7 @@ def measure_here(step: Callable[[], Step], seconds: float) -> tuple[list[Step], 
 _Use: TypeAlias = tuple[float, float, float]  # of a turn: seconds, the cores' busy seconds, and its own of these
 
 
-@contextlib.contextmanager
+@contextmanager
 def _noting(uses: list[_Use], cpu_seconds: Callable[[], float]) -> Iterator[None]:
     """Note how the cores are used in the block; `cpu_seconds` is the time that its own programs have computed."""
     own_s = cpu_seconds()

@@ -35,9 +35,10 @@ from unisono.runtime.malloc import keep_freed_memory
 
 # Before anything is imported: a thread that waits for the end of the benchmark.
 _PROGRAM = """\
-import os, signal, threading
+import os, shutil, signal, threading
 def end_with_benchmark():
     os.read({pipe}, 1)
+    shutil.rmtree({folder!r}, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 threading.Thread(target=end_with_benchmark, daemon=True).start()
 from unisono.bench.programs import serve
@@ -116,7 +117,8 @@ class ContenderProcesses:
 
     def _start(self, log: Path) -> None:
         own, others = socket.socketpair()
-        contender, code = self._contender, _PROGRAM.format(pipe=self._watched, connection=others.fileno())
+        contender, given = self._contender, {"pipe": self._watched, "connection": others.fileno()}
+        code = _PROGRAM.format(folder=self._folder.name, **given)
         if not contender.python:
             code = f"import sys; sys.path[:] = {sys.path!r}\n{code}"
         with others, log.open("wb") as output:

@@ -1,6 +1,5 @@
 """Output folders and the files in them: checked before anything is written, and replaced whole."""
 
-import contextlib
 import os
 import shlex
 import subprocess
@@ -10,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from unisono.console.errors import FolderError
+from unisono.runtime.contexts import contextmanager
 from unisono.runtime.regular_files import make_anew
 
 
@@ -31,7 +31,7 @@ def expect_writable(folder: Path) -> None:
         ) from error
 
 
-@contextlib.contextmanager
+@contextmanager
 def replaced(path: Path) -> Iterator[Path]:
     """Give a temporary path to write to; when the block ends well, move the file to `path`.
 

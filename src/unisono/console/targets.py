@@ -3,7 +3,6 @@
 Every error is one line, because the caller can fix it: no such module, no such name in it, code that raises.
 """
 
-import contextlib
 import importlib
 import os
 import re
@@ -13,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from unisono.console.errors import CommandError
+from unisono.runtime.contexts import contextmanager
 
 _OWN_FILES = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
@@ -21,7 +21,7 @@ class TargetError(CommandError):
     """The target cannot be used: one line that says why. Its `__cause__` is the error of the caller's code, if any."""
 
 
-@contextlib.contextmanager
+@contextmanager
 def current_folder_first() -> Iterator[None]:
     """Look for modules in the current folder before all others, as `python script.py` does for the script's."""
     path = list(sys.path)
@@ -59,7 +59,7 @@ def find(target: str, expected: str) -> Any:
     return found
 
 
-@contextlib.contextmanager
+@contextmanager
 def explained(doing: str) -> Iterator[None]:
     """Turn whatever the caller's code raises while `doing` it into a TargetError; but let Ctrl-C through."""
     try:

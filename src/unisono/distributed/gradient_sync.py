@@ -22,7 +22,6 @@ Training", VLDB 2020.
 """
 
 import abc
-import contextlib
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -51,6 +50,7 @@ from unisono.primitives.inputs import Arguments
 from unisono.primitives.replicate import check_device
 from unisono.runtime import torch_private
 from unisono.runtime.buckets import Bucket, BucketPlan
+from unisono.runtime.contexts import contextmanager
 from unisono.runtime.errors import warn
 
 Gradients: TypeAlias = list[torch.Tensor | None]
@@ -141,7 +141,7 @@ class GradientSync:
         self._plans: dict[Any, tuple[BucketPlan, int]] = {}
         self._latest: _Structure | None = None
 
-    @contextlib.contextmanager
+    @contextmanager
     def suspended(self) -> Iterator[None]:
         """Keep gradients to this process meanwhile."""
         before, self.synchronised = self.synchronised, False

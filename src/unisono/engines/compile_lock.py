@@ -22,6 +22,7 @@ from unisono.primitives import pytree
 from unisono.primitives.blueprint import Blueprint
 from unisono.runtime import devices as _devices
 from unisono.runtime import process_state, torch_private
+from unisono.runtime.contexts import contextmanager
 from unisono.runtime.interrupts import acquire
 from unisono.runtime.stand_ins import StandIns
 from unisono.runtime.thread_pool import PassContext, ReplicaContext
@@ -56,7 +57,7 @@ class CompileLock:
         self._known |= new
         return [partial(_one_at_a_time, _PATIENCE_S if timeout_s is None else min(timeout_s, _PATIENCE_S))]
 
-    @contextlib.contextmanager
+    @contextmanager
     def while_new(self, kind: Hashable) -> Iterator[None]:
         """Enter the context of one replica that runs alone on its inputs: a lock, until one of their kind has run."""
         with compiler_prepared():
@@ -68,7 +69,7 @@ class CompileLock:
                 self._known.add(kind)
 
 
-@contextlib.contextmanager
+@contextmanager
 def compiler_prepared() -> Iterator[ReplicaContext]:
     """The context of a pass over replicas of a compiled module: torch.compile is set for several threads, and devices.
 
@@ -87,13 +88,13 @@ def kind_of(inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Iterator[Hashable
         yield tensor.shape, tensor.dtype, tensor.requires_grad
 
 
-@contextlib.contextmanager
+@contextmanager
 def _one_at_a_time(patience_s: float) -> Iterator[ReplicaContext]:
     lock = threading.Lock()
     yield lambda index: _held(lock, patience_s, alone=True)
 
 
-@contextlib.contextmanager
+@contextmanager
 def _held(lock: threading.Lock, patience_s: float, *, alone: bool = False) -> Iterator[None]:
     mine = acquire(lock, patience_s)
     try:

@@ -22,7 +22,6 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from unisono.autograd.bucket import FIRST
 from unisono.distributed.gradient_sync import SENT_TWICE, GradientSync, SyncContext, UnboundGradientSync
 from unisono.engines.call import Call
 from unisono.engines.replica import is_reentrant_checkpoint, leaves_and_nodes, link_parameters
@@ -156,9 +155,6 @@ class Ranks:
             add_note(error, _NO_ROWS)
             raise
         write_values(buffers, before)
-        for _, tensor in pytree.tensors(output):  # as early in a backward as the boundary of a rank with rows
-            if tensor.grad_fn is not None:
-                torch_private.run_first(tensor.grad_fn, FIRST)
         return output
 
     def run_plain(

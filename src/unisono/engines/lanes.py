@@ -33,6 +33,7 @@ from unisono.primitives.tensor_attributes import carry_attributes
 from unisono.primitives.visitor import INERT
 from unisono.runtime import devices as _devices
 from unisono.runtime.buckets import is_plain
+from unisono.runtime.contexts import contextmanager
 from unisono.runtime.errors import ReplicaNames
 from unisono.runtime.interrupts import interruptibly
 from unisono.runtime.process_state import LaneTurns
@@ -190,7 +191,7 @@ class Lane:
         self._give_back()  # the thread is the caller's, whose state may be another one at the next batch
         return output
 
-    @contextlib.contextmanager
+    @contextmanager
     def in_a_row(self) -> Iterator[RunBatch]:
         """The context in which the first lane computes several batches. At its end it looks at the module once.
 

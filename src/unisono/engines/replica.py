@@ -8,9 +8,8 @@ Copies to other devices may still be in flight when these objects exist: see `st
 
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import compress
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
@@ -23,7 +22,7 @@ from unisono.autograd.bucket import (
     Collector,
     is_bucket_node,
     joined_gradients,
-    lead_to_each_other,
+    lead_to,
     lead_to_others,
     leaf_on,
     own_tensors,
@@ -693,11 +692,11 @@ class GraphSearch:
         `numbers_of_linked` are those of `Inputs`.
         """
         ends = [tensor for group in groups for tensor in group.tensors if tensor is not None]
-        flags, num_outputs = (*map(_requires_grad, ends),), len(groups)
-        leading = lead_to_each_other([*compress(ends, flags)]) if num_outputs > 1 else ()
-        structure = (num_outputs, in_parts, numbers_of_linked, flags, leading, *structure_of(pool, call))
-        if not may_differ and structure in self._self_contained and not lead_to_others(ends, collectors):
-            return self._self_contained[structure]
+        flags = (*map(_requires_grad, ends),)
+        structure = (len(groups), in_parts, numbers_of_linked, flags, *structure_of(pool, call))
+        found = None if may_differ else self._self_contained.get(structure)
+        if found is not None and are_ways(found.ways, groups) and not lead_to_others(ends, collectors):
+            return found
         captured = look_for_live_tensors(pool.blueprint, groups, where, collectors)
         captured = captured._replace(ways=ways_between(groups, in_parts=in_parts))
         if not captured.tensors and not captured.earlier and not may_differ:
@@ -816,7 +815,35 @@ def ways_between(groups: Sequence[Group], *, in_parts: bool) -> Ways:
     levels = [0] * len(groups)
     for _ in on_way:  # the longest way has no more outputs
         levels = [max([levels[other] + 1 for other in behind], default=0) for behind in upstream]
-    return Ways(levels, on_way) if on_way else Ways()
+    looks = [] if in_parts else _looks_at_ways(upstream, on_way)
+    return Ways(levels, on_way, looks) if on_way else Ways(looks=looks)
+
+
+def _looks_at_ways(
+    upstream: Sequence[Collection[int]], on_way: Sequence[int]
+) -> list[tuple[Collection[int], Collection[int], Collection[int]]]:
+    """Return what `Ways.looks` are: one a target, in which each way is looked for as far as the next output."""
+    every = range(len(upstream))
+    ends = [k for k in every if k not in on_way]
+    looks: list[tuple[Collection[int], Collection[int], Collection[int]]] = []
+    for targets in [ends, *[[k] for k in on_way]]:
+        asked = [k for k in every if not all(n == k or k in upstream[n] for n in targets)]  # else all lead to it
+        asked = [k for k in asked if not any(n in upstream[other] for other in upstream[k] for n in targets)]
+        if asked:
+            looks.append((asked, targets, {k for k in asked if any(n in upstream[k] for n in targets)}))
+    return looks
+
+
+def are_ways(ways: Ways, groups: Sequence[Group]) -> bool:
+    """Return whether the ways between outputs are these, in the graph of any replica, as far as outputs are whole."""
+    linked = [[t for t in g.tensors if t is not None and t.requires_grad] for g in groups] if ways.looks else []
+    for asked, targets, wanted in ways.looks:
+        ends = [(k, t) for k in asked for t in linked[k]]
+        behind = [t for k in targets for t in linked[k]]
+        leading = lead_to([t for _, t in ends], behind) if ends and behind else ()
+        if {k for (k, _), leads in zip(ends, leading, strict=False) if leads} != wanted:
+            return False
+    return True
 
 
 def _needs_gradient(tensor: torch.Tensor | None) -> bool:

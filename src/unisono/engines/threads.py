@@ -24,7 +24,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -72,6 +72,7 @@ from unisono.primitives.placements import Replicate, Single
 from unisono.primitives.replicate import check_device, unchanged_on_failure
 from unisono.runtime import devices as _devices
 from unisono.runtime import draws_off, timeline
+from unisono.runtime.contexts import contextmanager
 from unisono.runtime.errors import ReplicaTimeout, add_note, text_of
 from unisono.runtime.exchange import Exchange, exchanging
 from unisono.runtime.model_warnings import ModelWarnings
@@ -115,8 +116,14 @@ _TRACED_PARAMETER = (
     "torch.func.linearize and make_fx do. In forward, write torch.func.jvp(function, (x,), (tangent,))[1] "
     "instead of linearize."
 )
+_OPEN_LEVEL = (
+    "torch has one level of forward-mode differentiation, for all threads, and one is open: forward, or the program "
+    "before it, has begun it (enter_dual_level) and not ended it. In forward, and around it, write "
+    "`with torch.autograd.forward_ad.dual_level():`, without one inside another."
+)
 # What is added to torch's errors, by a part of their text.
 NOTES = {
+    "Nested forward mode AD": _OPEN_LEVEL,
     "requires_grad flags of leaf": _ASSIGNED_FLAG,
     "can't optimize a non-leaf Tensor": _OPTIMIZER_INSIDE,
     "Cannot assign non-leaf Tensor to parameter '_param_constant": _TRACED_PARAMETER,

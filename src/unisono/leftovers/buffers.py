@@ -7,9 +7,11 @@ In backward an activation checkpoint runs a part of forward again, and reads wha
 (`BuffersInBackward`).
 """
 
+import itertools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -71,6 +73,21 @@ _CHANGED = (
 )
 
 
+_OUT_OF_ORDER = (
+    "in this backward an activation checkpoint of {module} would read the buffer {name} after that of an earlier "
+    "forward has changed it, where one device runs the checkpoints of the last forward first. {cause} Or change the "
+    "buffer outside of the checkpoint."
+)
+_OF_GRADIENTS = (
+    "The loss uses gradients of the earlier forward (create_graph=True), which replicas compute as a whole: let the "
+    "forward whose gradients the loss uses be the last one before backward."
+)
+_OF_OUTPUT = (
+    "The output of the one went into another forward, and on accelerators the earlier forward does not wait for that: "
+    "call backward for each of their losses, that of the last forward first."
+)
+
+
 class BuffersInBackward:
     """Lets activation checkpoints in the backward of one step's replicas read the buffers as on one device.
 
@@ -98,7 +115,9 @@ class BuffersInBackward:
         self._live = buffer_registries(live_modules).dicts
         self._reassigns = False
         self._backward = -1  # the number of the last one
-        self._before: Any = None  # what it has begun with: the live registries, and the values of the buffers
+        self._before: Any = None  # what it has begun with: `_state`
+        self._cause = _OF_GRADIENTS  # why the backward of a later forward may come later
+        self._forward = 0  # the number of the forward, in this process
         self._buffers: list[torch.Tensor] = []  # after the forward
         self._versions: list[int | None] = []
 
@@ -110,20 +129,33 @@ class BuffersInBackward:
             in_parts: whether the checkpoints are those of parts, which the plain module does not have. Then a backward
                 raises RuntimeError if a buffer has changed.
         """
-        self._reassigns, self._in_parts = reassigns, in_parts
+        self._reassigns, self._in_parts, self._forward = reassigns, in_parts, next(_forwards)
         if in_parts:
             self._buffers = self._now()
             self._versions = versions_of(self._buffers)
+        elif not _devices.all_on_host(self._devices):
+            _waiting[id(self)] = self
+
+    def end(self) -> None:
+        """Note that no backward of the forward follows."""
+        _waiting.pop(id(self), None)
 
     def around(self, run: Callable[[T], None], repeats: bool, backward_of: T) -> None:
         """Call `run(backward_of)`, a backward of the replicas.
 
         Args:
             repeats: whether one backward of the caller's may run through the graphs several times, as for derivatives
-                of higher order. One device runs a checkpoint once then: so each time begins with the same buffers.
+                of higher order. One device runs a checkpoint once then: so each time that does begins with the same
+                buffers, and what the first one and other forwards have made of them stays.
         """
-        if repeats and not self._in_parts:
-            self._begin_or_repeat(torch_private.number_of_backward())
+        number = torch_private.number_of_backward()
+        is_again = number == self._backward >= 0
+        if _first_passes and not self._in_parts and not is_again:
+            self._check_order(number)
+        is_noted = repeats or (_waiting and self._later_waits())
+        state = self._state() if is_noted and not self._in_parts else None
+        if state is not None and is_again:
+            self._put_back(self._before)
         now = self._now()
         if not self._in_parts:
             self._renew(now)
@@ -142,6 +174,15 @@ class BuffersInBackward:
             detached = {id(value): value.detach() for _, _, value in changes if isinstance(value, torch.Tensor)}
             devices = self._devices[0], self._live_device
             commit_buffers(changes, self._modules, self._live_modules, detached, *devices)
+        if state is not None and is_again:
+            self._put_back(state)
+        elif state is not None:
+            self._backward, self._before = number, state
+            _first_passes[id(self)] = self
+            torch_private.call_at_end_of_backward(self._forget)  # until then it is kept, if its graph is freed, too
+            self._cause = _OF_GRADIENTS if repeats else _OF_OUTPUT
+            if repeats and not self._changed():  # it may have come to no checkpoint
+                self._backward = -1
 
     def _copies_of_first(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the first replica's buffers that are copies, on another device, each with the live one."""
@@ -151,19 +192,46 @@ class BuffersInBackward:
         both = [(own[name], live[name]) for own, live in pairs for name in own.keys() & live.keys()]
         return [(one, other) for one, other in both if one is not None and other is not None and one is not other]
 
-    def _begin_or_repeat(self, number: int) -> None:
-        """Note what a backward begins with; in the same backward, go back to it."""
-        now = self._now()
-        if number != self._backward or number < 0:
-            values = [(buffer, buffer.data, buffer.detach().clone()) for buffer in now if not buffer.is_inference()]
-            self._backward, self._before = number, ([*map(dict, self._live)], values)
-            return
-        registries, values = self._before
+    def _state(self) -> "_State":
+        """Return the live registries; and the buffers, each with its memory and its value."""
+        buffers = [buffer for buffer in self._now() if not buffer.is_inference()]
+        return [*map(dict, self._live)], [(buffer, buffer.data, buffer.detach().clone()) for buffer in buffers]
+
+    def _put_back(self, state: "_State") -> None:
+        registries, values = state
         for live, before in zip(self._live, registries, strict=True):
             fill(live, before)
         for buffer, data, value in values:
             data.copy_(value)  # no version counts it: graphs that have saved the buffer stay valid
             buffer.data = data
+
+    def _check_order(self, number: int) -> None:
+        """Raise RuntimeError if an earlier forward, which comes later on one device, has changed a buffer."""
+        live = {*map(id, self._live)}
+        every = [each for ref in _first_passes.valuerefs() if (each := ref()) is not None]
+        for other in [each for each in every if each._backward == number and each._forward < self._forward]:
+            if changed := [name for registry, name in other._changed() if id(registry) in live]:
+                options = {"module": type(self._live_modules[0]).__name__, "name": repr(changed[0])}
+                raise RuntimeError(_OUT_OF_ORDER.format(**options, cause=other._cause))
+
+    def _forget(self) -> None:
+        self._backward, self._before = -1, None
+
+    def _later_waits(self) -> bool:
+        """Return whether a later forward waits for a backward. Accelerators may come to it after this one's."""
+        return any((each := ref()) is not None and each._forward > self._forward for ref in _waiting.valuerefs())
+
+    def _changed(self) -> list[tuple[Any, str]]:
+        """Return the live buffers that differ from those with which the last backward began: registry, name."""
+        registries, values = self._before
+        before = {id(buffer): value for buffer, _, value in values}
+        found: list[tuple[Any, str]] = []
+        for path, live, registry in zip(self._names, self._live, registries, strict=True):
+            for name, was in registry.items():
+                value = before.get(id(was))
+                if live.get(name) is not was or (was is not None and value is not None and not _are_equal(was, value)):
+                    found.append((live, f"{path}.{name}" if path else name))
+        return found
 
     def _now(self) -> list[torch.Tensor]:
         return [buffer for buffer in chain(*map(_values, self._live)) if buffer is not None]
@@ -193,4 +261,13 @@ def versions_of(buffers: Sequence[torch.Tensor]) -> list[int | None]:
     return [None if buffer.is_inference() else buffer._version for buffer in buffers]
 
 
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+_State: TypeAlias = tuple[list[dict[str, Any]], list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]
 _values = dict.values
+_forwards = itertools.count(1)
+_waiting: "weakref.WeakValueDictionary[int, BuffersInBackward]" = weakref.WeakValueDictionary()  # on accelerators
+# Those that later forwards, or a second run in the same backward, may follow.
+_first_passes: "weakref.WeakValueDictionary[int, BuffersInBackward]" = weakref.WeakValueDictionary()

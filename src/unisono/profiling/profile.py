@@ -1,6 +1,5 @@
 """A profile: the steps of one wrapper, where their time goes, and the files for people who want to see it."""
 
-import contextlib
 import json
 import statistics
 import threading
@@ -15,6 +14,7 @@ from unisono.console.files import replaced
 from unisono.console.tables import table
 from unisono.profiling.steps import PHASES, ProfiledStep, lanes_of, steps_of
 from unisono.runtime import timeline
+from unisono.runtime.contexts import contextmanager
 from unisono.runtime.devices import DeviceClock
 from unisono.runtime.timeline import StepRecording
 
@@ -54,7 +54,7 @@ class Profile:
         self._ended: float | None = None
         self._thread = threading.get_ident()
 
-    @contextlib.contextmanager
+    @contextmanager
     def recording(self) -> Iterator[None]:
         """Record while the block runs."""
         try:

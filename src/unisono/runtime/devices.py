@@ -11,7 +11,6 @@ error: a bridge or an IOMMU that is set up wrongly is enough. So before a pair's
 both ways; if they arrive changed in either direction, all copies of the pair are made through the host.
 """
 
-import contextlib
 import functools
 import math
 import os
@@ -28,6 +27,7 @@ from typing import Any, TypeAlias
 import torch
 
 from unisono.runtime import torch_private
+from unisono.runtime.contexts import contextmanager
 from unisono.runtime.errors import log_once, shown, text_of, warn
 
 DeviceLike: TypeAlias = int | str | torch.device
@@ -490,7 +490,7 @@ def current_streams(devices: Sequence[torch.device]) -> list[torch.Stream]:
     return [torch.accelerator.current_stream(d) for d in dict.fromkeys(devices) if not computes_on_host(d)]
 
 
-@contextlib.contextmanager
+@contextmanager
 def using(device: torch.device, streams: Sequence[torch.Stream]) -> Iterator[None]:
     """Make `device` the current one, and `streams` current on their devices, within the context."""
     if computes_on_host(device):

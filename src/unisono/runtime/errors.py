@@ -223,7 +223,7 @@ def note_failure_after(error: BaseException | None, other: BaseException, doing:
     """
     if error is None:
         raise other
-    error.add_note(f"{doing} failed, too: {type(other).__name__}: {other}")
+    add_note(error, f"{doing} failed, too: {type(other).__name__}: {other}")
 
 
 def annotate(errors: list[tuple[str, BaseException]]) -> BaseException:

@@ -17,7 +17,6 @@ Assumes that every replica withdraws, however it ends, and that the replicas do 
 """
 
 import abc
-import contextlib
 import itertools
 import threading
 import time
@@ -26,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from unisono.runtime import timeline
+from unisono.runtime.contexts import contextmanager
 from unisono.runtime.errors import ReplicaNames, log, log_once, places_of_threads, threads_timed_out
 from unisono.runtime.interrupts import WAKE_S, deliver, uninterruptible
 from unisono.runtime.rng import waiting_for_others
@@ -317,7 +317,7 @@ def exchanging(num_replicas: int, new_exchange: Callable[[int], Exchange]) -> Pa
         new_exchange: makes the exchange of so many replicas for one pass.
     """
 
-    @contextlib.contextmanager
+    @contextmanager
     def one_pass() -> Iterator[ReplicaContext]:
         exchange = None if inside_replica() else new_exchange(num_replicas)
         yield lambda index: taking_part(exchange, index)
@@ -325,7 +325,7 @@ def exchanging(num_replicas: int, new_exchange: Callable[[int], Exchange]) -> Pa
     return one_pass
 
 
-@contextlib.contextmanager
+@contextmanager
 def taking_part(exchange: Exchange | None, index: int) -> Iterator[None]:
     """The context in which the calling thread is replica `index` of an exchange; at its end the replica withdraws.
 

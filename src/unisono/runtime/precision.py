@@ -1,11 +1,11 @@
 """Precision: how devices compute float32 products, and torch's settings for it, which belong to the process."""
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from unisono.runtime.contexts import contextmanager
 from unisono.runtime.devices import is_cuda
 
 
@@ -69,7 +69,7 @@ def has_fast_bfloat16(device: torch.device) -> bool:
     return has_tf32(device)
 
 
-@contextlib.contextmanager
+@contextmanager
 def float32_products(device: torch.device, *, rounded: bool) -> Iterator[None]:
     """Compute float32 products and convolutions of CUDA devices exactly, or, `rounded`, in TF32 where they have it.
 

@@ -26,7 +26,6 @@ caught; nor is it in code that torch.compile has compiled, while it compiles, an
 that is left alone, after Ctrl-C or a `timeout`, changes the state by itself.
 """
 
-import contextlib
 import functools
 import math
 import sys
@@ -37,6 +36,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any, TypeVar
 
 from unisono.runtime import thread_pool, torch_private
+from unisono.runtime.contexts import contextmanager
 from unisono.runtime.errors import ReplicaTimeout, log_once
 from unisono.runtime.exchange import Exchange, Purpose, Request, replica_exchange
 from unisono.runtime.forks import in_forked_child
@@ -137,7 +137,7 @@ def _is_loading(frame: Any) -> bool:
 _LOADERS = {"importlib._bootstrap", "torch._dynamo.convert_frame"}
 
 
-@contextlib.contextmanager
+@contextmanager
 def alone() -> Iterator[None]:
     """The context in which the calling thread's replica runs while no other one of its pass does."""
     before = getattr(_thread, "alone", False)
@@ -164,7 +164,7 @@ class LaneTurns:
         self._waiting: set[object] = set()
         self._alone: object = None
 
-    @contextlib.contextmanager
+    @contextmanager
     def batch(self) -> Iterator[None]:
         """The context of one batch in its lane's thread."""
         if thread_pool.current_run()[0] is not None:  # a map inside a replica
@@ -282,7 +282,7 @@ def _in_context(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return what is called in place of a function that returns a context of forward-mode differentiation."""
 
     @functools.wraps(original)
-    @contextlib.contextmanager
+    @contextmanager
     def context(*args: Any, **kwargs: Any) -> Iterator[Any]:
         is_mine = _take_turn(_FORWARD_MODE)
         try:

@@ -53,6 +53,7 @@ import torch
 from unisono.runtime import devices as _devices
 from unisono.runtime import draws_off, torch_private
 from unisono.runtime.buckets import is_plain
+from unisono.runtime.contexts import contextmanager
 from unisono.runtime.errors import log_once
 from unisono.runtime.forks import in_forked_child
 from unisono.runtime.interrupts import acquire
@@ -173,7 +174,7 @@ class _Turns:
         self._lock = threading.Lock()
         self.out_of_turn = False
 
-    @contextlib.contextmanager
+    @contextmanager
     def of(self, index: int) -> Iterator[None]:
         """The context of replica `index`: its turn."""
         turn = _Turn(self, index)
@@ -246,7 +247,7 @@ class _Turn:
             end()
 
 
-@contextlib.contextmanager
+@contextmanager
 def waiting_for_others() -> Iterator[None]:
     """Around a wait for other replicas: those on the calling replica's accelerator may run meanwhile."""
     turn: _Turn | None = getattr(_thread, "turn", None)

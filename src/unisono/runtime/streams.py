@@ -25,7 +25,6 @@ Assumes that what is copied needs no gradient, and is not written into before th
 writes into the caller's pinned memory.
 """
 
-import contextlib
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -34,6 +33,7 @@ import torch
 
 from unisono.runtime import devices as _devices
 from unisono.runtime.buckets import is_plain
+from unisono.runtime.contexts import contextmanager
 from unisono.runtime.errors import note_failure_after
 
 
@@ -150,7 +150,7 @@ class Copies:
             self._sources[source] = stream
         return stream
 
-    @contextlib.contextmanager
+    @contextmanager
     def _on_copy_streams(self, reader: int, other: torch.device, from_host: bool = False) -> Iterator[None]:
         """Within the block, queue work on copy streams: of the reader's device and of another."""
         target = self._devices[reader]
@@ -174,7 +174,7 @@ class Copies:
                 with self._lock:
                     self._last[reader, False] = _devices.Event(copy_stream(target))
 
-    @contextlib.contextmanager
+    @contextmanager
     def read(self, reader: int) -> Iterator[None]:
         """Within the block, queue work on the stream on which the reader's device computes, after its copies."""
         target = self._devices[reader]

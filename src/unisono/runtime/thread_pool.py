@@ -44,6 +44,7 @@ import torch
 
 from unisono.runtime import affinity, torch_private
 from unisono.runtime import devices as _devices
+from unisono.runtime.contexts import contextmanager
 from unisono.runtime.errors import ReplicaNames, ReplicaTimeout, log, threads_timed_out
 from unisono.runtime.forks import in_forked_child
 from unisono.runtime.interrupts import WAKE_S, deliver
@@ -109,7 +110,7 @@ def nothing_around(index: int) -> AbstractContextManager[None]:
     return _NOTHING
 
 
-@contextlib.contextmanager
+@contextmanager
 def _all_of(contexts: Sequence[ReplicaContext], index: int) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for context in contexts:
@@ -229,7 +230,7 @@ def _run_in_threads(
     in_workers = [*range(num_tasks)]
     if here is not None:
         in_workers.remove(here)
-    # A node of the caller's graph is to come before those of the replicas' in a backward that reaches both.
+    # A node that the caller makes next is to come before those of the replicas in a backward that reaches both.
     most_nodes = torch_private.sequence_number() if torch.is_grad_enabled() else None
     num_running = len(in_workers)
     workers = _pool.borrow([devices[i] for i in in_workers], most_nodes)  # fails where the system gives no more threads
@@ -261,6 +262,9 @@ def _run_in_threads(
             ended[index] = ended_now
             del ended_now
             _raise_if_urgent(ended[index])
+        most_made = max([worker.num_nodes for worker in workers])
+        if most_nodes is not None and most_made > most_nodes:
+            torch_private.number_nodes_from(most_made)
         return [*map(ended.__getitem__, range(num_tasks))]
     finally:
         have_ended = [*map(ended.__contains__, in_workers)]
@@ -385,7 +389,7 @@ class Background:
                     self.abandon(index)
 
 
-@contextlib.contextmanager
+@contextmanager
 def as_first_replica(devices: Sequence[torch.device], state: ThreadState) -> Iterator[None]:
     """The context in which the calling thread is the first replica's, with a replica's part of its intra-op threads."""
     before, each = _thread_counts.begin(devices)

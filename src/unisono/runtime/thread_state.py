@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from unisono.runtime import draws_off, torch_private
+from unisono.runtime.contexts import contextmanager
 
 # Device types that autocast knows; asking about one that this build of torch lacks is harmless.
 _AUTOCAST_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia", "ipu", "privateuseone")
@@ -55,7 +56,7 @@ class ThreadState:
             return torch.set_grad_enabled(self.grad_enabled) if self.grad_enabled else torch.no_grad()
         return self._applied()
 
-    @contextlib.contextmanager
+    @contextmanager
     def _applied(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if self.inference:

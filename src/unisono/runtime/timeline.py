@@ -27,6 +27,7 @@ from typing import NamedTuple, TypeVar, cast
 import torch
 
 from unisono.runtime import devices as _devices
+from unisono.runtime.contexts import contextmanager
 from unisono.runtime.devices import DeviceClock, Moment
 
 SCATTER, REPLICATE, FORWARD, GATHER = "scatter", "replicate", "forward", "gather"
@@ -156,7 +157,7 @@ class StepRecording:
         self.is_open = True
         self._is_free = threading.Lock()
 
-    @contextlib.contextmanager
+    @contextmanager
     def recorded(self, phase: str, first: str) -> Iterator[None]:
         """Record the block as a forward or backward, in which the calling thread does `first` at first.
 
@@ -201,7 +202,7 @@ def current_step() -> StepRecording | None:
     return step
 
 
-@contextlib.contextmanager
+@contextmanager
 def in_no_step() -> Iterator[None]:
     """Keep what the block does out of the calling thread's step: it runs another wrapper, inside the module."""
     with _in_thread(None, getattr(_thread, "track", None)):
@@ -232,7 +233,7 @@ class RecordedPasses:
             return contextlib.nullcontext(lambda index: contextlib.nullcontext())
         return contextlib.nullcontext(self.replica)
 
-    @contextlib.contextmanager
+    @contextmanager
     def replica(self, index: int) -> Iterator[None]:
         """Record the block as a replica's part. In it there is no step: a wrapper inside the module is part of it."""
         track = self._timings[index].track
@@ -249,7 +250,7 @@ class RecordedPasses:
                     each.leave(WAIT)  # the caller's thread, for the other replicas
 
 
-@contextlib.contextmanager
+@contextmanager
 def one_backward_of(timings: Sequence[ReplicaTiming]) -> Iterator[None]:
     """Record the block, one call that runs the backward of several replicas, on the track of each."""
     step = current_step()
@@ -274,7 +275,7 @@ def mark(phase: str) -> None:
         step.caller.mark(phase)
 
 
-@contextlib.contextmanager
+@contextmanager
 def during(phase: str) -> Iterator[None]:
     """Record the block as a phase that interrupts the calling thread's, if that is recorded."""
     track: Track | None = getattr(_thread, "track", None) if recording else None
@@ -288,7 +289,7 @@ def during(phase: str) -> Iterator[None]:
         track.leave()
 
 
-@contextlib.contextmanager
+@contextmanager
 def while_recording() -> Iterator[None]:
     """Around everything that may be recorded."""
     key = object()
@@ -299,7 +300,7 @@ def while_recording() -> Iterator[None]:
         recording.discard(key)
 
 
-@contextlib.contextmanager
+@contextmanager
 def _in_thread(step: StepRecording | None, track: Track | None) -> Iterator[None]:
     """Let the calling thread run a pass of a step, and be recorded on a track, until the block ends."""
     before = getattr(_thread, "step", None), getattr(_thread, "track", None)

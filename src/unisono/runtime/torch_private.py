@@ -10,7 +10,6 @@ import ctypes
 import functools
 import importlib
 import inspect
-import itertools
 import operator
 import sys
 import threading
@@ -28,6 +27,7 @@ import torch._functorch.eager_transforms
 import torch.nn.utils.parametrize
 from torch.utils import _python_dispatch
 
+from unisono.runtime.contexts import contextmanager
 from unisono.runtime.interrupts import interruptible
 
 # ---- tracing -------------------------------------------------------------------------------------
@@ -282,18 +282,6 @@ def run_first(node: Any, number: int) -> None:
         node._set_sequence_nr(number + node._sequence_nr())
 
 
-_num_in_turn = itertools.count(1)
-
-
-def run_in_turn(node: Any, number: int) -> None:
-    """Give a node a sequence number below `number`, and below those of earlier calls.
-
-    So nodes that are ready run in the order of these calls. Fallback: nothing; then they run in another order.
-    """
-    if _numbers_nodes:
-        node._set_sequence_nr(number - next(_num_in_turn))
-
-
 def is_batch_norm_in_training(node: Any) -> bool:
     """Return whether a node of a graph belongs to a batch norm by the statistics of its input, which has several rows.
 
@@ -331,6 +319,17 @@ def sequence_number() -> int:
         node: Any = _counted.neg().grad_fn
     number = getattr(node, "_sequence_nr", None)
     return 0 if number is None else int(number())
+
+
+def number_nodes_from(number: int) -> None:
+    """Have the next nodes that the calling thread makes a sequence number of at least this. Fallback: nothing.
+
+    It makes nodes, so it costs what those have cost that are to be passed.
+    """
+    missing = number - sequence_number()
+    with torch.enable_grad():
+        for _ in range(missing):
+            _counted.neg()
 
 
 def number_of_backward() -> int:
@@ -624,7 +623,7 @@ def function_modes() -> list[Any]:
         return []
 
 
-@contextlib.contextmanager
+@contextmanager
 def with_function_mode(mode: Any) -> Iterator[None]:
     """Enter a `TorchFunctionMode`; at the end this thread's modes are those of before, whatever happened meanwhile.
 
@@ -900,7 +899,7 @@ def caches_parametrizations() -> bool:
     return bool(getattr(torch.nn.utils.parametrize, "_cache_enabled", 0))
 
 
-@contextlib.contextmanager
+@contextmanager
 def parametrizations_not_cached() -> Iterator[None]:
     """Switch `torch.nn.utils.parametrize.cached()` off: its cache is keyed by the live module, for all replicas alike.
 
@@ -997,7 +996,7 @@ def cell_of_cached_parametrizations() -> Iterator[Any]:
             yield cell
 
 
-@contextlib.contextmanager
+@contextmanager
 def parametrizations_cached_in(lock: AbstractContextManager[Any], cache_of_thread: Callable[[], Any]) -> Iterator[None]:
     """Switch the cache of parametrizations on, where each thread may have one of its own.
 
@@ -1358,7 +1357,7 @@ def free_memory_bytes(device: torch.device) -> int:
 _TIME_TO_CONNECT = timedelta(minutes=2)
 
 
-@contextlib.contextmanager
+@contextmanager
 def default_group_unbound() -> Iterator[None]:
     """Let some ranks of the default group make a process group of their own, without the others.
 
@@ -1380,7 +1379,7 @@ def default_group_unbound() -> Iterator[None]:
         default.bound_device_id = device
 
 
-@contextlib.contextmanager
+@contextmanager
 def group_named(name: str) -> Iterator[None]:
     """Give this name to the process group that this thread makes with `use_local_synchronization=True`.
 

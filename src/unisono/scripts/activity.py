@@ -7,7 +7,6 @@ Nothing waits for a device: on an accelerator the phases are those of queueing t
 Assumes that a forward inside another one, in the same thread or in a replica, is part of it.
 """
 
-import contextlib
 import threading
 import time
 from collections import Counter, deque
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 
 from unisono.primitives import pytree
+from unisono.runtime.contexts import contextmanager
 from unisono.runtime.thread_pool import inside_replica
 from unisono.runtime.timeline import ReplicaTiming
 
@@ -57,7 +57,7 @@ class Activity:
         self._started: float | None = None
         self._pending: deque[list[ReplicaTiming]] = deque()
 
-    @contextlib.contextmanager
+    @contextmanager
     def uncounted(self) -> Iterator[None]:
         """Count nothing that the calling thread does meanwhile."""
         before, self._thread.busy = self._is_busy(), True

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial, wraps
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from unisono.console.errors import DONE, OptionError
 from unisono.console.options import OF_WRAPPERS, add_options_of_wrappers, expect_weights
 from unisono.distributed.launchers import launch
 from unisono.runtime import devices as _devices
+from unisono.runtime.contexts import contextmanager
 from unisono.runtime.errors import text_of
 from unisono.scripts import wrapper
 from unisono.scripts.activity import ActivityReport
@@ -187,9 +189,14 @@ class _Ending:
 
 def _lacks_launcher(error: BaseException) -> bool:
     """Return whether a script has failed for want of what a launcher sets, or of a process group."""
+    with contextlib.suppress(RuntimeError):
+        if launch() is not None:
+            return False
     if isinstance(error, KeyError):
         return error.args[:1] in [(name,) for name in _SET_BY_LAUNCHERS]
-    text = text_of(error)
+    text, raised_in = text_of(error), [frame.f_globals.get("__name__") for frame, _ in walk_tb(error.__traceback__)]
+    if not str(raised_in[-1:]).startswith("['torch.distributed."):  # the script's own words mean something else
+        return False
     return any(words in text for words in ("rendezvous: environment variable", "process group has not been init"))
 
 
@@ -200,7 +207,7 @@ def _among_several() -> bool:
         raise OptionError(error) from error
 
 
-@contextlib.contextmanager
+@contextmanager
 def counted_as_gpus(count: int) -> Iterator[None]:
     """Let `device_count()` of torch.cuda and torch.accelerator be `count` for all but torch and unisono.
 

@@ -88,7 +88,7 @@ def run_program(
     except BaseException as error:  # noqa: BLE001  whatever the program raises, Python would show it
         on_error(error)
         frames = _of_program(error.__traceback__)
-        sys.excepthook(type(error), error.with_traceback(frames), frames)
+        sys.excepthook(type(error), BaseException.with_traceback(error, frames), frames)
         return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED
 
 

@@ -31,7 +31,6 @@ Equal calls give equal bits: statistics and gradients are combined in replica or
 Assumes that the replicas of a pass run at the same time, each in a thread or a process of its own.
 """
 
-import contextlib
 import functools
 import math
 import sys
@@ -52,6 +51,7 @@ from unisono.autograd.bucket import is_bucket_node
 from unisono.autograd.replica_graph import while_backward_runs
 from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
+from unisono.runtime.contexts import contextmanager
 from unisono.runtime.exchange import (
     CrossProcess,
     Exchange,
@@ -165,7 +165,7 @@ class BatchNormOverReplicas:
         self._is_forward = True
         self._named: list[dict[int, tuple[str, torch.Tensor]] | None] = [None] * len(replicas)
 
-    @contextlib.contextmanager
+    @contextmanager
     def one_pass(self) -> Iterator[Callable[[int], AbstractContextManager[None]]]:
         """The forward, and later each backward, of all replicas, as a context in that of their exchange.
 
@@ -181,7 +181,7 @@ class BatchNormOverReplicas:
         finally:
             turn.end()
 
-    @contextlib.contextmanager
+    @contextmanager
     def in_replica(self, index: int, turn: "_Turn") -> Iterator[None]:
         """One pass of replica `index`, as a context."""
         exchange, passes = current_exchange(), self.identity.passes

@@ -29,6 +29,7 @@ from unisono.console.progress import Progress
 from unisono.data_parallel import DataParallel
 from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
+from unisono.runtime.contexts import contextmanager
 from unisono.runtime.precision import float32_products
 from unisono.training.computation import cannot_compile
 from unisono.training.metrics import EpochRecord
@@ -194,7 +195,7 @@ def evaluate(run: Run) -> tuple[float, float]:
     return total_loss / len(labels), num_correct / len(labels)
 
 
-@contextlib.contextmanager
+@contextmanager
 def _explained(run: Run) -> Iterator[None]:
     """Turn errors of the compiler, and of a batch that does not suit the devices, into ones that say what to do."""
     options = run.options

@@ -8,7 +8,6 @@ inside a compiled or scripted module are not recorded, because hooks would chang
 those inside another wrapper.
 """
 
-import contextlib
 import functools
 import weakref
 from collections import Counter, defaultdict
@@ -21,6 +20,7 @@ from torch import nn
 
 from unisono.data_parallel import DataParallel
 from unisono.runtime import torch_private
+from unisono.runtime.contexts import contextmanager
 from unisono.runtime.thread_pool import replica_path
 from unisono.verification.compare import Tolerance, plain, tensors_in
 
@@ -54,7 +54,7 @@ class CallRecorder:
 
     # Several replicas call at once. Each entry of the tables above belongs to one path, so to one thread.
 
-    @contextlib.contextmanager
+    @contextmanager
     def attached(self, root: nn.Module) -> Iterator[None]:
         """Record the calls of `root` and of all its submodules while the context lasts."""
         handles = []

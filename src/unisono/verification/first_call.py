@@ -1,12 +1,12 @@
 """The first call of a wrapper in a program that goes on: what was given to it, for a comparison with one device."""
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from unisono.data_parallel import DataParallel
+from unisono.runtime.contexts import contextmanager
 from unisono.runtime.tracebacks import without_own_frames
 from unisono.verification.report import Report
 from unisono.verification.state import fresh
@@ -30,7 +30,7 @@ class FirstCall:
         return verify_call(self.model, self._inputs, self._kwargs, self.mode, given or {})
 
 
-@contextlib.contextmanager
+@contextmanager
 def forwards_through(around: Callable[..., Any]) -> Iterator[None]:
     """Let each wrapper's forward be `around(forward, model, inputs, kwargs)` meanwhile."""
     forward = DataParallel.forward

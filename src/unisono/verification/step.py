@@ -15,6 +15,7 @@ from unisono.leftovers.generators import generators_of
 from unisono.leftovers.report import Kind as Left
 from unisono.primitives import pytree
 from unisono.runtime import devices as _devices
+from unisono.runtime.contexts import contextmanager
 from unisono.runtime.draws_off import DrawsOff
 from unisono.runtime.errors import add_note, is_of_replica, text_of
 from unisono.verification.call_recorder import CallRecorder
@@ -250,7 +251,7 @@ def _backward(loss: torch.Tensor, leaves: Sequence[torch.Tensor], *, may_fail: b
     return ""
 
 
-@contextlib.contextmanager
+@contextmanager
 def _gradients_kept(loss: torch.Tensor, own: Sequence[torch.Tensor]) -> Iterator[None]:
     """Keep `.grad` of other leaves of a loss, such as those of a criterion, while its backward runs."""
     known = {id(leaf) for leaf in own}
