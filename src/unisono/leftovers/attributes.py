@@ -111,7 +111,7 @@ def _are_alike_leaves(values: Sequence[Any], before: Any, rows: Collection[int],
             return True  # compared in the first steps
         return all(_is_same_tensor(first, each) for each in values[1:])
     if isinstance(first, _NUMBERS) and not isinstance(first, bool):
-        change = first - before if isinstance(before, _NUMBERS) else None
+        change = first - before if type(before) is type(first) else None
         # Where replicas have different numbers of rows, it is none of them. One that counts comes by.
         if len({*rows}) == 1 and (change in rows or (first in rows and 1 not in (first, change))):
             return False
@@ -195,7 +195,7 @@ def _is_unread(
     if isinstance(getattr(type(module), key, None), functools.cached_property) or id(value) in returned:
         return True
     if isinstance(value, int | float) and not isinstance(value, bool):
-        seconds = [clock() for clock in _CLOCKS]
+        value, seconds = min(value, 1 << 62), [clock() for clock in _CLOCKS]  # a larger one may be none of float's
         return any(abs(value / unit - now) < _LONGEST_S < now for now in seconds for unit in (1, 1e9))
     return _is_reset(key, modules)
 
