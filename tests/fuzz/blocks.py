@@ -818,7 +818,8 @@ FAMILIES: dict[str, Family] = {
     "reentrant losses": Family(_of(KeepsLosses, "reentrant"), ("attributes", "losses", "reentrant")),
     "earlier forward": Family({"rows": GoesOn}, ("attributes",)),
     "hooks in forward": Family(_of(HooksInForward, "for a while", "before it", "backward")),
-    "hooks for good": Family(_of(HooksInForward, "for good", "of a parameter"), ("attributes", "buffers"), (ASSIGNED,)),
+    "hooks alike": Family(_of(HooksInForward, "for good"), ("buffers",), (ASSIGNED,)),  # said of parts and maps
+    "hooks for good": Family(_of(HooksInForward, "of a parameter"), ("attributes", "buffers"), (ASSIGNED,)),
     "weights written alike": Family(  # said of parts and maps
         _of(WritesWeights, "decay", "momentum", "clamp", "copy", "data"), ("buffers", "weights"), (_WRITTEN,)
     ),

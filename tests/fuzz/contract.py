@@ -34,7 +34,7 @@ def _steps(*actions: str, rows: tuple[int, ...] = (7, 8)) -> tuple[Step, ...]:
 def _stated() -> Iterator[tuple[str, Program]]:
     every_form = _steps(*FORMS)
     for name, family in FAMILIES.items():
-        for variant in family.variants if not family.said or name == "weights written alike" else ():
+        for variant in family.variants if not family.said or "alike" in name else ():
             steps = every_form if "compiled" not in family.traits else _steps("train")  # which takes long
             yield f"{name}/{variant}", Program((f"{name}/{variant}",), steps)
     for name, action in ACTIONS.items():
@@ -52,7 +52,10 @@ def _stated() -> Iterator[tuple[str, Program]]:
     yield "a forward that goes on", Program(("earlier forward/rows",), goes_on)
 
 
-PROGRAMS = dict(_stated())
+PROGRAMS = {
+    **dict(_stated()),
+    "a shared layer in a mode": Program(("tied/weight, layer",), _steps("backward_in_a_mode")),
+}
 
 
 def programs(name: str, place: str, nums_of_replicas: Sequence[int]) -> Iterator[Program]:

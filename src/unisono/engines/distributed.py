@@ -214,14 +214,16 @@ class Ranks:
     ) -> Callable[..., Any]:
         """Return a function that calls `module` with parameters whose gradients are summed over the ranks."""
         function = _MethodAsForward(module, method)
-        live = {name: parameter for name, parameter in function.named_parameters() if parameter.requires_grad}
-        if not live:
+        parameters = [parameter for parameter in function.parameters() if parameter.requires_grad]
+        if not parameters:
             return function
-        parameters = [*live.values()]
         linked = link_parameters(parameters, [{}], sync_context.plan(parameters), is_flat=False)
         threads.sum_over_ranks(linked, sync_context)
-        own = dict(zip(live, linked.own[0], strict=True))
-        return lambda *args, **kwargs: functional_call(function, own, args, kwargs)
+        by_live = dict(zip(map(id, parameters), linked.own[0], strict=True))
+        # Each name of a shared parameter, and each module once: torch would untie what it ties.
+        places = [(f"{path}.{name}", p) for path, m in function.named_modules() for name, p in m._parameters.items()]
+        own = {name: by_live[id(parameter)] for name, parameter in places if id(parameter) in by_live}
+        return lambda *args, **kwargs: functional_call(function, own, args, kwargs, tie_weights=False)
 
     def _run_in_callers_graph(self, threads: Threads, module: nn.Module, call: Call, sync_context: SyncContext) -> Any:
         if call.sync_batch_norm and module.training:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -34,7 +33,8 @@ from unisono.engines.parts import parts_of, run_in_parts
 from unisono.leftovers.attributes import (
     NewReplicas,
     attribute_dicts_of,
-    depends_on_runs,
+    counts,
+    has_rows,
     ids_of_leaves,
     keep_hooks,
     path_of,
@@ -218,7 +218,7 @@ class Replica:
         pairs = [
             *zip(self.own_buffers, self.live_buffers, strict=True),
             *zip(self.own_parameters, pool.live_parameters[: len(self.own_parameters)], strict=True),
-            *zip(histories(changes), joined, strict=False),  # without gradients none is joined; then attributes follow
+            *zip(histories(changes)[: len(joined)], joined, strict=True),
         ]
         live_tensors = {id(own): live for own, live in pairs}
         commit_buffers(changes, self.modules, pool.blueprint.modules, live_tensors, device, pool.source)
@@ -350,38 +350,31 @@ class Replicas:
         blueprint, before, returned = self._blueprint, self.attributes.copies, ids_of_leaves(outputs)
         has_all = len(self.rows) == 1 and self.run_whole  # one replica, as one device
         rows = set[int]() if has_all else {*self.rows}
-        changes = [change for change in self.attributes.changes() if change[:2] not in blueprint.lost]
+        changes = self.attributes.changes()
+        num_changes, changes = len(changes), [change for change in changes if change[:2] not in blueprint.lost]
         modules = [replica.modules for replica in self.each]
-        kept, lost = told_apart(changes, before, modules, rows, returned, blueprint.assigned)
+        alike, lost, unread = told_apart(changes, before, modules, rows, returned, blueprint.assigned)
         if not self.run_whole or not keep_hooks(self._dicts, self._modules, blueprint.modules):
             names = blueprint.names * len(self.each)
             self._leftovers.add(Kind.ASSIGNED, registered(self._dicts, self._modules, names))
+        elif len(changes) == num_changes and not lost and not unread:
+            return alike
+        lost += [change for change in alike if counts(before[change[0]].get(change[1]), change[2])]
+        if not self.run_whole:  # a part, or a batch of a map: others come after it
             lost += [
-                (number, key)
-                for number, key, value in kept
-                if self.run_whole or depends_on_runs(before[number].get(key), value, rows)
+                change for change in [*alike, *unread] if id(change[2]) not in returned and has_rows(change[2], rows)
             ]
-            kept = []
-        blueprint.lost.update(lost)
-        self._leftovers.add(Kind.ASSIGNED, [path_of(blueprint.names[n], key) for n, key in lost])
-        return kept
+        blueprint.lost.update(change[:2] for change in [*lost, *unread])
+        self._leftovers.add(Kind.ASSIGNED, [path_of(blueprint.names[number], key) for number, key, _ in lost])
+        return []
 
-    def commit_attributes(
-        self, changes: Sequence[Change], histories: Mapping[int, torch.Tensor] = MappingProxyType({})
-    ) -> None:
-        """Give the live module what all replicas have set alike; each replica keeps its own value.
-
-        Args:
-            histories: by id, what stands for a tensor with a history in the caller's graph.
-        """
+    def commit_attributes(self, changes: Sequence[Change]) -> None:
+        """Give the live module what all replicas have set alike; each replica keeps its own value."""
         for number, key, value in changes:
-            has_history = isinstance(value, torch.Tensor) and value.requires_grad
-            live = histories.get(id(value), value.detach()) if has_history else _on(value, self._source)
-            self._blueprint.assign(number, key, live, has_history=has_history)
-            if not has_history:
-                for index, replica in enumerate(self.each):
-                    self._put(index, number, key, replica.modules[number].__dict__.get(key, GONE))
-                self._num_assigned = self._blueprint.num_assigned
+            self._blueprint.assign(number, key, _on(value, self._source))
+            for index, replica in enumerate(self.each):
+                self._put(index, number, key, replica.modules[number].__dict__.get(key, GONE))
+        self._num_assigned = self._blueprint.num_assigned
 
     def _take_assigned(self, after: int) -> None:
         """Give the replicas what other replicas have left on the live module."""
@@ -693,7 +686,8 @@ class GraphSearch:
         """
         ends = [tensor for group in groups for tensor in group.tensors if tensor is not None]
         flags = (*map(_requires_grad, ends),)
-        structure = (len(groups), in_parts, numbers_of_linked, flags, *structure_of(pool, call))
+        changed = pool.blueprint.num_assigned  # what forward has left may lead the next one another way
+        structure = (len(groups), in_parts, numbers_of_linked, flags, changed, *structure_of(pool, call))
         found = None if may_differ else self._self_contained.get(structure)
         if found is not None and are_ways(found.ways, groups) and not lead_to_others(ends, collectors):
             return found

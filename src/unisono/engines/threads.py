@@ -373,7 +373,7 @@ class Forward:
             if self._replay is not None:
                 self._replay.forward_has_run()
             changes = self._replicas.each[0].registries.changes()
-            of_buffers = _groups_of([*changes, *kept], len(call.devices)) if (changes or kept) and self._tracked else []
+            of_buffers = _groups_of(changes, len(call.devices)) if changes and self._tracked else []
             outputs_of_boundary = _boundary_outputs(call, matched.groups, of_buffers, self._pool.source)
             if self._tracked:
                 graphs = self._graphs([*matched.groups, *of_buffers], outputs_of_boundary)
@@ -388,7 +388,7 @@ class Forward:
         new = joined[len(matched.groups) :]
         self._replicas.each[0].commit_buffers(self._pool, changes, new, call.devices[0])
         if kept:
-            self._replicas.commit_attributes(kept, dict(zip(map(id, histories([*changes, *kept])), new, strict=False)))
+            self._replicas.commit_attributes(kept)
         if self._buffers_in_backward is not None:
             self._buffers_in_backward.forward_has_run(reassigns=bool(changes), in_parts=graphs.is_in_parts)
         if not self._tracked:

@@ -1,18 +1,18 @@
 """What forward assigns to a replica: what all replicas assign alike is kept, the rest is lost, and said.
 
 A replica's attributes are its own, and end with its forward. On one device `self.size = x.shape[1]` stays. So the live
-module gets what all replicas have set to the same: None, a text, a flag, a number, a size, a tensor of equal bits,
-containers and objects that hold such. Then a step counter, a table that grows and a flag are those of one device.
+module gets what all replicas have set to the same: None, a text, a flag, a number, a size, a tensor of equal bits
+without a history. Then a step counter, a table that grows and a flag are those of one device.
 
 What cannot be that of one device is lost: values that differ, a number that is a replica's number of rows or has
-changed by it, and layers, parameters, hooks and functions, which belong to the replica. It is said, but for what no
-program misses: what forward returns as well, a cached property, a clock, and what forward itself resets to None.
+changed by it, and layers, parameters, hooks and functions, which belong to the replica. What one forward assigns
+together is kept or lost together: a flag may stand for a value. It is said, but for what no program misses: what
+forward returns as well, a cached property, a clock.
 
 Also here: attributes of parameters (`weight.grad_sample`) and of inputs (`x.scale`). They are looked at in the first
 forward of new replicas.
 """
 
-import dis
 import functools
 import time
 import types
@@ -28,10 +28,10 @@ from unisono.primitives import pytree
 from unisono.primitives.batch_types import batch_type_of
 from unisono.primitives.blueprint import HOOKS, STAMPED
 from unisono.primitives.change_tracking import GONE, Change, ContainerSnapshot, DictSnapshot
-from unisono.primitives.object_state import is_equal, same_value, state_of
-from unisono.primitives.references import MODES, references
+from unisono.primitives.object_state import is_equal
+from unisono.primitives.references import references
 from unisono.primitives.shared_iterators import SharedIterator
-from unisono.primitives.visitor import TRACKED, Place, held, is_a, visit
+from unisono.primitives.visitor import INERT, LARGE, TRACKED
 from unisono.runtime import devices as _devices
 from unisono.runtime import torch_private
 
@@ -40,7 +40,6 @@ _LONGEST_S = 10.0  # between the moment when forward has read a clock, and this 
 _OF_EVERY_MODULE = {*nn.Module().__dict__} - {"training"}
 # Of torch's own classes, the attributes that follow from others: they are assigned again where they are used.
 _DERIVED = {"_flat_weights", "_flat_weight_refs"}
-_OF_REPLICA = (nn.Module, nn.Parameter, types.FunctionType, types.MethodType)
 _NUMBERS = (int, float, complex)
 
 
@@ -57,8 +56,8 @@ def told_apart(
     rows: Collection[int],
     returned: Collection[int] = (),
     known: Container[tuple[int, str]] = (),
-) -> tuple[list[Change], list[tuple[int, str]]]:
-    """Return which changes of the first replica's attributes are kept, and the number of the module and key of others.
+) -> tuple[list[Change], list[Change], list[Change]]:
+    """Return which changes of the first replica's attributes can be kept, and which are lost, in silence the last ones.
 
     Args:
         changes: of the `__dict__` of the first replica's modules.
@@ -68,18 +67,24 @@ def told_apart(
         returned: ids of what forward returns.
         known: what was kept before: of that, tensors on accelerators are not compared again, which would wait for them.
     """
-    kept: list[Change] = []
-    lost: list[tuple[int, str]] = []
+    alike: list[Change] = []
+    lost: list[Change] = []
+    unread: list[Change] = []
     for number, key, value in changes:
         module, old = replicas[0][number], before[number].get(key, GONE)
         if key in _OF_EVERY_MODULE or isinstance(module, torch.jit.ScriptModule) or _is_computed(module, key):
             continue
+        if isinstance(getattr(type(module), key, None), functools.cached_property) or is_equal(old, value):
+            continue
         values = [modules[number].__dict__.get(key, GONE) for modules in replicas]
         if _are_alike(values, old, rows, with_tensors=(number, key) not in known):
-            kept.append((number, key, value))
-        elif not (is_equal(old, value) or _is_unread(module, key, value, returned, replicas[0])):
-            lost.append((number, key))
-    return kept, lost
+            # A tensor has an entry a row; or another size of it may be the number of rows, or be as large by accident.
+            is_known = not isinstance(value, torch.Tensor) or not _may_have_rows(value, rows)
+            of_rows = lost if not is_known and value.shape[0] in rows else unread
+            (alike if is_known else of_rows).append((number, key, value))
+        elif not _is_clock(value):
+            (unread if id(value) in returned else lost).append((number, key, value))
+    return alike, lost, unread
 
 
 def _are_alike(values: Sequence[Any], before: Any, rows: Collection[int], *, with_tensors: bool) -> bool:
@@ -87,53 +92,56 @@ def _are_alike(values: Sequence[Any], before: Any, rows: Collection[int], *, wit
     first = values[0]
     if any(type(each) is not type(first) for each in values):
         return False
-    if first is GONE or type(first) in MODES or isinstance(first, (*_NUMBERS, torch.Tensor)):
-        return _are_alike_leaves(values, before, rows, with_tensors=with_tensors)
-    found = [_leaves_of(each) for each in values]
-    if any(each is None or each.keys() != found[0].keys() for each in found):  # type: ignore[union-attr]
-        return False
-    leaves: list[dict[str, Any]] = found  # type: ignore[assignment]
-    if any(is_a(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves[0].values()):
-        return False
-    old = _leaves_of(before) or {}
-    return all(
-        _are_alike_leaves([each[path] for each in leaves], old.get(path), rows, with_tensors=with_tensors)
-        for path in leaves[0]
-    )
-
-
-def _are_alike_leaves(values: Sequence[Any], before: Any, rows: Collection[int], *, with_tensors: bool) -> bool:
-    first = values[0]
     if isinstance(first, torch.Tensor):
-        if isinstance(first, nn.Parameter) or (first.requires_grad and first.grad_fn is None):
+        if first.requires_grad or type(first) is not torch.Tensor:
             return False
-        if not with_tensors and not _devices.computes_on_host(first.device):
-            return True  # compared in the first steps
-        return all(_is_same_tensor(first, each) for each in values[1:])
-    if isinstance(first, _NUMBERS) and not isinstance(first, bool):
-        change = first - before if type(before) is type(first) else None
-        # Where replicas have different numbers of rows, it is none of them. One that counts comes by.
-        if len({*rows}) == 1 and (change in rows or (first in rows and 1 not in (first, change))):
-            return False
-    return all(same_value(first, each) or (first != first and each != each) for each in values[1:])  # NaN is NaN
-
-
-def _is_same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if (one.shape, one.dtype, one.requires_grad) != (other.shape, other.dtype, other.requires_grad):
+        is_compared = with_tensors or _devices.computes_on_host(first.device)
+        return all(_is_same_tensor(first, each, with_values=is_compared) for each in values[1:])
+    if isinstance(first, types.FunctionType):
+        return all(each is first for each in values) and not references(first)
+    if first is GONE:
+        return True
+    if not _is_plain(first) or _is_of_rows(first, before, rows):
         return False
-    if type(one) is not type(other) or one.is_nested or one.layout is not torch.strided or one.is_meta:
+    return all(each == first or (first != first and each != each) for each in values[1:])  # NaN is NaN
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is a number, a text or the like, or a short tuple or list of such."""
+    if type(value) in (tuple, list):
+        return len(value) <= LARGE and all(map(_is_plain, value))
+    return type(value) in INERT
+
+
+def _is_of_rows(value: Any, before: Any, rows: Collection[int]) -> bool:
+    """Return whether a number, or one in a size, is the number of rows of all replicas, or has changed by it.
+
+    Where replicas have different numbers of rows, what is alike is none of them.
+    """
+    if len({*rows}) != 1 or {*rows} <= {0, 1}:  # with one row it cannot be told from a counter
         return False
-    return torch.equal(one.detach(), _devices.copy_to(other.detach(), one.device))
+    [number] = {*rows}
+    if isinstance(value, tuple | list):
+        old = before if type(before) is type(value) and len(before) == len(value) else [None] * len(value)
+        return any(_is_of_rows(each, other, rows) for each, other in zip(value, old, strict=True))
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    if type(before) is type(value) and value != before:
+        return (value - before) % number == 0 or (value == number and value != before + 1)  # one that counts comes by
+    return value == number
 
 
-def _leaves_of(value: Any) -> dict[str, Any] | None:
-    """Return what a container or object holds, by path; None where something belongs to a replica."""
-    try:
-        if any(is_a(place.value, _OF_REPLICA) for place, _ in visit([Place(value, "")], held)):
-            return None
-        return state_of(value)
-    except Exception:  # noqa: BLE001 - objects of any class
-        return None
+def _may_have_rows(tensor: torch.Tensor, rows: Collection[int]) -> bool:
+    """Return whether a tensor has an axis that may be that of the rows of all replicas."""
+    return len({*rows}) == 1 and not {*rows} <= {0, 1} and not {*tensor.shape}.isdisjoint(rows)
+
+
+def _is_same_tensor(one: torch.Tensor, other: torch.Tensor, *, with_values: bool) -> bool:
+    if (one.shape, one.dtype, one.layout) != (other.shape, other.dtype, other.layout) or other.requires_grad:
+        return False
+    if one.is_nested or one.layout is not torch.strided or one.is_meta:
+        return False
+    return not with_values or torch.equal(one, _devices.copy_to(other, one.device))
 
 
 def ids_of_leaves(outputs: Sequence[Any]) -> set[int]:
@@ -160,24 +168,30 @@ class AnyReplicas:
         """Give the module what all replicas have set alike; yield the paths of what is lost."""
         if self._dicts.is_current():
             return
+        before = self._dicts.copies
         changes = [change for change in self._dicts.changes() if change[0] < len(self.names)]
-        kept, lost = told_apart(changes, self._dicts.copies, self.modules, rows, ids_of_leaves(outputs))
+        alike, lost, unread = told_apart(changes, before, self.modules, rows, ids_of_leaves(outputs))
         if not keep_hooks(self._dicts, self._each, self.live_modules):
             yield from registered(self._dicts, self._each, self.names * len(self.modules))
-            kept = []
-        for number, key, value in kept:
-            if value is GONE:
-                self.live_modules[number].__dict__.pop(key, None)
-            else:
-                self.live_modules[number].__dict__[key] = value
-        yield from (path_of(self.names[number], key) for number, key in lost)
+        elif not lost and not unread:
+            for number, key, value in alike:
+                if value is GONE:
+                    self.live_modules[number].__dict__.pop(key, None)
+                else:
+                    self.live_modules[number].__dict__[key] = value
+            return
+        lost += [change for change in alike if counts(before[change[0]].get(change[1]), change[2])]
+        yield from (path_of(self.names[number], key) for number, key, _ in lost)
 
 
-def depends_on_runs(before: Any, now: Any, rows: Collection[int]) -> bool:
-    """Return whether a value, of one run of several, may be another after all: a number that counts, rows."""
-    if isinstance(now, torch.Tensor):
-        return not now.dim() or now.shape[0] in rows
+def counts(before: Any, now: Any) -> bool:
+    """Return whether a number has changed, which a program may miss where it is lost."""
     return isinstance(now, _NUMBERS) and not isinstance(now, bool) and isinstance(before, _NUMBERS) and now != before
+
+
+def has_rows(value: Any, rows: Collection[int]) -> bool:
+    """Return whether a value is a tensor with an entry a row, or one number of all rows."""
+    return isinstance(value, torch.Tensor) and (not value.dim() or value.shape[0] in rows)
 
 
 def _is_computed(module: nn.Module, key: str) -> bool:
@@ -188,44 +202,11 @@ def _is_computed(module: nn.Module, key: str) -> bool:
     return any(key in vars(hook).values() for hook in hooks)
 
 
-def _is_unread(
-    module: nn.Module, key: str, value: Any, returned: Collection[int], modules: Sequence[nn.Module]
-) -> bool:
-    """Return whether no program misses a value that is lost, as the module's docstring says."""
-    if isinstance(getattr(type(module), key, None), functools.cached_property) or id(value) in returned:
-        return True
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        value, seconds = min(value, 1 << 62), [clock() for clock in _CLOCKS]  # a larger one may be none of float's
-        return any(abs(value / unit - now) < _LONGEST_S < now for now in seconds for unit in (1, 1e9))
-    return _is_reset(key, modules)
-
-
-def _is_reset(key: str, modules: Sequence[nn.Module]) -> bool:
-    """Return whether forward itself sets an attribute to None, so that a step does not find what the last one left.
-
-    By the names in the code of the classes: a `reset` that only the program calls does not count.
-    """
-    functions: dict[str, list[types.CodeType]] = {}
-    for cls in dict.fromkeys(cls for module in modules for cls in type(module).__mro__):
-        for name, each in vars(cls).items() if not cls.__module__.startswith("torch.") else ():
-            if isinstance(each, types.FunctionType):
-                functions.setdefault(name, []).append(each.__code__)
-    names = ["forward"]
-    while names:
-        for code in functions.pop(names.pop(), ()):
-            if any(
-                first.argval is None and first.opname == "LOAD_CONST" and third.argval == key
-                for first, second, third in _triples(code)
-                if third.opname == "STORE_ATTR" and second.opname.startswith("LOAD_")
-            ):
-                return True
-            names += code.co_names
-    return False
-
-
-def _triples(code: types.CodeType) -> Iterator[tuple[dis.Instruction, ...]]:
-    instructions = [*dis.get_instructions(code)]
-    return zip(instructions, instructions[1:], instructions[2:], strict=False)
+def _is_clock(value: Any) -> bool:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    value, seconds = min(value, 1 << 62), [clock() for clock in _CLOCKS]  # a larger one may be none of float's
+    return any(abs(value / unit - now) < _LONGEST_S < now for now in seconds for unit in (1, 1e9))
 
 
 def path_of(name: str, key: str) -> str:

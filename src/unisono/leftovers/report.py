@@ -13,10 +13,10 @@ from unisono.runtime.thread_pool import replica_path
 
 _MOST_NAMED = 6
 _LOST = (
-    "forward of {model} assigns {names}: that is lost when forward ends, because it differs from replica to replica, "
-    "has a replica's number of rows (samples), or is a layer, parameter or hook, which an optimizer would not find. "
-    "Return the value from forward, and keep the gathered one. If the first forward creates layers, parameters or "
-    "hooks, call the plain module once before you wrap it."
+    "forward of {model} assigns {names}: that is lost when forward ends, as each replica, part or batch of a map has "
+    "its own. (What all replicas set to the same plain value, and not to their number of rows, stays.) Return the "
+    "value from forward, and keep the gathered one. If the first forward creates layers, parameters or hooks, call the "
+    "plain module once before you wrap it."
 )
 _KEPT = (
     "a hook stores {names}, and each replica calls it with its own rows, or with a part of them: a value "

@@ -251,7 +251,7 @@ class Blueprint:
         # Has an attribute come to refer to a module or tensor?
         return not (self._to_search and any(references(attributes[name]) for attributes, name in self._to_search))
 
-    def assign(self, number: int, name: str, value: Any, *, has_history: bool = False) -> None:
+    def assign(self, number: int, name: str, value: Any) -> None:
         """Give a live module an attribute that all replicas have set alike: that makes no other structure.
 
         But for the first change of a mode, which may be a flag for what is done once.
@@ -259,7 +259,6 @@ class Blueprint:
         Args:
             number: of the module.
             value: `GONE`: the attribute is deleted.
-            has_history: other replicas do without it.
         """
         attributes, key = self.modules[number].__dict__, (number, name)
         is_mode = type(value) in MODES or type(attributes.get(name, GONE)) in MODES
@@ -269,9 +268,8 @@ class Blueprint:
             attributes[name] = value
         if self.is_reusable:
             self.tracker.put(number, name, value)
-        if not has_history:
-            self.num_assigned += 1
-            self.assigned[key] = (self.num_assigned, value)
+        self.num_assigned += 1
+        self.assigned[key] = (self.num_assigned, value)
         if is_mode and key not in self._modes_assigned:
             self._modes_assigned.add(key)
             self.__dict__.pop("signature", None)
