@@ -564,6 +564,13 @@ def test_what_is_written_anew_in_the_second_step_is_no_cache(wrap: Wrap) -> None
         model(torch.randn(6, 4))
 
 
+def test_a_flag_that_changes_in_each_step_is_said(wrap: Wrap) -> None:
+    """R6: in the first step it may be that of what is done once."""
+    model = wrap(with_shared(lambda m, x: m.stats.__setitem__("way", "a" if m.stats["way"] == "b" else "b")), 3)
+    model.module.stats["way"] = "a"
+    assert ["writes into stats" in str(each.message) for each in said_by(steps_of(model, 9)["training"])] == [True]
+
+
 def test_an_entry_that_forward_takes_out_of_a_list_is_said(wrap: Wrap) -> None:
     """R6: a list without tensors is one for all replicas, so each found another entry, in silence."""
     model = wrap(Calls(lambda m, x, scales: m.layer(x) * scales.pop(), layer=nn.Linear(4, 4)))

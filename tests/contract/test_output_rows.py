@@ -175,6 +175,7 @@ def test_tensors_of_another_size(
     [
         (lambda x: (x, x[:, 0], {"z": x[:, None]}), {}),
         (lambda x: (x.mean(), float(x.sum())), {"scalars": "mean"}),
+        (lambda x: [x.mean(), x], {"scalars": "mean"}),
         (lambda x: (x, "name", None, ["name"] * 5), {}),
         (lambda x: (x, 3, True), {"out_dims": {1: None, 2: None}}),
         (lambda x: (x, len(x), {"sum": float(x.sum())}), {"scalars": "sum"}),
