@@ -31,9 +31,10 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from async_device.faults import FAULTS
+from helpers.docstring_parser import parser_for
 
 ROOT = Path(__file__).parents[2]
 KEPT = ROOT / "runs" / "races"  # what runs that have failed have printed
@@ -50,11 +51,6 @@ class Run(NamedTuple):
 
     failure: str | None  # None: it has not failed
     output: str  # what it has printed to standard output; after a failure, to standard error too
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")  # one line: the usage is in --help
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -89,13 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
-    lines = (__doc__ or "").splitlines()
-    parser = Parser(
-        prog="races",
-        description=lines[0],
-        epilog="\n".join(lines[1:]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_for("races", __doc__)
     programs = (TRAINING, *CONTRACT)
     parser.add_argument("--minutes", type=float, default=10.0, metavar="N", help="for how long; default: %(default)g")
     parser.add_argument("--seeds", type=int, metavar="N", help="run this many seeds instead, however long it takes")

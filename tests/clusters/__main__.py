@@ -24,13 +24,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import NoReturn
 
 from clusters import accelerate_launch, dask_cluster, monarch_mesh, mpi, ray_train, slurm, torchrun
 from clusters.page import RECORDS, ROOT
 from clusters.part import Check, Part
 from clusters.report import FAILED, Row, table, write_into_page, write_results
 from clusters.site import site
+from helpers.docstring_parser import parser_for
 
 PARTS = (
     torchrun.PART,
@@ -42,11 +42,6 @@ PARTS = (
     dask_cluster.PART,
 )
 RESULTS = ROOT / "clusters-results.md"
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")  # one line: the usage is in --help
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -128,13 +123,7 @@ def _install(parts: Sequence[Part], *, may_install: bool) -> None:
 
 
 def _parsed(arguments: list[str] | None) -> argparse.Namespace:
-    lines = (__doc__ or "").splitlines()
-    parser = Parser(
-        prog="clusters",
-        description=lines[0],
-        epilog="\n".join(lines[1:]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_for("clusters", __doc__)
     parser.add_argument(
         "--only",
         action="append",

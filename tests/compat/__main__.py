@@ -29,12 +29,12 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from compat import environment
 from compat.pythons import Python, find
 from compat.suite import run_suite
 from compat.table import Row, updated
+from helpers.docstring_parser import Parser
 from helpers.page_tables import read_table, write_table
 
 ROOT = Path(__file__).parents[2]
@@ -54,11 +54,6 @@ PAIRS = (
     ("3.14", environment.NEWEST),
     ("3.14t", environment.NEWEST),
 )
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")  # one line: the usage is in --help
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

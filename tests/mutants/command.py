@@ -33,8 +33,8 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NoReturn
 
+from helpers.docstring_parser import parser_for
 from mutants.mutations import Mutant, differs, mutants_of
 from mutants.recording import RecordingError, Recordings
 from mutants.table import summary, table
@@ -55,11 +55,6 @@ _OTHERS = (
     "test_outside.py",
 )
 TESTS = tuple(f"tests/{name}" for name in (*CORE, *_OTHERS))
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")  # one line: the usage is in --help
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
@@ -96,13 +91,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    lines = (__doc__ or "").splitlines()
-    parser = Parser(
-        prog="mutants",
-        description=lines[0],
-        epilog="\n".join(lines[1:]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_for("mutants", __doc__)
     core = [f"src/unisono/{name}/*" for name in CORE]
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the set; default: %(default)s")
     parser.add_argument("--count", type=int, default=300, metavar="N", help="how many mutants; default: %(default)s")

@@ -5,7 +5,7 @@ module gets what all replicas have set to the same: None, a text, a flag, a numb
 without a history. Then a step counter, a table that grows and a flag are those of one device.
 
 What cannot be that of one device is lost: values that differ, a number that is a replica's number of rows or has
-changed by it, and layers, parameters, hooks and functions, which belong to the replica. What one forward assigns
+changed by it, and layers, parameters, and hooks and functions that refer to the replica. What one forward assigns
 together is kept or lost together: a flag may stand for a value. It is said, but for what no program misses: what
 forward returns as well, a cached property, a clock.
 
@@ -118,9 +118,9 @@ def _is_of_rows(value: Any, before: Any, rows: Collection[int]) -> bool:
 
     Where replicas have different numbers of rows, what is alike is none of them.
     """
-    if len({*rows}) != 1 or {*rows} <= {0, 1}:  # with one row it cannot be told from a counter
+    number = _common(rows)
+    if number is None:
         return False
-    [number] = {*rows}
     if isinstance(value, tuple | list):
         old = before if type(before) is type(value) and len(before) == len(value) else [None] * len(value)
         return any(_is_of_rows(each, other, rows) for each, other in zip(value, old, strict=True))
@@ -131,9 +131,15 @@ def _is_of_rows(value: Any, before: Any, rows: Collection[int]) -> bool:
     return value == number
 
 
+def _common(rows: Collection[int]) -> int | None:
+    """Return the number of rows of all replicas; None if they differ, or it cannot be told from a counter's one."""
+    distinct = {*rows} - {0, 1}
+    return distinct.pop() if len({*rows}) == len(distinct) == 1 else None
+
+
 def _may_have_rows(tensor: torch.Tensor, rows: Collection[int]) -> bool:
     """Return whether a tensor has an axis that may be that of the rows of all replicas."""
-    return len({*rows}) == 1 and not {*rows} <= {0, 1} and not {*tensor.shape}.isdisjoint(rows)
+    return _common(rows) in tensor.shape
 
 
 def _is_same_tensor(one: torch.Tensor, other: torch.Tensor, *, with_values: bool) -> bool:
@@ -356,11 +362,6 @@ class WatchedInputs:
             new = {where: leaf for where, leaf in now.items() if leaf is not leaves.get(where, GONE)}
             yield from (where for where, leaf in new.items() if id(leaf) not in returned)
             yield from leaves.keys() - now.keys()
-
-
-def _is_shard(shard: Any) -> bool:
-    args, kwargs = shard
-    return isinstance(args, tuple) and isinstance(kwargs, dict)
 
 
 def _leaves(shard: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[str, Any]:

@@ -121,6 +121,10 @@ class Search:
         inputs: what is given to forward, by path.
         observers: ids of hooks that are known to keep what they see by the replicas' modules.
         own: further modules of which the attributes are compared elsewhere: replicas.
+
+    Attributes:
+        places: all that was found, near ones first.
+        hooks: the names of the hooks among the roots.
     """
 
     def __init__(
@@ -133,7 +137,7 @@ class Search:
     ) -> None:
         self._is_thorough = draws_off.are_off()  # in `verify`
         self._own = {id(module) for module in (*modules, *own)}
-        self.hooks: dict[str, Any] = {}
+        self.hooks: set[str] = set()
         roots = [*self._hooks(modules, names, observers)]
         for module, name in zip(modules, names, strict=True):
             for key, value in [*module.__dict__.items()]:
@@ -165,7 +169,7 @@ class Search:
         function = function_of(hook)
         if id(hook) not in known and is_the_users(function):
             said = f"{getattr(function, '__qualname__', type(hook).__name__)} of {name}"
-            self.hooks[said] = hook
+            self.hooks.add(said)
             yield Place(hook, said)
 
     def _followed(self, value: Any) -> list[tuple[Step, Any]]:

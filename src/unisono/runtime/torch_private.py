@@ -1354,9 +1354,6 @@ def free_memory_bytes(device: torch.device) -> int:
 # ---- process groups ------------------------------------------------------------------------------
 
 
-_TIME_TO_CONNECT = timedelta(minutes=2)
-
-
 @contextmanager
 def default_group_unbound() -> Iterator[None]:
     """Let some ranks of the default group make a process group of their own, without the others.
