@@ -26,7 +26,7 @@ from helpers.modules import Calls
 from helpers.programs import run_scripts, until
 from helpers.ranks import Ended, end_ranks, free_port, run_ranks
 from unisono.distributed import environment, process_group
-from unisono.distributed.process_group import Communicator, communicator_for
+from unisono.distributed.process_group import Communicator, RankDevice, communicator_for
 
 ROWS = torch.ones(3, 4)
 
@@ -69,7 +69,7 @@ def mixed(rank: int) -> list[torch.Tensor]:
 
 def broadcasts(rank: int) -> None:
     communicator = communicator_for()
-    group, tensors = communicator.group_for(torch.device("cpu"), "testing"), mixed(rank)
+    group, tensors = communicator.group_for(communicator.agree_on_devices(torch.device("cpu")), "testing"), mixed(rank)
     versions = [tensor._version for tensor in tensors]
     communicator.broadcast(2, tensors, group, "testing")()
     assert versions == [tensor._version for tensor in tensors], "constants may be part of a graph"
@@ -750,9 +750,9 @@ def test_the_group_of_a_program_can_be_made_anew(tmp_path):
 def communicator(monkeypatch):
     """A communicator of two ranks, whose groups are names of backends and purposes, and what the ranks' devices are."""
     made = Communicator.__new__(Communicator)
-    made.world_size, made._groups, made._kinds, made._broken, made._control = 2, {}, {}, None, None
+    made.world_size, made._groups, made._broken, made._control = 2, {}, None, None
     made._made = []
-    found = [("host", "cuda at 0:1:0", "cuda"), ("host", "cuda at 0:2:0", "cuda")]
+    found = [RankDevice("host", f"cuda at 0:{number}:0", "cuda") for number in (1, 2)]
     monkeypatch.setattr(Communicator, "all_gather_object", lambda self, value, doing: found)
     monkeypatch.setattr(Communicator, "_new_group", lambda self, backend, purpose: (backend, purpose))
     monkeypatch.setattr(Communicator, "waits_on_host", lambda self, group: group[0] == "gloo")
@@ -768,16 +768,28 @@ GPU = torch.device("cuda", 0)
 def test_all_collectives_of_a_gpu_have_one_group(communicator):
     """C9: two of NCCL's on one GPU wait for each other for ever if two ranks start them in different orders."""
     made, _ = communicator
-    groups = [made.group_for(GPU, purpose) for purpose in ("gradients", "batch norm", "gradients")]
+    devices = made.agree_on_devices(GPU)
+    groups = [made.group_for(devices, purpose) for purpose in ("gradients", "batch norm", "gradients")]
     assert groups == [("nccl", "gradients")] * 3
-    assert made.has_one_kind_of_device(GPU)
+    assert devices.are_of_one_kind
+
+
+def test_ranks_that_agree_on_other_devices_make_another_group(communicator, monkeypatch):
+    """C9: one rank's device may be the same as in an earlier wrapper, another's may not."""
+    made, found = communicator
+    monkeypatch.setattr(Communicator, "_new_group", lambda self, backend, purpose: (backend, len(self._groups)))
+    first = made.group_for(made.agree_on_devices(GPU), "gradients")
+    found[1] = RankDevice("host", "cuda at 0:3:0", "cuda")
+    second = made.group_for(made.agree_on_devices(GPU), "gradients")
+    found[1] = RankDevice("host", "cuda at 0:2:0", "cuda")
+    assert made.group_for(made.agree_on_devices(GPU), "gradients") == first != second
 
 
 @pytest.mark.parametrize(
     ("second", "one_kind", "is_said"),
     [
-        (("host", "cuda at 0:1:0", "cuda"), True, True),
-        (("host", "cpu", "cpu"), False, False),
+        (RankDevice("host", "cuda at 0:1:0", "cuda"), True, True),
+        (RankDevice("host", "cpu", "cpu"), False, False),
     ],
     ids=["the same GPU, or a slice of it", "a CPU"],
 )
@@ -785,9 +797,10 @@ def test_ranks_that_nccl_cannot_connect_use_gloo(communicator, caplog, second, o
     """C1, C9: gloo's collectives may overlap, so each purpose has a group."""
     made, found = communicator
     found[1] = second
-    groups = [made.group_for(GPU, purpose) for purpose in ("gradients", "batch norm")]
+    devices = made.agree_on_devices(GPU)
+    groups = [made.group_for(devices, purpose) for purpose in ("gradients", "batch norm")]
     assert groups == [("gloo", "gradients"), ("gloo", "batch norm")]
-    assert made.has_one_kind_of_device(GPU) == one_kind
+    assert devices.are_of_one_kind == one_kind
     assert ("several processes share one GPU" in caplog.text) == is_said
 
 
@@ -795,8 +808,9 @@ def test_a_failure_aborts_the_groups_of_accelerators(communicator, monkeypatch):
     """C12: once each; at exit nothing waits for what will never end."""
     made, _ = communicator
     aborted, ended = [], []
+    devices = made.agree_on_devices(GPU)
     for purpose in ("gradients", "batch norm"):
-        made.group_for(GPU, purpose)
+        made.group_for(devices, purpose)
     monkeypatch.setattr(process_group.torch_private, "abort_group", aborted.append)
     monkeypatch.setattr(environment, "failed", threading.Event())
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)

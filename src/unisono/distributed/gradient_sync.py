@@ -44,7 +44,14 @@ from unisono.distributed.consistency import (
     description_of,
 )
 from unisono.distributed.environment import start_default_group
-from unisono.distributed.process_group import Communicator, broadcast_plan, communicator_for, digest_of, distributed
+from unisono.distributed.process_group import (
+    Communicator,
+    RankDevices,
+    broadcast_plan,
+    communicator_for,
+    digest_of,
+    distributed,
+)
 from unisono.leftovers.written_parameters import fingerprints
 from unisono.primitives.inputs import Arguments
 from unisono.primitives.replicate import check_device
@@ -117,11 +124,16 @@ class UnboundGradientSync(NamedTuple):
 class GradientSync:
     """Sums the gradients of one module over processes.
 
+    Attributes:
+        devices: of all ranks, after `sync_module_states`.
+
     Args:
         communicator: the processes.
         device: on which the gradients are.
         loss: "mean" if each process's loss is a mean over its rows, "sum" if it is a sum.
     """
+
+    devices: RankDevices
 
     def __init__(self, communicator: Communicator, device: torch.device, loss: str) -> None:
         self.communicator = communicator
@@ -152,7 +164,7 @@ class GradientSync:
 
     def __deepcopy__(self, memo: object) -> "GradientSync":
         copied = GradientSync(self.communicator, self._device, self.loss)  # without the original's state
-        copied.hook = self.hook
+        copied.hook, copied.devices = self.hook, self.devices
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -161,7 +173,7 @@ class GradientSync:
     @property
     def group(self) -> Any:
         """The process group of the gradients. Its first use is a collective."""
-        return self.communicator.group_for(self._device, "gradients")
+        return self.communicator.group_for(self.devices, "gradients")
 
     def sync_module_states(self, module: nn.Module) -> None:
         """Check that `module` is on the device and the same on all ranks; give all rank 0's parameters and buffers."""
@@ -177,6 +189,7 @@ class GradientSync:
         self.communicator.barrier(f"wrapping {type(module).__name__}")
         self._number = self.communicator.next_model_number()
         check_same_model(self.communicator, module)
+        self.devices = self.communicator.agree_on_devices(self._device)
         tensors = [tensor for tensor in tensors if not tensor.is_meta]
         self.communicator.broadcast(0, tensors, self.group, "broadcasting rank 0's parameters")()
 

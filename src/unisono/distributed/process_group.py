@@ -32,7 +32,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -113,6 +113,25 @@ def communicator_for(process_group: Any = None, timeout_s: float | None = None) 
     return _communicators[process_group]
 
 
+class RankDevice(NamedTuple):
+    """The device of a rank."""
+
+    host: str
+    identity: str  # of the device, on its host
+    kind: str
+
+
+class RankDevices(NamedTuple):
+    """The device of each rank, as the ranks have told each other."""
+
+    own: torch.device  # this rank's
+    of_all: tuple[RankDevice, ...]  # by rank
+
+    @property
+    def are_of_one_kind(self) -> bool:
+        return len({device.kind for device in self.of_all}) == 1
+
+
 class Communicator:
     """Collectives among some processes, of which this is one.
 
@@ -142,9 +161,8 @@ class Communicator:
         self.failure_store = FailureStore(self._store, self.rank)
         self._check_every_s = max(_CHECK_EVERY_S, self.world_size / 500)
         self._num_barriers = self._num_models = self._num_comparisons = self._num_groups = 0
-        self._groups: dict[tuple[str, str], Any] = {}
+        self._groups: dict[tuple[tuple[RankDevice, ...], str], Any] = {}
         self._host_groups: set[Any] = set()  # those of gloo
-        self._kinds: dict[str, set[str]] = {}  # by device of this rank: the kinds of all ranks' devices
         self._broken: str | None = None
         self._raised = ""  # what this rank has published of an exception, after which it has not gone on yet
         self._control: Any = None
@@ -327,34 +345,33 @@ class Communicator:
             start_next()
         return wait
 
-    def group_for(self, device: torch.device, purpose: str) -> Any:
-        """Return the process group for tensors on `device`, one for each purpose: their collectives may overlap.
+    def agree_on_devices(self, device: torch.device) -> RankDevices:
+        """Return the devices of all ranks; this one's is `device`. A collective."""
+        identity = RankDevice(host_id(), _devices.identity(device), device.type)
+        return RankDevices(device, tuple(self.all_gather_object(identity, "connecting the devices")))
 
-        Its backend is NCCL or similar if every rank has an accelerator of its own, gloo otherwise. The first call for a
-        purpose is a collective.
+    def group_for(self, devices: RankDevices, purpose: str) -> Any:
+        """Return the process group for tensors on these devices, one for each purpose: their collectives may overlap.
+
+        Its backend is NCCL or similar if every rank has an accelerator of its own, gloo otherwise. The first call for
+        these devices and a purpose is a collective.
 
         NCCL's collectives may not overlap: groups that share a GPU wait for each other for ever where two ranks start
         them in different orders. So there all purposes have one group, and callers use it in one order on all ranks.
         """
-        if (str(device), purpose) in self._groups:
-            return self._groups[str(device), purpose]
-        # NCCL does not connect several processes on one GPU.
-        mine = host_id(), _devices.identity(device), device.type
-        found = self.all_gather_object(mine, f"connecting for {purpose}")
-        self._kinds[str(device)] = kinds = {kind for _, _, kind in found}
-        alone = len(set(found)) == self.world_size and len(kinds) == 1 and not _devices.computes_on_host(device)
-        if not alone and len(kinds) == 1 and not _devices.computes_on_host(device):
-            log_once(_SHARED_DEVICE.format(device=device))
-        backend = distributed.get_default_backend_for_device(device) if alone else "gloo"
-        known = [group for (of, _), group in self._groups.items() if of == str(device)]
+        key = devices.of_all, purpose
+        if key in self._groups:
+            return self._groups[key]
+        alone = devices.are_of_one_kind and not _devices.computes_on_host(devices.own)
+        if alone and len(set(devices.of_all)) < self.world_size:  # NCCL does not connect several processes on one GPU
+            alone = False
+            log_once(_SHARED_DEVICE.format(device=devices.own))
+        backend = distributed.get_default_backend_for_device(devices.own) if alone else "gloo"
+        known = [group for (of, _), group in self._groups.items() if of == devices.of_all]
         shared = [group for group in known if not self.waits_on_host(group)]
         group = shared[0] if shared else self._new_group(backend, purpose)
-        self._groups[str(device), purpose] = group
+        self._groups[key] = group
         return group
-
-    def has_one_kind_of_device(self, device: torch.device) -> bool:
-        """Return whether all ranks' devices are of one kind, after a call of `group_for` for this rank's."""
-        return len(self._kinds[str(device)]) == 1
 
     def _new_group(self, backend: str, purpose: str) -> Any:
         # Longer than `_wait_until` waits, whose error names the missing ranks.

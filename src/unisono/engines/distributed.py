@@ -124,7 +124,8 @@ class Ranks:
     def _forward(self, threads: Threads, gradient_sync: GradientSync, module: nn.Module, call: Call) -> Any:
         sync_context, all_gather = gradient_sync.sync_context(module, call.arguments.rows), None
         if call.sync_batch_norm and module.training:
-            all_gather = CrossProcessAllGather(gradient_sync.communicator, call.source, sync_context.weight_of_loss)
+            communicator, devices = gradient_sync.communicator, gradient_sync.devices
+            all_gather = CrossProcessAllGather(communicator, devices, sync_context.weight_of_loss)
             sync_context = replace(sync_context, has_exchanges=True)
         if call.sync_batch_norm:
             call = replace(call, cross_process=all_gather or InEvalMode())

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Never
 
 import torch
 
-from unisono.distributed.process_group import AllGatherWork, Communicator, digest_of
+from unisono.distributed.process_group import AllGatherWork, Communicator, RankDevices, digest_of
 from unisono.runtime import devices as _devices
 from unisono.runtime.errors import log_once
 from unisono.runtime.streams import current_stream
@@ -80,22 +80,22 @@ class CrossProcessAllGather:
 
     Args:
         communicator: the processes.
-        device: on which the values are.
+        devices: on which the values are, one for each process.
         weight: the loss weight of this process. If it is 0, its own values are never read.
     """
 
-    def __init__(self, communicator: Communicator, device: torch.device, weight: float) -> None:
-        self._communicator, self._weight, self._device = communicator, weight, device
-        self.one_kind_of_device = communicator.has_one_kind_of_device(device)
+    def __init__(self, communicator: Communicator, devices: RankDevices, weight: float) -> None:
+        self._communicator, self._weight, self._devices = communicator, weight, devices
+        self.one_kind_of_device = devices.are_of_one_kind
         self._numbers = itertools.count()
-        self._has_kernels = self.one_kind_of_device and _devices.has_batch_norm_kernels(device)
+        self._has_kernels = self.one_kind_of_device and _devices.has_batch_norm_kernels(devices.own)
         self._unchecked: list[tuple[str, _Step, AllGatherWork]] = []  # at most one
         self._steps: list[_Step] = []  # of all processes in the last exchange that was compared
 
     @cached_property
     def _group(self) -> Any:
         """The process group. Its first use is a collective: in an exchange all processes are there."""
-        return self._communicator.group_for(self._device, "batch norm")
+        return self._communicator.group_for(self._devices, "batch norm")
 
     @cached_property
     def _host_waits(self) -> bool:
@@ -108,7 +108,7 @@ class CrossProcessAllGather:
             name: of the batch norm. It is compared between the processes.
         """
         first = next(iter(values.values()))
-        stream = current_stream(self._device)
+        stream = current_stream(self._devices.own)
         if isinstance(first, ReplicaStatistics):
             rows = sum(part.rows for part in values.values())
             return dict(enumerate(self._forward(name, values, rows, stream)))
