@@ -879,6 +879,42 @@ def compiler_errors() -> tuple[type[Exception], ...]:
         return ()
 
 
+# ---- what was written, as torch.compile's guards see it ------------------------------------------
+
+_guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+_HAS_LOCK: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
+
+
+def versions_of(dicts: Sequence[dict[Any, Any]]) -> list[int] | None:
+    """Return a number for each dict, another one after any write into it.
+
+    Fallback: None, which says nothing; also where Python has no lock, and a write may come between.
+    """
+    try:
+        return [*map(_guards.dict_version, dicts)] if _HAS_LOCK else None
+    except AttributeError:
+        return None
+
+
+def look_at_tensors(tensors: Sequence[torch.Tensor]) -> Callable[[], bool]:
+    """Return a function that returns whether tensors have the class, form, flags and memory that they have now.
+
+    It may return False where they have them, as it does where gradients are off now or then: guards do not see
+    `requires_grad` there. Fallback: it always does.
+    """
+    kept = [*tensors]
+    try:
+        sizes, strides = [[*tensor.size()] for tensor in kept], [[*tensor.stride()] for tensor in kept]
+        guards = _guards.TensorGuards(*kept, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        check, address = guards.check, torch.Tensor.data_ptr
+    except (AttributeError, TypeError, RuntimeError):
+        return lambda: False
+    if not kept or not torch.is_grad_enabled():
+        return lambda: False
+    before = [*map(address, kept)]
+    return lambda: torch.is_grad_enabled() and check(*kept) and [*map(address, kept)] == before
+
+
 # ---- modules and containers ----------------------------------------------------------------------
 
 
