@@ -77,6 +77,7 @@ _NONE_IS_IGNORED = (
     "has for itself outside of the module."
 )
 _OF_BUFFERS = "broadcasting one rank's buffers"
+_LEFT = "a backward has raised an exception after the ranks had begun to sum its gradients, and the program has gone on"
 _MOST_PLANS = 8  # models whose parts are frozen in turn have several
 
 
@@ -404,7 +405,8 @@ class _RankSteps:
 class RankReduction(abc.ABC):
     """The reduction of the parameters' gradients in one backward.
 
-    `add` may be called from several threads. If an error ends the backward before `sum`, `failed` has to be called.
+    `add` may be called from several threads. If an error ends the backward before `sum`, `failed` has to be called, or
+    `left` where it is not known.
     """
 
     derivative = 1.0  # of the result with respect to this rank's gradients; known when it is finished
@@ -455,6 +457,10 @@ class RankReduction(abc.ABC):
     def failed(self, error: BaseException) -> None:
         """Tell the other ranks that this one cannot go on."""
         self._communicator.abort(error)
+
+    def left(self) -> None:
+        """Take note that an exception has ended the backward, after `add` or before."""
+        self._communicator.leave(_LEFT)
 
     def _accumulated(self) -> list[int]:
         """Return the numbers of the tensors to whose `grad` this backward adds."""

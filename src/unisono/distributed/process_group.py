@@ -164,6 +164,9 @@ class Communicator:
         self._groups: dict[tuple[tuple[RankDevice, ...], str], Any] = {}
         self._host_groups: set[Any] = set()  # those of gloo
         self._broken: str | None = None
+        self._left_at = (
+            ""  # a collective that this rank has left half-way, by an exception
+        )
         self._raised = ""  # what this rank has published of an exception, after which it has not gone on yet
         self._control: Any = None
         # torch keeps every group until it is destroyed. NCCL's are for the program's end, when all ranks end theirs.
@@ -400,6 +403,8 @@ class Communicator:
 
     def start(self, collective: Callable[[], Any]) -> Any:
         """Start an asynchronous collective of torch.distributed, unless this communicator is broken."""
+        if self._left_at:
+            self.abort(RuntimeError(self._left_at))
         self._raise_if_broken()
         if self._raised:
             self._take_back_exception()
@@ -574,6 +579,15 @@ class Communicator:
         if self._broken is None:
             self._raised = f"{self.rank}\n{described(error)}"[:_MOST_TEXT]
             self.failure_store.set("raised", self._raised)
+
+    def leave(self, text: str) -> None:
+        """Take note that an exception, which is not known here, has ended a collective half-way.
+
+        The other ranks learn the exception if it ends the program. If the program goes on, the next collective of this
+        rank ends with this text on all.
+        """
+        self.publish_exception(RuntimeError(text))
+        self._left_at = text
 
     def report_end(self, reason: str = "") -> None:
         """Tell the other ranks that this program ends, with that reason, or with an exception after which it ended."""

@@ -678,22 +678,27 @@ class GraphSearch:
         numbers_of_linked: tuple[int, ...],
         may_differ: bool,
         in_parts: bool,
+        in_one_graph: bool,
     ) -> CapturedTensors:
         """Return the leaves in the graphs behind `groups` that belong neither to the module nor to a replica.
 
         The next call `may_differ` where the inputs carry objects. In replicas `in_parts` outputs are joined of parts.
-        `numbers_of_linked` are those of `Inputs`.
+        `numbers_of_linked` are those of `Inputs`. `in_one_graph` with the caller's, graphs may go on into those of
+        earlier forwards, and outputs may lead to others: that is torch's matter.
         """
         ends = [tensor for group in groups for tensor in group.tensors if tensor is not None]
         flags = (*map(_requires_grad, ends),)
         changed = pool.blueprint.num_assigned  # what forward has left may lead the next one another way
-        structure = (len(groups), in_parts, numbers_of_linked, flags, changed, *structure_of(pool, call))
+        structure = (len(groups), in_parts, in_one_graph, numbers_of_linked, flags, changed, *structure_of(pool, call))
         found = None if may_differ else self._self_contained.get(structure)
-        if found is not None and are_ways(found.ways, groups) and not lead_to_others(ends, collectors):
+        if found is not None and (
+            in_one_graph or (are_ways(found.ways, groups) and not lead_to_others(ends, collectors))
+        ):
             return found
         captured = look_for_live_tensors(pool.blueprint, groups, where, collectors)
-        captured = captured._replace(ways=ways_between(groups, in_parts=in_parts))
-        if not captured.tensors and not captured.earlier and not may_differ:
+        if not in_one_graph:
+            captured = captured._replace(ways=ways_between(groups, in_parts=in_parts))
+        if in_one_graph or not (captured.tensors or captured.earlier or may_differ):
             if len(self._self_contained) >= _MOST_STRUCTURES:
                 self.clear()
             self._self_contained[structure] = captured

@@ -36,8 +36,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from unisono.autograd.boundary import join
 from unisono.autograd.bucket import OverRanks, order_of_sums
+from unisono.autograd.one_graph import OneGraph
 from unisono.autograd.replica_graph import (
     BoundaryTensor,
+    CapturedTensors,
     LeafTensors,
     LinkedParameters,
     LinkedTensors,
@@ -325,6 +327,9 @@ class Forward:
             self._replay = Replay(model.row_limits, call, pool.blueprint, self._buffers, run, frozen)
         self._step = timeline.current_step() if timeline.recording else None
         self._passes = self._passes_of(module)
+        self._carries_objects = self._tracked and carries_objects(call, self._inputs)
+        # A wrapper inside would run as a wrapper of its own where a checkpoint calls it in backward.
+        self._is_one_graph = call.in_one_graph and not pool.has_wrappers and self._step is None
         self._parameters: LookAtParameters | None = None
         self._writes: SharedWrites | None = None
         self._containers: ContainerSnapshot | None = None
@@ -376,12 +381,14 @@ class Forward:
             of_buffers = _groups_of(changes, len(call.devices)) if changes and self._tracked else []
             outputs_of_boundary = _boundary_outputs(call, matched.groups, of_buffers, self._pool.source)
             if self._tracked:
-                graphs = self._graphs([*matched.groups, *of_buffers], outputs_of_boundary)
-                if self._replay is not None and self._is_again:
+                captured = self._captured_tensors([*matched.groups, *of_buffers])
+                is_one_graph = self._is_one_graph and not (captured.has_checkpoint and changes)
+                graphs = None if is_one_graph else self._graphs(captured, outputs_of_boundary)
+                if graphs is not None and self._replay is not None and self._is_again:
                     return self._replay.take(graphs)
                 if reached:
                     pass_on(reached, call.sync_context)
-                joined = join(graphs)
+                joined = self._in_one_graph(captured, outputs_of_boundary) if graphs is None else join(graphs)
             else:
                 joined = [each.join(each.tensors) for each in outputs_of_boundary]
             output = matched.put_together(joined, call.output_device)
@@ -390,7 +397,7 @@ class Forward:
         if kept:
             self._replicas.commit_attributes(kept)
         if self._buffers_in_backward is not None:
-            self._buffers_in_backward.forward_has_run(reassigns=bool(changes), in_parts=graphs.is_in_parts)
+            self._buffers_in_backward.forward_has_run(reassigns=bool(changes), in_parts=self._is_in_parts)
         if not self._tracked:
             self._replicas.give_back()
         if leftovers.has_more:
@@ -520,24 +527,47 @@ class Forward:
         # No variable may hold the outcomes: an error's traceback refers to this frame.
         return values_or_raise(run_together(tasks, call.devices, contexts, call.timeout_s, self._where), self._where)
 
-    def _graphs(self, groups: Sequence[Group], outputs: list[BoundaryTensor]) -> ReplicaGraphs:
-        """Return the replica graphs behind the replicas' outputs, with all that their backwards need."""
-        call, parameters = self._call, self._replicas.linked
-        keep, collectors = carries_objects(call, self._inputs), [group.collector for group in self._linked]
-        limits = self._model.row_limits
-        is_in_parts = call.parts > 1 or (
-            bool(limits) and any(limits.get(n, k) < k for n, k in zip(call.replica_numbers, call.sizes, strict=True))
-        )
-        options: Any = {"numbers_of_linked": self._inputs.numbers_of_linked, "in_parts": is_in_parts}
+    @property
+    def _is_in_parts(self) -> bool:
+        """Whether a replica runs its shard in parts."""
+        call, limits = self._call, self._model.row_limits
+        sizes = zip(call.replica_numbers, call.sizes, strict=True)
+        return call.parts > 1 or (bool(limits) and any(limits.get(number, size) < size for number, size in sizes))
+
+    def _captured_tensors(self, groups: Sequence[Group]) -> CapturedTensors:
+        """Return what the graphs behind the replicas' outputs lead to; refuse or warn of what is wrong there."""
+        call = self._call
         captured = self._model.search.captured_tensors(
-            self._pool, call, groups, self._where, collectors, may_differ=keep, **options
+            self._pool,
+            call,
+            groups,
+            self._where,
+            [group.collector for group in self._linked],
+            numbers_of_linked=self._inputs.numbers_of_linked,
+            may_differ=self._carries_objects,
+            in_parts=self._is_in_parts,
+            in_one_graph=self._is_one_graph,
         )
-        for collector, _ in captured.earlier:
-            collector.is_earlier = True
         if captured.has_batch_norm and self._synchronises():
             raise RuntimeError(NOT_SYNCHRONISED.format(layer="A batch norm"))
         if captured.has_batch_norm and self._normalises_shards():
             self._model.first_steps.say_of_functional_batch_norm()
+        return captured
+
+    def _in_one_graph(self, captured: CapturedTensors, outputs: Sequence[BoundaryTensor]) -> list[torch.Tensor]:
+        """Return the outputs of a rank's only replica, whose graph is a part of the caller's."""
+        sync_context, replicas = self._call.sync_context, self._replicas
+        assert sync_context is not None
+        self._model.sum_over_ranks(replicas.linked, sync_context)
+        buffers = replicas.buffers_in_backward(self._pool.source) if captured.has_checkpoint else None
+        graph = OneGraph(replicas.linked, sync_context, self.timings[0], buffers, replicas.end_backward)
+        return [graph.output(each.join(each.tensors)) for each in outputs]
+
+    def _graphs(self, captured: CapturedTensors, outputs: list[BoundaryTensor]) -> ReplicaGraphs:
+        """Return the replica graphs behind the replicas' outputs, with all that their backwards need."""
+        call, parameters = self._call, self._replicas.linked
+        for collector, _ in captured.earlier:
+            collector.is_earlier = True
         self._model.sum_over_ranks(parameters, call.sync_context)
         if captured.has_checkpoint:
             self._buffers_in_backward = self._replicas.buffers_in_backward(self._pool.source)
@@ -554,13 +584,13 @@ class Forward:
             outputs=outputs,
             captured=captured,
             passes=self._passes,
-            keep=keep or bool(captured.earlier),
+            keep=self._carries_objects or bool(captured.earlier),
             on_release=self._replicas.end_backward,
             on_backward=self._replicas.backward_has_run if self._replicas.writes is not None else None,
             sync_context=call.sync_context,
             replay=None if self._replay is None or self._is_again else self._replay.repeatable(),
             step=self._step,
-            is_in_parts=is_in_parts,
+            is_in_parts=self._is_in_parts,
             buffers=self._buffers_in_backward,
             levels=captured.ways.levels or [0] * len(outputs),
             on_way=dict.fromkeys(captured.ways.on_way) if captured.ways.on_way else {},

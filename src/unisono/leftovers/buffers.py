@@ -136,6 +136,10 @@ class BuffersInBackward:
         elif not _devices.all_on_host(self._devices):
             _waiting[id(self)] = self
 
+    def renew(self) -> None:
+        """Give the replicas what the live module has now."""
+        self._renew(self._now())
+
     def end(self) -> None:
         """Note that no backward of the forward follows."""
         _waiting.pop(id(self), None)
