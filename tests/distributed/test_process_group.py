@@ -372,6 +372,36 @@ def test_the_others_learn_why_one_has_failed(where, options):
         assert ended[rank].exit_code == 1
 
 
+def fails_in_the_middle(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def trouble(*_: object) -> None:
+        raise TroubleError("no more memory")
+
+    for number, layer in enumerate(module.body):
+        x = layer(x)
+        if number == module.where:
+            x.register_hook(trouble)
+    return x
+
+
+def trains_on(rank: int, where: int) -> None:
+    body = nn.Sequential(nn.Linear(4, 300), *[nn.Linear(300, 300) for _ in range(4)], nn.Linear(300, 4))
+    model = wrapped(Calls(fails_in_the_middle, body=body, where=None))
+    step(model)
+    if rank == 1:
+        model.module.where = where
+        with pytest.raises(TroubleError):
+            step(model)
+        model.module.where = None
+    step(model)
+
+
+@pytest.mark.parametrize("where", [0, 5], ids=["after buckets", "before all buckets"])
+def test_a_program_that_goes_on_after_a_failed_backward(where):
+    """C12: its next collective ends with the reason, on all ranks, before anything of it is summed."""
+    for each in end_ranks(2, trains_on, where):
+        assert "a backward has raised an exception after the ranks had begun to sum its gradients" in last_error(each)
+
+
 @pytest.mark.parametrize(
     ("where", "options"),
     [("forward", {}), ("backward", {}), pytest.param("kill", {}, marks=SIGKILL), ("backward", TWO)],

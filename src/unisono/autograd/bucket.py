@@ -42,6 +42,7 @@ from unisono.runtime import timeline, torch_private
 from unisono.runtime.buckets import Bucket, BucketPlan, added, is_plain
 from unisono.runtime.interrupts import uninterruptible
 from unisono.runtime.streams import Copies, current_streams_of, wait_for_makers
+from unisono.runtime.tracebacks import without_own_frames
 
 Gradients: TypeAlias = list[torch.Tensor | None]
 AllReduce: TypeAlias = Callable[[Gradients], Gradients]
@@ -456,6 +457,7 @@ class LiveNode(torch.autograd.Function):
         return torch.zeros((), dtype=torch.float32, device="cpu")
 
     @staticmethod
+    @without_own_frames
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         collector: Collector = ctx.collector
         gradients = collector.all_gradients(ctx)

@@ -33,6 +33,7 @@ from unisono.distributed.gradient_sync import SyncContext
 from unisono.leftovers.buffers import BuffersInBackward
 from unisono.runtime import torch_private
 from unisono.runtime.timeline import ReplicaTiming
+from unisono.runtime.tracebacks import without_own_frames
 
 
 class OneGraph:
@@ -108,6 +109,7 @@ class _Output(torch.autograd.Function):
         return tensor.detach()
 
     @staticmethod
+    @without_own_frames
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         ctx.graph.begin_backward()
         return grad, None

@@ -192,6 +192,13 @@ class BucketedAllReduce:
             del gradients
             self._send_complete()
 
+    def settle(self) -> None:
+        """Send the buckets that are complete now, once it is known how they are scaled."""
+        with self._lock, torch.no_grad():
+            if len(self._sent) < len(self._plan.buckets) and (self._sent or not self._plan.has_slots):
+                self._steps.scale()
+                self._send_complete()
+
     def send(self, rest: Sequence[torch.Tensor | None]) -> None:
         """Add the rest of the gradients; send everything."""
         with self._lock, torch.no_grad():

@@ -419,6 +419,12 @@ class RankReduction(abc.ABC):
         self._gradient_sync = sync_context.gradient_sync
         self._communicator = self._gradient_sync.communicator
         self._structure = self._gradient_sync.structure(tensors)
+        # A reduction inside a backward that has begun another one, as in a checkpoint around a wrapped model. When the
+        # other one's buckets are sent depends on time, unless they all are that are complete.
+        running = None if self._communicator.reduction is None else self._communicator.reduction()
+        if isinstance(running, AllReduce):
+            running.settle()
+        self._communicator.reduction = weakref.ref(self)
         in_bucket = sync_context.synchronised and self._structure.plan.has_slots
         self._steps = _RankSteps(sync_context, self._structure, in_bucket=in_bucket)
 
@@ -493,6 +499,10 @@ class AllReduce(RankReduction):
 
     def add(self, bucket: int, gradients: Sequence[torch.Tensor | None] | torch.Tensor) -> None:
         self._all_reduce.add(bucket, gradients)
+
+    def settle(self) -> None:
+        """Send what is complete, unless all is sent: then every rank has sent the same."""
+        self._all_reduce.settle()
 
     def send(self, rest: Sequence[torch.Tensor | None]) -> Wait:
         self._all_reduce.send(rest)

@@ -140,6 +140,7 @@ class Communicator:
         timeout_s: how long a rank waits for the others.
         is_world: whether these are all processes of the program.
         failure_store: what the ranks tell each other beside their collectives.
+        reduction: the latest `RankReduction`; None: there has been none.
 
     Args:
         process_group: the processes.
@@ -164,9 +165,8 @@ class Communicator:
         self._groups: dict[tuple[tuple[RankDevice, ...], str], Any] = {}
         self._host_groups: set[Any] = set()  # those of gloo
         self._broken: str | None = None
-        self._left_at = (
-            ""  # a collective that this rank has left half-way, by an exception
-        )
+        self.reduction: weakref.ref[Any] | None = None
+        self._left_at = ""  # a collective that this rank has left half-way, by an exception
         self._raised = ""  # what this rank has published of an exception, after which it has not gone on yet
         self._control: Any = None
         # torch keeps every group until it is destroyed. NCCL's are for the program's end, when all ranks end theirs.
