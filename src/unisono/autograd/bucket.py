@@ -214,10 +214,10 @@ class Collector:
 
     def _running(self, number: int) -> tuple[RunningBackward | None, bool]:
         """Return the backward of the caller's to which one belongs, and whether it runs inside that."""
+        if number in self.backwards:
+            return self.backwards[number](), False
         alive = {n: backward for n, ref in [*self.backwards.items()] if (backward := ref()) is not None}
-        if number in alive or not alive:
-            return alive.get(number), False
-        return alive[max(alive)], True
+        return (alive[max(alive)], True) if alive else (None, False)
 
     def add_of_boundary(self, gradients: Gradients, all_reduce: AllReduce | None = None) -> None:
         """Add the gradient of each live tensor, from a boundary's backward, for the LiveNode.
@@ -262,10 +262,12 @@ class Collector:
         if is_inside:
             return None
         self.latest = number
+        if backward is not None and backward.reduction is not None:  # no other forward is reached
+            reduction, backward.reduction = backward.reduction, None
+            beside = self._contributions.pop(number, [])
+            found: Gradients = reduction.sum(self.joined(beside) if beside else [None] * len(self.live))
+            return found
         of_boundaries = self._of_boundaries.pop(number, [])
-        if backward is not None and backward.reduction is not None:
-            all_reduce, backward.reduction = backward.reduction.sum, None
-            of_boundaries = [*of_boundaries, ([None] * len(self.live), all_reduce)]
         every = [gradients for gradients, all_reduce in of_boundaries if all_reduce is None]
         unsummed = [(gradients, all_reduce) for gradients, all_reduce in of_boundaries if all_reduce is not None]
         if (contributions := self._contributions.pop(number, None)) is not None:

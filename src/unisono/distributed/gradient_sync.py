@@ -26,7 +26,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from operator import methodcaller
 from typing import Any, NamedTuple, TypeAlias
@@ -171,7 +171,7 @@ class GradientSync:
     def __reduce__(self) -> tuple[Any, ...]:
         return UnboundGradientSync, (self._device, self.loss, self.communicator.is_world)
 
-    @property
+    @cached_property
     def group(self) -> Any:
         """The process group of the gradients. Its first use is a collective."""
         return self.communicator.group_for(self.devices, "gradients")
