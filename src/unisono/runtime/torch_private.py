@@ -596,6 +596,25 @@ def call_with_gradient_only(hooks: dict[int, Any]) -> None:
             hooks[key] = _IfGiven(hook)
 
 
+def note_hooks_of_nodes(function: type[torch.autograd.Function]) -> None:
+    """Let the nodes of a function, which have one output, say in `has_hooks` whether a program has put hooks on them.
+
+    The hooks are called only with a gradient. Fallback: nothing; then no node says so.
+    """
+    node_class: Any = getattr(function, "_backward_cls", None)
+    for name in ("register_hook", "register_prehook") if node_class is not None else ():
+        setattr(node_class, name, _noted_hook(getattr(node_class, name)))
+
+
+def _noted_hook(register: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(register)
+    def noted(node: Any, hook: Callable[..., Any]) -> Any:
+        node.has_hooks = True
+        return register(node, lambda *gradients: None if gradients[-1][0] is None else hook(*gradients))
+
+    return noted
+
+
 def hooks_of(tensor: torch.Tensor) -> dict[int, Any]:
     """Return the dict of a tensor's hooks, of `register_hook`, which stays when the tensor is gone.
 
