@@ -144,6 +144,9 @@ class _Output(torch.autograd.Function):
         return None, None, None, None
 
 
+torch_private.note_hooks_of_nodes(_Output)
+
+
 class _Level(torch.autograd.Function):
     """(4) The node between two levels: `_link_level(graphs, incoming, lower, token, *joined)`, the upper level's token.
 
@@ -229,8 +232,7 @@ def _backward(ctx: Any, incoming: _Incoming) -> tuple[torch.Tensor | None, ...]:
         if higher:
             every = range(len(graphs.all_inputs))
             wanted = [*compress(every, repeat(True) if needed is None else needed)]
-            refused = None if needed is None else wanted
-            gradients = dict(zip(wanted, _differentiable_backward(graphs, incoming, wanted, refused), strict=True))
+            gradients = dict(zip(wanted, _differentiable_backward(graphs, incoming, wanted, wanted), strict=True))
             found = [gradients.get(number) for number in every]
         else:
             options: Any = {"keep": keep or others_follow, "in_device_thread": incoming.is_in_device_thread()}

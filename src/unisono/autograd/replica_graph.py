@@ -59,9 +59,9 @@ _BACKWARD_INSIDE = (
 )
 
 _REENTRANT = (
-    "torch.autograd.grad or backward(inputs=...) reaches a reentrant activation checkpoint, which torch "
-    "cannot differentiate this way: use checkpoint(..., use_reentrant=False), or call backward() without "
-    "inputs."
+    "torch.autograd.grad, backward(inputs=...) or backward(create_graph=True) reaches a reentrant activation "
+    "checkpoint, which torch cannot differentiate this way: use checkpoint(..., use_reentrant=False), or call "
+    "backward() without inputs and create_graph."
 )
 
 _KEPT_GRAPHS = (
@@ -247,7 +247,8 @@ class Joined(NamedTuple):
         if torch_private.backward_is_restricted():
             return torch_private.backward_reaches(node)
         tensor = self.ref()
-        return bool(self.hooks) or (tensor is not None and tensor.retains_grad)
+        has_hooks = self.hooks or getattr(node, "has_hooks", False)
+        return bool(has_hooks) or (tensor is not None and tensor.retains_grad)
 
     def skip_hooks(self) -> None:
         """Let its hooks not be called without a gradient."""

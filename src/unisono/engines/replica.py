@@ -132,10 +132,15 @@ def call_replica(
     roots: Sequence[nn.Module],
     copies: Copies,
     timings: Sequence[ReplicaTiming],
+    num_nodes: list[int],
     index: int,
 ) -> Any:
-    """Call a replica with its inputs, in its thread, as a whole or in parts; note how long it took."""
-    started = time.perf_counter()
+    """Call a replica with its inputs, in its thread, as a whole or in parts; note how long it took.
+
+    Args:
+        num_nodes: takes how many nodes of graphs it has made, one number a replica.
+    """
+    started, first_node = time.perf_counter(), torch_private.sequence_number()
     copies.wait_copies(index)
     root, (args, kwargs) = roots[index], inputs.shards[index]
     parts = parts_of(row_limits, call, root, index) if call.parts > 1 or row_limits else None
@@ -144,6 +149,7 @@ def call_replica(
     else:
         function, assigned = called(root, call.method), inputs.assigned_in_parts
         output = run_in_parts(root, function, args, kwargs, parts, call.devices[index], assigned)
+    num_nodes[index] = torch_private.sequence_number() - first_node
     if call.is_timed:
         _devices.queued_work(call.devices[index])(True)
     timings[index].forward_s = time.perf_counter() - started
@@ -659,8 +665,10 @@ def _is_plain_inside(parameter: torch.Tensor) -> bool:
 class GraphSearch:
     """Searches the graphs of replicas with `look_for_live_tensors`, once per structure if nothing is found there.
 
-    Whether they go on into those of earlier forwards depends on what forward finds where it keeps tensors, and whether
-    outputs lead to others may depend on a buffer: both are looked for each time, by torch.
+    A structure is that of the module and of the inputs, and what a global or a buffer may decide: how many nodes
+    forward has made, and whether a checkpoint has begun. Whether graphs go on into those of earlier forwards depends on
+    what forward finds where it keeps tensors, and whether outputs lead to others may depend on a buffer: both are
+    looked for each time, by torch.
     """
 
     def __init__(self) -> None:
@@ -679,25 +687,38 @@ class GraphSearch:
         may_differ: bool,
         in_parts: bool,
         in_one_graph: bool,
+        num_nodes: tuple[int, ...],
+        has_hooks: bool,
+        has_reentrant_checkpoint: bool,
     ) -> CapturedTensors:
         """Return the leaves in the graphs behind `groups` that belong neither to the module nor to a replica.
 
         The next call `may_differ` where the inputs carry objects. In replicas `in_parts` outputs are joined of parts.
         `numbers_of_linked` are those of `Inputs`. `in_one_graph` with the caller's, graphs may go on into those of
         earlier forwards, and outputs may lead to others: that is torch's matter.
+
+        Args:
+            num_nodes: that each replica has made.
+            has_hooks, has_reentrant_checkpoint: whether saved-tensor hooks, which a checkpoint has, or a reentrant
+                checkpoint have begun in forward, or in one that runs at the same time.
         """
         ends = [tensor for group in groups for tensor in group.tensors if tensor is not None]
         flags = (*map(_requires_grad, ends),)
         changed = pool.blueprint.num_assigned  # what forward has left may lead the next one another way
-        structure = (len(groups), in_parts, in_one_graph, numbers_of_linked, flags, changed, *structure_of(pool, call))
+        seen = num_nodes, has_hooks, has_reentrant_checkpoint, in_one_graph
+        structure = (len(groups), in_parts, numbers_of_linked, flags, changed, seen, *structure_of(pool, call))
         found = None if may_differ else self._self_contained.get(structure)
         if found is not None and (
             in_one_graph or (are_ways(found.ways, groups) and not lead_to_others(ends, collectors))
         ):
             return found
         captured = look_for_live_tensors(pool.blueprint, groups, where, collectors)
-        if not in_one_graph:
-            captured = captured._replace(ways=ways_between(groups, in_parts=in_parts))
+        has_reentrant_checkpoint |= captured.has_reentrant_checkpoint
+        captured = captured._replace(
+            has_reentrant_checkpoint=has_reentrant_checkpoint,
+            has_checkpoint=has_reentrant_checkpoint or has_hooks,
+            ways=Ways() if in_one_graph else ways_between(groups, in_parts=in_parts),
+        )
         if in_one_graph or not (captured.tensors or captured.earlier or may_differ):
             if len(self._self_contained) >= _MOST_STRUCTURES:
                 self.clear()
@@ -748,7 +769,7 @@ def look_for_live_tensors(
         return CapturedTensors()
     captured: dict[int, torch.Tensor] = {}
     earlier: dict[Collector, torch.Tensor] = {}
-    has_reentrant_checkpoint = are_linked = has_batch_norm = has_checkpoint = False
+    has_reentrant_checkpoint = are_linked = has_batch_norm = False
     histories = {tensor.grad_fn: tensor for tensor in blueprint.histories.values()}
     of_replicas = zip(where, zip(*(group.tensors for group in groups), strict=True), strict=True)
     for index, (place, outputs) in enumerate(of_replicas):
@@ -776,14 +797,13 @@ def look_for_live_tensors(
                     earlier[reached.collector] = reached.token
             has_reentrant_checkpoint |= is_reentrant_checkpoint(reached)
             has_batch_norm |= torch_private.is_batch_norm_in_training(reached)
-            has_checkpoint = has_checkpoint or runs_forward_again(reached)
             if reached in histories:
                 raise RuntimeError(
                     f"{place} used {blueprint.name_of(histories[reached])}, a tensor that was computed "
                     "outside forward and requires grad. Pass it to the model as an input, compute it in "
                     "forward, or detach() it."
                 )
-    found = has_reentrant_checkpoint, [*earlier.items()], are_linked, has_batch_norm, has_checkpoint
+    found = has_reentrant_checkpoint, [*earlier.items()], are_linked, has_batch_norm
     return CapturedTensors([*captured.values()], *found)
 
 
@@ -858,14 +878,6 @@ def is_reentrant_checkpoint(node: Any) -> bool:
     if isinstance(inner, ReplicaGraphs):
         return inner.captured.has_reentrant_checkpoint
     return "CheckpointFunctionBackward" in node.name()
-
-
-def runs_forward_again(node: Any) -> bool:
-    """Return whether a node of a graph belongs to an activation checkpoint, which may be as above."""
-    inner = getattr(node, "graphs", None)
-    if isinstance(inner, ReplicaGraphs):
-        return inner.buffers is not None
-    return torch_private.saves_by_hooks(node) or is_reentrant_checkpoint(node)
 
 
 def leaves_and_nodes(outputs: Sequence[torch.Tensor]) -> Iterator[Any]:

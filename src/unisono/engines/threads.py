@@ -73,7 +73,7 @@ from unisono.primitives.parallel_apply import values_or_raise
 from unisono.primitives.placements import Replicate, Single
 from unisono.primitives.replicate import check_device, unchanged_on_failure
 from unisono.runtime import devices as _devices
-from unisono.runtime import draws_off, timeline
+from unisono.runtime import draws_off, timeline, torch_private
 from unisono.runtime.contexts import contextmanager
 from unisono.runtime.errors import ReplicaTimeout, add_note, text_of
 from unisono.runtime.exchange import Exchange, exchanging
@@ -136,6 +136,7 @@ _GRAD_OF_NO_LEAF = ("ignore", re.compile("The .grad attribute of a Tensor that i
 _while_one_replica_runs = StandIns()
 for stand_ins in (while_replicas_run, _while_one_replica_runs):
     stand_ins.add(lambda: [(warnings, "filters", lambda filters: [_GRAD_OF_NO_LEAF, *filters])])
+    stand_ins.add(torch_private.checkpoints_noted)
 # Where it is set (Python 3.14 without the lock), `warnings.catch_warnings` has filters in a context variable instead of
 # `warnings.filters`. Without the private functions of Python for it the warning is seen in such a block.
 _CATCHING_HAS_FILTERS = bool(getattr(sys.flags, "context_aware_warnings", False)) and hasattr(warnings, "_set_context")
@@ -333,6 +334,7 @@ class Forward:
         self._parameters: LookAtParameters | None = None
         self._writes: SharedWrites | None = None
         self._containers: ContainerSnapshot | None = None
+        self._seen: dict[str, Any] = {}  # what `GraphSearch` needs of the forward
 
     def forward(self) -> Any:
         """Return the joined output."""
@@ -523,9 +525,17 @@ class Forward:
     def _run_replicas(self, contexts: ReplicaContext) -> list[Any]:
         call = self._call
         of_call = call, self._model.row_limits, self._inputs, self._replicas.roots, self._copies, self.timings
-        tasks = [partial(call_replica, *of_call, i) for i, _ in enumerate(call.devices)]
-        # No variable may hold the outcomes: an error's traceback refers to this frame.
-        return values_or_raise(run_together(tasks, call.devices, contexts, call.timeout_s, self._where), self._where)
+        num_nodes, begun = [0] * len(call.devices), torch_private.begun
+        hooks, reentrant = begun.hooks, begun.reentrant
+        tasks = [partial(call_replica, *of_call, num_nodes, i) for i, _ in enumerate(call.devices)]
+        try:
+            # No variable may hold the outcomes: an error's traceback refers to this frame.
+            return values_or_raise(
+                run_together(tasks, call.devices, contexts, call.timeout_s, self._where), self._where
+            )
+        finally:
+            has_hooks, has_reentrant = begun.hooks is not hooks, begun.reentrant is not reentrant
+            self._seen = {"num_nodes": (*num_nodes,), "has_hooks": has_hooks, "has_reentrant_checkpoint": has_reentrant}
 
     @property
     def _is_in_parts(self) -> bool:
@@ -547,6 +557,7 @@ class Forward:
             may_differ=self._carries_objects,
             in_parts=self._is_in_parts,
             in_one_graph=self._is_one_graph,
+            **self._seen,
         )
         if captured.has_batch_norm and self._synchronises():
             raise RuntimeError(NOT_SYNCHRONISED.format(layer="A batch norm"))

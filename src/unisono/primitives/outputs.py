@@ -121,7 +121,14 @@ class Outputs:
             raise
 
     def put_together(self, joined: Sequence[torch.Tensor], device: torch.device) -> Any:
-        """Return the gathered output on `device`, from one joined tensor a group."""
+        """Return the gathered output on `device`, from one joined tensor a group.
+
+        Where forward has called `retain_grad` of the replicas' tensors, the joined one retains its gradient, too.
+        """
+        for group, tensor in zip(self.groups, joined, strict=False):
+            for own in group.tensors if tensor.requires_grad else ():
+                if own is not None and own.retains_grad:
+                    tensor.retain_grad()
         if self._is_tensor:
             return joined[0]
         return pytree.unflatten(self._spec, [make(joined, device) for make in self._makers])

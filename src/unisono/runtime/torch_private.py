@@ -293,32 +293,12 @@ def is_batch_norm_in_training(node: Any) -> bool:
     return not inputs or bool(inputs[0].shape[0] > 1)
 
 
-def saves_by_hooks(node: Any) -> bool:
-    """Return whether hooks (those of an activation checkpoint that is not reentrant) have taken what a node has saved.
-
-    Fallback, where torch does not tell: True, for every node that saves something.
-    """
-    node_class: Any = type(node)
-    try:
-        names = ["_raw_saved_tensors"] if hasattr(node, "_forward_cls") else _names_of_saved(node_class)
-        saved = [getattr(node, name, None) for name in names]
-    except RuntimeError:  # a backward inside forward has freed them
-        return False
-    every = [each for one in saved for each in (one if isinstance(one, list | tuple) else [one])]
-    return any(each is not None and getattr(each, "unpack_hook", True) is not None for each in every)
-
-
-@functools.cache
-def _names_of_saved(node_class: Any) -> list[str]:
-    return [name for name in dir(node_class) if name.startswith("_raw_saved_")]
-
-
 def sequence_number() -> int:
-    """Return the sequence number of a new node: torch counts the nodes that each thread makes. Fallback: 0."""
-    with contextlib.nullcontext() if torch.is_grad_enabled() else torch.enable_grad():
-        node: Any = _counted.neg().grad_fn
-    number = getattr(node, "_sequence_nr", None)
-    return 0 if number is None else int(number())
+    """Return the sequence number of the next node: torch counts the nodes that each thread makes. Fallback: 0."""
+    try:
+        return torch.autograd._get_sequence_nr()
+    except AttributeError:
+        return 0
 
 
 def number_nodes_from(number: int) -> None:
@@ -509,6 +489,41 @@ def _kept_by_checkpoint() -> Mapping[str, Any]:
     return {}
 
 
+class _Begun:
+    """What has begun last, in any thread, that may run a part of forward again in backward: a new object each time.
+
+    Attributes:
+        hooks: saved-tensor hooks, those of an activation checkpoint that is not reentrant above all.
+        reentrant: a reentrant activation checkpoint.
+    """
+
+    hooks: object = None
+    reentrant: object = None
+
+
+begun = _Begun()
+
+
+def checkpoints_noted() -> list[tuple[Any, str, Callable[[Any], Any]]]:
+    """Return the stand-ins (stand_ins.py) that note in `begun` what begins.
+
+    Fallback: none for reentrant checkpoints; then these are seen where a graph is searched.
+    """
+    places: list[tuple[Any, str, str]] = [(torch.autograd.graph.saved_tensors_hooks, "__enter__", "hooks")]
+    if hasattr(torch.utils.checkpoint, "check_backward_validity"):  # which such a checkpoint calls first
+        places.append((torch.utils.checkpoint, "check_backward_validity", "reentrant"))
+    return [(owner, name, functools.partial(_noting, kind)) for owner, name, kind in places]
+
+
+def _noting(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        setattr(begun, kind, object())
+        return function(*args, **kwargs)
+
+    return noted
+
+
 def end_checkpoints(error: BaseException) -> None:
     """End the activation checkpoints through which `error` has passed in this thread.
 
@@ -579,6 +594,25 @@ def call_with_gradient_only(hooks: dict[int, Any]) -> None:
         is_torchs = getattr(hook, "__module__", None) == "torch.autograd.graph"
         if key in hooks and not is_torchs and not isinstance(hook, _IfGiven):
             hooks[key] = _IfGiven(hook)
+
+
+def note_hooks_of_nodes(function: type[torch.autograd.Function]) -> None:
+    """Let the nodes of a function, which have one output, say in `has_hooks` whether a program has put hooks on them.
+
+    The hooks are called only with a gradient. Fallback: nothing; then no node says so.
+    """
+    node_class: Any = getattr(function, "_backward_cls", None)
+    for name in ("register_hook", "register_prehook") if node_class is not None else ():
+        setattr(node_class, name, _noted_hook(getattr(node_class, name)))
+
+
+def _noted_hook(register: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(register)
+    def noted(node: Any, hook: Callable[..., Any]) -> Any:
+        node.has_hooks = True
+        return register(node, lambda *gradients: None if gradients[-1][0] is None else hook(*gradients))
+
+    return noted
 
 
 def hooks_of(tensor: torch.Tensor) -> dict[int, Any]:
