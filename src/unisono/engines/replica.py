@@ -37,6 +37,7 @@ from unisono.leftovers.attributes import (
     has_rows,
     ids_of_leaves,
     keep_hooks,
+    kept_of_only,
     path_of,
     registered,
     told_apart,
@@ -250,6 +251,7 @@ class Replicas:
         attributes: of the first replica's modules, as they were made.
         rows: how many rows the replicas, or their parts, have in this forward.
         run_whole: whether each replica runs once, with its part of one batch.
+        is_only: whether the module has one replica, in each forward.
         writes: what looks at hooks that keep what they see in backward; None: nothing does.
     """
 
@@ -292,7 +294,7 @@ class Replicas:
         self.attributes = DictSnapshot([module.__dict__ for module in each[0].modules])
         self._modules = [module for replica in each for module in replica.modules]
         self.rows: Sequence[int] = ()
-        self.run_whole = False
+        self.run_whole = self.is_only = False
         self._dicts = DictSnapshot(attribute_dicts_of(self._modules))
         if self.is_remote:
             self._take_assigned(0)
@@ -359,6 +361,14 @@ class Replicas:
         changes = self.attributes.changes()
         num_changes, changes = len(changes), [change for change in changes if change[:2] not in blueprint.lost]
         modules = [replica.modules for replica in self.each]
+        if self.is_only and self.run_whole:
+            own = self.live_of[0] | dict(zip(map(id, modules[0]), blueprint.modules, strict=True))
+            kept, lost = kept_of_only(changes, before, modules[0], own)
+            if not keep_hooks(self._dicts, self._modules, blueprint.modules):
+                self._leftovers.add(Kind.ASSIGNED, registered(self._dicts, self._modules, blueprint.names))
+                kept, lost = [], [*kept, *lost]  # one may be the flag that a layer is there
+            self._note_lost(lost)
+            return kept
         alike, lost, unread = told_apart(changes, before, modules, rows, returned, blueprint.assigned)
         if not self.run_whole or not keep_hooks(self._dicts, self._modules, blueprint.modules):
             names = blueprint.names * len(self.each)
@@ -370,14 +380,19 @@ class Replicas:
             lost += [
                 change for change in [*alike, *unread] if id(change[2]) not in returned and has_rows(change[2], rows)
             ]
-        blueprint.lost.update(change[:2] for change in [*lost, *unread])
-        self._leftovers.add(Kind.ASSIGNED, [path_of(blueprint.names[number], key) for number, key, _ in lost])
+        blueprint.lost.update(change[:2] for change in unread)
+        self._note_lost(lost)
         return []
+
+    def _note_lost(self, changes: Sequence[Change]) -> None:
+        self._blueprint.lost.update(change[:2] for change in changes)
+        paths = [path_of(self._blueprint.names[number], key) for number, key, _ in changes]
+        self._leftovers.add(Kind.ASSIGNED, paths)
 
     def commit_attributes(self, changes: Sequence[Change]) -> None:
         """Give the live module what all replicas have set alike; each replica keeps its own value."""
         for number, key, value in changes:
-            self._blueprint.assign(number, key, _on(value, self._source))
+            self._blueprint.assign(number, key, value if self.is_only else _on(value, self._source))
             for index, replica in enumerate(self.each):
                 self._put(index, number, key, replica.modules[number].__dict__.get(key, GONE))
         self._num_assigned = self._blueprint.num_assigned
@@ -704,15 +719,14 @@ class GraphSearch:
         """
         ends = [tensor for group in groups for tensor in group.tensors if tensor is not None]
         flags = (*map(_requires_grad, ends),)
-        changed = pool.blueprint.num_assigned  # what forward has left may lead the next one another way
         seen = num_nodes, has_hooks, has_reentrant_checkpoint, in_one_graph
-        structure = (len(groups), in_parts, numbers_of_linked, flags, changed, seen, *structure_of(pool, call))
+        structure = (len(groups), in_parts, numbers_of_linked, flags, seen, *structure_of(pool, call))
         found = None if may_differ else self._self_contained.get(structure)
         if found is not None and (
             in_one_graph or (are_ways(found.ways, groups) and not lead_to_others(ends, collectors))
         ):
             return found
-        captured = look_for_live_tensors(pool.blueprint, groups, where, collectors)
+        captured = look_for_live_tensors(pool.blueprint, groups, where, collectors, in_one_graph=in_one_graph)
         has_reentrant_checkpoint |= captured.has_reentrant_checkpoint
         captured = captured._replace(
             has_reentrant_checkpoint=has_reentrant_checkpoint,
@@ -755,12 +769,18 @@ _CARRIES_NOTHING = INERT | {torch.Tensor}
 
 
 def look_for_live_tensors(
-    blueprint: Blueprint, groups: Sequence[Group], where: Sequence[str], collectors: Sequence[Collector]
+    blueprint: Blueprint,
+    groups: Sequence[Group],
+    where: Sequence[str],
+    collectors: Sequence[Collector],
+    *,
+    in_one_graph: bool,
 ) -> CapturedTensors:
     """Check that no replica's graph leads to a tensor of the live module; return those that it has captured.
 
     Args:
         collectors: those of the forward.
+        in_one_graph: as in `GraphSearch.captured_tensors`.
 
     Raises:
         RuntimeError: one does, and its gradient would be wrong. Names the tensor, and the cause.
@@ -797,7 +817,8 @@ def look_for_live_tensors(
                     earlier[reached.collector] = reached.token
             has_reentrant_checkpoint |= is_reentrant_checkpoint(reached)
             has_batch_norm |= torch_private.is_batch_norm_in_training(reached)
-            if reached in histories:
+            # In one graph, that of an earlier forward goes on; what leads to live parameters is not summed over ranks.
+            if reached in histories and (not in_one_graph or _leads_to_parameters(histories[reached], blueprint)):
                 raise RuntimeError(
                     f"{place} used {blueprint.name_of(histories[reached])}, a tensor that was computed "
                     "outside forward and requires grad. Pass it to the model as an input, compute it in "
@@ -805,6 +826,12 @@ def look_for_live_tensors(
                 )
     found = has_reentrant_checkpoint, [*earlier.items()], are_linked, has_batch_norm
     return CapturedTensors([*captured.values()], *found)
+
+
+def _leads_to_parameters(tensor: torch.Tensor, blueprint: Blueprint) -> bool:
+    """Return whether a tensor was computed from live parameters, not by way of a forward's buckets."""
+    reached = leaves_and_nodes([tensor])
+    return any(id(each) in blueprint.parameters for each in reached if isinstance(each, torch.Tensor))
 
 
 def ways_between(groups: Sequence[Group], *, in_parts: bool) -> Ways:

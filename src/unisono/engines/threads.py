@@ -364,6 +364,7 @@ class Forward:
             call = self._call
             runs_whole = call.parts == 1 and not call.rescue and not self._model.row_limits
             self._replicas.run_whole, self._replicas.rows = runs_whole, call.sizes if runs_whole else call.sizes_of_runs
+            self._replicas.is_only = call.in_one_graph
             is_as_before = not self._replicas.are_new and self._replicas.attributes.is_current()
             kept = [] if is_as_before else self._replicas.assigned(outputs)
             if self._model.written and not inside_replica():
